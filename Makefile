@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: train test check report bench verify-layouts
+.PHONY: train test test-all mutants docs check report bench bench-engine bench-peers bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -21,21 +21,38 @@ train: $(RUN)/plan.json
 report:
 	$(BIN)/moewright report $(RUN)
 
-bench: | $(VENV)/.ready
+bench: bench-engine
 	$(BIN)/moewright bench search
-	$(BIN)/moewright bench engine
 
+bench-engine: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.engine
+
+# The engine in turns with other trainers, which are installed under runs/peers.
+bench-peers: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.peers
+
+# How near tuning comes to the best of a space; every point of it is run.
+bench-tuning: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.tuning recipes/tune_bad_start.toml
+
+# Two workers take single-process tests and rank processes side by side; what times the machine runs alone afterwards.
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal -m "not thorough and not serial"
+	$(BIN)/pytest -m "serial and not thorough"
+
+test-all: check
+	$(BIN)/pytest -n 2 --dist worksteal -m "not serial"
+	$(BIN)/pytest -m serial
 
 # Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` takes parts
 # that change with the source.
 verify-layouts: $(VENV)/.dev
-	$(BIN)/pytest tests/spawn/test_layout_sweep.py tests/spawn/test_checkpoint_layouts.py -m "sweep or not sweep"
+	$(BIN)/pytest tests/spawn/test_layout_sweep.py tests/spawn/test_checkpoint_layouts.py -m "thorough or not thorough"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -29,15 +29,16 @@ from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm import collectives
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused import reference as reference_kernels
 from moewright.engine.model import router
 from moewright.engine.model.layers import NamedParameter, list_parameters
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
+from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.step import (
     PhaseClock,
     TrainState,
@@ -45,10 +46,10 @@ from moewright.engine.run.step import (
     forward_backward,
     train_step,
 )
-from moewright.engine.run.train import _record_ledger
 from moewright.engine.run.verify import FixedBatches, _compute_outputs, local_rows
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
+from moewright.rules.job import Job
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.plan import Plan
@@ -61,7 +62,7 @@ from moewright.spec.workload import (
     Workload,
 )
 
-BATCH, LENGTH, STEPS = 8, 16, 8
+BATCH, LENGTH, STEPS = 8, 16, 4
 _BATCHES = 4
 _COUNTED = 2  # the step whose books are kept
 _MARGIN = 3e-6  # of routing scores, above what legal rounding moves them by in these few steps
@@ -286,9 +287,7 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
 
     def start(rule: UpdateRule, work: Workload) -> TrainState:
         job = build_train_state(
-            plan.model,
-            work,
-            plan.layout,
+            Job(model=plan.model, workload=work, layout=plan.layout),
             data,
             rank=seat.rank,
             device=device,
@@ -345,7 +344,7 @@ def _curve(
             job.optimizer.finish_pending()
             digests.append(dict(_digests(job)))
         if step == _COUNTED:
-            _record_ledger(job, folder, step, result, seat)
+            record_ledger(job, folder, step, result, seat)
     return Curve(steps=tuple(steps), digests=tuple(digests))
 
 

@@ -22,7 +22,8 @@ from types import MappingProxyType
 from layout_proof import WORK
 from moewright.codec import format_layout, parse_layout
 from moewright.rules.engine_limits import unsupported_layout
-from moewright.rules.legality import check_legality, micro_batches
+from moewright.rules.legality import check_legality
+from moewright.rules.micro_batches import micro_batches
 from moewright.spec.layout import (
     CpComm,
     DispatcherKind,

@@ -1,5 +1,4 @@
-"""The contest: turns of the engine and of transformers on the same model, and a peer that is not
-there."""
+"""The contest: turns of the engine and of transformers on one model, and peers that fail."""
 
 from __future__ import annotations
 
@@ -11,38 +10,37 @@ from pathlib import Path
 
 import pytest
 
-from moewright.bench import contest
+from benchmarks.peers import contest
 from moewright.spec.errors import BadInput
 
 pytest.importorskip("transformers")
 
 
 def test_two_trainers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untrained, both give every word the same chance: a loss of ln(8192) = 9.01 and a little
-    more."""
+    """Untrained, both give every word the same chance: a loss of ln(8192) = 9.01 and some more."""
     monkeypatch.setattr(contest, "WARM_UP_ROUNDS", 0)
     monkeypatch.setattr(contest, "ROUNDS", 1)
-    here = Path(sys.executable)
+    python = Path(sys.executable)
     peer = replace(contest.PEERS[0], requirements="")
-    ready = {
-        contest.ENGINE: contest.prepare_environment(contest.ENGINE, here),
-        peer: contest.prepare_environment(peer, here),
+    pythons = {
+        contest.ENGINE: contest.prepare_environment(contest.ENGINE, python),
+        peer: contest.prepare_environment(peer, python),
     }
-    turns, split = contest.run_contest(
-        ready, part="step", dtype="bf16", threads=1, environment=os.environ
+    times, split = contest.run_contest(
+        pythons, part="step", dtype="bf16", threads=1, environment=os.environ
     )
-    assert [one.name for one in turns] == [contest.ENGINE.name, peer.name]
-    assert all(9.01 < one.values[0] < 9.3 for one in turns)
-    ours, theirs = turns
-    median, least, most = ours.speedup_over(theirs)
-    assert median == least == most == theirs.wall_s[0] / ours.wall_s[0]
+    assert [trainer.name for trainer in times] == [contest.ENGINE.name, peer.name]
+    assert all(9.01 < trainer.values[0] < 9.3 for trainer in times)
+    engine_times, peer_times = times
+    median, least, most = engine_times.speedup_over(peer_times)
+    assert median == least == most == peer_times.wall_s[0] / engine_times.wall_s[0]
     assert split["products"] > 0.2 * sum(split.values())
 
 
-def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_a_peer_that_fails_is_named_with_its_reason() -> None:
     absent = contest.Contestant(name="nobody", module="nobody")
     with pytest.raises(
-        BadInput, match=r"nobody: it failed: .*No module named moewright\.bench\.peers\.nobody"
+        BadInput, match=r"nobody: it failed: .*No module named benchmarks\.peers\.nobody"
     ):
         contest.run_contest(
             {absent: Path(sys.executable)},
@@ -54,19 +52,37 @@ def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_cannot_be_had_is_named_with_its_reason(tmp_path: Path) -> None:
-    nowhere = contest.Contestant(
+    absent = contest.Contestant(
         name="nobody", module="nobody", requirements=str(tmp_path / "no-such-package")
     )
     with pytest.raises(BadInput, match="nobody: it cannot be had here"):
-        contest.prepare_environment(nowhere, tmp_path / "peers")
+        contest.prepare_environment(absent, tmp_path / "peers")
     assert not (tmp_path / "peers" / "nobody" / "ready").exists()
 
 
 def test_a_peers_environment_finds_our_code(tmp_path: Path) -> None:
-    python = contest.prepare_environment(
-        contest.Contestant(name="none", module="none", requirements="pip"), tmp_path / "peers"
-    )
-    bare = {"PATH": os.environ["PATH"]}
+    contestant = contest.Contestant(name="none", module="none", requirements="pip")
+    python = contest.prepare_environment(contestant, tmp_path / "peers")
     subprocess.run(
-        [str(python), "-c", "import moewright.bench.peers.contest, torch"], env=bare, check=True
+        [str(python), "-c", "import benchmarks.peers.protocol, moewright, torch"],
+        env={"PATH": os.environ["PATH"]},
+        cwd=tmp_path,
+        check=True,
     )
+
+
+@pytest.mark.parametrize("module", ["engine", "peers", "tuning"])
+def test_a_benchmark_is_a_command_that_explains_itself_and_refuses_in_one_line(
+    module: str,
+) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{module}"]
+    root = Path(contest.__file__).parents[2]
+    shown = subprocess.run(
+        [*command, "--help"], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert f"Usage: python -m benchmarks.{module}" in shown.stdout
+    refused = subprocess.run(
+        [*command, "--no-such-option", "1"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1

@@ -64,14 +64,15 @@ def report(tmp_path_factory) -> Path:
 @pytest.fixture(params=[1280, 420], ids=["desktop", "phone"])
 def page(browser, report, request):
     context = browser.new_context(viewport={"width": request.param, "height": 900}, offline=True)
-    wanted, complaints = [], []
+    requests = []
+    complaints = []
     page = context.new_page()
-    page.on("request", lambda each: wanted.append(each.url))
+    page.on("request", lambda request_: requests.append(request_.url))
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(report.as_uri())
     yield page
-    assert wanted == [report.as_uri()]
+    assert requests == [report.as_uri()]
     assert complaints == []
     context.close()
 
@@ -117,7 +118,8 @@ def test_heat_cells_fill_their_rows_and_differ_in_colour(page):
     assert box["width"] > 8
     assert box["height"] > 12
     colours = page.evaluate(
-        "[...document.querySelectorAll('#experts .cells i')].map(i => getComputedStyle(i).backgroundColor)"
+        "[...document.querySelectorAll('#experts .cells i')]"
+        ".map(i => getComputedStyle(i).backgroundColor)"
     )
     assert len(set(colours)) >= 5
 
@@ -128,14 +130,12 @@ def test_bars_are_as_long_as_their_values(page):
         for bar in page.locator("#time .stack").first.locator(".bar").all()
     ]
     assert len(lengths) == 2
-    assert lengths[0] / lengths[1] == pytest.approx(
-        1.395 / 1.5065, rel=0.02
-    )  # predicted phases over measured ones
+    # Predicted phases over measured ones.
+    assert lengths[0] / lengths[1] == pytest.approx(1.395 / 1.5065, rel=0.02)
     totals = [bar.bounding_box()["width"] for bar in page.locator("#memory .bar").all()]
     assert len(totals) == 4
-    assert totals[0] == pytest.approx(
-        totals[2], abs=1
-    )  # by component and by module sum to the same
+    # By component and by module the bytes have the same sum.
+    assert totals[0] == pytest.approx(totals[2], abs=1)
     assert totals[1] == pytest.approx(totals[3], abs=1)
 
 
@@ -144,15 +144,13 @@ def test_pointing_at_a_curve_reads_its_values(page):
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 39 / 59, box["y"] + box["height"] / 2)
-    said = page.locator("#loss .readout").inner_text()
-    assert said.startswith("step 40: training loss 3.3")
-    assert "held-out loss 3.5" in said
+    text = page.locator("#loss .readout").inner_text()
+    assert text.startswith("step 40: training loss 3.3")
+    assert "held-out loss 3.5" in text
 
 
 def test_ledger_marks_are_text_and_colour(page):
     mark = page.locator("#ledger .state", has_text="equal").first
     assert mark.is_visible()
-    assert (
-        page.evaluate("getComputedStyle(document.querySelector('#ledger .good .state')).color")
-        == "rgb(36, 113, 63)"
-    )
+    colour = page.evaluate("getComputedStyle(document.querySelector('#ledger .good .state')).color")
+    assert colour == "rgb(36, 113, 63)"

@@ -95,22 +95,23 @@ def test_a_layout_column_fills_what_is_empty(tmp_path: Path) -> None:
         == "tp2,pp32,vpp3,ep8,mbs1,dispatcher=deepep,recompute=moe_act,graphs=attn"
     )
     for recompute in ("full", "full+loss", "loss", "layernorm+loss"):
-        given = {
+        cells = {
             **ROW,
             "seq_len": "4096",
             "gbs": "2048",
             "layout": f"tp2,ep8,pp32,vpp3,mbs1,recompute={recompute}",
         }
-        (row,) = read(tmp_path, given).rows
+        (row,) = read(tmp_path, cells).rows
         assert "+".join(row.layout.recompute) == recompute
     (bad,) = read(tmp_path, {**ROW, "seq_len": "4096", "gbs": "2048", "layout": "tq2"}).skipped
     assert "tq" in bad.reason
 
 
 def test_an_implied_precision_is_taken_and_listed(tmp_path: Path) -> None:
-    said = {"precision": "", "notes": "precision not stated in the table (FP8 implied by the page)"}
-    (row,) = read(tmp_path, {**ROW, **JOB, **said}).rows
+    """The tables of this page have no precision column; data/sources.toml says what it implies."""
+    page = "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md, 25.09 NeMo Container"
+    (row,) = read(tmp_path, {**ROW, **JOB, "precision": "", "source": page}).rows
     assert row.workload.precision is Dtype.FP8
     assert "precision" in row.unstated
-    (silent,) = read(tmp_path, {**ROW, **JOB, "precision": ""}).skipped
-    assert silent.reason == "precision: is not stated"
+    (skipped,) = read(tmp_path, {**ROW, **JOB, "precision": ""}).skipped
+    assert skipped.reason == "precision: is not stated"

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from moewright.calibration.columns import COLUMNS
+from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.score import Calibration, Score, rank_correlation, score_table
-from moewright.calibration.table import COLUMNS, MeasuredRow, MeasurementTable, read_table
+from moewright.calibration.table import MeasurementTable, read_table
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind

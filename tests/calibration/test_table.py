@@ -1,5 +1,4 @@
-"""Rows of a table of measured runs, read as nouns: what is stated, what stays unknown, what is
-skipped and why."""
+"""Rows of a table of measured runs: what is stated, what stays unknown, what is skipped and why."""
 
 from __future__ import annotations
 
@@ -8,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moewright.calibration.table import COLUMNS, MeasurementTable, PeakKind, read_table
+from moewright.calibration.cells import PeakKind
+from moewright.calibration.columns import COLUMNS
+from moewright.calibration.software_facts import release_age_years, source_facts
+from moewright.calibration.table import MeasurementTable, read_table
 from moewright.codec import format_layout
 from moewright.rules import flops
 from moewright.spec.errors import BadInput
@@ -97,19 +99,16 @@ def test_what_is_not_stated_stays_unknown(tmp_path: Path) -> None:
         ({"time_per_iter_s": ""}, "states neither speed nor memory"),
         ({"dp": "8"}, "256 devices leave 4"),
         ({"ep": "7"}, "layout.ep=7"),
-        (
-            {"vpp": "", "notes": "with VPP switched on (degree not stated)"},
-            "does not state its degree",
-        ),
+        ({"vpp": "on"}, "does not state its degree"),
     ],
 )
 def test_a_row_that_cannot_be_scored_says_why(
     tmp_path: Path, change: dict[str, str], reason: str
 ) -> None:
-    found = table(tmp_path, change, {"id": "a-2"})
-    assert [row.id for row in found.rows] == ["a-2"]
-    assert found.order == ("a-1", "a-2")
-    assert reason in found.skipped[0].reason
+    runs = table(tmp_path, change, {"id": "a-2"})
+    assert [row.id for row in runs.rows] == ["a-2"]
+    assert runs.order == ("a-1", "a-2")
+    assert reason in runs.skipped[0].reason
 
 
 def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
@@ -158,10 +157,11 @@ def test_a_row_tells_what_it_can_where_its_words_go_further_than_the_model(tmp_p
     assert "only Adam and Muon" in skipped.reason
 
 
-def test_tflops_are_turned_into_tokens_by_the_convention_of_the_source(tmp_path: Path) -> None:
-    # 259.99 GFLOP a token with MTP and 249.81 without (data README); Llama3-8B 57.9 at 8192, full
-    # attention.
-    spread = {**DEEPSEEK, "tflops_per_gpu": "300"}
+def test_tflops_are_converted_to_tokens_by_the_convention_of_the_source(tmp_path: Path) -> None:
+    # 259.99 GFLOP a token with MTP and 249.81 without (docs/tables.md); Llama3-8B 57.9 at 8192,
+    # with full attention.
+    with_mtp = {**DEEPSEEK, "tflops_per_gpu": "300"}
+    without_mtp = {**with_mtp, "id": "a-2", "mtp": "false"}
     dense = {
         **DEEPSEEK,
         "model": "Meta-Llama-3-8B",
@@ -170,30 +170,43 @@ def test_tflops_are_turned_into_tokens_by_the_convention_of_the_source(tmp_path:
         "ep": "",
         "seq_len": "8192",
         "recompute_modules": "layernorm",
-    }
-    full = {
-        **dense,
-        "id": "a-3",
-        "source": "NeMo 24.07",
-        "date_release": "24.07",
         "tflops_per_gpu": "700",
     }
-    found = table(tmp_path, spread, {**spread, "id": "a-2", "notes": "table says w/o MTP"}, full)
-    rates = [row.speed.tokens_per_s_per_device for row in found.rows if row.speed]
-    assert rates == pytest.approx([300e3 / 259.99, 300e3 / 249.81, 700e3 / 57.9], rel=2e-3)
+    by_source = {**dense, "id": "a-3", "source": "NeMo 24.07", "date_release": "24.07"}
+    by_column = {**dense, "id": "a-4", "flops_convention": "full_attention"}
+    rows = table(tmp_path, with_mtp, without_mtp, by_source, by_column).rows
+    rates = [row.speed.tokens_per_s_per_device for row in rows if row.speed]
+    expected = [300e3 / 259.99, 300e3 / 249.81, 700e3 / 57.9, 700e3 / 57.9]
+    assert rates == pytest.approx(expected, rel=2e-3)
 
 
 def test_rounded_tokens_give_way_to_tflops(tmp_path: Path) -> None:
-    change = {
-        "time_per_iter_s": "",
-        "date_release": "26.06.01",
-        "tokens_per_s_per_gpu": "1470",
-        "tflops_per_gpu": "216",
-    }
-    (row,) = table(tmp_path, change).rows
-    assert row.speed is not None
-    exact = 216e12 / flops.model_flops_per_token(row.model, 4096)
-    assert row.speed.tokens_per_s_per_device == pytest.approx(exact)
+    printed = {"time_per_iter_s": "", "tokens_per_s_per_gpu": "1470", "tflops_per_gpu": "216"}
+    page = "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md, 26.06.01"
+    by_source = {**printed, "source": page, "date_release": "26.06.01"}
+    by_column = {**printed, "id": "a-2", "tokens_rounded": "true"}
+    exact, also_exact, rounded = table(
+        tmp_path, by_source, by_column, {**printed, "id": "a-3"}
+    ).rows
+    assert exact.speed
+    assert also_exact.speed
+    assert rounded.speed
+    converted = 216e12 / flops.model_flops_per_token(exact.model, 4096)
+    assert exact.speed.tokens_per_s_per_device == pytest.approx(converted)
+    assert also_exact.speed.tokens_per_s_per_device == pytest.approx(converted)
+    assert rounded.speed.tokens_per_s_per_device == 1470
+
+
+def test_mfu_is_of_the_peak_that_the_row_states(tmp_path: Path) -> None:
+    printed = {"time_per_iter_s": "", "mfu_pct": "40"}
+    default, stated = table(
+        tmp_path, printed, {**printed, "id": "a-2", "mfu_peak_tflops": "1979"}
+    ).rows
+    assert default.speed
+    assert stated.speed
+    ratio = stated.speed.tokens_per_s_per_device / default.speed.tokens_per_s_per_device
+    assert ratio == pytest.approx(1979 / 989.5)
+    assert stated.speed.origin == "MFU of 1979 TFLOP/s"
 
 
 def test_gpt_oss_is_compared_in_tokens_alone(tmp_path: Path) -> None:
@@ -210,31 +223,32 @@ def test_gpt_oss_is_compared_in_tokens_alone(tmp_path: Path) -> None:
 
 
 def test_peaks_in_their_units(tmp_path: Path) -> None:
-    kinds = (
-        ("40", "GiB allocated (42 reserved)", PeakKind.ALLOCATED, 40, GIB),
-        ("40", "GB as printed", PeakKind.ALLOCATED, 40, 10**9),
-        ("40960", "MiB, device, peak observed", PeakKind.DEVICE, 40, GIB),
-        ("40", "1e9 bytes, torch max_allocated of the LAST rank", PeakKind.LAST_RANK, 40, 10**9),
-        ("40", "GiB reserved", PeakKind.RESERVED, 40, GIB),
+    golden = "NVIDIA/Megatron-LM dev, tests/functional_tests golden values"
+    last_rank = {"peak_memory_unit": "GB", "peak_memory_scope": "last_rank"}
+    expected: tuple[tuple[str, dict[str, str], PeakKind, int, int], ...] = (
+        ("40", {"peak_memory_kind": "GiB allocated (42 reserved)"}, PeakKind.ALLOCATED, 40, GIB),
+        ("40", {"peak_memory_kind": "GB as printed"}, PeakKind.ALLOCATED, 40, 10**9),
+        ("40960", {"peak_memory_kind": "MiB, device, peak observed"}, PeakKind.DEVICE, 40, GIB),
+        ("40", {"peak_memory_kind": "GiB reserved"}, PeakKind.RESERVED, 40, GIB),
+        ("40", last_rank, PeakKind.LAST_RANK, 40, 10**9),
+        ("40", {"source": golden}, PeakKind.LAST_RANK, 40, 10**9),
     )
-    rows = table(
-        tmp_path, *({"peak_memory_gb": v, "peak_memory_kind": said} for v, said, *_ in kinds)
-    ).rows
-    assert [(row.peak.kind, row.peak.value, row.peak.unit_bytes) for row in rows if row.peak] == [
-        k[2:] for k in kinds
-    ]
+    changes = [{"peak_memory_gb": value, **cells} for value, cells, *_ in expected]
+    rows = table(tmp_path, *changes).rows
+    peaks = [(row.peak.kind, row.peak.value, row.peak.unit_bytes) for row in rows if row.peak]
+    assert peaks == [(kind, value, unit) for _, _, kind, value, unit in expected]
 
 
 def test_repeats_and_contradictions_are_named(tmp_path: Path) -> None:
-    said = {"tflops_per_gpu": "216.4"}
-    found = table(
+    printed = {"tflops_per_gpu": "216.4"}
+    runs = table(
         tmp_path,
-        said,
-        {**said, "id": "b-1", "source": "another page"},
+        printed,
+        {**printed, "id": "b-1", "source": "another page"},
         {"id": "c-1", "time_per_iter_s": "30"},
     )
-    assert [row.duplicate_of for row in found.rows] == ["", "a-1", ""]
-    assert found.contradictions == ("a-1 (a) and c-1 (c): 1.34 x apart",)
+    assert [row.duplicate_of for row in runs.rows] == ["", "a-1", ""]
+    assert runs.contradictions == ("a-1 (a) and c-1 (c): 1.34 x apart",)
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
@@ -246,7 +260,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
         read_table(tmp_path / "none.csv")
 
 
-def test_what_a_stack_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path) -> None:
+def test_what_software_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path) -> None:
     moonlight = {
         "model": "Moonlight-16B-A3B",
         "num_gpus": "8",
@@ -266,7 +280,9 @@ def test_what_a_stack_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Path
     assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.FP32
     # 128 experts over 8 ranks are 16 a rank: 1 + 4/16; a model with selection bias keeps itself
     # even.
-    (row,) = table(tmp_path, {"notes": "real data", "force_balance": ""}).rows
+    guide = "Megatron MoE benchmark and tuning guide (Pai-Megatron-Patch commit 2b201af)"
+    natural = {"id": "seed000-013", "source": guide, "force_balance": ""}
+    (row,) = table(tmp_path, natural).rows
     assert row.workload.load_factor == pytest.approx(1.25)
     assert row.unstated == ("expert_load",)
     (row,) = table(tmp_path, {**bridge, "force_balance": "false"}).rows
@@ -303,30 +319,58 @@ def test_a_cell_that_cannot_be_read_skips_its_row(
 
 
 def test_rows_without_an_id_of_their_own_are_told_apart_by_line(tmp_path: Path) -> None:
-    found = table(tmp_path, {}, {}, {"id": ""})
-    assert found.order == ("a-1", "a-1@line3", "@line4")
-    assert [row.id for row in found.rows] == list(found.order)
+    runs = table(tmp_path, {}, {}, {"id": ""})
+    assert runs.order == ("a-1", "a-1@line3", "@line4")
+    assert [row.id for row in runs.rows] == list(runs.order)
 
 
 def test_what_an_out_of_memory_row_leaves_open_is_taken_at_its_least(tmp_path: Path) -> None:
     stated = {"oom": "true", "time_per_iter_s": "", "gbs": "", "dp": ""}
-    (open_vpp,) = table(
-        tmp_path, {**stated, "pp": "8", "vpp": "", "notes": "VPP on (degree not stated)"}
-    ).rows
+    (open_vpp,) = table(tmp_path, {**stated, "pp": "8", "vpp": "on"}).rows
     assert (open_vpp.layout.vpp, open_vpp.assumed_least) == (12, ("vpp",))
     (small,) = table(tmp_path, {**stated, "mbs": "", "recompute_modules": "attn moe_expert"}).rows
     assert small.assumed_least == ("mbs", "recompute_granularity")
     assert small.layout.recompute == (Recompute.FULL,)
 
 
+def test_what_a_guide_says_of_its_out_of_memory_runs(tmp_path: Path) -> None:
+    """Statements of the guide's text, which data/sources.toml holds by the ids of the rows."""
+    guide = "Megatron MoE benchmark and tuning guide (Pai-Megatron-Patch commit 2b201af)"
+    stated = {"source": guide, "oom": "true", "time_per_iter_s": "", "gbs": "", "dp": ""}
+    (vpp,) = table(tmp_path, {**stated, "id": "seed000-017", "pp": "8", "vpp": ""}).rows
+    assert vpp.assumed_least == ("vpp",)
+    silent = {"pp": "", "vpp": "", "recompute_granularity": "", "recompute_modules": ""}
+    (row,) = table(tmp_path, {**stated, **silent, "id": "seed000-018", "tp": "1"}).rows
+    assert row.assumed_least == ("pp",)
+    assert row.layout.recompute == ()
+    assert "recompute_granularity" in row.unstated
+
+
 def test_parts_of_full_recompute_and_of_the_optimizer(tmp_path: Path) -> None:
     (row,) = table(tmp_path, {"offload": "optimizer CPU offload 25%"}).rows
     assert (row.layout.offload, row.layout.offload_fraction) == ((Offload.OPTIMIZER,), 0.25)
     full = {"recompute_granularity": "full"}
-    first, every = table(
+    block, uniform = table(
         tmp_path,
         {**full, "recompute_modules": "full block 5"},
         {**full, "recompute_modules": "uniform, 1 layer"},
     ).rows
-    assert (first.layout.recompute_block, first.layout.recompute_span) == (5, 1)
-    assert (every.layout.recompute_block, every.layout.recompute_span) == (0, 1)
+    assert (block.layout.recompute_block, block.layout.recompute_span) == (5, 1)
+    assert (uniform.layout.recompute_block, uniform.layout.recompute_span) == (0, 1)
+
+
+def test_every_fact_of_the_sources_fills_columns_that_are_read() -> None:
+    for fact in source_facts().fact:
+        selectors = {*fact.when, *fact.unless, *fact.empty} - {"attention"}
+        assert selectors | set(fact.stated) | set(fact.implied) <= set(COLUMNS), fact.evidence
+        assert fact.when
+        assert fact.evidence
+
+
+def test_the_age_of_a_release_counts_from_the_reference() -> None:
+    assert source_facts().release_age.reference == "2026-07"
+    assert release_age_years("26.07") == release_age_years("2027-01") == 0
+    assert release_age_years("26.06.01") == pytest.approx(1 / 12)
+    assert release_age_years("2025") == release_age_years("2025-07") == 1
+    assert release_age_years("2019-01") == 2
+    assert release_age_years("main branch") == 0

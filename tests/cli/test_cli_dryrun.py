@@ -48,13 +48,13 @@ def test_counted_stands_beside_predicted(
 ) -> None:
     out = tmp_path / "counted.json"
     assert main(["dryrun", job, "--rank", "1023", "--json", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "rank 1023 of 1024" in said
-    assert "2 of the step's 16 micro-batches" in said
-    assert "reduce scatter / edp" in said
-    assert "differs" not in said
-    assert "Fullest moment: " in said
-    assert "The planner expects " in said
+    output = capsys.readouterr().out
+    assert "rank 1023 of 1024" in output
+    assert "2 of the step's 16 micro-batches" in output
+    assert "reduce scatter / edp" in output
+    assert "differs" not in output
+    assert "At its peak the rank holds " in output
+    assert "The planner expects " in output
     counted = json.loads(out.read_text())
     assert counted["ledger"]["rank"] == 1023
     assert counted["states_bytes"] == sum(
@@ -65,7 +65,7 @@ def test_counted_stands_beside_predicted(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--rank", "1024"), "--rank=1024: ranks are 0 to 1023; nearest legal value: 1023"),
         (("--rank", "-1"), "--rank=-1: ranks are 0 to 1023; nearest legal value: 0"),
@@ -79,12 +79,12 @@ def test_counted_stands_beside_predicted(
     ],
 )
 def test_refusals_are_one_line(
-    arguments: tuple[str, ...], said: str, job: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, job: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["dryrun", job, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("moewright: ")
-    assert said in line
+    assert message in line
 
 
 def test_the_recipe_at_scale_is_legal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,4 @@
-"""`export` and `--from-flags` from the command line: what is printed, where, and how mistakes
-end."""
+"""`export` and `--from-flags` from the command line: what is printed, and how mistakes end."""
 
 import json
 
@@ -8,13 +7,14 @@ import pytest
 from moewright.cli.main import main
 
 SCRIPT = """
-torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --num-layers 48 --hidden-size 2048 --num-attention-heads 32 \\
-  --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --normalization RMSNorm \\
-  --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --bf16 \\
-  --position-embedding-type rope --rotary-base 1000000 --max-position-embeddings 40960 --seq-length 4096 \\
+torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --num-layers 48 --hidden-size 2048 \\
+  --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 \\
+  --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear \\
+  --untie-embeddings-and-output-weights --bf16 --position-embedding-type rope \\
+  --rotary-base 1000000 --max-position-embeddings 40960 --seq-length 4096 \\
   --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --lr 1e-4 \\
-  --moe-token-dispatcher-type alltoall --expert-model-parallel-size ${EP:-8} --use-distributed-optimizer \\
-  --micro-batch-size 1 --global-batch-size ${GBS:-64} $MORE
+  --moe-token-dispatcher-type alltoall --expert-model-parallel-size ${EP:-8} \\
+  --use-distributed-optimizer --micro-batch-size 1 --global-batch-size ${GBS:-64} $MORE
 """
 
 
@@ -29,14 +29,14 @@ def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, cap
     plan = tmp_path / "plan.json"
     assert main(["estimate", "--from-flags", str(script), "--on", "H200", "--json", str(plan)]) == 0
     shown = capsys.readouterr().out
-    for wanted in (
+    for text in (
         "model Qwen/Qwen3-30B-A3B, by its sizes",
         "verdict",
         "What would be better",
         " > ",
         "than the script's",
     ):
-        assert wanted in shown
+        assert text in shown
     assert shown.count("What went into it") == 1
     written = json.loads(plan.read_text())
     assert written["layout"]["ep"] == written["layout"]["world_size"] == 8
@@ -45,23 +45,10 @@ def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, cap
     assert "--expert-model-parallel-size 8" in exported
     again = tmp_path / "again.sh"
     again.write_text(exported)
-    assert (
-        main(
-            [
-                "export",
-                "--from-flags",
-                str(again),
-                "--on",
-                "8xH200",
-                "--json",
-                str(tmp_path / "again.json"),
-            ]
-        )
-        == 0
-    )
-    assert (
-        json.loads((tmp_path / "again.json").read_text())["fingerprint"] == written["fingerprint"]
-    )
+    plan_again = tmp_path / "again.json"
+    arguments = ["--from-flags", str(again), "--on", "8xH200", "--json", str(plan_again)]
+    assert main(["export", *arguments]) == 0
+    assert json.loads(plan_again.read_text())["fingerprint"] == written["fingerprint"]
 
 
 def test_a_script_for_another_target_leaves_its_notes_on_stderr(script, capsys, monkeypatch):
@@ -74,7 +61,7 @@ def test_a_script_for_another_target_leaves_its_notes_on_stderr(script, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "wanted"),
+    ("arguments", "expected"),
     [
         ("estimate --from-flags {script}", "--on: is needed: a script does not name its devices"),
         ("estimate --from-flags {script} --on 16xH200", "the script starts 1 x 8 = 8 ranks"),
@@ -94,14 +81,14 @@ def test_a_script_for_another_target_leaves_its_notes_on_stderr(script, capsys, 
         ("export --from-flags {script} --on H900", "known: "),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(arguments, wanted, script, capsys):
+def test_mistakes_are_one_line_and_exit_2(arguments, expected, script, capsys):
     assert main(arguments.format(script=script).split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert wanted in line
+    assert expected in line
 
 
 @pytest.mark.parametrize(
-    ("more", "wanted"),
+    ("more", "expected"),
     [
         ({"EP": "7"}, "pretrain.sh: --expert-model-parallel-size=7"),
         (
@@ -113,10 +100,10 @@ def test_mistakes_are_one_line_and_exit_2(arguments, wanted, script, capsys):
     ],
 )
 def test_what_is_illegal_in_a_script_is_named_as_the_script_says_it(
-    more, wanted, script, capsys, monkeypatch
+    more, expected, script, capsys, monkeypatch
 ):
     for name, value in more.items():
         monkeypatch.setenv(name, value)
     assert main(["estimate", "--from-flags", str(script), "--on", "H200"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert wanted in line
+    assert expected in line

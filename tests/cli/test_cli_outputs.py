@@ -43,23 +43,23 @@ def test_a_timetable_becomes_a_trace(tmp_path: Path) -> None:
 
 def test_an_unknown_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "plan.json"), "--to", "megatro"]) == 2
-    said = capsys.readouterr().err
-    assert "megatron" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "megatron" in message
+    assert message.count("\n") == 1
 
 
 def test_a_measured_load_is_shown_beside_even_routing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the ranks of experts 0-15 lie 1.5 x the even rows in every second layer: 1.25 x in the
-    mean."""
+    """Experts 0-15 get 1.5 x the even rows in every second layer: 1.25 x in the mean."""
     load = tmp_path / "load.csv"
-    even, hot = ",".join(["14"] * 128), ",".join(["21"] * 16 + ["13"] * 112)
+    even = ",".join(["14"] * 128)
+    hot = ",".join(["21"] * 16 + ["13"] * 112)
     load.write_text("\n".join([even, hot] * 47))
     assert main(["estimate", *JOB, "--load", str(load)]) == 0
-    said = capsys.readouterr().out
-    assert "the hottest of 8 expert ranks gets 1.25 x the even rows" in said
-    assert "most in layer 1, 1.5 x" in said
+    output = capsys.readouterr().out
+    assert "the hottest of 8 expert ranks gets 1.25 x the even rows" in output
+    assert "most in layer 1, 1.5 x" in output
     load.write_text(even)
     assert main(["estimate", *JOB, "--load", str(load)]) == 2
     assert "each of the 94 layers with experts" in capsys.readouterr().err

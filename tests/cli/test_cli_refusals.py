@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a refused command says, without the program's name."""
+    """Run a command that is refused, and return its one line without the program's name."""
     assert main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
@@ -26,7 +26,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("plna",), "plan"),
         (("data", "buidl"), "build"),
@@ -86,9 +86,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ],
 )
 def test_a_refusal_is_one_line_and_code_2(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, *arguments)
+    assert message in refusal(capsys, *arguments)
 
 
 def test_a_config_that_contradicts_itself(
@@ -97,9 +97,9 @@ def test_a_config_that_contradicts_itself(
     text = (ROOT / "recipes/quickstart/config.json").read_text()
     config = tmp_path / "config.json"
     config.write_text(text.replace('"num_experts_per_tok": 4', '"num_experts_per_tok": 40'))
-    said = refusal(capsys, "plan", str(config), "--on", "8xH100")
-    assert "num_experts_per_tok=40" in said
-    assert "16" in said
+    message = refusal(capsys, "plan", str(config), "--on", "8xH100")
+    assert "num_experts_per_tok=40" in message
+    assert "16" in message
 
 
 @pytest.mark.parametrize("content", [b"\x80\x05pickle", b"[" * 100_000, b'{"a": 1, "a": 2}', b"{"])
@@ -112,7 +112,7 @@ def test_a_config_that_is_no_config(
 
 
 class Canary:
-    """A pickle of it makes a folder when it is loaded."""
+    """An object whose pickle makes a folder when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,9 +122,10 @@ class Canary:
 
 
 def test_nothing_that_is_read_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Code beside a config, pickled weights and traces, tags of YAML, targets to be built, values
-    that are code."""
-    canary, folder, job = tmp_path / "canary", tmp_path / "hf", tmp_path / "job.toml"
+    """Code beside a config, pickles, YAML tags, targets to be built and values that are code."""
+    canary = tmp_path / "canary"
+    folder = tmp_path / "hf"
+    job = tmp_path / "job.toml"
     folder.mkdir()
     config = json.loads((ROOT / "recipes/quickstart/config.json").read_text())
     named = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
@@ -151,7 +152,7 @@ def test_nothing_that_is_read_is_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         capsys, "convert", "import", str(folder), "--out", str(tmp_path / "ours")
     )
     recipe = (ROOT / "recipes/quickstart_2cpu_bf16.toml").read_text()
-    for content, said in (
+    for content, message in (
         (f"model: !!python/object/apply:os.mkdir [{canary}]\n", "is not TOML"),
         (
             recipe.replace("[train]\n", f'[train]\n_target_ = "os.mkdir"\npath = "{canary}"\n'),
@@ -165,7 +166,7 @@ def test_nothing_that_is_read_is_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
     ):
         job.write_text(content)
-        assert said in refusal(capsys, "train", str(job), "--out", str(tmp_path / "run"))
+        assert message in refusal(capsys, "train", str(job), "--out", str(tmp_path / "run"))
     for name in ("trace.json", "run.log"):
         (tmp_path / name).write_bytes(pickle.dumps(Canary(canary)))
         refusal(capsys, "diagnose", str(tmp_path / name))
@@ -174,7 +175,7 @@ def test_nothing_that_is_read_is_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert canary.is_dir()
 
 
-@pytest.mark.sweep
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change", [{}, {"hidden_size": 131072, "num_hidden_layers": 1024, "vocab_size": 2**24}]
 )
@@ -194,13 +195,15 @@ def test_a_million_devices_and_the_largest_model_are_answered_within_bounds(
         "1000000xH100",
     ]
 
-    def bounded() -> None:
+    def limit_resources() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
         resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
 
-    found = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=bounded)
-    assert found.returncode in (0, 2), found.stderr
-    assert "Traceback" not in found.stderr
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, preexec_fn=limit_resources
+    )
+    assert done.returncode in (0, 2), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_unwritable_answer_is_refused(
@@ -238,10 +241,9 @@ def test_a_verb_without_its_package_says_how_to_get_it() -> None:
     arguments = [sys.executable, "-c", program, "data", "build", "--out", "x"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    said = (
+    assert done.stderr == (
         "moewright: this verb needs tokenizers; install it with: pip install 'moewright[engine]'\n"
     )
-    assert done.stderr == said
 
 
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:
@@ -257,7 +259,7 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "said"),
+    ("ending", "code", "message"),
     [
         ("plan Qwen3-30B-A3B --on 8xH100 --top 1 | true", 141, ""),
         ("plan Qwen3-30B-A3B --on 8xH100 --top 1 >&-", 0, ""),
@@ -271,12 +273,15 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     ],
 )
 def test_an_output_that_cannot_be_written_is_no_traceback(
-    ending: str, code: int, said: str
+    ending: str, code: int, message: str
 ) -> None:
-    program = f"""moewright() {{ {sys.executable} -c 'from moewright.cli.main import run; run()' "$@"; }}
-    moewright {ending}; exit ${{PIPESTATUS[0]}}"""
+    code_line = "from moewright.cli.main import run; run()"
+    program = (
+        f"moewright() {{ {sys.executable} -c '{code_line}' \"$@\"; }}\n"
+        f"moewright {ending}; exit ${{PIPESTATUS[0]}}"
+    )
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", message)
 
 
 def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
@@ -284,7 +289,8 @@ def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
         "import sys\n"
         "from moewright.cli.main import main\n"
         "main(['--help'])\n"
-        "print([name for name in ('torch', 'numpy', 'plotly', 'jinja2', 'scipy') if name in sys.modules])\n"
+        "heavy = ('torch', 'numpy', 'plotly', 'jinja2', 'scipy')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
     )
     times = []
     for _ in range(3):
@@ -293,7 +299,7 @@ def test_help_takes_under_half_a_second_and_loads_nothing_heavy() -> None:
             [sys.executable, "-c", program], capture_output=True, text=True, check=True
         )
         after = os.times()
-        # Of the processor: the wall's clock also runs while others work on this machine.
+        # Time of the processor: the wall clock also runs while others work on this machine.
         times.append(
             after.children_user
             + after.children_system
@@ -326,9 +332,9 @@ def test_more_processes_than_the_machine_survives_are_refused(
 ) -> None:
     for count in ("0", "100000"):
         assert main(["bench", "machine", "--nproc", count, "--out", "never.toml"]) == 2
-        said = capsys.readouterr().err
-        assert f"--nproc={count}: must be in 1.." in said
-        assert said.count("\n") == 1
+        message = capsys.readouterr().err
+        assert f"--nproc={count}: must be in 1.." in message
+        assert message.count("\n") == 1
 
 
 def test_an_interrupt_while_the_verbs_are_imported_is_no_traceback() -> None:
@@ -352,7 +358,7 @@ QUICKSTART = str(ROOT / "recipes/quickstart_2cpu_bf16.toml")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("train", QUICKSTART, "--nproc", "999"), "--nproc=999: must be in 1.."),
         (("train", QUICKSTART, "--set", "train.precision=fp8"), "train.precision=fp8"),
@@ -379,7 +385,7 @@ QUICKSTART = str(ROOT / "recipes/quickstart_2cpu_bf16.toml")
     ],
 )
 def test_what_needs_no_torch_to_be_refused_does_not_wait_for_it(
-    arguments: tuple[str, ...], said: str
+    arguments: tuple[str, ...], message: str
 ) -> None:
     program = (
         "import sys\n"
@@ -390,27 +396,28 @@ def test_what_needs_no_torch_to_be_refused_does_not_wait_for_it(
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
     )
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == "2 False\n"
 
 
-def test_of_the_ranks_on_a_machine_one_tells_of_a_refusal(
+def test_one_rank_of_a_machine_reports_a_refusal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {
+    environment = {
         "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
-    told = []
+    errors = []
     for rank in range(4):
-        for key, value in {**given, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}.items():
+        for key, value in {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}.items():
             monkeypatch.setenv(key, value)
         assert main(["train", "nowhere.toml"]) == 2
-        told.append(capsys.readouterr().err)
-    assert [bool(text) for text in told] == [True, False, True, False]
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # not torchrun, then: who stands beside is not known
+        errors.append(capsys.readouterr().err)
+    assert [bool(error) for error in errors] == [True, False, True, False]
+    # Without this it is not torchrun, and a rank does not know its neighbours: each one reports.
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert main(["train", "nowhere.toml"]) == 2
     assert "nowhere.toml: no such file" in capsys.readouterr().err

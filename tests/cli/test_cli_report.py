@@ -10,16 +10,15 @@ from moewright.codec import format_record, write_json
 from moewright.spec.run import RunRecord
 
 
-def _write(directory: Path, record: RunRecord) -> None:
-    """A run folder that reads back as `record`, but without its ledgers (they are of a made-up
-    job)."""
+def _write_run(directory: Path, record: RunRecord) -> None:
+    """Write a run folder that reads back as `record`, without the ledgers of its made-up job."""
     write_json(directory / "plan.json", record.plan)
-    lines = [format_record(each) for each in (*record.sessions, *record.steps, *record.evals)]
+    lines = [format_record(row) for row in (*record.sessions, *record.steps, *record.evals)]
     (directory / "steps.jsonl").write_text("".join(lines))
 
 
 def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(tmp_path / "run", sample_run.record())
+    _write_run(tmp_path / "run", sample_run.record())
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert "quickstart-moe" in page
@@ -27,7 +26,7 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_page_goes_where_it_is_asked(tmp_path: Path) -> None:
-    _write(tmp_path / "run", sample_run.record(steps=3))
+    _write_run(tmp_path / "run", sample_run.record(steps=3))
     assert (
         main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "deep" / "page.html")]) == 0
     )

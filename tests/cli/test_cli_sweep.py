@@ -11,7 +11,7 @@ from moewright.tuning.sweep import SweepTrial, read_trials, write_trial
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def rows_of(folder):
+def read_rows(folder):
     with (folder / "table.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -21,32 +21,22 @@ def test_published_tables_stand_beside_predictions(recipe, tmp_path, capsys):
     assert main(["bench", "sweep", str(recipe), "--predict", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "configuration | SeqLen | GBS | GPUs | time/iter (s) | tokens/GPU/s | TFLOP/s/GPU" in out
-    rows = rows_of(tmp_path)
+    rows = read_rows(tmp_path)
     assert rows
     for row in rows:
-        step = int(row["GBS"]) * int(row["SeqLen"]) / int(row["GPUs"]) / float(row["time/iter (s)"])
-        assert float(row["tokens/GPU/s"]) == pytest.approx(
-            step, rel=5e-4
-        )  # as the published tables agree with themselves
+        tokens = int(row["GBS"]) * int(row["SeqLen"])
+        tokens_per_s = tokens / int(row["GPUs"]) / float(row["time/iter (s)"])
+        # The published tables agree with themselves as closely.
+        assert float(row["tokens/GPU/s"]) == pytest.approx(tokens_per_s, rel=5e-4)
         if "imbalance" not in recipe.stem:
-            assert abs(float(row["error"].rstrip("%"))) < 12  # the worst of the fit to these tables
+            # The worst error of the fit to these tables.
+            assert abs(float(row["error"].rstrip("%"))) < 12
     assert (tmp_path / "table.svg").read_text().startswith("<svg")
 
 
 def test_memory_is_drawn_by_component_and_by_module(tmp_path, capsys):
-    assert (
-        main(
-            [
-                "bench",
-                "sweep",
-                str(RECIPES / "seed0_tp_vs_pp.toml"),
-                "--predict",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
+    recipe = str(RECIPES / "seed0_tp_vs_pp.toml")
+    assert main(["bench", "sweep", recipe, "--predict", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.count("by component") == 2
     assert out.count("by module") == 2
@@ -58,28 +48,28 @@ title = "t"
 job = {{ model = "Qwen3-30B-A3B", on = "64xH800", seq_len = 4096, global_batch = 256 }}
 table = [{{ title = "t", row = [
   {{ name = "even", layout = "ep8", tokens = 1.0 }},
-  {{ name = "hot", layout = "ep8", tokens = 1.0, {said} }},
+  {{ name = "hot", layout = "ep8", tokens = 1.0, {load} }},
 ] }}]
 """
 
 
 @pytest.mark.parametrize(
-    "said", ['routing = "skewed", load_skew = 1.0', 'routing = "learned", load_factor = 1.5']
+    "load", ['routing = "skewed", load_skew = 1.0', 'routing = "learned", load_factor = 1.5']
 )
-def test_a_row_says_how_its_experts_were_loaded(said, tmp_path):
-    (tmp_path / "s.toml").write_text(SWEEP.format(said=said))
+def test_a_row_says_how_its_experts_were_loaded(load, tmp_path):
+    (tmp_path / "s.toml").write_text(SWEEP.format(load=load))
     assert (
         main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 0
     )
-    even, hot = (float(row["predicted time/iter (s)"]) for row in rows_of(tmp_path))
+    even, hot = (float(row["predicted time/iter (s)"]) for row in read_rows(tmp_path))
     assert hot > 1.02 * even
 
 
 @pytest.mark.parametrize(
-    "said", ["load_skew = 1.0", 'routing = "learned", load_factor = 0.5', 'routing = "measured"']
+    "load", ["load_skew = 1.0", 'routing = "learned", load_factor = 0.5', 'routing = "measured"']
 )
-def test_a_load_without_its_routing_is_refused(said, tmp_path, capsys):
-    (tmp_path / "s.toml").write_text(SWEEP.format(said=said))
+def test_a_load_without_its_routing_is_refused(load, tmp_path, capsys):
+    (tmp_path / "s.toml").write_text(SWEEP.format(load=load))
     assert (
         main(["bench", "sweep", str(tmp_path / "s.toml"), "--predict", "--out", str(tmp_path)]) == 2
     )

@@ -1,5 +1,7 @@
-"""`train` joins floors: which plan it runs, when it plans anew, what it refuses. The engine itself
-is stood in for."""
+"""`train` joins floors: which plan it runs, when it plans anew, what it refuses.
+
+The search, the engine and the measuring of the machine are replaced by stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ Start = Callable[..., int]
 
 
 class Stage:
-    """What the stand-ins were asked."""
+    """The stand-ins, which record how they were called."""
 
     def __init__(self) -> None:
         self.searches: list[str] = []
@@ -59,9 +61,13 @@ class Stage:
         self.searches.append(fixed)
         layout = parse_layout(fixed, world_size=hardware.count)
         plan = Plan(
-            model=model, workload=workload, hardware=hardware, layout=layout, estimate=sample_run.estimate(),
+            model=model,
+            workload=workload,
+            hardware=hardware,
+            layout=layout,
+            estimate=sample_run.estimate(),
             fingerprint=fingerprint(model, workload, hardware, layout),
-        )  # fmt: skip
+        )
         return SimpleNamespace(plans=(plan,), rejected=(), why=())
 
     def run(self, plan: Plan, run_dir: Path, *, extend: bool) -> int:
@@ -98,7 +104,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Starts `train` on the quickstart recipe, machine file and run folder in `tmp_path`."""
+    """Return a call of `train` on the quickstart recipe, with its files in `tmp_path`."""
     write_toml(tmp_path / "machine.toml", sample_run.hardware(2))
     common = [
         "train",
@@ -172,9 +178,9 @@ def test_a_run_of_another_model_is_refused(
     (tmp_path / "run" / "steps.jsonl").write_text("")
     capsys.readouterr()
     assert start("--set", "model.config=Qwen3-30B-A3B") == 2
-    said = capsys.readouterr().err
-    assert f"--out={tmp_path}/run: holds a run of another model (quickstart)" in said
-    assert len(said.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert f"--out={tmp_path}/run: holds a run of another model (quickstart)" in error
+    assert len(error.splitlines()) == 1
     assert len(stage.runs) == 1
 
 
@@ -217,7 +223,7 @@ def test_under_torchrun_one_rank_writes(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("train.steps=0", "train.steps=0: must be at least 1"),
         ("train.precision=fp8", "nearest legal value: bf16"),
@@ -230,7 +236,7 @@ def test_under_torchrun_one_rank_writes(
 )
 def test_a_job_that_cannot_be_trained_writes_nothing(
     change: str,
-    said: str,
+    message: str,
     stage: Stage,
     start: Start,
     tmp_path: Path,
@@ -238,13 +244,13 @@ def test_a_job_that_cannot_be_trained_writes_nothing(
 ) -> None:
     assert start("--set", change) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("layout.ep=3", ": layout.ep=3"),
         ("layout.tp=3", ": layout.tp=3"),
@@ -254,13 +260,13 @@ def test_a_job_that_cannot_be_trained_writes_nothing(
     ],
 )
 def test_pins_that_leave_no_layout_are_named(
-    change: str, said: str, stage: Stage, start: Start, monkeypatch: pytest.MonkeyPatch,
+    change: str, message: str, stage: Stage, start: Start, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("moewright.search.search.search", SEARCH)
     assert start("--set", change) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.startswith(f"moewright: {RECIPE.name}: ")
     assert "nearest legal value" in err
     assert len(err.splitlines()) == 1
@@ -299,6 +305,6 @@ def test_a_torn_plan_file_is_named(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "plan.json").write_text('{"model": {')
     assert start() == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path}/run/plan.json: is not JSON" in said
-    assert "nearest legal value: delete it to plan again" in said
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/run/plan.json: is not JSON" in error
+    assert "nearest legal value: delete it to plan again" in error

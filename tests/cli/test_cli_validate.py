@@ -1,5 +1,4 @@
-"""`moewright validate` on a small table: the report, the JSON contract, calibration on other rows,
-refusals."""
+"""`moewright validate` on a small table: report, JSON, calibration on other rows, refusals."""
 
 from __future__ import annotations
 
@@ -11,12 +10,13 @@ import pytest
 from moewright.cli.main import main
 
 HEADER = (
-    "id,source,model,hardware,num_gpus,precision,seq_len,gbs,mbs,tp,pp,ep,recompute_granularity,cuda_graph,"
-    "force_balance,time_per_iter_s,peak_memory_gb,peak_memory_kind,oom"
+    "id,source,model,hardware,num_gpus,precision,seq_len,gbs,mbs,tp,pp,ep,recompute_granularity,"
+    "cuda_graph,force_balance,time_per_iter_s,peak_memory_gb,peak_memory_kind,oom"
 )
 ROWS = (
     "a-1,page,Qwen3-30B-A3B,H100,16,bf16,4096,64,1,1,1,16,full,none,true,2.4,,,false",
-    "a-2,page,Qwen3-30B-A3B,H100,16,bf16,4096,64,1,1,1,8,full,none,true,2.2,40.5,GiB allocated,false",
+    "a-2,page,Qwen3-30B-A3B,H100,16,bf16,4096,64,1,1,1,8,full,none,true,2.2,40.5,GiB allocated,"
+    "false",
     "a-3,page,Qwen3-30B-A3B,H100,16,bf16,4096,64,1,1,2,8,full,none,true,2.6,,,false",
     "a-4,page,Qwen3-30B-A3B,H100,16,bf16,4096,64,4,1,1,16,none,none,true,,,,true",
     "b-1,page,Qwen3-30B-A3B,H800,16,bf16,4096,64,2,1,1,8,full,none,true,2.5,,,false",
@@ -35,14 +35,14 @@ KEYS = {
 }
 
 
-def table(folder: Path, *rows: str) -> str:
+def write_table(folder: Path, *rows: str) -> str:
     path = folder / f"runs{len(rows)}.csv"
     path.write_text("\n".join((HEADER, *rows)) + "\n", encoding="utf-8")
     return str(path)
 
 
-def validated(folder: Path, *arguments: str) -> dict[str, dict[str, object]]:
-    """Rows of the JSON report, by id."""
+def validate(folder: Path, *arguments: str) -> dict[str, dict[str, object]]:
+    """Run the verb and return the rows of its JSON report, by id."""
     out = folder / "report.json"
     assert main(("validate", *arguments, "--json", str(out))) == 0
     report = json.loads(out.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def validated(folder: Path, *arguments: str) -> dict[str, dict[str, object]]:
 
 
 def test_report_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = validated(tmp_path, table(tmp_path, *ROWS))
+    rows = validate(tmp_path, write_table(tmp_path, *ROWS))
     assert list(rows) == ["a-1", "a-2", "a-3", "a-4", "b-1", "b-2"]
     assert all(set(row) == KEYS for row in rows.values())
     assert rows["a-1"]["measured_tokens_per_s_per_gpu"] == pytest.approx(64 * 4096 / 2.4 / 16)
@@ -71,22 +71,23 @@ def test_constants_of_other_rows(tmp_path: Path) -> None:
         row.replace(",2.4,", ",6.0,").replace(",2.2,", ",5.5,").replace(",2.6,", ",6.5,")
         for row in ROWS[:3]
     )
-    plain = validated(tmp_path, table(tmp_path, *ROWS))
-    fitted = validated(tmp_path, table(tmp_path, *ROWS), "--fit-on", table(tmp_path, *slow))
-    assert float(str(fitted["b-1"]["predicted_tokens_per_s_per_gpu"])) < 0.9 * float(
-        str(plain["b-1"]["predicted_tokens_per_s_per_gpu"])
-    )
+    table = write_table(tmp_path, *ROWS)
+    plain = validate(tmp_path, table)
+    fitted = validate(tmp_path, table, "--fit-on", write_table(tmp_path, *slow))
+    plain_rate = float(str(plain["b-1"]["predicted_tokens_per_s_per_gpu"]))
+    fitted_rate = float(str(fitted["b-1"]["predicted_tokens_per_s_per_gpu"]))
+    assert fitted_rate < 0.9 * plain_rate
     assert str(fitted["b-1"]["calibration"]).startswith("constants fitted on 3 rows of runs3.csv")
 
 
 def test_leaving_out_a_group(tmp_path: Path) -> None:
-    rows = validated(tmp_path, table(tmp_path, *ROWS), "--leave-out", "id")
+    rows = validate(tmp_path, write_table(tmp_path, *ROWS), "--leave-out", "id")
     assert str(rows["a-1"]["calibration"]).startswith("constants fitted on 3 rows, without id=a-1")
     assert str(rows["a-4"]["calibration"]).startswith("constants fitted on 4 rows, without id=a-4")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--leave-out", "colour"), "--leave-out=colour: is no column of the table"),
         (("--leave-out", "model"), "leaves 0 complete timed rows for a-1; a fit needs 3"),
@@ -98,7 +99,7 @@ def test_leaving_out_a_group(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    assert main(("validate", table(tmp_path, *ROWS), *arguments)) == 2
-    assert said in capsys.readouterr().err
+    assert main(("validate", write_table(tmp_path, *ROWS), *arguments)) == 2
+    assert message in capsys.readouterr().err

@@ -21,7 +21,7 @@ QWEN = catalogue.model("Qwen3-30B-A3B")
 WORK = Workload(seq_len=4096, global_batch=2048)
 
 
-def of(
+def estimate_layout(
     text: str, model: str = "Qwen3-30B-A3B", on: str = "16xH100", work: Workload = WORK
 ) -> Estimate:
     hardware = catalogue.hardware(on)
@@ -30,16 +30,18 @@ def of(
     )
 
 
-def held(found: Estimate, component: Component, module: Module | None = None) -> int:
-    rows = found.ledgers[found.peak_rank].memory
+def memory_bytes(result: Estimate, component: Component, module: Module | None = None) -> int:
+    rows = result.ledgers[result.peak_rank].memory
     return sum(
         row.bytes for row in rows if row.component is component and module in (None, row.module)
     )
 
 
 def test_graphs_of_deepseek_v3_pin_the_printed_7_gb() -> None:
-    """arXiv 2603.07685, CUDA graphs: about 7 GB more; its rank holds 60 layers in flight
-    (test_memory_published)."""
+    """Compare with arXiv 2603.07685, CUDA graphs: about 7 GB more.
+
+    Its rank holds 60 layers in flight (test_memory_published).
+    """
     layout = parse_layout(
         "pp4,vpp4,ep64,graphs=attn+moe_router,layout='Etttt|(tttt|)*14tmL'", world_size=256
     )
@@ -48,9 +50,10 @@ def test_graphs_of_deepseek_v3_pin_the_printed_7_gb() -> None:
 
 
 def test_graphs_pin_what_is_in_flight() -> None:
-    before, after = of("ep16"), of("ep16,graphs=attn")
-    assert held(after, Component.ACTIVATIONS, Module.OTHER) == 48 * 2 * 2 * 4096 * 2048
-    assert held(before, Component.ACTIVATIONS, Module.OTHER) == 0
+    before = estimate_layout("ep16")
+    after = estimate_layout("ep16,graphs=attn")
+    assert memory_bytes(after, Component.ACTIVATIONS, Module.OTHER) == 48 * 2 * 2 * 4096 * 2048
+    assert memory_bytes(before, Component.ACTIVATIONS, Module.OTHER) == 0
 
 
 @pytest.mark.parametrize(
@@ -63,8 +66,12 @@ def test_graphs_pin_what_is_in_flight() -> None:
     ],
 )
 def test_dispatchers_register_buffers(dispatcher: str, nbytes: int) -> None:
-    plain, chosen = of("ep16"), of(f"ep16,dispatcher={dispatcher}")
-    assert held(chosen, Component.COMMUNICATION) - held(plain, Component.COMMUNICATION) == nbytes
+    plain = estimate_layout("ep16")
+    chosen = estimate_layout(f"ep16,dispatcher={dispatcher}")
+    assert (
+        memory_bytes(chosen, Component.COMMUNICATION) - memory_bytes(plain, Component.COMMUNICATION)
+        == nbytes
+    )
     hardware = catalogue.hardware("16xH100")
     layout = parse_layout(f"dispatcher={dispatcher},tp2", world_size=16)
     assert (
@@ -73,30 +80,31 @@ def test_dispatchers_register_buffers(dispatcher: str, nbytes: int) -> None:
 
 
 def test_zero3_gathers_two_layers() -> None:
-    """Qwen3-30B: 128 experts of 3 x 2048 x 768, 2 x 2048 x 4096 + 2 x 2048 x 512 of attention,
-    norms and router."""
+    """Count a layer of Qwen3-30B: its experts, attention, norms and router."""
     layer = (
         128 * 3 * 2048 * 768 + 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 2048 + 2 * 128 + 2048 * 128
     )
     sharded = parse_layout("zero3", world_size=16)
     assert gathered_bytes(QWEN, WORK, sharded, 0) == 2 * layer * (2 + 4)
     assert gathered_bytes(QWEN, WORK, replace(sharded, zero=1), 0) == 0
-    assert held(of("zero3"), Component.TRANSIENT) > 2 * layer * 6
+    assert memory_bytes(estimate_layout("zero3"), Component.TRANSIENT) > 2 * layer * 6
 
 
 def test_natural_routing_eats_the_margin() -> None:
-    """At the load that the estimate names the device is just full, and below it is not."""
-    found = of("tp2,ep8,pp8,recompute=select", "Qwen3-235B-A22B", "256xH800")
-    assert 1.3 < found.load_limit < 1.6
-    at_limit = replace(WORK, routing=Routing.LEARNED, load_factor=found.load_limit)
-    full = of("tp2,ep8,pp8,recompute=select", "Qwen3-235B-A22B", "256xH800", at_limit)
+    """Fill the device at the load that the estimate names."""
+    balanced = estimate_layout("tp2,ep8,pp8,recompute=select", "Qwen3-235B-A22B", "256xH800")
+    assert 1.3 < balanced.load_limit < 1.6
+    at_limit = replace(WORK, routing=Routing.LEARNED, load_factor=balanced.load_limit)
+    full = estimate_layout("tp2,ep8,pp8,recompute=select", "Qwen3-235B-A22B", "256xH800", at_limit)
     assert abs(full.margin_bytes) < 1e-3 * full.capacity_bytes
-    assert full.load_limit == pytest.approx(found.load_limit, rel=1e-3)
+    assert full.load_limit == pytest.approx(balanced.load_limit, rel=1e-3)
 
 
 def test_no_load_fills_a_dense_model_or_a_capacity() -> None:
-    assert of("tp2", "Qwen3-8B").load_limit == 0
+    assert estimate_layout("tp2", "Qwen3-8B").load_limit == 0
     assert (
-        of("tp2,ep8,pp8,recompute=select,capacity1.0", "Qwen3-235B-A22B", "256xH800").load_limit
+        estimate_layout(
+            "tp2,ep8,pp8,recompute=select,capacity1.0", "Qwen3-235B-A22B", "256xH800"
+        ).load_limit
         == 0
     )

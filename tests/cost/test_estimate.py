@@ -1,5 +1,4 @@
-"""The joined estimate: parts that sum, figures that follow from each other, directions that must
-hold."""
+"""The estimate: parts that sum, figures that follow from each other, directions that must hold."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from moewright.spec.workload import (
 )
 
 
-def of(
+def estimate_layout(
     text: str = "ep8,mbs1",
     *,
     model: str = "Qwen3-30B-A3B",
@@ -38,8 +37,8 @@ def of(
     )
 
 
-def seconds(found: Estimate, part: TimePart) -> float:
-    return next((share.seconds for share in found.shares if share.part is part), 0.0)
+def seconds(result: Estimate, part: TimePart) -> float:
+    return next((share.seconds for share in result.shares if share.part is part), 0.0)
 
 
 LAYOUTS = (
@@ -53,25 +52,26 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_parts_sum_to_the_step(text: str) -> None:
-    found = of(text)
-    assert sum(share.seconds for share in found.shares) == pytest.approx(found.step_s)
-    assert all(share.seconds >= 0 and share.hidden_s >= 0 for share in found.shares)
-    for ledger in found.ledgers:
-        assert sum(row.seconds for row in ledger.time) == pytest.approx(found.step_s)
+    result = estimate_layout(text)
+    assert sum(share.seconds for share in result.shares) == pytest.approx(result.step_s)
+    assert all(share.seconds >= 0 and share.hidden_s >= 0 for share in result.shares)
+    for ledger in result.ledgers:
+        assert sum(row.seconds for row in ledger.time) == pytest.approx(result.step_s)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_throughput_follows_from_the_step(text: str) -> None:
-    found = of(text)
-    assert found.tokens_per_s_per_device == pytest.approx(64 * 4096 / 16 / found.step_s)
-    assert found.tflops_per_device * 1e12 * 16 * found.step_s == pytest.approx(
-        found.model_flops_per_step
+    result = estimate_layout(text)
+    assert result.tokens_per_s_per_device == pytest.approx(64 * 4096 / 16 / result.step_s)
+    assert result.tflops_per_device * 1e12 * 16 * result.step_s == pytest.approx(
+        result.model_flops_per_step
     )
-    assert found.mfu == pytest.approx(found.tflops_per_device / 989.4, rel=1e-4)
+    assert result.mfu == pytest.approx(result.tflops_per_device / 989.4, rel=1e-4)
 
 
 def test_hfu_counts_what_is_replayed() -> None:
-    plain, full = of("ep8"), of("ep8,recompute=full")
+    plain = estimate_layout("ep8")
+    full = estimate_layout("ep8,recompute=full")
     assert plain.hfu == pytest.approx(plain.mfu)
     head = 6 * 2048 * 151936
     layers = full.model_flops_per_step / (64 * 4096) - head
@@ -81,9 +81,9 @@ def test_hfu_counts_what_is_replayed() -> None:
 
 
 def test_every_assumption_has_a_source() -> None:
-    found = of()
-    assert all(one.source and one.value for one in found.assumptions)
-    named = {one.name for one in found.assumptions}
+    result = estimate_layout()
+    assert all(assumption.source and assumption.value for assumption in result.assumptions)
+    named = {assumption.name for assumption in result.assumptions}
     assert {
         "expert_load",
         "memory_bytes",
@@ -93,7 +93,7 @@ def test_every_assumption_has_a_source() -> None:
 
 
 def test_plain_kernels_take_longer_where_there_are_fused_ones() -> None:
-    auto, fused, plain = (of(fused_kernels=kernels) for kernels in FusedKernels)
+    auto, fused, plain = (estimate_layout(fused_kernels=kernels) for kernels in FusedKernels)
     for part in (TimePart.ELEMENTWISE, TimePart.HEAD):
         assert seconds(plain, part) > seconds(auto, part) > 0
     assert plain.step_s > auto.step_s == fused.step_s
@@ -101,19 +101,20 @@ def test_plain_kernels_take_longer_where_there_are_fused_ones() -> None:
     on_cpu = catalogue.hardware("2xH100")
     on_cpu = replace(on_cpu, device=replace(on_cpu.device, kind=DeviceKind.CPU))
     auto, plain = (
-        of("ep2", hardware=on_cpu, fused_kernels=kernels)
+        estimate_layout("ep2", hardware=on_cpu, fused_kernels=kernels)
         for kernels in (FusedKernels.AUTO, FusedKernels.PLAIN)
     )
     assert plain.step_s == auto.step_s
 
 
 def test_estimates_survive_the_codec() -> None:
-    found = of()
-    assert from_data(Estimate, to_data(found), where="estimate") == found
+    result = estimate_layout()
+    assert from_data(Estimate, to_data(result), where="estimate") == result
 
 
 def test_hot_experts_cost_time() -> None:
-    even, hot = of(), of(routing=Routing.LEARNED, load_factor=2.0)
+    even = estimate_layout()
+    hot = estimate_layout(routing=Routing.LEARNED, load_factor=2.0)
     assert seconds(hot, TimePart.EXPERTS) > 1.3 * seconds(even, TimePart.EXPERTS)
     assert seconds(hot, TimePart.EP_COMM) > 1.5 * seconds(even, TimePart.EP_COMM)
     assert seconds(hot, TimePart.ATTENTION) == pytest.approx(seconds(even, TimePart.ATTENTION))
@@ -121,14 +122,16 @@ def test_hot_experts_cost_time() -> None:
 
 def test_overlap_hides_and_graphs_spare_the_host() -> None:
     text = "ep16,dispatcher=hybridep"
-    plain, graphed, hidden = (
-        of(text),
-        of(f"{text},graphs=attn+moe_router"),
-        of(f"{text},overlap=ep"),
-    )
+    plain = estimate_layout(text)
+    graphed = estimate_layout(f"{text},graphs=attn+moe_router")
+    hidden = estimate_layout(f"{text},overlap=ep")
     assert seconds(graphed, TimePart.HOST) < 0.7 * seconds(plain, TimePart.HOST)
     exposed = next(share for share in hidden.shares if share.part is TimePart.EP_COMM)
-    share = next(float(one.value) for one in hidden.assumptions if one.name == "ep_overlap_hidden")
+    share = next(
+        float(assumption.value)
+        for assumption in hidden.assumptions
+        if assumption.name == "ep_overlap_hidden"
+    )
     assert exposed.hidden_s == pytest.approx(share * seconds(plain, TimePart.EP_COMM))
     assert exposed.seconds + exposed.hidden_s == pytest.approx(seconds(plain, TimePart.EP_COMM))
 
@@ -136,9 +139,9 @@ def test_overlap_hides_and_graphs_spare_the_host() -> None:
 def test_nothing_overlaps_on_a_cpu() -> None:
     machine = catalogue.hardware("4xH100")
     machine = replace(machine, constants=(), device=replace(machine.device, kind=DeviceKind.CPU))
-    found = of("ep4,pp1,overlap=grad+param", hardware=machine, seq_len=512)
-    assert all(share.hidden_s == 0 for share in found.shares)
-    phases = {row.phase for row in found.ledgers[0].time}
+    result = estimate_layout("ep4,pp1,overlap=grad+param", hardware=machine, seq_len=512)
+    assert all(share.hidden_s == 0 for share in result.shares)
+    phases = {row.phase for row in result.ledgers[0].time}
     assert {
         StepPhase.FORWARD,
         StepPhase.BACKWARD,
@@ -149,10 +152,10 @@ def test_nothing_overlaps_on_a_cpu() -> None:
 
 
 def test_mtp_and_mla_models_are_priced() -> None:
-    found = of(
+    result = estimate_layout(
         "tp8,ep64,recompute=select", model="DeepSeek-V3", hardware=catalogue.hardware("64xH100")
     )
-    assert {row.module.value for row in found.ledgers[0].memory} >= {
+    assert {row.module.value for row in result.ledgers[0].memory} >= {
         "mtp",
         "dense_mlp",
         "shared_experts",
@@ -162,7 +165,7 @@ def test_mtp_and_mla_models_are_priced() -> None:
 @pytest.mark.parametrize(("text", "field"), [("ep7", r"layout\.ep"), ("tp3", r"layout\.tp")])
 def test_illegal_layouts_are_refused(text: str, field: str) -> None:
     with pytest.raises(BadInput, match=field):
-        of(text)
+        estimate_layout(text)
 
 
 def test_another_world_is_refused() -> None:
@@ -177,20 +180,19 @@ def test_another_world_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["ep8", "cp2,ep8,recompute=full", "cp4,ep8,cp_comm=a2a"])
 def test_documents_that_bound_attention_take_their_share_of_it(text: str) -> None:
-    whole, packed = (
-        of(text),
-        of(text, data=DataSpec(documents=DocumentMasking.BOUNDED, attended_share=0.25)),
+    whole = estimate_layout(text)
+    packed = estimate_layout(
+        text, data=DataSpec(documents=DocumentMasking.BOUNDED, attended_share=0.25)
     )
     assert seconds(packed, TimePart.ATTENTION) == pytest.approx(
         0.25 * seconds(whole, TimePart.ATTENTION)
     )
-    core = (
-        6 * 48 * 4096 * 4096 * 4096 * 64
-    )  # layers x width of all heads x pairs and tokens, forward and backward
+    # Layers x width of all heads x pairs and tokens, forward and backward.
+    core = 6 * 48 * 4096 * 4096 * 4096 * 64
     assert whole.model_flops_per_step - packed.model_flops_per_step == pytest.approx(0.75 * core)
     counted = [
-        sum(row.flops for row in one.ledgers[0].flops if row.op is FlopOp.ATTENTION)
-        for one in (packed, whole)
+        sum(row.flops for row in result.ledgers[0].flops if row.op is FlopOp.ATTENTION)
+        for result in (packed, whole)
     ]
     assert counted[0] == pytest.approx(0.25 * counted[1])
     assert any(
@@ -200,10 +202,10 @@ def test_documents_that_bound_attention_take_their_share_of_it(text: str) -> Non
 
 
 def test_four_bit_linears_keep_less_and_multiply_faster_where_the_part_can() -> None:
-    """Published: 1,440 and 7,397 tokens/s a GB300 in NVFP4, which the planner's constants meet
-    within 10 %."""
+    """Compare with 1,440 tokens/s a GB300 in NVFP4, as published."""
     hardware = catalogue.hardware("256xGB300")
-    model, layout = catalogue.model("Llama-3.1-405B"), parse_layout("tp4,pp8,vpp4", world_size=256)
+    model = catalogue.model("Llama-3.1-405B")
+    layout = parse_layout("tp4,pp8,vpp4", world_size=256)
     work = Workload(seq_len=8192, global_batch=1536, grad_dtype=Dtype.BF16)
     eight, four = (
         estimate(model, replace(work, precision=dtype), hardware, layout)

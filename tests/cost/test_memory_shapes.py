@@ -1,5 +1,4 @@
-"""What a model's own shape does to memory: dense layers between, tied tables, windows, MTP, odd
-vocabularies."""
+"""How a model's shape changes memory: dense layers, tied tables, windows, MTP, odd vocabularies."""
 
 from __future__ import annotations
 
@@ -21,26 +20,33 @@ WORK = Workload(seq_len=4096, global_batch=64)
 H, V = QWEN.hidden_size, QWEN.vocab_size
 
 
-def of(model: ModelSpec, text: str = "ep8", world: int = 8) -> Estimate:
+def estimate_layout(model: ModelSpec, text: str = "ep8", world: int = 8) -> Estimate:
     return estimate(
         model, WORK, catalogue.hardware(f"{world}xH100"), parse_layout(text, world_size=world)
     )
 
 
-def held(found: Estimate, component: Component, module: Module, pp_rank: int = 0) -> int:
-    rows = found.ledgers[pp_rank].memory
+def memory_bytes(result: Estimate, component: Component, module: Module, pp_rank: int = 0) -> int:
+    rows = result.ledgers[pp_rank].memory
     return sum(row.bytes for row in rows if row.component is component and row.module is module)
 
 
 def test_dense_layers_between_moe_layers() -> None:
-    """Every second layer dense, of width 6144: 3 x 2 bytes x 6144 a token, and a norm's output;
-    half the experts."""
+    """Make every second layer dense, of width 6144.
+
+    It keeps 3 x 2 bytes x 6144 a token and a norm's output; half the experts are left.
+    """
     mixed = replace(QWEN, moe_layers=(True, False) * 4, dense_ffn_size=6144)
-    whole, half = of(QWEN), of(mixed)
-    assert held(half, Component.ACTIVATIONS, Module.DENSE_MLP) == 4 * 4096 * 2 * (3 * 6144 + H)
+    whole = estimate_layout(QWEN)
+    half = estimate_layout(mixed)
+    assert memory_bytes(half, Component.ACTIVATIONS, Module.DENSE_MLP) == 4 * 4096 * 2 * (
+        3 * 6144 + H
+    )
     for component in (Component.ACTIVATIONS, Component.WEIGHTS):
-        assert 2 * held(half, component, Module.EXPERTS) == held(whole, component, Module.EXPERTS)
-    assert held(half, Component.ACTIVATIONS, Module.ATTENTION) == held(
+        assert 2 * memory_bytes(half, component, Module.EXPERTS) == memory_bytes(
+            whole, component, Module.EXPERTS
+        )
+    assert memory_bytes(half, Component.ACTIVATIONS, Module.ATTENTION) == memory_bytes(
         whole, Component.ACTIVATIONS, Module.ATTENTION
     )
 
@@ -49,36 +55,39 @@ def test_a_tied_table_is_held_once_in_a_stage_and_on_both_ends_of_a_pipeline() -
     tied = replace(QWEN, tie_embeddings=True)
     table = 2 * V * H
     assert (
-        held(of(QWEN), Component.WEIGHTS, Module.EMBEDDING)
-        == held(of(QWEN), Component.WEIGHTS, Module.HEAD)
+        memory_bytes(estimate_layout(QWEN), Component.WEIGHTS, Module.EMBEDDING)
+        == memory_bytes(estimate_layout(QWEN), Component.WEIGHTS, Module.HEAD)
         == table
     )
-    assert held(of(tied), Component.WEIGHTS, Module.EMBEDDING) == table
-    assert held(of(tied), Component.WEIGHTS, Module.HEAD) == 0
-    cut = of(tied, "ep4,pp2")
-    assert [held(cut, Component.WEIGHTS, Module.EMBEDDING, pp_rank=rank) for rank in (0, 1)] == [
+    assert memory_bytes(estimate_layout(tied), Component.WEIGHTS, Module.EMBEDDING) == table
+    assert memory_bytes(estimate_layout(tied), Component.WEIGHTS, Module.HEAD) == 0
+    cut = estimate_layout(tied, "ep4,pp2")
+    assert [
+        memory_bytes(cut, Component.WEIGHTS, Module.EMBEDDING, pp_rank=rank) for rank in (0, 1)
+    ] == [
         table,
         table,
     ]
 
 
 def test_a_window_keeps_the_same_keys() -> None:
-    """Training keeps every key for the tokens that see it, windowed or not."""
+    """Keep every key for the tokens that attend it, windowed or not."""
     windowed = replace(QWEN, attention=replace(QWEN.attention, sliding_window=128, window_every=1))
-    assert of(windowed).peak_bytes == of(QWEN).peak_bytes
+    assert estimate_layout(windowed).peak_bytes == estimate_layout(QWEN).peak_bytes
 
 
 def test_an_mtp_depth_is_a_layer_a_projection_and_a_pass_through_the_head() -> None:
-    with_mtp, without = of(replace(QWEN, mtp_layers=1)), of(QWEN)
+    with_mtp = estimate_layout(replace(QWEN, mtp_layers=1))
+    without = estimate_layout(QWEN)
     layer = sum(
-        held(without, Component.WEIGHTS, module) // 8
+        memory_bytes(without, Component.WEIGHTS, module) // 8
         for module in (Module.ATTENTION, Module.ROUTER, Module.EXPERTS)
     )
     norms = 2 * (2 + 3) * H
-    assert held(with_mtp, Component.WEIGHTS, Module.MTP) == pytest.approx(
+    assert memory_bytes(with_mtp, Component.WEIGHTS, Module.MTP) == pytest.approx(
         layer + 2 * 2 * H * H + norms, abs=2 * H
     )
-    assert held(with_mtp, Component.LOGITS, Module.HEAD) == 2 * held(
+    assert memory_bytes(with_mtp, Component.LOGITS, Module.HEAD) == 2 * memory_bytes(
         without, Component.LOGITS, Module.HEAD
     )
 
@@ -87,13 +96,23 @@ def test_an_mtp_depth_is_a_layer_a_projection_and_a_pass_through_the_head() -> N
 def test_a_vocabulary_is_padded_to_the_ranks_that_share_it(extra: int) -> None:
     odd = replace(QWEN, vocab_size=V + extra)
     rows = -(-(V + extra) // 4)
-    assert held(of(odd, "tp4,ep8"), Component.WEIGHTS, Module.EMBEDDING) == 2 * rows * H
-    assert held(of(odd, "tp4,ep8"), Component.WEIGHTS, Module.HEAD) == 2 * rows * H
+    assert (
+        memory_bytes(estimate_layout(odd, "tp4,ep8"), Component.WEIGHTS, Module.EMBEDDING)
+        == 2 * rows * H
+    )
+    assert (
+        memory_bytes(estimate_layout(odd, "tp4,ep8"), Component.WEIGHTS, Module.HEAD)
+        == 2 * rows * H
+    )
 
 
 def test_shared_experts_are_cut_by_tp_and_replayed_apart() -> None:
     shared = replace(QWEN, moe=replace(QWEN.moe, shared_ffn_size=1024)) if QWEN.moe else QWEN
-    kept, replayed = of(shared, "tp2,ep8"), of(shared, "tp2,ep8,recompute=shared_experts")
-    assert held(kept, Component.ACTIVATIONS, Module.SHARED_EXPERTS) == 8 * 4096 * 3 * 2 * 1024 // 2
-    assert held(replayed, Component.ACTIVATIONS, Module.SHARED_EXPERTS) == 0
-    assert held(kept, Component.ACTIVATIONS, Module.SHARED_EXPERTS) == 96 * MIB
+    kept = estimate_layout(shared, "tp2,ep8")
+    replayed = estimate_layout(shared, "tp2,ep8,recompute=shared_experts")
+    assert (
+        memory_bytes(kept, Component.ACTIVATIONS, Module.SHARED_EXPERTS)
+        == 8 * 4096 * 3 * 2 * 1024 // 2
+    )
+    assert memory_bytes(replayed, Component.ACTIVATIONS, Module.SHARED_EXPERTS) == 0
+    assert memory_bytes(kept, Component.ACTIVATIONS, Module.SHARED_EXPERTS) == 96 * MIB

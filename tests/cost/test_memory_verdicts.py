@@ -1,9 +1,8 @@
-"""Peak memory of Qwen3-235B on 256 H800: the 12 layouts that ran, the 3 that did not (and two
-readings of a text).
+"""Peak memory of Qwen3-235B on 256 H800: 12 layouts that ran, and 3 that did not.
 
-Layouts and outcomes: Pai-Megatron-Patch MoE guide, "seed 0". Allocated GiB and margins: the
-findings that the model follows (memory_model_findings, section 4); they pin the model, the outcomes
-judge it.
+Two more readings of a text are beside them. Layouts and outcomes: Pai-Megatron-Patch MoE guide,
+"seed 0". Allocated GiB and margins: the findings that the model follows (docs/findings.md 6); they
+pin the model, the outcomes judge it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ CASES = (
 )
 
 
-def of(text: str, global_batch: int = 2048, **changes: object) -> Estimate:
+def estimate_layout(text: str, global_batch: int = 2048, **changes: object) -> Estimate:
     workload = replace(Workload(seq_len=4096, global_batch=global_batch), **changes)
     hardware = catalogue.hardware("256xH800")
     return estimate(
@@ -50,59 +49,63 @@ def of(text: str, global_batch: int = 2048, **changes: object) -> Estimate:
     )
 
 
-def allocated_bytes(found: Estimate) -> int:
-    beyond = (Component.FRAGMENTATION, Component.COMMUNICATION)
+def allocated_bytes(result: Estimate) -> int:
+    overhead = (Component.FRAGMENTATION, Component.COMMUNICATION)
     return sum(
         row.bytes
-        for row in found.ledgers[found.peak_rank].device_rows
-        if row.component not in beyond
+        for row in result.ledgers[result.peak_rank].device_rows
+        if row.component not in overhead
     )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]},gbs{case[1]}")
 def test_verdict(case: tuple[str, int, float, int, float, bool]) -> None:
     text, global_batch, allocated_gib, peak_rank, margin_gib, ran = case
-    found = of(text, global_batch)
-    assert found.verdict is (Verdict.FITS if ran else Verdict.OOM)
-    assert found.peak_rank == peak_rank
-    assert allocated_bytes(found) / GIB == pytest.approx(allocated_gib, abs=0.4)
-    assert found.margin_bytes / GIB == pytest.approx(margin_gib, abs=0.6)
+    result = estimate_layout(text, global_batch)
+    assert result.verdict is (Verdict.FITS if ran else Verdict.OOM)
+    assert result.peak_rank == peak_rank
+    assert allocated_bytes(result) / GIB == pytest.approx(allocated_gib, abs=0.4)
+    assert result.margin_bytes / GIB == pytest.approx(margin_gib, abs=0.6)
 
 
 def test_close_to_the_limit_is_uncertain() -> None:
-    """The text says that VPP at PP8 runs out of memory, degree not given; at 12 the model sees 1
-    GiB to spare."""
-    found = of(f"tp2,ep8,pp8,vpp12,{SELECT}")
-    assert found.verdict is Verdict.UNCERTAIN
-    assert found.margin_bytes / GIB == pytest.approx(1.1, abs=0.6)
+    """Leave about 1 GiB at 12 chunks, where a text says that VPP at PP8 runs out of memory.
+
+    The text does not give the degree.
+    """
+    result = estimate_layout(f"tp2,ep8,pp8,vpp12,{SELECT}")
+    assert result.verdict is Verdict.UNCERTAIN
+    assert result.margin_bytes / GIB == pytest.approx(1.1, abs=0.6)
 
 
 def test_the_embedding_rank_is_not_the_fullest() -> None:
-    """Embedding counts as a layer, so rank 0 holds one layer less with nearly as many micro-batches
-    in flight."""
-    found = of(CASES[0][0])
-    first, second = (sum(row.bytes for row in found.ledgers[rank].memory) for rank in (0, 1))
+    """Hold one layer less on rank 0, where the embedding takes the place of a layer.
+
+    Rank 1 has nearly as many micro-batches in flight.
+    """
+    result = estimate_layout(CASES[0][0])
+    first, second = (sum(row.bytes for row in result.ledgers[rank].memory) for rank in (0, 1))
     assert (second - first) / GIB == pytest.approx(25.2 * 1.045, abs=1.0)
 
 
 def test_peak_is_the_sum_of_its_rows_and_names_the_largest() -> None:
-    found = of(CASES[0][0])
-    rows = found.ledgers[found.peak_rank].memory
+    result = estimate_layout(CASES[0][0])
+    rows = result.ledgers[result.peak_rank].memory
     assert (
         sum(row.bytes for row in rows)
-        == found.peak_bytes
-        == found.capacity_bytes - found.margin_bytes
+        == result.peak_bytes
+        == result.capacity_bytes - result.margin_bytes
     )
     largest = max(rows, key=lambda row: row.bytes)
-    assert found.largest == f"{largest.component} of {largest.module}"
+    assert result.largest == f"{largest.component} of {largest.module}"
 
 
 def test_load_and_dtypes_move_the_peak() -> None:
     text = f"tp2,ep8,pp8,vpp4,{SELECT}"
-    base = allocated_bytes(of(text))
-    hot = allocated_bytes(of(text, routing=Routing.LEARNED, load_factor=1.5))
-    bf16 = allocated_bytes(of(text, grad_dtype=Dtype.BF16))
-    # memory_model_findings, section 4: load 1.5 adds 12.3 GiB, bf16 gradients save 7.6.
+    base = allocated_bytes(estimate_layout(text))
+    hot = allocated_bytes(estimate_layout(text, routing=Routing.LEARNED, load_factor=1.5))
+    bf16 = allocated_bytes(estimate_layout(text, grad_dtype=Dtype.BF16))
+    # docs/findings.md 6: load 1.5 adds 12.3 GiB, bf16 gradients save 7.6.
     assert (hot - base) / GIB == pytest.approx(12.3, abs=0.5)
     assert (bf16 - base) / GIB == pytest.approx(-7.6, abs=0.3)
 
@@ -111,25 +114,25 @@ def test_no_allowances_on_a_cpu() -> None:
     cpu = catalogue.hardware("2xH800")
     cpu = replace(cpu, device=replace(cpu.device, kind="cpu"))
     work = Workload(seq_len=512, global_batch=8)
-    found = estimate(catalogue.model("Qwen3-30B-A3B"), work, cpu, parse_layout("ep2", world_size=2))
-    components = {row.component for row in found.ledgers[0].memory}
+    result = estimate(
+        catalogue.model("Qwen3-30B-A3B"), work, cpu, parse_layout("ep2", world_size=2)
+    )
+    components = {row.component for row in result.ledgers[0].memory}
     assert components.isdisjoint({Component.FRAGMENTATION, Component.COMMUNICATION})
-    assert found.ledgers[0].notes
+    assert result.ledgers[0].notes
 
 
 def test_offload_takes_what_it_names_off_the_device() -> None:
     text = f"tp2,ep8,pp8,{SELECT}"
-    base, optimizer, norms = (
-        of(text),
-        of(f"{text},offload=optimizer"),
-        of(f"{text},offload=mlp_norm"),
-    )
-    held = [
+    base = estimate_layout(text)
+    optimizer = estimate_layout(f"{text},offload=optimizer")
+    norms = estimate_layout(f"{text},offload=mlp_norm")
+    states = [
         row
         for row in base.ledgers[0].memory
         if row.component in (Component.MASTER, Component.MOMENTS)
     ]
-    assert allocated_bytes(base) - allocated_bytes(optimizer) == sum(row.bytes for row in held)
+    assert allocated_bytes(base) - allocated_bytes(optimizer) == sum(row.bytes for row in states)
     # The residual of 11 layers and 8 micro-batches: 2 bytes x 2048 tokens x 4096.
     assert allocated_bytes(base) - allocated_bytes(norms) == 11 * 8 * 2 * 2048 * 4096
-    assert "offload" in {one.name for one in norms.assumptions}
+    assert "offload" in {assumption.name for assumption in norms.assumptions}

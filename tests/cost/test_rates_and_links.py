@@ -1,4 +1,4 @@
-"""Rates of work and times of collectives."""
+"""Rates of a device and times of collectives."""
 
 from __future__ import annotations
 
@@ -27,48 +27,51 @@ from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype, Workload
 
 
-def curve(*points: tuple[float, float]) -> Curve:
+def measured_curve(*points: tuple[float, float]) -> Curve:
     return Curve(points=points, kind=SourceKind.MEASURED, source="test")
 
 
 def h800(*constants: tuple[str, float]) -> Hardware:
-    base = catalogue.hardware("256xH800")
-    own = tuple(
-        Constant(name=n, value=Sourced(value=v, kind=SourceKind.MEASURED, source="t"))
-        for n, v in constants
+    hardware = catalogue.hardware("256xH800")
+    overrides = tuple(
+        Constant(name=name, value=Sourced(value=value, kind=SourceKind.MEASURED, source="t"))
+        for name, value in constants
     )
-    return replace(base, constants=(*base.constants, *own))
+    return replace(hardware, constants=(*hardware.constants, *overrides))
 
 
-def links(hardware: Hardware) -> CollectiveModel:
+def collective_model(hardware: Hardware) -> CollectiveModel:
     return CollectiveModel(hardware, DeviceRates(hardware).constants)
 
 
-def row(op: Op, x: float) -> OpRow:
+def op_row(op: Op, x: float) -> OpRow:
     return OpRow(name="a row", part=TimePart.DENSE, op=op, amount=1.0, x=x, dtype=Dtype.BF16)
 
 
 def test_interpolation_is_log_log_and_flat_outside() -> None:
-    found = curve((1.0, 10.0), (100.0, 1000.0))
-    assert interpolate(found, 10.0) == pytest.approx(100.0)
-    assert interpolate(found, 0.1) == 10.0
-    assert interpolate(found, 1e9) == 1000.0
+    line = measured_curve((1.0, 10.0), (100.0, 1000.0))
+    assert interpolate(line, 10.0) == pytest.approx(100.0)
+    assert interpolate(line, 0.1) == 10.0
+    assert interpolate(line, 1e9) == 1000.0
 
 
 def test_misses_name_what_the_file_lacks() -> None:
-    base = h800()
-    rates = (OpRate(op=Op.GEMM, dtype=Dtype.BF16, curve=curve((1e6, 1e12), (1e9, 2e12))),)
-    found = find_uncovered_rates(
-        DeviceRates(replace(base, device=replace(base.device, rates=rates))),
-        [row(Op.GEMM, 1e7), row(Op.GEMM, 1e12), row(Op.ATTENTION, 4096)],
+    hardware = h800()
+    rates = (OpRate(op=Op.GEMM, dtype=Dtype.BF16, curve=measured_curve((1e6, 1e12), (1e9, 2e12))),)
+    assumptions = find_uncovered_rates(
+        DeviceRates(replace(hardware, device=replace(hardware.device, rates=rates))),
+        [op_row(Op.GEMM, 1e7), op_row(Op.GEMM, 1e12), op_row(Op.ATTENTION, 4096)],
     )
-    assert [one.name for one in found] == ["rate gemm bf16 at a row", "rate attention bf16"]
-    assert "held flat" in found[0].value
+    assert [assumption.name for assumption in assumptions] == [
+        "rate gemm bf16 at a row",
+        "rate attention bf16",
+    ]
+    assert "held flat" in assumptions[0].value
 
 
 def test_the_hardware_file_wins_over_defaults() -> None:
     fast, slow = (
-        DeviceRates(h800(("gemm_time_scale", scale))).seconds(row(Op.GEMM, 1e12))
+        DeviceRates(h800(("gemm_time_scale", scale))).seconds(op_row(Op.GEMM, 1e12))
         for scale in (1.0, 2.0)
     )
     assert slow == pytest.approx(2 * fast)
@@ -87,66 +90,71 @@ def test_the_hardware_file_wins_over_defaults() -> None:
     ],
 )
 def test_span(text: str, group: str, expected: tuple[int, int, int]) -> None:
-    """Against the ranks themselves: how many share the first one's node, and how many nodes there
-    are."""
+    """Compare with the ranks: how many share the first one's node, and how many nodes there are."""
     layout = parse_layout(text, world_size=256)
     ranks = grid.group_ranks(layout, group, 0)
     nodes = [rank // 8 for rank in ranks]
     assert (len(ranks), nodes.count(0), len(set(nodes))) == expected
-    found = group_span(layout, group, 8)
-    assert (found.size, found.ranks_per_domain, found.domains) == expected
+    span = group_span(layout, group, 8)
+    assert (span.size, span.ranks_per_domain, span.domains) == expected
 
 
 def test_all_to_all_uses_both_levels_in_turn() -> None:
     scales = (("alltoall_inside_time_scale", 1.0), ("alltoall_between_time_scale", 1.0))
-    found = links(h800(*scales)).seconds(
+    seconds = collective_model(h800(*scales)).seconds(
         Collective.ALL_TO_ALL, GroupSpan(size=32, ranks_per_domain=8, domains=4), 1e9
     )
     # A quarter of the payload stays in the node, 7/8 of it leaves the rank at 140 GB/s; 3/4 leaves
     # at 45 GB/s.
-    assert found == pytest.approx(1e9 / 4 * 7 / 8 / 140e9 + 0.75e9 / 45e9, rel=1e-2)
+    assert seconds == pytest.approx(1e9 / 4 * 7 / 8 / 140e9 + 0.75e9 / 45e9, rel=1e-2)
 
 
 def test_ring_collectives() -> None:
     near = GroupSpan(size=8, ranks_per_domain=8, domains=1)
-    one = links(h800())
-    scatter = one.seconds(Collective.REDUCE_SCATTER, near, 8e9)
+    collectives = collective_model(h800())
+    scatter = collectives.seconds(Collective.REDUCE_SCATTER, near, 8e9)
     assert scatter == pytest.approx(7e9 / 140e9, rel=1e-3)
-    assert one.seconds(Collective.ALL_GATHER, near, 1e9) == pytest.approx(scatter)
-    assert one.seconds(Collective.ALL_REDUCE, near, 8e9) == pytest.approx(2 * scatter)
+    assert collectives.seconds(Collective.ALL_GATHER, near, 1e9) == pytest.approx(scatter)
+    assert collectives.seconds(Collective.ALL_REDUCE, near, 8e9) == pytest.approx(2 * scatter)
     assert (
-        one.seconds(Collective.ALL_REDUCE, GroupSpan(size=1, ranks_per_domain=1, domains=1), 8e9)
+        collectives.seconds(
+            Collective.ALL_REDUCE, GroupSpan(size=1, ranks_per_domain=1, domains=1), 8e9
+        )
         == 0.0
     )
 
 
 def test_a_measured_curve_wins_for_its_operation_and_size() -> None:
-    base = h800()
+    hardware = h800()
     measured = CollectiveTime(
-        op=Collective.ALL_TO_ALL, group_size=2, curve=curve((1e3, 1e-4), (1e6, 1e-3))
+        op=Collective.ALL_TO_ALL, group_size=2, curve=measured_curve((1e3, 1e-4), (1e6, 1e-3))
     )
-    one = links(replace(base, fabric=replace(base.fabric, times=(measured,))))
+    collectives = collective_model(
+        replace(hardware, fabric=replace(hardware.fabric, times=(measured,)))
+    )
     pair = GroupSpan(size=2, ranks_per_domain=2, domains=1)
-    assert one.seconds(Collective.ALL_TO_ALL, pair, 1e6) == pytest.approx(1e-3)
-    assert one.seconds(Collective.ALL_TO_ALL, pair, 4e6) == pytest.approx(
+    assert collectives.seconds(Collective.ALL_TO_ALL, pair, 1e6) == pytest.approx(1e-3)
+    assert collectives.seconds(Collective.ALL_TO_ALL, pair, 4e6) == pytest.approx(
         4e-3
     )  # by bytes beyond the last point
-    assert one.seconds(Collective.ALL_GATHER, pair, 1e6) != pytest.approx(1e-3)
+    assert collectives.seconds(Collective.ALL_GATHER, pair, 1e6) != pytest.approx(1e-3)
     four = GroupSpan(size=4, ranks_per_domain=4, domains=1)
-    assert one.seconds(Collective.ALL_TO_ALL, four, 1e6) < 1e-4
+    assert collectives.seconds(Collective.ALL_TO_ALL, four, 1e6) < 1e-4
 
 
 SCALES = ("alltoall_inside", "alltoall_between", "dedup_inside", "dedup_between")
 
 
 def test_deduplication_pays_between_nodes() -> None:
-    """32 ranks over 4 nodes, top 8: 3.6 copies leave for nodes instead of 8 rows for ranks
-    (docs/formulas.md 3)."""
+    """Send 3.6 copies to nodes instead of 8 rows to ranks: 32 ranks over 4 nodes, top 8.
+
+    See docs/formulas.md 3.
+    """
     plain = parse_layout("tp2,ep32,pp8", world_size=256)
     dedup = replace(plain, dispatcher=DispatcherKind.DEEPEP)
-    one = links(h800(*((f"{kind}_time_scale", 1.0) for kind in SCALES)))
+    collectives = collective_model(h800(*((f"{kind}_time_scale", 1.0) for kind in SCALES)))
     slow, fast = (
-        one.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
+        collectives.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
         for layout in (plain, dedup)
     )
     assert 1.15 < slow / fast < 2
@@ -156,20 +164,19 @@ def test_deduplication_pays_between_nodes() -> None:
 
 
 def test_nodes_that_a_layout_names_are_priced_for_domains() -> None:
-    """Those of the fabric cost what the fabric does; more of them than it has send more copies over
-    the network."""
+    """Price the fabric's own nodes as the fabric, and more nodes with more copies between them."""
     dedup = parse_layout("ep32,pp8,dispatcher=dedup", world_size=256)
-    one = links(h800())
+    collectives = collective_model(h800())
 
     def seconds(node: int) -> float:
         layout = replace(dedup, ep_node=node)
-        return one.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
+        return collectives.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
 
     assert grid.with_fabric_nodes(dedup, 8).ep_node == 8
     assert seconds(8) == seconds(0) < seconds(4) < seconds(2)
     inside = parse_layout("ep8,dispatcher=dedup", world_size=8)
     near = [
-        one.dispatch_s(
+        collectives.dispatch_s(
             replace(inside, ep_node=node), tokens=2048, top_k=8, row_bytes=8192, load=1.0
         )
         for node in (0, 4)
@@ -178,19 +185,23 @@ def test_nodes_that_a_layout_names_are_priced_for_domains() -> None:
 
 
 def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
-    near, both = (
-        GroupSpan(size=4, ranks_per_domain=4, domains=1),
-        GroupSpan(size=16, ranks_per_domain=8, domains=2),
+    one_node = GroupSpan(size=4, ranks_per_domain=4, domains=1)
+    two_nodes = GroupSpan(size=16, ranks_per_domain=8, domains=2)
+    fast, slow = (
+        collective_model(h800()).seconds(Collective.P2P, span, 1e9)
+        for span in (one_node, two_nodes)
     )
-    fast, slow = (links(h800()).seconds(Collective.P2P, where, 1e9) for where in (near, both))
     assert slow > 2 * fast
     assert slow == pytest.approx(1e9 / (50e9 * 0.9), rel=0.01)
 
 
 def test_context_over_nodes_is_cheapest_where_only_keys_cross_them() -> None:
-    """Sixteen ranks over two nodes: heads inside, a ring of two between; one node alone is plain
-    a2a."""
-    model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH100")
+    """Exchange heads inside each of two nodes, and run a ring of two between them.
+
+    Inside one node the two-level exchange is plain a2a.
+    """
+    model = catalogue.model("Qwen3-235B-A22B")
+    hardware = catalogue.hardware("256xH100")
     work = Workload(seq_len=65536, global_batch=256)
 
     def context_s(comm: str, cp: int) -> float:

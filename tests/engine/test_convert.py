@@ -281,8 +281,8 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(
 ) -> None:
     write_model("qwen3", tmp_path / "hf")
     model = read_config(tmp_path / "hf")
-    good = dict(names._LAYER)
-    same, half = names.NamePattern, names._patterns
+    good = dict(names.LAYER_PATTERNS)
+    same, half = names.NamePattern, name_patterns._patterns
     for part, wrong, said in (
         (
             "attention.k.weight",
@@ -301,7 +301,7 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(
             "would not be written exactly once",
         ),
     ):
-        monkeypatch.setattr(names, "_LAYER", good | {part: wrong})
+        monkeypatch.setattr(names, "LAYER_PATTERNS", good | {part: wrong})
         with pytest.raises(names.BadInput, match=said):
             import_weights.plan_import(tmp_path / "hf", model, tmp_path / "ours")
 

@@ -11,9 +11,9 @@ import torch
 from test_model_oracle import single_process_model
 
 from moewright.engine.data.indexed import open_indexed, write_indexed
-from moewright.engine.data.micro_batch import build_micro_batch
 from moewright.engine.data.sampler import attended_share, document_ends
 from moewright.engine.kernels.attention import Segments
+from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.model.transformer import Transformer
 from moewright.spec.ledger import FlopOp
 from moewright.spec.model import AttentionKind, AttentionSpec, RopeSpec
@@ -38,7 +38,7 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Loss of every token that has a target, in order, and every gradient of their sum."""
     model.zero_grad()
-    nll = model(build_micro_batch(model._run, ids, targets, runs)).nll
+    nll = model(build_micro_batch(model._runtime, ids, targets, runs)).nll
     nll.sum().backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [nll.detach()[targets.flatten() >= 0], *(grad.clone() for grad in grads)]
@@ -75,12 +75,12 @@ def test_packed_documents_equal_each_alone(documents: DocumentMasking, latent: b
 
 def test_attention_works_inside_documents_alone() -> None:
     model = single_process_model(MODEL, workload(DataSpec(documents=DocumentMasking.BOUNDED)))
-    books, attention = model._run.counters, FlopOp.ATTENTION
+    books, attention = model._runtime.counters, FlopOp.ATTENTION
     ids = torch.zeros(2, 32, dtype=torch.int64)
     counted = []
     for runs in (build_segments(8, 24, 16, 16), None):
         with books.counting():
-            model(build_micro_batch(model._run, ids, ids, runs)).nll.sum().backward()
+            model(build_micro_batch(model._runtime, ids, ids, runs)).nll.sum().backward()
         counted.append(sum(flops for (op, _), flops in books.flops.items() if op is attention))
     assert counted[0] * (32 * 32 * 2) == counted[1] * (8 * 8 + 24 * 24 + 2 * 16 * 16)
 

@@ -15,7 +15,7 @@ from moewright.cost.ledger import predict_rank_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
 from moewright.engine.run.dry_run import dry_run
 from moewright.intake import catalogue
-from moewright.rules.legality import micro_batches
+from moewright.rules.job import Job
 from moewright.rules.routing import round_robin_selection
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
@@ -25,10 +25,8 @@ from moewright.spec.workload import DataSpec, DropPolicy, Dtype, LossSpec, Route
 
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
-    found = dry_run(model, workload, layout, rank=rank)
-    selection = round_robin_selection(
-        model, workload, layout, micro_batches=micro_batches(workload, layout)
-    )
+    found = dry_run(Job(model=model, workload=workload, layout=layout), rank=rank)
+    selection = round_robin_selection(Job(model=model, workload=workload, layout=layout))
     comparison = compare_ledgers(
         predict_rank_ledger(model, workload, layout, rank=rank, selection=selection), found.ledger
     )
@@ -97,12 +95,12 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
     nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.observe.counters import Counters
-    from moewright.engine.run.dry_run import MemoryMeter
+    from moewright.engine.observe.memory_meter import MemoryMeter
+    from moewright.engine.observe.module_scopes import ModuleScopes
 
     with FakeTensorMode(), MemoryMeter() as meter:
         state = torch.zeros(1000)
-        meter.start(Counters())
+        meter.start(ModuleScopes())
         state.add_(1.0)
         a, b = torch.ones(8, 4), torch.ones(4, 8)
         c = a @ b
@@ -118,8 +116,8 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
     they come from."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.observe.counters import Counters
-    from moewright.engine.run.dry_run import MemoryMeter
+    from moewright.engine.observe.memory_meter import MemoryMeter
+    from moewright.engine.observe.module_scopes import ModuleScopes
 
     def fill(weight: torch.Tensor, gathered: torch.Tensor) -> None:
         weight.untyped_storage().resize_(32)
@@ -129,7 +127,7 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
         first, second = torch.empty(8), torch.empty(8)
         for weight in (first, second):
             weight.untyped_storage().resize_(0)
-        meter.start(Counters())
+        meter.start(ModuleScopes())
         gathered = torch.zeros(8)
         fill(first, gathered)
         first.untyped_storage().resize_(0)
@@ -147,7 +145,7 @@ def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:
     with pytest.raises(
         BadInput, match=r"train.drop_policy=probs: .* nearest legal value: position"
     ):
-        dry_run(tiny_jobs.MODEL, work, layout, rank=0)
+        dry_run(Job(model=tiny_jobs.MODEL, workload=work, layout=layout), rank=0)
     by_place = replace(work, router=RouterTraining(drop_policy=DropPolicy.POSITION))
     assert_as_predicted(tiny_jobs.MODEL, by_place, layout, 3)
 
@@ -155,5 +153,10 @@ def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(BadInput, match="rank=8: ranks are 0 to 7"):
         dry_run(
-            tiny_jobs.MODEL, tiny_jobs.workload(DataSpec()), parse_layout("", world_size=8), rank=8
+            Job(
+                model=tiny_jobs.MODEL,
+                workload=tiny_jobs.workload(DataSpec()),
+                layout=parse_layout("", world_size=8),
+            ),
+            rank=8,
         )

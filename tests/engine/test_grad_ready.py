@@ -11,13 +11,14 @@ import torch
 import tiny_jobs
 from moewright.codec import parse_layout
 from moewright.engine.comm.collectives import AsyncCollective
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.optim.flat_buffers import FlatBucket
 from moewright.engine.optim.grad_ready import GradReadyTracker
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import PhaseClock, forward_backward
 from moewright.engine.runtime import Runtime
+from moewright.rules.job import Job
 from moewright.spec.workload import DataSpec
 
 
@@ -99,7 +100,7 @@ def test_every_bucket_is_reduced_under_the_last_backward(
     layout = parse_layout(f"mbs2,overlap=grad{recompute}", world_size=1)
     arguments: Any = {"rank": 0, "device": torch.device("cpu"), "initial": draw_initial_value}
     job = build_train_state(
-        replace(tiny_jobs.MODEL, tie_embeddings=tied), work, layout, _Words(), **arguments
+        Job(model=replace(tiny_jobs.MODEL, tie_embeddings=tied), workload=work, layout=layout), _Words(), **arguments
     )
     buckets = len(job.optimizer.buckets)
     assert buckets > 3

@@ -118,7 +118,7 @@ def test_keeps_no_logits_and_makes_no_more_than_a_piece_of_them() -> None:
         kept.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
-    with books.counting(), books.attribute_to(Module.HEAD):
+    with books.counting(), books.scopes.enter(Module.HEAD):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = LinearCrossEntropy.apply(
                 x, w, targets, single_rank_shard(books), most, books, Seen()

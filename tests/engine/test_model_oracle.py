@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from moewright.engine.comm.mesh import build_mesh
-from moewright.engine.data.micro_batch import build_micro_batch
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.memory.saved_tensors import SavedTensorManager
+from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.layers import list_parameters
+from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.model.transformer import Transformer, draw_initial_value
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
@@ -35,6 +36,7 @@ def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
         workload=work,
         mesh=build_mesh(job.layout, 0, books),
         counters=books,
+        weight_grads=WeightGradStore(),
         saved_tensors=SavedTensorManager(books, replaces_tensors=False),
         kernels=TorchKernels(),
         device=torch.device("cpu"),
@@ -123,7 +125,7 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -1
-    out = ours(build_micro_batch(ours._run, inputs, targets, None))
+    out = ours(build_micro_batch(ours._runtime, inputs, targets, None))
     out.nll.sum().backward()
     logits = theirs(inputs).logits
     nll = nn.functional.cross_entropy(
@@ -149,7 +151,7 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -1
-    out = model(build_micro_batch(model._run, inputs, targets, None))
+    out = model(build_micro_batch(model._runtime, inputs, targets, None))
 
     def normed(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * norm.weight
@@ -162,14 +164,14 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
     for_layer = nn.functional.pad(x.unflatten(0, (3, 31)), (0, 0, 0, 1)).flatten(
         0, 1
     )  # the model's length
-    x = depth.layer(None, model._rotary.build(3, None, None), for_layer)[0].unflatten(0, (3, 32))[
+    x = depth.layer(None, model._contexts.build(3, None, None), for_layer)[0].unflatten(0, (3, 32))[
         :, :-1
     ]
     logits = normed(x, depth.final_norm) @ model.head.weight.T
     wanted = nn.functional.cross_entropy(
         logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-1, reduction="sum"
     )
-    torch.testing.assert_close(out.ahead_nll, wanted)
+    torch.testing.assert_close(out.mtp_nll, wanted)
 
 
 def test_the_model_holds_the_inventory() -> None:

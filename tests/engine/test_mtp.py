@@ -16,6 +16,7 @@ from moewright.cost.ledger import predict_ledger
 from moewright.engine.optim.update_rules import sgd_update
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
+from moewright.rules.job import plan_job
 from moewright.spec.ledger import Selection
 from moewright.spec.workload import DocumentMasking
 
@@ -39,7 +40,7 @@ def gradients(text: str, documents: DocumentMasking) -> dict[str, torch.Tensor]:
     plan = job(case)
     data = batches_of(plan.workload, plan.model)
     here = build_train_state(
-        plan.model, plan.workload, plan.layout, data, rank=0, device=torch.device("cpu"), initial_value=_initial,
+        plan_job(plan), data, rank=0, device=torch.device("cpu"), initial_value=_initial,
         update_rule=sgd_update,
     )  # fmt: skip
     found: dict[str, torch.Tensor] = {}

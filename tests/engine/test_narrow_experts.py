@@ -11,6 +11,7 @@ import torch
 from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.memory.saved_tensors import SavedTensorManager
+from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.moe import MoeLayer
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
@@ -34,6 +35,7 @@ def layer() -> MoeLayer:
         workload=workload(DataSpec()),
         mesh=build_mesh(Layout(world_size=1), 0, books),
         counters=books,
+        weight_grads=WeightGradStore(),
         saved_tensors=SavedTensorManager(books, replaces_tensors=False),
         device=torch.device("cpu"),
         kernels=TorchKernels(),

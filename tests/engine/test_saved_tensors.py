@@ -27,7 +27,7 @@ def test_a_discarded_tensor_is_freed_and_made_once_for_all_that_kept_it() -> Non
 
     with keeper.track_forward((0, 0), nothing_resident):
         y = make(x)
-        with keeper.discard_and_recompute(y, make, x, asked=True):
+        with keeper.discard_and_recompute(y, make, x, enabled=True):
             out = (y * w).sum() + (y[2:, 1:].transpose(0, 1) @ y[2:, :1]).sum()
         weak = y.untyped_storage()._weak_ref()
         del y
@@ -49,11 +49,11 @@ def test_nothing_is_discarded_unless_asked_nor_outside_the_forward() -> None:
         if inside:
             with (
                 keeper.track_forward((0, 0), nothing_resident),
-                keeper.discard_and_recompute(y, torch.exp, x, asked=asked),
+                keeper.discard_and_recompute(y, torch.exp, x, enabled=asked),
             ):
                 out = (y * y).sum()
         else:
-            with keeper.discard_and_recompute(y, torch.exp, x, asked=asked):
+            with keeper.discard_and_recompute(y, torch.exp, x, enabled=asked):
                 out = (y * y).sum()
         weak = y.untyped_storage()._weak_ref()
         del y
@@ -86,11 +86,11 @@ def test_an_offloaded_tensor_leaves_and_comes_back_once_for_all() -> None:
     x = torch.randn(8, 4, requires_grad=True)
     with keeper.track_forward((0, 0), nothing_resident):
         y = x.exp()
-        with keeper.offload(y, asked=True):
+        with keeper.offload(y, enabled=True):
             out = (y * y[:, :1]).sum() + (y[2:].T @ y[2:]).sum()
         made = y.detach().clone()
         weak = y.untyped_storage()._weak_ref()
-        with keeper.offload_saved(dims=2, asked=True):
+        with keeper.offload_saved(dims=2, enabled=True):
             z = out * x.sigmoid()
             kept = z.untyped_storage()._weak_ref()
             z = z.tanh()

@@ -16,8 +16,8 @@ import torch
 
 import layout_proof
 import tiny_jobs
+from benchmarks import overhead
 from layout_proof import WORK, batches
-from moewright.bench import overhead as bench
 from moewright.engine.comm import collectives
 from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.transformer import draw_initial_value
@@ -26,6 +26,7 @@ from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import PhaseClock, forward_backward, train_step
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
+from moewright.rules.job import plan_job
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, FusedKernels, RouterForce, RouterTraining
@@ -42,9 +43,7 @@ def first_gradients(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
     """Loss and gradients of the first step, left in `folder`."""
     device = init_distributed(seat)
     job = build_train_state(
-        plan.model,
-        plan.workload,
-        plan.layout,
+        plan_job(plan),
         batches(plan.model),
         rank=0,
         device=device,
@@ -142,7 +141,7 @@ def test_the_gpu_trains_and_its_idle_share_is_measured(
 ) -> None:
     """The quickstart's model: the device's busy time within a step, and a loss that falls."""
     device = torch.device("cuda", 0)
-    job = bench._job(device)
+    job = overhead.build_state(device)
     losses = [
         train_step(job, step=step, lr=1e-3, stop_requested=False, count_ledger=False).loss
         for step in range(1, 4)
@@ -164,7 +163,7 @@ def test_the_gpu_trains_and_its_idle_share_is_measured(
 
 
 def test_the_engine_keeps_up_with_a_plain_loop_on_the_gpu() -> None:
-    found = bench.measure_overhead(torch.device("cuda", 0))
+    found = overhead.measure_overhead(torch.device("cuda", 0))
     assert found.losses[0] == pytest.approx(found.losses[1], rel=1e-3)
     assert found.ratio >= 0.95
 

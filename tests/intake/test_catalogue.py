@@ -28,12 +28,21 @@ def test_every_name_gives_a_model_with_its_source() -> None:
     for name in names:
         assert catalogue.model(name).name == name
         assert len(catalogue.model_entry(name).source) > 10
+    assert tuple(entry.name for entry in catalogue.models()) == names
+
+
+def test_every_device_is_listed_with_its_source() -> None:
+    listed = catalogue.devices()
+    assert tuple(entry.aliases[0] for entry in listed) == catalogue.hardware_names()
+    assert all(len(entry.cited_source) > 10 for entry in listed)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("Qwen3-235B", "nearest legal value: Qwen/Qwen3-235B-A22B"),
+        ("qwen3-30b", "nearest legal value: Qwen/Qwen3-30B-A3B"),
+        ("llama3-70b", "nearest legal value: meta-llama/Meta-Llama-3-70B"),
         ("mixtral-8x7b", "nearest legal value: mistralai/Mixtral-8x7B-v0.1"),
         ("Qwen3-Next-80B-A3B", "gated delta net"),
         ("Nemotron-3-Nano-30B-A3B", "hybrid Mamba-2"),
@@ -66,6 +75,27 @@ def test_a_folder_is_a_model(tmp_path: Path) -> None:
         ("16xA100-40GB", "A100-40GB", 16),
         ("1_000_000xB300", "B300", 1_000_000),
         ("H20", "H20", 1),
+        ("H100x8", "H100", 8),
+        ("H100 x 8", "H100", 8),
+        ("H100:8", "H100", 8),
+        ("8*H100", "H100", 8),
+        ("8 × H100", "H100", 8),
+        ("80 H100", "H100", 80),
+        ("A100-40GBx4", "A100-40GB", 4),
+        ("8xH100-SXM5-80GB", "H100", 8),
+        ("8 x A100 SXM 40 GB", "A100-40GB", 8),
+        ("A100-SXM4", "A100", 1),
+        ("B200-192GB", "B200", 1),
+        ("NVIDIA H100 80GB HBM3", "H100", 1),
+        ("16 x NVIDIA H100 80GB HBM3", "H100", 16),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB", 1),
+        ("NVIDIA A100-SXM4-80GB", "A100", 1),
+        ("NVIDIA H800", "H800", 1),
+        ("NVIDIA H200", "H200", 1),
+        ("NVIDIA H20", "H20", 1),
+        ("NVIDIA B200", "B200", 1),
+        ("NVIDIA GB200", "GB200", 1),
+        ("NVIDIA B300 SXM6 AC", "B300", 1),
     ],
 )
 def test_hardware(text: str, name: str, count: int) -> None:
@@ -82,6 +112,13 @@ def test_hardware(text: str, name: str, count: int) -> None:
         ("1e999xH800", "nearest legal value: 1000000xH800"),
         ("2.5xH800", "nearest legal value: 2xH800"),
         ("8xH80", "nearest legal value: 8xH800"),
+        ("H80x8", "nearest legal value: 8xH800"),
+        ("H800x", "nearest legal value: 1xH800"),
+        ("H100x0", "nearest legal value: 1xH100"),
+        ("8xH100 PCIe", "nearest legal value: 8xH100"),
+        ("NVIDIA H100 PCIe", "nearest legal value: 1xH100"),
+        ("H20-141GB", "nearest legal value: 1xH20"),
+        ("RTX4090", "no device 'RTX4090'"),
         ("8xTPU", "known: "),
         ("", "known: "),
         ("2xnowhere/machine.toml", "no such file"),

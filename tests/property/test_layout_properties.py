@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from model_shapes import moe_model
 from moewright.rules.buckets import plan_buckets, shard_range
+from moewright.rules.divisibility import divisors
 from moewright.rules.fsdp import fsdp_groups
 from moewright.rules.grid import (
     GROUPS,
@@ -20,7 +21,8 @@ from moewright.rules.grid import (
     group_size,
     min_world_size,
 )
-from moewright.rules.legality import check_legality, divisors, micro_batches
+from moewright.rules.legality import check_legality
+from moewright.rules.micro_batches import micro_batches
 from moewright.rules.schedule import (
     RowKind,
     bubble_fraction,

@@ -55,7 +55,8 @@ def test_thinning_keeps_ends_order_and_spikes():
 
 
 def test_curves_leave_out_what_is_no_number():
-    x, y = build_axis([0, 10], "x"), build_axis([0, 10], "y")
+    x = build_axis([0, 10], "x")
+    y = build_axis([0, 10], "y")
     drawn = build_curve("c", "#000", [(0, 0), (5, math.nan), (10, 10)], x, y, dots=True)
     assert drawn.path == f"M0 {PLOT_UNITS}L{PLOT_UNITS} 0"
     assert drawn.dots == f"M0 {PLOT_UNITS}h0M{PLOT_UNITS} 0h0"

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.report.console import make_console, print_estimate, print_plans, show_flops
+from moewright.report.console import format_flops, make_console, print_estimate, print_plans
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
@@ -65,7 +65,7 @@ def test_constants_of_one_source_share_a_row(out):
 
 
 @pytest.mark.parametrize(
-    ("flops", "said"),
+    ("flops", "text"),
     [
         (1.242e18, "1,242 PFLOP"),
         (1.5e20, "150,000 PFLOP"),
@@ -73,11 +73,11 @@ def test_constants_of_one_source_share_a_row(out):
         (12.5, "1.25e-05 MFLOP"),
     ],
 )
-def test_flops_are_shown_in_the_unit_that_fits(flops, said):
-    assert show_flops(flops) == said
+def test_flops_are_shown_in_the_unit_that_fits(flops, text):
+    assert format_flops(flops) == text
 
 
-def test_no_plan_is_said_with_the_rules_that_rejected(out):
+def test_no_plan_is_stated_with_the_rules_that_rejected(out):
     print_plans(make_console(out), (), rejected=(("memory above capacity", 7),))
     assert "No legal layout fits." in out.getvalue()
     assert "memory above capacity" in out.getvalue()

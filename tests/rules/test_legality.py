@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from model_shapes import dense_model, moe_model, qwen3_235b
+from moewright.rules.divisibility import divisors, nearest_legal
 from moewright.rules.grid import min_world_size
-from moewright.rules.legality import check_legality, divisors, micro_batches, nearest_legal
+from moewright.rules.legality import check_legality
+from moewright.rules.micro_batches import micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CpComm,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moewright.intake import catalogue
 from moewright.rules import expert_placement, routing
+from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.workload import Routing, Workload
 
@@ -116,11 +117,17 @@ def test_a_histogram_must_be_of_the_model() -> None:
     work = Workload(
         seq_len=1, global_batch=1, routing=Routing.MEASURED, load_histogram=((1,) * 128,)
     )
-    (reason,) = routing.check_load_histogram(QWEN, work, Layout(world_size=1))
+    (reason,) = routing.check_load_histogram(
+        Job(model=QWEN, workload=work, layout=Layout(world_size=1))
+    )
     assert "layers with experts" in str(reason)
     rows = ((1,) * 127,) * QWEN.moe_layer_count
     (reason,) = routing.check_load_histogram(
-        QWEN, replace(work, load_histogram=rows), Layout(world_size=1)
+        Job(
+            model=QWEN,
+            workload=replace(work, load_histogram=rows),
+            layout=Layout(world_size=1),
+        )
     )
     assert "128 counts" in str(reason)
 

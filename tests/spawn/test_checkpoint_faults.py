@@ -116,7 +116,7 @@ def test_killed_in_the_midst_of_saves_a_run_goes_on_from_the_last_good_one(
     assert losses(tmp_path / "killed") == losses(whole)
 
 
-@pytest.mark.sweep
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", list(SaveMode))
 def test_fifty_kills(mode: SaveMode, data: DataSpec, tmp_path: Path) -> None:
     plan, whole = make_plan(data, mode, steps=200), tmp_path / "whole"

@@ -102,7 +102,7 @@ PAIRS = tuple(
 def cases() -> list[object]:
     often = {pair.id for pair in rotated(PAIRS, _OFTEN)}
     return [
-        pytest.param(pair, id=pair.id, marks=() if pair.id in often else (pytest.mark.sweep,))
+        pytest.param(pair, id=pair.id, marks=() if pair.id in often else (pytest.mark.thorough,))
         for pair in PAIRS
     ]
 

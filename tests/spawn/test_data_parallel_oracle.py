@@ -20,12 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 import tiny_jobs
 from layout_proof import WORK, batches
 from moewright.engine.comm import collectives
+from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import list_parameters
-from moewright.engine.model.transformer import TransformerLayer, draw_initial_value
+from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import PhaseClock, TrainState, forward_backward
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
+from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -61,9 +63,7 @@ def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> RankOut
 
     def built(layout: Layout) -> TrainState:
         return build_train_state(
-            plan.model,
-            plan.workload,
-            layout,
+            Job(model=plan.model, workload=plan.workload, layout=layout),
             data,
             rank=seat.rank,
             device=device,

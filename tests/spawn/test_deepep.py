@@ -16,6 +16,7 @@ from moewright.engine.comm import collectives
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
+from moewright.rules.job import Job
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from tiny_jobs import plan
@@ -30,7 +31,7 @@ def made(shape: str, world: int, text: str) -> Plan:
     )
 
 
-@pytest.mark.sweep
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "job",
     [
@@ -57,9 +58,7 @@ def test_a_library_equals_one_process(
 def _begin(job: Plan, seat: RankContext) -> RankOutcome:
     device = init_distributed(seat)
     build_train_state(
-        job.model,
-        job.workload,
-        job.layout,
+        Job(model=job.model, workload=job.workload, layout=job.layout),
         batches(job.model),
         rank=seat.rank,
         device=device,

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.spawn
     ("shape", "layout", "world"),
     [
         ("qwen", "ep2,mbs4,recompute=moe_act", 2),
-        pytest.param("deepseek", "tp2,etp2,ep2,mbs2,recompute=moe", 4, marks=pytest.mark.sweep),
-        pytest.param("deep", "tp2,ep4,dispatcher=dedup,mbs2", 4, marks=pytest.mark.sweep),
+        pytest.param("deepseek", "tp2,etp2,ep2,mbs2,recompute=moe", 4, marks=pytest.mark.thorough),
+        pytest.param("deep", "tp2,ep4,dispatcher=dedup,mbs2", 4, marks=pytest.mark.thorough),
     ],
 )
 def test_kernels_change_neither_the_curve_nor_the_ledger(

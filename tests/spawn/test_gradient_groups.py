@@ -24,6 +24,7 @@ from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -57,7 +58,11 @@ def check(model: ModelSpec, layout: Layout, seat: RankContext) -> RankOutcome:
     work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
     nobody: Any = None
     job = build_train_state(
-        model, work, layout, nobody, rank=seat.rank, device=device, initial_value=draw_initial_value
+        Job(model=model, workload=work, layout=layout),
+        nobody,
+        rank=seat.rank,
+        device=device,
+        initial_value=draw_initial_value,
     )
     slots = {
         key_of(slot): slot for bucket in job.optimizer.buckets for slot, _ in bucket.grad_views

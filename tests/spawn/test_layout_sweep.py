@@ -16,8 +16,8 @@ from layout_space import CORNERS, DRAWN, SHAPES, Case, job, rotated, sweep
 
 pytestmark = pytest.mark.spawn
 
-_CORE = 5
-_ROTATED = 3
+_CORE = 4
+_ROTATED = 2
 _RANKS = 4  # at most, of those: eight ranks on the cores of two take a minute
 
 
@@ -29,7 +29,7 @@ def cases() -> list[object]:
     )
     often = {case.id for case in (*rotated(corners, _CORE), *rotated(drawn, _ROTATED))}
     return [
-        pytest.param(case, id=case.id, marks=() if case.id in often else (pytest.mark.sweep,))
+        pytest.param(case, id=case.id, marks=() if case.id in often else (pytest.mark.thorough,))
         for case in (*CORNERS, *sweep())
     ]
 

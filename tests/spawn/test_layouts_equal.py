@@ -29,6 +29,7 @@ from moewright.spec.workload import (
     OptimizerSpec,
     RouterTraining,
 )
+from selection import thorough
 from tiny_jobs import assert_first_gradients_equal, state, steps_of
 
 pytestmark = pytest.mark.spawn
@@ -36,15 +37,15 @@ pytestmark = pytest.mark.spawn
 # The sweep proves layouts one by one; these also go through training's own loop: data, logs,
 # checkpoints.
 LAYOUTS = [
-    (8, "ep8"),
+    thorough(8, "ep8"),
     (4, "tp2,ep4,mbs2"),  # EP beyond DP and across TP
-    (4, "tp2,etp2,ep2,dispatcher=allgather"),
+    thorough(4, "tp2,etp2,ep2,dispatcher=allgather"),
     (4, "tp2,ep2,zero0,dispatcher=dedup,mbs2"),
     (2, "pp2,mbs2,schedule=zbv,recompute=full,layout='E|t|tt|L'"),
     (6, "pp3,vpp2,vpp_group=4,ep2,overlap=grad+param+p2p,layout='E|t|t||t|L'"),
     (4, "etp2,ep2,recompute=moe+mlp"),
-    (8, "cp2,ep8,mbs2"),  # EP across CP and DP
-    (8, "tp2,cp4,ep4,mbs2,cp_comm=a2a+p2p,recompute=full"),
+    thorough(8, "cp2,ep8,mbs2"),  # EP across CP and DP
+    thorough(8, "tp2,cp4,ep4,mbs2,cp_comm=a2a+p2p,recompute=full"),
 ]
 
 
@@ -101,7 +102,8 @@ def assert_same(here: Path, reference_run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(2, "tp2,sp0"), (4, "tp2,sp0,zero0"), (8, "tp4,sp0,recompute=full")]
+    ("world_size", "layout"),
+    [(2, "tp2,sp0"), thorough(4, "tp2,sp0,zero0"), thorough(8, "tp4,sp0,recompute=full")],
 )
 def test_tensor_parallelism_without_sequence_parallelism(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
@@ -160,7 +162,7 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_pa
             "ep2,mbs1",
             LossSpec(seq_aux_coeff=0.05),
         ),  # a sequence's loss does not depend on how the batch is cut
-        (4, "tp2,ep4,mbs4", LossSpec(seq_aux_coeff=0.05)),
+        thorough(4, "tp2,ep4,mbs4", LossSpec(seq_aux_coeff=0.05)),
         (
             2,
             "tp2,etp2,mbs2",
@@ -227,7 +229,7 @@ def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_pa
     ("world_size", "layout", "documents"),
     [
         (4, "tp2,cp2,ep4,mbs2,cp_comm=a2a", DocumentMasking.RESTARTED),
-        (4, "ep2,mbs2,recompute=full", DocumentMasking.BOUNDED),
+        thorough(4, "ep2,mbs2,recompute=full", DocumentMasking.BOUNDED),
     ],
 )
 def test_packed_documents(
@@ -249,7 +251,7 @@ def test_packed_documents(
 
 @pytest.mark.parametrize(
     ("world_size", "layout", "tied"),
-    [(4, "tp2,ep2,mbs2", True), (2, "pp2,mbs2", False), (4, "pp2,ep2,mbs2", True)],
+    [thorough(4, "tp2,ep2,mbs2", True), (2, "pp2,mbs2", False), (4, "pp2,ep2,mbs2", True)],
 )
 def test_two_depths_of_prediction_ahead(
     world_size: int, layout: str, tied: bool, data: DataSpec, tmp_path: Path
@@ -309,7 +311,7 @@ def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(2, "ep2,mbs2"), (4, "tp2,ep2,mbs2"), (4, "pp2,ep2,mbs2,layout='Et*2|tL'")],
+    [(2, "ep2,mbs2"), thorough(4, "tp2,ep2,mbs2"), thorough(4, "pp2,ep2,mbs2,layout='Et*2|tL'")],
 )
 def test_the_same_run_twice_is_bit_identical(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
@@ -346,7 +348,7 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
     [
         (2, "ep2,mbs2", "grad+param"),
         (4, "tp2,etp2,ep2,mbs2", "grad+param"),
-        (2, "mbs2,zero0", "grad"),
+        thorough(2, "mbs2,zero0", "grad"),
     ],
 )
 def test_overlap_changes_no_bit(

@@ -25,6 +25,7 @@ from moewright.spec.model import (
 )
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, DocumentMasking, Dtype, LossSpec
+from selection import thorough
 
 pytestmark = pytest.mark.spawn
 EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
@@ -33,23 +34,23 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
 @pytest.mark.parametrize(
     ("world_size", "layout", "precision", "loss"),
     [
-        (2, "ep2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough(2, "ep2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (2, "mbs4,zero0", Dtype.BF16, LossSpec(aux_coeff=0.01, z_coeff=0.001)),
-        (4, "ep4,mbs2", Dtype.BF16, LossSpec()),
-        (2, "tp2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough(4, "ep4,mbs2", Dtype.BF16, LossSpec()),
+        thorough(2, "tp2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (2, "etp2", Dtype.BF16, LossSpec()),
         (4, "tp2,ep2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01, z_coeff=0.001)),
-        (8, "tp2,ep4,etp2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough(8, "tp2,ep4,etp2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (1, "mbs2,recompute=mlp+layernorm", Dtype.BF16, LossSpec()),
-        (2, "ep2,mbs2,recompute=select", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough(2, "ep2,mbs2,recompute=select", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (2, "tp2,ep2,recompute=full", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (4, "tp2,ep2,overlap=grad+param", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (4, "ep4,dispatcher=allgather", Dtype.BF16, LossSpec()),
         (4, "ep4,dispatcher=dedup,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (4, "ep4,capacity0.75", Dtype.FP32, LossSpec(aux_coeff=0.01)),
         (4, "ep2,etp2,capacity0.75,capacity_fill=padded", Dtype.BF16, LossSpec(aux_coeff=0.01)),
-        (4, "ep2,capacity1.25,dispatcher=dedup", Dtype.FP32, LossSpec()),
-        (2, "ep2,capacity0.75,dispatcher=allgather", Dtype.BF16, LossSpec()),
+        thorough(4, "ep2,capacity1.25,dispatcher=dedup", Dtype.FP32, LossSpec()),
+        thorough(2, "ep2,capacity0.75,dispatcher=allgather", Dtype.BF16, LossSpec()),
         (4, "cp4,ep4,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (
             4,
@@ -58,24 +59,26 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
             LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01),
         ),
         (2, "cp2,recompute=core_attn", Dtype.BF16, LossSpec()),
-        (3, "pp3", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough(3, "pp3", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (3, "pp3,schedule=zb-h1", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (2, "pp2,schedule=dualpipev,recompute=full,layout='E|tt|t|L'", Dtype.BF16, LossSpec()),
         (4, "pp2,tp2,ep2,layout='E|tttL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
-        (
+        thorough(
             8,
             "pp2,vpp2,tp2,ep4,overlap=grad+param+p2p,layout='Et|t||tL'",
             Dtype.BF16,
             LossSpec(aux_coeff=0.01),
         ),
-        (4, "cp4,ep2,cp_comm=a2a", Dtype.BF16, LossSpec()),
+        thorough(4, "cp4,ep2,cp_comm=a2a", Dtype.BF16, LossSpec()),
         (2, "cp2,ep2,cp_comm=a2a,offload=core_attn+attn_proj", Dtype.BF16, LossSpec()),
-        (2, "cp2,offload=core_attn+attn_proj", Dtype.BF16, LossSpec()),
+        thorough(2, "cp2,offload=core_attn+attn_proj", Dtype.BF16, LossSpec()),
         (4, "cp4,ep2,cp_comm=a2a+p2p,recompute=core_attn", Dtype.BF16, LossSpec()),
-        (8, "tp2,cp4,ep4,cp_comm=a2a+p2p,recompute=full", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough(
+            8, "tp2,cp4,ep4,cp_comm=a2a+p2p,recompute=full", Dtype.BF16, LossSpec(aux_coeff=0.01)
+        ),
         (1, "mbs2,recompute=loss", Dtype.BF16, LossSpec()),
         (2, "cp2,zero3,recompute=loss+core_attn", Dtype.BF16, LossSpec()),
-        (3, "pp3,schedule=zb-h1,recompute=loss", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough(3, "pp3,schedule=zb-h1,recompute=loss", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (
             4,
             "pp2,tp2,ep2,recompute=full+loss,layout='Et|ttL'",
@@ -95,10 +98,10 @@ def test_predicted_equals_counted(
     "recompute",
     [
         "",
-        ",recompute=full",
+        thorough(",recompute=full"),
         ",recompute=shared_experts+layernorm+mlp",
-        ",recompute=moe",
-        ",recompute=loss",
+        thorough(",recompute=moe"),
+        thorough(",recompute=loss"),
     ],
 )
 def test_cut_norms_shared_experts_and_a_padded_vocabulary(
@@ -123,8 +126,8 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(
     [
         (ScoreFunction.SIGMOID, ""),
         (ScoreFunction.SQRT_SOFTPLUS, ",recompute=moe"),
-        (ScoreFunction.SIGMOID, ",recompute=full"),
-        (ScoreFunction.SQRT_SOFTPLUS, ",recompute=shared_experts"),
+        thorough(ScoreFunction.SIGMOID, ",recompute=full"),
+        thorough(ScoreFunction.SQRT_SOFTPLUS, ",recompute=shared_experts"),
     ],
 )
 def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
@@ -149,14 +152,14 @@ def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
     ("world_size", "layout", "q_rank", "precision"),
     [
         (1, "mbs2,recompute=mla_up_proj+layernorm", 24, Dtype.FP32),
-        (2, "tp2,mbs2", 0, Dtype.BF16),
+        thorough(2, "tp2,mbs2", 0, Dtype.BF16),
         (2, f"tp2,ep2,recompute=mla_up_proj+moe_act,offload={EVERY_OFFLOAD}", 0, Dtype.BF16),
-        (2, "tp2,ep2,recompute=mla_up_proj+moe_act", 24, Dtype.FP32),
+        thorough(2, "tp2,ep2,recompute=mla_up_proj+moe_act", 24, Dtype.FP32),
         (4, "tp2,ep2,mbs2,recompute=full", 24, Dtype.FP32),
-        (2, "tp2,mbs2,recompute=core_attn", 24, Dtype.FP32),
-        (2, "cp2,mbs2,recompute=mla_up_proj", 24, Dtype.BF16),
+        thorough(2, "tp2,mbs2,recompute=core_attn", 24, Dtype.FP32),
+        thorough(2, "cp2,mbs2,recompute=mla_up_proj", 24, Dtype.BF16),
         (4, "tp2,cp2,cp_comm=allgather,recompute=core_attn", 24, Dtype.FP32),
-        (4, "tp2,cp2,cp_comm=a2a,recompute=mla_up_proj", 24, Dtype.BF16),
+        thorough(4, "tp2,cp2,cp_comm=a2a,recompute=mla_up_proj", 24, Dtype.BF16),
         (4, "cp4,cp_comm=a2a+p2p", 0, Dtype.FP32),
     ],
 )
@@ -185,8 +188,8 @@ def test_latent_attention(
     [
         (1, "mbs2,recompute=uniform2"),
         (4, "tp2,cp2,ep4,recompute=block1"),
-        (4, "tp2,ep2,recompute=block2"),
-        (4, "pp2,ep2,recompute=uniform2,layout='Et|ttL'"),
+        thorough(4, "tp2,ep2,recompute=block2"),
+        thorough(4, "pp2,ep2,recompute=uniform2,layout='Et|ttL'"),
     ],
 )
 def test_full_recompute_of_some_layers_or_several_at_once(
@@ -200,8 +203,8 @@ def test_full_recompute_of_some_layers_or_several_at_once(
     ("world_size", "layout"),
     [
         (1, f"mbs2,offload={EVERY_OFFLOAD}"),
-        (2, "tp2,ep2,recompute=select,offload=mlp_norm+moe_act"),
-        (2, "tp2,ep2,recompute=core_attn+moe+layernorm,offload=core_attn+attn_proj"),
+        thorough(2, "tp2,ep2,recompute=select,offload=mlp_norm+moe_act"),
+        thorough(2, "tp2,ep2,recompute=core_attn+moe+layernorm,offload=core_attn+attn_proj"),
         (2, f"cp2,ep2,offload={EVERY_OFFLOAD}"),
     ],
 )
@@ -213,7 +216,7 @@ def test_activations_on_the_host(
 
 
 @pytest.mark.parametrize("norm", list(QkNorm))
-@pytest.mark.parametrize("recompute", ["", ",recompute=full"])
+@pytest.mark.parametrize("recompute", ["", thorough(",recompute=full")])
 def test_more_ranks_than_key_heads(
     norm: QkNorm, recompute: str, data: DataSpec, tmp_path: Path
 ) -> None:
@@ -225,7 +228,12 @@ def test_more_ranks_than_key_heads(
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2,sp0,mbs2", "tp4,sp0,recompute=full", "tp2,sp0,zero0,recompute=layernorm+mlp"]
+    "layout",
+    [
+        "tp4,sp0,recompute=full",
+        thorough("tp2,sp0,mbs2"),
+        thorough("tp2,sp0,zero0,recompute=layernorm+mlp"),
+    ],
 )
 def test_tensor_parallelism_without_sequence_parallelism(
     layout: str, data: DataSpec, tmp_path: Path
@@ -236,7 +244,7 @@ def test_tensor_parallelism_without_sequence_parallelism(
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(1, "mbs4,recompute=core_attn"), (4, "tp2,cp2,ep2,cp_comm=a2a"), (2, "mbs2")],
+    [(1, "mbs4,recompute=core_attn"), (4, "tp2,cp2,ep2,cp_comm=a2a"), thorough(2, "mbs2")],
 )
 def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: Path) -> None:
     """What it works is predicted from the lengths that the step recorded."""
@@ -250,11 +258,11 @@ def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: 
 @pytest.mark.parametrize(
     ("world_size", "layout", "tied"),
     [
-        (1, "mbs2", False),
+        thorough(1, "mbs2", False),
         (2, "pp2,mbs2", True),
-        (4, "tp2,ep2,mbs2", False),
+        thorough(4, "tp2,ep2,mbs2", False),
         (4, "pp2,tp2,ep2,recompute=full", False),
-        (2, "ep2,recompute=select", True),
+        thorough(2, "ep2,recompute=select", True),
     ],
 )
 def test_two_depths_of_prediction_ahead(

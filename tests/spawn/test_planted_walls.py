@@ -38,10 +38,10 @@ from moewright.spec.plan import Plan
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import DataSpec, LossSpec, ProfileSpec, RouterForce, RouterTraining
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.serial]
 
 MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
-IN_EVERY_TEST = 6  # of the cases; all of them with -m "sweep or not sweep"
+IN_EVERY_TEST = 4  # of the cases; `make test-all` plants all of them
 STEPS = 8
 # a call: far above what a step of these models takes, so that noise of the machine decides nothing
 SLOW_S = 0.02
@@ -321,7 +321,7 @@ def _often(case: Case) -> tuple[pytest.MarkDecorator, ...]:
         if (each.plant is not nothing or each.world == 1) and "one_rank" not in each.name
     ]
     order = sorted(sure, key=lambda each: hashlib.sha256(each.name.encode()).digest())
-    return () if case in order[:IN_EVERY_TEST] else (pytest.mark.sweep,)
+    return () if case in order[:IN_EVERY_TEST] else (pytest.mark.thorough,)
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +368,7 @@ def test_the_wall_that_was_planted_is_named_first(
 TRACED = ("slow_ep", "slow_dp", "stall_forward", "starved_ep")
 
 
-@pytest.mark.sweep  # a trace does not tell time without a core: on idle cores only
+@pytest.mark.thorough  # a trace does not tell time without a core: on idle cores only
 @pytest.mark.parametrize("name", TRACED)
 def test_a_trace_of_a_run_names_the_wall_of_its_record(
     name: str, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

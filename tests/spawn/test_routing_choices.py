@@ -165,7 +165,7 @@ _SELDOM = (
     "job",
     [
         *(pytest.param(job, id=name) for name, job in _OFTEN),
-        *(pytest.param(job, id=name, marks=pytest.mark.sweep) for name, job in _SELDOM),
+        *(pytest.param(job, id=name, marks=pytest.mark.thorough) for name, job in _SELDOM),
     ],
 )
 def test_a_choice_of_routing_equals_one_process(job: Plan, tmp_path: Path) -> None:

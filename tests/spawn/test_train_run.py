@@ -24,9 +24,9 @@ from moewright.codec import read_json
 from moewright.engine.checkpoint import find_latest
 from moewright.engine.data import corpus_loader
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
-from moewright.engine.data.micro_batch import MicroBatch
 from moewright.engine.data.sampler import Int64s, Sampler, sample_count
 from moewright.engine.model import transformer
+from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
@@ -223,7 +223,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
         begin(self, *given)
 
     def poisoned_reduce(self: DistributedOptimizer) -> float:
-        if begun["steps"] == 2 and self._run.mesh.rank == 1:
+        if begun["steps"] == 2 and self._runtime.mesh.rank == 1:
             self.buckets[-1].grads[0] = float("nan")
         return reduce(self)
 
@@ -262,10 +262,10 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
     def poisoned_begin(self: DistributedOptimizer, *given: int) -> None:
         begun["steps"] += 1
         if (
-            begun["steps"] == 2 and self._run.mesh.rank == 1
+            begun["steps"] == 2 and self._runtime.mesh.rank == 1
         ):  # an expert of its own: what is shared all ranks get
             bucket = next(
-                bucket for bucket in self.buckets if ".experts." in bucket.owned[0].slot.name
+                bucket for bucket in self.buckets if ".experts." in bucket.owned[0].parameter.name
             )
             bucket.master[bucket.owned[0].shard_slice][0] = float("nan")
         begin(self, *given)

@@ -117,7 +117,7 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
     def spoiled(optimizer: DistributedOptimizer, micro_batches: int) -> None:
         begin(optimizer, micro_batches)
         step = int(optimizer._updates) + 1
-        if optimizer._run.mesh.rank == 1 and step == 2 and not hasattr(optimizer, "spoiled"):
+        if optimizer._runtime.mesh.rank == 1 and step == 2 and not hasattr(optimizer, "spoiled"):
             optimizer.spoiled = True  # type: ignore[attr-defined]
             slot, view = optimizer.buckets[-1].grad_views[0]
             optimizer._pending.discard(

@@ -23,6 +23,7 @@ from moewright.engine.run.train import train
 from moewright.engine.run.verify import _compute_outputs
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.intake.hf import read_config
+from moewright.rules.job import Job
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -76,9 +77,7 @@ def logits(model: ModelSpec, weights: Path, folder: Path) -> torch.Tensor:
         plan = tiny_jobs.plan(PROBE, "mbs4", world_size=1, model=model)
         fixed = batches(model)
         job = build_train_state(
-            model,
-            plan.workload,
-            plan.layout,
+            Job(model=model, workload=plan.workload, layout=plan.layout),
             fixed,
             rank=0,
             device=init_distributed(seat),

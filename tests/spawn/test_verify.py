@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_families import FAMILIES, VOCABULARY, write_fused, write_model
 from moewright.cli.main import main
+from selection import thorough
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.spawn
@@ -108,6 +109,9 @@ def test_equals_transformers(
         "0.5",
         "--betas",
         "0.9,0.99",
+        # Adam divides a gradient that is rounding by itself; a smaller eps would compare rounding.
+        "--eps",
+        "1e-6",
     )
     found = verified(checkpoints[family], batch, tmp_path, "mbs4", 1, *more)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -118,7 +122,7 @@ def test_equals_transformers(
         torch.optim.SGD(model.parameters(), lr=0.02)
         if optimizer == "sgd"
         else torch.optim.AdamW(
-            model.parameters(), lr=0.02, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0
+            model.parameters(), lr=0.02, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.0
         )
     )
     losses, norms = [], []
@@ -157,36 +161,36 @@ def test_equals_transformers(
 LAYOUTS = [
     ("qwen3_moe", 2, "ep2,mbs2"),
     ("fused", 4, "ep4"),
-    ("mixtral", 4, "ep2,mbs2,zero0"),
+    thorough("mixtral", 4, "ep2,mbs2,zero0"),
     ("olmoe", 2, "ep2"),
     ("qwen3", 2, "mbs4"),
     ("deepseek_v3", 4, "ep2,zero3"),
-    ("qwen3_moe", 4, "tp2,ep2,mbs2"),
+    thorough("qwen3_moe", 4, "tp2,ep2,mbs2"),
     ("mixtral", 4, "tp2,etp4"),
-    ("olmoe", 2, "tp2,ep2"),
+    thorough("olmoe", 2, "tp2,ep2"),
     ("qwen3", 2, "tp2,zero0"),
     ("qwen3_moe", 4, "pp2,ep2,mbs2"),  # the embedding is tied: both ends of the pipeline hold it
     ("qwen3_moe", 3, "pp3,layout='E|tt|L'"),
-    ("qwen3_moe", 8, "pp2,zero0"),
+    thorough("qwen3_moe", 8, "pp2,zero0"),
     ("mixtral", 2, "pp2,vpp2,layout='E|t|t|L'"),
-    ("qwen3", 8, "pp2,tp2,mbs2"),
-    ("deepseek_v2", 4, "tp2,ep4"),
+    thorough("qwen3", 8, "pp2,tp2,mbs2"),
+    thorough("deepseek_v2", 4, "tp2,ep4"),
     ("deepseek_v3", 4, "tp2,ep2,mbs2"),
     ("qwen3_moe", 4, "cp4,ep2,mbs2"),
     ("olmoe", 4, "tp2,cp2,ep4,mbs2,cp_comm=allgather"),
-    ("deepseek_v3", 4, "cp2,ep4"),
+    thorough("deepseek_v3", 4, "cp2,ep4"),
     ("deepseek_v2", 4, "tp2,cp2,cp_comm=allgather"),
-    ("qwen3_moe", 4, "cp2,ep4,mbs2,cp_comm=a2a"),
+    thorough("qwen3_moe", 4, "cp2,ep4,mbs2,cp_comm=a2a"),
     ("deepseek_v3", 4, "cp4,ep2,cp_comm=a2a+p2p"),
     ("qwen2_moe", 4, "tp2,cp2,ep4"),
     ("qwen2_moe", 4, "tp4,pp1,ep2,etp2"),  # more ranks than key heads
     ("gpt_oss", 4, "tp2,ep2,mbs2"),
-    ("gpt_oss", 4, "tp2,ep2,etp2"),
+    thorough("gpt_oss", 4, "tp2,ep2,etp2"),
     ("gpt_oss", 4, "cp2,ep4,cp_comm=a2a"),
     ("gpt_oss", 4, "pp2,ep2,zero0,recompute=moe_act+core_attn"),
     ("gpt_oss", 2, "ep2,zero3"),
     ("llama", 8, "tp4,sp0,pp2"),
-    ("llama", 4, "tp2,zero0,recompute=mlp"),
+    thorough("llama", 4, "tp2,zero0,recompute=mlp"),
 ]
 
 

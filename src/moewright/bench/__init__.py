@@ -1,1 +1,1 @@
-"""Measures this machine and writes it down as a hardware file."""
+"""Measurements behind the product: a machine for its hardware file, and the search's speed."""

@@ -1,5 +1,7 @@
-"""The memory-bound passes of a layer, by the engine's own functions, in the bytes that the planner
-counts for them."""
+"""The memory-bound passes of a layer, by the engine's own functions, and the bytes they move.
+
+Shapes: T tokens, k experts a token, R = T k token rows, D hidden size, F twice D (gate and up).
+"""
 
 from __future__ import annotations
 
@@ -10,30 +12,34 @@ import torch
 from moewright.cost import elementwise
 from moewright.cost.op_time import OpRow
 from moewright.cost.symbols import Symbols, build_symbols
+from moewright.engine.dispatch.rows import Permute, Unpermute
 from moewright.engine.kernels.fused.select import build_kernels
 from moewright.engine.model.activations import SwiGlu
-from moewright.engine.model.autograd import Permute, RmsNorm, Rotary, Unpermute
+from moewright.engine.model.autograd import NormSettings, RmsNorm, Rotary
 from moewright.engine.runtime import torch_dtype
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec
 from moewright.spec.workload import Dtype, FusedKernels, Workload
 
-HEAD_DIM, TOP_K, EPS = 32, 4, 1e-6
+HEAD_DIM = 32
+TOP_K = 4
+EPS = 1e-6
 
 
 def count_pass_bytes(
     kind: DeviceKind, dtype: Dtype, tokens: int, width: int
 ) -> tuple[float, float]:
-    """Bytes that the planner counts for `passes`, and their mean over its passes."""
-    rows = _rows(_sizes(kind, dtype, tokens, width), tokens * width)
+    """Return the bytes that the planner counts for `build_passes`, and their mean over a pass."""
+    rows = _pass_rows(_build_symbols(kind, dtype, tokens, width), tokens * width)
     moved_bytes = sum(row.amount for row in rows)
-    return moved_bytes, moved_bytes / sum(row.amount / row.x for row in rows)
+    passes = sum(row.amount / row.x for row in rows)
+    return moved_bytes, moved_bytes / passes
 
 
-def _rows(size: Symbols, elements: int) -> list[OpRow]:
-    """Of each function of `passes`, forward and backward."""
-    every = (
+def _pass_rows(symbols: Symbols, elements: int) -> list[OpRow]:
+    """Return the rows of each function of `build_passes`, forward and backward."""
+    kernels = (
         (elementwise.RMS_NORM, 2 * elements),
         (elementwise.RESIDUAL_ADD, 2 * elements),
         (elementwise.ROPE, elements),
@@ -43,14 +49,14 @@ def _rows(size: Symbols, elements: int) -> list[OpRow]:
     )
     return [
         row
-        for kernel, count in every
-        for row in elementwise.kernel_rows(kernel, "passes", size, count)
+        for kernel, count in kernels
+        for row in elementwise.kernel_rows(kernel, "passes", symbols, count)
     ]
 
 
-def _sizes(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Symbols:
+def _build_symbols(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Symbols:
     heads = max(1, width // HEAD_DIM)
-    spec = AttentionSpec(
+    attention = AttentionSpec(
         kind=AttentionKind.GQA, heads=heads, kv_heads=heads, head_dim=HEAD_DIM, v_head_dim=HEAD_DIM
     )
     model = ModelSpec(
@@ -59,51 +65,58 @@ def _sizes(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Symbols:
         hidden_size=width,
         layers=1,
         vocab_size=1,
-        attention=spec,
+        attention=attention,
         dense_ffn_size=width,
         moe=None,
         moe_layers=(False,),
     )
-    work = Workload(seq_len=tokens, global_batch=1, precision=dtype)
+    workload = Workload(seq_len=tokens, global_batch=1, precision=dtype)
     return build_symbols(
-        model, work, Layout(world_size=1), device_kind=kind, load=1.0, router_efficiency=1.0
+        model, workload, Layout(world_size=1), device_kind=kind, load=1.0, router_efficiency=1.0
     )
 
 
 def build_passes(dtype: Dtype, tokens: int, width: int, device: torch.device) -> Callable[[], None]:
-    """Two norms, two residuals, rotation, permute, unpermute and SwiGLU of experts as wide as the
-    hidden state, forward and backward: of a layer all that is neither a product nor attention, but
-    for its router.
+    """Build a call of all of a layer that is neither product nor attention, without its router.
+
+    The call runs two norms, two residuals, rotation, permute, unpermute and the SwiGLU of experts
+    as wide as the hidden state, forward and backward.
     """
-    kind, torch_type = torch_dtype(dtype), DeviceKind(device.type)
-    kernels = build_kernels(FusedKernels.AUTO, torch_type)
-    routed = TOP_K * tokens
+    compute_dtype = torch_dtype(dtype)
+    kernels = build_kernels(FusedKernels.AUTO, DeviceKind(device.type))
+    norm_settings = NormSettings(eps=EPS, kernels=kernels)
+    rows = TOP_K * tokens
 
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device).to(kind).requires_grad_()
+    def draw_leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(compute_dtype).requires_grad_()
 
-    x, wide, weight = drawn(tokens, width), drawn(routed, 2 * width), drawn(width)
-    shares = torch.rand(routed, device=device, requires_grad=True)
+    x_TD = draw_leaf(tokens, width)
+    gate_up_RF = draw_leaf(rows, 2 * width)
+    weight_D = draw_leaf(width)
+    row_weights_R = torch.rand(rows, device=device, requires_grad=True)
+    leaves = (x_TD, gate_up_RF, weight_D, row_weights_R)
     cos, sin = torch.rand(2, tokens, HEAD_DIM // 2, device=device)
-    order = torch.randperm(routed, device=device)
-    slots = torch.empty_like(order)
-    slots[order] = torch.arange(routed, device=device)
-    of_row, of_slot = order // TOP_K, slots.view(tokens, TOP_K)
+    # A random permutation of the token slots, and where each slot went.
+    slot_of_row_R = torch.randperm(rows, device=device)
+    row_of_slot = torch.empty_like(slot_of_row_R)
+    row_of_slot[slot_of_row_R] = torch.arange(rows, device=device)
+    token_of_row_R = slot_of_row_R // TOP_K
+    row_of_slot_Tk = row_of_slot.view(tokens, TOP_K)
     grads = (
-        torch.randn(tokens, width, device=device).to(kind),
-        torch.randn(routed, width, device=device).to(kind),
+        torch.randn(tokens, width, device=device).to(compute_dtype),
+        torch.randn(rows, width, device=device).to(compute_dtype),
     )
-    leaves = x, wide, weight, shares
 
     def call() -> None:
-        normed = RmsNorm.apply(x, weight, EPS, None, None, False, kernels)
-        turned = Rotary.apply(normed.view(1, tokens, -1, HEAD_DIM), cos, sin, kernels)
-        first = x + turned.view_as(x)
-        normed = RmsNorm.apply(first, weight, EPS, None, None, False, kernels)
-        rows = Permute.apply(normed, of_row, of_slot, True, kernels)
-        out = first + Unpermute.apply(rows, of_row, of_slot, True, kernels)
-        active = SwiGlu.apply(wide, shares, kernels)
-        torch.autograd.backward((out, active), grads)
+        normed = RmsNorm.apply(x_TD, weight_D, norm_settings)
+        rotated = Rotary.apply(normed.view(1, tokens, -1, HEAD_DIM), cos, sin, kernels)
+        hidden_TD = x_TD + rotated.view_as(x_TD)
+        normed = RmsNorm.apply(hidden_TD, weight_D, norm_settings)
+        permuted_RD = Permute.apply(normed, token_of_row_R, row_of_slot_Tk, True, kernels)
+        combined = Unpermute.apply(permuted_RD, token_of_row_R, row_of_slot_Tk, True, kernels)
+        out_TD = hidden_TD + combined
+        activated_RD = SwiGlu.apply(gate_up_RF, row_weights_R, kernels)
+        torch.autograd.backward((out_TD, activated_RD), grads)
         for leaf in leaves:
             leaf.grad = None
 

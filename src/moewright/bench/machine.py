@@ -1,5 +1,4 @@
-"""This machine as a hardware file: rates of compute, times of collectives, each number with how it
-was got."""
+"""This machine as a hardware file: rates of compute, times of collectives, each with its source."""
 
 from __future__ import annotations
 
@@ -7,13 +6,17 @@ import hashlib
 import os
 import platform
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
-from moewright.bench.cases import Probe, build_cases, pairing_rounds
+from moewright.bench.case import Case, Probe
+from moewright.bench.cases import build_cases
+from moewright.bench.collective_cases import pairing_rounds
 from moewright.bench.tiny_steps import TINY_SHAPES, HostWork, solve_host_work
 from moewright.bench.workers import CallClock, choose_clock, run_workers
 from moewright.engine.run.process_limit import count_cores, refuse_too_many_processes
@@ -35,16 +38,39 @@ from moewright.spec.hardware import (
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
-BENCH_VERSION = (
-    5  # part of the fingerprint: raise it when the same machine would be described differently
-)
-MIN_WORK_SHARE = 0.1  # of a call, in case the launch was measured too slow
+# A part of the fingerprint: it is raised when the same machine would be described differently.
+BENCH_VERSION = 5
+# Least share of a call that counts as work, in case the launch was measured too slow.
+MIN_WORK_SHARE = 0.1
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
 CurvePoints = tuple[tuple[float, float], ...]
+_DTYPES = (Dtype.BF16, Dtype.FP32)
+_OP_SOURCES = {
+    Op.GEMM: "linear forward and both backward products",
+    Op.GROUPED_GEMM: "experts' linear, forward and both backward products",
+    Op.ATTENTION: "causal flash attention, 4 query heads a key head",
+    Op.ATTENTION_BACKWARD: "causal flash attention, 4 query heads a key head",
+    Op.ELEMENTWISE: (
+        "a layer's norms, rotation, residuals, permutes and SwiGLU, forward and backward; "
+        "last a copy"
+    ),
+    Op.OPTIMIZER: "fused AdamW over flat fp32 buffers",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurements:
+    """What was measured on a machine, in the units of the hardware file."""
+
+    rates: Mapping[tuple[Op, Dtype], CurvePoints]  # by the unit of each op's curve
+    copy_Bps: CurvePoints  # by bytes read and written
+    tiny_step_s: tuple[float, ...]  # by TINY_SHAPES
+    collectives: Mapping[tuple[Collective, int], CurvePoints]  # seconds by payload bytes
+    links: Mapping[tuple[int, int], float]  # bytes/s each way by pair of ranks
 
 
 def measure_machine(*, nproc: int, budget_s: float = 45.0) -> Hardware:
@@ -55,90 +81,121 @@ def measure_machine(*, nproc: int, budget_s: float = 45.0) -> Hardware:
     jobs hardly distort it; collectives are timed by the wall. Peaks are the best GEMM rates
     measured, so MFU is a share of what torch reaches here. On a CPU, where the thread that launches
     also works, rates are those beyond a launch, which the host's time has.
+
+    Raises:
+        BadInput: The machine has too few cores or GPUs, or the budget was too short.
     """
-    kind = _kind(nproc)
-    taken = run_workers(kind, ranks=nproc, budget_s=budget_s)
-    points: dict[tuple[str, Dtype], list[tuple[float, float]]] = defaultdict(list)
-    launch_s: dict[tuple[str, Dtype], float] = {}
-    moved: dict[tuple[Collective, int], list[tuple[float, float]]] = defaultdict(list)
-    pairs: dict[tuple[int, int], float] = {}
-    for case, seconds in zip(build_cases(kind, nproc), taken, strict=True):
-        if seconds is None:
-            continue
-        if isinstance(case.op, Collective):
-            moved[case.op, case.ranks].append((case.x, fmean(seconds)))
-        elif case.op is Probe.LINK:
-            partners = pairing_rounds(nproc)[round(case.x) - 1].items()
-            pairs |= {
-                (a, b): case.work / fmean((seconds[a], seconds[b])) for a, b in partners if a < b
-            }
-        elif not case.work:
-            launch_s[case.op, case.dtype] = fmean(seconds)
-        else:
-            working_s = max(
-                fmean(seconds) - launch_s.get((case.op, case.dtype), 0.0),
-                MIN_WORK_SHARE * fmean(seconds),
-            )
-            points[case.op, case.dtype].append((case.x, case.work / working_s))
-    how = _how(kind, nproc)
-    how_work = f"{how}, CPU time" if choose_clock(kind, nproc) is CallClock.THREAD else how
-    curves = {key: tuple(sorted(found)) for key, found in points.items()}
-    for dtype in (Dtype.BF16, Dtype.FP32):
-        curves[Op.ELEMENTWISE, dtype] = _past_caches(curves, dtype)
-    missing = [
-        op for op in (*Op, Probe.COPY) if not any(key[0] is op and curves[key] for key in curves)
-    ]
-    if len(steps := [1 / y for _, y in curves.pop((Probe.STEP, Dtype.BF16), ())]) < len(
-        TINY_SHAPES
-    ):
-        missing.append(Probe.STEP)
+    kind = _device_kind(nproc)
+    seconds = run_workers(kind, ranks=nproc, budget_s=budget_s)
+    measured = _collect(zip(build_cases(kind, nproc), seconds, strict=True), nproc)
+    missing = _list_missing(measured)
     if missing:
         rule = f"was too short to measure {', '.join(missing)}"
         raise BadInput(Reason(field="budget_s", value=f"{budget_s:g}", rule=rule, nearest="45"))
-    name = device_name()
+    source = _describe_measurement(kind, nproc)
+    work_source = source
+    if choose_clock(kind, nproc) is CallClock.THREAD:
+        work_source = f"{source}, CPU time"
     return Hardware(
-        name=f"{nproc} x {name}",
+        name=f"{nproc} x {device_name()}",
         count=nproc,
-        device=_device(kind, nproc, name, curves, how_work),
-        fabric=_fabric(
-            nproc, curves, {key: tuple(sorted(found)) for key, found in moved.items()}, pairs, how
-        ),
-        constants=_constants(solve_host_work(steps), how_work),
+        device=_build_device(kind, nproc, measured, work_source),
+        fabric=_build_fabric(nproc, measured, source),
+        constants=_build_constants(solve_host_work(measured.tiny_step_s), work_source),
         fingerprint=machine_fingerprint(nproc),
     )
 
 
-def _past_caches(curves: dict[tuple[str, Dtype], CurvePoints], dtype: Dtype) -> CurvePoints:
-    """The rates of passes, and beyond the largest of them that of a copy, which no cache holds."""
-    found, copied = (
-        curves.get(key, ()) for key in ((Op.ELEMENTWISE, dtype), (Probe.COPY, Dtype.FP32))
+def _collect(results: Iterable[tuple[Case, tuple[float, ...] | None]], ranks: int) -> Measurements:
+    """Turn the seconds of each case on every rank into curves; None is a case not measured."""
+    rates: dict[tuple[Op | Probe, Dtype], list[tuple[float, float]]] = defaultdict(list)
+    collectives: dict[tuple[Collective, int], list[tuple[float, float]]] = defaultdict(list)
+    launch_s: dict[tuple[Op | Probe, Dtype], float] = {}
+    links: dict[tuple[int, int], float] = {}
+    for case, seconds in results:
+        if seconds is None:
+            continue
+        if isinstance(case.op, Collective):
+            collectives[case.op, case.ranks].append((case.x, fmean(seconds)))
+        elif case.op is Probe.LINK:
+            links |= _link_rates(case, seconds, ranks)
+        elif not case.work:
+            launch_s[case.op, case.dtype] = fmean(seconds)
+        else:
+            call_s = fmean(seconds)
+            beyond_launch_s = call_s - launch_s.get((case.op, case.dtype), 0.0)
+            work_s = max(beyond_launch_s, MIN_WORK_SHARE * call_s)
+            rates[case.op, case.dtype].append((case.x, case.work / work_s))
+    curves = {key: tuple(sorted(points)) for key, points in rates.items()}
+    copy_Bps = curves.pop((Probe.COPY, Dtype.FP32), ())
+    steps_per_s = curves.pop((Probe.STEP, Dtype.BF16), ())
+    op_rates = {(op, dtype): points for (op, dtype), points in curves.items() if isinstance(op, Op)}
+    for dtype in _DTYPES:
+        key = (Op.ELEMENTWISE, dtype)
+        op_rates[key] = _extend_past_caches(op_rates.get(key, ()), copy_Bps)
+    return Measurements(
+        rates=op_rates,
+        copy_Bps=copy_Bps,
+        tiny_step_s=tuple(1 / rate for _, rate in steps_per_s),
+        collectives={key: tuple(sorted(points)) for key, points in collectives.items()},
+        links=links,
     )
-    return (*found, *(point for point in copied if found and point[0] > found[-1][0]))
 
 
-def _constants(host: HostWork, how: str) -> tuple[Constant, ...]:
-    """The host's work, which the steps of models of a few columns consist of."""
-    found = (
+def _link_rates(case: Case, seconds: tuple[float, ...], ranks: int) -> dict[tuple[int, int], float]:
+    """Return the bytes/s of each pair of a round, from the mean seconds of its two ranks."""
+    partners = pairing_rounds(ranks)[round(case.x) - 1]
+    return {
+        (first, second): case.work / fmean((seconds[first], seconds[second]))
+        for first, second in partners.items()
+        if first < second
+    }
+
+
+def _extend_past_caches(passes: CurvePoints, copies: CurvePoints) -> CurvePoints:
+    """Return the rates of passes, and beyond their largest that of a copy, which no cache holds."""
+    if not passes:
+        return ()
+    largest = passes[-1][0]
+    return (*passes, *(point for point in copies if point[0] > largest))
+
+
+def _list_missing(measured: Measurements) -> list[str]:
+    """List what a hardware file cannot be without and was not measured."""
+    ops = {op for (op, _), points in measured.rates.items() if points}
+    missing: list[str] = [op for op in Op if op not in ops]
+    if not measured.copy_Bps:
+        missing.append(Probe.COPY)
+    if len(measured.tiny_step_s) < len(TINY_SHAPES):
+        missing.append(Probe.STEP)
+    return missing
+
+
+def _build_constants(host: HostWork, source: str) -> tuple[Constant, ...]:
+    """Return the constants of the host's work, all that the steps of tiny models consist of."""
+    constants = (
         ("host_s_per_layer_microbatch", host.layer_s, "more layers"),
         ("host_s_per_local_expert", host.expert_s, "more experts"),
         ("host_dense_layer_share", host.dense_share, "more layers without experts"),
         ("step_tail_s", host.step_s, "what is left besides layers"),
     )
     return tuple(
-        Constant(name=name, value=_sourced(value, f"{how}: steps of tiny models, {what}"))
-        for name, value, what in found
+        Constant(name=name, value=_sourced(value, f"{source}: steps of tiny models, {what}"))
+        for name, value, what in constants
     )
 
 
 def machine_fingerprint(nproc: int) -> str:
-    """16 hex digits that change with the device, cores, memory, torch version or number of
-    processes."""
+    """Return 16 hex digits that change with the machine, torch version or number of processes.
+
+    Of the machine, device, cores and memory count.
+    """
     facts = (
         BENCH_VERSION,
         device_name(),
         platform.machine(),
         count_cores(),
-        _ram_bytes(),
+        _memory_bytes(),
         torch.__version__,
         nproc,
     )
@@ -146,16 +203,21 @@ def machine_fingerprint(nproc: int) -> str:
 
 
 def device_name() -> str:
-    """The GPU's name, or the processor's as /proc/cpuinfo has it."""
+    """Return the GPU's name, or the processor's as /proc/cpuinfo has it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(0)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
-def _kind(nproc: int) -> DeviceKind:
+def _device_kind(nproc: int) -> DeviceKind:
+    """Return the kind of device that so many processes measure.
+
+    Raises:
+        BadInput: There are not enough cores or GPUs.
+    """
     refuse_too_many_processes(nproc)
     if not torch.cuda.is_available():
         return DeviceKind.CPU
@@ -166,109 +228,96 @@ def _kind(nproc: int) -> DeviceKind:
     return DeviceKind.CUDA
 
 
-def _how(kind: DeviceKind, nproc: int) -> str:
-    unit = "thread" if kind is DeviceKind.CPU else "GPU"
-    together = f"{nproc} processes at once" if nproc > 1 else "one process"
+def _describe_measurement(kind: DeviceKind, nproc: int) -> str:
+    """Say when, where and how it was measured, as the source of every number."""
     day = datetime.now(UTC).date().isoformat()
-    where = f"{device_name()}, torch {torch.__version__}, {together}, 1 {unit} each"
-    return f"measured {day}, {where}, lower quartile of repeats"
+    processes = f"{nproc} processes at once" if nproc > 1 else "one process"
+    unit = "thread" if kind is DeviceKind.CPU else "GPU"
+    machine = f"{device_name()}, torch {torch.__version__}, {processes}, 1 {unit} each"
+    return f"measured {day}, {machine}, lower quartile of repeats"
 
 
 def _sourced(value: float, source: str) -> Sourced:
     return Sourced(value=value, kind=SourceKind.MEASURED, source=source)
 
 
-def _device(
-    kind: DeviceKind, nproc: int, name: str, curves: dict[tuple[str, Dtype], CurvePoints], how: str
-) -> Device:
-    whats = {
-        Op.GEMM: "linear forward and both backward products",
-        Op.GROUPED_GEMM: "experts' linear, forward and both backward products",
-        Op.ATTENTION: "causal flash attention, 4 query heads a key head",
-        Op.ATTENTION_BACKWARD: "causal flash attention, 4 query heads a key head",
-        Op.ELEMENTWISE: "a layer's norms, rotation, residuals, permutes and SwiGLU, forward and backward; last a copy",
-        Op.OPTIMIZER: "fused AdamW over flat fp32 buffers",
-    }
+def _curve(points: CurvePoints, source: str) -> Curve:
+    return Curve(points=points, kind=SourceKind.MEASURED, source=source)
+
+
+def _build_device(kind: DeviceKind, nproc: int, measured: Measurements, source: str) -> Device:
     rates = tuple(
-        OpRate(op=op, dtype=dtype, curve=_curve(curves[op, dtype], f"{how}: {what}"))
-        for op, what in whats.items()
-        for dtype in (Dtype.BF16, Dtype.FP32)
-        if (op, dtype) in curves
+        OpRate(op=op, dtype=dtype, curve=_curve(measured.rates[op, dtype], f"{source}: {what}"))
+        for op, what in _OP_SOURCES.items()
+        for dtype in _DTYPES
+        if (op, dtype) in measured.rates
     )
-    peaks = tuple(
-        DtypePeak(
-            dtype=dtype,
-            rate=_sourced(max(y for _, y in curves[Op.GEMM, dtype]), f"{how}: best GEMM rate"),
-        )
-        for dtype in (Dtype.BF16, Dtype.FP32)
-    )
+    peaks = []
+    for dtype in _DTYPES:
+        best = max(rate for _, rate in measured.rates[Op.GEMM, dtype])
+        peaks.append(DtypePeak(dtype=dtype, rate=_sourced(best, f"{source}: best GEMM rate")))
     if kind is DeviceKind.CPU:
-        memory = _sourced(
-            _ram_bytes() / nproc, f"memory of the machine or its control group / {nproc} processes"
-        )
+        memory_source = f"memory of the machine or its control group / {nproc} processes"
+        memory = _sourced(_memory_bytes() / nproc, memory_source)
     else:
         memory = _sourced(float(torch.cuda.mem_get_info(0)[1]), "total memory by the CUDA driver")
     return Device(
-        name=name,
+        name=device_name(),
         kind=kind,
         memory_bytes=memory,
-        memory_Bps=_sourced(
-            curves[Probe.COPY, Dtype.FP32][0][1], f"{how}: copy of 64 MiB, read and written"
-        ),
-        peaks=peaks,
+        memory_Bps=_sourced(measured.copy_Bps[0][1], f"{source}: copy of 64 MiB, read and written"),
+        peaks=tuple(peaks),
         rates=rates,
     )
 
 
-def _fabric(
-    nproc: int,
-    curves: dict[tuple[str, Dtype], CurvePoints],
-    moved: dict[tuple[Collective, int], CurvePoints],
-    pairs: dict[tuple[int, int], float],
-    how: str,
-) -> Fabric:
-    """One domain: the machine. Bandwidth is what leaves a rank in the largest all-to-all, latency
-    its smallest one."""
+def _build_fabric(nproc: int, measured: Measurements, source: str) -> Fabric:
+    """Return the fabric of one domain, the machine.
+
+    Bandwidth is what leaves a rank in the largest all-to-all, latency the time of the smallest.
+    """
+    order = list(Collective)
+    curves = sorted(
+        measured.collectives.items(), key=lambda item: (item[0][1], order.index(item[0][0]))
+    )
     times = tuple(
         CollectiveTime(
-            op=op, group_size=size, curve=_curve(points, f"{how}: {op} in groups of {size}")
+            op=op, group_size=size, curve=_curve(points, f"{source}: {op} in groups of {size}")
         )
-        for (op, size), points in sorted(
-            moved.items(), key=lambda pair: (pair[0][1], list(Collective).index(pair[0][0]))
-        )
+        for (op, size), points in curves
     )
-    source = f"{how}: exchange of 4 MiB, all pairs of a round at once"
+    link_source = f"{source}: exchange of 4 MiB, all pairs of a round at once"
     links = tuple(
-        Link(first=a, second=b, Bps=_sourced(rate, source))
-        for (a, b), rate in sorted(pairs.items())
+        Link(first=first, second=second, Bps=_sourced(rate, link_source))
+        for (first, second), rate in sorted(measured.links.items())
     )
     if nproc > 1:
-        exchange = moved[Collective.ALL_TO_ALL, nproc]
-        payload_bytes, largest_s = exchange[-1]
-        bandwidth_Bps, latency_s = payload_bytes * (nproc - 1) / nproc / largest_s, exchange[0][1]
-        source = f"{how}: all-to-all of {payload_bytes:.0f} and of {exchange[0][0]:.0f} bytes"
+        all_to_all = measured.collectives[Collective.ALL_TO_ALL, nproc]
+        smallest_bytes, latency_s = all_to_all[0]
+        largest_bytes, largest_s = all_to_all[-1]
+        bandwidth_Bps = largest_bytes * (nproc - 1) / nproc / largest_s
+        domain_source = (
+            f"{source}: all-to-all of {largest_bytes:.0f} and of {smallest_bytes:.0f} bytes"
+        )
     else:
-        bandwidth_Bps, latency_s = curves[Probe.COPY, Dtype.FP32][0][1], 0.0
-        source = f"{how}: one process sends nothing; the rate of a copy stands here"
-    outside = f"{source}; one machine has no network, the same figure stands here"
+        bandwidth_Bps = measured.copy_Bps[0][1]
+        latency_s = 0.0
+        domain_source = f"{source}: one process sends nothing; the rate of a copy stands here"
+    network_source = f"{domain_source}; one machine has no network, the same figure stands here"
     return Fabric(
         domain_size=nproc,
         devices_per_node=nproc,
-        domain_Bps=_sourced(bandwidth_Bps, source),
-        network_Bps=_sourced(bandwidth_Bps, outside),
-        domain_latency_s=_sourced(latency_s, source),
-        network_latency_s=_sourced(latency_s, outside),
+        domain_Bps=_sourced(bandwidth_Bps, domain_source),
+        network_Bps=_sourced(bandwidth_Bps, network_source),
+        domain_latency_s=_sourced(latency_s, domain_source),
+        network_latency_s=_sourced(latency_s, network_source),
         times=times,
         links=links,
     )
 
 
-def _curve(points: CurvePoints, source: str) -> Curve:
-    return Curve(points=points, kind=SourceKind.MEASURED, source=source)
-
-
-def _ram_bytes() -> float:
-    """Memory this process may use: the machine's, or less where a control group holds it down."""
+def _memory_bytes() -> float:
+    """Return the memory this process may use: the machine's, or less under a control group."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [path.read_text().strip() for path in CGROUP_LIMITS if path.is_file()]
     return float(min([total, *(int(limit) for limit in limits if limit.isdecimal())]))

@@ -1,5 +1,4 @@
-"""How fast the planner searches: whole searches of large models, and layouts scored a second on one
-core."""
+"""How fast the planner searches: whole searches of large models, on one core."""
 
 from __future__ import annotations
 
@@ -15,12 +14,14 @@ SEQ_LEN = 4096
 SEQUENCES_PER_DEVICE = 16
 CASES = (("Qwen3-235B-A22B", "256xH800"), ("DeepSeek-V3", "2048xH800"), ("Kimi-K2", "4096xH100"))
 
-
 # What is counted, in words for whoever reads the figure.
 COUNTING_RULE = (
-    "layouts: distinct and legal ones whose device bytes were worked out, and whose step was timed wherever they can\n"
-    "fit and none that replays or moves less does; dispatchers, exchanges of context and overlapped sums tried for a\n"
-    "layout are not counted again. The seconds hold all of the search, the full estimates of the plans shown as well."
+    "layouts: distinct and legal ones whose device bytes were worked out, and whose step was timed"
+    " wherever they can\n"
+    "fit and none that replays or moves less does; dispatchers, exchanges of context and overlapped"
+    " sums tried for a\n"
+    "layout are not counted again. The seconds hold all of the search, the full estimates of the"
+    " plans shown as well."
 )
 
 
@@ -36,20 +37,20 @@ class SearchRate:
 
     @property
     def per_core_s(self) -> float:
-        """Layouts a second of one core."""
+        """Layouts that one core scores in a second."""
         return self.layouts / self.cpu_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerPlanner:
-    """What another tool was measured at on a machine of two cores."""
+    """Another planner, and how many layouts a second it was measured at on two cores."""
 
     name: str
     layouts_per_s: str
     what: str
 
 
-# Each tool's own search, or single evaluations, as measured on two cores shared with other jobs
+# Each planner's own search, or single evaluations, as measured on two cores shared with other jobs
 # (docs/log.md).
 PEER_PLANNERS = (
     PeerPlanner(
@@ -68,16 +69,18 @@ PEER_PLANNERS = (
 
 
 def measure_search_rates() -> Iterator[SearchRate]:
-    """The cases one by one, each search from nothing."""
-    for name, on in CASES:
-        model, hardware = catalogue.model(name), catalogue.hardware(on)
+    """Run the searches of CASES one by one, each from nothing, and yield what it took."""
+    for model_name, hardware_text in CASES:
+        model = catalogue.model(model_name)
+        hardware = catalogue.hardware(hardware_text)
         workload = Workload(seq_len=SEQ_LEN, global_batch=SEQUENCES_PER_DEVICE * hardware.count)
-        wall, cpu = time.perf_counter(), time.process_time()
-        found = search(model, workload, hardware, top=5)
+        wall_started = time.perf_counter()
+        cpu_started = time.process_time()
+        result = search(model, workload, hardware, top=5)
         yield SearchRate(
-            model=name,
-            hardware=on,
-            layouts=found.scored,
-            wall_s=time.perf_counter() - wall,
-            cpu_s=time.process_time() - cpu,
+            model=model_name,
+            hardware=hardware_text,
+            layouts=result.scored,
+            wall_s=time.perf_counter() - wall_started,
+            cpu_s=time.process_time() - cpu_started,
         )

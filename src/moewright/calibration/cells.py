@@ -1,16 +1,18 @@
-"""What the cells of a table of measured runs say, as nouns: precision, optimizer, recompute,
-graphs, offload, stages.
+"""Parsers of the cells of a table of measured runs: each returns the noun that a cell spells.
 
-An empty cell is a fact the source does not state; readers here take the default and the caller
-lists the column.
+An empty cell is a fact that the source does not state: a parser takes the default, and the caller
+lists the column as not stated. docs/tables.md has the words of each column.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
+from moewright.calibration.columns import OVERLAP_COLUMNS
+from moewright.calibration.software_facts import find_device_name
 from moewright.intake import catalogue
 from moewright.rules import stages
 from moewright.spec.errors import BadInput, Reason
@@ -25,27 +27,40 @@ from moewright.spec.layout import (
 )
 from moewright.spec.model import ModelSpec
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GIB, TERA
+from moewright.spec.units import GB, GIB, TERA
 from moewright.spec.workload import Dtype, OptimizerSpec
 
-# Names of parts that are not in the catalogue, and the part whose compute and wiring they share.
-_ALSO_CALLED = (("Hopper 80GB", "H100"),)
-_OVERLAPS = (
-    ("overlap_grad_reduce", Overlap.GRAD),
-    ("overlap_param_gather", Overlap.PARAM),
-    ("tp_comm_overlap", Overlap.TP),
-    ("overlap_moe_ep_comm", Overlap.EP),
-)
-OVERLAP_COLUMNS = tuple(column for column, _ in _OVERLAPS)
+VPP_ON = "on"  # virtual stages, of a number that the source does not state
+_USABLE_MEMORY = 0.99  # of the printed gigabytes read as GiB, which the runtime shows
+_UNITS = {"GB": GB, "GiB": GIB, "MiB": GIB}
+_MIB_PER_GIB = 1024
+
+
+class PeakKind(StrEnum):
+    """What a published peak counts, and on which rank."""
+
+    ALLOCATED = "allocated"
+    LAST_RANK = "last_rank"  # allocated, on the last pipeline stage
+    RESERVED = "reserved"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredPeak:
+    """A measured peak as printed, in units of `unit_bytes` (GB or GiB)."""
+
+    value: float
+    unit_bytes: int
+    kind: PeakKind
 
 
 def cell_error(column: str, value: str, rule: str) -> BadInput:
-    """A cell that cannot be read, as what a caller raises."""
+    """Return the error of a cell that cannot be read, for the caller to raise."""
     return BadInput(Reason(field=column, value=value[:60], rule=rule))
 
 
 def parse_number(column: str, text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -56,6 +71,7 @@ def parse_number(column: str, text: str) -> float:
 
 
 def parse_whole_number(column: str, text: str) -> int:
+    """Parse a whole number above 0."""
     value = parse_number(column, text)
     if value != int(value):
         raise cell_error(column, text, "must be a whole number")
@@ -63,34 +79,48 @@ def parse_whole_number(column: str, text: str) -> int:
 
 
 def parse_hardware(text: str, count: int, user_hardware: Sequence[Hardware] = ()) -> Hardware:
-    """`count` parts of that name, one of the user's `own` or the catalogue's.
+    """Return `count` devices of that name: the user's own, or the catalogue's.
 
-    "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's part with this memory.
+    "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's device with this memory.
     """
-    for part in user_hardware:
-        if text.strip().casefold() in (part.name.casefold(), part.device.name.casefold()):
-            return replace(part, count=count)
-    base, _, inside = text.partition("(")
-    name = dict(_ALSO_CALLED).get(base.strip(), base.strip())
-    found = catalogue.hardware(f"{count}x{name}")
-    size = re.search(r"([\d.]+) GB\b", inside)
-    rate = re.search(r"([\d.]+) TB/s", inside)
-    device: Device = found.device
+    for hardware in user_hardware:
+        names = (hardware.name.casefold(), hardware.device.name.casefold())
+        if text.strip().casefold() in names:
+            return replace(hardware, count=count)
+    name, _, inside = text.partition("(")
+    alias = find_device_name(name.strip())
+    device_name = alias.device if alias else name.strip()
+    hardware = catalogue.hardware(f"{count}x{device_name}")
+    if not inside:
+        return hardware
+    device = _with_memory(hardware.device, inside, source=text)
+    return replace(hardware, name=text, device=device)
+
+
+def _with_memory(device: Device, text: str, *, source: str) -> Device:
+    """Return the device with the memory and the memory bandwidth that the text prints."""
+    size = re.search(r"([\d.]+) GB\b", text)
+    rate = re.search(r"([\d.]+) TB/s", text)
     if size:
-        # Like the catalogue: the runtime shows 0.99 of the printed figure read as GiB.
-        said = Sourced(value=0.99 * float(size[1]) * GIB, kind=SourceKind.DATASHEET, source=text)
-        device = replace(device, memory_bytes=said)
+        memory_bytes = _USABLE_MEMORY * float(size[1]) * GIB
+        device = replace(device, memory_bytes=_printed(memory_bytes, source))
     if rate:
-        said = Sourced(value=float(rate[1]) * TERA, kind=SourceKind.DATASHEET, source=text)
-        device = replace(device, memory_Bps=said)
-    return replace(found, name=text, device=device) if inside else found
+        device = replace(device, memory_Bps=_printed(float(rate[1]) * TERA, source))
+    return device
+
+
+def _printed(value: float, source: str) -> Sourced:
+    return Sourced(value=value, kind=SourceKind.DATASHEET, source=source)
 
 
 def parse_precision(text: str) -> Dtype:
-    """8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX);
-    4-bit ones NVFP4 alone.
+    """Parse the compute precision of a run.
 
-    Raises BadInput for others, for layers of several precisions, and for silence.
+    8-bit recipes are FP8 with a scale a tensor, or MXFP8 with one a block (block-wise, MX); 4-bit
+    ones NVFP4 alone.
+
+    Raises:
+        BadInput: another precision, layers of several precisions, or an empty cell.
     """
     folded = text.casefold()
     if not folded:
@@ -110,140 +140,185 @@ def parse_precision(text: str) -> Dtype:
 
 
 def parse_optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:
-    """Moment dtype and gradient dtype; "precision-aware" alone is 16-bit moments under fp32
-    gradients.
+    """Parse the optimizer, whose moments have a dtype, and the dtype of the gradients.
 
-    Muon keeps one fp32 momentum: as many bytes as Adam's two in 16 bits. Its orthogonalisation is
-    not priced.
+    "precision-aware" alone means 16-bit moments under fp32 gradients. Muon keeps one fp32
+    momentum, as many bytes as Adam's two in 16 bits; its orthogonalisation is not priced.
     """
     folded = text.casefold()
-    if folded and "adam" not in folded and folded != "muon":
+    is_muon = folded == "muon"
+    if folded and "adam" not in folded and not is_muon:
         raise cell_error("optimizer", text, "only Adam and Muon are modelled")
-    moments = Dtype.FP32
-    halves = "precision-aware" in folded or "bf16 moments" in folded or folded == "muon"
-    if halves and "fp32 states" not in folded:
-        moments = Dtype.BF16
-    grads = Dtype.BF16 if re.search(r"bf16 (main )?grads", folded) else Dtype.FP32
-    return OptimizerSpec(moment_dtype=moments), grads
+    has_small_moments = is_muon or "precision-aware" in folded or "bf16 moments" in folded
+    moment_dtype = Dtype.FP32
+    if has_small_moments and "fp32 states" not in folded:
+        moment_dtype = Dtype.BF16
+    grad_dtype = Dtype.BF16 if re.search(r"bf16 (main )?grads", folded) else Dtype.FP32
+    return OptimizerSpec(moment_dtype=moment_dtype), grad_dtype
 
 
 def parse_recompute(granularity: str, modules: str) -> tuple[Recompute, ...]:
-    """Megatron's two columns; selective without a list is its default, core_attn. Raises BadInput
-    for other tools' own policies."""
+    """Parse Megatron's two columns; selective without a list is its default, core_attn.
+
+    Raises:
+        BadInput: a policy of another tool.
+    """
     folded = granularity.casefold()
     if folded in ("", "none"):
         return ()
     if folded == "full":
-        return (
-            (Recompute.FULL, Recompute.LOSS)
-            if Recompute.LOSS in modules.split()
-            else (Recompute.FULL,)
-        )
+        has_loss = Recompute.LOSS in modules.split()
+        return (Recompute.FULL, Recompute.LOSS) if has_loss else (Recompute.FULL,)
     if modules == "(empty list)":
         return ()
     words = re.sub(r"\([^)]*\)", "", modules).replace(",", " ").split()
-    found: set[Recompute] = set()
+    policies: set[Recompute] = set()
     for word in words or ["core_attn"]:
-        known = next((one for one in Recompute if one.value == word), None)
-        if known is None:
+        if word not in tuple(Recompute):
             raise cell_error(
                 "recompute_modules", modules, "is no policy of modules that is modelled"
             )
-        found.add(known)
-    return tuple(sorted(found))
+        policies.add(Recompute(word))
+    return tuple(sorted(policies))
 
 
 def parse_recompute_layers(granularity: str, modules: str, method: str) -> int | None:
-    """Layers that full recompute takes by a method of Megatron's, "full block 5" or "uniform, 2
-    layers"."""
-    match = re.search(rf"\b{method}\D*(\d+)", modules) if granularity.casefold() == "full" else None
+    """Return the layers of full recompute by a method of Megatron's; None where it is another.
+
+    "full block 5" is 5 layers by "block", "uniform, 2 layers" 2 by "uniform".
+    """
+    if granularity.casefold() != "full":
+        return None
+    match = re.search(rf"\b{method}\D*(\d+)", modules)
     return int(match[1]) if match else None
 
 
 def parse_offload_fraction(text: str) -> float:
-    """Share of the optimizer on the host, where it is: all of it unless a percentage stands
-    beside."""
-    part = re.search(r"optimizer[^;]*?([\d.]+) ?%", text)
-    return parse_number("offload", part[1]) / 100 if part else 1.0
+    """Return the offloaded share of the optimizer: all of it unless the cell gives a percentage."""
+    percent = re.search(r"optimizer[^;]*?([\d.]+) ?%", text)
+    return parse_number("offload", percent[1]) / 100 if percent else 1.0
 
 
 def parse_dispatcher(text: str) -> DispatcherKind:
-    """Megatron's plain all-to-all when the cell is empty."""
+    """Parse the token dispatcher; an empty cell is Megatron's plain all-to-all."""
     if text and text not in tuple(DispatcherKind):
         raise cell_error("dispatcher", text, f"must be one of {', '.join(DispatcherKind)}")
     return DispatcherKind(text) if text else DispatcherKind.ALL_TO_ALL
 
 
 def parse_graphs(text: str) -> tuple[CudaGraphScope, ...]:
-    """Scope of CUDA graphs; a Transformer Engine graph of the whole layer captures what such graphs
-    can."""
+    """Parse the scope of CUDA graphs, which stands behind a colon.
+
+    A Transformer Engine graph of the whole layer captures what such graphs can.
+    """
     _, _, scope = text.partition(":")
     if "iteration" in scope:
         return (CudaGraphScope.FULL,)
     if "whole layer" in scope:
-        return tuple(
-            sorted({CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS})
-        )
+        whole_layer = {
+            CudaGraphScope.ATTN,
+            CudaGraphScope.MOE_ROUTER,
+            CudaGraphScope.MOE_PREPROCESS,
+        }
+        return tuple(sorted(whole_layer))
     words = scope.split()
-    return tuple(sorted(one for one in CudaGraphScope if one.value in words))
+    return tuple(sorted(graph for graph in CudaGraphScope if graph.value in words))
 
 
 def parse_offload(text: str) -> tuple[Offload, ...]:
-    """What lives on the host. Raises BadInput where only a part does, or the source does not say
-    what."""
+    """Parse what lives in host memory.
+
+    Raises:
+        BadInput: only a part of something does, or the source does not state what.
+    """
     if text in ("", "none") or text.startswith("paged stash"):
         return ()
-    found: set[Offload] = set()
-    for piece in text.split(";"):
-        if "optimizer" in piece:
-            found.add(Offload.OPTIMIZER)
-        elif "fused_group_mlp" in piece:
-            found |= {Offload.EXPERT_FC1, Offload.MOE_ACT}
-        else:
-            words = [one for one in Offload if one.value in piece.replace(":", " ").split()]
-            if not words:
-                raise cell_error(
-                    "offload", text, "the offloaded modules are not stated or not modelled"
-                )
-            found.update(words)
-    return tuple(sorted(found))
+    offloaded: set[Offload] = set()
+    for part in text.split(";"):
+        if "optimizer" in part:
+            offloaded.add(Offload.OPTIMIZER)
+            continue
+        if "fused_group_mlp" in part:
+            offloaded |= {Offload.EXPERT_FC1, Offload.MOE_ACT}
+            continue
+        words = part.replace(":", " ").split()
+        modules = [module for module in Offload if module.value in words]
+        if not modules:
+            raise cell_error(
+                "offload", text, "the offloaded modules are not stated or not modelled"
+            )
+        offloaded.update(modules)
+    return tuple(sorted(offloaded))
 
 
 def parse_overlaps(cells: Mapping[str, str]) -> tuple[Overlap, ...]:
-    """The overlaps that are on. A recipe may ask for the gather alone; it needs the buckets of the
-    reduction."""
-    found = {overlap for column, overlap in _OVERLAPS if cells[column] == "true"}
-    return tuple(sorted(found if Overlap.GRAD in found else found - {Overlap.PARAM}))
+    """Return the overlaps that are on.
+
+    A recipe may ask for the overlap of the parameter gather alone; it needs the buckets of the
+    gradient reduction, and is off without them.
+    """
+    overlaps = {overlap for overlap, column in OVERLAP_COLUMNS.items() if cells[column] == "true"}
+    if Overlap.GRAD not in overlaps:
+        overlaps.discard(Overlap.PARAM)
+    return tuple(sorted(overlaps))
 
 
 def parse_stage_text(text: str, model: ModelSpec, pp: int) -> str:
-    """A layout string; "uneven: first 2, last 2 layers" is spelt out, the other stages sharing what
-    is left evenly.
+    """Return a layout string; "" when the source has none or does not print it.
 
-    "" when the source has none or does not print it.
+    "uneven: first 2, last 2 layers" is spelt out, the other stages sharing what is left evenly.
     """
+    if text.startswith("custom"):
+        return ""
     if not text.startswith("uneven"):
-        return "" if text.startswith("custom") else text
-    ends = {
-        which: int(count) for which, count in re.findall(r"(first|last) (?:stage )?(\d+)", text)
-    }
-    middle = pp - len(ends)
-    each, rest = divmod(model.layers - sum(ends.values()), middle)
-    if rest:
-        raise cell_error(
-            "pp_layout", text, f"leaves {each * middle + rest} layers for {middle} equal stages"
-        )
-    counts = [ends.get("first", each), *[each] * (pp - 2), ends.get("last", each)]
+        return text
+    ends = {end: int(count) for end, count in re.findall(r"(first|last) (?:stage )?(\d+)", text)}
+    middle_stages = pp - len(ends)
+    middle_layers = model.layers - sum(ends.values())
+    layers_per_stage, remainder = divmod(middle_layers, middle_stages)
+    if remainder:
+        rule = f"leaves {middle_layers} layers for {middle_stages} equal stages"
+        raise cell_error("pp_layout", text, rule)
+    first = ends.get("first", layers_per_stage)
+    last = ends.get("last", layers_per_stage)
+    counts = [first, *[layers_per_stage] * (pp - 2), last]
     body = "|".join(f"t*{count}" for count in counts)
     return f"E{body}{'m' * model.mtp_layers}L"
 
 
 def spread_layers(model: ModelSpec, layout: Layout) -> Layout:
-    """The layout with the layers spread over its stages where no even split exists and the source
-    gives none."""
+    """Spread the layers over the stages where no even split exists and the source gives none."""
     if layout.stages or not stages.check_stages(model, layout):
         return layout
     text = stages.even_layout_string(
         model.layers, mtp=model.mtp_layers, stages=layout.pp * layout.vpp
     )
     return replace(layout, stages=text)
+
+
+def parse_peak(cells: Mapping[str, str]) -> MeasuredPeak | None:
+    """Parse the measured peak; None where the row has none.
+
+    Its unit and its kind are told by columns of their own, else by the words of
+    `peak_memory_kind` before a parenthesis, else they are GB and allocated.
+    """
+    if not cells["peak_memory_gb"]:
+        return None
+    value = parse_number("peak_memory_gb", cells["peak_memory_gb"])
+    words = re.findall(r"\w+", cells["peak_memory_kind"].partition("(")[0])
+    unit = cells["peak_memory_unit"] or next((word for word in words if word in _UNITS), "GB")
+    if unit not in _UNITS:
+        raise cell_error("peak_memory_unit", unit, f"must be one of {', '.join(_UNITS)}")
+    if unit == "MiB":
+        value /= _MIB_PER_GIB
+    return MeasuredPeak(value=value, unit_bytes=_UNITS[unit], kind=_parse_peak_kind(cells, words))
+
+
+def _parse_peak_kind(cells: Mapping[str, str], words: Sequence[str]) -> PeakKind:
+    scope = cells["peak_memory_scope"]
+    if scope and scope not in tuple(PeakKind):
+        raise cell_error("peak_memory_scope", scope, f"must be one of {', '.join(PeakKind)}")
+    if scope:
+        return PeakKind(scope)
+    by_precedence = (PeakKind.LAST_RANK, PeakKind.DEVICE, PeakKind.ALLOCATED, PeakKind.RESERVED)
+    return next((kind for kind in by_precedence if kind in words), PeakKind.ALLOCATED)

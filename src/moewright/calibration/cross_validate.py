@@ -1,14 +1,18 @@
-"""Constants for scoring: fitted on measured rows, all of them or those outside the group of the row
-that is scored."""
+"""Constants for scoring that are fitted on measured rows.
+
+They are fitted on all rows of a table, or on those outside the group of the row that is scored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
+from moewright.calibration.cells import PeakKind
 from moewright.calibration.fit import Fit, MeasuredRun, fit_constants
+from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.score import Calibration, predict_peak
-from moewright.calibration.table import MeasuredRow, PeakKind
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.repricing import RepriceableStep
@@ -23,13 +27,25 @@ _STACK_BYTES = "stack_bytes"
 Calibrator = Callable[[MeasuredRow], Calibration]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _UnexplainedPeak:
+    """A row with a whole-device peak, and the bytes of it that the model does not explain."""
+
+    row: MeasuredRow
+    unexplained_bytes: float
+
+
 def select_complete_rows(rows: Sequence[MeasuredRow]) -> tuple[MeasuredRow, ...]:
-    """Rows whose speed can teach: complete, timed, and each measurement once."""
+    """Return the rows whose speed can be fitted: complete, timed, and each measurement once."""
     return tuple(row for row in rows if row.is_complete and row.speed and not row.duplicate_of)
 
 
 def run_from_row(row: MeasuredRow) -> MeasuredRun:
-    """A usable row as the fit takes it."""
+    """Return a complete row as the fit takes it.
+
+    Raises:
+        ValueError: the row has no speed.
+    """
     if row.speed is None:
         raise ValueError(f"{row.id} has no speed")
     seconds = row.workload.tokens_per_step / row.speed.tokens_per_s_per_device / row.hardware.count
@@ -38,104 +54,118 @@ def run_from_row(row: MeasuredRow) -> MeasuredRun:
 
 
 def calibrate_on(rows: Sequence[MeasuredRow], *, table_name: str) -> Calibrator:
-    """One fit for every row that is scored. Raises BadInput where the rows are too few."""
-    teachers = select_complete_rows(rows)
-    if len(teachers) < MIN_COMPLETE_ROWS:
-        rule = f"has {len(teachers)} complete timed rows; a fit needs {MIN_COMPLETE_ROWS}"
+    """Fit the constants once, for every row that is scored.
+
+    Raises:
+        BadInput: the rows are too few.
+    """
+    complete = select_complete_rows(rows)
+    if len(complete) < MIN_COMPLETE_ROWS:
+        rule = f"has {len(complete)} complete timed rows; a fit needs {MIN_COMPLETE_ROWS}"
         raise BadInput(Reason(field=table_name, rule=rule))
-    found = fit_constants([run_from_row(row) for row in teachers])
-    beside = _stack_constants(_unexplained_bytes(rows))
-    source = f"constants fitted on {len(teachers)} rows of {table_name}"
-    return lambda row: _calibration(found, beside, row, source)
+    fit = fit_constants([run_from_row(row) for row in complete])
+    stack_constants = _stack_constants(_unexplained_peaks(rows))
+    source = f"constants fitted on {len(complete)} rows of {table_name}"
+    return lambda row: _calibrate(row, fit, stack_constants, source)
 
 
 def calibrate_leaving_out(rows: Sequence[MeasuredRow], columns: Sequence[str]) -> Calibrator:
-    """For each row a fit without the rows that share its values in `columns` (of the table; "id"
-    leaves out one).
+    """Fit the constants for each row without the rows that share its values in `columns`.
 
-    Raises BadInput for a column that the table does not have, or where too few rows are left.
+    The columns are those of the table; "id" leaves out one row at a time.
+
+    Raises:
+        BadInput: the table does not have a column, or too few rows are left.
     """
     for column in columns:
         if rows and column not in rows[0].cells:
-            raise BadInput(
-                Reason(field="--leave-out", value=column, rule="is no column of the table")
-            )
-    teachers = select_complete_rows(rows)
-    if len(teachers) < MIN_COMPLETE_ROWS:
-        rule = f"the table has {len(teachers)} complete timed rows; a fit needs {MIN_COMPLETE_ROWS}"
-        raise BadInput(Reason(field="--leave-out", value=",".join(columns), rule=rule))
-    runs = [run_from_row(row) for row in teachers]
-    whole, missing = fit_constants(runs), _unexplained_bytes(rows)
-    known: dict[tuple[str, ...], Calibrator] = {}
+            raise _leave_out_error(column, "is no column of the table")
+    complete = select_complete_rows(rows)
+    joined_columns = ",".join(columns)
+    if len(complete) < MIN_COMPLETE_ROWS:
+        rule = f"the table has {len(complete)} complete timed rows; a fit needs {MIN_COMPLETE_ROWS}"
+        raise _leave_out_error(joined_columns, rule)
+    runs = [run_from_row(row) for row in complete]
+    fit_of_all = fit_constants(runs)
+    peaks = _unexplained_peaks(rows)
+    calibrators: dict[tuple[str, ...], Calibrator] = {}
 
-    def of_group(key: tuple[str, ...], row: MeasuredRow) -> Calibrator:
-        left = [place for place, one in enumerate(teachers) if _key(one, columns) != key]
-        if len(left) < MIN_COMPLETE_ROWS:
-            rule = f"leaves {len(left)} complete timed rows for {row.id}; a fit needs {MIN_COMPLETE_ROWS}"
-            raise BadInput(Reason(field="--leave-out", value=",".join(columns), rule=rule))
-        # A group that taught nothing leaves the fit of all rows as it is.
-        same = len(left) == len(runs)
-        found = (
-            whole
-            if same
-            else fit_constants([runs[place] for place in left], start=whole.restrict_to_runs(left))
+    def build_calibrator(key: tuple[str, ...], row: MeasuredRow) -> Calibrator:
+        kept = [index for index, other in enumerate(complete) if _key(other, columns) != key]
+        if len(kept) < MIN_COMPLETE_ROWS:
+            rule = f"leaves {len(kept)} complete timed rows for {row.id}"
+            raise _leave_out_error(joined_columns, f"{rule}; a fit needs {MIN_COMPLETE_ROWS}")
+        fit = fit_of_all
+        # A group without complete rows leaves the fit of all rows as it is.
+        if len(kept) < len(runs):
+            start = fit_of_all.restrict_to_runs(kept)
+            fit = fit_constants([runs[index] for index in kept], start=start)
+        stack_constants = _stack_constants(
+            [peak for peak in peaks if _key(peak.row, columns) != key]
         )
-        beside = _stack_constants([one for one in missing if _key(one[0], columns) != key])
-        said = ", ".join(f"{column}={value}" for column, value in zip(columns, key, strict=True))
-        source = f"constants fitted on {len(left)} rows, without {said}"
-        return lambda one: _calibration(found, beside, one, source)
+        pairs = zip(columns, key, strict=True)
+        group = ", ".join(f"{column}={value}" for column, value in pairs)
+        source = f"constants fitted on {len(kept)} rows, without {group}"
+        return lambda scored: _calibrate(scored, fit, stack_constants, source)
 
     def calibrate(row: MeasuredRow) -> Calibration:
         key = _key(row, columns)
-        if key not in known:
-            known[key] = of_group(key, row)
-        return known[key](row)
+        if key not in calibrators:
+            calibrators[key] = build_calibrator(key, row)
+        return calibrators[key](row)
 
     return calibrate
+
+
+def _leave_out_error(value: str, rule: str) -> BadInput:
+    return BadInput(Reason(field="--leave-out", value=value, rule=rule))
 
 
 def _key(row: MeasuredRow, columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(row.cells[column] for column in columns)
 
 
-def _calibration(
-    found: Fit, beside: Mapping[str, Constant], row: MeasuredRow, source: str
+def _calibrate(
+    row: MeasuredRow, fit: Fit, stack_constants: Mapping[str, Constant], source: str
 ) -> Calibration:
-    extra = (beside[row.release_family],) if row.release_family in beside else ()
-    return Calibration(constants=(*found.constants_for(row.hardware), *extra), source=source)
+    constants = fit.constants_for(row.hardware)
+    stack_constant = stack_constants.get(row.release_family)
+    if stack_constant is not None:
+        constants = (*constants, stack_constant)
+    return Calibration(constants=constants, source=source)
 
 
-def _unexplained_bytes(rows: Sequence[MeasuredRow]) -> list[tuple[MeasuredRow, float]]:
-    """Rows with a whole-device peak, and the bytes of it that the model without a stack's own does
-    not explain."""
-    found = []
+def _unexplained_peaks(rows: Sequence[MeasuredRow]) -> list[_UnexplainedPeak]:
+    """Return the whole-device peaks less what is predicted without the software's own bytes."""
+    peaks = []
     for row in rows:
-        if row.peak and row.peak.kind is PeakKind.DEVICE and not row.duplicate_of:
-            predicted = predict_peak(
-                row, estimate(row.model, row.workload, row.hardware, row.layout)
-            )
-            beyond = (row.peak.value - predicted) * row.peak.unit_bytes + Constants(row.hardware)[
-                _STACK_BYTES
-            ]
-            found.append((row, beyond))
-    return found
+        if row.peak is None or row.peak.kind is not PeakKind.DEVICE or row.duplicate_of:
+            continue
+        prediction = estimate(row.model, row.workload, row.hardware, row.layout)
+        missing = (row.peak.value - predict_peak(row, prediction)) * row.peak.unit_bytes
+        unexplained_bytes = missing + Constants(row.hardware)[_STACK_BYTES]
+        peaks.append(_UnexplainedPeak(row=row, unexplained_bytes=unexplained_bytes))
+    return peaks
 
 
-def _stack_constants(missing: Sequence[tuple[MeasuredRow, float]]) -> Mapping[str, Constant]:
-    """Bytes that the devices of a software family hold beside the model's: the median over its
-    whole-device peaks."""
-    by_release: dict[str, list[float]] = {}
-    for row, beyond in missing:
-        by_release.setdefault(row.release_family, []).append(beyond)
+def _stack_constants(peaks: Sequence[_UnexplainedPeak]) -> Mapping[str, Constant]:
+    """Return the bytes that devices hold beyond the model's, by software family.
+
+    Each is the median over the whole-device peaks of the family.
+    """
+    bytes_of_release: dict[str, list[float]] = {}
+    for peak in peaks:
+        family = peak.row.release_family
+        bytes_of_release.setdefault(family, []).append(peak.unexplained_bytes)
     return {
         release: Constant(
             name=_STACK_BYTES,
             value=Sourced(
-                value=max(0.0, median(found)),
+                value=max(0.0, median(unexplained)),
                 kind=SourceKind.FITTED,
-                source=f"median over {len(found)} whole-device peaks of {release}",
+                source=f"median over {len(unexplained)} whole-device peaks of {release}",
             ),
         )
-        for release, found in by_release.items()
-        if len(found) >= _MIN_PEAKS
+        for release, unexplained in bytes_of_release.items()
+        if len(unexplained) >= _MIN_PEAKS
     }

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.speed import MeasuredSpeed
-from moewright.calibration.table import MeasuredRow, MeasurementTable, SkippedRow
+from moewright.calibration.table import MeasurementTable, SkippedRow
 from moewright.codec.run_files import read_run
 from moewright.rules.expert_placement import rank_load_factor
 from moewright.rules.steady_steps import median_step_s, steady_steps
@@ -17,61 +18,61 @@ from moewright.spec.workload import Routing, Workload
 
 
 def read_engine_runs(folder: Path) -> MeasurementTable:
-    """Every run in a folder, or the folder itself where it is one, in the order of their names.
+    """Read every run in a folder, or the folder itself where it is a run, in the order of names.
 
     A run that is damaged or has no steps is skipped with its reason.
     """
-    folders = (
-        [folder]
-        if (folder / "plan.json").exists()
-        else sorted(p.parent for p in folder.glob("*/plan.json"))
-    )
     rows: list[MeasuredRow] = []
     skipped: list[SkippedRow] = []
-    for each in folders:
+    for run_folder in _run_folders(folder):
+        name = run_folder.name
         try:
-            record = read_run(each)
-        except BadInput as bad:
-            skipped.append(SkippedRow(id=each.name, cells={}, reason=str(bad)))
+            record = read_run(run_folder)
+        except BadInput as error:
+            skipped.append(SkippedRow(id=name, cells={}, reason=str(error)))
             continue
         if median_step_s(record):
-            rows.append(row_from_run(record, name=each.name))
+            rows.append(row_from_run(record, name=name))
         else:
-            skipped.append(SkippedRow(id=each.name, cells={}, reason="has no steps"))
-    order = (*(row.id for row in rows), *(one.id for one in skipped))
+            skipped.append(SkippedRow(id=name, cells={}, reason="has no steps"))
+    order = (*(row.id for row in rows), *(row.id for row in skipped))
     return MeasurementTable(
         order=order, rows=tuple(rows), skipped=tuple(skipped), contradictions=()
     )
 
 
 def row_from_run(record: RunRecord, *, name: str) -> MeasuredRow:
-    """A run's median settled step, under the load that its experts had."""
+    """Return a run's median steady step as a row, under the load that its experts had."""
     plan = record.plan
     tokens = plan.workload.tokens_per_step / plan.layout.world_size / median_step_s(record)
     return MeasuredRow(
         id=name,
         cells={},
         model=plan.model,
-        workload=_loaded(plan.workload, record),
+        workload=_with_measured_load(plan.workload, record),
         hardware=plan.hardware,
         layout=plan.layout,
-        speed=MeasuredSpeed(tokens_per_s_per_device=tokens, origin="median settled step"),
+        speed=MeasuredSpeed(tokens_per_s_per_device=tokens, origin="median steady step"),
         peak=None,
         oom=False,
         unstated=(),
     )
 
 
-def _loaded(workload: Workload, record: RunRecord) -> Workload:
-    """The workload with the load of the hottest expert rank, as the run recorded it."""
+def _run_folders(folder: Path) -> list[Path]:
+    if (folder / "plan.json").exists():
+        return [folder]
+    return sorted(path.parent for path in folder.glob("*/plan.json"))
+
+
+def _with_measured_load(workload: Workload, record: RunRecord) -> Workload:
+    """Return the workload with the load of the hottest expert rank, as the run recorded it."""
     ep = record.plan.layout.ep
-    factors = [
+    load_factors = [
         rank_load_factor(load.rank_counts or load.counts, ep)
         for step in steady_steps(record)
         for load in step.loads
     ]
-    return (
-        replace(workload, routing=Routing.LEARNED, load_factor=median(factors))
-        if factors and ep > 1
-        else workload
-    )
+    if not load_factors or ep == 1:
+        return workload
+    return replace(workload, routing=Routing.LEARNED, load_factor=median(load_factors))

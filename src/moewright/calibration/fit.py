@@ -1,10 +1,9 @@
-"""Constants of the time model from measured runs: bounded, with priors, and with what stays
-uncertain.
+"""A fit of the time model's constants to measured runs, with priors, bounds and uncertainties.
 
-A constant is prior * exp(shared + site), where `site` is a hardware's own part. The sum of squares
-of log(predicted / measured) / NOISE, robust against rows that nothing explains (Huber), and of
-every deviation over its spread is least (Gauss-Newton); the inverse of its second derivative says
-how uncertain each constant stays.
+A constant is prior * exp(shared + site), where `site` is a hardware's own part. The fit minimises
+the sum of squares of log(predicted / measured) / RUN_NOISE, robust against rows that nothing
+explains (Huber), and of every shift over its spread (Gauss-Newton). The inverse of the second
+derivative at the minimum says how uncertain each constant stays.
 """
 
 from __future__ import annotations
@@ -22,32 +21,34 @@ from moewright.cost.repricing import RepriceableStep
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.sourced import Sourced, SourceKind
 
-# of a row that the model describes in full: repeats differ by 0-5 %, and more between releases
+# Standard deviation of the logarithm of a step's time, of a row that the model describes in full:
+# repeats differ by 0-5 %, and more between releases.
 RUN_NOISE = 0.05
 _HUBER = 1.5
 _STEP = 0.02  # for derivatives by differences, in the logarithm of a constant
 _LARGEST_MOVE = 0.5
 _MAX_ITERATIONS = 8
 _CONVERGED = 0.003
-_HARDWARE_PRIOR_SHARE = (
-    0.6  # of the neutral spread that constants fitted on published runs are given
-)
+# Spread of constants that were fitted on published runs already, over the neutral spread.
+_HARDWARE_PRIOR_SHARE = 0.6
 
 Vector = npt.NDArray[np.float64]
 
 
 class PriorCentre(StrEnum):
-    """What the priors stand on: round numbers and kernel tables, or the constants that the hardware
-    has already."""
+    """The values that the priors are centred on."""
 
-    NEUTRAL = "neutral"
-    HARDWARE = "hardware"
+    NEUTRAL = "neutral"  # round numbers, and kernel tables as they are
+    HARDWARE = "hardware"  # the constants that the hardware has already
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeConstant:
-    """A constant that runs may move. Spreads are standard deviations of its logarithm;
-    `site_spread` 0 says that it belongs to the software and not to a machine."""
+    """A constant that runs may move.
+
+    Spreads are standard deviations of its logarithm; a `site_spread` of 0 says that it belongs to
+    the software and not to a machine. `tied_names` are constants that take the same value.
+    """
 
     name: str
     prior: float
@@ -55,7 +56,7 @@ class FreeConstant:
     site_spread: float = 0.0
     low: float = 0.0
     high: float = float("inf")
-    tied_names: tuple[str, ...] = ()  # constants that take the same value
+    tied_names: tuple[str, ...] = ()
 
 
 # Kernel tables and nominal bandwidths as they are (1), and round numbers where nothing is tabled.
@@ -73,8 +74,8 @@ FREE_CONSTANTS = (
     ),
     FreeConstant(name="elementwise_time_scale", prior=1.3, spread=0.25),
     FreeConstant(name="weight_traffic_time_scale", prior=0.6, spread=0.4, high=1.2),
-    # 6 ms in quadrature with the device (time_model_findings) are 4.7 ms at an exponent of 1.5; 8.3
-    # ms a year before.
+    # 6 ms in quadrature with the device are 4.7 ms at an exponent of 1.5; it was 8.3 ms a year
+    # before.
     FreeConstant(name="host_s_per_layer_microbatch", prior=4.7e-3, spread=0.4, site_spread=0.15),
     FreeConstant(name="host_per_year", prior=1.3, spread=0.1, low=1.0, high=2.0),
     FreeConstant(name="host_exponent", prior=1.5, spread=0.2, low=1.0, high=3.0),
@@ -98,7 +99,7 @@ FREE_CONSTANTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRun:
-    """One measured step. `weight` below 1 is for runs that repeat another."""
+    """A measured step; `weight` is below 1 for a run that repeats another."""
 
     id: str
     prepared: RepriceableStep
@@ -108,13 +109,13 @@ class MeasuredRun:
 
     @property
     def site(self) -> str:
+        """Return the name of the hardware, whose part of the constants the run shares."""
         return self.hardware.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedConstant:
-    """A constant on one site: its value before and after, and standard deviations of its logarithm
-    before and after."""
+    """A constant on one site: its prior and fitted value, with standard deviations of their log."""
 
     name: str
     prior: float
@@ -123,98 +124,126 @@ class FittedConstant:
     sd: float
 
 
-class Fit:
-    """Constants fitted to runs, for every site among them, and for others by what sites share."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ConstantParts:
+    """The unknowns of a fit: a shift for each (constant, site) in `parts`.
 
-    __slots__ = (
-        "_covariance",
-        "_parts",
-        "_priors",
-        "_spreads",
-        "_theta",
-        "free_constants",
-        "jacobian",
-        "run_count",
-    )
+    Site "" is the part that all sites share. `priors` holds the values of the free constants that
+    the shifts of a site start from.
+    """
+
+    free_constants: tuple[FreeConstant, ...]
+    parts: tuple[tuple[int, str], ...]
+    priors: Mapping[str, tuple[float, ...]]
+
+    def site_priors(self, site: str) -> tuple[float, ...]:
+        """Return the priors of a site; the neutral ones where no run was measured."""
+        return self.priors.get(site) or tuple(free.prior for free in self.free_constants)
+
+    def values(self, site: str, log_shifts: Vector) -> tuple[float, ...]:
+        """Return the value of each free constant on a site, inside its bounds."""
+        sums = [0.0] * len(self.free_constants)
+        for (index, part_site), shift in zip(self.parts, log_shifts, strict=True):
+            if part_site in ("", site):
+                sums[index] += float(shift)
+        priors = self.site_priors(site)
+        return tuple(
+            min(max(prior * exp(total), free.low), free.high)
+            for free, prior, total in zip(self.free_constants, priors, sums, strict=True)
+        )
+
+    def constants(self, site: str, log_shifts: Vector, *, source: str) -> tuple[Constant, ...]:
+        """Return the constants of a site, those tied to a free one among them."""
+        values = self.values(site, log_shifts)
+        return tuple(
+            Constant(name=name, value=Sourced(value=value, kind=SourceKind.FITTED, source=source))
+            for free, value in zip(self.free_constants, values, strict=True)
+            for name in (free.name, *free.tied_names)
+        )
+
+
+class Fit:
+    """Constants fitted to runs: for every site among them, and for others by what sites share."""
+
+    __slots__ = ("_covariance", "_spreads", "jacobian", "log_shifts", "parts", "run_count")
 
     def __init__(
         self,
         *,
-        free_constants: tuple[FreeConstant, ...],
+        parts: _ConstantParts,
         run_count: int,
-        parts: tuple[tuple[int, str], ...],
         spreads: Vector,
-        priors: Mapping[str, tuple[float, ...]],
         log_shifts: Vector,
         covariance: Vector,
         jacobian: Vector,
     ) -> None:
-        self.free_constants, self.run_count, self.jacobian = free_constants, run_count, jacobian
-        self._parts, self._spreads, self._priors = parts, spreads, priors
-        self._theta, self._covariance = log_shifts, covariance
+        self.parts = parts
+        self._spreads = spreads
+        self._covariance = covariance
+        self.run_count = run_count
+        self.log_shifts = log_shifts
+        self.jacobian = jacobian
 
     @property
-    def log_shifts(self) -> Vector:
-        return self._theta
+    def free_constants(self) -> tuple[FreeConstant, ...]:
+        return self.parts.free_constants
 
     def restrict_to_runs(self, indices: Sequence[int]) -> Fit:
-        """This fit as the start of another on some of its runs, given by their places."""
+        """Return this fit as the start of another on some of its runs, given by their indices."""
         return Fit(
-            free_constants=self.free_constants,
+            parts=self.parts,
             run_count=self.run_count,
-            parts=self._parts,
             spreads=self._spreads,
-            priors=self._priors,
-            log_shifts=self._theta,
+            log_shifts=self.log_shifts,
             covariance=self._covariance,
             jacobian=self.jacobian[list(indices)],
         )
 
     def constants_for(self, hardware: Hardware) -> tuple[Constant, ...]:
-        """What the fit says of every free constant on this hardware."""
-        priors = self._priors.get(hardware.name) or tuple(one.prior for one in self.free_constants)
-        values = _values(self.free_constants, self._parts, priors, self._theta, hardware.name)
-        return _as_constants(self.free_constants, values, f"fit of {self.run_count} runs")
+        """Return what the fit says of every free constant on this hardware."""
+        source = f"fit of {self.run_count} runs"
+        return self.parts.constants(hardware.name, self.log_shifts, source=source)
 
     def fitted_constants(self, site: str) -> tuple[FittedConstant, ...]:
-        """Every free constant on a site, the best known first."""
-        return self._estimated(site, self._covariance)
+        """Return every free constant on a site, the best known first."""
+        return self._fitted_constants(site, self._covariance)
 
     def fitted_constants_after(self, run: MeasuredRun, site: str) -> tuple[FittedConstant, ...]:
-        """What `estimated` would say of the uncertainty if this run were measured too."""
+        """Return the constants as uncertain as they would be if this run were measured too."""
         gradient = self.log_time_gradient(run)
         seen = self._covariance @ gradient
-        covariance = self._covariance - np.outer(seen, seen) / (
-            RUN_NOISE**2 + float(gradient @ seen)
-        )
-        return self._estimated(site, covariance)
+        information = RUN_NOISE**2 + float(gradient @ seen)
+        covariance = self._covariance - np.outer(seen, seen) / information
+        return self._fitted_constants(site, covariance)
 
-    def _estimated(self, site: str, covariance: Vector) -> tuple[FittedConstant, ...]:
-        priors = self._priors.get(site) or tuple(one.prior for one in self.free_constants)
-        values = _values(self.free_constants, self._parts, priors, self._theta, site)
-        found = []
-        for j, (one, prior, value) in enumerate(
+    def _fitted_constants(self, site: str, covariance: Vector) -> tuple[FittedConstant, ...]:
+        priors = self.parts.site_priors(site)
+        values = self.parts.values(site, self.log_shifts)
+        constants = []
+        for index, (free, prior, value) in enumerate(
             zip(self.free_constants, priors, values, strict=True)
         ):
-            mine = np.array(
-                [1.0 if k == j and where in ("", site) else 0.0 for k, where in self._parts]
+            is_part = np.array(
+                [
+                    1.0 if part == index and part_site in ("", site) else 0.0
+                    for part, part_site in self.parts.parts
+                ]
             )
-            prior_sd = sqrt(float((mine * self._spreads**2).sum()))
-            sd = sqrt(float(mine @ covariance @ mine))
-            found.append(
-                FittedConstant(name=one.name, prior=prior, value=value, prior_sd=prior_sd, sd=sd)
+            prior_sd = sqrt(float((is_part * self._spreads**2).sum()))
+            sd = sqrt(float(is_part @ covariance @ is_part))
+            constants.append(
+                FittedConstant(name=free.name, prior=prior, value=value, prior_sd=prior_sd, sd=sd)
             )
-        return tuple(sorted(found, key=lambda one: one.sd / one.prior_sd))
+        return tuple(sorted(constants, key=lambda constant: constant.sd / constant.prior_sd))
 
     def log_time_gradient(self, run: MeasuredRun) -> Vector:
-        """How the logarithm of a run's predicted seconds moves with each part of each constant."""
-        (row,) = _jacobian([run], self.free_constants, self._parts, self._priors, self._theta)
-        found: Vector = row
-        return found
+        """Return how the log of a run's predicted seconds moves with each part of each constant."""
+        rows = _jacobian([run], self.parts, self.log_shifts)
+        gradient: Vector = rows[0]
+        return gradient
 
     def log_time_sd(self, run: MeasuredRun) -> float:
-        """Standard deviation of the logarithm of a run's predicted seconds, from the constants
-        alone."""
+        """Return the standard deviation of the log of a run's seconds, from the constants alone."""
         gradient = self.log_time_gradient(run)
         return sqrt(float(gradient @ self._covariance @ gradient))
 
@@ -231,48 +260,39 @@ def fit_constants(
     `start` is a fit of these runs and others: its constants and derivatives are the first guess,
     which makes cross-validation fast.
     """
-    sites = tuple(sorted({run.site for run in runs}))
-    parts = start._parts if start else _parts(free_constants, sites)
-    share = _HARDWARE_PRIOR_SHARE if centre is PriorCentre.HARDWARE else 1.0
+    unknowns = _build_parts(runs, free_constants, centre, start)
+    prior_share = _HARDWARE_PRIOR_SHARE if centre is PriorCentre.HARDWARE else 1.0
     spreads = np.array(
-        [
-            share * (free_constants[j].site_spread if site else free_constants[j].spread)
-            for j, site in parts
-        ]
+        [prior_share * _spread(free_constants[index], site) for index, site in unknowns.parts]
     )
-    priors = dict(start._priors) if start else {}
-    for run in runs:
-        if run.site not in priors:
-            priors[run.site] = _priors(free_constants, run.hardware, centre)
-    theta = start.log_shifts.copy() if start else np.zeros(len(parts))
+    log_shifts = start.log_shifts.copy() if start else np.zeros(len(unknowns.parts))
     weights = np.array([run.weight for run in runs]) / RUN_NOISE
-    frozen = start.jacobian if start is not None and len(start.jacobian) == len(runs) else None
-    jacobian = np.zeros((len(runs), len(parts)))
+    known_jacobian = None
+    if start is not None and len(start.jacobian) == len(runs):
+        known_jacobian = start.jacobian
+    jacobian = np.zeros((len(runs), len(unknowns.parts)))
     hessian = np.diag(1 / spreads**2)
     for _ in range(_MAX_ITERATIONS):
-        errors = log_residuals(runs, free_constants, parts, priors, theta)
-        jacobian = (
-            frozen
-            if frozen is not None
-            else _jacobian(runs, free_constants, parts, priors, theta, errors)
-        )
-        robust = weights * np.sqrt(
-            np.minimum(1.0, _HUBER / np.maximum(1e-9, np.abs(errors * weights)))
-        )
-        scaled = jacobian * robust[:, None]
+        errors = _log_residuals(runs, unknowns, log_shifts)
+        if known_jacobian is not None:
+            jacobian = known_jacobian
+        else:
+            jacobian = _jacobian(runs, unknowns, log_shifts, errors)
+        huber = np.minimum(1.0, _HUBER / np.maximum(1e-9, np.abs(errors * weights)))
+        robust_weights = weights * np.sqrt(huber)
+        scaled = jacobian * robust_weights[:, None]
         hessian = scaled.T @ scaled + np.diag(1 / spreads**2)
-        move = -np.linalg.solve(hessian, scaled.T @ (errors * robust) + theta / spreads**2)
+        gradient = scaled.T @ (errors * robust_weights) + log_shifts / spreads**2
+        move = -np.linalg.solve(hessian, gradient)
         largest = float(np.abs(move).max())
-        theta = theta + move * min(1.0, _LARGEST_MOVE / max(largest, 1e-12))
+        log_shifts = log_shifts + move * min(1.0, _LARGEST_MOVE / max(largest, 1e-12))
         if largest < _CONVERGED:
             break
     return Fit(
-        free_constants=free_constants,
+        parts=unknowns,
         run_count=len(runs),
-        parts=parts,
         spreads=spreads,
-        priors=priors,
-        log_shifts=theta,
+        log_shifts=log_shifts,
         covariance=np.asarray(np.linalg.inv(hessian), dtype=np.float64),
         jacobian=jacobian,
     )
@@ -285,104 +305,102 @@ def predict_left_out(
     free_constants: tuple[FreeConstant, ...] = FREE_CONSTANTS,
     centre: PriorCentre = PriorCentre.NEUTRAL,
 ) -> tuple[float, ...]:
-    """Seconds of every run, predicted by constants fitted without the runs that share its key."""
-    whole = fit_constants(runs, free_constants=free_constants, centre=centre)
+    """Predict every run's seconds with constants fitted without the runs that share its key."""
+    fit_of_all = fit_constants(runs, free_constants=free_constants, centre=centre)
     predicted = [0.0] * len(runs)
-    for left in dict.fromkeys(key(run) for run in runs):
-        inside = [i for i, run in enumerate(runs) if key(run) == left]
-        others = [i for i, run in enumerate(runs) if key(run) != left]
-        start = whole.restrict_to_runs(others)
-        found = fit_constants(
-            [runs[i] for i in others], free_constants=free_constants, centre=centre, start=start
+    for left_out in dict.fromkeys(key(run) for run in runs):
+        inside = [index for index, run in enumerate(runs) if key(run) == left_out]
+        others = [index for index, run in enumerate(runs) if key(run) != left_out]
+        fit = fit_constants(
+            [runs[index] for index in others],
+            free_constants=free_constants,
+            centre=centre,
+            start=fit_of_all.restrict_to_runs(others),
         )
-        for i in inside:
-            predicted[i] = runs[i].prepared.step_s(found.constants_for(runs[i].hardware))
+        for index in inside:
+            run = runs[index]
+            predicted[index] = run.prepared.step_s(fit.constants_for(run.hardware))
     return tuple(predicted)
 
 
-def log_residuals(
-    runs: Sequence[MeasuredRun],
-    free: tuple[FreeConstant, ...],
-    parts: tuple[tuple[int, str], ...],
-    priors: Mapping[str, tuple[float, ...]],
-    theta: Vector,
+def _spread(free: FreeConstant, site: str) -> float:
+    return free.site_spread if site else free.spread
+
+
+def _log_residuals(
+    runs: Sequence[MeasuredRun], unknowns: _ConstantParts, log_shifts: Vector
 ) -> Vector:
-    """log(predicted / measured) of every run."""
-    named = {
-        site: _as_constants(free, _values(free, parts, priors[site], theta, site), "")
-        for site in {run.site for run in runs}
+    """Return log(predicted / measured) of every run."""
+    constants = {
+        site: unknowns.constants(site, log_shifts, source="") for site in {run.site for run in runs}
     }
-    return np.array([log(run.prepared.step_s(named[run.site]) / run.measured_s) for run in runs])
+    return np.array(
+        [log(run.prepared.step_s(constants[run.site]) / run.measured_s) for run in runs]
+    )
 
 
 def _jacobian(
     runs: Sequence[MeasuredRun],
-    free: tuple[FreeConstant, ...],
-    parts: tuple[tuple[int, str], ...],
-    priors: Mapping[str, tuple[float, ...]],
-    theta: Vector,
+    unknowns: _ConstantParts,
+    log_shifts: Vector,
     errors: Vector | None = None,
 ) -> Vector:
-    """Derivatives of the residuals by differences. A site's part and the shared one move a run
-    alike."""
-    base = log_residuals(runs, free, parts, priors, theta) if errors is None else errors
-    found = np.zeros((len(runs), len(parts)))
-    for k, (j, site) in enumerate(parts):
+    """Return the derivatives of the residuals, by differences.
+
+    A site's part of a constant and the shared one move a run alike. `errors` are the residuals at
+    `log_shifts`, where they are known.
+    """
+    base = _log_residuals(runs, unknowns, log_shifts) if errors is None else errors
+    jacobian = np.zeros((len(runs), len(unknowns.parts)))
+    for shared, (index, site) in enumerate(unknowns.parts):
         if site:
             continue
-        moved = theta.copy()
-        moved[k] += _STEP
-        slope = (log_residuals(runs, free, parts, priors, moved) - base) / _STEP
-        for k2, (j2, site2) in enumerate(parts):
-            if j2 == j:
-                mine = np.array([site2 in ("", run.site) for run in runs])
-                found[:, k2] = np.where(mine, slope, 0.0)
-    return found
+        moved = log_shifts.copy()
+        moved[shared] += _STEP
+        slope = (_log_residuals(runs, unknowns, moved) - base) / _STEP
+        for part, (part_index, part_site) in enumerate(unknowns.parts):
+            if part_index == index:
+                is_moved = np.array([part_site in ("", run.site) for run in runs])
+                jacobian[:, part] = np.where(is_moved, slope, 0.0)
+    return jacobian
 
 
-def _parts(free: tuple[FreeConstant, ...], sites: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
-    """(constant, site) of every unknown; site "" is what all share. One site alone has no part of
-    its own."""
-    shared = [(j, "") for j in range(len(free))]
-    own = (
-        [(j, site) for j, one in enumerate(free) if one.site_spread for site in sites]
-        if len(sites) > 1
-        else []
-    )
+def _build_parts(
+    runs: Sequence[MeasuredRun],
+    free_constants: tuple[FreeConstant, ...],
+    centre: PriorCentre,
+    start: Fit | None,
+) -> _ConstantParts:
+    """Build the unknowns of a fit, those of `start` where there is one."""
+    sites = tuple(sorted({run.site for run in runs}))
+    parts = start.parts.parts if start else _list_parts(free_constants, sites)
+    priors = dict(start.parts.priors) if start else {}
+    for run in runs:
+        if run.site not in priors:
+            priors[run.site] = _prior_values(free_constants, run.hardware, centre)
+    return _ConstantParts(free_constants=free_constants, parts=parts, priors=priors)
+
+
+def _list_parts(
+    free_constants: tuple[FreeConstant, ...], sites: tuple[str, ...]
+) -> tuple[tuple[int, str], ...]:
+    """Return (constant, site) of every unknown; one site alone has no part of its own."""
+    shared = [(index, "") for index in range(len(free_constants))]
+    if len(sites) < 2:
+        return tuple(shared)
+    own = [
+        (index, site)
+        for index, free in enumerate(free_constants)
+        if free.site_spread
+        for site in sites
+    ]
     return (*shared, *own)
 
 
-def _priors(
-    free: tuple[FreeConstant, ...], hardware: Hardware, centre: PriorCentre
+def _prior_values(
+    free_constants: tuple[FreeConstant, ...], hardware: Hardware, centre: PriorCentre
 ) -> tuple[float, ...]:
     if centre is PriorCentre.NEUTRAL:
-        return tuple(one.prior for one in free)
-    known = Constants(hardware)
-    return tuple(known[one.name] for one in free)
-
-
-def _values(
-    free: tuple[FreeConstant, ...],
-    parts: tuple[tuple[int, str], ...],
-    priors: Sequence[float],
-    theta: Vector,
-    site: str,
-) -> tuple[float, ...]:
-    sums = [0.0] * len(free)
-    for (j, where), value in zip(parts, theta, strict=True):
-        if where in ("", site):
-            sums[j] += float(value)
-    return tuple(
-        min(max(prior * exp(total), one.low), one.high)
-        for one, prior, total in zip(free, priors, sums, strict=True)
-    )
-
-
-def _as_constants(
-    free: tuple[FreeConstant, ...], values: Sequence[float], source: str
-) -> tuple[Constant, ...]:
-    return tuple(
-        Constant(name=name, value=Sourced(value=value, kind=SourceKind.FITTED, source=source))
-        for one, value in zip(free, values, strict=True)
-        for name in (one.name, *one.tied_names)
-    )
+        return tuple(free.prior for free in free_constants)
+    constants = Constants(hardware)
+    return tuple(constants[free.name] for free in free_constants)

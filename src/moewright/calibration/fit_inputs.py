@@ -1,5 +1,4 @@
-"""Measured rows as runs to fit, a hardware with what the fit says, and the run that would teach
-most."""
+"""Rows as runs to fit, the hardware with what a fit says, and the run worth measuring next."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moewright.calibration.fit import Fit, FittedConstant, MeasuredRun
-from moewright.calibration.table import MeasuredRow
+from moewright.calibration.measured_row import MeasuredRow
 from moewright.codec import format_layout
 from moewright.cost.estimate import estimate
 from moewright.cost.repricing import RepriceableStep
@@ -29,15 +28,14 @@ from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind
 
 MIN_RUNS = 3
-# of its prior spread: a constant that stays less certain than this was not seen by the runs
+# A constant whose uncertainty stays above this share of its prior spread was not seen by the runs.
 _LEARNT_SHARE = 0.9
 _MAX_BASES = 6  # layouts that are varied to find the next run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextRun:
-    """A layout worth measuring: how far its time is uncertain now, and the constant it would tell
-    most about."""
+    """A layout worth measuring, how uncertain its time is, and the constant it tells most about."""
 
     model: str
     layout: str
@@ -47,8 +45,18 @@ class NextRun:
     sd_after: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _UnmeasuredRun:
+    """A change to a measured layout, with the uncertainty of its time."""
+
+    row: MeasuredRow
+    layout: Layout
+    hardware: Hardware
+    log_time_sd: float
+
+
 def reason_not_fittable(row: MeasuredRow) -> str:
-    """Why a row cannot be fitted; "" when it can."""
+    """Return why a row cannot be fitted; "" when it can."""
     if row.speed is None:
         return "states no speed"
     if row.duplicate_of:
@@ -59,7 +67,11 @@ def reason_not_fittable(row: MeasuredRow) -> str:
 
 
 def measured_step_s(row: MeasuredRow) -> float:
-    """Measured seconds of a step. Raises ValueError for a row without speed."""
+    """Return the measured seconds of a step.
+
+    Raises:
+        ValueError: the row has no speed.
+    """
     if row.speed is None:
         raise ValueError(f"{row.id} states no speed")
     return row.workload.tokens_per_step / row.hardware.count / row.speed.tokens_per_s_per_device
@@ -68,60 +80,57 @@ def measured_step_s(row: MeasuredRow) -> float:
 def runs_from_rows(
     rows: Sequence[MeasuredRow], hardware: Hardware | None = None
 ) -> tuple[MeasuredRun, ...]:
-    """Rows as runs, on `hardware` (of the row's count) instead of the catalogue's part where it is
-    given. Repeats of a layout share their weight: n of them count as sqrt(n)."""
-    repeats = Counter(_key(row) for row in rows)
-    found = []
+    """Return rows as runs, on `hardware` (of the row's count) where it is given.
+
+    Repeats of a layout share their weight: n of them count as sqrt(n).
+    """
+    repeats = Counter(_job_key(row) for row in rows)
+    runs = []
     for row in rows:
-        on = replace(hardware, count=row.hardware.count) if hardware else row.hardware
-        prepared = RepriceableStep(row.model, row.workload, on, row.layout)
-        weight = repeats[_key(row)] ** -0.5
-        found.append(
-            MeasuredRun(
-                id=row.id,
-                prepared=prepared,
-                hardware=on,
-                measured_s=measured_step_s(row),
-                weight=weight,
-            )
+        row_hardware = row.hardware
+        if hardware:
+            row_hardware = replace(hardware, count=row.hardware.count)
+        run = MeasuredRun(
+            id=row.id,
+            prepared=RepriceableStep(row.model, row.workload, row_hardware, row.layout),
+            hardware=row_hardware,
+            measured_s=measured_step_s(row),
+            weight=repeats[_job_key(row)] ** -0.5,
         )
-    return tuple(found)
+        runs.append(run)
+    return tuple(runs)
 
 
-def _key(row: MeasuredRow) -> tuple[object, ...]:
-    return (
-        row.group,
-        row.layout,
-        row.workload.global_batch,
-        row.workload.seq_len,
-        row.workload.precision,
-    )
+def _job_key(row: MeasuredRow) -> tuple[object, ...]:
+    workload = row.workload
+    return (row.group, row.layout, workload.global_batch, workload.seq_len, workload.precision)
 
 
 def apply_fit(
     hardware: Hardware, fit: Fit, *, source: str
 ) -> tuple[Hardware, tuple[FittedConstant, ...]]:
-    """The hardware with the constants that the runs told something about, and those constants."""
+    """Return the hardware with the constants that the runs told about, and those constants."""
     learnt = tuple(
-        one for one in fit.fitted_constants(hardware.name) if one.sd < _LEARNT_SHARE * one.prior_sd
+        constant
+        for constant in fit.fitted_constants(hardware.name)
+        if constant.sd < _LEARNT_SHARE * constant.prior_sd
     )
-    also = {one.name: (one.name, *one.tied_names) for one in fit.free_constants}
-    new: list[Constant] = []
-    for one in learnt:
-        said = f"fit of {fit.run_count} runs, {source}, +-{100 * one.sd:.0f} %"
-        value = Sourced(value=one.value, kind=SourceKind.FITTED, source=said)
-        new += [Constant(name=name, value=value) for name in also[one.name]]
-    names = {constant.name for constant in new}
-    kept = [constant for constant in hardware.constants if constant.name not in names]
-    return replace(hardware, constants=(*kept, *new)), learnt
+    tied = {free.name: (free.name, *free.tied_names) for free in fit.free_constants}
+    fitted: list[Constant] = []
+    for constant in learnt:
+        origin = f"fit of {fit.run_count} runs, {source}, +-{100 * constant.sd:.0f} %"
+        value = Sourced(value=constant.value, kind=SourceKind.FITTED, source=origin)
+        fitted += [Constant(name=name, value=value) for name in tied[constant.name]]
+    fitted_names = {constant.name for constant in fitted}
+    kept = [constant for constant in hardware.constants if constant.name not in fitted_names]
+    return replace(hardware, constants=(*kept, *fitted)), learnt
 
 
 def is_other_hardware(row: MeasuredRow, hardware: Hardware) -> bool:
-    """Whether a row was measured on another part, or another machine, than `hardware`."""
-    same = row.hardware.name == hardware.name
-    return not same and not (
-        hardware.fingerprint and row.hardware.fingerprint == hardware.fingerprint
-    )
+    """Return whether a row was measured on another part, or another machine, than `hardware`."""
+    if row.hardware.name == hardware.name:
+        return False
+    return not hardware.fingerprint or row.hardware.fingerprint != hardware.fingerprint
 
 
 def suggest_next_run(
@@ -131,53 +140,69 @@ def suggest_next_run(
     *,
     can_run: Callable[[MeasuredRow, Layout], bool] = lambda _row, _layout: True,
 ) -> NextRun | None:
-    """Of one-step changes to the measured layouts that the software `runs`, the one whose time is
-    least certain and that does not run out of memory: measuring it narrows the constants most (a
-    run tells log(1 + spread^2 / NOISE^2) / 2)."""
-    seen = {format_layout(row.layout) for row in rows}
-    tried: list[tuple[float, MeasuredRow, Layout, Hardware]] = []
-    bases = {format_layout(row.layout): row for row in rows}
-    for row in list(bases.values())[:_MAX_BASES]:
-        on = replace(hardware, count=row.hardware.count)
-        for layout in _neighbouring_layouts(row.layout):
-            if (
-                format_layout(layout) in seen
-                or check_legality(row.model, row.workload, layout)
-                or not can_run(row, layout)
-            ):
-                continue
-            seen.add(format_layout(layout))
-            run = MeasuredRun(
-                id="",
-                prepared=RepriceableStep(row.model, row.workload, on, layout),
-                hardware=on,
-                measured_s=1.0,
-            )
-            tried.append((fit.log_time_sd(run), row, layout, on))
-    for spread, row, layout, on in sorted(tried, key=lambda one: -one[0]):
-        if estimate(row.model, row.workload, on, layout).verdict is Verdict.OOM:
-            continue
-        run = MeasuredRun(
-            id="",
-            prepared=RepriceableStep(row.model, row.workload, on, layout),
-            hardware=on,
-            measured_s=1.0,
-        )
-        after = {one.name: one.sd for one in fit.fitted_constants_after(run, on.name)}
-        most = min(fit.fitted_constants(on.name), key=lambda one: after[one.name] / one.sd)
-        return NextRun(
-            model=row.model.name,
-            layout=format_layout(layout),
-            log_time_sd=spread,
-            constant=most.name,
-            sd=most.sd,
-            sd_after=after[most.name],
-        )
+    """Suggest the change of one decision to a measured layout whose time is least certain.
+
+    The change is one that the software can run and that does not run out of memory. Measuring it
+    narrows the constants most: a run tells log(1 + log_time_sd^2 / RUN_NOISE^2) / 2.
+    """
+    candidates = list(_unmeasured_runs(fit, rows, hardware, can_run))
+    for candidate in sorted(candidates, key=lambda candidate: -candidate.log_time_sd):
+        row = candidate.row
+        prediction = estimate(row.model, row.workload, candidate.hardware, candidate.layout)
+        if prediction.verdict is not Verdict.OOM:
+            return _describe_next_run(fit, candidate)
     return None
 
 
+def _unmeasured_runs(
+    fit: Fit,
+    rows: Sequence[MeasuredRow],
+    hardware: Hardware,
+    can_run: Callable[[MeasuredRow, Layout], bool],
+) -> Iterator[_UnmeasuredRun]:
+    """Yield the legal layouts one decision away from the measured ones, each once."""
+    seen = {format_layout(row.layout) for row in rows}
+    row_of_layout = {format_layout(row.layout): row for row in rows}
+    for row in list(row_of_layout.values())[:_MAX_BASES]:
+        row_hardware = replace(hardware, count=row.hardware.count)
+        for layout in _neighbouring_layouts(row.layout):
+            text = format_layout(layout)
+            if text in seen or check_legality(row.model, row.workload, layout):
+                continue
+            if not can_run(row, layout):
+                continue
+            seen.add(text)
+            run = _run_to_price(row, layout, row_hardware)
+            yield _UnmeasuredRun(
+                row=row, layout=layout, hardware=row_hardware, log_time_sd=fit.log_time_sd(run)
+            )
+
+
+def _run_to_price(row: MeasuredRow, layout: Layout, hardware: Hardware) -> MeasuredRun:
+    """Return a run of which only the predicted time is asked; its measured time is a dummy."""
+    prepared = RepriceableStep(row.model, row.workload, hardware, layout)
+    return MeasuredRun(id="", prepared=prepared, hardware=hardware, measured_s=1.0)
+
+
+def _describe_next_run(fit: Fit, candidate: _UnmeasuredRun) -> NextRun:
+    site = candidate.hardware.name
+    run = _run_to_price(candidate.row, candidate.layout, candidate.hardware)
+    sd_after = {constant.name: constant.sd for constant in fit.fitted_constants_after(run, site)}
+    narrowed_most = min(
+        fit.fitted_constants(site), key=lambda constant: sd_after[constant.name] / constant.sd
+    )
+    return NextRun(
+        model=candidate.row.model.name,
+        layout=format_layout(candidate.layout),
+        log_time_sd=candidate.log_time_sd,
+        constant=narrowed_most.name,
+        sd=narrowed_most.sd,
+        sd_after=sd_after[narrowed_most.name],
+    )
+
+
 def _neighbouring_layouts(layout: Layout) -> Iterator[Layout]:
-    """Layouts one decision away."""
+    """Yield layouts one decision away."""
     for axis in ("tp", "ep", "mbs"):
         for value in (2 * getattr(layout, axis), getattr(layout, axis) // 2):
             if value >= 1:
@@ -200,21 +225,30 @@ def _neighbouring_layouts(layout: Layout) -> Iterator[Layout]:
         (CudaGraphScope.ATTN, CudaGraphScope.MOE_PREPROCESS, CudaGraphScope.MOE_ROUTER),
     ):
         yield replace(layout, graphs=graphs)
+    yield _switch_data_parallel_overlap(layout)
+
+
+def _switch_data_parallel_overlap(layout: Layout) -> Layout:
+    """Return the layout with its overlap of gradients and parameters switched on, or off."""
     both = (Overlap.GRAD, Overlap.PARAM)
-    rest = tuple(one for one in layout.overlap if one not in both)
-    yield replace(
-        layout, overlap=rest if both[0] in layout.overlap else tuple(sorted((*rest, *both)))
-    )
+    others = tuple(overlap for overlap in layout.overlap if overlap not in both)
+    if Overlap.GRAD in layout.overlap:
+        return replace(layout, overlap=others)
+    return replace(layout, overlap=tuple(sorted((*others, *both))))
 
 
 def require_enough_runs(runs: Sequence[MeasuredRun], *, source: str) -> None:
-    """Raises BadInput when there are too few runs to fit."""
+    """Refuse too few runs.
+
+    Raises:
+        BadInput: there are too few runs to fit.
+    """
     if len(runs) < MIN_RUNS:
         rule = f"has {len(runs)} rows that can be fitted on this hardware; a fit needs {MIN_RUNS}"
         raise BadInput(Reason(field="table", value=source, rule=rule))
 
 
 def relative_errors(runs: Sequence[MeasuredRun], predicted: Sequence[float]) -> tuple[float, ...]:
-    """predicted / measured - 1."""
+    """Return predicted / measured - 1 of each run."""
     measured = np.array([run.measured_s for run in runs])
-    return tuple(float(one) for one in np.array(predicted) / measured - 1)
+    return tuple(float(error) for error in np.array(predicted) / measured - 1)

@@ -1,15 +1,19 @@
-"""How well the planner predicts measured runs: error, rank correlation, regret, memory,
-verdicts."""
+"""How well the planner predicts measured runs.
+
+The score has the errors of speeds and peaks, rank correlation and regret of layouts, and verdicts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import numpy as np
 
-from moewright.calibration.table import MeasuredRow, MeasurementTable, PeakKind
+from moewright.calibration.cells import PeakKind
+from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.table import MeasurementTable
 from moewright.cost.estimate import estimate
 from moewright.spec.hardware import Constant
 from moewright.spec.ledger import Component
@@ -22,7 +26,7 @@ _NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """Constants for one row that win over its hardware's own, and where they come from."""
+    """Constants for a row that win over its hardware's own, and where they come from."""
 
     constants: tuple[Constant, ...] = ()
     source: str = "the planner's own constants"
@@ -30,8 +34,10 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRow:
-    """A row of the table and what the planner says of it; memory in the unit the row prints (else
-    GB, whole device)."""
+    """A row of the table with what the planner predicts of it.
+
+    Memory is in the unit that the row prints, else the whole device's in GB.
+    """
 
     id: str
     measured_tokens_per_s_per_gpu: float | None = None
@@ -57,8 +63,10 @@ class SpeedErrors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupScore:
-    """Layouts of one model on one device. `regret`: how much slower the layout predicted best is
-    than the best."""
+    """How well the layouts of one model on one device are ranked.
+
+    `regret` is how much slower the layout predicted best is than the best.
+    """
 
     model: str
     hardware: str
@@ -69,8 +77,10 @@ class GroupScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryScore:
-    """Peaks, as errors over the measured figure, and verdicts: over rows that ran and rows stated
-    out of memory."""
+    """Errors of peaks over the measured figure, and verdicts.
+
+    Verdicts are counted over rows that ran and over rows stated to run out of memory.
+    """
 
     peaks: int
     median_error: float
@@ -84,8 +94,10 @@ class MemoryScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreSummary:
-    """`complete`: rows whose source states all that decides the speed; a measurement under two ids
-    counts once."""
+    """The score over all rows; a measurement under two ids counts once.
+
+    `complete_speeds` are of the rows whose source states all that decides the speed.
+    """
 
     rows: int
     scored: int
@@ -101,6 +113,8 @@ class ScoreSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
+    """The score of a table: its summary, and every row."""
+
     summary: ScoreSummary
     rows: tuple[ScoredRow, ...]
 
@@ -109,83 +123,87 @@ def score_table(
     table: MeasurementTable,
     calibrate: Callable[[MeasuredRow], Calibration] = lambda _: Calibration(),
 ) -> Score:
-    """Every row of the table, in its order, predicted under its calibration."""
+    """Predict every row of the table, in its order, under its calibration."""
     skipped = {row.id: ScoredRow(id=row.id, skipped=row.reason) for row in table.skipped}
-    predicted = {row.id: _predicted(row, calibrate(row)) for row in table.rows}
-    rows = tuple({**skipped, **predicted}[row_id] for row_id in dict.fromkeys(table.order))
-    return Score(summary=_summary(table, predicted), rows=rows)
+    predicted = {row.id: _score_row(row, calibrate(row)) for row in table.rows}
+    scored = {**skipped, **predicted}
+    rows = tuple(scored[row_id] for row_id in dict.fromkeys(table.order))
+    return Score(summary=_summarise(table, predicted), rows=rows)
 
 
-def _predicted(row: MeasuredRow, calibration: Calibration) -> ScoredRow:
+def _score_row(row: MeasuredRow, calibration: Calibration) -> ScoredRow:
     hardware = replace(row.hardware, constants=(*row.hardware.constants, *calibration.constants))
-    found = estimate(row.model, row.workload, hardware, row.layout)
-    said = [calibration.source, *row.notes]
+    prediction = estimate(row.model, row.workload, hardware, row.layout)
+    notes = [calibration.source, *row.notes]
     if row.unstated:
-        said.append(f"not stated, taken at the default: {', '.join(row.unstated)}")
+        notes.append(f"not stated, taken at the default: {', '.join(row.unstated)}")
     if row.duplicate_of:
-        said.append(f"the same measurement as {row.duplicate_of}")
-    verdict = found.verdict
-    if verdict is Verdict.OOM and "recompute_granularity" in row.unstated and not row.oom:
+        notes.append(f"the same measurement as {row.duplicate_of}")
+    verdict = prediction.verdict
+    may_recompute = "recompute_granularity" in row.unstated
+    if verdict is Verdict.OOM and may_recompute and not row.oom:
         verdict = Verdict.UNCERTAIN
-        said.append("does not fit without recompute, which may have been on")
-    if verdict is Verdict.FITS and row.assumed_least:
-        verdict = Verdict.UNCERTAIN
-        said.append(
-            f"would fit at the least that its source leaves open: {', '.join(row.assumed_least)}"
-        )
-    elif row.assumed_least:
-        said.append(
-            f"does not fit even at the least that its source leaves open: {', '.join(row.assumed_least)}"
-        )
+        notes.append("does not fit without recompute, which may have been on")
+    if row.assumed_least:
+        least = f"at the least that its source leaves open: {', '.join(row.assumed_least)}"
+        if verdict is Verdict.FITS:
+            verdict = Verdict.UNCERTAIN
+            notes.append(f"would fit {least}")
+        else:
+            notes.append(f"does not fit even {least}")
     return ScoredRow(
         id=row.id,
         measured_tokens_per_s_per_gpu=row.speed.tokens_per_s_per_device if row.speed else None,
-        predicted_tokens_per_s_per_gpu=found.tokens_per_s_per_device,
+        predicted_tokens_per_s_per_gpu=prediction.tokens_per_s_per_device,
         measured_peak_memory_gb=row.peak.value if row.peak else None,
-        predicted_peak_memory_gb=predict_peak(row, found),
+        predicted_peak_memory_gb=predict_peak(row, prediction),
         verdict=verdict,
         measured_oom=row.oom,
-        calibration="; ".join(said),
+        calibration="; ".join(notes),
     )
 
 
-def predict_peak(row: MeasuredRow, predicted: Estimate) -> float:
-    """The predicted peak of what the row measured, in its unit; without a measured peak, the whole
-    device in GB."""
+def predict_peak(row: MeasuredRow, prediction: Estimate) -> float:
+    """Return the predicted peak of what the row measured, in its unit.
+
+    Without a measured peak it is the whole device's, in GB.
+    """
     if row.peak is None:
-        return predicted.peak_bytes / GB
+        return prediction.peak_bytes / GB
     kind = row.peak.kind
-    beyond: tuple[Component, ...] = ()
+    left_out: tuple[Component, ...] = ()
     if kind is PeakKind.RESERVED:
-        beyond = (Component.COMMUNICATION,)
+        left_out = (Component.COMMUNICATION,)
     elif kind is not PeakKind.DEVICE:
-        beyond = _NOT_ALLOCATED
-    ledger = predicted.ledgers[-1 if kind is PeakKind.LAST_RANK else predicted.peak_rank]
-    return (
-        sum(one.bytes for one in ledger.device_rows if one.component not in beyond)
-        / row.peak.unit_bytes
-    )
+        left_out = _NOT_ALLOCATED
+    rank = -1 if kind is PeakKind.LAST_RANK else prediction.peak_rank
+    rows = prediction.ledgers[rank].device_rows
+    counted_bytes = sum(memory.bytes for memory in rows if memory.component not in left_out)
+    return counted_bytes / row.peak.unit_bytes
 
 
-def _summary(table: MeasurementTable, predicted: dict[str, ScoredRow]) -> ScoreSummary:
+def _summarise(table: MeasurementTable, predicted: dict[str, ScoredRow]) -> ScoreSummary:
     once = [row for row in table.rows if not row.duplicate_of]
-    full = [row for row in once if row.is_complete]
-    groups = tuple(_groups(full, predicted))
+    complete = [row for row in once if row.is_complete]
+    groups = tuple(_score_groups(complete, predicted))
+    mean_rank_correlation = None
+    if groups:
+        mean_rank_correlation = fmean(group.rank_correlation for group in groups)
     return ScoreSummary(
         rows=len(table.order),
         scored=len(table.rows),
         skipped=len(table.skipped),
-        all_speeds=_speeds(predicted[row.id] for row in once),
-        complete_speeds=_speeds(predicted[row.id] for row in full),
-        mean_rank_correlation=fmean(one.rank_correlation for one in groups) if groups else None,
-        worst_regret=max((one.regret for one in groups), default=None),
+        all_speeds=_speed_errors(predicted[row.id] for row in once),
+        complete_speeds=_speed_errors(predicted[row.id] for row in complete),
+        mean_rank_correlation=mean_rank_correlation,
+        worst_regret=max((group.regret for group in groups), default=None),
         groups=groups,
-        memory=_memory([predicted[row.id] for row in once]),
+        memory=_score_memory([predicted[row.id] for row in once]),
         contradictions=table.contradictions,
     )
 
 
-def _speeds(rows: Iterable[ScoredRow]) -> SpeedErrors | None:
+def _speed_errors(rows: Iterable[ScoredRow]) -> SpeedErrors | None:
     ratios = [
         row.predicted_tokens_per_s_per_gpu / row.measured_tokens_per_s_per_gpu
         for row in rows
@@ -203,69 +221,84 @@ def _speeds(rows: Iterable[ScoredRow]) -> SpeedErrors | None:
     )
 
 
-def _groups(rows: Sequence[MeasuredRow], predicted: dict[str, ScoredRow]) -> Iterable[GroupScore]:
-    """Groups of at least three layouts; runs of one layout are averaged, whatever their release."""
-    by_group: dict[tuple[str, str], dict[object, list[tuple[float, float]]]] = {}
+def _score_groups(
+    rows: Sequence[MeasuredRow], predicted: dict[str, ScoredRow]
+) -> Iterator[GroupScore]:
+    """Score groups of at least MIN_LAYOUTS layouts.
+
+    Runs of one layout are averaged, whatever their release.
+    """
+    speeds_by_group: dict[tuple[str, str], dict[object, list[tuple[float, float]]]] = {}
     for row in rows:
-        one = predicted[row.id]
-        if one.measured_tokens_per_s_per_gpu and one.predicted_tokens_per_s_per_gpu:
-            work = row.workload
-            layout = (
-                row.layout,
-                work.precision,
-                work.seq_len,
-                work.global_batch,
-                row.model.mtp_layers,
-            )
-            pair = one.measured_tokens_per_s_per_gpu, one.predicted_tokens_per_s_per_gpu
-            by_group.setdefault(row.group, {}).setdefault(layout, []).append(pair)
-    for (model, hardware), layouts in sorted(by_group.items()):
-        if len(layouts) < MIN_LAYOUTS:
+        scored = predicted[row.id]
+        measured_speed = scored.measured_tokens_per_s_per_gpu
+        predicted_speed = scored.predicted_tokens_per_s_per_gpu
+        if measured_speed and predicted_speed:
+            speeds = speeds_by_group.setdefault(row.group, {})
+            speeds.setdefault(_layout_key(row), []).append((measured_speed, predicted_speed))
+    for (model, hardware), speeds in sorted(speeds_by_group.items()):
+        if len(speeds) < MIN_LAYOUTS:
             continue
-        measured = [fmean(m for m, _ in pairs) for pairs in layouts.values()]
-        expected = [fmean(p for _, p in pairs) for pairs in layouts.values()]
+        measured = [fmean(speed for speed, _ in pairs) for pairs in speeds.values()]
+        expected = [fmean(speed for _, speed in pairs) for pairs in speeds.values()]
         picked = measured[max(range(len(expected)), key=expected.__getitem__)]
         yield GroupScore(
             model=model,
             hardware=hardware,
-            layouts=len(layouts),
+            layouts=len(speeds),
             rank_correlation=rank_correlation(measured, expected),
             regret=1 - picked / max(measured),
         )
 
 
+def _layout_key(row: MeasuredRow) -> tuple[object, ...]:
+    """Return what makes two runs of a group the same."""
+    workload = row.workload
+    return (
+        row.layout,
+        workload.precision,
+        workload.seq_len,
+        workload.global_batch,
+        row.model.mtp_layers,
+    )
+
+
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: the correlation of ranks, equal values sharing their mean rank; 0 when one side
-    does not vary."""
-    a, b = _ranks(first), _ranks(second)
-    a, b = a - a.mean(), b - b.mean()
+    """Return Spearman's rank correlation, equal values sharing their mean rank.
+
+    It is 0 when one side does not vary.
+    """
+    a = _ranks(first)
+    b = _ranks(second)
+    a = a - a.mean()
+    b = b - b.mean()
     scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
     return float((a * b).sum()) / scale if scale else 0.0
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     array = np.array(values)
-    _, place, counts = np.unique(array, return_inverse=True, return_counts=True)
+    _, index, counts = np.unique(array, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = (last - (counts - 1) / 2)[place]
+    ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = (last - (counts - 1) / 2)[index]
     return ranks
 
 
-def _memory(rows: Sequence[ScoredRow]) -> MemoryScore:
+def _score_memory(rows: Sequence[ScoredRow]) -> MemoryScore:
     errors = [
         abs(row.predicted_peak_memory_gb / row.measured_peak_memory_gb - 1)
         for row in rows
         if row.measured_peak_memory_gb and row.predicted_peak_memory_gb and not row.measured_oom
     ]
-    ran = [row.verdict for row in rows if not row.measured_oom]
-    out = [row.verdict for row in rows if row.measured_oom]
+    verdicts_ran = [row.verdict for row in rows if not row.measured_oom]
+    verdicts_oom = [row.verdict for row in rows if row.measured_oom]
     return MemoryScore(
         peaks=len(errors),
         median_error=median(errors) if errors else 0.0,
-        ran=len(ran),
-        ran_fits=ran.count(Verdict.FITS),
-        ran_uncertain=ran.count(Verdict.UNCERTAIN),
-        out_of_memory=len(out),
-        out_of_memory_fits=out.count(Verdict.FITS),
-        out_of_memory_uncertain=out.count(Verdict.UNCERTAIN),
+        ran=len(verdicts_ran),
+        ran_fits=verdicts_ran.count(Verdict.FITS),
+        ran_uncertain=verdicts_ran.count(Verdict.UNCERTAIN),
+        out_of_memory=len(verdicts_oom),
+        out_of_memory_fits=verdicts_oom.count(Verdict.FITS),
+        out_of_memory_uncertain=verdicts_oom.count(Verdict.UNCERTAIN),
     )

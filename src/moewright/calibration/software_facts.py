@@ -1,120 +1,206 @@
-"""What published software does that a table of its runs does not print: dtypes of gradients and
-moments, fused losses, how natural routing loads an expert rank, and bytes a device holds beyond the
-model. Each fact with its source.
+"""What a published source says outside its table, and what its software does that no table prints.
+
+data/sources.toml states these facts, each with its evidence and the rows that it holds for:
+cells that the source states elsewhere or implies, dtypes of gradients and moments, constants of
+fused losses and weight copies, bytes that a device holds beyond the model, the load of an expert
+rank under natural routing, and the age of a release.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 
+from moewright.codec import from_data, read_toml_data
 from moewright.spec.hardware import Constant
-from moewright.spec.layout import Layout, Offload
-from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GB
 from moewright.spec.workload import Dtype, Routing, Workload
 
-# Natural routing: hottest rank over the mean is 1 + this / (experts on a rank), where no selection
-# bias evens it out.
-# From FP8-Flow peaks, selective less full recompute: 1.14, 1.38, 2.39 at 16, 8, 4 experts a rank
-# and 1.38, 1.31, 1.58
-# at 20, 10, 5; a model with selection bias shows 1.0.
-_HEAT = 4.0
-# Months since 2000: of the software that a stack's age counts from, and the age at which its host
-# work stops growing.
-_TODAY, _OLDEST, _MIDDLE_OF_YEAR = 12 * 26 + 6, 24, 6
-_BRIDGE = "Megatron-Bridge"
-_PAPER = "2603.07685"
-_EXPERT_OFFLOAD = (Offload.EXPERT_FC1, Offload.MOE_ACT)
-_RECIPES = "moe_recipes"
-_RECIPE_LOSS = "Megatron-LM moe_recipes, ARGS: cross_entropy_fusion_impl te"
-_RECIPE_WEIGHTS = "Megatron-LM moe_recipes, ARGS: fp8_param_gather, in their MXFP8 recipes"
-_FP8_FLOW = "FP8-FLOW"
-_FUSED_LOSS = "Megatron-Bridge recipes: cross_entropy_fusion_impl=te works in place on bf16 logits"
-_FP8_WEIGHTS = "Megatron-Bridge mixed_precision.py: fp8_param_gather, so 8-bit weights stand for the 16-bit ones"
-_FLOW_BYTES = (
-    "median of measured less predicted whole-device peaks, FP8-Flow rows with full recompute"
-)
+_SOURCES = Path(__file__).parent / "data" / "sources.toml"
+_MONTHS = 12
+_MIDDLE_OF_YEAR = 6  # the month of a release of which only the year is stated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SoftwareFacts:
-    """A workload and layout with what their stack is known to do, the stack's constants, and the
-    facts in words."""
+class SourceFact:
+    """A fact about the rows whose cells contain a text of `when` and none of `unless`.
+
+    `stated` and `implied` fill empty cells; an implied cell stays listed as not stated. `note` is
+    shown with the row.
+    """
+
+    evidence: str
+    when: dict[str, tuple[str, ...]]
+    unless: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    empty: tuple[str, ...] = ()
+    stated: dict[str, str] = field(default_factory=dict)
+    implied: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+    grad_dtype: Dtype | None = None
+    moment_dtype: Dtype | None = None
+    note: str = ""
+
+    def holds_for(self, cells: Mapping[str, str]) -> bool:
+        return (
+            all(_contains_any(cells[column], texts) for column, texts in self.when.items())
+            and not any(
+                _contains_any(cells[column], texts) for column, texts in self.unless.items()
+            )
+            and not any(cells[column] for column in self.empty)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceName:
+    """A name that leaves open which part was measured, and the part that is taken for it."""
+
+    written: str
+    device: str
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReleaseAge:
+    """The release from which the age of software counts back, and the age at which it stops."""
+
+    reference: str
+    oldest_years: int
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NaturalRouting:
+    """The load of the hottest expert rank where the router decides and no bias evens it out."""
+
+    excess: float
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFacts:
+    """The contents of data/sources.toml."""
+
+    release_age: ReleaseAge
+    natural_routing: NaturalRouting
+    device: tuple[DeviceName, ...]
+    fact: tuple[SourceFact, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletedJob:
+    """A workload that does what its software is known to do, with constants and notes for it."""
 
     workload: Workload
-    layout: Layout
     constants: tuple[Constant, ...]
     notes: tuple[str, ...]
 
 
+@cache
+def source_facts() -> SourceFacts:
+    """Read the facts that are shipped with the package."""
+    return from_data(SourceFacts, read_toml_data(_SOURCES), where=_SOURCES.name)
+
+
+def facts_for(cells: Mapping[str, str], model: ModelSpec) -> tuple[SourceFact, ...]:
+    """Return the facts that hold for a row, in the order of the file."""
+    row = {**cells, "model": model.name, "attention": model.attention.kind.value}
+    return tuple(fact for fact in source_facts().fact if fact.holds_for(row))
+
+
+def fill_stated(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:
+    """Fill empty cells with what the source states outside its table."""
+    return _fill(cells, [fact.stated for fact in facts])
+
+
+def fill_implied(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:
+    """Fill empty cells with what follows from the source."""
+    return _fill(cells, [fact.implied for fact in facts])
+
+
+def find_device_name(written: str) -> DeviceName | None:
+    """Return the entry of a hardware name that leaves the part open; None for any other name."""
+    return next((name for name in source_facts().device if name.written == written), None)
+
+
 def apply_software_facts(
-    cells: Mapping[str, str], model: ModelSpec, workload: Workload, layout: Layout
-) -> SoftwareFacts:
-    """What is known of the row's software beyond its cells. A stated optimizer is not overruled."""
-    constants = [
-        _constant(
-            "stack_age_years", release_age_years(cells["date_release"]), "date of its release"
-        )
-    ]
-    notes: list[str] = []
-    if _BRIDGE in cells["source"]:
-        constants.append(_constant("logit_bytes", 2.0, _FUSED_LOSS))
-        if "blockwise" not in cells["precision"]:
-            # Blackwell multiplies tensor-scaled 8-bit weights in either order: no transposed copy.
-            once = "current" in cells["precision"] and cells["hardware"].lstrip("G").startswith("B")
-            constants.append(
-                _constant("fp8_weight_copies_bytes", -1.0 if once else 0.0, _FP8_WEIGHTS)
-            )
-        if "grads fp32" not in cells["optimizer"]:
-            workload = replace(workload, grad_dtype=Dtype.BF16)
-            notes.append("bf16 gradients, as Megatron-Bridge's performance recipes reduce them")
-        if not cells["optimizer"] and model.attention.kind is AttentionKind.MLA:
-            workload = replace(
-                workload, optimizer=replace(workload.optimizer, moment_dtype=Dtype.BF16)
-            )
-            notes.append("bf16 moments, as in Megatron-Bridge's recipes of MLA models")
-    if _RECIPES in cells["source"]:
-        constants.append(_constant("logit_bytes", 2.0, _RECIPE_LOSS))
-        if "mxfp8" in cells["precision"]:
-            constants.append(_constant("fp8_weight_copies_bytes", 0.0, _RECIPE_WEIGHTS))
-    if _FP8_FLOW in cells["source"]:
-        constants.append(_constant("stack_bytes", 7.6 * GB, _FLOW_BYTES))
-    if (
-        workload.routing is Routing.LEARNED
-        and model.moe
-        and layout.ep > 1
-        and not model.moe.router.selection_bias
-    ):
-        load = min(1 + _HEAT * layout.ep / model.moe.experts, layout.ep)
-        workload = replace(workload, load_factor=load)
-        notes.append(f"natural routing: hottest rank taken at {load:.2f} x the mean")
-    if (
-        _PAPER in cells["source"]
-        and not cells["offload"]
-        and "Qwen3-235B" in model.name
-        and layout.tp == 1
-    ):
-        layout = replace(layout, offload=_EXPERT_OFFLOAD)
-        notes.append(
-            "arXiv 2603.07685, table 5: without TP it fits by offloading activations alone; taken as experts'"
-        )
-    return SoftwareFacts(
-        workload=workload, layout=layout, constants=tuple(constants), notes=tuple(notes)
-    )
+    cells: Mapping[str, str],
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    facts: Sequence[SourceFact],
+) -> CompletedJob:
+    """Complete a row's job with what is known of its software beyond its cells."""
+    age_years = release_age_years(cells["date_release"])
+    constants = {"stack_age_years": _constant("stack_age_years", age_years, "date of its release")}
+    notes = [fact.note for fact in facts if fact.note]
+    for fact in facts:
+        for name, value in fact.constants.items():
+            constants[name] = _constant(name, value, fact.evidence)
+        if fact.grad_dtype is not None:
+            workload = replace(workload, grad_dtype=fact.grad_dtype)
+        if fact.moment_dtype is not None:
+            optimizer = replace(workload.optimizer, moment_dtype=fact.moment_dtype)
+            workload = replace(workload, optimizer=optimizer)
+    if _has_uneven_load(model, workload, layout):
+        load_factor = _natural_load_factor(model, layout)
+        workload = replace(workload, load_factor=load_factor)
+        notes.append(f"natural routing: hottest rank taken at {load_factor:.2f} x the mean")
+    return CompletedJob(workload=workload, constants=tuple(constants.values()), notes=tuple(notes))
 
 
 def release_age_years(released: str) -> float:
-    """Years from a release ("26.04.01", "2025-11", "2025") to the software that the constants stand
-    for, at most 2."""
-    found = re.match(r"(?:20)?(\d\d)(?:[.-](\d\d))?", released)
-    if not found:
+    """Return the years from a release ("26.04.01", "2025-11", "2025") to the reference release.
+
+    A release after the reference, or text that is no date, has age 0; the oldest count as
+    `oldest_years` of data/sources.toml.
+    """
+    age = source_facts().release_age
+    reference = _month_number(age.reference)
+    month = _month_number(released)
+    if month is None or reference is None:
         return 0.0
-    months = 12 * int(found[1]) + (int(found[2]) - 1 if found[2] else _MIDDLE_OF_YEAR)
-    return min(max(_TODAY - months, 0), _OLDEST) / 12
+    return min(max(reference - month, 0), _MONTHS * age.oldest_years) / _MONTHS
 
 
-def _constant(name: str, value: float, source: str) -> Constant:
-    return Constant(name=name, value=Sourced(value=value, kind=SourceKind.FITTED, source=source))
+def _month_number(date: str) -> int | None:
+    """Return the months from 2000 to a date; None where the text begins with none."""
+    match = re.match(r"(?:20)?(\d\d)(?:[.-](\d\d))?", date)
+    if not match:
+        return None
+    month = int(match[2]) - 1 if match[2] else _MIDDLE_OF_YEAR
+    return _MONTHS * int(match[1]) + month
+
+
+def _fill(cells: Mapping[str, str], values: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    filled = dict(cells)
+    for source_cells in values:
+        filled |= {column: text for column, text in source_cells.items() if not filled[column]}
+    return filled
+
+
+def _contains_any(cell: str, texts: Sequence[str]) -> bool:
+    return any(text in cell for text in texts)
+
+
+def _has_uneven_load(model: ModelSpec, workload: Workload, layout: Layout) -> bool:
+    if workload.routing is not Routing.LEARNED or not model.moe or layout.ep == 1:
+        return False
+    return not model.moe.router.selection_bias
+
+
+def _natural_load_factor(model: ModelSpec, layout: Layout) -> float:
+    """Return the rows of the hottest expert rank over the mean; at most all of them are its."""
+    if model.moe is None:
+        return 1.0
+    excess = source_facts().natural_routing.excess
+    return min(1 + excess * layout.ep / model.moe.experts, layout.ep)
+
+
+def _constant(name: str, value: float, evidence: str) -> Constant:
+    sourced = Sourced(value=value, kind=SourceKind.FITTED, source=evidence)
+    return Constant(name=name, value=sourced)

@@ -1,9 +1,8 @@
-"""Rows that state running out of memory and leave out what decides it: read at the values that need
-least memory.
+"""Rows that ran out of memory and leave out what decides it, read where they need least memory.
 
-A statement has no step time and often no more than a layout. If even the least does not fit, the
-verdict stands whatever the source left out; if it fits, nothing is known (tune.score says
-uncertain).
+A statement that a run was out of memory has no step time and often no more than a layout. If even
+the reading that needs least does not fit, the verdict stands whatever the source left out; if it
+fits, nothing is known, and calibration.score says uncertain.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 
+from moewright.calibration.cells import VPP_ON
 from moewright.spec.layout import Recompute
 
-# What a micro-batch or a sequence needs at least, and what the rest is where nobody says otherwise.
+# The least of what a micro-batch may be, and what the other two are where nobody says otherwise.
 _LEAST: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mbs", ("1",)),
     ("seq_len", ("4096",)),
@@ -21,33 +21,43 @@ _LEAST: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _POWERS = tuple(str(2**n) for n in range(8))
 _CHUNKS = ("2", "3", "4", "6", "12")
+_ALL_MODULES = "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
 
 
-def find_unstated_columns(given: Mapping[str, str], *, is_moe: bool) -> dict[str, tuple[str, ...]]:
-    """Columns of an out-of-memory row that are not stated, and the values that they may have."""
-    found: dict[str, tuple[str, ...]] = {
-        column: values for column, values in _LEAST if not given[column]
+def find_unstated_columns(
+    cells: Mapping[str, str], implied: Mapping[str, str], *, is_moe: bool
+) -> dict[str, tuple[str, ...]]:
+    """Return the columns of an out-of-memory row that are open, and the values they may have.
+
+    `implied` are the same cells with what follows from their source filled in.
+    """
+    values: dict[str, tuple[str, ...]] = {
+        column: least for column, least in _LEAST if not cells[column]
     }
-    sharded = given["fsdp"] not in ("", "none")
+    is_sharded = cells["fsdp"] not in ("", "none")
     # Without a single degree there is no layout to speak of.
-    if given["tp"] or given["pp"] or given["ep"]:
-        found |= {column: _POWERS for column in ("tp", "pp") if not given[column] and not sharded}
-        found |= {"ep": _POWERS} if is_moe and not given["ep"] else {}
-    if "degree not stated" in given["notes"]:
-        found["vpp"] = _CHUNKS
-    words = given["recompute_modules"].replace(",", " ").partition("(")[0].split()
-    if not given["recompute_granularity"] and "without recompute" not in given["notes"]:
-        found["recompute_granularity"] = ("full",)
-    if given["recompute_granularity"] == "selective" and not set(words) <= {*Recompute}:
-        found["recompute_granularity"] = ("full",)
-    if given["offload"] and "optimizer" not in given["offload"] and given["offload"] != "none":
-        found["offload"] = ("attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act",)
-    return found
+    if cells["tp"] or cells["pp"] or cells["ep"]:
+        values |= {
+            column: _POWERS for column in ("tp", "pp") if not cells[column] and not is_sharded
+        }
+        if is_moe and not cells["ep"]:
+            values["ep"] = _POWERS
+    if cells["vpp"] == VPP_ON:
+        values["vpp"] = _CHUNKS
+    modules = cells["recompute_modules"].replace(",", " ").partition("(")[0].split()
+    if not implied["recompute_granularity"]:
+        values["recompute_granularity"] = ("full",)
+    if cells["recompute_granularity"] == "selective" and not set(modules) <= {*Recompute}:
+        values["recompute_granularity"] = ("full",)
+    offload = cells["offload"]
+    if offload and "optimizer" not in offload and offload != "none":
+        values["offload"] = (_ALL_MODULES,)
+    return values
 
 
 def enumerate_readings(
-    given: Mapping[str, str], columns: Mapping[str, tuple[str, ...]]
+    cells: Mapping[str, str], columns: Mapping[str, tuple[str, ...]]
 ) -> Iterator[dict[str, str]]:
-    """The row with every combination of the values."""
+    """Yield the row with every combination of the values."""
     for values in product(*columns.values()):
-        yield {**given, **dict(zip(columns, values, strict=True))}
+        yield {**cells, **dict(zip(columns, values, strict=True))}

@@ -1,1 +1,1 @@
-"""Top floor: thin verbs that read input, join the floors below, and say what came out."""
+"""The command line: thin verbs that read options, call the floors below, and print the answer."""

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
 
 def convert_import(hf_dir: Path, /, *, out: Path) -> int:
-    """Write the weights of a Hugging Face folder as a checkpoint, for `weights` of a job's model
-    section.
+    """Write a Hugging Face folder's weights as a checkpoint, for `weights` in a job's [model].
 
     Every tensor is written exactly once, or nothing is; memory holds about one file of the folder
-    at most. Weights in FP8 blocks or MXFP4 are written as what they stand for.
+    at most. Weights in FP8 blocks or MXFP4 are written as the values that they stand for.
 
     Parameters
     ----------
@@ -30,17 +29,16 @@ def convert_import(hf_dir: Path, /, *, out: Path) -> int:
     from moewright.intake.hf import read_config
 
     plan = plan_import(hf_dir, read_config(hf_dir), out)
-    with _told(f"import {hf_dir}", plan.nbytes) as told:
-        written = run_import(plan, told)
-    print(f"wrote {written}")
+    with _progress_bar(f"import {hf_dir}", plan.nbytes) as advance:
+        checkpoint = run_import(plan, advance)
+    print(f"wrote {checkpoint}")
     return 0
 
 
 def convert_export(
     checkpoint: Path, /, *, out: Path, dtype: Literal["fp32", "bf16", "fp16"] | None = None
 ) -> int:
-    """Write a checkpoint, whatever layout wrote it, as a Hugging Face folder that transformers
-    loads.
+    """Write a checkpoint of any layout as a Hugging Face folder that transformers loads.
 
     What `convert import` wrote goes back byte for byte, but for packed weights, which go back in
     bf16.
@@ -52,20 +50,22 @@ def convert_export(
     out
         The folder to write, which is new.
     dtype
-        Of the weights; as they were imported (packed ones: bf16), or as the run computed, when not given.
+        Dtype of the weights; when not given, that in which they were imported (bf16 for packed
+        ones) or in which the run computed.
     """
     from moewright.engine.checkpoint import find_checkpoint
     from moewright.engine.hf.export_weights import plan_export, run_export
     from moewright.spec.workload import Dtype
 
-    plan = plan_export(find_checkpoint(checkpoint), Dtype(dtype) if dtype else None, _config)
-    with _told(f"export {plan.checkpoint}", plan.nbytes) as told:
-        run_export(plan, out, told)
+    plan = plan_export(find_checkpoint(checkpoint), Dtype(dtype) if dtype else None, _config_text)
+    with _progress_bar(f"export {plan.checkpoint}", plan.nbytes) as advance:
+        run_export(plan, out, advance)
     print(f"wrote {out}")
     return 0
 
 
-def _config(model: ModelSpec, dtype: Dtype) -> str:
+def _config_text(model: ModelSpec, dtype: Dtype) -> str:
+    """Return the config.json of a model whose weights have this dtype."""
     import json
 
     from moewright.intake.hf_write import build_config
@@ -75,8 +75,8 @@ def _config(model: ModelSpec, dtype: Dtype) -> str:
 
 
 @contextmanager
-def _told(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's stderr, moved by bytes."""
+def _progress_bar(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr where that is a terminal; what is yielded advances it by bytes."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -92,10 +92,9 @@ def _told(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
+        TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(what, total=total_bytes)
-        yield lambda nbytes: bar.advance(task, nbytes)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=total_bytes)
+        yield lambda nbytes: progress.advance(task, nbytes)

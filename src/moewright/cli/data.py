@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import Parameter
+from moewright.cli.options import Flag
 
 
 def data_build(
@@ -15,15 +15,17 @@ def data_build(
     out: Path,
     vocab_size: int = 4096,
     tokenizer: Literal["bpe", "bytes"] = "bpe",
-    force: Annotated[bool, Parameter(negative="")] = False,
+    force: Flag = False,
 ) -> int:
-    """Turn text into Megatron .bin/.idx files for training and held-out loss, with a tokenizer
-    trained on it.
+    """Turn text into Megatron .bin/.idx files for training and held-out loss.
+
+    A tokenizer is trained on the text as well.
 
     Parameters
     ----------
     source
-        A text file or a folder of them; the running interpreter's own standard library when not given.
+        A text file or a folder of them; the running interpreter's own standard library when not
+        given.
     out
         The folder to write.
     vocab_size
@@ -37,26 +39,26 @@ def data_build(
     from moewright.engine.data.tokenizer import TokenizerKind
     from moewright.spec.units import format_bytes, format_seconds
 
-    made = build_corpus(
+    result = build_corpus(
         source,
         out,
         vocab_size=vocab_size,
         tokenizer=TokenizerKind(tokenizer),
         rebuild=RebuildPolicy.ALWAYS if force else RebuildPolicy.IF_CHANGED,
     )
-    corpus = made.corpus
-    if made.outcome is BuildOutcome.REUSED:
+    corpus = result.corpus
+    if result.outcome is BuildOutcome.REUSED:
         print(f"{out} already holds this corpus; --force builds it again")
     else:
-        skipped = (
-            f", {corpus.skipped_files} skipped as not UTF-8 text" if corpus.skipped_files else ""
-        )
-        print(
-            f"read {format_bytes(corpus.text_bytes)} from {corpus.files} files of {corpus.source}{skipped}"
-        )
+        line = f"read {format_bytes(corpus.text_bytes)} from {corpus.files} files"
+        line += f" of {corpus.source}"
+        if corpus.skipped_files:
+            line += f", {corpus.skipped_files} skipped as not UTF-8 text"
+        print(line)
     print(
         f"{out}: {corpus.train.tokens:,} tokens to train on, {corpus.heldout.tokens:,} held out, "
-        f"vocabulary {corpus.vocab_size} ({corpus.tokenizer}), unigram entropy {corpus.unigram_entropy:.3f} nats "
-        f"a token; {format_seconds(made.seconds)}"
+        f"vocabulary {corpus.vocab_size} ({corpus.tokenizer}), "
+        f"unigram entropy {corpus.unigram_entropy:.3f} nats a token; "
+        f"{format_seconds(result.seconds)}"
     )
     return 0

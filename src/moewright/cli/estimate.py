@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
+from moewright.cli.options import JsonOption, LaunchScriptOptions, PlanningOptions
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.workload import Dtype
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moewright.spec.plan import Plan
+
+_NO_OPTIONS = PlanningOptions()
+_NO_SCRIPT = LaunchScriptOptions()
 
 
 def estimate(
@@ -18,13 +24,9 @@ def estimate(
     *,
     on: str = "",
     layout: str = "",
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Dtype | None = None,
-    load: Path | None = None,
-    from_flags: Path | None = None,
-    script_args: str = "",
-    json: Annotated[Path | None, Parameter(name="--json")] = None,
+    workload: PlanningOptions = _NO_OPTIONS,
+    script: LaunchScriptOptions = _NO_SCRIPT,
+    json: JsonOption = None,
     trace: Path | None = None,
 ) -> int:
     """Predict memory by component and module, time by component, and whether one layout fits.
@@ -34,83 +36,71 @@ def estimate(
     Parameters
     ----------
     model
-        A model's name, with or without organisation; a config.json or its folder; or a job .toml. A launch script
-        that gives the model's sizes needs none.
+        A model's name, with or without organisation; a config.json or its folder; or a job .toml.
+        A launch script that gives the model's sizes needs none.
     on
-        Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own, and a launch script
-        the count.
+        Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own, and a
+        launch script the count.
     layout
-        The layout, such as "tp2,ep8,pp32,vpp3,mbs1,recompute=select"; dp is derived. A job brings its own.
-    seq_len
-        Tokens a sequence; 4096 when neither this nor a job says it.
-    global_batch
-        Sequences a step; 16 a device when neither this nor a job says it.
-    precision
-        Compute precision; bf16 when neither this nor a job says it.
-    load
-        Tokens an expert of each layer, measured: a .json list of layers, a .csv with a line of counts a layer (or the
-        columns layer,expert,tokens), or the folder of a run. Memory and time are then those of the hottest rank.
-    from_flags
-        A launch script of Megatron-LM: it says layout, batches and precision. Variables that it does not set are taken
-        from the environment.
-    script_args
-        What stands behind the script's name, in quotes: "dlc A22B 1 2048".
+        The layout, such as "tp2,ep8,pp32,vpp3,mbs1,recompute=select"; dp is derived. A job brings
+        its own.
     json
         Write the plan of this layout (model, workload, hardware, layout, estimate) to this file.
     trace
         Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
     """
-    from moewright.cli.launch_script import print_better_layouts, read_plan_from_script
-    from moewright.cli.plan_request import (
-        estimate_even_routing,
-        read_plan_request,
-        to_job_keys,
-        to_options,
-        translate_fields,
-    )
-    from moewright.codec import parse_layout, write_json
+    from moewright.api.launch_scripts import read_flags
+    from moewright.api.planning import estimate_even_routing, estimate_request
+    from moewright.codec import write_json
     from moewright.report.console import make_console, print_estimate, print_measured_load
     from moewright.report.trace import write_trace
-    from moewright.search.search import build_plan
 
-    if from_flags is not None:
-        said = {
-            "--layout": layout,
-            "--seq-len": seq_len,
-            "--global-batch": global_batch,
-            "--precision": precision,
-            "--load": load,
-        }
-        beside = next((name for name, value in said.items() if value), "")
-        if beside:
-            raise BadInput(
-                Reason(
-                    field=beside, rule="the script of --from-flags says it", nearest="leave it out"
-                )
-            )
-        result, found = read_plan_from_script(from_flags, arguments=script_args, model=model, on=on)
-        chosen_lines = found.notes
+    if script.from_flags is not None:
+        _refuse_options_of_script(layout, workload)
+        reading = read_flags(script.from_flags, on=on, model=model, arguments=script.script_args)
+        plan = reading.plan
+        notes = reading.notes
     else:
-        asked = read_plan_request(
-            model, on=on, seq_len=seq_len, global_batch=global_batch, precision=precision, load=load
-        )
-        with translate_fields(
-            to_options("--layout") if layout or not asked.layout_text else to_job_keys(Path(model))
-        ):
-            chosen = parse_layout(layout or asked.layout_text, world_size=asked.hardware.count)
-            result = build_plan(asked.model, asked.workload, asked.hardware, chosen)
-        chosen_lines = asked.defaults
+        options = workload.to_workload_options()
+        plan, notes = estimate_request(model, layout, on=on, options=options)
     console = make_console(sys.stdout)
-    for line in chosen_lines:
+    for line in notes:
         console.print(line, soft_wrap=True)
-    print_estimate(console, result)
-    print_measured_load(console, result, estimate_even_routing(result))
-    if from_flags is not None:
-        print_better_layouts(console, result)
+    print_estimate(console, plan)
+    print_measured_load(console, plan, estimate_even_routing(plan))
+    if script.from_flags is not None:
+        print_better_layouts(console, plan)
     if json is not None:
-        write_json(json, result)
+        write_json(json, plan)
         console.print(f"wrote {json}", soft_wrap=True)
     if trace is not None:
-        write_trace(result, trace)
+        write_trace(plan, trace)
         console.print(f"wrote {trace}", soft_wrap=True)
     return 0
+
+
+def print_better_layouts(console: Console, plan: Plan) -> None:
+    """Print the planner's best layouts for the job of a launch script, its own among them."""
+    from moewright.api.launch_scripts import find_better_layouts
+    from moewright.report.console import print_ranking
+
+    better = find_better_layouts(plan)
+    console.print("What would be better", style="bold")
+    if better.plans:
+        print_ranking(console, better.plans, picked=(better.own,))
+    console.print(better.advice, soft_wrap=True)
+
+
+def _refuse_options_of_script(layout: str, workload: PlanningOptions) -> None:
+    """Refuse the options whose values a launch script states."""
+    values = {
+        "--layout": layout,
+        "--seq-len": workload.seq_len,
+        "--global-batch": workload.global_batch,
+        "--precision": workload.precision,
+        "--load": workload.load,
+    }
+    for option, value in values.items():
+        if value:
+            rule = "the script of --from-flags says it"
+            raise BadInput(Reason(field=option, rule=rule, nearest="leave it out"))

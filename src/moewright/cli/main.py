@@ -1,42 +1,58 @@
-"""The command line: names of the verbs, and how each way to end becomes a line and an exit code."""
+"""The `moewright` program: how each way to end becomes a line on stderr and an exit code."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from moewright.spec.errors import BadInput
 
-DONE, FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+if TYPE_CHECKING:
+    from cyclopts import App
+
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+PIPE_CLOSED = 141
 _ENGINE_PACKAGES = ("torch", "safetensors", "tokenizers")
 
 
 def run() -> None:
-    """Entry point of the `moewright` program."""
+    """Run the verb that the program was started with, and exit with its code."""
     for name in ("stdout", "stderr"):
-        if (
-            getattr(sys, name) is None
-        ):  # started with it closed; unwritten files must not get its number
+        # A stream is None when the program was started with it closed. It is opened here, so that
+        # no file that is written gets its number.
+        if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     sys.exit(main(sys.argv[1:]))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one verb; its exit code. Whatever a user can mend is one line on stderr and code 2."""
+def main(arguments: Sequence[str], build_app: Callable[[], App] | None = None) -> int:
+    """Run one verb and return its exit code.
+
+    Whatever a user can mend is one line on stderr and code 2. `build_app` makes the command line;
+    it is that of `moewright` when not given.
+    """
     try:
-        return _answer(arguments)
+        return _run_verb(arguments, build_app or _build_verbs)
     except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
+        return _report("interrupted", INTERRUPTED)
 
 
-def _answer(arguments: Sequence[str]) -> int:
-    from cyclopts import (
-        CycloptsError,
-    )  # takes a moment, as the verbs do: an interrupt meanwhile is no traceback
-
+def _build_verbs() -> App:
     from moewright.cli.verbs import build_app
+
+    return build_app()
+
+
+def _run_verb(arguments: Sequence[str], build_app: Callable[[], App]) -> int:
+    # Imported here, as the verbs are, because it takes a moment: an interrupt meanwhile must not
+    # become a traceback.
+    from cyclopts import CycloptsError
 
     try:
         code = build_app()(
@@ -44,25 +60,28 @@ def _answer(arguments: Sequence[str]) -> int:
         )
         sys.stdout.flush()
     except (BadInput, CycloptsError) as error:
-        return _say(str(error), BAD_INPUT) if _speaks() else BAD_INPUT
+        return _report(str(error), BAD_INPUT) if _reports_refusals() else BAD_INPUT
     except ModuleNotFoundError as error:
         if error.name not in _ENGINE_PACKAGES:
             raise
-        return _say(
+        return _report(
             f"this verb needs {error.name}; install it with: pip install 'moewright[engine]'",
             BAD_INPUT,
         )
-    except BrokenPipeError:  # the reader, say `head`, has seen enough
+    except BrokenPipeError:
+        # The reader, say `head`, has seen enough. What is still buffered goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except OSError as error:
-        return _say(f"{error.filename or 'system'}: {error.strerror or error}", FAILED)
+        return _report(f"{error.filename or 'system'}: {error.strerror or error}", FAILED)
     return code if isinstance(code, int) else DONE
 
 
-def _speaks() -> bool:
-    """Whether this process tells of a refusal: the ranks that torchrun starts on a machine all find
-    the same."""
+def _reports_refusals() -> bool:
+    """Return whether this process tells of a refusal.
+
+    All ranks that torchrun starts on a machine meet the same refusal, and the first reports it.
+    """
     from moewright.engine.run.env import read_torchrun_env
 
     try:
@@ -72,8 +91,9 @@ def _speaks() -> bool:
     return env is None or env.local_rank == 0 or env.local_world_size == 0
 
 
-def _say(text: str, code: int) -> int:
-    with suppress(OSError):  # nobody can be told, but the code still says it
+def _report(text: str, code: int) -> int:
+    # Where nobody can be told, the exit code still says it.
+    with suppress(OSError):
         print(f"moewright: {' '.join(text.split())}", file=sys.stderr, flush=True)
     return code
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 
 def report(run: Path, /, *, out: Path | None = None) -> int:
-    """Write one HTML page about a run that opens offline: verdict, curves, predicted beside
-    counted, expert load.
+    """Write one HTML page about a run that opens offline.
+
+    The page shows the verdict, curves, the predicted and the counted ledger, and the load of the
+    experts.
 
     Parameters
     ----------
@@ -21,8 +23,10 @@ def report(run: Path, /, *, out: Path | None = None) -> int:
 
 
 def write_run_report(run: Path, out: Path) -> Path:
-    """Predict the ledger of every counted rank, on the routing the run recorded, and write the
-    page."""
+    """Write the page of a run's folder to `out`, and return `out`.
+
+    The ledger of every rank that was counted is predicted on the routing that the run recorded.
+    """
     from moewright.codec import read_run
     from moewright.diagnosis.compare_ledgers import compare_ranks
     from moewright.diagnosis.engine_run import diagnose_run

@@ -1,5 +1,4 @@
-"""`moewright tune`: from a job's layout to a better one, by trials here or by predictions for
-another machine."""
+"""`moewright tune`: from a job's layout to a better one, by trials here or by predictions."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
+from moewright.cli.options import Flag, SetOption
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
@@ -23,19 +22,24 @@ if TYPE_CHECKING:
     from moewright.tuning.contract import Contract
     from moewright.tuning.decisions import AcceptanceRules, TuningResult
     from moewright.tuning.space import TuningSpace
-    from moewright.tuning.trials import RunTrial, TrialOutcome, TrialRequest
+    from moewright.tuning.trials import RunTrial, TrialFailure, TrialOutcome, TrialRequest
 
-REPORT_FILE, PLAN_FILE, MACHINE_FILE = "report.md", "plan.json", "machine.toml"
+REPORT_FILE = "report.md"
+PLAN_FILE = "plan.json"
+MACHINE_FILE = "machine.toml"
 MAX_MINUTES = 10_000.0
-NOTHING_VALID, STOPPED = 1, 143
-# What allocators, the kernel and the launcher say when there is no memory left.
+# Exit codes.
+NOTHING_VALID = 1
+STOPPED = 143
+# What allocators, the kernel and the launcher say when there is no memory left, in lower case.
 _NO_MEMORY = (
     "out of memory",
     "can't allocate memory",
     "cannot allocate memory",
-    "MemoryError",
-    "killed by SIGKILL",
+    "memoryerror",
+    "killed by sigkill",
 )
+_MAX_MESSAGE = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +52,7 @@ class TuningRequest:
 
 
 class _StoppedError(Exception):
-    """SIGTERM or SIGINT came during a trial."""
+    """A trial was stopped by SIGTERM or SIGINT."""
 
 
 def tune(
@@ -57,25 +61,24 @@ def tune(
     *,
     budget_minutes: float = 0.0,
     on: str = "",
-    predict: Annotated[bool, Parameter(negative="")] = False,
+    predict: Flag = False,
     out: Path | None = None,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    set_: SetOption = None,
 ) -> int:
-    """Tune the layout of a job by trials on this machine: fit, scale, profile, retune one variable,
-    validate.
+    """Tune the layout of a job by trials: fit, scale, profile, retune one variable, validate.
 
-    A trial is a short run of the engine; a gain is one whose interval over pairs of runs, taken in
-    turns, excludes noise. The winner runs 50 steps more. The same command goes on where it was
-    stopped; report.md in the folder tells what was tried, plan.json is what `train` takes up,
-    machine.toml the refitted hardware.
+    A trial is a short run of the engine on this machine; a gain is one whose interval over pairs of
+    runs, taken in turns, excludes noise. The winner runs 50 steps more. The same command goes on
+    where it was stopped; report.md in the folder tells what was tried, plan.json is what `train`
+    takes up, machine.toml the refitted hardware.
 
     Exit codes: 0 done, 1 nothing was found valid, 2 bad input, 143 stopped by a signal.
 
     Parameters
     ----------
     job
-        The job file. Its layout is where tuning starts; its section tune says what may change, absent: whatever is
-        usual.
+        The job file. Its layout is where tuning starts; its section tune says what may change,
+        absent: whatever is usual.
     budget_minutes
         Stop trying after so long, and validate; no limit when not given.
     on
@@ -90,32 +93,17 @@ def tune(
     from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules
     from moewright.tuning.trials import predict_outcome
 
-    if not 0 <= budget_minutes <= MAX_MINUTES:
-        close = (
-            f"{min(max(budget_minutes, 0.0), MAX_MINUTES):g}"
-            if budget_minutes == budget_minutes
-            else "60"
-        )
-        rule = f"must be in 0..{MAX_MINUTES:g}, 0 for no limit"
-        raise BadInput(
-            Reason(field="--budget-minutes", value=f"{budget_minutes:g}", rule=rule, nearest=close)
-        )
+    _check_budget(budget_minutes)
     if on and not predict:
-        raise BadInput(
-            Reason(
-                field="--on",
-                value=on,
-                rule="trials run on this machine",
-                nearest="--predict beside it",
-            )
-        )
+        rule = "trials run on this machine"
+        raise BadInput(Reason(field="--on", value=on, rule=rule, nearest="--predict beside it"))
     folder = out or Path("runs") / f"{job.stem}_tune"
-    asked = read_tuning_request(job, on=on, predict=predict, overrides=tuple(set_ or ()))
+    request = read_tuning_request(job, on=on, predict=predict, overrides=tuple(set_ or ()))
     if predict:
-        return _tuned(asked, folder, predict_outcome, rules=PREDICTION_RULES, budget_s=0.0)
+        return _run_tuning(request, folder, predict_outcome, rules=PREDICTION_RULES, budget_s=0.0)
     try:
-        return _tuned(
-            asked,
+        return _run_tuning(
+            request,
             folder,
             partial(run_trial, folder),
             rules=AcceptanceRules(),
@@ -126,68 +114,88 @@ def tune(
         return STOPPED
 
 
+def _check_budget(minutes: float) -> None:
+    if 0 <= minutes <= MAX_MINUTES:
+        return
+    nearest = "60" if isnan(minutes) else f"{min(max(minutes, 0.0), MAX_MINUTES):g}"
+    rule = f"must be in 0..{MAX_MINUTES:g}, 0 for no limit"
+    raise BadInput(
+        Reason(field="--budget-minutes", value=f"{minutes:g}", rule=rule, nearest=nearest)
+    )
+
+
 def read_tuning_request(
     job: Path, *, on: str, predict: bool, overrides: tuple[str, ...]
 ) -> TuningRequest:
-    """The job as a space to tune in, with its contract. Raises BadInput for a job that cannot be
-    tuned."""
-    from moewright import __version__
-    from moewright.cli.plan_request import fill_attended_share, to_job_keys, translate_fields
+    """Return the space in which a job is tuned, with its contract.
+
+    Raises:
+        BadInput: The job cannot be tuned.
+    """
+    from moewright.api.requests import fill_attended_share, to_job_keys, translate_fields
     from moewright.codec import parse_layout
     from moewright.intake.job import read_job
     from moewright.rules.engine_limits import unsupported_layout
     from moewright.search.space import no_objections
     from moewright.tuning.contract import Label, build_contract, choose_label
     from moewright.tuning.space import TuningSpace, point_from_job
+    from moewright.version import __version__
 
-    asked = read_job(job, overrides)
+    job_file = read_job(job, overrides)
+    data = ""
+    torch_version = ""
     with translate_fields(to_job_keys(job)):
-        data, torch = ("", "") if predict else _runnable(asked)
-        hardware = _hardware(asked, on=on, predict=predict)
-        asked = replace(asked, nproc=hardware.count, workload=fill_attended_share(asked.workload))
-        layout = parse_layout(asked.layout_text, world_size=hardware.count)
-        allowed = partial(unsupported_layout, model=asked.model, workload=asked.workload)
+        if not predict:
+            data, torch_version = _check_runnable(job_file)
+        hardware = _read_hardware(job_file, on=on, predict=predict)
+        workload = fill_attended_share(job_file.workload)
+        job_file = replace(job_file, nproc=hardware.count, workload=workload)
+        layout = parse_layout(job_file.layout_text, world_size=hardware.count)
+        runs_here = partial(unsupported_layout, model=job_file.model, workload=workload)
         space = TuningSpace(
-            model=asked.model,
-            workload=asked.workload,
+            model=job_file.model,
+            workload=workload,
             hardware=hardware,
-            start=point_from_job(layout, asked.workload),
-            axes=asked.axes,
-            allowed=no_objections if predict and on else allowed,
+            start=point_from_job(layout, workload),
+            axes=job_file.axes,
+            allowed=no_objections if predict and on else runs_here,
         )
         if reasons := space.reasons_against(space.start):
             raise BadInput(*reasons)
     contract = build_contract(
-        asked.model,
-        asked.workload,
+        job_file.model,
+        workload,
         hardware,
         start=space.start,
-        axes=asked.axes,
-        label=Label.PREDICTED if predict else choose_label(asked.workload),
-        versions=(__version__, torch),
+        axes=job_file.axes,
+        label=Label.PREDICTED if predict else choose_label(workload),
+        versions=(__version__, torch_version),
         data=data,
     )
-    return TuningRequest(job=asked, space=space, contract=contract)
+    return TuningRequest(job=job_file, space=space, contract=contract)
 
 
-def _hardware(job: JobFile, *, on: str, predict: bool) -> Hardware:
+def _read_hardware(job: JobFile, *, on: str, predict: bool) -> Hardware:
+    """Return the hardware to tune for; a machine file that trials need is measured if absent."""
+    from moewright.api.requests import read_hardware
     from moewright.cli.bench import write_machine_file
-    from moewright.cli.plan_request import translate_fields
     from moewright.intake import catalogue
 
     if on:
-        with translate_fields(lambda field: "--on" if field == "hardware" else field):
-            return catalogue.hardware(on)
+        return read_hardware(on)
     path = Path(job.hardware)
     if path.suffix == ".toml" and not path.exists() and not predict:
-        print(f"{path} is not there: measuring this machine")
+        print(f"{path} does not exist: measuring this machine")
         write_machine_file(path, nproc=job.nproc)
     return catalogue.hardware(f"{job.nproc}x{job.hardware}")
 
 
-def _runnable(job: JobFile) -> tuple[str, str]:
-    """Fingerprint of the data and version of torch, once nothing but the layout can keep the job
-    from running."""
+def _check_runnable(job: JobFile) -> tuple[str, str]:
+    """Return the fingerprint of the data, and the version of torch.
+
+    Raises:
+        BadInput: Something other than the layout keeps the job from running.
+    """
     import torch
 
     from moewright.engine.data.preflight import check_data
@@ -196,26 +204,23 @@ def _runnable(job: JobFile) -> tuple[str, str]:
     from moewright.rules.engine_limits import unsupported_model
 
     if read_torchrun_env() is not None:
-        raise BadInput(
-            Reason(
-                field="torchrun", rule="tuning starts its ranks itself", nearest="moewright tune"
-            )
-        )
+        rule = "tuning starts its ranks itself"
+        raise BadInput(Reason(field="torchrun", rule=rule, nearest="moewright tune"))
     refuse_too_many_processes(job.nproc, field="train.nproc")
     if reasons := unsupported_model(job.model, job.workload):
         raise BadInput(*reasons)
     return check_data(job.model, job.workload), str(torch.__version__)
 
 
-def _tuned(
-    asked: TuningRequest,
+def _run_tuning(
+    request: TuningRequest,
     folder: Path,
     run_one: RunTrial,
     *,
     rules: AcceptanceRules,
     budget_s: float,
 ) -> int:
-    """Carry the tuning out in its folder, and say at each decision where it stands."""
+    """Carry the tuning out in its folder, and print each decision."""
     import time
 
     from moewright.codec import write_json, write_text, write_toml
@@ -227,79 +232,90 @@ def _tuned(
     from moewright.tuning.journal import Journal
     from moewright.tuning.procedure import Tuner
 
-    measured = rules.basis is Basis.MEASURED
-    said = 0
+    is_measured = rules.basis is Basis.MEASURED
+    report_path = folder / REPORT_FILE
+    printed = 0
 
     def watch(result: TuningResult) -> None:
-        nonlocal said
-        for decision in result.decisions[said:]:
+        nonlocal printed
+        for decision in result.decisions[printed:]:
             print(format_decision(decision, rules.basis), flush=True)
-        said = len(result.decisions)
-        write_text(folder / REPORT_FILE, render_tuning(asked.contract, result, basis=rules.basis))
+        printed = len(result.decisions)
+        write_text(report_path, render_tuning(request.contract, result, basis=rules.basis))
 
     with lock_run_dir(folder):
-        freeze_contract(asked.contract, folder)
-        journal = Journal(folder, run_one, time.monotonic) if measured else run_one
-        tuning = Tuner(asked.space, journal, rules=rules, budget_s=budget_s, watch=watch)
-        result = tuning.run()
+        freeze_contract(request.contract, folder)
+        if is_measured:
+            run_one = Journal(folder, run_one, time.monotonic)
+        tuner = Tuner(request.space, run_one, rules=rules, budget_s=budget_s, watch=watch)
+        result = tuner.run()
         watch(result)
     if result.winner is None:
-        print(f"nothing was found valid; {folder / REPORT_FILE} tells why")
+        print(f"no layout was found valid; {report_path} tells why")
         return NOTHING_VALID
-    space, winner = asked.space, result.winner
-    workload = replace(winner.apply_to(space.workload), ramp=space.workload.ramp)
-    plan = build_plan(space.model, workload, tuning.predictor.learnt_hardware, winner.layout)
-    write_json(folder / PLAN_FILE, plan)
-    if measured:
-        write_toml(folder / MACHINE_FILE, tuning.predictor.learnt_hardware)
-    print(
-        f"winner: {winner}; {folder / REPORT_FILE} tells what was tried, {folder / PLAN_FILE} is its plan"
-    )
+    space = request.space
+    hardware = tuner.predictor.learnt_hardware
+    # Trials have no ramp of the batch; the plan has the job's own.
+    workload = replace(result.winner.apply_to(space.workload), ramp=space.workload.ramp)
+    plan = build_plan(space.model, workload, hardware, result.winner.layout)
+    plan_path = folder / PLAN_FILE
+    write_json(plan_path, plan)
+    if is_measured:
+        write_toml(folder / MACHINE_FILE, hardware)
+    print(f"winner: {result.winner}; {report_path} tells what was tried, {plan_path} is its plan")
     return 0
 
 
-def run_trial(folder: Path, ask: TrialRequest) -> TrialOutcome:
-    """Run the engine in a folder of its own, its output beside it; the state that it saved goes,
-    its records stay."""
+def run_trial(folder: Path, request: TrialRequest) -> TrialOutcome:
+    """Run the engine in a folder of its own, with its output beside it.
+
+    The state that the run saved is deleted, its records stay.
+
+    Raises:
+        _StoppedError: A signal stopped the run.
+    """
     from moewright.codec import fingerprint, read_run
     from moewright.engine.run.train import train
     from moewright.engine.run.worker import ExitCode
     from moewright.tuning.trials import TrialFailure, TrialOutcome, build_outcome
 
-    place = folder / "trials" / f"{fingerprint(ask.point)}-{ask.length}-{ask.repeat}"
-    shutil.rmtree(place, ignore_errors=True)  # of a trial that was killed
-    place.mkdir(parents=True)
-    log = place / "output.txt"
+    name = f"{fingerprint(request.point)}-{request.length}-{request.repeat}"
+    run_dir = folder / "trials" / name
+    shutil.rmtree(run_dir, ignore_errors=True)  # of a trial that was killed
+    run_dir.mkdir(parents=True)
+    log = run_dir / "output.txt"
     try:
-        with _output_to(log):
-            code = train(ask.plan, place)
+        with _redirect_output(log):
+            code = train(request.plan, run_dir)
     except BadInput as error:
         return TrialOutcome(failure=TrialFailure.REFUSED, said=str(error))
     finally:
-        shutil.rmtree(place / "checkpoints", ignore_errors=True)
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     if code is ExitCode.STOPPED:
         raise _StoppedError
     if code is not ExitCode.DONE:
-        text = log.read_text(encoding="utf-8", errors="replace")
-        failure = (
-            TrialFailure.MEMORY
-            if any(word.lower() in text.lower() for word in _NO_MEMORY)
-            else TrialFailure.OTHER
-        )
-        said = next(
-            (one for one in text.splitlines() if one.startswith("rank ")),
-            f"ended with code {int(code)}",
-        )
-        return TrialOutcome(failure=failure, said=said[:200])
-    return build_outcome(read_run(place), ask.length)
+        output = log.read_text(encoding="utf-8", errors="replace")
+        rank_lines = (line for line in output.splitlines() if line.startswith("rank "))
+        message = next(rank_lines, f"ended with code {int(code)}")
+        return TrialOutcome(failure=_classify_failure(output), said=message[:_MAX_MESSAGE])
+    return build_outcome(read_run(run_dir), request.length)
+
+
+def _classify_failure(output: str) -> TrialFailure:
+    from moewright.tuning.trials import TrialFailure
+
+    lowered = output.lower()
+    if any(words in lowered for words in _NO_MEMORY):
+        return TrialFailure.MEMORY
+    return TrialFailure.OTHER
 
 
 @contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Standard output and error of this process, and of those it starts, into a file."""
+def _redirect_output(path: Path) -> Iterator[None]:
+    """Write standard output and error of this process, and of those it starts, into a file."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
+    saved = [os.dup(1), os.dup(2)]
     with path.open("w", encoding="utf-8") as stream:
         try:
             os.dup2(stream.fileno(), 1)
@@ -307,6 +323,6 @@ def _output_to(path: Path) -> Iterator[None]:
             with redirect_stdout(stream), redirect_stderr(stream):
                 yield
         finally:
-            for place, old in enumerate(kept, 1):
-                os.dup2(old, place)
+            for descriptor, old in enumerate(saved, 1):
+                os.dup2(old, descriptor)
                 os.close(old)

@@ -6,10 +6,9 @@ import json
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
+from moewright.cli.options import UpcyclingOptions
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 
@@ -17,22 +16,8 @@ if TYPE_CHECKING:
     from moewright.engine.run.upcycle import ReadParameter
 
 
-def upcycle(
-    dense: Path,
-    /,
-    *,
-    out: Path,
-    experts: int,
-    top_k: Annotated[int, Parameter(name="--top-k")],
-    granularity: int = 1,
-    dense_first: int = 0,
-    every: int = 1,
-    scaling: Literal["exact", "published"] = "exact",
-    router: Literal["post-softmax", "pre-softmax"] = "post-softmax",
-    seed: int = 1234,
-) -> int:
-    """Turn a dense checkpoint into one with experts that computes the same, for `train` to start
-    from.
+def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: int = 1234) -> int:
+    """Turn a dense checkpoint into one with experts that computes the same.
 
     Writes config.json and a checkpoint; a job starts from them with model.config = OUT and
     model.weights = OUT.
@@ -43,24 +28,10 @@ def upcycle(
         A run folder or folder of checkpoints of moewright, or a Hugging Face folder.
     out
         The folder to write; it must not hold anything yet.
-    experts
-        Experts of a layer: copies of its MLP times --granularity.
-    top_k
-        Experts a token: a multiple of --granularity.
-    granularity
-        Slices that each MLP is cut into; experts are that much narrower.
-    dense_first
-        How many layers at the start stay dense.
-    every
-        Of the others, those whose number this divides get experts.
-    scaling
-        exact keeps the function; published spreads the factor over gate, up and down, which keeps it only about.
-    router
-        post-softmax: the weights of the chosen experts sum to 1; pre-softmax: they are shares of all.
     seed
         Decides the routers' fresh rows.
     """
-    from moewright.cli.plan_request import translate_fields
+    from moewright.api.requests import translate_fields
     from moewright.codec import write_text
     from moewright.rules.parameters import count_parameters
     from moewright.rules.upcycling import (
@@ -71,43 +42,44 @@ def upcycle(
     )
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(
-            Reason(
-                field="--out", value=str(out), rule="holds something already", nearest=f"{out}-2"
-            )
-        )
-    choice = UpcyclingSpec(
-        experts=experts,
-        top_k=top_k,
-        granularity=granularity,
-        dense_first=dense_first,
-        every=every,
-        scaling=UpcyclingScaling(scaling),
-        weighting=RouterWeighting(router),
+        rule = "holds something already"
+        raise BadInput(Reason(field="--out", value=str(out), rule=rule, nearest=f"{out}-2"))
+    spec = UpcyclingSpec(
+        experts=options.experts,
+        top_k=options.top_k,
+        granularity=options.granularity,
+        dense_first=options.dense_first,
+        every=options.every,
+        scaling=UpcyclingScaling(options.scaling),
+        weighting=RouterWeighting(options.router),
     )
-    source, source_of = _dense(dense)
-    with translate_fields(
-        lambda field: field if field.startswith("model") else f"--{field.replace('_', '-')}"
-    ):
-        model = upcycle_model(source, choice)
-    config = _config_of(model)
+    source, open_parameters = _open_dense(dense)
+    with translate_fields(_option_of_field):
+        model = upcycle_model(source, spec)
+    config = _complete_config(model)
 
-    from moewright.engine.run.upcycle import upcycle as run
+    from moewright.engine.run.upcycle import upcycle as write_upcycled
 
-    with source_of as read:
-        run(read, source, model, choice, seed=seed, out=out)
+    with open_parameters as read_parameter:
+        write_upcycled(read_parameter, source, model, spec, seed=seed, out=out)
     write_text(out / "config.json", json.dumps(config, indent=1) + "\n")
-    size = count_parameters(model)
+    before = count_parameters(source)
+    after = count_parameters(model)
+    width = model.moe.ffn_size if model.moe else 0
     print(
-        f"wrote {out}: {model.moe_layer_count} of {model.layers} layers with {experts} experts of width "
-        f"{model.moe.ffn_size if model.moe else 0}, top {top_k}; {size.total:,} parameters, {size.active:,} active "
-        f"({count_parameters(source).total:,} before)"
+        f"wrote {out}: {model.moe_layer_count} of {model.layers} layers with {options.experts} "
+        f"experts of width {width}, top {options.top_k}; {after.total:,} parameters, "
+        f"{after.active:,} active ({before.total:,} before)"
     )
     return 0
 
 
-def _dense(path: Path) -> tuple[ModelSpec, AbstractContextManager[ReadParameter]]:
-    """The model of a folder, ours or Hugging Face's, and how its parameters are read."""
+def _option_of_field(field: str) -> str:
+    return field if field.startswith("model") else f"--{field.replace('_', '-')}"
+
+
+def _open_dense(path: Path) -> tuple[ModelSpec, AbstractContextManager[ReadParameter]]:
+    """Return the model of a folder, ours or Hugging Face's, and how its parameters are read."""
     from moewright.engine.hf.folder import is_hf_folder
     from moewright.engine.run.upcycle import (
         open_checkpoint_parameters,
@@ -122,17 +94,21 @@ def _dense(path: Path) -> tuple[ModelSpec, AbstractContextManager[ReadParameter]
     return read_checkpoint_model(path), open_checkpoint_parameters(path)
 
 
-def _config_of(model: ModelSpec) -> dict[str, Any]:
-    """The config.json of a model, which must say all of it. Raises BadInput."""
+def _complete_config(model: ModelSpec) -> dict[str, Any]:
+    """Return the config.json of a model, which must say all of it.
+
+    Raises:
+        BadInput: Reading the config back does not give the same model.
+    """
     from moewright.intake.hf import parse_config
     from moewright.intake.hf_write import build_config
 
     config = build_config(model)
-    read = parse_config(config, where="config.json", name=model.name)
+    read_back = parse_config(config, where="config.json", name=model.name)
     lost = [
         field.name
         for field in fields(model)
-        if getattr(read, field.name) != getattr(model, field.name)
+        if getattr(read_back, field.name) != getattr(model, field.name)
     ]
     if lost:
         rule = f"its config.json cannot say {', '.join(lost)} of this model"

@@ -1,13 +1,10 @@
-"""The verbs of the command line. Apart from `main`, which answers an interrupt while these are
-being imported."""
+"""The verbs of the command line, apart from `main`, which handles an interrupt of their import."""
 
 from __future__ import annotations
 
 from cyclopts import App
 
-from moewright import __version__
-from moewright.cli.bench import bench_engine, bench_machine, bench_peers, bench_search
-from moewright.cli.bench_tune import bench_tune
+from moewright.cli.bench import bench_machine, bench_search
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
@@ -23,41 +20,40 @@ from moewright.cli.tune import tune
 from moewright.cli.upcycle import upcycle
 from moewright.cli.validate import validate
 from moewright.cli.verify import verify
+from moewright.version import __version__
 
 
 def build_app() -> App:
-    verbs = App(
+    """Build the command line of `moewright`."""
+    app = App(
         name="moewright",
         help="Plan, train, measure and retune Mixture-of-Experts language models.",
         version=__version__,
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
+    app.command(plan)
+    app.command(estimate)
+    app.command(validate)
+    app.command(fit)
+    app.command(train)
+    app.command(verify)
+    app.command(dryrun)
+    app.command(upcycle)
+    app.command(report)
+    app.command(diagnose)
+    app.command(tune)
+    app.command(export)
     data = App(name="data", help="Make training data.")
-    convert = App(name="convert", help="Hugging Face folders to checkpoints, and back.")
-    bench = App(name="bench", help="Measure this machine, the planner and the engine.")
-    verbs.command(plan)
-    verbs.command(estimate)
-    verbs.command(validate)
-    verbs.command(fit)
-    verbs.command(train)
-    verbs.command(verify)
-    verbs.command(dryrun)
-    verbs.command(upcycle)
-    verbs.command(report)
-    verbs.command(diagnose)
-    verbs.command(tune)
-    verbs.command(export)
-    verbs.command(data)
-    verbs.command(convert)
-    verbs.command(bench)
     data.command(data_build, name="build")
+    app.command(data)
+    convert = App(name="convert", help="Convert Hugging Face folders to checkpoints, and back.")
     convert.command(convert_import, name="import")
     convert.command(convert_export, name="export")
+    app.command(convert)
+    bench = App(name="bench", help="Measure this machine, the planner, and layouts of a sweep.")
     bench.command(bench_machine, name="machine")
-    bench.command(bench_engine, name="engine")
-    bench.command(bench_peers, name="peers")
     bench.command(bench_search, name="search")
     bench.command(bench_sweep, name="sweep")
-    bench.command(bench_tune, name="tune")
-    return verbs
+    app.command(bench)
+    return app

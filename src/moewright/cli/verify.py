@@ -1,13 +1,18 @@
-"""`moewright verify`: run a Hugging Face checkpoint in a layout and write its logits, gradients and
-curve."""
+"""`moewright verify`: run a Hugging Face checkpoint in a layout, and write what came out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
+from moewright.cli.options import UpdateOptions
 from moewright.spec.errors import BadInput, Reason
+
+if TYPE_CHECKING:
+    from moewright.spec.workload import OptimizerSpec
+
+_DEFAULT_UPDATE = UpdateOptions()
 
 
 def verify(
@@ -19,25 +24,20 @@ def verify(
     layout: str = "",
     nproc: int = 1,
     steps: int = 1,
-    optimizer: Literal["sgd", "adamw"] = "sgd",
-    lr: float = 0.01,
-    betas: str = "0.9,0.95",
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    clip: float = 0.0,
+    update: UpdateOptions = _DEFAULT_UPDATE,
 ) -> int:
-    """Run a checkpoint on given batches in a layout, in fp32, and write what came out under its own
-    names.
+    """Run a checkpoint on the batches of a file in a layout, in fp32, and write what came out.
 
     tensors.safetensors holds logits, nll and grad/<name> of the first batch, curve.json loss and
-    grad_norm by step.
+    grad_norm by step. Tensors have the names of the checkpoint.
 
     Parameters
     ----------
     hf_dir
         A folder with config.json and model.safetensors, or its shards and their index.
     batch
-        A safetensors file with input_ids and labels, both integers [N, B, T]; labels unshifted, -100 ignored.
+        A safetensors file with input_ids and labels, both integers [N, B, T]; labels unshifted,
+        -100 ignored.
     out
         The folder to write to.
     layout
@@ -46,69 +46,66 @@ def verify(
         Processes to start: the world size.
     steps
         Updates; step s uses batch s mod N.
-    optimizer
-        Plain SGD or AdamW, at a constant rate.
-    lr
-        Learning rate.
-    betas
-        AdamW's two decay rates, as one value: 0.9,0.95.
-    eps
-        AdamW's epsilon.
-    weight_decay
-        Decoupled weight decay of matrices; norm weights never decay.
-    clip
-        Largest gradient norm; 0: no clipping.
     """
     from moewright.codec import parse_layout
     from moewright.engine.run.batch_file import read_batch_workload
     from moewright.engine.run.process_limit import refuse_too_many_processes
     from moewright.intake.hf import read_config
     from moewright.rules.engine_limits import require_runnable
-    from moewright.spec.workload import OptimizerSpec
+    from moewright.rules.job import Job
 
-    for field, value, low in (("--nproc", nproc, 1), ("--steps", steps, 1)):
-        if value < low:
-            raise BadInput(
-                Reason(
-                    field=field, value=str(value), rule=f"must be at least {low}", nearest=str(low)
-                )
-            )
+    _check_at_least_one("--nproc", nproc)
+    _check_at_least_one("--steps", steps)
     model = read_config(hf_dir)
-    chosen = parse_layout(layout, world_size=nproc)
-    beta1, beta2 = _betas(betas)
-
-    adjusted = OptimizerSpec(
-        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip_norm=clip
-    )
+    parsed_layout = parse_layout(layout, world_size=nproc)
+    optimizer = _read_optimizer(update)
     refuse_too_many_processes(nproc, field="--nproc")
     # Refused before torch is imported, which takes seconds; without MTP layers, which a checkpoint
     # may leave out.
-    require_runnable(
-        replace(model, mtp_layers=0),
-        read_batch_workload(batch, steps=steps, optimizer=adjusted),
-        chosen,
-    )
+    workload = read_batch_workload(batch, steps=steps, optimizer=optimizer)
+    model_without_mtp = replace(model, mtp_layers=0)
+    require_runnable(Job(model=model_without_mtp, workload=workload, layout=parsed_layout))
 
     from moewright.engine.run.verify import UpdateKind, VerifyJob
-    from moewright.engine.run.verify import verify as run
+    from moewright.engine.run.verify import verify as run_verify
 
     job = VerifyJob(
         model=model,
         weights=hf_dir,
         batch=batch,
-        layout=chosen,
+        layout=parsed_layout,
         steps=steps,
-        update_kind=UpdateKind(optimizer),
-        lr=lr,
-        optimizer=adjusted,
+        update_kind=UpdateKind(update.optimizer),
+        lr=update.lr,
+        optimizer=optimizer,
     )
-    code = int(run(job, out))
+    code = int(run_verify(job, out))
     if code == 0:
         print(f"wrote {out / 'tensors.safetensors'} and {out / 'curve.json'}")
     return code
 
 
-def _betas(text: str) -> tuple[float, float]:
+def _check_at_least_one(option: str, value: int) -> None:
+    if value < 1:
+        rule = "must be at least 1"
+        raise BadInput(Reason(field=option, value=str(value), rule=rule, nearest="1"))
+
+
+def _read_optimizer(update: UpdateOptions) -> OptimizerSpec:
+    from moewright.spec.workload import OptimizerSpec
+
+    beta1, beta2 = _parse_betas(update.betas)
+    return OptimizerSpec(
+        lr=update.lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=update.eps,
+        weight_decay=update.weight_decay,
+        clip_norm=update.clip,
+    )
+
+
+def _parse_betas(text: str) -> tuple[float, float]:
     try:
         beta1, beta2 = (float(part) for part in text.split(","))
     except ValueError:

@@ -1,9 +1,7 @@
-"""Floor 1: nouns to and from JSON, TOML and layout text; strict on the way in, atomic on the way
-out."""
+"""Floor 1: nouns to and from JSON, TOML and layout text; reads are strict, writes are atomic."""
 
 from moewright.codec.data import (
     FloatPolicy,
-    closest_match,
     default_values,
     fingerprint,
     format_value,
@@ -24,6 +22,8 @@ from moewright.codec.files import (
     write_toml,
 )
 from moewright.codec.layout_text import explicit_fields, format_layout, parse_layout
+from moewright.codec.names import closest_match
+from moewright.codec.numbers import parse_count
 from moewright.codec.run_files import RANK_TIMINGS_FILE, format_record, read_run
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "format_record",
     "format_value",
     "from_data",
+    "parse_count",
     "parse_json",
     "parse_layout",
     "read_complete_lines",

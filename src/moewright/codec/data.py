@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -16,6 +15,7 @@ from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
 from cattrs.errors import AttributeValidationNote, IterableValidationError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn
 
+from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
 
 T = TypeVar("T")
@@ -24,15 +24,14 @@ INT_LIMIT = 2**63
 
 
 class FloatPolicy(StrEnum):
-    """Which floats are read: what people write is finite; what a diverged run measured may not
-    be."""
+    """Which floats are read: people write finite ones; a diverged run may measure others."""
 
     FINITE = "finite"
     NON_FINITE = "measured"
 
 
 class _Refused(Exception):
-    """One value that is not what its place asks for; the path is known only further up."""
+    """A value that is not what its field takes; only callers know the path to it."""
 
     def __init__(self, rule: str, value: object, nearest_value: str = "") -> None:
         super().__init__(rule)
@@ -41,40 +40,36 @@ class _Refused(Exception):
         self.nearest = nearest_value
 
 
-def closest_match(word: str, legal: Iterable[str]) -> str:
-    """The legal word most like `word`, letter case aside; "" when none is much like it."""
-    by_folded = {name.casefold(): name for name in legal}
-    close = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.5)
-    return by_folded[close[0]] if close else ""
-
-
 def to_data(record: object) -> Any:
-    """Plain data of a noun: dataclass -> dict, tuple -> list, enum -> its value."""
+    """Return the plain data of a record: a dataclass as dict, a tuple as list, an enum as value."""
     return _converter(FloatPolicy.FINITE).unstructure(record)
 
 
 def default_values(record: object) -> dict[str, Any]:
-    """What `from_data` takes the fields of a noun, and of the nouns in it, for that are left out;
-    without those that may not be.
+    """Return the defaults that `from_data` takes for fields of a record that are left out.
+
+    Records inside are included as dicts; required fields are not.
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in fields(cast(Any, record)):
         value = getattr(record, field.name)
         if is_dataclass(value):
-            found[field.name] = default_values(value)
+            defaults[field.name] = default_values(value)
         elif field.default is not MISSING:
-            found[field.name] = to_data(field.default)
-    return found
+            defaults[field.name] = to_data(field.default)
+    return defaults
 
 
 def from_data(
     cls: type[T], data: Any, *, where: str, floats: FloatPolicy = FloatPolicy.FINITE
 ) -> T:
-    """The noun that `data` describes. Keys must be fields of `cls`, types must match exactly (an
-    int does for a float).
+    """Return the record of type `cls` that `data` describes.
 
-    Raises BadInput with one Reason a fault, its field as "job.toml: layout.ep" for
-    where="job.toml".
+    Keys must be fields of `cls`, and types must match exactly (an int does for a float).
+
+    Raises:
+        BadInput: `data` is at fault; each fault is a Reason whose field is like "job.toml:
+            layout.ep" for where="job.toml".
     """
     try:
         return _converter(floats).structure(data, cls)
@@ -85,8 +80,10 @@ def from_data(
 
 
 def fingerprint(*records: object) -> str:
-    """16 hex digits of the SHA-256 over the nouns' canonical JSON: equal nouns, equal
-    fingerprint."""
+    """Return 16 hex digits of the SHA-256 over the canonical JSON of the records.
+
+    Equal records have equal fingerprints.
+    """
     canonical = json.dumps(
         [[type(noun).__name__, to_data(noun)] for noun in records], sort_keys=True, allow_nan=False
     )
@@ -115,8 +112,8 @@ def _bool(value: Any, _: type) -> bool:
 
 def _int(value: Any, _: type) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        whole = isinstance(value, float) and math.isfinite(value)
-        raise _Refused("must be a whole number", value, str(round(value)) if whole else "")
+        near = str(round(value)) if isinstance(value, float) and math.isfinite(value) else ""
+        raise _Refused("must be a whole number", value, near)
     if abs(value) >= INT_LIMIT:
         raise _Refused("must be below 2**63 in size", value)
     return value
@@ -157,16 +154,17 @@ def _is_tuple(cls: Any) -> bool:
 
 
 def _tuple(converter: Converter, cls: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
-    arguments = get_args(cls)
-    fixed = None if arguments[-1] is Ellipsis else len(arguments)
+    item_types = get_args(cls)
+    fixed_length = None if item_types[-1] is Ellipsis else len(item_types)
 
     def structure(value: Any, _: Any) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
             raise _Refused("must be a list", value)
-        if fixed is not None and len(value) != fixed:
-            raise _Refused(f"must be a list of {fixed}", value)
-        types = arguments if fixed is not None else (arguments[0],) * len(value)
-        built, faults = [], []
+        if fixed_length is not None and len(value) != fixed_length:
+            raise _Refused(f"must be a list of {fixed_length}", value)
+        types = (item_types[0],) * len(value) if fixed_length is None else item_types
+        built = []
+        faults = []
         for index, (item, item_type) in enumerate(zip(value, types, strict=True)):
             try:
                 built.append(converter.get_structure_hook(item_type)(item, item_type))
@@ -183,17 +181,19 @@ def _tuple(converter: Converter, cls: Any) -> Callable[[Any, Any], tuple[Any, ..
 def _record(converter: Converter, cls: Any) -> Callable[[Any, Any], Any]:
     build = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
 
-    def structure(value: Any, asked: Any) -> Any:
+    def structure(value: Any, target: Any) -> Any:
         if not isinstance(value, dict):
             raise _Refused("must be a table of keys", value)
-        return build(cast(Any, value), asked)
+        return build(cast(Any, value), target)
 
     return structure
 
 
 def _reasons(error: BaseException, path: str, where: str) -> Iterator[Reason]:
-    """Flatten a tree of cattrs errors; unknown keys first, for a misspelt key also shows as a
-    missing one."""
+    """Yield the Reasons of a tree of cattrs errors.
+
+    Unknown keys come first, because a misspelt key also shows as a missing one.
+    """
     if isinstance(error, BaseValidationError):
         for inner in sorted(
             error.exceptions, key=lambda e: not isinstance(e, ForbiddenExtraKeysError)
@@ -203,9 +203,9 @@ def _reasons(error: BaseException, path: str, where: str) -> Iterator[Reason]:
         legal = [field.name for field in fields(cast(Any, error.cl))]
         for key in sorted(map(str, error.extra_fields)):
             field = _located(where, f"{path}.{key}" if path else key)
-            close = closest_match(key, legal)
-            known = "" if close else f"; known here: {', '.join(legal)}"
-            yield Reason(field=field, rule=f"unknown key{known}", nearest=close)
+            near = closest_match(key, legal)
+            rule = "unknown key" if near else f"unknown key; known here: {', '.join(legal)}"
+            yield Reason(field=field, rule=rule, nearest=near)
     elif isinstance(error, _Refused):
         yield Reason(
             field=_located(where, path), rule=error.rule, value=error.value, nearest=error.nearest
@@ -232,10 +232,11 @@ def _located(where: str, path: str) -> str:
 
 
 def format_value(value: object) -> str:
-    """A refused value in a few letters, as JSON writes it."""
+    """Return a refused value in a few letters, as JSON writes it."""
     if isinstance(value, int) and abs(value) >= INT_LIMIT:
         return "a huge integer"
     if isinstance(value, list | tuple | dict):  # may be nested without end
-        return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)}"
+        kind = "table" if isinstance(value, dict) else "list"
+        return f"a {kind} of {len(value)}"
     text = json.dumps(value) if isinstance(value, bool | str | None) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

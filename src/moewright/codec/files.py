@@ -1,5 +1,4 @@
-"""Files of nouns: JSON and TOML, refused in one line when malformed, replaced whole when
-written."""
+"""Files of records in JSON and TOML: malformed ones are refused, written ones replaced whole."""
 
 from __future__ import annotations
 
@@ -13,50 +12,61 @@ from typing import Any, NoReturn, TypeVar
 
 import tomli_w
 
-from moewright.codec.data import FloatPolicy, closest_match, from_data, to_data
+from moewright.codec.data import FloatPolicy, from_data, to_data
+from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
 
 T = TypeVar("T")
 
 
 class _Malformed(ValueError):
-    """A fault json itself lets pass."""
+    """A fault in JSON text that the json module lets pass."""
 
 
 def read_json(cls: type[T], path: Path) -> T:
-    """The noun in a JSON file; BadInput names the file, the key, the rule and the nearest legal
-    value."""
+    """Return the record of type `cls` in a JSON file.
+
+    Raises:
+        BadInput: It names the file, the key, the rule and the nearest legal value.
+    """
     return from_data(cls, read_json_data(path), where=str(path))
 
 
 def read_toml(cls: type[T], path: Path) -> T:
-    """The noun in a TOML file; BadInput as for read_json."""
+    """Return the record of type `cls` in a TOML file; raises BadInput like read_json."""
     return from_data(cls, read_toml_data(path), where=str(path))
 
 
 def write_json(path: Path, record: object) -> None:
-    """Write a noun as JSON; a reader sees the old file or the new one, never a part."""
+    """Write a record as JSON; a reader sees the old file or the new one, never a part."""
     write_text(path, json.dumps(to_data(record), indent=1, allow_nan=False) + "\n")
 
 
 def write_toml(path: Path, record: object) -> None:
-    """Write a noun as TOML (which has no null: nouns with a None in them go to JSON), replaced
-    whole."""
+    """Write a record as TOML and replace the file whole.
+
+    TOML has no null: records that hold None go to JSON.
+    """
     write_text(path, tomli_w.dumps(to_data(record)))
 
 
 def read_json_data(path: Path) -> Any:
-    """Plain data of a JSON file; repeated keys, NaN, Infinity, bytes not UTF-8, endless nesting are
-    refused."""
+    """Return the plain data of a JSON file.
+
+    Repeated keys, NaN, Infinity, bytes that are not UTF-8 and endless nesting are refused.
+    """
     return parse_json(read_text(path), where=str(path))
 
 
 def parse_json(text: str, *, where: str, floats: FloatPolicy = FloatPolicy.FINITE) -> Any:
-    """Plain data of JSON text, as strict as json_data; MEASURED lets NaN and Infinity pass."""
+    """Return the plain data of JSON text, as strictly as read_json_data.
+
+    FloatPolicy.NON_FINITE lets NaN and Infinity pass.
+    """
     try:
         if floats is FloatPolicy.NON_FINITE:
-            return json.loads(text, object_pairs_hook=_unique)
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+            return json.loads(text, object_pairs_hook=_unique_keys)
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         rule = f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
     except _Malformed as error:
@@ -69,7 +79,7 @@ def parse_json(text: str, *, where: str, floats: FloatPolicy = FloatPolicy.FINIT
 
 
 def read_toml_data(path: Path) -> dict[str, Any]:
-    """Plain data of a TOML file."""
+    """Return the plain data of a TOML file."""
     text = read_text(path)
     try:
         return tomllib.loads(text)
@@ -83,8 +93,11 @@ def read_toml_data(path: Path) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file through a temporary neighbour and os.replace; folders are made. BadInput
-    when it cannot be."""
+    """Write a text file through a temporary file beside it and os.replace, and make its folders.
+
+    Raises:
+        BadInput: The file cannot be written.
+    """
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +108,7 @@ def write_text(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.chmod(0o644)  # temporary files are born private
+        temporary.chmod(0o644)  # temporary files are private by default
         temporary.replace(path)
     except OSError as error:
         if temporary is not None:
@@ -106,21 +119,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text file, whole; BadInput for a missing file (nearest name beside it), a folder,
-    other bytes."""
+    """Return the content of a UTF-8 text file.
+
+    Raises:
+        BadInput: It is missing (the nearest name in its folder is given), a folder, or not UTF-8.
+    """
     try:
         if path.is_dir():
             rule = "is a folder, a file is wanted"
         elif not path.exists():
-            beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-            close = closest_match(path.name, beside)
-            raise BadInput(
-                Reason(
-                    field=str(path),
-                    rule="no such file",
-                    nearest=str(path.with_name(close)) if close else "",
-                )
-            )
+            raise BadInput(_missing_file(path))
         elif not path.is_file():
             rule = "is not a regular file"
         else:
@@ -132,7 +140,14 @@ def read_text(path: Path) -> str:
     raise BadInput(Reason(field=str(path), rule=rule))
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _missing_file(path: Path) -> Reason:
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = closest_match(path.name, names)
+    near = str(path.with_name(close)) if close else ""
+    return Reason(field=str(path), rule="no such file", nearest=near)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
@@ -140,18 +155,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise _Malformed(f"holds {name}, which is not JSON")
 
 
 def read_complete_lines(path: Path) -> list[str]:
-    """The lines of a file that have their end: whoever wrote what stands behind them was killed
-    over it. [] of none."""
-    return read_text(path).split("\n")[:-1] if path.exists() else []
+    """Return the lines of a file that end with a newline; [] where there is no file.
+
+    Whoever wrote text after the last newline was killed over it.
+    """
+    if not path.exists():
+        return []
+    return read_text(path).split("\n")[:-1]
 
 
 def append_line(path: Path, line: str) -> None:
-    """Write a line behind the whole ones, over a torn one; it is on disk on return."""
+    """Write a line after the complete ones, over a torn one; it is on disk on return."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as stream:
         stream.seek(0)

@@ -1,4 +1,4 @@
-"""A run directory, read back: plan.json, steps.jsonl, ledger/."""
+"""Reads a run folder: plan.json, steps.jsonl, ledger/ and the timings of its ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,22 @@ _KINDS: tuple[tuple[str, type[Session | StepRecord | EvalRecord]], ...] = (
 
 
 def format_record(record: Session | StepRecord | EvalRecord) -> str:
-    """One line of steps.jsonl, with its newline. A diverged loss is written as NaN or Infinity."""
+    """Return the line of steps.jsonl for a record, with its newline.
+
+    A diverged loss is written as NaN or Infinity.
+    """
     kind = next(name for name, cls in _KINDS if isinstance(record, cls))
     return json.dumps({"kind": kind, **to_data(record)}) + "\n"
 
 
 def read_run(directory: Path) -> RunRecord:
-    """All that a run left behind, in step order.
+    """Return what a run left behind, in step order.
 
     A last line without its end (the writer was killed) is left out and noted; steps that a later
-    session did over are superseded by it. BadInput when the folder holds no run or a line is
-    damaged.
+    session repeated are superseded by it.
+
+    Raises:
+        BadInput: The folder holds no run, or a line is damaged.
     """
     if not directory.is_dir():
         raise BadInput(Reason(field=str(directory), rule="no such run folder"))
@@ -42,8 +47,9 @@ def read_run(directory: Path) -> RunRecord:
     evals: dict[int, EvalRecord] = {}
     records, notes = _read_records(directory / "steps.jsonl")
     if plan.fingerprint != fingerprint(plan.model, plan.workload, plan.hardware, plan.layout):
-        notes += (
-            "plan.json does not hold its own fingerprint: edited, or of another version of moewright",
+        notes.append(
+            "plan.json does not hold its own fingerprint: edited, or of another version of "
+            "moewright"
         )
     for record in records:
         match record:
@@ -55,47 +61,48 @@ def read_run(directory: Path) -> RunRecord:
                 steps[step] = record
             case EvalRecord(step=step):
                 evals[step] = record
-    selection = directory / "ledger" / "selection.json"
+    ledger_folder = directory / "ledger"
+    selection = ledger_folder / "selection.json"
     return RunRecord(
         plan=plan,
         sessions=tuple(sessions),
         steps=tuple(steps[step] for step in sorted(steps)),
         evals=tuple(evals[step] for step in sorted(evals)),
-        ledgers=tuple(
-            read_json(Ledger, path) for path in sorted((directory / "ledger").glob("rank*.json"))
-        ),
+        ledgers=tuple(read_json(Ledger, path) for path in sorted(ledger_folder.glob("rank*.json"))),
         selection=read_json(Selection, selection) if selection.exists() else None,
-        paces=_paces(directory / RANK_TIMINGS_FILE),
-        notes=notes,
+        paces=_read_rank_timings(directory / RANK_TIMINGS_FILE),
+        notes=tuple(notes),
     )
 
 
-def _paces(path: Path) -> tuple[RankTiming, ...]:
-    """() for a run that has not ended by itself yet."""
+def _read_rank_timings(path: Path) -> tuple[RankTiming, ...]:
+    """Return the timings of the ranks; () for a run that has not ended by itself yet."""
     if not path.exists():
         return ()
     data = read_json_data(path)
-    listed = data.get("paces") if isinstance(data, dict) else None
-    return tuple(from_data(RankTiming, pace, where=str(path)) for pace in listed or ())
+    timings = data.get("paces") if isinstance(data, dict) else None
+    return tuple(from_data(RankTiming, timing, where=str(path)) for timing in timings or ())
 
 
-def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], tuple[str, ...]]:
-    lines = read_text(path).split("\n")
-    torn = lines.pop()  # "" when the last line is whole
-    notes = (
-        (f"{path.name}: a torn last line ({len(torn)} characters) was left out",) if torn else ()
-    )
-    return [
-        _record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
-    ], notes
+def _read_records(path: Path) -> tuple[list[Session | StepRecord | EvalRecord], list[str]]:
+    """Return the records of steps.jsonl, and notes on what had to be left out."""
+    *lines, torn = read_text(path).split("\n")  # `torn` is "" when the last line is complete
+    notes = []
+    if torn:
+        notes.append(f"{path.name}: a torn last line ({len(torn)} characters) was left out")
+    records = [
+        _parse_record(line, f"{path}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    return records, notes
 
 
-def _record(line: str, where: str) -> Session | StepRecord | EvalRecord:
+def _parse_record(line: str, where: str) -> Session | StepRecord | EvalRecord:
     data = parse_json(line, where=where, floats=FloatPolicy.NON_FINITE)
     kind = data.pop("kind", None) if isinstance(data, dict) else None
     for name, cls in _KINDS:
         if name == kind:
             return from_data(cls, data, where=where, floats=FloatPolicy.NON_FINITE)
-    raise BadInput(
-        Reason(field=f"{where}: kind", value=str(kind), rule="must be one of session, step, eval")
-    )
+    rule = "must be one of session, step, eval"
+    raise BadInput(Reason(field=f"{where}: kind", value=str(kind), rule=rule))

@@ -1,5 +1,7 @@
-"""Seconds of collectives: a measured curve where the hardware file has one, else bytes over a
-two-level fabric."""
+"""Seconds of collectives: a measured curve, else bytes over a fabric of two levels.
+
+The levels are the fast domain (NVLink) and the network between domains.
+"""
 
 from __future__ import annotations
 
@@ -15,132 +17,137 @@ from moewright.spec.layout import DispatcherKind, Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpan:
-    """How a group lies on the fabric: `size` ranks, `inside` of them in each of `domains` fast
-    domains."""
+    """How a process group lies on the fabric: its ranks, and how many share a fast domain."""
 
     size: int
     ranks_per_domain: int
     domains: int
 
+    @property
+    def is_inside_domain(self) -> bool:
+        """Whether all ranks lie in one fast domain."""
+        return self.domains == 1
+
 
 def group_span(layout: Layout, group: str, domain_size: int) -> GroupSpan:
-    """A group's ranks are a run with the stride of its first axis, so a domain holds domain_size /
-    stride of them."""
+    """Return how a group of a layout lies on fast domains of so many ranks.
+
+    Its ranks follow each other with the stride of its first axis, so a domain holds
+    domain_size / stride of them.
+    """
     axes = grid.GROUPS[group]
     stride = grid.stride(layout, axes[0])
     size = prod(grid.axis_size(layout, axis) for axis in axes)
-    inside = max(1, min(size, domain_size // stride))
-    return GroupSpan(size=size, ranks_per_domain=inside, domains=-(-size // inside))
+    ranks_per_domain = max(1, min(size, domain_size // stride))
+    return GroupSpan(
+        size=size, ranks_per_domain=ranks_per_domain, domains=-(-size // ranks_per_domain)
+    )
 
 
 class CollectiveModel:
-    """Collectives on one hardware. Payloads are the bytes one rank hands in, its own part
-    included."""
+    """The times of collectives on one hardware.
+
+    A payload is the bytes that one rank hands in, its own part included.
+    """
 
     __slots__ = ("_curves", "_domain_Bps", "_fabric", "_network_Bps", "constants")
 
     def __init__(self, hardware: Hardware, constants: Constants) -> None:
         self._fabric = hardware.fabric
-        self._curves = {(t.op, t.group_size): t.curve for t in hardware.fabric.times}
+        self._curves = {(time.op, time.group_size): time.curve for time in hardware.fabric.times}
         self.constants = constants
         self._domain_Bps = hardware.fabric.domain_Bps.value * constants["domain_efficiency"]
         self._network_Bps = hardware.fabric.network_Bps.value * constants["network_efficiency"]
 
     def span(self, layout: Layout, group: str) -> GroupSpan:
+        """Return how a group of a layout lies on this hardware."""
         return group_span(layout, group, self._fabric.domain_size)
 
     def measured_curve(self, op: Collective, size: int) -> Curve | None:
+        """Return the measured times of a collective over so many ranks, if there are any."""
         return self._curves.get((op, size))
 
     def seconds(
-        self, op: Collective, where: GroupSpan, payload_bytes: float, *, efficiency: float = 1.0
+        self, op: Collective, span: GroupSpan, payload_bytes: float, *, efficiency: float = 1.0
     ) -> float:
-        """One call. Ring collectives move (n-1)/n of the whole buffer past each rank, and past each
-        network port only what leaves a domain, shared by the ports of its ranks; the slower level
-        counts. An all-to-all uses both levels in turn. `efficiency` scales the bandwidth of the
-        formula, not a measured curve.
+        """Return the time of one call.
+
+        A ring collective moves (n-1)/n of the full buffer past each rank, and past each network
+        port only what leaves a domain, shared by the ports of its ranks; the slower level counts.
+        An all-to-all uses both levels in turn. `efficiency` scales the bandwidth of the formula,
+        not a measured curve.
         """
-        if where.size == 1 or payload_bytes == 0:
+        if span.size == 1 or payload_bytes == 0:
             return 0.0
-        curve = self._curves.get((op, where.size))
+        curve = self._curves.get((op, span.size))
         if curve is not None:
-            return _along(curve, payload_bytes)
+            return _measured_s(curve, payload_bytes)
         if op is Collective.ALL_TO_ALL:
-            return self._exchange(where, payload_bytes) / efficiency
-        whole = payload_bytes * where.size if op is Collective.ALL_GATHER else payload_bytes
-        rounds = 2.0 if op is Collective.ALL_REDUCE else 1.0
+            return self._all_to_all_s(span, payload_bytes) / efficiency
+        latency_s = self._latency_s(span)
         if op is Collective.P2P:
-            near = where.domains == 1  # a ring is as slow as its slowest hop
-            return whole / (self._domain_Bps if near else self._network_Bps) + self._latency(near)
-        inside = (
-            whole * (where.size - 1) / where.size / self._domain_Bps
-            if where.ranks_per_domain > 1
-            else 0.0
-        )
-        between = (
-            whole
-            * (where.domains - 1)
-            / where.domains
-            / (where.ranks_per_domain * self._network_Bps)
-        )
-        return rounds * (max(inside, between) / efficiency + self._latency(where.domains == 1))
+            # A ring is as slow as its slowest hop.
+            return payload_bytes / self._bandwidth(span) + latency_s
+        buffer_bytes = payload_bytes
+        if op is Collective.ALL_GATHER:
+            buffer_bytes = payload_bytes * span.size
+        inside_s = 0.0
+        if span.ranks_per_domain > 1:
+            inside_s = buffer_bytes * (span.size - 1) / span.size / self._domain_Bps
+        ports_Bps = span.ranks_per_domain * self._network_Bps
+        between_s = buffer_bytes * (span.domains - 1) / span.domains / ports_Bps
+        rounds = 2.0 if op is Collective.ALL_REDUCE else 1.0
+        return rounds * (max(inside_s, between_s) / efficiency + latency_s)
 
-    def _latency(self, near: bool) -> float:
-        return self._fabric.domain_latency_s.value if near else self._fabric.network_latency_s.value
+    def _latency_s(self, span: GroupSpan) -> float:
+        fabric = self._fabric
+        latency = fabric.domain_latency_s if span.is_inside_domain else fabric.network_latency_s
+        return latency.value
 
-    def _exchange(self, where: GroupSpan, payload_bytes: float) -> float:
+    def _bandwidth(self, span: GroupSpan) -> float:
+        return self._domain_Bps if span.is_inside_domain else self._network_Bps
+
+    def _all_to_all_s(self, span: GroupSpan, payload_bytes: float) -> float:
         c = self.constants
-        inside = (
-            payload_bytes
-            / where.domains
-            * (where.ranks_per_domain - 1)
-            / where.ranks_per_domain
-            / self._domain_Bps
-        )
-        between = payload_bytes * (1 - 1 / where.domains) / self._network_Bps
-        moving = (
-            c["alltoall_inside_time_scale"] * inside + c["alltoall_between_time_scale"] * between
-        )
-        return moving + self._latency(where.domains == 1)
+        domain_bytes = payload_bytes / span.domains
+        local = span.ranks_per_domain
+        inside_s = domain_bytes * (local - 1) / local / self._domain_Bps
+        between_s = payload_bytes * (1 - 1 / span.domains) / self._network_Bps
+        moving_s = c["alltoall_inside_time_scale"] * inside_s
+        moving_s += c["alltoall_between_time_scale"] * between_s
+        return moving_s + self._latency_s(span)
 
     def dispatch_s(
         self, layout: Layout, *, tokens: int, top_k: int, row_bytes: int, load: float
     ) -> float:
-        """One direction of expert parallelism (dispatch or combine) of `tokens` tokens with `top_k`
-        rows each.
+        """Return the time of one dispatch or combine of `tokens` tokens with `top_k` rows each.
 
         A plain all-to-all sends every row. De-duplicating dispatchers send one copy to each domain
         that a token visits, and fan it out to the distinct ranks there; nodes that the layout names
         count for domains.
         """
-        where = self.span(layout, "ep")
-        if where.size == 1:
+        span = self.span(layout, "ep")
+        if span.size == 1:
             return 0.0
         if layout.dispatcher is DispatcherKind.ALL_GATHER:
-            return self.seconds(Collective.ALL_GATHER, where, tokens * row_bytes)
+            return self.seconds(Collective.ALL_GATHER, span, tokens * row_bytes)
         if layout.dispatcher is DispatcherKind.ALL_TO_ALL:
-            return self.seconds(Collective.ALL_TO_ALL, where, load * tokens * top_k * row_bytes)
-        n, near = (
-            where.size // layout.ep_node if layout.ep_node else where.domains,
-            where.domains == 1,
-        )
-        leaving = tokens * routing.expected_distinct(n, top_k) * (1 - 1 / n) * row_bytes
-        between = leaving / (self._domain_Bps if near else self._network_Bps)
-        fan_out = tokens * routing.expected_distinct(where.size, top_k) * row_bytes
-        inside = fan_out / (
-            self._fabric.domain_Bps.value * self.constants["dedup_domain_efficiency"]
-        )
+            return self.seconds(Collective.ALL_TO_ALL, span, load * tokens * top_k * row_bytes)
         c = self.constants
-        moving = c["dedup_inside_time_scale"] * inside + c["dedup_between_time_scale"] * between
-        return load * moving + self._latency(near)
+        nodes = span.size // layout.ep_node if layout.ep_node else span.domains
+        node_copies = tokens * routing.expected_distinct(nodes, top_k)
+        between_s = node_copies * (1 - 1 / nodes) * row_bytes / self._bandwidth(span)
+        rank_copies = tokens * routing.expected_distinct(span.size, top_k)
+        fan_out_Bps = self._fabric.domain_Bps.value * c["dedup_domain_efficiency"]
+        inside_s = rank_copies * row_bytes / fan_out_Bps
+        moving_s = c["dedup_inside_time_scale"] * inside_s
+        moving_s += c["dedup_between_time_scale"] * between_s
+        return load * moving_s + self._latency_s(span)
 
 
-def _along(curve: Curve, payload_bytes: float) -> float:
-    """A measured time; beyond the largest payload it grows with the bytes instead of staying
-    flat."""
-    largest, seconds = curve.points[-1]
-    return (
-        seconds * payload_bytes / largest
-        if payload_bytes > largest
-        else interpolate(curve, payload_bytes)
-    )
+def _measured_s(curve: Curve, payload_bytes: float) -> float:
+    """Return a measured time, which beyond the largest payload grows with the bytes."""
+    largest_bytes, seconds = curve.points[-1]
+    if payload_bytes > largest_bytes:
+        return seconds * payload_bytes / largest_bytes
+    return interpolate(curve, payload_bytes)

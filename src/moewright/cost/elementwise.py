@@ -21,17 +21,24 @@ from moewright.spec.model import AttentionKind, QkNorm
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype, FusedKernels
 
-FULL, MOE, NORM = Recompute.FULL, Recompute.MOE, Recompute.LAYERNORM
 DEDUP_DISPATCHERS = (DispatcherKind.DEDUP, DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
 
-# Backward over forward bytes of fused elementwise kernels (time_model_findings, section 2).
+# Bytes of the backward over those of the forward, for fused kernels (docs/findings.md 2).
 _FUSED_BACKWARD = 1.8
+# An operand of an 8-bit product is read in 16 bits and written in 8 (docs/findings.md 2). One of a
+# 4-bit product is read twice, as the scale of the tensor comes first, and written both row- and
+# column-wise in 4 bits and 8 bits of scale every 16 elements.
+_QUANTISE_8BIT_BYTES = 3.0
+_QUANTISE_4BIT_BYTES = 4 + 2 * 9 / 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementwiseKernel:
-    """Bytes an element costs, as (constant, multiple of c), and exponentials it takes eagerly,
-    forward and backward; `calls` passes, so that one call's size is known.
+    """A kernel that costs bytes an element, forward and backward, fused or one pass an operation.
+
+    Bytes are (constant, multiple of c). `fused` are those of the fused forward; `forward` and
+    `backward` those of the eager passes, of which `calls` tells the number, so that the size of one
+    is known, and `exps` the exponentials an element.
     """
 
     fused: tuple[float, float]
@@ -42,13 +49,12 @@ class ElementwiseKernel:
     fused_backward: float = _FUSED_BACKWARD
 
 
-# What an element's exponential costs on a CPU core, in bytes it could move instead: beside passes
-# at 45 GB/s softmax
-# and its logarithm take 0.5-0.8 ns an element more, silu hardly any (each function alone, 256
-# columns, AVX-512).
+# What the exponential of an element costs on a CPU core, in bytes that it could move instead:
+# beside passes at 45 GB/s softmax and its logarithm take 0.5-0.8 ns an element more, silu hardly
+# any (each function alone, 256 columns, AVX-512).
 EXP_BYTES = 20
 
-# Per element of the tensor named in each row of `layer_rows`.
+# Per element of the tensor that each row of `layer_elementwise_rows` names.
 RMS_NORM = ElementwiseKernel(fused=(0, 2), forward=(24, 4), backward=(80, 3), calls=(6, 11))
 RESIDUAL_ADD = ElementwiseKernel(fused=(0, 3), forward=(0, 3), backward=(0, 3), calls=(1, 1))
 ROPE = ElementwiseKernel(fused=(0, 3), forward=(28, 2), backward=(28, 2), calls=(7, 7))
@@ -68,18 +74,18 @@ SORT = ElementwiseKernel(
     fused=(0, 2.4), forward=(0, 2), backward=(0, 2), calls=(1, 1), fused_backward=1.0
 )
 # Router scores: softmax, top-k (a partial sort: counted as eight passes), counts and auxiliary
-# loss, all fp32.
+# loss, all in fp32.
 ROUTE = ElementwiseKernel(
     fused=(8, 0), forward=(72, 0), backward=(48, 0), calls=(6, 6), exps=(1, 0)
 )
-# Logits: widen, log-softmax; backward widen, softmax, scale, narrow. Fused: read for the sums, read
-# again and the
-# gradient written in their place; backward scales it.
+# Logits: widen, log-softmax; backward: widen, softmax, scale, narrow. The fused forward reads them
+# for the sums, reads them again and writes the gradient in their place; its backward scales it.
 CROSS_ENTROPY = ElementwiseKernel(
     fused=(0, 3), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(1, 1), fused_backward=2 / 3
 )
 
-_KERNELS = (
+# The kernels that the engine has fused ones of its own for (docs/adr/0019).
+_ENGINE_KERNELS = (
     RMS_NORM,
     ROPE,
     GATED_ACTIVATION,
@@ -87,141 +93,150 @@ _KERNELS = (
     UNPERMUTE,
     ROUTE,
     CROSS_ENTROPY,
-)  # of the engine's seam (docs/adr/0019)
+)
 
 
-def _fuses(kernel: ElementwiseKernel, size: Symbols) -> bool:
-    return size.is_fused and not (
-        size.workload.fused_kernels is FusedKernels.PLAIN and kernel in _KERNELS
-    )
+def _is_fused(kernel: ElementwiseKernel, sym: Symbols) -> bool:
+    is_plain = sym.workload.fused_kernels is FusedKernels.PLAIN and kernel in _ENGINE_KERNELS
+    return sym.is_fused and not is_plain
 
 
 def kernel_rows(
     kernel: ElementwiseKernel,
     name: str,
-    size: Symbols,
+    sym: Symbols,
     elements: float,
-    *replay: Recompute,
+    *recomputed_by: Recompute,
     part: TimePart = TimePart.ELEMENTWISE,
     blocks: float = 1.0,
 ) -> tuple[OpRow, OpRow]:
-    """The forward and the backward row of a kernel over so many elements, taken eagerly in so many
-    pieces."""
-    if _fuses(kernel, size):
+    """Return the forward and the backward row of a kernel over so many elements.
+
+    An eager kernel takes them in so many blocks.
+    """
+    if _is_fused(kernel, sym):
         constant, factor = kernel.fused
-        forward_bytes = (constant + factor * size.c) * elements
-        back_bytes = forward_bytes * kernel.fused_backward
-        return elementwise_row(name, size, forward_bytes, *replay, part=part), elementwise_row(
-            name, size, back_bytes, part=part
-        )
-    rows, exp_bytes = [], 0 if size.is_fused else EXP_BYTES
-    for (constant, factor), calls, exps, replays in (
-        (kernel.forward, kernel.calls[0], kernel.exps[0], replay),
+        forward_bytes = (constant + factor * sym.c) * elements
+        backward_bytes = forward_bytes * kernel.fused_backward
+        forward = elementwise_row(name, sym, forward_bytes, *recomputed_by, part=part)
+        return forward, elementwise_row(name, sym, backward_bytes, part=part)
+    exp_bytes = 0 if sym.is_fused else EXP_BYTES
+    rows = []
+    for (constant, factor), calls, exps, choices in (
+        (kernel.forward, kernel.calls[0], kernel.exps[0], recomputed_by),
         (kernel.backward, kernel.calls[1], kernel.exps[1], ()),
     ):
-        moved_bytes = (constant + factor * size.c) * elements
-        row = elementwise_row(name, size, moved_bytes, *replays, part=part, calls=calls * blocks)
+        moved_bytes = (constant + factor * sym.c) * elements
+        row = elementwise_row(name, sym, moved_bytes, *choices, part=part, calls=calls * blocks)
         rows.append(replace(row, amount=row.amount + exp_bytes * exps * elements))
     return rows[0], rows[1]
 
 
 def elementwise_row(
     name: str,
-    size: Symbols,
-    amount_bytes: float,
-    *replay: Recompute,
+    sym: Symbols,
+    moved_bytes: float,
+    *recomputed_by: Recompute,
     part: TimePart = TimePart.ELEMENTWISE,
     calls: float = 1,
 ) -> OpRow:
-    """A row that moves so many bytes in `calls` passes."""
+    """Return a row that moves so many bytes in `calls` passes."""
     return OpRow(
         name=name,
         part=part,
         op=Op.ELEMENTWISE,
-        amount=amount_bytes,
-        x=amount_bytes / calls,
-        dtype=size.dtype,
-        recomputed_by=(FULL, *replay),
+        amount=moved_bytes,
+        x=moved_bytes / calls,
+        dtype=sym.dtype,
+        recomputed_by=(Recompute.FULL, *recomputed_by),
     )
 
 
-def layer_elementwise_rows(size: Symbols, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
-    """Forward and backward rows of one layer."""
-    spec, t, h, tp = size.model.attention, size.t, size.model.hidden_size, size.layout.tp
-    yield kernel_rows(RMS_NORM, "norms", size, 2 * t * h, NORM)
-    yield kernel_rows(RESIDUAL_ADD, "residuals", size, 2 * t * h)
+def layer_elementwise_rows(sym: Symbols, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
+    """Yield the forward and the backward row of each elementwise kernel of one layer."""
+    h = sym.model.hidden_size
+    yield kernel_rows(RMS_NORM, "norms", sym, 2 * sym.t * h, Recompute.LAYERNORM)
+    yield kernel_rows(RESIDUAL_ADD, "residuals", sym, 2 * sym.t * h)
+    yield from _attention_rows(sym)
+    if moe and sym.model.moe is not None:
+        yield from _moe_rows(sym)
+        return
+    activations = sym.T * sym.model.dense_ffn_size / sym.layout.tp
+    if sym.is_low_precision:
+        yield _quantise_rows("mlp.quantise", sym, sym.t * h + activations)
+    yield _activation_rows("mlp.activation", sym, activations, Recompute.MLP)
+
+
+def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
+    spec = sym.model.attention
+    tp = sym.layout.tp
     if spec.kind is AttentionKind.MLA:
-        yield kernel_rows(
-            RMS_NORM, "latent_norms", size, t * (spec.q_lora_rank + spec.kv_lora_rank)
-        )
+        latents = sym.t * (spec.q_lora_rank + spec.kv_lora_rank)
+        yield kernel_rows(RMS_NORM, "latent_norms", sym, latents)
         widths = spec.heads * (2 * spec.head_dim + spec.v_head_dim)
-        yield kernel_rows(ROPE, "rope", size, size.T * widths / tp, Recompute.MLA_UP_PROJ)
+        yield kernel_rows(ROPE, "rope", sym, sym.T * widths / tp, Recompute.MLA_UP_PROJ)
     else:
         # Fused stacks split and lay out the values in the same three passes.
-        widths = spec.q_width + (2 if _fuses(ROPE, size) else 1) * spec.kv_width
-        yield kernel_rows(ROPE, "rope", size, size.T * widths / tp)
+        rotated_kv = 2 if _is_fused(ROPE, sym) else 1
+        widths = spec.q_width + rotated_kv * spec.kv_width
+        yield kernel_rows(ROPE, "rope", sym, sym.T * widths / tp)
     if spec.qk_norm is not QkNorm.NONE:
-        elements = size.T * (spec.q_width + spec.kv_width) / tp
-        # One pass more than the rotation's own when fused into it.
-        yield kernel_rows(
-            RMS_NORM, "qk_norm", size, elements / 2 if _fuses(RMS_NORM, size) else elements
-        )
-    if size.is_low_precision:
-        yield _quantise(size, "quantise", 1.5 * (t * h + size.T * spec.out_width / tp))
-    if moe and size.model.moe is not None:
-        yield from _moe_rows(size)
-    else:
-        if size.is_low_precision:
-            yield _quantise(size, "mlp.quantise", t * h + size.T * size.model.dense_ffn_size / tp)
-        yield _activation(
-            size, "mlp.activation", size.T * size.model.dense_ffn_size / tp, Recompute.MLP
-        )
+        elements = sym.T * (spec.q_width + spec.kv_width) / tp
+        if _is_fused(RMS_NORM, sym):
+            elements /= 2  # fused into the rotation it is one pass more than the rotation's own
+        yield kernel_rows(RMS_NORM, "qk_norm", sym, elements)
+    if sym.is_low_precision:
+        elements = sym.t * sym.model.hidden_size + sym.T * spec.out_width / tp
+        yield _quantise_rows("quantise", sym, 1.5 * elements)
 
 
-def _moe_rows(size: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
-    spec, h, layout = size.model.moe, size.model.expert_width, size.layout
+def _moe_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
+    spec = sym.model.moe
+    layout = sym.layout
     assert spec is not None
     if spec.shared_ffn_size:
-        shared = size.T * spec.shared_ffn_size / layout.tp
-        if size.is_low_precision:
-            elements = size.t * size.model.hidden_size + shared
-            yield _quantise(size, "shared.quantise", elements, Recompute.SHARED_EXPERTS, MOE)
-        yield _activation(size, "shared.activation", shared, Recompute.SHARED_EXPERTS, MOE)
-    yield kernel_rows(ROUTE, "routing", size, size.t * spec.experts, MOE)
-    sent = size.t * spec.router.top_k
-    yield kernel_rows(PERMUTE, "permute", size, sent * h, MOE)
-    yield kernel_rows(UNPERMUTE, "unpermute", size, sent * h, MOE)
-    yield from expert_elementwise_rows(size)
+        choices = (Recompute.SHARED_EXPERTS, Recompute.MOE)
+        activations = sym.T * spec.shared_ffn_size / layout.tp
+        if sym.is_low_precision:
+            elements = sym.t * sym.model.hidden_size + activations
+            yield _quantise_rows("shared.quantise", sym, elements, *choices)
+        yield _activation_rows("shared.activation", sym, activations, *choices)
+    yield kernel_rows(ROUTE, "routing", sym, sym.t * spec.experts, Recompute.MOE)
+    sent = sym.t * spec.router.top_k * sym.model.expert_width
+    yield kernel_rows(PERMUTE, "permute", sym, sent, Recompute.MOE)
+    yield kernel_rows(UNPERMUTE, "unpermute", sym, sent, Recompute.MOE)
+    yield from expert_elementwise_rows(sym)
 
 
-def expert_elementwise_rows(size: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
-    """Of those, what experts do with the rows that reach them."""
-    spec, h, layout = size.model.moe, size.model.expert_width, size.layout
+def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
+    """Yield the rows of what experts do with the token rows that reach them."""
+    spec = sym.model.moe
+    h = sym.model.expert_width
+    layout = sym.layout
     assert spec is not None
     width = spec.ffn_size / layout.etp
-    if size.is_low_precision:
-        yield _quantise(size, "experts.quantise", size.R * (h + width), MOE)
-    yield _activation(size, "experts.activation", size.R * width, Recompute.MOE_ACT, MOE)
-    # A plain all-to-all hands over rows ordered by source: they are sorted by expert, and back, on
-    # arrival too.
-    if layout.dispatcher not in DEDUP_DISPATCHERS and (size.is_fused or layout.ep > 1):
-        yield kernel_rows(SORT, "sort_received", size, 2 * size.R * h, MOE)
+    if sym.is_low_precision:
+        yield _quantise_rows("experts.quantise", sym, sym.R * (h + width), Recompute.MOE)
+    choices = (Recompute.MOE_ACT, Recompute.MOE)
+    yield _activation_rows("experts.activation", sym, sym.R * width, *choices)
+    # A plain all-to-all hands over rows ordered by source: on arrival they are sorted by expert,
+    # and before the way back by source again.
+    if layout.dispatcher not in DEDUP_DISPATCHERS and (sym.is_fused or layout.ep > 1):
+        yield kernel_rows(SORT, "sort_received", sym, 2 * sym.R * h, Recompute.MOE)
 
 
-def _quantise(size: Symbols, name: str, elements: float, *replay: Recompute) -> tuple[OpRow, OpRow]:
-    """Operands of 8-bit GEMMs: read in 16 bits, written in 8; 3 bytes an element
-    (time_model_findings, section 2). Those of 4-bit ones are read twice, as the scale of the tensor
-    comes first, and written in 4 + 8/16 bits both ways.
-    """
-    amount = (4 + 2 * 9 / 16 if size.dtype is Dtype.NVFP4 else 3) * elements
-    return elementwise_row(name, size, amount, *replay), elementwise_row(
-        name, size, _FUSED_BACKWARD * amount
-    )
-
-
-def _activation(
-    size: Symbols, name: str, elements: float, *replay: Recompute
+def _quantise_rows(
+    name: str, sym: Symbols, elements: float, *recomputed_by: Recompute
 ) -> tuple[OpRow, OpRow]:
-    return kernel_rows(
-        GATED_ACTIVATION if size.model.gated else UNGATED_ACTIVATION, name, size, elements, *replay
-    )
+    """Return the rows that quantise the operands of 8-bit or 4-bit products."""
+    element_bytes = _QUANTISE_4BIT_BYTES if sym.dtype is Dtype.NVFP4 else _QUANTISE_8BIT_BYTES
+    moved_bytes = element_bytes * elements
+    forward = elementwise_row(name, sym, moved_bytes, *recomputed_by)
+    return forward, elementwise_row(name, sym, _FUSED_BACKWARD * moved_bytes)
+
+
+def _activation_rows(
+    name: str, sym: Symbols, elements: float, *recomputed_by: Recompute
+) -> tuple[OpRow, OpRow]:
+    kernel = GATED_ACTIVATION if sym.model.gated else UNGATED_ACTIVATION
+    return kernel_rows(kernel, name, sym, elements, *recomputed_by)

@@ -1,108 +1,118 @@
-"""How much of the expert exchange has work to run beside it: that of another micro-batch, or of
-shared experts."""
+"""How much of the expert exchange is covered by other work.
+
+The work is that of another micro-batch, or of shared experts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moewright.cost.op_time import OpRow
+from moewright.cost.op_time import OpRow, TimedRows
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Layout, Overlap
 
-TimedRows = Sequence[tuple[OpRow, float]]
-
-# Rows between dispatch and combine; the others come before the dispatch.
+# How the names of rows between dispatch and combine begin; the others come before the dispatch.
 EXPERT_ROW_NAMES = ("experts", "sort_received")
-# A product of the backward whose weight gradient is never put off.
+# How the name of a backward row ends whose weight gradient is never delayed.
 NEVER_DELAYED = "at_once"
-# The seconds of gradients with respect to weights: half of each product of the backward, and their
-# sums.
 _PRODUCTS = (Op.GEMM, Op.GROUPED_GEMM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoveredTime:
-    """Seconds of the exchange of one layer, forward and backward, that work covers."""
+    """Seconds of the exchange of one layer, forward and backward, that other work covers."""
 
     forward_s: float
     backward_s: float
 
 
 def weight_gradient_s(rows: Iterable[tuple[OpRow, float]]) -> float:
-    """Seconds of the backward rows that weight gradients take where they may come later: half of
-    each product, and their accumulation.
+    """Return the seconds of backward rows that weight gradients take where they can be delayed.
+
+    These are half of each product, and the accumulation of the gradients.
     """
-    total = 0.0
+    total_s = 0.0
     for row, seconds in rows:
         if row.name.endswith(NEVER_DELAYED):
             continue
         if row.op in _PRODUCTS:
-            total += seconds / 2
+            total_s += seconds / 2
         elif row.name.endswith("gradient_sum"):
-            total += seconds
-    return total
+            total_s += seconds
+    return total_s
 
 
 def covered_exchange(
-    layout: Layout, forward: TimedRows, backward: TimedRows, ep_forward: float, ep_backward: float
+    layout: Layout,
+    forward: TimedRows,
+    backward: TimedRows,
+    ep_forward_s: float,
+    ep_backward_s: float,
 ) -> CoveredTime:
-    """By the overlap that the layout chooses; an exchange is half dispatch and half combine.
+    """Return what the layout's overlap covers of the exchange of a layer with these rows.
 
-    Beside another micro-batch all of an exchange counts as covered, as the share of it that hides
-    is fitted to runs; delayed weight gradients add to that what they change in the windows.
+    An exchange is half dispatch and half combine. Beside another micro-batch all of it counts as
+    covered, as the share of it that hides is fitted to runs; delayed weight gradients add to that
+    what they change in the windows.
     """
     if Overlap.EP in layout.overlap:
-        gained = CoveredTime(forward_s=0.0, backward_s=0.0)
-        if Overlap.WGRAD in layout.overlap:
-            gained = _gained(forward, backward, ep_forward / 2, ep_backward / 2)
+        if Overlap.WGRAD not in layout.overlap:
+            return CoveredTime(forward_s=ep_forward_s, backward_s=ep_backward_s)
+        gain = _delay_gain(forward, backward, ep_forward_s / 2, ep_backward_s / 2)
         return CoveredTime(
-            forward_s=ep_forward + gained.forward_s, backward_s=ep_backward + gained.backward_s
+            forward_s=ep_forward_s + gain.forward_s, backward_s=ep_backward_s + gain.backward_s
         )
     if Overlap.SHARED in layout.overlap:
-        shared = [
-            sum(s for row, s in rows if row.name.startswith("shared"))
-            for rows in (forward, backward)
-        ]
         return CoveredTime(
-            forward_s=min(ep_forward, shared[0]), backward_s=min(ep_backward, shared[1])
+            forward_s=min(ep_forward_s, _shared_expert_s(forward)),
+            backward_s=min(ep_backward_s, _shared_expert_s(backward)),
         )
     return CoveredTime(forward_s=0.0, backward_s=0.0)
 
 
-def _gained(forward: TimedRows, backward: TimedRows, there: float, back: float) -> CoveredTime:
-    """What more is covered with weight gradients delayed."""
-    before, before_back, experts, experts_back = (
-        [
-            (row, seconds)
-            for row, seconds in rows
-            if row.name.startswith(EXPERT_ROW_NAMES) == between
-        ]
-        for between in (False, True)
-        for rows in (forward, backward)
-    )
+def _shared_expert_s(rows: TimedRows) -> float:
+    return sum(seconds for row, seconds in rows if row.name.startswith("shared"))
+
+
+def _delay_gain(
+    forward: TimedRows, backward: TimedRows, exchange_s: float, gradient_exchange_s: float
+) -> CoveredTime:
+    """Return what more is covered where weight gradients are delayed."""
+    before, experts = _split_rows(forward)
+    before_backward, experts_backward = _split_rows(backward)
     windows = OverlapWindows(
-        before_s=_sum(before),
-        before_backward_s=_sum(before_back),
-        experts_s=_sum(experts),
-        experts_backward_s=_sum(experts_back),
+        before_s=_sum_seconds(before),
+        before_backward_s=_sum_seconds(before_backward),
+        experts_s=_sum_seconds(experts),
+        experts_backward_s=_sum_seconds(experts_backward),
     )
-    soon = windows.cover(there, back, delayed_s=0.0, delayed_experts_s=0.0)
-    later = windows.cover(
-        there,
-        back,
-        delayed_s=weight_gradient_s(before_back),
-        delayed_experts_s=weight_gradient_s(experts_back),
+    at_once = windows.cover(exchange_s, gradient_exchange_s, delayed_s=0.0, delayed_experts_s=0.0)
+    delayed = windows.cover(
+        exchange_s,
+        gradient_exchange_s,
+        delayed_s=weight_gradient_s(before_backward),
+        delayed_experts_s=weight_gradient_s(experts_backward),
     )
     return CoveredTime(
-        forward_s=later.forward_s - soon.forward_s, backward_s=later.backward_s - soon.backward_s
+        forward_s=delayed.forward_s - at_once.forward_s,
+        backward_s=delayed.backward_s - at_once.backward_s,
     )
+
+
+def _split_rows(rows: TimedRows) -> tuple[TimedRows, TimedRows]:
+    """Return the rows before the dispatch, and those between dispatch and combine."""
+    before = [row for row in rows if not row[0].name.startswith(EXPERT_ROW_NAMES)]
+    experts = [row for row in rows if row[0].name.startswith(EXPERT_ROW_NAMES)]
+    return before, experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapWindows:
-    """Seconds of a layer's work before the dispatch and between dispatch and combine, and of their
-    backward."""
+    """Seconds of a layer's work that an exchange can run beside, forward and backward.
+
+    `before_s` is the work before the dispatch, `experts_s` that between dispatch and combine.
+    """
 
     before_s: float
     before_backward_s: float
@@ -112,33 +122,29 @@ class OverlapWindows:
     def cover(
         self, forward_s: float, backward_s: float, *, delayed_s: float, delayed_experts_s: float
     ) -> CoveredTime:
-        """A forward beside the backward of another micro-batch, layer by layer (docs/formulas.md
-        11). The gradient's combine runs beside `ahead`; dispatch, then the gradient's dispatch
-        beside the experts' backward, then their forward; combine beside `ahead_back`. A dispatch or
-        a combine takes `there` forward and `back` backward.
+        """Return what is covered where a forward runs beside the backward of another micro-batch.
 
-        Of `ahead_back`, `late` seconds are put off into the next window; of the experts' backward
-        the gradient's dispatch does not wait for `late_experts`.
+        They go layer by layer (docs/formulas.md 11). The gradient's combine runs beside the work
+        before the dispatch; the dispatch, then the gradient's dispatch, beside the experts'
+        backward, then their forward; the combine beside the backward of the work before the
+        dispatch. A dispatch or a combine takes `forward_s` forward and `backward_s` backward.
+
+        Of the backward before the dispatch, `delayed_s` are put off into the next window; of the
+        experts' backward the gradient's dispatch does not wait for `delayed_experts_s`.
         """
-        dispatched = min(forward_s, self.experts_backward_s)
-        begins, leaves = (
-            max(forward_s, self.experts_backward_s),
-            max(forward_s, self.experts_backward_s - delayed_experts_s),
-        )
-        shown = (
-            max(begins + self.experts_s, leaves + backward_s)
-            - self.experts_backward_s
-            - self.experts_s
-        )
+        experts_ready_s = self.experts_backward_s - delayed_experts_s
+        forward_starts_s = max(forward_s, self.experts_backward_s)
+        gradient_leaves_s = max(forward_s, experts_ready_s)
+        window_s = max(forward_starts_s + self.experts_s, gradient_leaves_s + backward_s)
+        shown_s = window_s - self.experts_backward_s - self.experts_s
+        covered_dispatch_s = min(forward_s, self.experts_backward_s)
+        covered_combine_s = min(forward_s, self.before_backward_s - delayed_s)
+        covered_gradient_s = forward_s + backward_s - shown_s - covered_dispatch_s
         return CoveredTime(
-            forward_s=dispatched + min(forward_s, self.before_backward_s - delayed_s),
-            backward_s=forward_s
-            + backward_s
-            - shown
-            - dispatched
-            + min(backward_s, self.before_s + delayed_s),
+            forward_s=covered_dispatch_s + covered_combine_s,
+            backward_s=covered_gradient_s + min(backward_s, self.before_s + delayed_s),
         )
 
 
-def _sum(rows: TimedRows) -> float:
+def _sum_seconds(rows: TimedRows) -> float:
     return sum(seconds for _, seconds in rows)

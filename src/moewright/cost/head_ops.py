@@ -7,7 +7,7 @@ from dataclasses import replace
 from moewright.cost.elementwise import CROSS_ENTROPY, RMS_NORM, elementwise_row, kernel_rows
 from moewright.cost.ep_overlap import NEVER_DELAYED
 from moewright.cost.op_time import OpRow
-from moewright.cost.ops import LayerOps, gemm_row, gradient_sum_bytes
+from moewright.cost.ops import LayerOps, backward_gemms, gemm_row, gradient_sum_bytes
 from moewright.cost.symbols import Symbols
 from moewright.rules.recompute import loss_chunk_columns
 from moewright.rules.row_blocks import CACHED_NUMEL, MAX_LOSS_ROWS, rows_per_block
@@ -18,86 +18,94 @@ from moewright.spec.plan import TimePart
 _HEAD = TimePart.HEAD
 
 
-def embedding_ops(size: Symbols) -> LayerOps:
-    """Gather of t rows (read, write); backward adds them into the gradient (read, read, write).
+def embedding_ops(sym: Symbols) -> LayerOps:
+    """Return the rows of the embedding, a gather of t rows: read and write.
 
-    The eager backward sums in a full fp32 table that it clears and narrows.
+    The backward adds them into the gradient: two reads and a write. The eager one sums in a full
+    fp32 table that it clears and narrows.
     """
-    elements, table = (
-        size.t * size.model.hidden_size,
-        size.model.vocab_size * size.model.hidden_size / size.layout.tp,
-    )
-    forward = elementwise_row("embedding", size, 2 * size.c * elements, part=_HEAD)
-    if size.is_fused:
-        return LayerOps(
-            forward=(forward,),
-            backward=(elementwise_row("embedding", size, 3 * size.c * elements, part=_HEAD),),
-        )
-    back_bytes = (16 + size.c) * elements + (8 + size.c + gradient_sum_bytes(size)) * table
+    elements = sym.t * sym.model.hidden_size
+    table_elements = sym.model.vocab_size * sym.model.hidden_size / sym.layout.tp
+    backward_bytes = float(3 * sym.c * elements)
+    calls = 1
+    if not sym.is_fused:
+        backward_bytes = (16 + sym.c) * elements
+        backward_bytes += (8 + sym.c + gradient_sum_bytes(sym)) * table_elements
+        calls = 5
     return LayerOps(
-        forward=(forward,),
-        backward=(elementwise_row("embedding", size, back_bytes, part=_HEAD, calls=5),),
+        forward=(elementwise_row("embedding", sym, 2 * sym.c * elements, part=_HEAD),),
+        backward=(elementwise_row("embedding", sym, backward_bytes, part=_HEAD, calls=calls),),
     )
 
 
-def head_ops(size: Symbols) -> LayerOps:
-    """Final norm, logits, and cross-entropy over the vocabulary. Logits that are not kept are made
-    again, in pieces; the gradient of the head's input is summed over these in fp32, and its
-    weight's is never put off.
+def head_ops(sym: Symbols) -> LayerOps:
+    """Return the rows of the final norm, the logits, and cross-entropy over the vocabulary.
+
+    Logits that are not kept (recompute=loss) are made again, in blocks of columns; the gradient of
+    the head's input is summed over these in fp32, and the gradient of its weight is never delayed.
     """
-    h, vocab = size.model.hidden_size, size.model.vocab_size / size.layout.tp
-    norm, norm_back = kernel_rows(RMS_NORM, "head.norm", size, size.t * h, part=_HEAD)
-    passes = max(
-        1.0, size.T / (MAX_LOSS_ROWS if size.is_fused else rows_per_block(int(vocab), CACHED_NUMEL))
+    h = sym.model.hidden_size
+    vocab = sym.model.vocab_size / sym.layout.tp
+    norm, norm_backward = kernel_rows(RMS_NORM, "head.norm", sym, sym.t * h, part=_HEAD)
+    block_rows = MAX_LOSS_ROWS if sym.is_fused else rows_per_block(int(vocab), CACHED_NUMEL)
+    loss, loss_backward = kernel_rows(
+        CROSS_ENTROPY,
+        "head.loss",
+        sym,
+        sym.T * vocab,
+        part=_HEAD,
+        blocks=max(1.0, sym.T / block_rows),
     )
-    loss, loss_back = kernel_rows(
-        CROSS_ENTROPY, "head.loss", size, size.T * vocab, part=_HEAD, blocks=passes
-    )
-    logits = replace(gemm_row("head.logits", size, size.T, vocab, h, _HEAD), dtype=size.wide_dtype)
-    again = Recompute.LOSS in size.layout.recompute
-    if again:
-        pieces = max(1.0, vocab / loss_chunk_columns(size.model, size.layout))
-        logits = replace(logits, x=logits.x / pieces)
-        products = replace(
-            logits, name=f"head.logits.{NEVER_DELAYED}", amount=3 * logits.amount, recomputed_by=()
-        )
-        summing = elementwise_row(
-            "head.input_gradient",
-            size,
-            (8 + size.c) * size.T * h * pieces,
-            part=_HEAD,
-            calls=pieces,
-        )
-        backward = [products, norm_back, loss_back, summing]
+    logits = gemm_row("head.logits", sym, sym.T, vocab, h, _HEAD)
+    logits = replace(logits, dtype=sym.wide_dtype)
+    gradient_sum = "head.gradient_sum"
+    if Recompute.LOSS in sym.layout.recompute:
+        gradient_sum += f".{NEVER_DELAYED}"
+        blocks = max(1.0, vocab / loss_chunk_columns(sym.model, sym.layout))
+        logits = replace(logits, x=logits.x / blocks)
+        backward = [
+            replace(
+                logits,
+                name=f"head.logits.{NEVER_DELAYED}",
+                amount=3 * logits.amount,
+                recomputed_by=(),
+            ),
+            norm_backward,
+            loss_backward,
+            elementwise_row(
+                "head.input_gradient",
+                sym,
+                (8 + sym.c) * sym.T * h * blocks,
+                part=_HEAD,
+                calls=blocks,
+            ),
+        ]
     else:
-        backward = [_twice(logits), norm_back, loss_back]
-    forward = (logits, norm, loss)
-    if not size.is_fused:
-        name = "head.gradient_sum" + (f".{NEVER_DELAYED}" if again else "")
-        backward.append(
-            elementwise_row(name, size, gradient_sum_bytes(size) * h * vocab, part=_HEAD, calls=2)
-        )
-    return LayerOps(forward=forward, backward=tuple(backward))
+        backward = [backward_gemms(logits), norm_backward, loss_backward]
+    if not sym.is_fused:
+        sum_bytes = gradient_sum_bytes(sym) * h * vocab
+        backward.append(elementwise_row(gradient_sum, sym, sum_bytes, part=_HEAD, calls=2))
+    return LayerOps(forward=(logits, norm, loss), backward=tuple(backward))
 
 
-def mtp_ops(size: Symbols) -> LayerOps:
-    """What an MTP depth has besides a layer and a pass through the head: two norms and the
-    projection [h, 2h]."""
-    h = size.model.hidden_size
-    projection = gemm_row("mtp.projection", size, size.T, h / size.layout.tp, 2 * h, TimePart.DENSE)
-    norm, norm_back = kernel_rows(RMS_NORM, "mtp.norms", size, 2 * size.t * h)
-    return LayerOps(forward=(projection, norm), backward=(_twice(projection), norm_back))
+def mtp_ops(sym: Symbols) -> LayerOps:
+    """Return the rows that an MTP depth has besides its layer and its pass through the head.
+
+    They are two norms and the projection [h, 2h].
+    """
+    h = sym.model.hidden_size
+    projection = gemm_row("mtp.projection", sym, sym.T, h / sym.layout.tp, 2 * h, TimePart.DENSE)
+    norms, norms_backward = kernel_rows(RMS_NORM, "mtp.norms", sym, 2 * sym.t * h)
+    return LayerOps(
+        forward=(projection, norms), backward=(backward_gemms(projection), norms_backward)
+    )
 
 
-def _twice(row: OpRow) -> OpRow:
-    """Backward of a GEMM: two of the same size."""
-    return replace(row, amount=2 * row.amount, recomputed_by=())
+def optimizer_ops(sym: Symbols, *, numel: int, owned_numel: int) -> tuple[OpRow, ...]:
+    """Return the rows of the optimizer, once a step, for a rank that holds `numel` parameters.
 
-
-def optimizer_ops(size: Symbols, *, numel: int, owned_numel: int) -> tuple[OpRow, ...]:
-    """Once a step: `held` parameters of the rank, `owned` of them after sharding the optimizer.
-
-    The engine does not clear gradients: the first micro-batch overwrites them.
+    It updates `owned_numel` of them where the optimizer is sharded. The engine does not clear
+    gradients: the first micro-batch overwrites them.
     """
     part = TimePart.OPTIMIZER
     adamw = OpRow(
@@ -106,13 +114,13 @@ def optimizer_ops(size: Symbols, *, numel: int, owned_numel: int) -> tuple[OpRow
         op=Op.OPTIMIZER,
         amount=owned_numel,
         x=owned_numel,
-        dtype=size.dtype,
+        dtype=sym.dtype,
     )
-    if size.is_fused:
+    if sym.is_fused:
         # Zeroing the fp32 gradients, and reading them once.
-        return adamw, elementwise_row("gradient_zero", size, 8 * numel, part=part)
+        return adamw, elementwise_row("gradient_zero", sym, 8 * numel, part=part)
     return (
         adamw,
-        elementwise_row("gradient_norm", size, 4 * owned_numel, part=part),
-        elementwise_row("weight_cast", size, (4 + size.c) * owned_numel, part=part),
+        elementwise_row("gradient_norm", sym, 4 * owned_numel, part=part),
+        elementwise_row("weight_cast", sym, (4 + sym.c) * owned_numel, part=part),
     )

@@ -1,46 +1,48 @@
-"""Seconds of one layer, or of what stands outside the layers, for one micro-batch: rows,
-collectives and host time.
+"""Seconds of one layer, or of what stands outside the layers, for one micro-batch.
 
-time_model_findings section 2. Device and host overlap in part: time = (device^p + host^p)^(1/p),
-for forward, backward and a replayed block each; p = 1 adds them. Waits for the split sizes of an
-all-to-all are always added.
+They are made of rows of work, collectives and host time (docs/formulas.md 11). Device and host
+overlap in part: time = (device^p + host^p)^(1/p), for forward, backward and a recomputed block
+each; p = 1 adds them. Waits for the split sizes of an all-to-all are always added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from moewright.cost.activations import OffloadedActivations
-from moewright.cost.collective_time import CollectiveModel, GroupSpan
+from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.ep_overlap import EXPERT_ROW_NAMES, covered_exchange, weight_gradient_s
-from moewright.cost.op_time import DeviceRates, OpRow
+from moewright.cost.host_time import host_exponent, layer_host_s
+from moewright.cost.layer_collectives import (
+    cp_exchange_s,
+    ep_exchange_s,
+    tp_all_reduce_s,
+    tp_exchange_s,
+)
+from moewright.cost.op_time import DeviceRates, TimedRows
 from moewright.cost.ops import LayerOps
 from moewright.cost.symbols import Symbols
-from moewright.rules import routing
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Layout, Overlap, Recompute
 from moewright.spec.model import ModelSpec, QkNorm
 from moewright.spec.plan import TimePart
 
 PartSeconds = Mapping[TimePart, float]
-TimedRows = tuple[tuple[OpRow, float], ...]
-FloatOrArray = Any  # floats, or arrays of one shape
+FloatOrArray = float | np.ndarray  # one number, or an array with one for each of many choices
 
+# Dispatchers whose host does not wait for split sizes.
 _NO_SYNC = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
-_INT64_BYTES = 8
-_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchTime:
-    """Seconds of one micro-batch, forward and backward: exposed by part, and hidden under other
-    work.
+    """Seconds of one micro-batch, forward and backward, by part: exposed, and hidden by other work.
 
-    `forward_s` of the exposed seconds belong to forward, `weight_s` to the weight gradients.
+    Of the exposed seconds `forward_s` belong to forward, `weight_grad_s` to the weight gradients.
     """
 
     exposed: PartSeconds
@@ -53,31 +55,33 @@ class MicroBatchTime:
         return sum(self.exposed.values())
 
 
-def add_times(many: Iterable[tuple[MicroBatchTime, float]]) -> MicroBatchTime:
-    """The weighted sum."""
+def add_times(weighted: Iterable[tuple[MicroBatchTime, float]]) -> MicroBatchTime:
+    """Return the weighted sum."""
     exposed: dict[TimePart, float] = {}
     hidden: dict[TimePart, float] = {}
-    forward_s = weight_s = 0.0
-    for times, weight in many:
-        forward_s += weight * times.forward_s
-        weight_s += weight * times.weight_grad_s
-        for sums, parts in ((exposed, times.exposed), (hidden, times.hidden)):
+    forward_s = 0.0
+    weight_grad_s = 0.0
+    for time, weight in weighted:
+        forward_s += weight * time.forward_s
+        weight_grad_s += weight * time.weight_grad_s
+        for sums, parts in ((exposed, time.exposed), (hidden, time.hidden)):
             for part, seconds in parts.items():
                 sums[part] = sums.get(part, 0.0) + weight * seconds
     return MicroBatchTime(
-        exposed=exposed, hidden=hidden, forward_s=forward_s, weight_grad_s=weight_s
+        exposed=exposed, hidden=hidden, forward_s=forward_s, weight_grad_s=weight_grad_s
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedOps:
-    """Rows of a layer with their seconds."""
+    """The rows of a layer with their seconds."""
 
     forward: TimedRows
     backward: TimedRows
 
 
 def price_ops(rates: DeviceRates, ops: LayerOps) -> PricedOps:
+    """Return the rows with the seconds that they take at these rates."""
     return PricedOps(
         forward=tuple((row, rates.seconds(row)) for row in ops.forward),
         backward=tuple((row, rates.seconds(row)) for row in ops.backward),
@@ -85,25 +89,28 @@ def price_ops(rates: DeviceRates, ops: LayerOps) -> PricedOps:
 
 
 def replace_expert_rows(priced: PricedOps, experts: PricedOps) -> PricedOps:
-    """With the rows between dispatch and combine taken from `experts`, one for one."""
+    """Return `priced` with its rows between dispatch and combine taken from `experts`, in order."""
 
-    def mixed(rows: TimedRows, others: TimedRows) -> TimedRows:
-        other = iter(others)
+    def replace_rows(rows: TimedRows, replacements: TimedRows) -> TimedRows:
+        replacement = iter(replacements)
         return tuple(
-            next(other) if row.name.startswith(EXPERT_ROW_NAMES) else (row, seconds)
+            next(replacement) if row.name.startswith(EXPERT_ROW_NAMES) else (row, seconds)
             for row, seconds in rows
         )
 
     return PricedOps(
-        forward=mixed(priced.forward, experts.forward),
-        backward=mixed(priced.backward, experts.backward),
+        forward=replace_rows(priced.forward, experts.forward),
+        backward=replace_rows(priced.backward, experts.backward),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCollectives:
-    """Collectives of one layer and micro-batch, forward; `tp` one gather or scatter, `ep` dispatch
-    and combine; `tp_means` those of norms over all heads, where ranks hold a part each.
+    """Seconds of the collectives of one layer and micro-batch.
+
+    `ep_*` are dispatch and combine; `tp_s` is one gather or scatter, of which each of `tp_blocks`
+    blocks makes two in forward and three in backward; `qk_norm_s` are the sums of norms over all
+    heads, of which each rank has a part; `cp_s` is that of the forward.
     """
 
     ep_forward_s: float
@@ -114,140 +121,53 @@ class LayerCollectives:
     cp_s: float
 
 
-def price_collectives(links: CollectiveModel, size: Symbols, *, moe: bool) -> LayerCollectives:
-    model, layout = size.model, size.layout
-    shared = model.moe is not None and model.moe.shared_ffn_size > 0
-    whole = size.c * size.T * model.hidden_size
-    tp = tp_exchange_s(links, layout, whole)
-    forward, backward = _dispatch(links, size) if moe else (0.0, 0.0)
+def price_collectives(collectives: CollectiveModel, sym: Symbols, *, moe: bool) -> LayerCollectives:
+    """Return the seconds of the collectives of a layer."""
+    model, layout = sym.model, sym.layout
+    hidden_bytes = sym.c * sym.T * model.hidden_size
+    tp_s = tp_exchange_s(collectives, layout, hidden_bytes)
+    if not layout.sp:
+        tp_s *= 2  # an all-reduce instead of a gather or a scatter
+    ep_forward_s, ep_backward_s = 0.0, 0.0
+    if moe:
+        ep_forward_s, ep_backward_s = ep_exchange_s(collectives, sym)
+    qk_norm_s = 0.0
+    if model.attention.qk_norm is QkNorm.FULL:
+        qk_norm_s = 2 * tp_all_reduce_s(collectives, sym)
     return LayerCollectives(
-        ep_forward_s=forward,
-        ep_backward_s=backward,
-        tp_s=tp if layout.sp else 2 * tp,
-        tp_blocks=(1 + shared if moe else 2) if layout.tp > 1 else 0,
-        qk_norm_s=2 * tp_all_reduce_s(links, size)
-        if model.attention.qk_norm is QkNorm.FULL
-        else 0.0,
-        cp_s=_context(links, size),
+        ep_forward_s=ep_forward_s,
+        ep_backward_s=ep_backward_s,
+        tp_s=tp_s,
+        tp_blocks=_tp_blocks(sym, moe),
+        qk_norm_s=qk_norm_s,
+        cp_s=cp_exchange_s(collectives, sym),
     )
 
 
-def tp_exchange_s(links: CollectiveModel, layout: Layout, whole_bytes: float) -> float:
-    """One gather or scatter of a tensor-parallel group, as far as no GEMM hides it."""
-    c = links.constants
-    if layout.tp == 1:
-        return 0.0
-    where = links.span(layout, "tp")
-    seconds = links.seconds(
-        Collective.REDUCE_SCATTER, where, whole_bytes, efficiency=c["tp_efficiency"]
-    )
-    shown = 1 - c["tp_overlap_hidden"] if Overlap.TP in layout.overlap else 1.0
-    return c["tp_time_scale"] * shown * seconds
+def _tp_blocks(sym: Symbols, moe: bool) -> int:
+    """Return how many blocks are tensor-parallel: attention, and a dense or shared MLP."""
+    if sym.layout.tp == 1:
+        return 0
+    if not moe:
+        return 2
+    has_shared_experts = sym.model.moe is not None and sym.model.moe.shared_ffn_size > 0
+    return 1 + has_shared_experts
 
 
-def tp_all_reduce_s(links: CollectiveModel, size: Symbols) -> float:
-    """One all-reduce of an fp32 number a token over a tensor-parallel group."""
-    return links.seconds(Collective.ALL_REDUCE, links.span(size.layout, "tp"), _FP32_BYTES * size.T)
-
-
-def stage_transfer_s(links: CollectiveModel, size: Symbols, layout: Layout) -> float:
-    """One activation to the next pipeline stage."""
+def stage_transfer_s(collectives: CollectiveModel, sym: Symbols, layout: Layout) -> float:
+    """Return the time of one hidden state to the next pipeline stage."""
     if layout.pp == 1:
         return 0.0
-    return links.seconds(
-        Collective.P2P, links.span(layout, "pp"), size.c * size.t * size.model.hidden_size
-    )
-
-
-def _dispatch(links: CollectiveModel, size: Symbols) -> tuple[float, float]:
-    """Dispatch and combine, forward and backward, with the small exchanges of counts and
-    probabilities."""
-    model, layout = size.model, size.layout
-    if model.moe is None or layout.ep * layout.etp == 1:
-        return 0.0, 0.0
-    k, even = model.moe.router.top_k, size.t * model.moe.router.top_k
-    load = size.R / (even * layout.etp) if even else 1.0
-    one = links.dispatch_s(
-        layout, tokens=size.t, top_k=k, row_bytes=size.c * model.expert_width, load=load
-    )
-    forward = backward = 2 * one
-    if layout.dispatcher is DispatcherKind.ALL_TO_ALL:
-        where = links.span(layout, "ep")
-        probs = links.seconds(Collective.ALL_TO_ALL, where, _FP32_BYTES * even)
-        forward += (
-            links.seconds(Collective.ALL_TO_ALL, where, _INT64_BYTES * model.moe.experts) + probs
-        )
-        backward += probs
-    if layout.etp > 1:
-        gathered = (
-            routing.etp_gathered_rows(size.workload, layout, size.R) * size.c * model.expert_width
-        )
-        etp = links.seconds(Collective.REDUCE_SCATTER, links.span(layout, "etp"), gathered)
-        forward, backward = forward + 2 * etp, backward + 2 * etp
-    return forward, backward
-
-
-def _context(links: CollectiveModel, size: Symbols) -> float:
-    """Keys and values of the other ranks, forward: a ring of cp - 1 steps, or one gather; a2a moves
-    q and the output too, but only its own part of each; a2a+p2p does so inside a domain, and rings
-    over the domains."""
-    spec, layout = size.model.attention, size.layout
-    if layout.cp == 1:
-        return 0.0
-    where = links.span(layout, "cp")
-    kv = size.c * size.T * 2 * spec.kv_width / layout.tp
-    if layout.cp_comm is CpComm.ALL_GATHER:
-        return links.seconds(Collective.ALL_GATHER, where, kv)
-    if layout.cp_comm is CpComm.P2P:
-        return (layout.cp - 1) * links.seconds(Collective.P2P, where, kv)
-    moved = kv + size.c * size.T * (spec.q_width + spec.out_width) / layout.tp
-    if layout.cp_comm is CpComm.A2A_P2P and where.domains > 1:
-        near = GroupSpan(
-            size=where.ranks_per_domain, ranks_per_domain=where.ranks_per_domain, domains=1
-        )
-        far = GroupSpan(size=where.domains, ranks_per_domain=1, domains=where.domains)
-        ring = (where.domains - 1) * links.seconds(Collective.P2P, far, kv)
-        return links.seconds(Collective.ALL_TO_ALL, near, moved) + ring
-    return links.seconds(Collective.ALL_TO_ALL, where, moved)
-
-
-def host_s(
-    links: CollectiveModel,
-    layout: Layout,
-    graphs: Sequence[CudaGraphScope],
-    model: ModelSpec,
-    *,
-    moe: bool,
-) -> float:
-    """Host time of one layer and micro-batch, forward and backward, that does not depend on the
-    tokens."""
-    c = links.constants
-    if CudaGraphScope.FULL in graphs:
-        return c["host_s_full_graph"]
-    seconds = c["host_s_per_layer_microbatch"] * float(c["host_per_year"] ** c["stack_age_years"])
-    if graphs:
-        seconds *= 1 - _graphed(links, graphs)
-    if Overlap.GRAD in layout.overlap or Overlap.PARAM in layout.overlap:
-        seconds *= c["dp_overlap_host"]
-    if layout.tp > 1:
-        seconds *= c["tp_host"]
-    if not moe or model.moe is None:
-        return seconds * c["host_dense_layer_share"]
-    seconds += c["host_s_per_local_expert"] * model.moe.experts / layout.ep
-    return seconds * (c["ep_overlap_host"] if Overlap.EP in layout.overlap else 1.0)
-
-
-def _graphed(links: CollectiveModel, graphs: Sequence[CudaGraphScope]) -> float:
-    """Share of a layer's host time that its graphs take over."""
-    c = links.constants
-    attention = c["host_graphed_attention"] if CudaGraphScope.ATTN in graphs else 0.0
-    return attention + (c["host_graphed_router"] if CudaGraphScope.MOE_ROUTER in graphs else 0.0)
+    span = collectives.span(layout, "pp")
+    return collectives.seconds(Collective.P2P, span, sym.c * sym.t * sym.model.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceTime:
-    """Seconds of one layer and micro-batch on the device, by part, before recompute and host work
-    are added."""
+    """Seconds of one layer and micro-batch on the device, by part.
+
+    Recompute and host time are not in it.
+    """
 
     exposed: PartSeconds
     hidden: PartSeconds
@@ -255,50 +175,102 @@ class DeviceTime:
     backward_s: float
 
 
+class _PartSums:
+    """Sums of exposed and hidden seconds by part, while a layer is added up."""
+
+    __slots__ = ("exposed", "hidden")
+
+    def __init__(self) -> None:
+        self.exposed: dict[TimePart, float] = {}
+        self.hidden: dict[TimePart, float] = {}
+
+    def expose(self, part: TimePart, seconds: float) -> None:
+        if seconds:
+            self.exposed[part] = self.exposed.get(part, 0.0) + seconds
+
+    def hide(self, part: TimePart, seconds: float) -> None:
+        if seconds:
+            self.hidden[part] = self.hidden.get(part, 0.0) + seconds
+
+    def expose_rows(self, rows: TimedRows) -> float:
+        """Add the rows to their parts and return their sum."""
+        total_s = 0.0
+        for row, seconds in rows:
+            self.expose(row.part, seconds)
+            total_s += seconds
+        return total_s
+
+
 def device_time(
-    links: CollectiveModel, layout: Layout, priced: PricedOps, moved: LayerCollectives
+    collectives: CollectiveModel, layout: Layout, priced: PricedOps, moved: LayerCollectives
 ) -> DeviceTime:
-    """Rows and collectives of both directions, what the layout overlaps taken off."""
-    exposed: dict[TimePart, float] = {}
-    hidden: dict[TimePart, float] = {}
-
-    def device_s(rows: TimedRows, ep: float, hidden_ep: float, tp: float, cp: float) -> float:
-        """Books rows and collectives of one direction."""
-        core = sum(seconds for row, seconds in rows if row.part is TimePart.ATTENTION)
-        hidden_cp = min(cp, core) if layout.cp_comm is CpComm.P2P else 0.0
-        _put(hidden, TimePart.EP_COMM, hidden_ep)
-        _put(hidden, TimePart.CP_COMM, hidden_cp)
-        _put(exposed, TimePart.EP_COMM, ep - hidden_ep)
-        _put(exposed, TimePart.TP_COMM, tp)
-        _put(exposed, TimePart.CP_COMM, cp - hidden_cp)
-        return _sum_parts(exposed, rows) + ep - hidden_ep + tp + cp - hidden_cp
-
-    tp = moved.tp_blocks * moved.tp_s
-    beside = covered_exchange(
+    """Return the device's time for rows and collectives, less what the layout overlaps."""
+    covered = covered_exchange(
         layout, priced.forward, priced.backward, moved.ep_forward_s, moved.ep_backward_s
     )
-    share = links.constants["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 1.0
-    hidden_s = (
-        min(moved.ep_forward_s, share * beside.forward_s),
-        min(moved.ep_backward_s, share * beside.backward_s),
+    hidden_share = 1.0
+    if Overlap.EP in layout.overlap:
+        hidden_share = collectives.constants["ep_overlap_hidden"]
+    tp_s = moved.tp_blocks * moved.tp_s
+    cp_hides = layout.cp_comm is CpComm.P2P
+    sums = _PartSums()
+    forward_s = _add_pass(
+        sums,
+        priced.forward,
+        ep_s=moved.ep_forward_s,
+        hidden_ep_s=min(moved.ep_forward_s, hidden_share * covered.forward_s),
+        tp_s=2 * tp_s + moved.qk_norm_s,
+        cp_s=moved.cp_s,
+        cp_hides=cp_hides,
     )
-    forward_s = device_s(
-        priced.forward, moved.ep_forward_s, hidden_s[0], 2 * tp + moved.qk_norm_s, moved.cp_s
+    backward_s = _add_pass(
+        sums,
+        priced.backward,
+        ep_s=moved.ep_backward_s,
+        hidden_ep_s=min(moved.ep_backward_s, hidden_share * covered.backward_s),
+        tp_s=3 * tp_s + moved.qk_norm_s,
+        cp_s=2 * moved.cp_s,
+        cp_hides=cp_hides,
     )
-    backward_s = device_s(
-        priced.backward, moved.ep_backward_s, hidden_s[1], 3 * tp + moved.qk_norm_s, 2 * moved.cp_s
+    return DeviceTime(
+        exposed=sums.exposed, hidden=sums.hidden, forward_s=forward_s, backward_s=backward_s
     )
-    return DeviceTime(exposed=exposed, hidden=hidden, forward_s=forward_s, backward_s=backward_s)
+
+
+def _add_pass(
+    sums: _PartSums,
+    rows: TimedRows,
+    *,
+    ep_s: float,
+    hidden_ep_s: float,
+    tp_s: float,
+    cp_s: float,
+    cp_hides: bool,
+) -> float:
+    """Add the rows and collectives of one pass to their parts, and return its exposed seconds.
+
+    A ring of keys and values hides under the attention of the pass.
+    """
+    hidden_cp_s = 0.0
+    if cp_hides:
+        attention_s = sum(seconds for row, seconds in rows if row.part is TimePart.ATTENTION)
+        hidden_cp_s = min(cp_s, attention_s)
+    sums.hide(TimePart.EP_COMM, hidden_ep_s)
+    sums.hide(TimePart.CP_COMM, hidden_cp_s)
+    sums.expose(TimePart.EP_COMM, ep_s - hidden_ep_s)
+    sums.expose(TimePart.TP_COMM, tp_s)
+    sums.expose(TimePart.CP_COMM, cp_s - hidden_cp_s)
+    return sums.expose_rows(rows) + ep_s - hidden_ep_s + tp_s + cp_s - hidden_cp_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayCost:
-    """What recompute and graphs add to the device's own time of a layer and micro-batch: floats of
-    one choice, or arrays over many.
+    """What recompute and graphs make of a layer's time: numbers for one choice, or arrays for many.
 
-    A replayed block of `block_s` stands alone, takes `block_host` of the forward's host time, and
-    is of `block_share` of the layers; `light_s` of `light_calls` replayed kernels join the
-    backward.
+    `host_s` is the host time of forward and backward. A recomputed block stands alone: it takes
+    `block_s` on the device and `block_host_share` of the forward's host time, in a share
+    `block_layer_share` of the layers. Other recompute choices repeat kernels inside the backward,
+    for `kernel_s`, in `kernel_groups` groups of launches.
     """
 
     host_s: FloatOrArray
@@ -309,15 +281,15 @@ class ReplayCost:
     kernel_groups: FloatOrArray
 
     @classmethod
-    def stack(cls, many: Sequence[ReplayCost]) -> ReplayCost:
-        """Choices side by side."""
+    def stack(cls, costs: Sequence[ReplayCost]) -> ReplayCost:
+        """Return one cost with an array [costs] for each field."""
         return cls(
-            **{name: np.array([getattr(one, name) for one in many]) for name in cls.__slots__}
+            **{name: np.array([getattr(cost, name) for cost in costs]) for name in cls.__slots__}
         )
 
 
 class ReplayPolicy(Protocol):
-    """What a micro-batch of a layer replays, and its graphs: a layout, or a part of one."""
+    """What a layer recomputes, and its CUDA graphs: a layout has both, and so has a part of one."""
 
     @property
     def recompute(self) -> tuple[Recompute, ...]: ...
@@ -326,46 +298,73 @@ class ReplayPolicy(Protocol):
 
 
 def replay_cost(
-    links: CollectiveModel,
-    size: Symbols,
+    collectives: CollectiveModel,
+    sym: Symbols,
     layout: Layout,
-    choices: ReplayPolicy,
+    policy: ReplayPolicy,
     priced: PricedOps,
     moved: LayerCollectives,
     *,
     moe: bool,
 ) -> ReplayCost:
-    """Of these choices in a layout. Full recompute is one forward more, with its collectives and
-    host time, of the share of the layers that it takes; `moe` its block with 0.6 of the host time.
+    """Return what a policy costs in a layout.
+
+    Full recompute is one forward more, with its collectives and host time, in the share of the
+    layers that it takes; recompute=moe repeats its block, with a share of the forward's host time.
     """
-    chosen, small = choices.recompute, _small(choices.recompute)
-    block_s = light_s = 0.0
-    if Recompute.FULL in chosen:
+    c = collectives.constants
+    choices = policy.recompute
+    kernel_choices = _kernel_choices(choices)
+    block_s = 0.0
+    kernel_s = 0.0
+    block_host_share = c["host_recomputed_moe_share"]
+    block_layer_share = 1.0
+    if Recompute.FULL in choices:
         block_s = sum(seconds for _, seconds in priced.forward)
-        block_s += (
-            moved.ep_forward_s + 2 * moved.tp_blocks * moved.tp_s + moved.qk_norm_s + moved.cp_s
-        )
-    elif chosen:
+        tp_s = 2 * moved.tp_blocks * moved.tp_s
+        block_s += moved.ep_forward_s + tp_s + moved.qk_norm_s + moved.cp_s
+        block_host_share = 1.0
+        block_layer_share = _recomputed_share(layout, sym.model)
+    elif choices:
         for row, seconds in priced.forward:
-            if Recompute.MOE in chosen and Recompute.MOE in row.recomputed_by:
+            if Recompute.MOE in choices and Recompute.MOE in row.recomputed_by:
                 block_s += seconds
-            elif not frozenset(small).isdisjoint(row.recomputed_by):
-                light_s += seconds
-        block_s += moved.ep_forward_s if Recompute.MOE in chosen else 0.0
+            elif not kernel_choices.isdisjoint(row.recomputed_by):
+                kernel_s += seconds
+        if Recompute.MOE in choices:
+            block_s += moved.ep_forward_s
     return ReplayCost(
-        host_s=host_s(links, layout, choices.graphs, size.model, moe=moe),
+        host_s=layer_host_s(c, layout, policy.graphs, sym.model, moe=moe),
         block_s=block_s,
-        block_host_share=1.0 if Recompute.FULL in chosen else 0.6,
-        block_layer_share=_replayed_share(layout, size.model) if Recompute.FULL in chosen else 1.0,
-        kernel_s=light_s,
-        kernel_groups=len(small),
+        block_host_share=block_host_share,
+        block_layer_share=block_layer_share,
+        kernel_s=kernel_s,
+        kernel_groups=len(kernel_choices),
     )
+
+
+def _kernel_choices(choices: Sequence[Recompute]) -> frozenset[Recompute]:
+    """Return the choices that repeat a few kernels inside backward, not a block of their own."""
+    blocks = (Recompute.FULL, Recompute.MOE, Recompute.LOSS)
+    return frozenset(choice for choice in choices if choice not in blocks)
+
+
+def _recomputed_share(layout: Layout, model: ModelSpec) -> float:
+    """Return the share of the layers that full recompute takes.
+
+    It can take the first layers of each chunk alone.
+    """
+    if not layout.recompute_block:
+        return 1.0
+    return min(1.0, layout.recompute_block * layout.pp * layout.vpp / model.layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTimes:
-    """Seconds of forward and backward with the host's, of replayed blocks, and of copies that
-    either waits for; `travel_s` those of one direction.
+    """Seconds of a layer's passes: device and host together.
+
+    `block_s` is a recomputed block; `forward_wait_s` and `backward_wait_s` are waits for copies of
+    offloaded activations, of which those of one direction take `copy_s`.
     """
 
     forward_s: FloatOrArray
@@ -373,7 +372,6 @@ class PassTimes:
     block_s: FloatOrArray
     forward_wait_s: FloatOrArray
     backward_wait_s: FloatOrArray
-
     copy_s: FloatOrArray
 
     @property
@@ -388,154 +386,115 @@ class PassTimes:
 
 
 def pass_times(
-    links: CollectiveModel,
-    size: Symbols,
+    collectives: CollectiveModel,
+    sym: Symbols,
     layout: Layout,
     device: DeviceTime,
-    more: ReplayCost,
-    away: OffloadedActivations,
+    replay: ReplayCost,
+    offloaded: OffloadedActivations,
     *,
     moe: bool,
     synced: bool,
 ) -> PassTimes:
-    """Device and host side by side, and copies beside both: what takes longer than a pass shows. An
-    offloaded module costs the host as much as a recomputed one, in forward and in backward.
-    `synced`: the host waits for transfers.
+    """Return the passes of a layer: device and host side by side, and copies beside both.
+
+    What takes longer than a pass shows. An offloaded module costs the host as much as a recomputed
+    one, in forward and in backward. `synced`: the host waits for transfers between stages.
     """
-    c = links.constants
-    sync = 0.0
+    c = collectives.constants
+    p = host_exponent(c, sym, synced=synced)
+    sync_s = 0.0
     if moe and layout.ep > 1:
-        sync = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
-    p, third, call_s = (
-        _exponent(links, size, synced=synced),
-        more.host_s / 3,
-        c["host_s_per_recompute_module"],
-    )
-    calls_s = call_s * away.modules
-    forward_s = _joint(p, device.forward_s, third + calls_s) + sync
-    backward_s = (
-        _joint(
-            p, device.backward_s + more.kernel_s, 2 * third + call_s * more.kernel_groups + calls_s
-        )
-        + sync
-    )
-    travel_s = away.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
-    replays = np.greater(more.block_s, 0)
+        sync_s = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
+    group_s = c["host_s_per_recompute_module"]
+    forward_host_s = replay.host_s / 3  # backward launches twice as much
+    backward_host_s = 2 * forward_host_s + group_s * replay.kernel_groups
+    copies_host_s = group_s * offloaded.modules
+    forward_s = join_times(p, device.forward_s, forward_host_s + copies_host_s) + sync_s
+    backward_device_s = device.backward_s + replay.kernel_s
+    backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s) + sync_s
+    block_s = join_times(p, replay.block_s, replay.block_host_share * forward_host_s)
+    has_block = np.greater(replay.block_s, 0)
+    copy_s = offloaded.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
     return PassTimes(
         forward_s=forward_s,
         backward_s=backward_s,
-        block_s=replays
-        * more.block_layer_share
-        * _joint(p, more.block_s, more.block_host_share * third),
-        forward_wait_s=np.maximum(0.0, travel_s - forward_s),
-        backward_wait_s=np.maximum(0.0, travel_s - backward_s),
-        copy_s=travel_s,
+        block_s=has_block * replay.block_layer_share * block_s,
+        forward_wait_s=np.maximum(0.0, copy_s - forward_s),
+        backward_wait_s=np.maximum(0.0, copy_s - backward_s),
+        copy_s=copy_s,
     )
+
+
+def join_times(p: float, device_s: FloatOrArray, host_s: FloatOrArray) -> FloatOrArray:
+    """Return the seconds that device and host take side by side."""
+    if p == 1.0:
+        return device_s + host_s
+    joined: FloatOrArray = (device_s**p + host_s**p) ** (1 / p)
+    return joined
 
 
 def layer_time(
-    links: CollectiveModel,
-    size: Symbols,
+    collectives: CollectiveModel,
+    sym: Symbols,
     layout: Layout,
     priced: PricedOps,
     device: DeviceTime,
-    more: ReplayCost,
-    away: OffloadedActivations,
+    replay: ReplayCost,
+    offloaded: OffloadedActivations,
     *,
     moe: bool,
 ) -> MicroBatchTime:
-    """One layer and micro-batch by part."""
-    found = pass_times(
-        links, size, layout, device, more, away, moe=moe, synced=layout.pp > 1 and layout.vpp == 1
-    )
-    exposed, hidden = dict(device.exposed), dict(device.hidden)
-    busy_s = device.backward_s + more.kernel_s
-    _put(
-        exposed,
-        TimePart.HOST,
-        float(found.forward_s - device.forward_s + found.backward_s - busy_s),
-    )
-    _put(exposed, TimePart.RECOMPUTE, float(found.block_s + more.kernel_s))
-    late_s = float(found.forward_wait_s + found.backward_wait_s)
-    _put(exposed, TimePart.OFFLOAD, late_s)
-    _put(hidden, TimePart.OFFLOAD, 2 * float(found.copy_s) - late_s)
-    backward_s = float(found.backward_s + found.backward_wait_s)
-    # The host's part and what overlaps fall on input and weight gradients alike.
-    weight_s = (
-        weight_gradient_s(priced.backward) * backward_s / float(busy_s)
-        if device.backward_s
-        else 0.0
-    )
+    """Return the time of one layer and micro-batch by part."""
+    synced = layout.pp > 1 and layout.vpp == 1
+    passes = pass_times(collectives, sym, layout, device, replay, offloaded, moe=moe, synced=synced)
+    busy_s = device.backward_s + replay.kernel_s
+    host_s = passes.forward_s - device.forward_s + passes.backward_s - busy_s
+    wait_s = float(passes.forward_wait_s + passes.backward_wait_s)
+    sums = _PartSums()
+    sums.exposed.update(device.exposed)
+    sums.hidden.update(device.hidden)
+    sums.expose(TimePart.HOST, float(host_s))
+    sums.expose(TimePart.RECOMPUTE, float(passes.block_s + replay.kernel_s))
+    sums.expose(TimePart.OFFLOAD, wait_s)
+    sums.hide(TimePart.OFFLOAD, 2 * float(passes.copy_s) - wait_s)
+    weight_grad_s = 0.0
+    if device.backward_s:
+        # Host time and overlap fall on the gradients of inputs and of weights alike.
+        backward_s = float(passes.backward_s + passes.backward_wait_s)
+        weight_grad_s = weight_gradient_s(priced.backward) * backward_s / float(busy_s)
     return MicroBatchTime(
-        exposed=exposed,
-        hidden=hidden,
-        forward_s=float(found.forward_s + found.forward_wait_s),
-        weight_grad_s=weight_s,
+        exposed=sums.exposed,
+        hidden=sums.hidden,
+        forward_s=float(passes.forward_s + passes.forward_wait_s),
+        weight_grad_s=weight_grad_s,
     )
-
-
-def _exponent(links: CollectiveModel, size: Symbols, *, synced: bool) -> float:
-    """How far host and device run side by side: less where 1F1B waits for every transfer, not at
-    all in one pass."""
-    if not size.is_steady:
-        return 1.0
-    return links.constants["host_exponent_synced" if synced else "host_exponent"]
-
-
-def _small(recompute: Sequence[Recompute]) -> tuple[Recompute, ...]:
-    """Recompute choices that replay a few kernels of a layer inside backward, not a block of their
-    own."""
-    return tuple(
-        choice
-        for choice in recompute
-        if choice not in (Recompute.FULL, Recompute.MOE, Recompute.LOSS)
-    )
-
-
-def _replayed_share(layout: Layout, model: ModelSpec) -> float:
-    """Of a chunk's layers: those that full recompute takes, where it takes the first alone."""
-    if not layout.recompute_block:
-        return 1.0
-    return min(1.0, layout.recompute_block * layout.pp * layout.vpp / model.layers)
-
-
-def _joint(exponent: float, device: FloatOrArray, host: FloatOrArray) -> FloatOrArray:
-    if exponent == 1.0:
-        return device + host
-    return (device**exponent + host**exponent) ** (1 / exponent)
-
-
-def _sum_parts(exposed: dict[TimePart, float], rows: Iterable[tuple[OpRow, float]]) -> float:
-    total = 0.0
-    for row, seconds in rows:
-        _put(exposed, row.part, seconds)
-        total += seconds
-    return total
-
-
-def _put(parts: dict[TimePart, float], part: TimePart, seconds: float) -> None:
-    if seconds:
-        parts[part] = parts.get(part, 0.0) + seconds
 
 
 def outside_layers_time(
-    links: CollectiveModel, size: Symbols, priced: PricedOps, *, gathers: int, sums: int = 0
+    collectives: CollectiveModel,
+    sym: Symbols,
+    priced: PricedOps,
+    *,
+    gathers: int,
+    sums: int = 0,
 ) -> MicroBatchTime:
-    """Embedding, head or MTP projection: device time only; `gathers` collectives of the hidden
-    state under TP, and in forward `sums` all-reduces of a number a token, as a loss over a cut
-    vocabulary takes.
+    """Return the time of the embedding, the head or an MTP projection, on the device alone.
+
+    Under TP they make `gathers` collectives of the hidden state, and in forward `sums` all-reduces
+    of a number a token, as the loss over a sharded vocabulary does.
     """
-    exposed: dict[TimePart, float] = {}
-    forward_s = _sum_parts(exposed, priced.forward)
-    _sum_parts(exposed, priced.backward)
-    if size.layout.tp > 1:
-        whole = size.c * size.T * size.model.hidden_size
-        one = tp_exchange_s(links, size.layout, whole)
-        summed = sums * tp_all_reduce_s(links, size)
-        _put(exposed, TimePart.TP_COMM, gathers * one + summed)
-        forward_s += gathers * one / 2 + summed
+    parts = _PartSums()
+    forward_s = parts.expose_rows(priced.forward)
+    parts.expose_rows(priced.backward)
+    if sym.layout.tp > 1:
+        hidden_bytes = sym.c * sym.T * sym.model.hidden_size
+        gathers_s = gathers * tp_exchange_s(collectives, sym.layout, hidden_bytes)
+        sums_s = sums * tp_all_reduce_s(collectives, sym)
+        parts.expose(TimePart.TP_COMM, gathers_s + sums_s)
+        forward_s += gathers_s / 2 + sums_s
     return MicroBatchTime(
-        exposed=exposed,
+        exposed=parts.exposed,
         hidden={},
         forward_s=forward_s,
         weight_grad_s=weight_gradient_s(priced.backward),

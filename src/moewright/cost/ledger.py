@@ -1,8 +1,8 @@
-"""The predicted ledger of one rank and one training step, to be held against what the engine
-counted."""
+"""The predicted ledger of one rank and one step, to be compared with what the engine counted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from moewright.cost.activations import ActivationContext, ledger_saved_rows
@@ -13,7 +13,7 @@ from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunk
 from moewright.rules import flops, fsdp, grid, schedule
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.context_parallel import cp_factors
-from moewright.rules.legality import micro_batches
+from moewright.rules.job import Job
 from moewright.rules.stages import chunk_layers
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, Selection
@@ -25,18 +25,23 @@ _MOE_BLOCK = (Module.ROUTER, Module.EXPERTS, Module.SHARED_EXPERTS)
 
 
 def predict_ledger(plan: Plan, *, rank: int, selection: Selection | None) -> Ledger:
-    """Memory (states and saved activations), collectives and FLOPs of `rank` in one step.
+    """Return the memory, collectives and FLOPs of `rank` in one step of a plan.
 
     Experts get the rows that `selection` recorded, or balanced ones without it. States, collectives
-    and FLOPs are exact; memory holds no transients; the time is that of the plan's estimate. Raises
-    BadInput for a rank outside the world or a selection of another job.
+    and FLOPs are exact; memory has states and saved activations but no transients; the time is that
+    of the plan's estimate.
+
+    Raises:
+        BadInput: the rank is outside the world, or the selection is one of another job.
     """
-    workload = (
-        workload_at_step(plan.workload, selection.step - 1) if selection else plan.workload
-    )  # while batches grow
-    found = predict_rank_ledger(plan.model, workload, plan.layout, rank=rank, selection=selection)
-    expected = next((one for one in plan.estimate.ledgers if one.pp_rank == found.pp_rank), None)
-    return replace(found, time=expected.time) if expected else found
+    workload = plan.workload
+    if selection:
+        workload = workload_at_step(workload, selection.step - 1)  # the batch may still grow
+    ledger = predict_rank_ledger(plan.model, workload, plan.layout, rank=rank, selection=selection)
+    for estimated in plan.estimate.ledgers:
+        if estimated.pp_rank == ledger.pp_rank:
+            return replace(ledger, time=estimated.time)
+    return ledger
 
 
 def predict_rank_ledger(
@@ -48,62 +53,78 @@ def predict_rank_ledger(
     selection: Selection | None,
     load: float = 1.0,
 ) -> Ledger:
-    """`predict` from its parts. Without a selection experts get `load` times the balanced rows."""
+    """Return the ledger of a rank without a plan, and so without time.
+
+    Without a selection experts get `load` times the balanced rows.
+    """
+    micro_batches = Job(model=model, workload=workload, layout=layout).micro_batches
     pp_rank = grid.coordinate(layout, rank, "pp")
-    count = micro_batches(workload, layout)
     rows = count_expert_rows(
-        model, workload, layout, rank, micro_batches=count, selection=selection, load=load
+        model, workload, layout, rank, micro_batches=micro_batches, selection=selection, load=load
     )
     units = fsdp.fsdp_units(model, layout, rank)
-    flat = fsdp.flat_buffer_layout(layout)
-    sets = [
-        one
-        for one in bucket_sets(model, workload, flat, rank)
-        if not fsdp.is_fsdp_sharded(layout, one.group)
+    flat_layout = fsdp.flat_buffer_layout(layout)
+    flat_sets = [
+        bucket_set
+        for bucket_set in bucket_sets(model, workload, flat_layout, rank)
+        if not fsdp.is_fsdp_sharded(layout, bucket_set.group)
     ]
-    table = schedule.timetable(layout, count)[pp_rank]
+    table = schedule.timetable(layout, micro_batches)[pp_rank]
     chunks = rank_chunks(model, layout, pp_rank)
     context = ActivationContext(
         model=model, workload=workload, layout=layout, is_fused=False, input_ratio=None
     )
     memory = (
-        *state_rows(workload, flat, sets),
+        *state_rows(workload, flat_layout, flat_sets),
         *replica_rows(model, workload, layout, pp_rank),
-        *fsdp_rows(
-            workload, layout, units
-        ),  # of the same module where a part of it is cut and a part is not
+        *fsdp_rows(workload, layout, units),
         *ledger_saved_rows(context, rows, chunks=chunks, table=table),
     )
-    held: dict[tuple[Component, Module], int] = {}
-    for row in memory:
-        held[row.component, row.module] = held.get((row.component, row.module), 0) + row.bytes
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
-        memory=tuple(
-            MemoryRow(component=component, module=module, bytes=nbytes)
-            for (component, module), nbytes in sorted(held.items())
-        ),
-        comm=comm_rows(model, workload, layout, rank, rows, sets, units),
+        memory=_sum_memory(memory),
+        comm=comm_rows(model, workload, layout, rank, rows, flat_sets, units),
         flops=flop_rows(model, workload, layout, pp_rank, rows),
         in_flight=schedule.peak_live_chunks(table),
+    )
+
+
+def _sum_memory(rows: Iterable[MemoryRow]) -> tuple[MemoryRow, ...]:
+    """Return one row for each component and module.
+
+    A module of which fully_shard cuts only a part has rows of both kinds of state.
+    """
+    sums: dict[tuple[Component, Module], int] = {}
+    for row in rows:
+        key = row.component, row.module
+        sums[key] = sums.get(key, 0) + row.bytes
+    return tuple(
+        MemoryRow(component=component, module=module, bytes=nbytes)
+        for (component, module), nbytes in sorted(sums.items())
     )
 
 
 def flop_rows(
     model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: ExpertRows
 ) -> tuple[FlopRow, ...]:
-    """FLOPs that the rank dispatches in a step: forward, backward, and what recompute replays."""
-    share = _share(model, workload, layout, pp_rank, rows)
+    """Return the FLOPs of a rank in a step: forward, backward, and what recompute repeats."""
+    job = Job(model=model, workload=workload, layout=layout)
+    chunks = rank_chunks(model, layout, pp_rank)
+    has_loss = any(chunk.has_loss for chunk in chunks)
+    layers = [layer for chunk in chunks for layer in chunk_layers(model, chunk)]
+    repeated = recomputed_layers(model, layout, chunks)
+    repeated_layers = [layer for layer in layers if layer in repeated]
+    share = _rank_share(job, layers, rows, has_loss=has_loss)
+    repeated_share = _rank_share(job, repeated_layers, rows, has_loss=has_loss)
     sums: dict[tuple[FlopOp, Module], int] = {}
-    trained = flops.train_flop_rows(model, layout, share, seq_len=workload.seq_len)
-    again = _share(model, workload, layout, pp_rank, rows, replayed=True)
     for row in (
-        *trained,
-        *recomputed_flop_rows(model, workload, layout, again),
+        *flops.train_flop_rows(model, layout, share, seq_len=workload.seq_len),
+        *recomputed_flop_rows(model, workload, layout, repeated_share),
         *recomputed_logit_rows(model, layout, share),
     ):
-        sums[row.op, row.module] = sums.get((row.op, row.module), 0) + row.flops
+        key = row.op, row.module
+        sums[key] = sums.get(key, 0) + row.flops
     return tuple(
         FlopRow(op=op, module=module, flops=value)
         for (op, module), value in sorted(sums.items())
@@ -111,77 +132,73 @@ def flop_rows(
     )
 
 
-def _share(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
-    pp_rank: int,
-    rows: ExpertRows,
-    *,
-    replayed: bool = False,
+def _rank_share(
+    job: Job, layers: list[int], rows: ExpertRows, *, has_loss: bool
 ) -> flops.RankShare:
-    """What the rank works on, or the layers of it that recompute touches."""
-    chunks = rank_chunks(model, layout, pp_rank)
-    layers = recomputed_layers(model, layout, chunks) if replayed else None
-    mine = [
-        layer
-        for chunk in chunks
-        for layer in chunk_layers(model, chunk)
-        if layers is None or layer in layers
-    ]
-    sequences = len(rows.rows) * layout.mbs
-    expected = flops.expected_attended(
-        workload.seq_len,
-        workload.data.attended_share,
-        sequences * cp_factors(layout)[0] / layout.cp,
+    """Return what a rank works on in these of its layers."""
+    workload, layout = job.workload, job.layout
+    sequences = rows.micro_batches * layout.mbs
+    head_ranks, _ = cp_factors(layout)
+    expected_attended = flops.expected_attended(
+        workload.seq_len, workload.data.attended_share, sequences * head_ranks / layout.cp
     )
+    main_layers = tuple(layer for layer in layers if layer < job.model.layers)
+    mtp_layers = {layer for layer in layers if layer > job.model.layers}
     return flops.RankShare(
-        layers=tuple(layer for layer in mine if layer < model.layers),
+        layers=main_layers,
         tokens=sequences * workload.seq_len // layout.cp,
-        routed_rows=rows.total if layers is None else rows.count_rows(layers),
-        head=any(chunk.has_loss for chunk in chunks),
-        mtp=sum(layer > model.layers for layer in mine),
-        attended=rows.attended_pairs or expected,
+        routed_rows=rows.count_rows(layers),
+        head=has_loss,
+        mtp=len(mtp_layers),
+        attended=rows.attended_pairs or expected_attended,
         attended_windowed=rows.windowed_pairs,
-        mtp_rows=rows.count_rows({layer for layer in mine if layer > model.layers}),
+        mtp_rows=rows.count_rows(mtp_layers),
     )
 
 
 def recomputed_flop_rows(
     model: ModelSpec, workload: Workload, layout: Layout, share: flops.RankShare
 ) -> tuple[FlopRow, ...]:
-    """Forward FLOPs of layers that the recompute choices run a second time in backward."""
-    chosen, spec = layout.recompute, model.attention
-    work = [
-        one
-        for one in flops.forward_flops(model, layout, share, seq_len=workload.seq_len)
-        if one.module is not Module.HEAD and (Recompute.FULL in chosen or _replays(one, chosen))
+    """Return the forward FLOPs that the recompute choices repeat in backward."""
+    choices = layout.recompute
+    spec = model.attention
+    repeated = [
+        work
+        for work in flops.forward_flops(model, layout, share, seq_len=workload.seq_len)
+        if _is_repeated(work, choices)
     ]
-    if Recompute.MLA_UP_PROJ in chosen and spec.kind is AttentionKind.MLA:
-        up = (spec.q_lora_rank or model.hidden_size) * spec.q_width
-        up += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-        of_layer = 2 * share.tokens * up // layout.tp
-        for layers, depth in ((len(share.layers), False), (share.mtp, True)):
-            again = flops.ForwardFlops(
-                op=FlopOp.GEMM, module=Module.ATTENTION, flops=of_layer * layers, in_mtp=depth
+    if Recompute.MLA_UP_PROJ in choices and spec.kind is AttentionKind.MLA:
+        up_numel = (spec.q_lora_rank or model.hidden_size) * spec.q_width
+        up_numel += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+        layer_flops = 2 * share.tokens * up_numel // layout.tp
+        for layers, in_mtp in ((len(share.layers), False), (share.mtp, True)):
+            repeated.append(
+                flops.ForwardFlops(
+                    op=FlopOp.GEMM,
+                    module=Module.ATTENTION,
+                    flops=layer_flops * layers,
+                    in_mtp=in_mtp,
+                )
             )
-            work.append(again)
-    return flops.sum_flops(work)
+    return flops.sum_flops(repeated)
 
 
 def recomputed_logit_rows(
     model: ModelSpec, layout: Layout, share: flops.RankShare
 ) -> tuple[FlopRow, ...]:
-    """FLOPs of the logits that backward makes again."""
-    return flops.sum_flops(
-        [flops.head_flops(model, layout, share)] if Recompute.LOSS in layout.recompute else []
-    )
+    """Return the FLOPs of the logits that backward makes again under recompute=loss."""
+    if Recompute.LOSS not in layout.recompute:
+        return ()
+    return flops.sum_flops([flops.head_flops(model, layout, share)])
 
 
-def _replays(work: flops.ForwardFlops, chosen: tuple[Recompute, ...]) -> bool:
+def _is_repeated(work: flops.ForwardFlops, choices: tuple[Recompute, ...]) -> bool:
+    if work.module is Module.HEAD:
+        return False
     return (
-        (Recompute.MOE in chosen and work.module in _MOE_BLOCK)
-        or (Recompute.SHARED_EXPERTS in chosen and work.module is Module.SHARED_EXPERTS)
-        or (Recompute.MLP in chosen and work.module is Module.DENSE_MLP)
-        or (Recompute.CORE_ATTN in chosen and work.op is FlopOp.ATTENTION)
+        Recompute.FULL in choices
+        or (Recompute.MOE in choices and work.module in _MOE_BLOCK)
+        or (Recompute.SHARED_EXPERTS in choices and work.module is Module.SHARED_EXPERTS)
+        or (Recompute.MLP in choices and work.module is Module.DENSE_MLP)
+        or (Recompute.CORE_ATTN in choices and work.op is FlopOp.ATTENTION)
     )

@@ -1,10 +1,10 @@
-"""Rows of work -> seconds, by the rates of a device."""
+"""Seconds of rows of work, by the rates of a device."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,8 +15,8 @@ from moewright.spec.plan import Assumption, TimePart
 from moewright.spec.sourced import SourceKind
 from moewright.spec.workload import Dtype
 
-# The constants that only matter where the hardware file has no rate for an operation.
-_STANDS_IN: Mapping[str, Op] = MappingProxyType(
+# The constants that matter only where the hardware file has no rate for the operation.
+_STAND_IN_CONSTANTS: Mapping[str, Op] = MappingProxyType(
     {
         "gemm_efficiency": Op.GEMM,
         "grouped_rolloff_rows": Op.GROUPED_GEMM,
@@ -27,16 +27,20 @@ _STANDS_IN: Mapping[str, Op] = MappingProxyType(
         "optimizer_bytes_per_parameter": Op.OPTIMIZER,
     }
 )
+_STAND_IN_SOURCE = (
+    "no rate in the hardware file; stand-in from peak, memory bandwidth and constants"
+)
+_LARGE_GEMM_FLOPS = 1e12  # a product so large that it reaches the best rate of its curve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpRow:
-    """Work of one kind: `amount` (FLOPs, bytes or parameters, as its Op says) at the rate the curve
-    has at `x`.
+    """A row of work of one kind, done at the rate that a curve has at `x`.
 
-    `replay` names the recompute choices that run a forward row again in backward; `share` is the
-    part of the usual rate that it reaches; `scale` names a constant that multiplies its time
-    besides that of its Op.
+    `amount` is in FLOPs, bytes or parameters, as `op` says. `recomputed_by` names the recompute
+    choices that run a forward row again in backward; `efficiency` is the share of the usual rate
+    that the row reaches; `scale_constant` names a constant that multiplies its time besides that
+    of its Op.
     """
 
     name: str
@@ -50,8 +54,11 @@ class OpRow:
     scale_constant: str = ""
 
 
+TimedRows = Sequence[tuple[OpRow, float]]  # rows with their seconds
+
+
 def interpolate(curve: Curve, x: float) -> float:
-    """y at x: linear in log x and log y between the points, flat outside them."""
+    """Return y at x: linear in log x and log y between the points, flat outside them."""
     points = curve.points
     if x <= points[0][0]:
         return points[0][1]
@@ -68,56 +75,72 @@ def _first(point: tuple[float, float]) -> float:
 
 
 class DeviceRates:
-    """Rates of one device, with the stand-ins where the hardware file has no curve."""
+    """The rates of one device, with stand-ins where its hardware file has no curve."""
 
     __slots__ = ("_curves", "_hardware", "_peaks", "_scales", "constants")
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self.constants = Constants(hardware)
-        self._curves = {(r.op, r.dtype): r.curve for r in hardware.device.rates}
-        self._scales = {(op, dtype): self._scale(op, dtype) for op in Op for dtype in Dtype}
-        self._peaks = {p.dtype: p.rate.value for p in hardware.device.peaks}
+        self._curves = {(rate.op, rate.dtype): rate.curve for rate in hardware.device.rates}
+        self._scales = {(op, dtype): self._time_scale(op, dtype) for op in Op for dtype in Dtype}
+        self._peaks = {peak.dtype: peak.rate.value for peak in hardware.device.peaks}
 
-    def _scale(self, op: Op, dtype: Dtype) -> float:
-        """Experts' products have the factor of other GEMMs and one of their own."""
+    def _time_scale(self, op: Op, dtype: Dtype) -> float:
+        """Return what multiplies the time of an operation.
+
+        The products of experts have the factor of other GEMMs and one of their own.
+        """
         c = self.constants
         if op not in (Op.GEMM, Op.GROUPED_GEMM):
             return c[f"{op}_time_scale"]
-        gemm = c["gemm_8bit_time_scale" if dtype.is_narrow else "gemm_time_scale"]
+        scale = c["gemm_8bit_time_scale" if dtype.is_narrow else "gemm_time_scale"]
         if dtype is Dtype.NVFP4:
-            gemm *= c["gemm_4bit_time_scale"]
+            scale *= c["gemm_4bit_time_scale"]
         if dtype is Dtype.MXFP8:
-            gemm *= c["gemm_mx_time_scale"]
-        return gemm * c["grouped_gemm_time_scale"] if op is Op.GROUPED_GEMM else gemm
+            scale *= c["gemm_mx_time_scale"]
+        if op is Op.GROUPED_GEMM:
+            scale *= c["grouped_gemm_time_scale"]
+        return scale
 
     def peak_flops(self, dtype: Dtype) -> float:
-        """Dense peak, FLOP/s: that of the dtype, else of the widest listed kind."""
-        known = Dtype.FP8 if dtype is Dtype.MXFP8 and dtype not in self._peaks else dtype
-        return self._peaks.get(known) or next(iter(self._peaks.values()))
+        """Return the dense peak in FLOP/s: that of the dtype, else the first listed.
+
+        The widest kind is listed first. MXFP8 without a peak of its own has that of FP8.
+        """
+        if dtype is Dtype.MXFP8 and dtype not in self._peaks:
+            dtype = Dtype.FP8
+        return self._peaks.get(dtype) or next(iter(self._peaks.values()))
 
     def rate_curve(self, op: Op, dtype: Dtype) -> Curve | None:
-        """The curve for (op, dtype); MXFP8 falls back on FP8, memory-bound work on the curve of any
-        dtype."""
-        found = self._curves.get((op, dtype))
-        if found is None and dtype is Dtype.MXFP8:
-            found = self._curves.get((op, Dtype.FP8))
-        if found is None and op in (Op.ELEMENTWISE, Op.OPTIMIZER):
-            found = next((c for (o, _), c in self._curves.items() if o is op), None)
-        return found
+        """Return the curve for (op, dtype), or None where the hardware file has none.
+
+        MXFP8 falls back on FP8, memory-bound work on the curve of any dtype.
+        """
+        curve = self._curves.get((op, dtype))
+        if curve is None and dtype is Dtype.MXFP8:
+            curve = self._curves.get((op, Dtype.FP8))
+        if curve is None and op in (Op.ELEMENTWISE, Op.OPTIMIZER):
+            same_op = (curve for (curve_op, _), curve in self._curves.items() if curve_op is op)
+            curve = next(same_op, None)
+        return curve
 
     def uses_constant(self, constant: str) -> bool:
-        """Whether an estimate can depend on a constant: a stand-in does not count where every rate
-        is known."""
-        op = _STANDS_IN.get(constant)
-        return op is None or not any(known is op for known, _ in self._curves)
+        """Return whether an estimate can depend on a constant.
+
+        A stand-in does not count where the hardware file has the rate.
+        """
+        op = _STAND_IN_CONSTANTS.get(constant)
+        return op is None or all(curve_op is not op for curve_op, _ in self._curves)
 
     def rate(self, op: Op, dtype: Dtype, x: float) -> float:
-        """Units of work a second (FLOP/s, bytes/s or parameters/s)."""
+        """Return the units of work done in a second: FLOP/s, bytes/s or parameters/s."""
         curve = self.rate_curve(op, dtype)
-        return interpolate(curve, x) if curve is not None else self._stand_in(op, dtype, x)
+        if curve is None:
+            return self._stand_in_rate(op, dtype, x)
+        return interpolate(curve, x)
 
-    def _stand_in(self, op: Op, dtype: Dtype, x: float) -> float:
+    def _stand_in_rate(self, op: Op, dtype: Dtype, x: float) -> float:
         c = self.constants
         memory_Bps = self._hardware.device.memory_Bps.value * c["memory_efficiency"]
         if op is Op.ELEMENTWISE:
@@ -127,51 +150,59 @@ class DeviceRates:
         if op is Op.GEMM:
             return self.peak_flops(dtype) * c["gemm_efficiency"]
         if op is Op.GROUPED_GEMM:
-            gemm = self.rate(Op.GEMM, dtype, 1e12)
-            return gemm / (1 + c["grouped_rolloff_rows"] / max(x, 1.0))
+            best = self.rate(Op.GEMM, dtype, _LARGE_GEMM_FLOPS)
+            return best / (1 + c["grouped_rolloff_rows"] / max(x, 1.0))
         if op is Op.ATTENTION_BACKWARD:
             return self.rate(Op.ATTENTION, dtype, x) * c["attention_backward_efficiency"]
-        return (
-            self.peak_flops(dtype) * c["attention_efficiency"] * x / (x + c["attention_half_seq"])
-        )
+        best = self.peak_flops(dtype) * c["attention_efficiency"]
+        return best * x / (x + c["attention_half_seq"])
 
     def seconds(self, row: OpRow) -> float:
-        """Time of a row: its amount at the rate, times the correction between tables and whole
-        training steps."""
+        """Return the time of a row: its amount over its rate, times its corrections.
+
+        The corrections are fitted between kernel tables and whole training steps.
+        """
         if not row.amount:
             return 0.0
-        scale = self._scales[row.op, row.dtype] * (
-            self.constants[row.scale_constant] if row.scale_constant else 1.0
-        )
+        scale = self._scales[row.op, row.dtype]
+        if row.scale_constant:
+            scale *= self.constants[row.scale_constant]
         return scale * row.amount / (self.rate(row.op, row.dtype, row.x) * row.efficiency)
 
 
 def find_uncovered_rates(rates: DeviceRates, rows: Iterable[OpRow]) -> tuple[Assumption, ...]:
-    """What the hardware file does not cover: rates it lacks, and rows outside a measured range
-    (held flat there)."""
-    found: dict[str, Assumption] = {}
+    """Return what the hardware file does not cover: missing rates, and rows outside their range.
+
+    Outside the measured range a rate is held flat.
+    """
+    assumptions: dict[str, Assumption] = {}
     for row in rows:
-        if not row.amount:
-            continue
-        curve = rates.rate_curve(row.op, row.dtype)
-        name = f"rate {row.op} {row.dtype}"
-        if curve is None:
-            value = f"{rates.rate(row.op, row.dtype, row.x):.4g} at {row.x:.4g} ({row.name})"
-            source = (
-                "no rate in the hardware file; stand-in from peak, memory bandwidth and constants"
-            )
-            found.setdefault(
-                name, Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=source)
-            )
-            continue
-        first, last = curve.points[0][0], curve.points[-1][0]
-        low, high = curve.measured or (first, last)
-        if len(curve.points) > 1 and not low <= row.x <= high:
-            name = f"{name} at {row.name}"
-            how = "by its fit" if first <= row.x <= last else "held flat"
-            value = f"x={row.x:.4g} outside the measured {low:.4g}-{high:.4g}, {how}"
-            found.setdefault(
-                name,
-                Assumption(name=name, value=value, kind=SourceKind.ASSUMED, source=curve.source),
-            )
-    return tuple(found.values())
+        if row.amount:
+            assumption = _uncovered_rate(rates, row)
+            if assumption is not None:
+                assumptions.setdefault(assumption.name, assumption)
+    return tuple(assumptions.values())
+
+
+def _uncovered_rate(rates: DeviceRates, row: OpRow) -> Assumption | None:
+    name = f"rate {row.op} {row.dtype}"
+    curve = rates.rate_curve(row.op, row.dtype)
+    if curve is None:
+        return Assumption(
+            name=name,
+            value=f"{rates.rate(row.op, row.dtype, row.x):.4g} at {row.x:.4g} ({row.name})",
+            kind=SourceKind.ASSUMED,
+            source=_STAND_IN_SOURCE,
+        )
+    first = curve.points[0][0]
+    last = curve.points[-1][0]
+    low, high = curve.measured or (first, last)
+    if len(curve.points) == 1 or low <= row.x <= high:
+        return None
+    how = "by its fit" if first <= row.x <= last else "held flat"
+    return Assumption(
+        name=f"{name} at {row.name}",
+        value=f"x={row.x:.4g} outside the measured {low:.4g}-{high:.4g}, {how}",
+        kind=SourceKind.ASSUMED,
+        source=curve.source,
+    )

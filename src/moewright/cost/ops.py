@@ -1,7 +1,6 @@
-"""Model x Layout -> rows of work of one layer and one micro-batch on one rank; comm.py has the
-collectives.
+"""Rows of work of one layer and one micro-batch on one rank, without its collectives.
 
-Symbols are those of sizes.Sizes, with h the hidden size and f the expert width.
+The symbols are those of symbols.Symbols; h is the hidden size.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moewright.cost.elementwise import (
-    FULL,
-    MOE,
     elementwise_row,
     expert_elementwise_rows,
     layer_elementwise_rows,
@@ -25,229 +22,256 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype
 
-_NARROW_HEAD = 64  # tables of attention rates are of heads of 128
+_NARROW_HEAD_DIM = 64  # the tables of attention rates are of heads of 128
+_BACKWARD_PRODUCTS = 2.0  # a product's gradients are two products of its size
+_FP32_SUM_BYTES = 8  # a gradient is added to its fp32 sum by one read and one write of 4 bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOps:
-    """Rows of one layer, forward and backward, without recompute and collectives."""
+    """The rows of one layer, forward and backward, without recompute and collectives."""
 
     forward: tuple[OpRow, ...]
     backward: tuple[OpRow, ...]
 
 
-def layer_ops(size: Symbols, *, layer: int, moe: bool) -> LayerOps:
-    """One transformer layer; `layer` matters for its attention window only."""
-    gemms = [
-        *_projections(size),
-        *(_moe_gemms(size) if moe else _mlp_gemms(size, "mlp", size.model.dense_ffn_size)),
-    ]
-    experts = tuple(_expert_gemms(size)) if moe else ()
-    core_flops = flops.attention_flops(size.model, layer, size.T, size.seq_len) / size.layout.tp
-    if not flops.is_windowed(size.model, layer):
-        core_flops *= size.attended_share
-    core = _row(
-        "attention.core",
-        TimePart.ATTENTION,
-        Op.ATTENTION,
-        core_flops,
-        size.seq_len,
-        size.dtype,
-        (FULL, Recompute.CORE_ATTN),
-    )
-    core_back = _row(
-        "attention.core",
-        TimePart.ATTENTION,
-        Op.ATTENTION_BACKWARD,
-        2 * core_flops,
-        size.seq_len,
-        size.dtype,
-    )
-    if size.model.attention.head_dim <= _NARROW_HEAD:
-        core, core_back = (
-            replace(row, scale_constant="narrow_head_time_scale") for row in (core, core_back)
-        )
-    light = tuple(layer_elementwise_rows(size, moe))
-    forward = (*gemms, core, *experts, *(row for row, _ in light), *_weight_reads(size, moe))
-    backward = (
-        *(_scaled(row, 2.0) for row in gemms),
-        core_back,
-        *(_scaled(row, 2.0) for row in experts),
-        *(back for _, back in light),
-        *_weight_reads(size, moe),
-        *_gradient_accumulation(size, moe),
-    )
-    return LayerOps(forward=forward, backward=backward)
-
-
-def expert_ops(size: Symbols) -> LayerOps:
-    """Of a fused stack, the rows of a layer that depend on how experts are cut, in the order of all
-    its rows."""
-    gemms, reads = tuple(_expert_gemms(size)), tuple(_weight_reads(size, moe=True))
-    light = tuple(expert_elementwise_rows(size))
+def layer_ops(sym: Symbols, *, layer: int, moe: bool) -> LayerOps:
+    """Return the rows of one transformer layer; `layer` decides its attention window only."""
+    if moe:
+        dense_gemms = (*_projections(sym), *_moe_gemms(sym))
+        expert_gemms = tuple(_expert_gemms(sym))
+    else:
+        dense_gemms = (*_projections(sym), *_mlp_gemms(sym, "mlp", sym.model.dense_ffn_size))
+        expert_gemms = ()
+    core, core_backward = _attention_core(sym, layer)
+    passes = tuple(layer_elementwise_rows(sym, moe))
+    weight_reads = tuple(_expert_weight_reads(sym)) if moe else ()
     return LayerOps(
-        forward=(*gemms, *(row for row, _ in light), *reads),
+        forward=(
+            *dense_gemms,
+            core,
+            *expert_gemms,
+            *(forward for forward, _ in passes),
+            *weight_reads,
+        ),
         backward=(
-            *(_scaled(row, 2.0) for row in gemms),
-            *(back for _, back in light),
-            *reads,
-            *_gradient_accumulation(size, moe=True),
+            *(backward_gemms(row) for row in dense_gemms),
+            core_backward,
+            *(backward_gemms(row) for row in expert_gemms),
+            *(backward for _, backward in passes),
+            *weight_reads,
+            *_gradient_accumulation(sym, moe),
+        ),
+    )
+
+
+def expert_ops(sym: Symbols) -> LayerOps:
+    """Return the rows of a fused layer that depend on how its experts are sharded.
+
+    They come in the order that they have among all rows of the layer.
+    """
+    gemms = tuple(_expert_gemms(sym))
+    passes = tuple(expert_elementwise_rows(sym))
+    weight_reads = tuple(_expert_weight_reads(sym))
+    return LayerOps(
+        forward=(*gemms, *(forward for forward, _ in passes), *weight_reads),
+        backward=(
+            *(backward_gemms(row) for row in gemms),
+            *(backward for _, backward in passes),
+            *weight_reads,
+            *_gradient_accumulation(sym, moe=True),
         ),
     )
 
 
 def gemm_row(
-    name: str, size: Symbols, tokens: int, n: float, k: float, part: TimePart, *replay: Recompute
-) -> OpRow:
-    """[tokens, k] x [k, n]."""
-    work = 2.0 * tokens * n * k
-    return _row(name, part, Op.GEMM, work, work, size.dtype, (FULL, *replay))
-
-
-def _row(
     name: str,
+    sym: Symbols,
+    tokens: int,
+    n: float,
+    k: float,
     part: TimePart,
-    op: Op,
-    amount: float,
-    x: float,
-    dtype: Dtype,
-    replay: tuple[Recompute, ...] = (),
+    *recomputed_by: Recompute,
 ) -> OpRow:
-    return OpRow(name=name, part=part, op=op, amount=amount, x=x, dtype=dtype, recomputed_by=replay)
+    """Return the row of a product [tokens, k] x [k, n]."""
+    product_flops = 2.0 * tokens * n * k
+    return OpRow(
+        name=name,
+        part=part,
+        op=Op.GEMM,
+        amount=product_flops,
+        x=product_flops,
+        dtype=sym.dtype,
+        recomputed_by=(Recompute.FULL, *recomputed_by),
+    )
 
 
-def _scaled(row: OpRow, factor: float) -> OpRow:
-    """The backward of a forward row: `factor` times the work, in calls of the same size."""
-    return replace(row, amount=row.amount * factor, recomputed_by=())
+def backward_gemms(row: OpRow) -> OpRow:
+    """Return the backward of a product: twice the work, in calls of the same size."""
+    return replace(row, amount=row.amount * _BACKWARD_PRODUCTS, recomputed_by=())
 
 
-def _projections(size: Symbols) -> Iterator[OpRow]:
-    spec, h, tp, T = size.model.attention, size.model.hidden_size, size.layout.tp, size.T
-    dense, up = TimePart.DENSE, Recompute.MLA_UP_PROJ
+def _attention_core(sym: Symbols, layer: int) -> tuple[OpRow, OpRow]:
+    """Return the forward and the backward row of flash attention."""
+    core_flops = flops.attention_flops(sym.model, layer, sym.T, sym.seq_len) / sym.layout.tp
+    if not flops.is_windowed(sym.model, layer):
+        core_flops *= sym.attended_share
+    scale_constant = ""
+    if sym.model.attention.head_dim <= _NARROW_HEAD_DIM:
+        scale_constant = "narrow_head_time_scale"
+    forward = OpRow(
+        name="attention.core",
+        part=TimePart.ATTENTION,
+        op=Op.ATTENTION,
+        amount=core_flops,
+        x=sym.seq_len,
+        dtype=sym.dtype,
+        recomputed_by=(Recompute.FULL, Recompute.CORE_ATTN),
+        scale_constant=scale_constant,
+    )
+    backward = replace(forward, op=Op.ATTENTION_BACKWARD, amount=2 * core_flops, recomputed_by=())
+    return forward, backward
+
+
+def _projections(sym: Symbols) -> Iterator[OpRow]:
+    spec = sym.model.attention
+    h = sym.model.hidden_size
+    tp = sym.layout.tp
+    T = sym.T
+    dense = TimePart.DENSE
+    up = Recompute.MLA_UP_PROJ
     if spec.kind is AttentionKind.GQA:
-        yield gemm_row("attention.q", size, T, spec.q_width / tp, h, dense)
-        yield gemm_row("attention.k", size, T, spec.kv_width / tp, h, dense)
-        yield gemm_row("attention.v", size, T, spec.kv_width / tp, h, dense)
+        yield gemm_row("attention.q", sym, T, spec.q_width / tp, h, dense)
+        yield gemm_row("attention.k", sym, T, spec.kv_width / tp, h, dense)
+        yield gemm_row("attention.v", sym, T, spec.kv_width / tp, h, dense)
     else:
-        if spec.q_lora_rank:
-            yield gemm_row("attention.q_down", size, size.t, spec.q_lora_rank, h, dense)
-            yield gemm_row(
-                "attention.q_up", size, T, spec.q_width / tp, spec.q_lora_rank, dense, up
-            )
+        rank = spec.q_lora_rank
+        if rank:
+            yield gemm_row("attention.q_down", sym, sym.t, rank, h, dense)
+            yield gemm_row("attention.q_up", sym, T, spec.q_width / tp, rank, dense, up)
         else:
-            yield gemm_row("attention.q", size, T, spec.q_width / tp, h, dense)
-        yield gemm_row(
-            "attention.kv_down", size, size.t, spec.kv_lora_rank + spec.qk_rope_head_dim, h, dense
-        )
+            yield gemm_row("attention.q", sym, T, spec.q_width / tp, h, dense)
+        kv_latent = spec.kv_lora_rank + spec.qk_rope_head_dim
+        yield gemm_row("attention.kv_down", sym, sym.t, kv_latent, h, dense)
         expanded = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) / tp
-        yield gemm_row("attention.kv_up", size, T, expanded, spec.kv_lora_rank, dense, up)
-    yield gemm_row("attention.o", size, T, h, spec.out_width / tp, dense)
+        yield gemm_row("attention.kv_up", sym, T, expanded, spec.kv_lora_rank, dense, up)
+    yield gemm_row("attention.o", sym, T, h, spec.out_width / tp, dense)
 
 
-def _mlp_gemms(size: Symbols, name: str, ffn: int) -> Iterator[OpRow]:
-    h, tp = size.model.hidden_size, size.layout.tp
-    wide = 2 if size.model.gated else 1
-    replay = (Recompute.MLP,) if name == "mlp" else (Recompute.SHARED_EXPERTS, MOE)
-    yield gemm_row(f"{name}.gate_up", size, size.T, wide * ffn / tp, h, TimePart.DENSE, *replay)
-    yield gemm_row(f"{name}.down", size, size.T, h, ffn / tp, TimePart.DENSE, *replay)
+def _mlp_gemms(sym: Symbols, name: str, ffn_size: int) -> Iterator[OpRow]:
+    h = sym.model.hidden_size
+    tp = sym.layout.tp
+    first_linears = 2 if sym.model.gated else 1
+    recomputed_by: tuple[Recompute, ...] = (Recompute.SHARED_EXPERTS, Recompute.MOE)
+    if name == "mlp":
+        recomputed_by = (Recompute.MLP,)
+    first_width = first_linears * ffn_size / tp
+    yield gemm_row(f"{name}.gate_up", sym, sym.T, first_width, h, TimePart.DENSE, *recomputed_by)
+    yield gemm_row(f"{name}.down", sym, sym.T, h, ffn_size / tp, TimePart.DENSE, *recomputed_by)
 
 
-def _moe_gemms(size: Symbols) -> Iterator[OpRow]:
-    """Router, projections into the experts' space and back, and shared expert."""
-    spec = size.model.moe
+def _moe_gemms(sym: Symbols) -> Iterator[OpRow]:
+    """Yield the router, the projections into and out of a latent space, and the shared experts."""
+    spec = sym.model.moe
     if spec is None:
         return
-    work = 2.0 * size.t * size.model.hidden_size * spec.experts
+    h = sym.model.hidden_size
+    router_flops = 2.0 * sym.t * h * spec.experts
     yield OpRow(
         name="router",
         part=TimePart.DENSE,
         op=Op.GEMM,
-        amount=work,
-        x=work,
-        dtype=size.wide_dtype if size.is_fused else Dtype.FP32,
-        recomputed_by=(FULL, MOE),
-        efficiency=size.router_efficiency,
+        amount=router_flops,
+        x=router_flops,
+        dtype=sym.wide_dtype if sym.is_fused else Dtype.FP32,
+        recomputed_by=(Recompute.FULL, Recompute.MOE),
+        efficiency=sym.router_efficiency,
     )
-    if spec.latent_size:
-        h, inner = size.model.hidden_size, spec.latent_size
-        yield gemm_row("latent.down", size, size.t, inner, h, TimePart.DENSE, MOE)
-        yield gemm_row("latent.up", size, size.t, h, inner, TimePart.DENSE, MOE)
+    latent = spec.latent_size
+    if latent:
+        yield gemm_row("latent.down", sym, sym.t, latent, h, TimePart.DENSE, Recompute.MOE)
+        yield gemm_row("latent.up", sym, sym.t, h, latent, TimePart.DENSE, Recompute.MOE)
     if spec.shared_ffn_size:
-        yield from _mlp_gemms(size, "shared", spec.shared_ffn_size)
+        yield from _mlp_gemms(sym, "shared", spec.shared_ffn_size)
 
 
-def _expert_gemms(size: Symbols) -> Iterator[OpRow]:
-    spec = size.model.moe
+def _expert_gemms(sym: Symbols) -> Iterator[OpRow]:
+    spec = sym.model.moe
     if spec is None:
         return
-    h, wide = size.model.expert_width, 2 if size.model.gated else 1
-    per_expert = size.R * size.layout.ep / spec.experts
-    for name, n in (("gate_up", wide), ("down", 1)):
-        work = 2.0 * size.R * n * spec.ffn_size / size.layout.etp * h
-        row = _row(
-            f"experts.{name}",
-            TimePart.EXPERTS,
-            Op.GROUPED_GEMM,
-            work,
-            per_expert,
-            size.dtype,
-            (FULL, MOE),
+    rows_per_expert = sym.R * sym.layout.ep / spec.experts
+    first_linears = 2 if sym.model.gated else 1
+    for name, linears in (("gate_up", first_linears), ("down", 1)):
+        width = linears * spec.ffn_size / sym.layout.etp
+        yield OpRow(
+            name=f"experts.{name}",
+            part=TimePart.EXPERTS,
+            op=Op.GROUPED_GEMM,
+            amount=2.0 * sym.R * width * sym.model.expert_width,
+            x=rows_per_expert,
+            dtype=sym.dtype,
+            recomputed_by=(Recompute.FULL, Recompute.MOE),
+            scale_constant="biased_expert_time_scale" if spec.expert_bias else "",
         )
-        yield replace(row, scale_constant="biased_expert_time_scale" if spec.expert_bias else "")
 
 
 def expert_numel(model: ModelSpec, layout: Layout) -> int:
-    """Weights of one layer's routed experts on one rank."""
+    """Return the elements of one layer's routed experts on one rank."""
     if model.moe is None:
         return 0
     matrices = 3 if model.gated else 2
-    return (
-        matrices
-        * model.expert_width
-        * model.moe.ffn_size
-        * model.moe.experts
-        // (layout.ep * layout.etp)
-    )
+    matrix_numel = model.expert_width * model.moe.ffn_size
+    return matrices * matrix_numel * model.moe.experts // (layout.ep * layout.etp)
 
 
-def _weight_reads(size: Symbols, moe: bool) -> Iterator[OpRow]:
-    """Expert weights are read once a pass; a rate measured by rows per expert has that inside, so
-    CUDA only."""
-    if moe and size.is_fused:
-        read_bytes = size.c * expert_numel(size.model, size.layout)
-        row = elementwise_row("experts.weight_read", size, read_bytes, MOE, part=TimePart.EXPERTS)
+def _expert_weight_reads(sym: Symbols) -> Iterator[OpRow]:
+    """Yield the read of the expert weights that a pass makes once, on CUDA.
+
+    A CPU's rate of experts is measured by rows an expert and has the read inside.
+    """
+    if sym.is_fused:
+        read_bytes = sym.c * expert_numel(sym.model, sym.layout)
+        row = elementwise_row(
+            "experts.weight_read", sym, read_bytes, Recompute.MOE, part=TimePart.EXPERTS
+        )
         yield replace(row, scale_constant="weight_traffic_time_scale")
 
 
-def gradient_sum_bytes(size: Symbols) -> float:
-    """Bytes a gradient element costs the eager accumulation, mean over the micro-batches."""
-    return size.c + 16 - 12 / size.m
+def gradient_sum_bytes(sym: Symbols) -> float:
+    """Return what the eager accumulation moves for a gradient element, mean over micro-batches.
 
-
-def _gradient_accumulation(size: Symbols, moe: bool) -> Iterator[OpRow]:
-    """fp32 accumulation of weight gradients: fused into the GEMM it reads and writes the fp32 sum
-    (8 bytes).
-
-    Eagerly every gradient is widened and added (c + 16), but copied for the first micro-batch of a
-    step (c + 4).
+    A gradient is widened and added (c + 16 bytes), but copied (c + 4) for the first micro-batch.
     """
-    if size.is_fused:
-        if moe:
-            sum_bytes = 8 * expert_numel(size.model, size.layout)
-            row = elementwise_row("experts.gradient_sum", size, sum_bytes, part=TimePart.EXPERTS)
-            yield replace(row, scale_constant="weight_traffic_time_scale")
-        return
-    cut, whole = flops.attention_macs(size.model)
-    numel = cut // size.layout.tp + whole
-    matrices = 3 if size.model.gated else 2
+    return sym.c + 16 - 12 / sym.m
+
+
+def _gradient_accumulation(sym: Symbols, moe: bool) -> Iterator[OpRow]:
+    """Yield the fp32 accumulation of weight gradients.
+
+    A fused one is part of the product and moves the sum alone; only that of experts shows beside
+    the products. The eager one is a pass of its own over all weights of the layer.
+    """
+    if not sym.is_fused:
+        moved_bytes = gradient_sum_bytes(sym) * _layer_numel(sym, moe)
+        yield elementwise_row("gradient_sum", sym, moved_bytes, calls=2)
+    elif moe:
+        sum_bytes = _FP32_SUM_BYTES * expert_numel(sym.model, sym.layout)
+        row = elementwise_row("experts.gradient_sum", sym, sum_bytes, part=TimePart.EXPERTS)
+        yield replace(row, scale_constant="weight_traffic_time_scale")
+
+
+def _layer_numel(sym: Symbols, moe: bool) -> int:
+    """Return the elements of one layer's matrices on one rank."""
+    model = sym.model
+    tp = sym.layout.tp
+    h = model.hidden_size
+    sharded, replicated = flops.attention_macs(model)
+    numel = sharded // tp + replicated
+    matrices = 3 if model.gated else 2
     if not moe:
-        numel += matrices * size.model.hidden_size * size.model.dense_ffn_size // size.layout.tp
-    elif size.model.moe is not None:
-        latent = 2 * size.model.moe.latent_size
-        numel += size.model.hidden_size * (size.model.moe.experts + latent) + expert_numel(
-            size.model, size.layout
-        )
-        numel += (
-            matrices * size.model.hidden_size * size.model.moe.shared_ffn_size // size.layout.tp
-        )
-    yield elementwise_row("gradient_sum", size, gradient_sum_bytes(size) * numel, calls=2)
+        numel += matrices * h * model.dense_ffn_size // tp
+    elif model.moe is not None:
+        numel += h * (model.moe.experts + 2 * model.moe.latent_size)
+        numel += expert_numel(model, sym.layout)
+        numel += matrices * h * model.moe.shared_ffn_size // tp
+    return numel

@@ -1,5 +1,7 @@
-"""Replicas of hot experts (rules.placement) on one rank: bytes held, and what a step exchanges to
-keep them equal."""
+"""Replicas of hot experts on one rank: their bytes, and what a step exchanges to keep them equal.
+
+rules.expert_placement decides which experts have replicas, and where.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +22,52 @@ _FP32_BYTES = 4
 def replica_rows(
     model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int
 ) -> tuple[MemoryRow, ...]:
-    """Weights and gradients; they have no states of an optimizer."""
-    elements = (
-        layout.spare * sum(map(sum, _elements(model, layout, pp_rank).values()))
-        if layout.spare
-        else 0
-    )
-    sizes = (
-        (Component.GRADIENTS, workload.grad_dtype.nbytes),
-        (Component.WEIGHTS, activation_nbytes(workload)),
-    )
+    """Return the weights and gradients of a rank's replicas; they have no optimizer states."""
+    if not layout.spare:
+        return ()
+    expert_numels = _expert_tensor_numels(model, layout, pp_rank).values()
+    numel = layout.spare * sum(sum(tensors) for tensors in expert_numels)
+    if not numel:
+        return ()
     return tuple(
-        MemoryRow(component=c, module=Module.EXPERTS, bytes=n * elements)
-        for c, n in sizes
-        if elements
+        MemoryRow(component=component, module=Module.EXPERTS, bytes=nbytes * numel)
+        for component, nbytes in (
+            (Component.GRADIENTS, workload.grad_dtype.nbytes),
+            (Component.WEIGHTS, activation_nbytes(workload)),
+        )
     )
 
 
 def replica_calls(
     model: ModelSpec, workload: Workload, layout: Layout, rank: int
 ) -> Iterator[tuple[int, int]]:
-    """Bytes and calls of all-to-alls over the expert group in a step, by layer: gradients in fp32
-    to the ranks whose own the experts are, and their weights from there.
+    """Yield the bytes and calls of the all-to-alls over the EP group in a step, by layer.
+
+    Gradients go in fp32 to the ranks that own the experts, and their weights come from there.
     """
     if not layout.spare:
         return
-    here, c = grid.coordinate(layout, rank, "ep"), activation_nbytes(workload)
-    for layer, parts in _elements(model, layout, grid.coordinate(layout, rank, "pp")).items():
+    ep_rank = grid.coordinate(layout, rank, "ep")
+    pp_rank = grid.coordinate(layout, rank, "pp")
+    weight_bytes = activation_nbytes(workload)
+    for layer, tensors in _expert_tensor_numels(model, layout, pp_rank).items():
         slots = expert_placement.slot_experts(model, workload, layout, layer)
-        sent = len(
-            expert_placement.plan_replica_exchange(slots, layout.ep, here, layout.spare).sent_slots
-        )
-        yield sum(parts) * (layout.spare * _FP32_BYTES + sent * c), 2 * len(parts)
+        exchange = expert_placement.plan_replica_exchange(slots, layout.ep, ep_rank, layout.spare)
+        element_bytes = layout.spare * _FP32_BYTES + len(exchange.sent_slots) * weight_bytes
+        yield sum(tensors) * element_bytes, 2 * len(tensors)
 
 
-def _elements(model: ModelSpec, layout: Layout, pp_rank: int) -> dict[int, Sequence[int]]:
-    """Elements of one expert's tensors on a rank, by layer; MTP depths have no replicas."""
-    found: dict[int, list[int]] = {}
+def _expert_tensor_numels(
+    model: ModelSpec, layout: Layout, pp_rank: int
+) -> dict[int, Sequence[int]]:
+    """Return the elements of each tensor of one expert on a rank, by layer.
+
+    MTP depths have no replicas.
+    """
+    numels: dict[int, list[int]] = {}
     layers = {layer for chunk in rank_chunks(model, layout, pp_rank) for layer in chunk.layers}
     for param in shards.stage_parameters(model, layout, pp_rank):
         if param.is_expert and param.layer in layers:
-            found.setdefault(param.layer, []).append(prod(shards.local_shape(param, layout)[1:]))
-    return dict(found)
+            expert_shape = shards.local_shape(param, layout)[1:]
+            numels.setdefault(param.layer, []).append(prod(expert_shape))
+    return dict(numels)

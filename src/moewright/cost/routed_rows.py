@@ -1,4 +1,4 @@
-"""What one pipeline rank holds and how many rows its experts see."""
+"""The layers of one pipeline rank, and how many token rows its experts get."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from moewright.rules import expert_placement, grid, recompute, routing, stages
 from moewright.rules.context_parallel import rank_positions, twice_attended_pairs
+from moewright.rules.job import Job
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, Layout
 from moewright.spec.ledger import Selection
@@ -16,109 +17,118 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DocumentMasking, Workload
 
 Item = TypeVar("Item")
+_Table = tuple[tuple[int, ...], ...]  # [micro_batch][layer]
 
 
 def is_moe_layer(model: ModelSpec, layer: int) -> bool:
-    """Whether a layer has experts; MTP depths are like the last layer."""
+    """Return whether a layer has experts; MTP depths are like the last layer."""
     return model.moe_layers[layer if layer < model.layers else -1]
 
 
 def rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[stages.Chunk, ...]:
-    """The virtual stages of a pipeline rank, by chunk index."""
-    return tuple(
-        chunk for chunk in stages.pipeline_chunks(model, layout) if chunk.pp_rank == pp_rank
-    )
+    """Return the model chunks of a pipeline rank, by chunk index."""
+    chunks = stages.pipeline_chunks(model, layout)
+    return tuple(chunk for chunk in chunks if chunk.pp_rank == pp_rank)
 
 
 def recomputed_layers(
     model: ModelSpec, layout: Layout, chunks: Sequence[stages.Chunk]
 ) -> frozenset[int]:
-    """Layers of the chunks that some recompute policy touches: all, unless full recompute takes the
-    first alone."""
+    """Return the layers of the chunks that some recompute choice touches.
+
+    These are all, unless full recompute takes the first layers of each chunk alone.
+    """
     return frozenset(
         layer
         for chunk in chunks
-        for place, layer in enumerate(stages.chunk_layers(model, chunk))
-        if recompute.layer_recompute(layout, place)
+        for position, layer in enumerate(stages.chunk_layers(model, chunk))
+        if recompute.layer_recompute(layout, position)
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRows:
-    """Rows through one rank's experts, by micro-batch and MoE layer of the rank; `even` is the
-    balanced count.
+    """The rows through one rank's experts in a step, by micro-batch and MoE layer of the rank.
 
-    `sent_here` of the rows come over the rank's own EP group; the ranks of its ETP group share
-    theirs, the largest part being `widest`. `attended`: what documents left of its attention in the
-    step, where they do (Selection); `near`: of that of layers with a sliding window, 0 where it is
-    not known.
+    Tables are [micro_batch][index into layers]. `balanced` is the count of one entry under even
+    routing. `own_ep_rows` come over the rank's own EP group; each rank of its ETP group has such a
+    part, of which the largest is `widest_etp_rows`. `attended_pairs` is what documents left of the
+    rank's attention in the step (see Selection), 0 where none bound it; `windowed_pairs` the same
+    of layers with a sliding window, 0 where it is not known.
     """
 
     layers: tuple[int, ...]
     balanced: int
-    rows: tuple[tuple[int, ...], ...]  # [micro_batch][index into layers]
-    own_ep_rows: tuple[tuple[int, ...], ...]
-    widest_etp_rows: tuple[tuple[int, ...], ...]
+    rows: _Table
+    own_ep_rows: _Table
+    widest_etp_rows: _Table
     dispatches: tuple[tuple[routing.DispatchCounts, ...], ...]
     attended_pairs: int = 0
     windowed_pairs: int = 0
 
-    def dispatch_counts(self, micro_batch: int, layer: int) -> routing.DispatchCounts | None:
-        """What the dispatch moves; None for a layer without experts."""
-        return (
-            self.dispatches[micro_batch][self.layers.index(layer)] if layer in self.layers else None
-        )
-
-    def load_factor(self, micro_batch: int, layer: int) -> float:
-        """Rows over the mean; 1 for a layer without experts."""
-        if layer not in self.layers or not self.balanced:
-            return 1.0
-        return self.rows[micro_batch][self.layers.index(layer)] / self.balanced
+    @property
+    def micro_batches(self) -> int:
+        return len(self.rows)
 
     @property
     def total(self) -> int:
         return sum_rows(self.rows)
 
+    def dispatch_counts(self, micro_batch: int, layer: int) -> routing.DispatchCounts | None:
+        """Return what the dispatch of a layer moves; None for a layer without experts."""
+        if layer not in self.layers:
+            return None
+        return self.dispatches[micro_batch][self.layers.index(layer)]
+
+    def load_factor(self, micro_batch: int, layer: int) -> float:
+        """Return the rows of a layer over the balanced count; 1 for a layer without experts."""
+        if layer not in self.layers or not self.balanced:
+            return 1.0
+        return self.rows[micro_batch][self.layers.index(layer)] / self.balanced
+
     def count_rows(self, layers: Collection[int]) -> int:
-        """Rows through these layers alone."""
+        """Return the rows through these layers alone."""
         return sum(
-            times * n
-            for of_batch, times in run_lengths(self.rows)
-            for layer, n in zip(self.layers, of_batch, strict=True)
+            times * rows
+            for micro_batch, times in run_lengths(self.rows)
+            for layer, rows in zip(self.layers, micro_batch, strict=True)
             if layer in layers
         )
 
     def select_layers(self, layers: Collection[int]) -> ExpertRows:
-        """The same of these layers alone."""
-        places = [place for place, layer in enumerate(self.layers) if layer in layers]
-
-        def picked(of_batches: Iterable[tuple[Item, ...]]) -> tuple[tuple[Item, ...], ...]:
-            parts = (
-                (tuple(of_batch[i] for i in places), times)
-                for of_batch, times in run_lengths(of_batches)
-            )
-            return tuple(part for one, times in parts for part in (one,) * times)
-
+        """Return the rows of these layers alone."""
+        indices = [index for index, layer in enumerate(self.layers) if layer in layers]
         return replace(
             self,
-            layers=tuple(self.layers[i] for i in places),
-            rows=picked(self.rows),
-            own_ep_rows=picked(self.own_ep_rows),
-            widest_etp_rows=picked(self.widest_etp_rows),
-            dispatches=picked(self.dispatches),
+            layers=tuple(self.layers[index] for index in indices),
+            rows=_select_columns(self.rows, indices),
+            own_ep_rows=_select_columns(self.own_ep_rows, indices),
+            widest_etp_rows=_select_columns(self.widest_etp_rows, indices),
+            dispatches=_select_columns(self.dispatches, indices),
         )
 
 
-def run_lengths(of_batches: Iterable[Item]) -> Iterator[tuple[Item, int]]:
-    """Each run of equal micro-batches once, with its length: a prediction has one run, of up to
-    millions."""
-    for of_batch, same in groupby(of_batches):
-        yield of_batch, len(list(same))
+def _select_columns(
+    table: tuple[tuple[Item, ...], ...], indices: Sequence[int]
+) -> tuple[tuple[Item, ...], ...]:
+    selected: list[tuple[Item, ...]] = []
+    for micro_batch, times in run_lengths(table):
+        selected += [tuple(micro_batch[index] for index in indices)] * times
+    return tuple(selected)
 
 
-def sum_rows(counts: Iterable[tuple[int, ...]]) -> int:
-    """Sum over all micro-batches and layers."""
-    return sum(times * sum(of_batch) for of_batch, times in run_lengths(counts))
+def run_lengths(micro_batches: Iterable[Item]) -> Iterator[tuple[Item, int]]:
+    """Yield each run of equal micro-batches once, with its length.
+
+    A prediction is one run, of up to millions.
+    """
+    for micro_batch, equal in groupby(micro_batches):
+        yield micro_batch, len(list(equal))
+
+
+def sum_rows(table: Iterable[tuple[int, ...]]) -> int:
+    """Return the sum over all micro-batches and layers."""
+    return sum(times * sum(micro_batch) for micro_batch, times in run_lengths(table))
 
 
 def count_expert_rows(
@@ -131,168 +141,194 @@ def count_expert_rows(
     selection: Selection | None,
     load: float = 1.0,
 ) -> ExpertRows:
-    """Rows of a rank from a recorded selection, or `load` times the balanced rows everywhere; rows
-    padded to a capacity are what they are.
+    """Return the rows of a rank: those of a recorded selection, or `load` times the balanced ones.
 
-    Raises BadInput when the selection is not one of this model, layout and batch.
+    Rows that are padded to a capacity are what they are, whatever was selected.
+
+    Raises:
+        BadInput: the selection is not one of this model, layout and batch.
     """
-    pp_rank = grid.coordinate(layout, rank, "pp")
-    chunks = rank_chunks(model, layout, pp_rank)
-    layers = (
-        tuple(
-            i
+    job = Job(model=model, workload=workload, layout=layout)
+    chunks = rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
+    moe_layers: tuple[int, ...] = ()
+    if model.moe:
+        moe_layers = tuple(
+            layer
             for chunk in chunks
-            for i in stages.chunk_layers(model, chunk)
-            if is_moe_layer(model, i)
+            for layer in stages.chunk_layers(model, chunk)
+            if is_moe_layer(model, layer)
         )
-        if model.moe
-        else ()
+    is_padded = layout.capacity_fill is CapacityFill.PADDED
+    if selection is None or not moe_layers or is_padded:
+        rows = _predicted_rows(job, moe_layers, micro_batches, load)
+    else:
+        _check_selection(model, layout, micro_batches, selection)
+        rows = _selected_rows(job, moe_layers, rank, selection)
+    return _with_attention_pairs(rows, job, rank, selection)
+
+
+def _predicted_rows(
+    job: Job, moe_layers: tuple[int, ...], micro_batches: int, load: float
+) -> ExpertRows:
+    def fill(entry: Item) -> tuple[tuple[Item, ...], ...]:
+        return ((entry,) * len(moe_layers),) * micro_batches
+
+    rows = job.routed_rows(load)
+    etp_rows = rows // job.layout.etp
+    dispatch = routing.expected_dispatch(job.model, job.workload, job.layout)
+    return ExpertRows(
+        layers=moe_layers,
+        balanced=job.routed_rows(),
+        rows=fill(rows),
+        own_ep_rows=fill(etp_rows),
+        widest_etp_rows=fill(etp_rows),
+        dispatches=fill(dispatch),
     )
-    even = routing.routed_rows(model, workload, layout, 1.0)
-    if selection is None or not layers or layout.capacity_fill is CapacityFill.PADDED:
-        each = routing.routed_rows(model, workload, layout, load)
-        whole, part = (((n,) * len(layers),) * micro_batches for n in (each, each // layout.etp))
-        moves = (
-            (routing.expected_dispatch(model, workload, layout),) * len(layers),
-        ) * micro_batches
-        found = ExpertRows(
-            layers=layers,
-            balanced=even,
-            rows=whole,
-            own_ep_rows=part,
-            widest_etp_rows=part,
-            dispatches=moves,
-        )
-        return _attending(found, model, workload, layout, rank, selection)
-    _check(model, layout, micro_batches, selection)
-    routed_layers = model.routed_layers
-    slots = {i: expert_placement.slot_experts(model, workload, layout, i) for i in layers}
-    parts = [
-        tuple(
+
+
+def _selected_rows(
+    job: Job, moe_layers: tuple[int, ...], rank: int, selection: Selection
+) -> ExpertRows:
+    model, layout = job.model, job.layout
+    routed_layers = [model.routed_layers.index(layer) for layer in moe_layers]
+    slots = [
+        expert_placement.slot_experts(model, job.workload, layout, layer) for layer in moe_layers
+    ]
+    etp_parts: list[_Table] = []
+    for peer in grid.group_ranks(layout, "etp", rank):
+        sources = _source_indices(layout, peer, selection)
+        part = [
             tuple(
                 routing.rank_rows(
-                    model,
-                    layout,
-                    [of_batch[routed_layers.index(i)][s] for s in sources],
-                    rank,
-                    slots[i],
+                    model, layout, [counts[layer][source] for source in sources], rank, layer_slots
                 )
-                for i in layers
+                for layer, layer_slots in zip(routed_layers, slots, strict=True)
             )
-            for of_batch in selection.counts
-        )
-        for sources in (
-            _sources(layout, peer, selection) for peer in grid.group_ranks(layout, "etp", rank)
-        )
-    ]
-    found = ExpertRows(
-        layers=layers,
-        balanced=even,
-        rows=_over(sum, parts),
-        own_ep_rows=parts[grid.coordinate(layout, rank, "etp")],
-        widest_etp_rows=_over(max, parts),
+            for counts in selection.counts
+        ]
+        etp_parts.append(tuple(part))
+    return ExpertRows(
+        layers=moe_layers,
+        balanced=job.routed_rows(),
+        rows=_join_parts(sum, etp_parts),
+        own_ep_rows=etp_parts[grid.coordinate(layout, rank, "etp")],
+        widest_etp_rows=_join_parts(max, etp_parts),
         dispatches=tuple(
             tuple(
-                _moved(layout, rank, selection, micro_batch, routed_layers.index(i)) for i in layers
+                _selected_dispatch(layout, rank, selection, micro_batch, layer)
+                for layer in routed_layers
             )
-            for micro_batch in range(micro_batches)
+            for micro_batch in range(len(selection.counts))
         ),
     )
-    return _attending(found, model, workload, layout, rank, selection)
 
 
-def _attending(
-    found: ExpertRows,
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
-    rank: int,
-    selection: Selection | None,
+def _with_attention_pairs(
+    rows: ExpertRows, job: Job, rank: int, selection: Selection | None
 ) -> ExpertRows:
-    """With the pairs that its attention works on: recorded where documents decide them, else those
-    of its positions."""
+    """Return the rows with the pairs that the rank's attention works on.
+
+    They are recorded where documents decide them, else those of the rank's positions.
+    """
     if selection and selection.attended:
-        near = selection.near[rank] if selection.near else 0
-        return replace(found, attended_pairs=selection.attended[rank], windowed_pairs=near)
-    if not model.max_window or workload.data.documents is not DocumentMasking.JOINED:
-        return found
-    among, length = grid.group_ranks(layout, "cp_kv", rank), workload.seq_len
-    pairs = twice_attended_pairs(
-        (length,), length, rank_positions(length, len(among), among.index(rank)), model.max_window
-    )
-    return replace(found, windowed_pairs=len(found.rows) * layout.mbs * pairs)
+        return replace(
+            rows,
+            attended_pairs=selection.attended[rank],
+            windowed_pairs=selection.near[rank] if selection.near else 0,
+        )
+    window = job.model.max_window
+    seq_len = job.workload.seq_len
+    if not window or job.workload.data.documents is not DocumentMasking.JOINED:
+        return rows
+    kv_ranks = grid.group_ranks(job.layout, "cp_kv", rank)
+    positions = rank_positions(seq_len, len(kv_ranks), kv_ranks.index(rank))
+    pairs = twice_attended_pairs((seq_len,), seq_len, positions, window)
+    return replace(rows, windowed_pairs=rows.micro_batches * job.layout.mbs * pairs)
 
 
-def _moved(
+def _selected_dispatch(
     layout: Layout, rank: int, selection: Selection, micro_batch: int, layer: int
 ) -> routing.DispatchCounts:
-    """What one rank's dispatch moved, as recorded."""
-    sources = _sources(layout, rank, selection)
-    here = grid.coordinate(layout, rank, "ep")
-    out, received, crossing = 0, [0], (0, 0)
-    near = grid.axis_size(layout, "ep_near")
-    node, place = divmod(here, near)
-    abreast = sources[place::near]  # at this rank's place in every node
+    """Return what one rank's dispatch moved, as recorded."""
+    sources = _source_indices(layout, rank, selection)
+    ep_rank = grid.coordinate(layout, rank, "ep")
+    node_ranks = grid.axis_size(layout, "ep_near")
+    node, local_rank = divmod(ep_rank, node_ranks)
+    same_local_rank = sources[local_rank::node_ranks]  # one on every node
+    counts = routing.DispatchCounts(
+        rows_sent=sum(selection.counts[micro_batch][layer][sources[ep_rank]]),
+        copies_out=0,
+        copies_in=0,
+        copies_gathered=0,
+    )
     if selection.copies:
-        of_source = selection.copies[micro_batch][layer]
-        out = sum(sum(of_source[source][node * near : (node + 1) * near]) for source in abreast)
-        peers = (rank, *grid.group_ranks(layout, "etp", rank))
+        copies = selection.copies[micro_batch][layer]
+        node_peers = slice(node * node_ranks, (node + 1) * node_ranks)
         received = [
-            sum(of_source[source][here] for source in _sources(layout, peer, selection))
-            for peer in peers
+            sum(copies[source][ep_rank] for source in _source_indices(layout, peer, selection))
+            for peer in (rank, *grid.group_ranks(layout, "etp", rank))
         ]
+        counts = replace(
+            counts,
+            copies_out=sum(sum(copies[source][node_peers]) for source in same_local_rank),
+            copies_in=received[0],
+            copies_gathered=layout.etp * max(received),
+        )
     if selection.nodes:
-        to_nodes = selection.nodes[micro_batch][layer]
-        crossing = sum(to_nodes[sources[here]]), sum(to_nodes[source][node] for source in abreast)
-    sent = sum(selection.counts[micro_batch][layer][sources[here]])
-    gathered = layout.etp * max(received)
-    return routing.DispatchCounts(
-        rows_sent=sent,
-        copies_out=out,
-        copies_in=received[0],
-        copies_gathered=gathered,
-        node_copies_out=crossing[0],
-        node_copies_in=crossing[1],
-    )
+        node_copies = selection.nodes[micro_batch][layer]
+        counts = replace(
+            counts,
+            node_copies_out=sum(node_copies[sources[ep_rank]]),
+            node_copies_in=sum(node_copies[source][node] for source in same_local_rank),
+        )
+    return counts
 
 
-def _over(
-    join: Callable[[Iterable[int]], int], parts: Sequence[tuple[tuple[int, ...], ...]]
-) -> tuple[tuple[int, ...], ...]:
-    """Join the ETP ranks' parts, [micro_batch][layer] each, into one of the same shape."""
+def _join_parts(join: Callable[[Iterable[int]], int], etp_parts: Sequence[_Table]) -> _Table:
+    """Join the tables of the ETP ranks into one of the same shape, entry by entry."""
     return tuple(
-        tuple(join(same) for same in zip(*of_batch, strict=True))
-        for of_batch in zip(*parts, strict=True)
+        tuple(join(entries) for entries in zip(*micro_batch, strict=True))
+        for micro_batch in zip(*etp_parts, strict=True)
     )
 
 
-def _sources(layout: Layout, rank: int, selection: Selection) -> tuple[int, ...]:
-    """Places in `selection` of the ranks that send to `rank`: its EP group.
+def _source_indices(layout: Layout, rank: int, selection: Selection) -> tuple[int, ...]:
+    """Return the indices into `selection` of the ranks that send to `rank`: its EP group.
 
     A selection lists the ranks of one pipeline stage in order; without sequence parallelism the
-    ranks of a TP group hold the same tokens and are listed once.
+    ranks of a TP group have the same tokens and are listed once.
     """
-    listed = len(selection.counts[0][0])
-    stage = layout.world_size // layout.pp
-    repeats = stage // listed
-    group = grid.group_ranks(layout, "ep", rank)
-    return tuple(dict.fromkeys(member % stage // repeats for member in group))
+    stage_ranks = layout.world_size // layout.pp
+    repeats = stage_ranks // len(selection.counts[0][0])
+    ep_group = grid.group_ranks(layout, "ep", rank)
+    return tuple(dict.fromkeys(member % stage_ranks // repeats for member in ep_group))
 
 
-def _check(model: ModelSpec, layout: Layout, micro_batches: int, selection: Selection) -> None:
-    stage = layout.world_size // layout.pp
+def _check_selection(
+    model: ModelSpec, layout: Layout, micro_batches: int, selection: Selection
+) -> None:
+    stage_ranks = layout.world_size // layout.pp
     counts = selection.counts
     moe_layers = len(model.routed_layers)
-    legal = (
+    is_legal = (
         len(counts) == micro_batches
-        and all(len(of_batch) >= moe_layers for of_batch in counts)
+        and all(len(layers) >= moe_layers for layers in counts)
         and all(
-            len(of_layer) in (stage, stage // layout.tp)
-            for of_batch in counts
-            for of_layer in of_batch
+            len(sources) in (stage_ranks, stage_ranks // layout.tp)
+            for layers in counts
+            for sources in layers
         )
     )
-    if not legal:
-        shape = f"{len(counts)} micro-batches x {len(counts[0]) if counts else 0} layers"
-        rule = f"a selection of this job has {micro_batches} micro-batches x {moe_layers} layers x {stage} ranks"
-        raise BadInput(Reason(field="selection.counts", value=shape, rule=rule))
+    if not is_legal:
+        layers = len(counts[0]) if counts else 0
+        rule = (
+            f"a selection of this job has {micro_batches} micro-batches x {moe_layers} layers"
+            f" x {stage_ranks} ranks"
+        )
+        raise BadInput(
+            Reason(
+                field="selection.counts",
+                value=f"{len(counts)} micro-batches x {layers} layers",
+                rule=rule,
+            )
+        )

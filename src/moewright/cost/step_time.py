@@ -269,7 +269,7 @@ class Pricer:
             more = ReplayCost(
                 **{name: getattr(each, name)[place[taken]] for name in ReplayCost.__slots__}
             )
-            found[kind] = self._total_s(layout, kind, more, sent[kind], synced)
+            found[kind] = np.asarray(self._total_s(layout, kind, more, sent[kind], synced))
         return found
 
     def layer_total_s(

@@ -11,16 +11,20 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
-# With so few micro-batches a step the host time is simply added (time_model_findings, section 7).
+# With so few micro-batches a step nothing runs ahead of the device, so all of the host time shows
+# (docs/formulas.md 11, docs/findings.md 3).
 _FEW_MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Symbols:
-    """c: bytes of an activation; T: tokens of a micro-batch on a TP group, t of them on one rank
-    under sequence parallelism; R: rows through the rank's experts; seq: sequence length;
-    attended_share: of its pairs those that documents leave; router_share: of the usual GEMM rate;
-    m: micro-batches of a step.
+    """The letters of docs/formulas.md as numbers of one layout, and what they are derived from.
+
+    `c` is the bytes of an activation; `T` the tokens of a micro-batch on a tensor-parallel group,
+    of which one rank holds `t` under sequence parallelism; `R` the rows through the rank's experts;
+    `m` the micro-batches of a step. `attended_share` is the share of a sequence's pairs of tokens
+    that documents leave to attention, `router_efficiency` the router's share of the usual GEMM
+    rate.
     """
 
     model: ModelSpec
@@ -44,18 +48,20 @@ class Symbols:
 
     @property
     def wide_dtype(self) -> Dtype:
-        """What the router and the head multiply in: 8-bit recipes leave them in 16 bits."""
+        """The dtype of the router and the head, which 8-bit recipes leave in 16 bits."""
         return Dtype.BF16 if self.is_low_precision else self.dtype
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether linear layers multiply in 8 bits, so that their operands are converted first."""
+        """Whether linear layers multiply in 8 or 4 bits, so that their operands are quantised."""
         return self.dtype.is_narrow
 
     @property
     def is_fused(self) -> bool:
-        """Whether chains of elementwise work are one kernel (CUDA stacks) or one pass an operation
-        (eager CPU)."""
+        """Whether a chain of elementwise operations is one kernel, as in the stacks on CUDA.
+
+        The engine on a CPU is eager: it makes one pass an operation.
+        """
         return self.device_kind is DeviceKind.CUDA
 
 
@@ -68,6 +74,7 @@ def build_symbols(
     load: float,
     router_efficiency: float,
 ) -> Symbols:
+    """Return the symbols of a layout whose experts get `load` times the balanced rows."""
     return Symbols(
         model=model,
         workload=workload,

@@ -1,23 +1,23 @@
-"""Algorithm and bus bandwidth of measured collectives, as nccl-tests defines them (PERFORMANCE.md):
-bytes of the larger buffer over time, and that times what of it each rank's link must carry; and the
-links that are slow beside the others.
+"""Bandwidths of measured collectives, and the links that are slow among the others.
+
+Algorithm and bus bandwidth are as nccl-tests defines them (PERFORMANCE.md): the bytes of the larger
+buffer over time, and that times the share of it that each rank's link must carry.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from moewright.spec.hardware import Collective, Hardware, Link
+from moewright.spec.hardware import Collective, CollectiveTime, Hardware, Link
 
 SLOW_SHARE = 0.5  # of the median bus bandwidth over the collectives of as many ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveBandwidth:
-    """Of the largest message measured."""
+    """The bandwidth of a collective at the largest message measured."""
 
     op: Collective
     group_size: int
@@ -30,8 +30,11 @@ class CollectiveBandwidth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowLink:
-    """`rank` is the one on more of the slow pairs, its own port rather than this pair; -1: neither
-    is."""
+    """A link that is slow among the others.
+
+    `rank` is the one that is on more of the slow pairs, so that its own port is slow rather than
+    this pair; -1: neither is.
+    """
 
     link: Link
     typical_Bps: float  # median of all pairs
@@ -39,56 +42,69 @@ class SlowLink:
 
 
 def find_slow_links(hardware: Hardware) -> tuple[SlowLink, ...]:
-    """Pairs of ranks that move less than SLOW of what the median pair does, the slowest first."""
+    """Return pairs of ranks that move less than SLOW_SHARE of the median pair, slowest first."""
     links = hardware.fabric.links
     if not links:
         return ()
-    typical = median(link.Bps.value for link in links)
+    typical_Bps = median(link.Bps.value for link in links)
     slow = sorted(
-        (link for link in links if link.Bps.value < SLOW_SHARE * typical),
+        (link for link in links if link.Bps.value < SLOW_SHARE * typical_Bps),
         key=lambda link: link.Bps.value,
     )
-    on = Counter(rank for link in slow for rank in (link.first, link.second))
-    return tuple(SlowLink(link=link, typical_Bps=typical, rank=_ported(link, on)) for link in slow)
+    slow_pairs = Counter(rank for link in slow for rank in (link.first, link.second))
+    return tuple(
+        SlowLink(link=link, typical_Bps=typical_Bps, rank=_rank_of_slow_port(link, slow_pairs))
+        for link in slow
+    )
 
 
-def _ported(link: Link, on: Counter[int]) -> int:
-    first, second = on[link.first], on[link.second]
-    return -1 if first == second else link.first if first > second else link.second
+def _rank_of_slow_port(link: Link, slow_pairs: Counter[int]) -> int:
+    first = slow_pairs[link.first]
+    second = slow_pairs[link.second]
+    if first == second:
+        return -1
+    return link.first if first > second else link.second
 
 
 def compute_bandwidths(hardware: Hardware) -> tuple[CollectiveBandwidth, ...]:
-    """One a collective and group size that the hardware file holds a curve of."""
-    found = [
-        _of(time.op, time.group_size, *time.curve.points[-1]) for time in hardware.fabric.times
-    ]
-    return tuple(_marked(found))
-
-
-def _of(
-    op: Collective, ranks: int, payload: float, seconds: float
-) -> tuple[Collective, int, float, float, float, float]:
-    whole = payload * ranks if op is Collective.ALL_GATHER else payload
-    carried = {
-        Collective.ALL_REDUCE: 2 * (ranks - 1) / ranks,
-        Collective.BROADCAST: 1.0,
-        Collective.P2P: 1.0,
+    """Return the bandwidth of each collective and group size that has a measured curve."""
+    times = hardware.fabric.times
+    typical_Bps = {
+        size: median(_bus_bandwidth(time) for time in times if time.group_size == size)
+        for size in {time.group_size for time in times}
     }
-    share = carried.get(op, (ranks - 1) / ranks)
-    return op, ranks, payload, seconds, whole / seconds, whole / seconds * share
+    return tuple(_bandwidth(time, typical_Bps[time.group_size]) for time in times)
 
 
-def _marked(
-    found: list[tuple[Collective, int, float, float, float, float]],
-) -> Iterator[CollectiveBandwidth]:
-    for op, ranks, payload, seconds, algorithm, bus in found:
-        typical = median(one[5] for one in found if one[1] == ranks)
-        yield CollectiveBandwidth(
-            op=op,
-            group_size=ranks,
-            payload_bytes=payload,
-            seconds=seconds,
-            algorithm_Bps=algorithm,
-            bus_Bps=bus,
-            is_slow=bus < SLOW_SHARE * typical,
-        )
+def _bandwidth(time: CollectiveTime, typical_Bps: float) -> CollectiveBandwidth:
+    payload_bytes, seconds = time.curve.points[-1]
+    bus_Bps = _bus_bandwidth(time)
+    return CollectiveBandwidth(
+        op=time.op,
+        group_size=time.group_size,
+        payload_bytes=payload_bytes,
+        seconds=seconds,
+        algorithm_Bps=_algorithm_bandwidth(time),
+        bus_Bps=bus_Bps,
+        is_slow=bus_Bps < SLOW_SHARE * typical_Bps,
+    )
+
+
+def _algorithm_bandwidth(time: CollectiveTime) -> float:
+    payload_bytes, seconds = time.curve.points[-1]
+    if time.op is Collective.ALL_GATHER:
+        return payload_bytes * time.group_size / seconds
+    return payload_bytes / seconds
+
+
+def _bus_bandwidth(time: CollectiveTime) -> float:
+    return _algorithm_bandwidth(time) * _link_share(time.op, time.group_size)
+
+
+def _link_share(op: Collective, ranks: int) -> float:
+    """Return the share of the larger buffer that each rank's link carries."""
+    if op in (Collective.BROADCAST, Collective.P2P):
+        return 1.0
+    if op is Collective.ALL_REDUCE:
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks

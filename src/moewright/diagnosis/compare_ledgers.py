@@ -1,8 +1,8 @@
-"""Subtract two ledgers: what the planner predicted and what the engine counted, line by line."""
+"""Comparison of two ledgers, line by line: what was predicted and what the engine counted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -19,8 +19,12 @@ EXACT_COMPONENTS = frozenset(
 SAVED_COMPONENTS = frozenset({Component.ACTIVATIONS, Component.LOGITS})
 TOTAL = "total"
 
+LedgerColumn: TypeAlias = Mapping[tuple[str, ...], float]
+
 
 class Section(StrEnum):
+    """The sections of a comparison."""
+
     MEMORY = "memory"  # bytes held
     COMM = "comm"  # payload bytes a step
     CALLS = "calls"  # collective calls a step
@@ -30,14 +34,16 @@ class Section(StrEnum):
 
 
 class AgreementRule(StrEnum):
-    """What a line promises: equality, a bound of 3%, or nothing (it is listed to be read)."""
+    """What a line promises."""
 
-    EXACT = "exact"
-    BOUND = "bound"
-    LISTED = "listed"
+    EXACT = "exact"  # equality
+    BOUND = "bound"  # a difference of at most SAVED_BOUND
+    LISTED = "listed"  # nothing: it is there to be read
 
 
 class LineStatus(StrEnum):
+    """How the two sides of a line compare."""
+
     EQUAL = "equal"
     WITHIN = "within"  # not equal, but inside the bound
     DIFFERS = "differs"
@@ -47,7 +53,7 @@ class LineStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerLine:
-    """One quantity of both ledgers, in the unit of its section; a side without the row holds 0."""
+    """A quantity of both ledgers in the unit of its section; a side without the row holds 0."""
 
     section: Section
     key: tuple[str, ...]
@@ -62,7 +68,7 @@ class LedgerLine:
 
     @property
     def relative_difference(self) -> float | None:
-        """Difference over counted; None where nothing was counted."""
+        """Return the difference over the counted value; None where nothing was counted."""
         return self.difference / self.counted if self.counted else None
 
     @property
@@ -71,13 +77,11 @@ class LedgerLine:
 
     @property
     def keeps_rule(self) -> bool:
-        """Whether the line keeps what its rule promises; a listed line promises nothing."""
+        """Return whether the line keeps what its rule promises; a listed line promises nothing."""
         if self.rule is AgreementRule.EXACT:
             return self.status is LineStatus.EQUAL
-        return self.rule is AgreementRule.LISTED or self.status in (
-            LineStatus.EQUAL,
-            LineStatus.WITHIN,
-        )
+        is_near = self.status in (LineStatus.EQUAL, LineStatus.WITHIN)
+        return self.rule is AgreementRule.LISTED or is_near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +95,12 @@ class LedgerComparison:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every line that must be equal is."""
+        """Return whether every line that must be equal is."""
         return all(line.keeps_rule for line in self.lines if line.rule is AgreementRule.EXACT)
 
     @property
     def is_within_bound(self) -> bool:
-        """Whether saved activations stay within their bound in total."""
+        """Return whether saved activations stay within their bound in total."""
         return all(line.keeps_rule for line in self.lines if line.rule is AgreementRule.BOUND)
 
     def lines_in(self, section: Section) -> tuple[LedgerLine, ...]:
@@ -107,32 +111,29 @@ def compare_ledgers(predicted: Ledger, counted: Ledger) -> LedgerComparison:
     """Join two ledgers of one rank on their keys.
 
     Weights, gradients, master and moments, collective bytes and calls, FLOPs, and in-flight counts
-    must be equal; saved activations (with the logits among them) stay within 3% in total and are
-    listed by module; other memory and time are listed. Raises BadInput when the ledgers are of
-    different ranks.
+    must be equal; saved activations (with the logits among them) stay within SAVED_BOUND in total
+    and are listed by module; other memory and time are listed.
+
+    Raises:
+        BadInput: the ledgers are of different ranks.
     """
-    for field in ("rank", "pp_rank"):
-        ours, theirs = getattr(predicted, field), getattr(counted, field)
-        if ours != theirs:
-            rule = "predicted and counted ledgers must be of the same rank"
-            raise BadInput(
-                Reason(field=f"ledger.{field}", value=str(ours), rule=rule, nearest=str(theirs))
-            )
+    _require_same_rank("rank", predicted.rank, counted.rank)
+    _require_same_rank("pp_rank", predicted.pp_rank, counted.pp_rank)
+    exact = AgreementRule.EXACT
     lines = (
-        *_memory(predicted, counted),
-        *_join(Section.COMM, AgreementRule.EXACT, _comm_bytes(predicted), _comm_bytes(counted)),
-        *_join(Section.CALLS, AgreementRule.EXACT, _comm_calls(predicted), _comm_calls(counted)),
-        *_flops(predicted, counted),
-        *_in_flight(predicted, counted),
-        *_time(predicted, counted),
+        *_memory_lines(predicted, counted),
+        *_join(Section.COMM, exact, _comm_bytes(predicted), _comm_bytes(counted)),
+        *_join(Section.CALLS, exact, _comm_calls(predicted), _comm_calls(counted)),
+        *_flop_lines(predicted, counted),
+        *_in_flight_lines(predicted, counted),
+        *_time_lines(predicted, counted),
     )
     notes = tuple(dict.fromkeys((*predicted.notes, *counted.notes)))
     return LedgerComparison(rank=counted.rank, pp_rank=counted.pp_rank, lines=lines, notes=notes)
 
 
 def compare_ranks(record: RunRecord) -> tuple[LedgerComparison, ...]:
-    """Every rank's count against what is predicted of it under the routing that the run
-    recorded."""
+    """Compare every rank's count with its prediction under the routing that the run recorded."""
     return tuple(
         compare_ledgers(
             predict_ledger(record.plan, rank=counted.rank, selection=record.selection), counted
@@ -141,24 +142,29 @@ def compare_ranks(record: RunRecord) -> tuple[LedgerComparison, ...]:
     )
 
 
-def _status(predicted: float, counted: float) -> LineStatus:
+def _require_same_rank(field: str, predicted: int, counted: int) -> None:
+    if predicted != counted:
+        rule = "predicted and counted ledgers must be of the same rank"
+        raise BadInput(
+            Reason(field=f"ledger.{field}", value=str(predicted), rule=rule, nearest=str(counted))
+        )
+
+
+def _compare_values(predicted: float, counted: float) -> LineStatus:
     if predicted == counted:
         return LineStatus.EQUAL
     if not counted:
         return LineStatus.ONLY_PREDICTED
     if not predicted:
         return LineStatus.ONLY_COUNTED
-    return (
-        LineStatus.WITHIN
-        if abs(predicted - counted) <= SAVED_BOUND * abs(counted)
-        else LineStatus.DIFFERS
-    )
+    is_within = abs(predicted - counted) <= SAVED_BOUND * abs(counted)
+    return LineStatus.WITHIN if is_within else LineStatus.DIFFERS
 
 
 def _line(
     section: Section, rule: AgreementRule, key: tuple[str, ...], predicted: float, counted: float
 ) -> LedgerLine:
-    status = _status(predicted, counted)
+    status = _compare_values(predicted, counted)
     if rule is AgreementRule.EXACT and status is LineStatus.WITHIN:
         status = LineStatus.DIFFERS  # near is not equal
     return LedgerLine(
@@ -166,40 +172,41 @@ def _line(
     )
 
 
-LedgerColumn: TypeAlias = Mapping[tuple[str, ...], float]
-
-
 def _join(
     section: Section, rule: AgreementRule, predicted: LedgerColumn, counted: LedgerColumn
-) -> Iterable[LedgerLine]:
+) -> Iterator[LedgerLine]:
     for key in dict.fromkeys((*predicted, *counted)):
         yield _line(section, rule, key, predicted.get(key, 0), counted.get(key, 0))
 
 
-def _memory(predicted: Ledger, counted: Ledger) -> Iterable[LedgerLine]:
-    def column(ledger: Ledger, components: Iterable[Component]) -> LedgerColumn:
-        kept = frozenset(components)
-        return {
-            (row.component.value, row.module.value): row.bytes
-            for row in ledger.memory
-            if row.component in kept
-        }
-
+def _memory_lines(predicted: Ledger, counted: Ledger) -> Iterator[LedgerLine]:
     for component in Component:
-        rule = AgreementRule.EXACT if component in EXACT_COMPONENTS else AgreementRule.LISTED
+        is_exact = component in EXACT_COMPONENTS
+        rule = AgreementRule.EXACT if is_exact else AgreementRule.LISTED
         yield from _join(
-            Section.MEMORY, rule, column(predicted, (component,)), column(counted, (component,))
+            Section.MEMORY,
+            rule,
+            _memory_bytes(predicted, (component,)),
+            _memory_bytes(counted, (component,)),
         )
-    saved = (
-        sum(column(predicted, SAVED_COMPONENTS).values()),
-        sum(column(counted, SAVED_COMPONENTS).values()),
-    )
-    if any(saved):
-        yield _line(Section.MEMORY, AgreementRule.BOUND, ("saved activations", TOTAL), *saved)
+    predicted_saved = sum(_memory_bytes(predicted, SAVED_COMPONENTS).values())
+    counted_saved = sum(_memory_bytes(counted, SAVED_COMPONENTS).values())
+    if predicted_saved or counted_saved:
+        key = ("saved activations", TOTAL)
+        yield _line(Section.MEMORY, AgreementRule.BOUND, key, predicted_saved, counted_saved)
 
 
-def _in_flight(predicted: Ledger, counted: Ledger) -> Iterable[LedgerLine]:
-    """Nothing for a ledger that does not hold the count, which is at least 1."""
+def _memory_bytes(ledger: Ledger, components: Iterable[Component]) -> LedgerColumn:
+    kept = frozenset(components)
+    return {
+        (row.component.value, row.module.value): row.bytes
+        for row in ledger.memory
+        if row.component in kept
+    }
+
+
+def _in_flight_lines(predicted: Ledger, counted: Ledger) -> Iterator[LedgerLine]:
+    """Yield the line of the count, which is at least 1; nothing where a ledger does not hold it."""
     if predicted.in_flight and counted.in_flight:
         yield _line(
             Section.IN_FLIGHT,
@@ -218,26 +225,34 @@ def _comm_calls(ledger: Ledger) -> LedgerColumn:
     return {(row.op.value, row.group): row.calls for row in ledger.comm}
 
 
-def _flops(predicted: Ledger, counted: Ledger) -> Iterable[LedgerLine]:
-    def column(ledger: Ledger) -> LedgerColumn:
-        return {(row.op.value, row.module.value): row.flops for row in ledger.flops}
-
-    def model_flops(ledger: Ledger) -> int:
-        return sum(row.flops for row in ledger.flops if row.module is not Module.ROUTER)
-
-    yield from _join(Section.FLOPS, AgreementRule.EXACT, column(predicted), column(counted))
-    whole = (model_flops(predicted), model_flops(counted))
-    if any(whole):
-        yield _line(Section.FLOPS, AgreementRule.EXACT, ("model FLOPs", "all but router"), *whole)
+def _flop_lines(predicted: Ledger, counted: Ledger) -> Iterator[LedgerLine]:
+    exact = AgreementRule.EXACT
+    yield from _join(Section.FLOPS, exact, _flops(predicted), _flops(counted))
+    predicted_flops = _model_flops(predicted)
+    counted_flops = _model_flops(counted)
+    if predicted_flops or counted_flops:
+        key = ("model FLOPs", "all but router")
+        yield _line(Section.FLOPS, exact, key, predicted_flops, counted_flops)
 
 
-def _time(predicted: Ledger, counted: Ledger) -> Iterable[LedgerLine]:
-    def column(ledger: Ledger) -> LedgerColumn:
-        return {(row.phase.value,): row.seconds for row in ledger.time}
+def _flops(ledger: Ledger) -> LedgerColumn:
+    return {(row.op.value, row.module.value): row.flops for row in ledger.flops}
 
-    ours, theirs = column(predicted), column(counted)
-    yield from _join(Section.TIME, AgreementRule.LISTED, ours, theirs)
-    if ours or theirs:
-        yield _line(
-            Section.TIME, AgreementRule.LISTED, (TOTAL,), sum(ours.values()), sum(theirs.values())
-        )
+
+def _model_flops(ledger: Ledger) -> int:
+    return sum(row.flops for row in ledger.flops if row.module is not Module.ROUTER)
+
+
+def _time_lines(predicted: Ledger, counted: Ledger) -> Iterator[LedgerLine]:
+    listed = AgreementRule.LISTED
+    predicted_s = _phase_seconds(predicted)
+    counted_s = _phase_seconds(counted)
+    yield from _join(Section.TIME, listed, predicted_s, counted_s)
+    if predicted_s or counted_s:
+        total_predicted_s = sum(predicted_s.values())
+        total_counted_s = sum(counted_s.values())
+        yield _line(Section.TIME, listed, (TOTAL,), total_predicted_s, total_counted_s)
+
+
+def _phase_seconds(ledger: Ledger) -> LedgerColumn:
+    return {(row.phase.value,): row.seconds for row in ledger.time}

@@ -1,8 +1,8 @@
-"""Which wall holds one of our runs back: waits by group, time without a core, phases, load of the
-experts, memory.
+"""Which wall holds one of the engine's own runs back, and the waterfall of its step.
 
+The evidence is waits by group, time without a core, phases, load of the experts, and memory.
 Everything is judged on the critical rank, the one that waits least for the others: what it does
-sets the step. Of its waits, what even the last rank to come spends is the link's; the rest is a
+sets the step. Of its waits, what even the last rank to arrive spends is the link's; the rest is a
 late rank's.
 """
 
@@ -24,28 +24,31 @@ from moewright.diagnosis.waterfall import (
     ideal_step_s,
 )
 from moewright.rules.expert_placement import rank_load_factor
-from moewright.rules.legality import micro_batches
+from moewright.rules.micro_batches import micro_batches
 from moewright.rules.steady_steps import median_phase_seconds, median_step_s, steady_steps
 from moewright.spec.finding import Basis, Cause, Finding, Wall, Waterfall, WaterfallDrop
 from moewright.spec.hardware import Op
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.run import HostTime, RankTiming, RunRecord
 from moewright.spec.units import format_bytes, format_seconds
 
 UNEVEN_LOAD_FACTOR = 1.20  # hottest expert rank over the mean
-_MIN_SHARE = 0.03  # of the step: smaller causes go unsaid
+_MIN_SHARE = 0.03  # of the step: smaller causes are not reported
 _RECOMPUTE_SHARE = 0.10
 _SLOW_RATE = 0.33  # of the best rate of the curve: a call is too small
 _NO_CORE_SHARE = 0.10
+_HOST_TIMES = ("running_s", "queued_s", "collecting_s", "asleep_s")
+_COMPUTE_PHASES = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticalRank:
-    """Seconds a step of the critical rank. `waits` is empty where nobody timed them (on a GPU).
+    """Seconds a step of the critical rank; `waits` is empty where nobody timed them (on a GPU).
 
-    Where other programs take the cores, a rank stands ready without one, and its peers wait for it:
-    both are taken out of the step and of the waits, as far as the scheduler told them.
+    Where other programs take the cores, a rank stands ready without one, and its peers wait for
+    it: both are taken out of the step and of the waits, as far as the scheduler told them.
     """
 
     rank: int
@@ -64,176 +67,213 @@ class CriticalRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RankTimes:
-    """What a rank wrote down of a step, seconds: `late_s` its waits for late ranks, `mean_late_s`
-    the mean over ranks, both less the time in which a peer had no core.
+    """Seconds of a step as a rank recorded them.
+
+    `late_wait_s` are its waits for late ranks, `mean_late_wait_s` the mean over ranks, both less
+    the time in which a peer had no core.
     """
 
     rank: int
     phases: dict[StepPhase, float]
     host: HostTime
-    links: Mapping[str, float]
-    late_s: float
-    mean_late_s: float
+    link_waits: Mapping[str, float]  # by group
+    late_wait_s: float
+    mean_late_wait_s: float
 
 
 def diagnose_run(record: RunRecord) -> tuple[Finding, ...]:
-    """Findings, the wall to work on first in front; never empty for a run that has steps."""
+    """Return findings, the wall to work on first in front; never empty for a run with steps."""
     if not median_step_s(record):
         return ()
-    pace = find_critical_rank(record)
-    found = (
-        *_memory(record),
-        *_communication(record, pace),
-        *_host(pace),
-        *_imbalance(record, pace),
-        *_compute(record, pace),
+    critical = find_critical_rank(record)
+    return order_findings(
+        (
+            *_diagnose_memory(record),
+            *_diagnose_communication(record, critical),
+            *_diagnose_host(critical),
+            *_diagnose_imbalance(record, critical),
+            *_diagnose_compute(record, critical),
+        )
     )
-    return order_findings(found)
 
 
 def find_critical_rank(record: RunRecord) -> CriticalRank:
-    """From the means of all ranks; from rank 0's settled steps for a run that has not ended by
-    itself."""
-    ended = bool(record.paces) and all(pace.steps for pace in record.paces)
-    seen = _of_ranks(record.paces) if ended else _of_first(record)
-    phases, host = seen.phases, seen.host
-    step_s, linked = sum(phases.values()) or median_step_s(record), sum(seen.links.values())
-    of_cause: dict[Cause, float] = defaultdict(float)
-    for group, seconds in seen.links.items():
-        drains = (
-            group == "world" and record.plan.layout.pp > 1
-        )  # who has done its last row waits for the others' last
-        cause = (
-            Cause.CP
-            if group == "tp_cp" and record.plan.layout.tp == 1
-            else CAUSE_OF_CLASS[CLASS_OF_ENGINE_GROUP[group]]
-        )
-        of_cause[Cause.PP if drains else cause] += seconds
-    timed = host.running_s > 0 and (bool(seen.links) or record.plan.layout.world_size == 1)
-    if timed and step_s:  # loading stands in line for a core as all else does
-        phases[StepPhase.DATA] = phases.get(StepPhase.DATA, 0.0) * max(
-            0.0, 1 - host.queued_s / step_s
-        )
-    apart = (
-        host.running_s + linked + seen.late_s + host.asleep_s
-    )  # the step as it were with a core for every rank
-    idle_s = host.asleep_s if timed else phases.get(StepPhase.OTHER, 0.0)
-    return CriticalRank(
-        rank=seen.rank,
-        step_s=min(step_s, apart) if timed else step_s,
-        phases=phases,
-        waits=of_cause,
-        no_core_s=max(0.0, step_s - apart) if timed else 0.0,
-        gc_s=host.collecting_s,
-        running_s=host.running_s if timed else 0.0,
-        stalled_s=max(0.0, idle_s - phases.get(StepPhase.DATA, 0.0) * timed),
-        late_wait_s=seen.late_s,
-        mean_late_wait_s=seen.mean_late_s,
-    )
+    """Return the critical rank's times, from the means of all ranks.
 
-
-def _of_ranks(paces: tuple[RankTiming, ...]) -> _RankTimes:
-    """The rank that waits least. A peer without a core for some time comes so much later: that much
-    of a wait for late ranks is the crowd's, and of a wait whose calls were not kept as large a
-    share.
+    For a run that has not ended by itself they are those of rank 0's steady steps.
     """
-    totals = {pace.rank: sum(wait.seconds for wait in pace.waits) for pace in paces}
-    chosen = min(paces, key=lambda pace: totals[pace.rank])
-    late = {pace.rank: _late_s(pace, chosen, paces) for pace in paces}
-    known = {link.group: link.seconds for link in chosen.links}
-    crowd = max(
-        (pace.host.queued_s / pace.step_s for pace in paces if pace is not chosen), default=0.0
+    has_ended = bool(record.paces) and all(timing.steps for timing in record.paces)
+    times = _select_rank(record.paces) if has_ended else _first_rank_times(record)
+    host = times.host
+    phases = dict(times.phases)
+    layout = record.plan.layout
+    step_s = sum(phases.values()) or median_step_s(record)
+    waits: dict[Cause, float] = defaultdict(float)
+    for group, seconds in times.link_waits.items():
+        waits[_cause_of_wait(group, layout)] += seconds
+    is_timed = host.running_s > 0 and (bool(times.link_waits) or layout.world_size == 1)
+    data_s = phases.get(StepPhase.DATA, 0.0)
+    if not is_timed:
+        return CriticalRank(
+            rank=times.rank,
+            step_s=step_s,
+            phases=phases,
+            waits=waits,
+            no_core_s=0.0,
+            gc_s=host.collecting_s,
+            running_s=0.0,
+            stalled_s=max(0.0, phases.get(StepPhase.OTHER, 0.0)),
+            late_wait_s=times.late_wait_s,
+            mean_late_wait_s=times.mean_late_wait_s,
+        )
+    if step_s:
+        # Loading stands in line for a core as all else does.
+        data_s *= max(0.0, 1 - host.queued_s / step_s)
+        phases[StepPhase.DATA] = data_s
+    # The step as it would be with a core for every rank.
+    linked_s = sum(times.link_waits.values())
+    own_core_s = host.running_s + linked_s + times.late_wait_s + host.asleep_s
+    return CriticalRank(
+        rank=times.rank,
+        step_s=min(step_s, own_core_s),
+        phases=phases,
+        waits=waits,
+        no_core_s=max(0.0, step_s - own_core_s),
+        gc_s=host.collecting_s,
+        running_s=host.running_s,
+        stalled_s=max(0.0, host.asleep_s - data_s),
+        late_wait_s=times.late_wait_s,
+        mean_late_wait_s=times.mean_late_wait_s,
     )
+
+
+def _cause_of_wait(group: str, layout: Layout) -> Cause:
+    """Return what a wait over a group of ranks is due to."""
+    if group == "world" and layout.pp > 1:
+        return Cause.PP  # a rank whose last micro-batch is done waits for the others' last
+    if group == "tp_cp" and layout.tp == 1:
+        return Cause.CP
+    return CAUSE_OF_CLASS[CLASS_OF_ENGINE_GROUP[group]]
+
+
+def _select_rank(timings: tuple[RankTiming, ...]) -> _RankTimes:
+    """Return the times of the rank that waits least.
+
+    A peer without a core for some time arrives so much later: that much of a wait for late ranks
+    is due to the crowded machine, and of a wait whose calls were not kept as large a share.
+    """
+    waited_s = {timing.rank: sum(wait.seconds for wait in timing.waits) for timing in timings}
+    critical = min(timings, key=lambda timing: waited_s[timing.rank])
+    late_wait_s = {timing.rank: _late_wait_s(timing, critical, timings) for timing in timings}
+    link_s = {link.group: link.seconds for link in critical.links}
+    queued_share = max(
+        (timing.host.queued_s / timing.step_s for timing in timings if timing is not critical),
+        default=0.0,
+    )
+    own_share = max(0.0, 1 - queued_share)
     return _RankTimes(
-        rank=chosen.rank,
-        phases={row.phase: row.seconds for row in chosen.phases},
-        host=chosen.host,
-        links={
-            wait.group: known.get(wait.group, max(0.0, 1 - crowd) * wait.seconds)
-            for wait in chosen.waits
+        rank=critical.rank,
+        phases={row.phase: row.seconds for row in critical.phases},
+        host=critical.host,
+        link_waits={
+            wait.group: link_s.get(wait.group, own_share * wait.seconds) for wait in critical.waits
         },
-        late_s=late[chosen.rank],
-        mean_late_s=fmean(late.values()),
+        late_wait_s=late_wait_s[critical.rank],
+        mean_late_wait_s=fmean(late_wait_s.values()),
     )
 
 
-def _late_s(pace: RankTiming, chosen: RankTiming, paces: tuple[RankTiming, ...]) -> float:
-    """What the rank waits beyond the links; where those are not known, beyond what the chosen rank
-    waits."""
-    known = {wait.group: wait.seconds for wait in chosen.waits} | {
-        link.group: link.seconds for link in pace.links
-    }
-    waited = sum(wait.seconds - known.get(wait.group, 0.0) for wait in pace.waits)
-    return max(
-        0.0, waited - max((each.host.queued_s for each in paces if each is not pace), default=0.0)
-    )
+def _late_wait_s(
+    timing: RankTiming, critical: RankTiming, timings: tuple[RankTiming, ...]
+) -> float:
+    """Return what the rank waits beyond its links.
+
+    Where those are not known, it is what it waits beyond the waits of the critical rank.
+    """
+    link_s = {wait.group: wait.seconds for wait in critical.waits}
+    link_s |= {link.group: link.seconds for link in timing.links}
+    beyond_s = sum(wait.seconds - link_s.get(wait.group, 0.0) for wait in timing.waits)
+    peers_queued_s = (peer.host.queued_s for peer in timings if peer is not timing)
+    return max(0.0, beyond_s - max(peers_queued_s, default=0.0))
 
 
-def _of_first(record: RunRecord) -> _RankTimes:
-    """Rank 0's settled steps, of a run whose other ranks have not written down theirs."""
+def _first_rank_times(record: RunRecord) -> _RankTimes:
+    """Return rank 0's steady steps, of a run whose other ranks have not recorded theirs."""
     steps = steady_steps(record)
     groups = {wait.group for step in steps for wait in step.waits}
-    names = ("running_s", "queued_s", "collecting_s", "asleep_s")
+    host_s = {name: median(getattr(step.host, name) for step in steps) for name in _HOST_TIMES}
     return _RankTimes(
         rank=0,
         phases=dict(median_phase_seconds(record)),
-        host=HostTime(
-            **{name: median(getattr(step.host, name) for step in steps) for name in names}
-        ),
-        links={
-            group: median(sum(w.seconds for w in step.waits if w.group == group) for step in steps)
+        host=HostTime(**host_s),
+        link_waits={
+            group: median(
+                sum(wait.seconds for wait in step.waits if wait.group == group) for step in steps
+            )
             for group in groups
         },
-        late_s=0.0,
-        mean_late_s=0.0,
+        late_wait_s=0.0,
+        mean_late_wait_s=0.0,
     )
 
 
 def build_run_waterfall(record: RunRecord, critical: CriticalRank, job: PricedJob) -> Waterfall:
-    """Ideal to measured on the critical rank: waits, host and crowd as measured; inside the
-    compute, which nobody timed apart, recompute by its FLOPs and the rest as what rates below the
-    peak cost.
+    """Build the waterfall from the ideal step to the measured one, on the critical rank.
+
+    Waits, host and the crowded machine are as measured; inside the compute, which nobody timed
+    apart, recompute is told by its FLOPs, and the rest is what rates below the peak cost.
     """
-
-    def seen(name: str, seconds: float, note: str = "") -> WaterfallDrop:
-        return WaterfallDrop(name=name, seconds=seconds, basis=Basis.MEASURED, note=note)
-
-    found, ideal = job.estimate, ideal_step_s(job)
+    ideal_s = ideal_step_s(job)
     step_s = sum(critical.phases.values())
-    drops = [seen(f"waiting: {cause}", seconds) for cause, seconds in critical.waits.items()]
-    drops.append(seen("waiting for late ranks", critical.late_wait_s))
-    if not critical.waits:
-        drops += [
-            WaterfallDrop(name=DROP_NAMES[share.part], seconds=share.seconds, basis=Basis.PREDICTED)
-            for share in found.shares
-            if share.part in CAUSE_OF_PART
-        ]
-    data_s = critical.phases.get(StepPhase.DATA, 0.0)
-    host = max(0.0, critical.stalled_s - critical.gc_s)
-    drops += [
-        seen(Cause.DATA, data_s),
-        seen(Cause.GARBAGE_COLLECTION, critical.gc_s),
-        seen("host asleep, or in no phase", host),
-        seen("no core free: other programs", critical.no_core_s),
+    drops = [
+        *_waiting_drops(critical, job),
+        _measured(Cause.DATA, critical.phases.get(StepPhase.DATA, 0.0)),
+        _measured(Cause.GARBAGE_COLLECTION, critical.gc_s),
+        _measured("host asleep, or in no phase", max(0.0, critical.stalled_s - critical.gc_s)),
+        _measured("no core free: other programs", critical.no_core_s),
     ]
-    busy = max(0.0, step_s - sum(drop.seconds for drop in drops))
+    busy_s = max(0.0, step_s - sum(drop.seconds for drop in drops))
     if critical.running_s:
-        busy = min(busy, max(0.0, critical.running_s - critical.gc_s))
-    replayed = busy * (1 - found.mfu / found.hfu) if found.hfu else 0.0
-    optimizer = min(busy, critical.phases.get(StepPhase.OPTIMIZER, 0.0))
-    drops += [
-        WaterfallDrop(
-            name="recompute",
-            seconds=replayed,
-            basis=Basis.PREDICTED,
-            note="its share of the FLOPs, of measured work",
-        ),
-        seen("optimizer", optimizer),
-        seen("work below the peak rate", busy - replayed - optimizer - ideal),
-    ]
-    return close_waterfall(
-        ideal, describe_ideal_step(job.workload, found.model_flops_per_step), drops, step_s
+        busy_s = min(busy_s, max(0.0, critical.running_s - critical.gc_s))
+    recompute_s = busy_s * _recompute_share(job.estimate.mfu, job.estimate.hfu)
+    optimizer_s = min(busy_s, critical.phases.get(StepPhase.OPTIMIZER, 0.0))
+    recompute = WaterfallDrop(
+        name="recompute",
+        seconds=recompute_s,
+        basis=Basis.PREDICTED,
+        note="its share of the FLOPs, of measured work",
     )
+    below_peak_s = busy_s - recompute_s - optimizer_s - ideal_s
+    drops += [
+        recompute,
+        _measured("optimizer", optimizer_s),
+        _measured("work below the peak rate", below_peak_s),
+    ]
+    note = describe_ideal_step(job.workload, job.estimate.model_flops_per_step)
+    return close_waterfall(ideal_s, note, drops, step_s)
+
+
+def _waiting_drops(critical: CriticalRank, job: PricedJob) -> Iterator[WaterfallDrop]:
+    """Yield the waits, predicted where nobody timed them."""
+    for cause, seconds in critical.waits.items():
+        yield _measured(f"waiting: {cause}", seconds)
+    yield _measured("waiting for late ranks", critical.late_wait_s)
+    if critical.waits:
+        return
+    for share in job.estimate.shares:
+        if share.part in CAUSE_OF_PART:
+            yield WaterfallDrop(
+                name=DROP_NAMES[share.part], seconds=share.seconds, basis=Basis.PREDICTED
+            )
+
+
+def _measured(name: str, seconds: float) -> WaterfallDrop:
+    return WaterfallDrop(name=name, seconds=seconds, basis=Basis.MEASURED)
+
+
+def _recompute_share(mfu: float, hfu: float) -> float:
+    """Return the share of the FLOPs that are replays."""
+    return 1 - mfu / hfu if hfu else 0.0
 
 
 def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str) -> Finding:
@@ -242,188 +282,211 @@ def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str)
     )
 
 
-def _communication(record: RunRecord, pace: CriticalRank) -> Iterator[Finding]:
-    """What even the last rank to come waits for is the link or, in a pipeline, the bubble."""
-    if pace.waits:
-        spent, basis = (
-            dict(pace.waits),
-            f"measured on rank {pace.rank}: all ranks being there, or a neighbour's work",
-        )
+def _predicted_seconds(record: RunRecord, part: TimePart) -> float:
+    shares = record.plan.estimate.shares
+    return sum(share.seconds for share in shares if share.part is part)
+
+
+def _diagnose_communication(record: RunRecord, critical: CriticalRank) -> Iterator[Finding]:
+    """Report what even the last rank to arrive waits for: the link, or in a pipeline the bubble."""
+    if critical.waits:
+        waits = dict(critical.waits)
+        basis = f"measured on rank {critical.rank}: all ranks being there, or a neighbour's work"
     else:
-        spent, basis = _unwatched(record, pace), "predicted where phases do not tell it"
-    bubble = sum(
-        share.seconds for share in record.plan.estimate.shares if share.part is TimePart.BUBBLE
-    )
-    for cause, seconds in spent.items():
-        share = seconds / pace.step_s
+        waits = _untimed_waits(record, critical)
+        basis = "predicted where phases do not tell it"
+    bubble_s = _predicted_seconds(record, TimePart.BUBBLE)
+    for cause, seconds in waits.items():
+        share = seconds / critical.step_s
         if share < _MIN_SHARE:
             continue
         evidence = [f"{format_seconds(seconds)} a step blocked on {cause} ({basis})"]
-        if cause is Cause.PP and bubble:
-            evidence.append(
-                f"{format_seconds(bubble)} of bubble expected of the timetable (predicted)"
-            )
+        if cause is Cause.PP and bubble_s:
+            bubble = format_seconds(bubble_s)
+            evidence.append(f"{bubble} of bubble expected of the timetable (predicted)")
         if cause is Cause.DP:
-            reduce_s, gather_s = (
-                pace.phases.get(phase, 0.0)
-                for phase in (StepPhase.GRAD_REDUCE, StepPhase.PARAM_GATHER)
-            )
-            text = f"gradient reduction {format_seconds(reduce_s)}, weight gather {format_seconds(gather_s)} (measured)"
-            evidence.append(text)
+            reduce_s = format_seconds(critical.phases.get(StepPhase.GRAD_REDUCE, 0.0))
+            gather_s = format_seconds(critical.phases.get(StepPhase.PARAM_GATHER, 0.0))
+            evidence.append(f"gradient reduction {reduce_s}, weight gather {gather_s} (measured)")
         title = f"{cause} is waited for during {share:.0%} of the step"
         yield _finding(Wall.COMMUNICATION, cause, title, share, *evidence)
 
 
-def _unwatched(record: RunRecord, pace: CriticalRank) -> dict[Cause, float]:
-    """Without timed waits: the phases of reduction and gather, and what is predicted inside forward
-    and backward."""
-    found: dict[Cause, float] = defaultdict(float)
+def _untimed_waits(record: RunRecord, critical: CriticalRank) -> dict[Cause, float]:
+    """Return the waits of a run that did not time them.
+
+    Reduction and gather are the measured phases; inside forward and backward it is the prediction.
+    """
+    waits: dict[Cause, float] = defaultdict(float)
     for share in record.plan.estimate.shares:
         if share.part in CAUSE_OF_PART:
-            found[CAUSE_OF_PART[share.part]] += share.seconds
-    found[Cause.DP] = pace.phases.get(StepPhase.GRAD_REDUCE, 0.0) + pace.phases.get(
-        StepPhase.PARAM_GATHER, 0.0
-    )
-    return found
+            waits[CAUSE_OF_PART[share.part]] += share.seconds
+    reduce_s = critical.phases.get(StepPhase.GRAD_REDUCE, 0.0)
+    gather_s = critical.phases.get(StepPhase.PARAM_GATHER, 0.0)
+    waits[Cause.DP] = reduce_s + gather_s
+    return waits
 
 
-def _host(pace: CriticalRank) -> Iterator[Finding]:
-    parts = (
-        (Cause.DATA, pace.phases.get(StepPhase.DATA, 0.0), "loading the step's batches"),
-        (Cause.GARBAGE_COLLECTION, pace.gc_s, "inside Python's garbage collection"),
-        (Cause.HOST_OTHER, pace.stalled_s - pace.gc_s, "asleep, or in no phase"),
+def _diagnose_host(critical: CriticalRank) -> Iterator[Finding]:
+    data_s = critical.phases.get(StepPhase.DATA, 0.0)
+    other_s = critical.stalled_s - critical.gc_s
+    causes = (
+        (Cause.DATA, data_s, "loading the step's batches"),
+        (Cause.GARBAGE_COLLECTION, critical.gc_s, "inside Python's garbage collection"),
+        (Cause.HOST_OTHER, other_s, "asleep, or in no phase"),
     )
-    for cause, seconds, what in parts:
-        if seconds < _MIN_SHARE * pace.step_s:
+    for cause, seconds, activity in causes:
+        if seconds < _MIN_SHARE * critical.step_s:
             continue
-        share = min(1.0, seconds / pace.step_s)
-        seen = f"{format_seconds(seconds)} a step {what} (measured on rank {pace.rank})"
+        share = min(1.0, seconds / critical.step_s)
+        evidence = f"{format_seconds(seconds)} a step {activity} (measured on rank {critical.rank})"
         title = f"{cause.capitalize()} holds the step up for {share:.0%} of it"
-        yield _finding(Wall.HOST, cause, title, share, seen)
+        yield _finding(Wall.HOST, cause, title, share, evidence)
 
 
-def _compute(record: RunRecord, pace: CriticalRank) -> Iterator[Finding]:
-    working = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER)
-    inside = sum(
-        share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EP_COMM
-    )
-    busy = max(0.0, sum(pace.phases.get(phase, 0.0) for phase in working) - inside)
-    model_s = max(0.0, pace.running_s - pace.gc_s) if pace.running_s else busy
-    share = model_s / pace.step_s
-    found = record.plan.estimate
-    replayed = share * (1 - found.mfu / found.hfu) if found.hfu else 0.0
-    if replayed > _RECOMPUTE_SHARE:
-        seen = f"{found.hfu / found.mfu - 1:.0%} more FLOPs than the model has (counted), of {format_seconds(model_s)}"
-        yield _finding(
-            Wall.COMPUTE,
-            Cause.RECOMPUTE,
-            f"Recompute takes about {replayed:.0%} of the step",
-            replayed,
-            seen,
+def _diagnose_compute(record: RunRecord, critical: CriticalRank) -> Iterator[Finding]:
+    prediction = record.plan.estimate
+    compute_s = _compute_s(record, critical)
+    share = compute_s / critical.step_s
+    recompute = share * _recompute_share(prediction.mfu, prediction.hfu)
+    if recompute > _RECOMPUTE_SHARE:
+        title = f"Recompute takes about {recompute:.0%} of the step"
+        more_flops = prediction.hfu / prediction.mfu - 1
+        evidence = (
+            f"{more_flops:.0%} more FLOPs than the model has (counted), "
+            f"of {format_seconds(compute_s)}"
         )
-    yield from _small_calls(record, share)
-    parts = ", ".join(f"{phase} {format_seconds(pace.phases.get(phase, 0.0))}" for phase in working)
-    mfu = median([step.mfu for step in steady_steps(record)])
-    evidence = [parts, f"MFU {mfu:.1%} of the device's measured or stated peak"]
-    if pace.no_core_s > _NO_CORE_SHARE * pace.step_s:
-        crowd = f"left out: {format_seconds(pace.no_core_s)} a step without a core, the machine is crowded (measured)"
-        evidence.append(crowd)
-    yield _finding(
-        Wall.COMPUTE, Cause.KERNEL_RATES, f"Compute takes {share:.0%} of the step", share, *evidence
+        yield _finding(Wall.COMPUTE, Cause.RECOMPUTE, title, recompute, evidence)
+    yield from _diagnose_small_products(record, share)
+    phases = ", ".join(
+        f"{phase} {format_seconds(critical.phases.get(phase, 0.0))}" for phase in _COMPUTE_PHASES
     )
+    mfu = median([step.mfu for step in steady_steps(record)])
+    evidence_lines = [phases, f"MFU {mfu:.1%} of the device's measured or stated peak"]
+    if critical.no_core_s > _NO_CORE_SHARE * critical.step_s:
+        evidence_lines.append(
+            f"left out: {format_seconds(critical.no_core_s)} a step without a core, "
+            "the machine is crowded (measured)"
+        )
+    title = f"Compute takes {share:.0%} of the step"
+    yield _finding(Wall.COMPUTE, Cause.KERNEL_RATES, title, share, *evidence_lines)
 
 
-def _small_calls(record: RunRecord, share: float) -> Iterator[Finding]:
-    """Rows and FLOPs of one expert's product against the curves of the hardware file."""
+def _compute_s(record: RunRecord, critical: CriticalRank) -> float:
+    """Return the seconds that the critical rank computes.
+
+    Where nobody timed the host, they are the compute phases less the predicted dispatch in them.
+    """
+    if critical.running_s:
+        return max(0.0, critical.running_s - critical.gc_s)
+    phases_s = sum(critical.phases.get(phase, 0.0) for phase in _COMPUTE_PHASES)
+    return max(0.0, phases_s - _predicted_seconds(record, TimePart.EP_COMM))
+
+
+def _diagnose_small_products(record: RunRecord, share: float) -> Iterator[Finding]:
+    """Compare rows and FLOPs of one expert's product with the curves of the hardware file."""
     plan = record.plan
-    moe, layout = plan.model.moe, plan.layout
+    moe = plan.model.moe
+    layout = plan.layout
     counts = [sum(load.counts) for step in steady_steps(record) for load in step.loads]
     if moe is None or not counts:
         return
     calls = moe.experts * micro_batches(plan.workload, layout) * max(1, layout.edp)
     rows = median(counts) / calls
+    hidden_size = plan.model.hidden_size
     width = moe.ffn_size // layout.etp
-    by_rows = _of_best(plan, Op.GROUPED_GEMM, rows)
-    by_flops = _of_best(plan, Op.GEMM, 2.0 * rows * plan.model.hidden_size * width)
-    if min(by_rows, by_flops) < _SLOW_RATE:
-        title = (
-            f"Experts' products are small: {rows:.0f} rows of {plan.model.hidden_size} by {width}"
+    rate_by_rows = _share_of_best_rate(plan, Op.GROUPED_GEMM, rows)
+    rate_by_flops = _share_of_best_rate(plan, Op.GEMM, 2.0 * rows * hidden_size * width)
+    slowest = min(rate_by_rows, rate_by_flops)
+    if slowest < _SLOW_RATE:
+        title = f"Experts' products are small: {rows:.0f} rows of {hidden_size} by {width}"
+        evidence = (
+            f"grouped products of so many rows reach {rate_by_rows:.0%} of their best rate, "
+            f"products of so many FLOPs {rate_by_flops:.0%} (curves of the hardware file)"
         )
-        seen = (
-            f"grouped products of so many rows reach {by_rows:.0%} of their best rate, "
-            f"products of so many FLOPs {by_flops:.0%} (curves of the hardware file)"
-        )
-        yield _finding(
-            Wall.COMPUTE, Cause.FEW_ROWS, title, share * (1 - min(by_rows, by_flops)), seen
-        )
+        yield _finding(Wall.COMPUTE, Cause.FEW_ROWS, title, share * (1 - slowest), evidence)
 
 
-def _of_best(plan: Plan, op: Op, x: float) -> float:
-    """Rate at x over the best of the curve, in the job's precision; 1 without a curve. A call
-    smaller than the smallest measured takes as long as that one.
+def _share_of_best_rate(plan: Plan, op: Op, x: float) -> float:
+    """Return the rate at x over the best of the curve, in the job's precision; 1 without a curve.
+
+    A call smaller than the smallest measured takes as long as that one.
     """
-    rates = plan.hardware.device.rates
     curves = [
-        rate.curve for rate in rates if rate.op is op and rate.dtype is plan.workload.precision
+        rate.curve
+        for rate in plan.hardware.device.rates
+        if rate.op is op and rate.dtype is plan.workload.precision
     ]
-    return min(
-        (
-            interpolate(curve, x)
-            * min(1.0, x / curve.points[0][0])
-            / max(y for _, y in curve.points)
-            for curve in curves
-        ),
-        default=1.0,
+    shares = (
+        interpolate(curve, x)
+        * min(1.0, x / curve.points[0][0])
+        / max(rate for _, rate in curve.points)
+        for curve in curves
     )
+    return min(shares, default=1.0)
 
 
-def _memory(record: RunRecord) -> Iterator[Finding]:
-    """The fullest rank: what it counted, plus what only the prediction knows (transients,
-    allowances)."""
-    found = record.plan.estimate
-    counted = max((ledger.device_bytes for ledger in record.ledgers), default=0)
-    peak = max(counted, found.peak_bytes)
-    if peak <= MEMORY_SHARE * found.capacity_bytes:
+def _diagnose_memory(record: RunRecord) -> Iterator[Finding]:
+    """Report the fullest rank where it is nearly full.
+
+    Its peak is what it counted, or the prediction, which knows transients and allowances.
+    """
+    prediction = record.plan.estimate
+    counted_bytes = max((ledger.device_bytes for ledger in record.ledgers), default=0)
+    peak_bytes = max(counted_bytes, prediction.peak_bytes)
+    if peak_bytes <= MEMORY_SHARE * prediction.capacity_bytes:
         return
+    share = peak_bytes / prediction.capacity_bytes
+    predicted = format_bytes(prediction.peak_bytes)
+    counted = format_bytes(counted_bytes)
     yield _finding(
         Wall.MEMORY,
         Cause.CAPACITY,
-        f"Memory is {peak / found.capacity_bytes:.0%} full",
-        peak / found.capacity_bytes,
-        f"predicted peak {format_bytes(found.peak_bytes)} of {format_bytes(found.capacity_bytes)}",
-        f"counted on the fullest rank {format_bytes(counted)} of states and saved activations",
-        f"largest: {found.largest}",
+        f"Memory is {share:.0%} full",
+        share,
+        f"predicted peak {predicted} of {format_bytes(prediction.capacity_bytes)}",
+        f"counted on the fullest rank {counted} of states and saved activations",
+        f"largest: {prediction.largest}",
     )
 
 
-def _imbalance(record: RunRecord, pace: CriticalRank) -> Iterator[Finding]:
-    """A hot expert rank makes every other rank of its group wait at the combine; any late rank does
-    so elsewhere."""
-    ep = record.plan.layout.ep
-    factors = [
-        (rank_load_factor(load.rank_counts or load.counts, ep), load.layer)
-        for step in steady_steps(record)
-        for load in step.loads
-        if ep > 1
-    ]
+def _diagnose_imbalance(record: RunRecord, critical: CriticalRank) -> Iterator[Finding]:
+    """Report uneven load of the expert ranks, else any late rank.
+
+    A hot expert rank makes every other rank of its group wait at the combine; a late rank does so
+    elsewhere.
+    """
+    factors = _load_factors(record)
     typical = median(factor for factor, _ in factors) if factors else 1.0
-    late = pace.mean_late_wait_s / pace.step_s
+    late_share = critical.mean_late_wait_s / critical.step_s
+    waited = format_seconds(critical.mean_late_wait_s)
     if typical > UNEVEN_LOAD_FACTOR:
         worst, layer = max(factors)
-        experts_s = sum(
-            share.seconds for share in record.plan.estimate.shares if share.part is TimePart.EXPERTS
-        )
-        cost = max(late, experts_s * (typical - 1) / pace.step_s)
+        experts_s = _predicted_seconds(record, TimePart.EXPERTS)
+        cost = max(late_share, experts_s * (typical - 1) / critical.step_s)
         yield _finding(
             Wall.COMPUTE,
             Cause.IMBALANCE,
             f"The hottest expert rank gets {typical:.2f} x the mean load",
             cost,
-            f"median over layers and steps {typical:.2f} x the mean, highest {worst:.2f} x in layer {layer} (measured)",
+            f"median over layers and steps {typical:.2f} x the mean, "
+            f"highest {worst:.2f} x in layer {layer} (measured)",
             f"the plan assumed {record.plan.workload.load_factor:.2f} x",
-            f"ranks wait {format_seconds(pace.mean_late_wait_s)} a step for late ones (measured, mean over ranks)",
+            f"ranks wait {waited} a step for late ones (measured, mean over ranks)",
         )
-    elif late > _MIN_SHARE:
-        seen = f"{format_seconds(pace.mean_late_wait_s)} a step (measured, mean over ranks); rank {pace.rank} waits least"
-        title = f"Ranks wait {late:.0%} of the step for a late one"
-        yield _finding(Wall.COMMUNICATION, Cause.STRAGGLER, title, late, seen)
+    elif late_share > _MIN_SHARE:
+        evidence = f"{waited} a step (measured, mean over ranks); rank {critical.rank} waits least"
+        title = f"Ranks wait {late_share:.0%} of the step for a late one"
+        yield _finding(Wall.COMMUNICATION, Cause.STRAGGLER, title, late_share, evidence)
+
+
+def _load_factors(record: RunRecord) -> list[tuple[float, int]]:
+    """Return the load of the hottest expert rank over the mean, with the layer, of steady steps."""
+    ep = record.plan.layout.ep
+    if ep == 1:
+        return []
+    return [
+        (rank_load_factor(load.rank_counts or load.counts, ep), load.layer)
+        for step in steady_steps(record)
+        for load in step.loads
+    ]

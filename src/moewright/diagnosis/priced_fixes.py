@@ -1,4 +1,4 @@
-"""Fixes for a cause, each with what the planner expects of it here."""
+"""Fixes for a cause, each with what the planner expects of it for the job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING_TO_CHANGE = "nothing to change: the layout has it, or cannot have more o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedJob:
-    """A job that the planner can price, and its estimate."""
+    """A job that the planner can price, with its estimate."""
 
     model: ModelSpec
     workload: Workload
@@ -31,35 +31,35 @@ class PricedJob:
 
 
 def find_fixes(cause: Cause, job: PricedJob | None = None) -> tuple[Fix, ...]:
-    """In the order of trying; with prices where the job is known."""
-    return tuple(_fix(remedy, job) for remedy in REMEDIES[cause])
+    """Return the fixes of a cause in the order of trying, with prices where the job is known."""
+    return tuple(_build_fix(remedy, job) for remedy in REMEDIES[cause])
 
 
 def price_findings(findings: tuple[Finding, ...], job: PricedJob) -> tuple[Finding, ...]:
-    """The findings with prices on their fixes."""
+    """Return the findings with prices on their fixes."""
     return tuple(replace(finding, fixes=find_fixes(finding.cause, job)) for finding in findings)
 
 
-def _fix(remedy: Remedy, known: PricedJob | None) -> Fix:
-    plain = Fix(text=remedy.text, megatron=remedy.megatron, excludes=remedy.excludes)
-    if known is None or remedy.change is None:
-        return plain
-    job = RemedyContext(model=known.model, hardware=known.hardware, layout=known.layout)
-    changed = remedy.change(job)
-    if changed == known.layout:
-        return replace(plain, excluded=NOTHING_TO_CHANGE)
-    if reasons := check_legality(known.model, known.workload, changed):
-        return replace(plain, excluded=str(reasons[0]))
+def _build_fix(remedy: Remedy, job: PricedJob | None) -> Fix:
+    fix = Fix(text=remedy.text, megatron=remedy.megatron, excludes=remedy.excludes)
+    if job is None or remedy.change is None:
+        return fix
+    context = RemedyContext(model=job.model, hardware=job.hardware, layout=job.layout)
+    layout = remedy.change(context)
+    if layout == job.layout:
+        return replace(fix, excluded=NOTHING_TO_CHANGE)
+    if reasons := check_legality(job.model, job.workload, layout):
+        return replace(fix, excluded=str(reasons[0]))
     try:
-        found = estimate(known.model, known.workload, known.hardware, changed)
+        changed = estimate(job.model, job.workload, job.hardware, layout)
     except BadInput as error:
-        return replace(plain, excluded=str(error))
-    now = known.estimate
+        return replace(fix, excluded=str(error))
+    now = job.estimate
     price = PredictedChange(
-        layout=format_layout(changed),
-        step_s=found.step_s - now.step_s,
-        step_share=found.step_s / now.step_s - 1,
-        peak_bytes=found.peak_bytes - now.peak_bytes,
-        verdict=found.verdict,
+        layout=format_layout(layout),
+        step_s=changed.step_s - now.step_s,
+        step_share=changed.step_s / now.step_s - 1,
+        peak_bytes=changed.peak_bytes - now.peak_bytes,
+        verdict=changed.verdict,
     )
-    return replace(plain, price=price)
+    return replace(fix, price=price)

@@ -1,8 +1,7 @@
-"""What helps against each cause, in the order in which it is worth trying, with what it excludes
-and Megatron's flags.
+"""What helps against each cause, in the order of trying, with its exclusions and Megatron flags.
 
 The order is that of the tuning workflow for Megatron-Core MoE (docs/formulas.md 10): cheap before
-dear, and of equals the one that changes least.
+expensive, and of equals the one that changes least.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from moewright.rules.legality import divisors
+from moewright.rules.divisibility import divisors
 from moewright.spec.finding import Cause
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
@@ -30,7 +29,7 @@ from moewright.spec.model import AttentionKind, ModelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemedyContext:
-    """What a remedy is asked about."""
+    """The job whose layout a remedy changes."""
 
     model: ModelSpec
     hardware: Hardware
@@ -42,8 +41,11 @@ LayoutChange = Callable[[RemedyContext], Layout]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """`change` makes the layout that has it, the same one where there is nothing to change; absent
-    for what is no choice of a layout."""
+    """A remedy in words, with the change of the layout that it is.
+
+    `change` returns the same layout where there is nothing to change; it is None for what is no
+    choice of a layout.
+    """
 
     text: str
     change: LayoutChange | None = None
@@ -51,29 +53,26 @@ class Remedy:
     excludes: str = ""
 
 
-def _recompute(*more: Recompute) -> LayoutChange:
-    def change(job: RemedyContext) -> Layout:
-        layout = job.layout
+def _add_recompute(*policies: Recompute) -> LayoutChange:
+    def change(context: RemedyContext) -> Layout:
+        layout = context.layout
         if Recompute.FULL in layout.recompute:
             return layout
-        wanted = {each for each in more if each is not Recompute.MLA_UP_PROJ or _latent(job.model)}
-        return replace(layout, recompute=tuple(sorted({*layout.recompute, *wanted})))
+        is_mla = context.model.attention.kind is AttentionKind.MLA
+        added = {policy for policy in policies if policy is not Recompute.MLA_UP_PROJ or is_mla}
+        return replace(layout, recompute=tuple(sorted({*layout.recompute, *added})))
 
     return change
 
 
-def _latent(model: ModelSpec) -> bool:
-    return model.attention.kind is AttentionKind.MLA
+def _set_recompute(*policies: Recompute) -> LayoutChange:
+    """Return the change to these policies of a layer; whether logits are kept stays as it is."""
 
-
-def _only(*chosen: Recompute) -> LayoutChange:
-    """These of a layer; whether logits are kept stays as it is."""
-
-    def change(job: RemedyContext) -> Layout:
-        loss = {Recompute.LOSS}.intersection(job.layout.recompute)
+    def change(context: RemedyContext) -> Layout:
+        loss = {Recompute.LOSS}.intersection(context.layout.recompute)
         return replace(
-            job.layout,
-            recompute=tuple(sorted({*chosen, *loss})),
+            context.layout,
+            recompute=tuple(sorted({*policies, *loss})),
             recompute_block=0,
             recompute_span=1,
         )
@@ -81,63 +80,85 @@ def _only(*chosen: Recompute) -> LayoutChange:
     return change
 
 
-def _offload(*more: Offload) -> LayoutChange:
-    return lambda job: replace(job.layout, offload=tuple(sorted({*job.layout.offload, *more})))
-
-
-def _overlap(*more: Overlap) -> LayoutChange:
-    return lambda job: replace(job.layout, overlap=tuple(sorted({*job.layout.overlap, *more})))
-
-
-def _graphs(job: RemedyContext) -> Layout:
-    wanted = (
-        (CudaGraphScope.ATTN, CudaGraphScope.MOE_PREPROCESS, CudaGraphScope.MOE_ROUTER)
-        if job.model.moe
-        else (CudaGraphScope.ATTN,)
-    )
-    return job.layout if job.layout.graphs else replace(job.layout, graphs=wanted)
-
-
-def _less_tp(job: RemedyContext) -> Layout:
-    tp = max(1, job.layout.tp // 2)
-    return replace(job.layout, tp=tp, sp=job.layout.sp and tp > 1)
-
-
-def _times(axis: str, factor: float) -> LayoutChange:
-    def change(job: RemedyContext) -> Layout:
-        scaled: dict[str, Any] = {axis: max(1, int(getattr(job.layout, axis) * factor))}
-        return replace(job.layout, **scaled)
+def _add_offload(*modules: Offload) -> LayoutChange:
+    def change(context: RemedyContext) -> Layout:
+        layout = context.layout
+        return replace(layout, offload=tuple(sorted({*layout.offload, *modules})))
 
     return change
 
 
-def _more_vpp(job: RemedyContext) -> Layout:
-    """The next number of chunks a rank that splits the layers evenly, as Megatron-LM wants it."""
-    layout = job.layout
-    if (
-        layout.pp == 1
-        or layout.stages
-        or layout.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-    ):
+def _add_overlap(*overlaps: Overlap) -> LayoutChange:
+    def change(context: RemedyContext) -> Layout:
+        layout = context.layout
+        return replace(layout, overlap=tuple(sorted({*layout.overlap, *overlaps})))
+
+    return change
+
+
+def _add_graphs(context: RemedyContext) -> Layout:
+    if context.layout.graphs:
+        return context.layout
+    graphs: tuple[CudaGraphScope, ...] = (CudaGraphScope.ATTN,)
+    if context.model.moe:
+        graphs = (CudaGraphScope.ATTN, CudaGraphScope.MOE_PREPROCESS, CudaGraphScope.MOE_ROUTER)
+    return replace(context.layout, graphs=graphs)
+
+
+def _halve_tp(context: RemedyContext) -> Layout:
+    tp = max(1, context.layout.tp // 2)
+    return replace(context.layout, tp=tp, sp=context.layout.sp and tp > 1)
+
+
+def _scale_degree(axis: str, factor: float) -> LayoutChange:
+    def change(context: RemedyContext) -> Layout:
+        scaled: dict[str, Any] = {axis: max(1, int(getattr(context.layout, axis) * factor))}
+        return replace(context.layout, **scaled)
+
+    return change
+
+
+def _raise_vpp(context: RemedyContext) -> Layout:
+    """Return the next number of virtual stages a rank that splits the layers evenly.
+
+    Megatron-LM accepts even splits alone.
+    """
+    layout = context.layout
+    has_chunks = layout.schedule in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+    if layout.pp == 1 or layout.stages or not has_chunks:
         return layout
-    more = [vpp for vpp in divisors(max(1, job.model.layers // layout.pp)) if vpp > layout.vpp]
-    return replace(layout, vpp=more[0], schedule=Schedule.INTERLEAVED) if more else layout
+    layers_per_rank = max(1, context.model.layers // layout.pp)
+    larger = [vpp for vpp in divisors(layers_per_rank) if vpp > layout.vpp]
+    if not larger:
+        return layout
+    return replace(layout, vpp=larger[0], schedule=Schedule.INTERLEAVED)
 
 
-def _ep_in_domain(job: RemedyContext) -> Layout:
-    layout, domain = job.layout, job.hardware.fabric.domain_size
+def _fold_ep_into_domain(context: RemedyContext) -> Layout:
+    layout = context.layout
+    domain = context.hardware.fabric.domain_size
     fitting = [ep for ep in divisors(layout.ep) if ep * layout.etp <= domain]
     return replace(layout, ep=max(fitting, default=1))
 
 
-def _dispatcher(chosen: DispatcherKind) -> LayoutChange:
-    return lambda job: replace(job.layout, dispatcher=chosen) if job.layout.ep > 1 else job.layout
+def _set_dispatcher(dispatcher: DispatcherKind) -> LayoutChange:
+    def change(context: RemedyContext) -> Layout:
+        layout = context.layout
+        return replace(layout, dispatcher=dispatcher) if layout.ep > 1 else layout
+
+    return change
 
 
-def _cp_comm(job: RemedyContext) -> Layout:
-    layout, node = job.layout, job.hardware.fabric.domain_size
-    wanted = CpComm.A2A if layout.cp * layout.tp <= node else CpComm.A2A_P2P
-    return replace(layout, cp_comm=wanted) if layout.cp > 1 else layout
+def _set_cp_comm(context: RemedyContext) -> Layout:
+    layout = context.layout
+    if layout.cp == 1:
+        return layout
+    fits_domain = layout.cp * layout.tp <= context.hardware.fabric.domain_size
+    return replace(layout, cp_comm=CpComm.A2A if fits_domain else CpComm.A2A_P2P)
+
+
+def _offload_instead_of_recompute(context: RemedyContext) -> Layout:
+    return replace(context.layout, recompute=(), offload=_OFFLOADED)
 
 
 _OFFLOADED = (Offload.CORE_ATTN, Offload.EXPERT_FC1, Offload.MOE_ACT)
@@ -150,18 +171,21 @@ _RECOMPUTE_FLAGS = "--recompute-granularity selective --recompute-modules"
 _MORE_ROWS = (
     Remedy(
         text="a larger micro-batch: more tokens for each expert and kernel",
-        change=_times("mbs", 2),
+        change=_scale_degree("mbs", 2),
         megatron="--micro-batch-size",
     ),
     Remedy(
         text="a wider ep: each expert gets the tokens of more ranks",
-        change=_times("ep", 2),
+        change=_scale_degree("ep", 2),
         megatron="--expert-model-parallel-size",
     ),
 )
 _FUSIONS = Remedy(
     text="fused kernels: permute, router, cross-entropy, rope",
-    megatron="--moe-permute-fusion --moe-router-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    megatron=(
+        "--moe-permute-fusion --moe-router-fusion --cross-entropy-loss-fusion "
+        "--cross-entropy-fusion-impl te"
+    ),
 )
 _MANUAL_GC = Remedy(
     text="collect garbage in step on all ranks (train.gc_every_steps)",
@@ -178,18 +202,21 @@ _MEMORY = (
         megatron="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
     Remedy(
-        text="replay the cheap modules in backward",
-        change=_recompute(Recompute.MOE_ACT, Recompute.LAYERNORM, Recompute.MLA_UP_PROJ),
+        text="recompute the cheap modules in backward",
+        change=_add_recompute(Recompute.MOE_ACT, Recompute.LAYERNORM, Recompute.MLA_UP_PROJ),
         megatron=f"{_RECOMPUTE_FLAGS} moe_act layernorm mla_up_proj",
     ),
     Remedy(
-        text="a better split of layers: count embedding and loss as layers, or say it with layout='...'",
+        text=(
+            "a better split of layers: count embedding and loss as layers, or say it with "
+            "layout='...'"
+        ),
         megatron="--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         excludes="an even split of the layers alone",
     ),
     Remedy(
         text="offload activations of the experts and of attention",
-        change=_offload(*_OFFLOADED),
+        change=_add_offload(*_OFFLOADED),
         megatron=_OFFLOAD_FLAGS,
         excludes="recompute=moe and recompute=full",
     ),
@@ -199,18 +226,18 @@ _MEMORY = (
     ),
     Remedy(
         text="keep the optimizer's state in host memory",
-        change=_offload(Offload.OPTIMIZER),
+        change=_add_offload(Offload.OPTIMIZER),
         megatron="--optimizer-cpu-offload --optimizer-offload-fraction 1.0",
     ),
     _LOWER_PRECISION,
     Remedy(
-        text="replay the whole MoE block",
-        change=_recompute(Recompute.MOE),
+        text="recompute the whole MoE block",
+        change=_add_recompute(Recompute.MOE),
         megatron=f"{_RECOMPUTE_FLAGS} moe layernorm",
     ),
     Remedy(
-        text="replay everything",
-        change=_only(Recompute.FULL),
+        text="recompute everything",
+        change=_set_recompute(Recompute.FULL),
         megatron="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         excludes=_FULL_RECOMPUTE,
     ),
@@ -225,18 +252,18 @@ _LAUNCH = (
     _MANUAL_GC,
     Remedy(
         text="capture the static parts of a layer in graphs",
-        change=_graphs,
+        change=_add_graphs,
         megatron=_GRAPH_FLAGS,
         excludes="full recompute; dynamic shapes inside the captured part",
     ),
     Remedy(
         text="a larger micro-batch: fewer, longer kernels",
-        change=_times("mbs", 2),
+        change=_scale_degree("mbs", 2),
         megatron="--micro-batch-size",
     ),
     Remedy(
         text="a smaller tp: longer kernels",
-        change=_less_tp,
+        change=_halve_tp,
         megatron="--tensor-model-parallel-size",
     ),
     _FUSIONS,
@@ -252,8 +279,11 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
         Cause.FRAGMENTATION: _MEMORY[:1],
         Cause.DP: (
             Remedy(
-                text="overlap the reduction with backward and the gather with forward; pays when micro-batches are few",
-                change=_overlap(Overlap.GRAD, Overlap.PARAM),
+                text=(
+                    "overlap the reduction with backward and the gather with forward; "
+                    "pays when micro-batches are few"
+                ),
+                change=_add_overlap(Overlap.GRAD, Overlap.PARAM),
                 megatron="--overlap-grad-reduce --overlap-param-gather",
             ),
             Remedy(
@@ -261,10 +291,10 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
         ),
         Cause.TP: (
-            Remedy(text="a lower tp", change=_less_tp, megatron="--tensor-model-parallel-size"),
+            Remedy(text="a lower tp", change=_halve_tp, megatron="--tensor-model-parallel-size"),
             Remedy(
                 text="overlap it with the products before and after it",
-                change=_overlap(Overlap.TP),
+                change=_add_overlap(Overlap.TP),
                 megatron="--tp-comm-overlap",
                 excludes="tp without sequence parallelism",
             ),
@@ -272,18 +302,18 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
         Cause.PP: (
             Remedy(
                 text="more virtual stages: a smaller bubble, and messages under compute",
-                change=_more_vpp,
+                change=_raise_vpp,
                 megatron="--num-virtual-stages-per-pipeline-rank",
                 excludes="--num-layers-per-virtual-pipeline-stage beside it",
             ),
             Remedy(
                 text="more micro-batches: a smaller micro-batch",
-                change=_times("mbs", 0.5),
+                change=_scale_degree("mbs", 0.5),
                 megatron="--micro-batch-size",
             ),
             Remedy(
                 text="fewer stages",
-                change=_times("pp", 0.5),
+                change=_scale_degree("pp", 0.5),
                 megatron="--pipeline-model-parallel-size",
             ),
             Remedy(
@@ -293,7 +323,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
         Cause.EP: (
             Remedy(
                 text="a dispatcher that sends a token once to each node or rank",
-                change=_dispatcher(DispatcherKind.DEEPEP),
+                change=_set_dispatcher(DispatcherKind.DEEPEP),
                 megatron="--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
                 excludes="dry runs with a fake process group",
             ),
@@ -303,30 +333,38 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
             Remedy(
                 text="overlap it with the compute of another micro-batch",
-                change=_overlap(Overlap.EP),
-                megatron="--overlap-moe-expert-parallel-comm --delay-wgrad-compute CUDA_DEVICE_MAX_CONNECTIONS=32",
+                change=_add_overlap(Overlap.EP),
+                megatron=(
+                    "--overlap-moe-expert-parallel-comm --delay-wgrad-compute "
+                    "CUDA_DEVICE_MAX_CONNECTIONS=32"
+                ),
                 excludes="full recompute, shared-expert overlap, CUDA_DEVICE_MAX_CONNECTIONS=1",
             ),
             Remedy(
                 text="fold ep into the fast domain",
-                change=_ep_in_domain,
+                change=_fold_ep_into_domain,
                 megatron="--expert-model-parallel-size --expert-tensor-parallel-size 1",
             ),
         ),
         Cause.CP: (
             Remedy(
                 text="exchange heads inside a node, a ring across nodes",
-                change=_cp_comm,
+                change=_set_cp_comm,
                 megatron="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes",
                 excludes="more ranks of the exchange than key heads / tp",
             ),
             Remedy(
-                text="a smaller cp", change=_times("cp", 0.5), megatron="--context-parallel-size"
+                text="a smaller cp",
+                change=_scale_degree("cp", 0.5),
+                megatron="--context-parallel-size",
             ),
         ),
         Cause.STRAGGLER: (
             Remedy(
-                text="look at the late rank: its clocks, its node's other jobs, its loader, its links"
+                text=(
+                    "look at the late rank: its clocks, its node's other jobs, its "
+                    "loader, its links"
+                )
             ),
             Remedy(text="give stages the same work: layout='...' counts embedding and loss"),
             _MANUAL_GC,
@@ -345,7 +383,10 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
         Cause.SYNC: (
             Remedy(text="fused permute: no counts read back", megatron="--moe-permute-fusion"),
             Remedy(
-                text="static shapes: pad to a capacity, or a dispatcher that keeps counts on the device",
+                text=(
+                    "static shapes: pad to a capacity, or a dispatcher that keeps counts "
+                    "on the device"
+                ),
                 megatron="--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
                 excludes="dropless routing",
             ),
@@ -355,20 +396,27 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
         Cause.HOST_OTHER: _LAUNCH,
         Cause.RECOMPUTE: (
             Remedy(
-                text="replay the cheap modules only, where memory allows",
-                change=_only(Recompute.LAYERNORM, Recompute.MOE_ACT),
+                text="recompute the cheap modules only, where memory allows",
+                change=_set_recompute(Recompute.LAYERNORM, Recompute.MOE_ACT),
                 megatron=f"{_RECOMPUTE_FLAGS} moe_act layernorm",
             ),
-            Remedy(text="replay nothing", change=_only(), megatron="no --recompute-granularity"),
+            Remedy(
+                text="recompute nothing",
+                change=_set_recompute(),
+                megatron="no --recompute-granularity",
+            ),
             Remedy(
                 text="offload activations instead",
-                change=lambda job: replace(job.layout, recompute=(), offload=_OFFLOADED),
+                change=_offload_instead_of_recompute,
                 megatron=_OFFLOAD_FLAGS,
             ),
         ),
         Cause.IMBALANCE: (
             Remedy(
-                text="a larger auxiliary loss coefficient, or an expert bias, while the loss does not suffer",
+                text=(
+                    "a larger auxiliary loss coefficient, or an expert bias, while the "
+                    "loss does not suffer"
+                ),
                 megatron="--moe-aux-loss-coeff --moe-router-enable-expert-bias",
             ),
             Remedy(
@@ -378,7 +426,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
             Remedy(
                 text="a smaller ep: one rank averages over more experts",
-                change=_times("ep", 0.5),
+                change=_scale_degree("ep", 0.5),
                 megatron="--expert-model-parallel-size",
             ),
         ),

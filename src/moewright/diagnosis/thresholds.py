@@ -1,5 +1,7 @@
-"""When a share of a step is a wall, and which wall comes first. Thresholds of docs/formulas.md
-10."""
+"""Thresholds from which a share of a step is a wall, and the order of walls.
+
+docs/formulas.md section 10 has the thresholds.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from moewright.spec.plan import TimePart
 COMMUNICATION_SHARE = 0.15
 HOST_SHARE = 0.10
 MEMORY_SHARE = 0.90
-FRAGMENTED_SHARE = (
-    0.10  # held by the allocator beyond what it gave out: fragmentation, not capacity
-)
+# Memory that the allocator holds beyond what it gave out, over what it holds, above which
+# fragmentation and not capacity is the cause.
+FRAGMENTED_SHARE = 0.10
 
-# What a predicted part of a step waits for.
+# The cause of each part of a predicted step that is waiting.
 CAUSE_OF_PART: Mapping[TimePart, Cause] = {
     TimePart.TP_COMM: Cause.TP,
     TimePart.CP_COMM: Cause.CP,
@@ -25,22 +27,32 @@ CAUSE_OF_PART: Mapping[TimePart, Cause] = {
     TimePart.DP_COMM: Cause.DP,
 }
 _LIMITS = {Wall.COMMUNICATION: COMMUNICATION_SHARE, Wall.HOST: HOST_SHARE}
+_MEMORY_RANK = 0
+_OVER_LIMIT_RANK = 1
+_COMPUTE_RANK = 2
+_UNDER_LIMIT_RANK = 3
 
 
 def order_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """A full memory first, then communication and host where all their causes together pass the
-    limit, the larger first; then compute, then what passes no limit. Inside a wall by share, but
-    what explains before what is left.
-    """
-    found = tuple(findings)
-    sums = {wall: sum(each.share for each in found if each.wall is wall) for wall in Wall}
+    """Sort findings by the wall to work on first.
 
-    def place(finding: Finding) -> tuple[float, float, float]:
+    A full memory comes first, then communication and host where all their causes together pass
+    the limit, the larger first; then compute, then what passes no limit. Inside a wall the larger
+    share comes first, but what explains comes before what is left.
+    """
+    findings = tuple(findings)
+    share_of_wall = {
+        wall: sum(finding.share for finding in findings if finding.wall is wall) for wall in Wall
+    }
+
+    def sort_key(finding: Finding) -> tuple[float, float, float]:
         wall = finding.wall
         if wall is Wall.MEMORY:
-            return (0, 0, -finding.share)
+            return (_MEMORY_RANK, 0, -finding.share)
         if wall in _LIMITS:
-            return (1 if sums[wall] > _LIMITS[wall] else 3, -sums[wall], -finding.share)
-        return (2, float(finding.cause is Cause.KERNEL_RATES), -finding.share)
+            is_over = share_of_wall[wall] > _LIMITS[wall]
+            rank = _OVER_LIMIT_RANK if is_over else _UNDER_LIMIT_RANK
+            return (rank, -share_of_wall[wall], -finding.share)
+        return (_COMPUTE_RANK, float(finding.cause is Cause.KERNEL_RATES), -finding.share)
 
-    return tuple(sorted(found, key=place))
+    return tuple(sorted(findings, key=sort_key))

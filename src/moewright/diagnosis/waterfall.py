@@ -1,8 +1,8 @@
-"""From the ideal step to the measured one: what each thing costs, and what nothing explains."""
+"""The waterfall from the ideal step to the measured one, with what nothing explains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from moewright.diagnosis.priced_fixes import PricedJob
@@ -11,7 +11,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype, Workload
 
-# Parts of a predicted step that do model FLOPs, replays aside.
+# Parts of a predicted step that do model FLOPs, recompute aside.
 COMPUTE_PARTS = (TimePart.ATTENTION, TimePart.DENSE, TimePart.EXPERTS, TimePart.HEAD)
 DROP_NAMES = {
     TimePart.BUBBLE: "pipeline bubble",
@@ -28,68 +28,74 @@ DROP_NAMES = {
 BELOW_PEAK = "products and attention below the peak rate"
 UNEVEN_LOAD = "uneven expert load"
 UNEXPLAINED = "unexplained"
+_SMALLEST_DROP_S = 1e-9
 
 
 def peak_flops(hardware: Hardware, precision: Dtype) -> float:
-    """Dense peak of a device in FLOP/s; 0 where the hardware file has none for the precision."""
+    """Return the dense peak of a device in FLOP/s; 0 where the hardware file has none for it."""
     return next((peak.rate.value for peak in hardware.device.peaks if peak.dtype is precision), 0.0)
 
 
 def ideal_step_s(job: PricedJob) -> float:
-    """Seconds of a step that did nothing but model FLOPs at the peak rate; 0 when no peak is
-    known."""
+    """Return the seconds of a step of nothing but model FLOPs at the peak; 0: no peak is known."""
     peak = peak_flops(job.hardware, job.workload.precision)
     return job.estimate.model_flops_per_step / job.layout.world_size / peak if peak else 0.0
 
 
 def describe_ideal_step(workload: Workload, model_flops: float) -> str:
-    return f"{model_flops:.4g} model FLOPs a step at the dense {workload.precision} peak, causal attention counted half"
+    """Describe what the ideal step counts."""
+    return (
+        f"{model_flops:.4g} model FLOPs a step at the dense {workload.precision} peak, "
+        "causal attention counted half"
+    )
 
 
 def close_waterfall(
-    ideal: float, note: str, drops: Iterable[WaterfallDrop], measured: float
+    ideal_s: float, note: str, drops: Iterable[WaterfallDrop], measured_s: float
 ) -> Waterfall:
-    """The drops with what is left over behind them, so that everything sums to the measured
-    step."""
-    kept = tuple(drop for drop in drops if abs(drop.seconds) > 1e-9)
-    rest = measured - ideal - sum(drop.seconds for drop in kept)
-    left = WaterfallDrop(
-        name=UNEXPLAINED, seconds=rest, basis=Basis.MEASURED, note="measured less all above"
+    """Add what is left over to the drops, so that everything sums to the measured step."""
+    kept = tuple(drop for drop in drops if abs(drop.seconds) > _SMALLEST_DROP_S)
+    rest_s = measured_s - ideal_s - sum(drop.seconds for drop in kept)
+    unexplained = WaterfallDrop(
+        name=UNEXPLAINED, seconds=rest_s, basis=Basis.MEASURED, note="measured less all above"
     )
-    return Waterfall(ideal_s=ideal, ideal_note=note, drops=(*kept, left), measured_s=measured)
+    return Waterfall(
+        ideal_s=ideal_s, ideal_note=note, drops=(*kept, unexplained), measured_s=measured_s
+    )
 
 
 def build_log_waterfall(
-    job: PricedJob, measured_s: float, timed_parts: Mapping[TimePart, float] = MappingProxyType({})
+    job: PricedJob,
+    measured_s: float,
+    timed_parts: Mapping[TimePart, float] = MappingProxyType({}),
 ) -> Waterfall:
-    """Of a run of which the step and the parts `timed` were measured: all else is the planner's, or
-    unexplained."""
-    drops = [
-        drop
-        for drop in predict_drops(job)
-        if drop.name not in {DROP_NAMES[part] for part in timed_parts}
-    ]
-    found = [
+    """Build the waterfall of a run of which the step and the parts `timed_parts` were measured.
+
+    All else is the planner's prediction, or unexplained.
+    """
+    measured = [
         WaterfallDrop(name=DROP_NAMES[part], seconds=seconds, basis=Basis.MEASURED)
         for part, seconds in timed_parts.items()
     ]
+    measured_names = {drop.name for drop in measured}
+    predicted = [drop for drop in predict_drops(job) if drop.name not in measured_names]
     note = describe_ideal_step(job.workload, job.estimate.model_flops_per_step)
-    return close_waterfall(ideal_step_s(job), note, (*found, *drops), measured_s)
+    return close_waterfall(ideal_step_s(job), note, (*measured, *predicted), measured_s)
 
 
-def predict_drops(job: PricedJob) -> Iterable[WaterfallDrop]:
-    shares = {share.part: share.seconds for share in job.estimate.shares}
+def predict_drops(job: PricedJob) -> Iterator[WaterfallDrop]:
+    """Yield the drops of the predicted step."""
+    seconds = {share.part: share.seconds for share in job.estimate.shares}
     # Rows of the hottest rank over the mean lengthen every expert product and exchange alike.
-    load = max(1.0, job.workload.load_factor)
-    uneven = shares.get(TimePart.EXPERTS, 0.0) * (1 - 1 / load)
-    working = sum(shares.get(part, 0.0) for part in COMPUTE_PARTS) - uneven
+    load_factor = max(1.0, job.workload.load_factor)
+    uneven_s = seconds.get(TimePart.EXPERTS, 0.0) * (1 - 1 / load_factor)
+    compute_s = sum(seconds.get(part, 0.0) for part in COMPUTE_PARTS) - uneven_s
     for part, name in DROP_NAMES.items():
-        if part in shares:
-            yield WaterfallDrop(name=name, seconds=shares[part], basis=Basis.PREDICTED)
-    yield WaterfallDrop(
-        name=UNEVEN_LOAD,
-        seconds=uneven,
-        basis=Basis.PREDICTED,
-        note=f"hottest rank {load:.2f} x the mean",
-    )
-    yield WaterfallDrop(name=BELOW_PEAK, seconds=working - ideal_step_s(job), basis=Basis.PREDICTED)
+        if part in seconds:
+            yield _predicted(name, seconds[part])
+    yield _predicted(UNEVEN_LOAD, uneven_s, f"hottest rank {load_factor:.2f} x the mean")
+    yield _predicted(BELOW_PEAK, compute_s - ideal_step_s(job))
+
+
+def _predicted(name: str, seconds: float, note: str = "") -> WaterfallDrop:
+    return WaterfallDrop(name=name, seconds=seconds, basis=Basis.PREDICTED, note=note)

@@ -1,4 +1,4 @@
-"""Runtime: what every part of the engine is given about the job and this rank; nothing is
+"""The runtime: what every part of the engine is given about the job and this rank; nothing is
 global."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from moewright.engine.comm.mesh import Mesh
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.memory.saved_tensors import SavedTensorManager
+from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.observe.counters import Counters
 from moewright.rules.context_parallel import rank_positions
 from moewright.spec.layout import Offload, Recompute
@@ -20,37 +21,44 @@ from moewright.spec.workload import Dtype, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runtime:
+    """A frozen record of the job, this rank and what its parts share.
+
+    `dispatch_library` dispatches tokens where the layout names one.
+    """
+
     model: ModelSpec
     workload: Workload
     mesh: Mesh
     counters: Counters
+    weight_grads: WeightGradStore
     saved_tensors: SavedTensorManager
     kernels: KernelSet
     device: torch.device
-    dispatch_library: DispatchLibrary | None = None  # that dispatches, where the layout names one
+    dispatch_library: DispatchLibrary | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Compute dtype, in which weights and activations are stored."""
+        """The compute dtype, in which weights and activations are stored."""
         return torch_dtype(self.workload.precision)
 
     @property
     def positions(self) -> torch.Tensor:
-        """Places in every sequence of the tokens that this rank's CP part holds, int64 [seq_len /
-        cp], on the CPU."""
+        """The positions in every sequence of this CP rank's tokens, int64 [seq_len / cp], on the
+        CPU."""
         parts = rank_positions(
             self.workload.seq_len, self.mesh.layout.cp, self.mesh.coordinate("cp")
         )
         return torch.cat([torch.arange(part.start, part.stop) for part in parts])
 
     def recomputes(self, policy: Recompute) -> bool:
-        """Whether the layout asks for this recomputation."""
+        """Tell whether the layout asks for this recomputation."""
         return policy in self.mesh.layout.recompute
 
     def offloads(self, choice: Offload) -> bool:
-        """Whether the layout asks for this tensor to wait for backward in host memory."""
+        """Tell whether the layout asks for this tensor to wait for backward in host memory."""
         return choice in self.mesh.layout.offload
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """Return torch's name of a dtype."""
     return {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}[dtype]

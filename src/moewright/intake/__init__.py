@@ -1,0 +1,1 @@
+"""Floor 2: what people write, read strictly: models, hardware, job files, launch scripts."""

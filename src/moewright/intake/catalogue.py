@@ -1,28 +1,35 @@
-"""Known models and devices, each number with its source, and hardware written as people write it:
-"256xH800"."""
+"""The known models and devices with their sources, and hardware written as "256xH800"."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moewright.codec import closest_match, parse_json, read_toml
-from moewright.intake import devices, hf
+from moewright.codec import closest_match, parse_json
+from moewright.intake import hf
+from moewright.intake.devices import (
+    DeviceEntry,
+    build_hardware,
+    device_names,
+    find_device,
+    read_devices,
+)
+from moewright.intake.hardware_file import read_hardware_file
+from moewright.intake.hardware_text import parse_hardware_text
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 
-_COUNTED = re.compile(r"\s*([+-]?[\d.,_]*\d(?:e[+-]?\d+)?)\s*[xX×*]\s*(.*\S)\s*")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
-    """A model of the catalogue: where its figures come from, and whether they were re-read
-    there."""
+    """Where the figures of a catalogue model come from.
+
+    `verified` says whether they were read again there.
+    """
 
     name: str
     source: str
@@ -31,116 +38,107 @@ class ModelEntry:
 
 
 def model(name: str) -> ModelSpec:
-    """A model by name (with or without its organisation, any letter case), or from a config.json or
-    its folder.
+    """Return the model of a catalogue name, or of the path of a config.json or its folder.
 
-    A model whose mixer is not modelled is refused by name. Raises BadInput with the nearest known
-    name.
+    The organisation before the name and the letter case do not matter.
+
+    Raises:
+        BadInput: the name is not known, with the nearest known name; or the model has a mixer that
+            moewright does not model, named.
     """
-    key = _find(name)
+    key = _find_model(name)
     if key is not None:
-        return hf.parse_config(_table()[key]["config"], where=key, name=key)
-    path = Path(name)
+        return hf.parse_config(_read_models()[key]["config"], where=key, name=key)
     if "\0" in name or not name.strip():
-        raise BadInput(
-            Reason(field="model", value=repr(name)[:60], rule="is no model name and no path")
-        )
+        rule = "is no model name and no path"
+        raise BadInput(Reason(field="model", value=repr(name)[:60], rule=rule))
+    path = Path(name)
     if _exists(path) or path.suffix == ".json":
         return hf.read_config(path)
-    known = model_names()
-    short = {known_name.rpartition("/")[2]: known_name for known_name in known}
-    asked = name.strip().rpartition("/")[2]
-    begins = [
-        known_name for known_name in short if known_name.casefold().startswith(asked.casefold())
-    ]
-    close = min(begins, key=len) if begins and asked else closest_match(asked, short)
+    full_names = {_without_organisation(full): full for full in model_names()}
+    nearest = closest_match(_without_organisation(name), full_names)
     rule = "is neither a known model nor a config.json or a folder with one"
-    if not close:
-        rule = f"{rule}; known: {', '.join(short)}"
+    if not nearest:
+        rule = f"{rule}; known: {', '.join(full_names)}"
     raise BadInput(
-        Reason(field="model", value=name[:80], rule=rule, nearest=short[close] if close else "")
+        Reason(field="model", value=name[:80], rule=rule, nearest=full_names.get(nearest, ""))
     )
 
 
-def skipped_fields(name: str) -> tuple[str, ...]:
-    """Fields of a config.json that `model` skipped because nobody here has heard of them; none of a
-    catalogue model."""
-    return () if _find(name) is not None else hf.unknown_fields(Path(name))
+def models() -> tuple[ModelEntry, ...]:
+    """Return the entry of every model that `model` can give, sorted by name."""
+    return tuple(model_entry(name) for name in model_names())
 
 
 def model_names() -> tuple[str, ...]:
-    """Every model that `model` can give, sorted."""
+    """Return the name of every model that `model` can give, sorted."""
+    entries = _read_models().items()
     return tuple(
-        sorted(
-            name for name, entry in _table().items() if entry["config"]["model_type"] in hf.FAMILIES
-        )
+        sorted(name for name, entry in entries if entry["config"]["model_type"] in hf.FAMILIES)
     )
 
 
 def model_entry(name: str) -> ModelEntry:
-    """Where a catalogue model's figures come from."""
-    key = _find(name)
+    """Return where the figures of a catalogue model come from.
+
+    Raises:
+        BadInput: the catalogue has no such model.
+    """
+    key = _find_model(name)
     if key is None:
         raise BadInput(Reason(field="model", value=name[:80], rule="is not in the catalogue"))
-    entry = _table()[key]
+    entry = _read_models()[key]
     return ModelEntry(
         name=key, source=entry["source"], verified=entry["verified"], note=entry.get("note", "")
     )
 
 
-def hardware(text: str) -> Hardware:
-    """Hardware from "256xH800", "2xpath/machine.toml" or "path/machine.toml" (whose own count then
-    holds).
+def skipped_fields(name: str) -> tuple[str, ...]:
+    """Return the fields of a config.json that `model` skipped because moewright does not know them.
 
-    A device without a count is one device. Raises BadInput.
+    A catalogue model has none.
     """
-    counted = _COUNTED.fullmatch(text)
-    count = _count(counted[1], counted[2], text) if counted else None
-    what = counted[2] if counted else text.strip()
-    if what.casefold().endswith(".toml"):
-        found = read_toml(Hardware, Path(what))
-        devices.check_hardware(found, where=what)
-        return found if count is None else replace(found, count=count)
-    part = devices.find_device(what)
-    if part is None:
-        names = devices.device_names()
-        rule = f"no device {what[:60]!r}; known: {', '.join(names)}, or the path of a .toml"
-        close = closest_match(what[:60], names)
-        raise BadInput(
-            Reason(
-                field="hardware",
-                value=text[:80],
-                rule=rule,
-                nearest=f"{count or 1}x{close or names[0]}",
-            )
+    return () if _find_model(name) is not None else hf.unknown_fields(Path(name))
+
+
+def hardware(text: str) -> Hardware:
+    """Return the hardware of "256xH800", "H800x256", "2xpath/machine.toml" or "path/machine.toml".
+
+    A hardware file without a count before it keeps its own count; a device without one is one
+    device. A driver's name of the device is read too: "8 x NVIDIA H100 80GB HBM3".
+
+    Raises:
+        BadInput: the device is not known, with the nearest; the count is not legal; or the file
+            cannot be read.
+    """
+    request = parse_hardware_text(text)
+    if request.is_file:
+        machine = read_hardware_file(request.name)
+        return machine if request.count is None else replace(machine, count=request.count)
+    device = find_device(request.name)
+    if device is not None:
+        return build_hardware(device, count=1 if request.count is None else request.count)
+    names = device_names()
+    short_name = request.name[:60]
+    nearest = closest_match(short_name.upper().removeprefix("NVIDIA "), names)
+    raise BadInput(
+        Reason(
+            field="hardware",
+            value=text[:80],
+            rule=f"no device {short_name!r}; known: {', '.join(names)}, or the path of a .toml",
+            nearest=f"{request.count or 1}x{nearest}" if nearest else "",
         )
-    return devices.build_hardware(part, count=1 if count is None else count)
+    )
+
+
+def devices() -> tuple[DeviceEntry, ...]:
+    """Return the entry of every known device, with its sources, in the order of the file."""
+    return read_devices()
 
 
 def hardware_names() -> tuple[str, ...]:
-    """The short names of the devices."""
-    return devices.device_names()
-
-
-def _count(text: str, what: str, on: str) -> int:
-    try:
-        value = float(text.replace("_", ""))
-    except ValueError:
-        raise BadInput(
-            Reason(
-                field="hardware",
-                value=on[:80],
-                rule="the count is not a number",
-                nearest=f"1x{what[:60]}",
-            )
-        ) from None
-    close = int(min(max(value, 1), devices.MAX_DEVICES))
-    if value != close:
-        rule = f"the count must be a whole number in 1..{devices.MAX_DEVICES}"
-        raise BadInput(
-            Reason(field="hardware", value=on[:80], rule=rule, nearest=f"{close}x{what[:60]}")
-        )
-    return close
+    """Return the short names of the known devices."""
+    return device_names()
 
 
 def _exists(path: Path) -> bool:
@@ -150,18 +148,20 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _find(name: str) -> str | None:
-    """The catalogue key of a name given in full or without its organisation."""
+def _find_model(name: str) -> str | None:
+    """Return the catalogue's key of a name with or without its organisation; None if unknown."""
     folded = name.strip().casefold()
-    for key in _table():
-        if folded in (key.casefold(), key.rpartition("/")[2].casefold()):
+    for key in _read_models():
+        if folded in (key.casefold(), _without_organisation(key).casefold()):
             return key
     return None
 
 
-def _table() -> Mapping[str, Any]:
-    text = (
-        resources.files("moewright.intake").joinpath("data/models.json").read_text(encoding="utf-8")
-    )
-    table: Mapping[str, Any] = parse_json(text, where="models.json")
+def _without_organisation(name: str) -> str:
+    return name.strip().rpartition("/")[2]
+
+
+def _read_models() -> Mapping[str, Any]:
+    file = resources.files("moewright.intake").joinpath("data/models.json")
+    table: Mapping[str, Any] = parse_json(file.read_text(encoding="utf-8"), where="models.json")
     return table

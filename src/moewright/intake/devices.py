@@ -1,15 +1,15 @@
-"""The devices of the catalogue as Hardware: datasheet figures, measured and first-order rates, own
-constants."""
+"""The known devices as Hardware: datasheet figures, measured and first-order rates, constants."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
+from typing import TypeVar
 
 from moewright.codec import from_data, parse_json
-from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Constant,
     Curve,
@@ -27,7 +27,7 @@ from moewright.spec.workload import Dtype
 
 MAX_DEVICES = 1_000_000
 
-# A rate that approaches its most as x / (x + half) is given by these points.
+# A rate that approaches its maximum as x / (x + half) is given at these points.
 _ATTENTION_SEQ = tuple(2.0**n for n in range(8, 21))
 _EXPERT_ROWS = tuple(2.0**n for n in range(17))
 
@@ -40,17 +40,32 @@ _OPTIMIZER_BYTES = 60
 _DOMAIN_LATENCY_S = 1e-5
 _NETWORK_LATENCY_S = 2e-5
 
+# What names of drivers and vendors add to the device that this catalogue has: its form and memory.
+_FORM_WORDS = frozenset(
+    (
+        *("NVIDIA", "GPU", "GPUS", "HGX", "DGX", "NVL72", "AC"),
+        *("SXM", "SXM4", "SXM5", "SXM6", "HBM2", "HBM2E", "HBM3", "HBM3E"),
+    )
+)
+_MEMORY_WORD = re.compile(r"([0-9]+)GB?")
+# 180 and 192 GB name one device, usable and physical; 80 and 96 GB are two.
+_MEMORY_TOLERANCE = 0.1
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakEntry:
+    """The peak rate of a number type, and what large GEMMs reach of it."""
+
     dtype: Dtype
     flops: float  # dense, per second
-    gemm_share: float  # of the peak that large GEMMs reach
+    gemm_share: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEntry:
-    """Forward rate of flash attention at sequence length s: most_flops * s / (s + half_seq)."""
+    """The forward rate of flash attention at sequence length s: most_flops * s / (s + half_seq)."""
 
     most_flops: float
     half_seq: float
@@ -58,6 +73,8 @@ class AttentionEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConstantEntry:
+    """A constant of the cost model that a device has of its own."""
+
     name: str
     value: float
     kind: SourceKind
@@ -66,7 +83,7 @@ class ConstantEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceEntry:
-    """One entry of hardware.json."""
+    """A device as hardware.json has it; the first alias is the short name."""
 
     name: str
     aliases: tuple[str, ...]
@@ -84,10 +101,19 @@ class DeviceEntry:
     network_kind: SourceKind
     constants: tuple[ConstantEntry, ...]
 
+    @property
+    def product(self) -> str:
+        """The name of the chip: A100 of both A100-40GB and A100."""
+        return self.aliases[0].partition("-")[0].upper()
+
+    @property
+    def cited_source(self) -> str:
+        return f"{self.source}; {self.notes}" if self.notes else self.source
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _KernelEntry:
-    """One entry of kernels.json: a curve of measured kernels, and the parts that it holds for."""
+    """A curve of measured kernels in kernels.json, and the names of the devices it holds for."""
 
     parts: tuple[str, ...]
     op: Op
@@ -95,6 +121,10 @@ class _KernelEntry:
     kind: SourceKind
     source: str
     points: tuple[tuple[float, float], ...]
+
+    @property
+    def curve(self) -> Curve:
+        return Curve(points=self.points, kind=self.kind, source=self.source)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,72 +142,55 @@ class _DeviceTable:
     parts: tuple[DeviceEntry, ...]
 
 
-def find_device(name: str) -> DeviceEntry | None:
-    """The part of that name or alias, letter case aside."""
-    folded = name.strip().casefold()
-    for part in _load().parts:
-        if folded in (part.name.casefold(), *(alias.casefold() for alias in part.aliases)):
-            return part
-    return None
-
-
-def find_by_driver_name(device: str) -> DeviceEntry | None:
-    """The part that a driver calls so: "NVIDIA H100 80GB HBM3", "NVIDIA GB200",
-    "A100-SXM4-80GB"."""
-    words = re.split(r"[^A-Z0-9]+", device.upper())
-    ours = [part for part in _load().parts if part.aliases[0].partition("-")[0].upper() in words]
-    small = [part for part in ours if "40GB" in part.name]
-    return next(
-        iter(small if "40GB" in words else [part for part in ours if part not in small]), None
-    )
+def read_devices() -> tuple[DeviceEntry, ...]:
+    """Return every known device, in the order of the file."""
+    return _read_device_table().parts
 
 
 def device_names() -> tuple[str, ...]:
-    """One short name a part, as in the file."""
-    return tuple(part.aliases[0] for part in _load().parts)
+    """Return the short name of every known device, in the order of the file."""
+    return tuple(device.aliases[0] for device in read_devices())
 
 
-def check_hardware(hardware: Hardware, *, where: str) -> None:
-    """Refuse a hardware file whose numbers no estimate could stand on. Raises BadInput with one
-    Reason a fault."""
-    device, fabric = hardware.device, hardware.fabric
-    positive = [
-        ("device.memory_bytes", device.memory_bytes.value),
-        ("device.memory_Bps", device.memory_Bps.value),
-        ("fabric.domain_Bps", fabric.domain_Bps.value),
-        ("fabric.network_Bps", fabric.network_Bps.value),
-        ("fabric.domain_size", fabric.domain_size),
-        ("fabric.devices_per_node", fabric.devices_per_node),
-        *((f"device.peaks[{i}].rate", peak.rate.value) for i, peak in enumerate(device.peaks)),
-        *((f"fabric.links[{i}].Bps", link.Bps.value) for i, link in enumerate(fabric.links)),
+def find_device(name: str) -> DeviceEntry | None:
+    """Return the device that people or drivers call so, letter case aside; None if it is not known.
+
+    "H100", "A100-40GB", "H100-SXM5-80GB", "NVIDIA A100-SXM4-40GB" and "NVIDIA H100 80GB HBM3" are
+    known. A form or a memory size that the catalogue does not have is not: "H100 PCIe".
+    """
+    folded = name.strip().casefold()
+    for device in read_devices():
+        if folded in (device.name.casefold(), *(alias.casefold() for alias in device.aliases)):
+            return device
+    words = _split_words(name)
+    candidates = [
+        device
+        for device in read_devices()
+        if device.product in words and not _sets_apart(device, words - {device.product})
     ]
-    faults = [
-        Reason(field=f"{where}: {field}", value=f"{value:g}", rule="must be above 0", nearest="1")
-        for field, value in positive
-        if value <= 0
-    ]
-    if not 1 <= hardware.count <= MAX_DEVICES:
-        close = str(min(max(hardware.count, 1), MAX_DEVICES))
-        rule = f"must be in 1..{MAX_DEVICES}"
-        faults.append(
-            Reason(field=f"{where}: count", value=str(hardware.count), rule=rule, nearest=close)
-        )
-    curves = [
-        *((f"device.rates[{i}].curve", rate.curve) for i, rate in enumerate(device.rates)),
-        *((f"fabric.times[{i}].curve", time.curve) for i, time in enumerate(fabric.times)),
-    ]
-    for field, curve in curves:
-        xs = [x for x, _ in curve.points]
-        if not xs or min(y for _, y in curve.points) <= 0 or xs[0] <= 0 or sorted(set(xs)) != xs:
-            rule = "must have points with x above 0 and ascending, and y above 0"
-            faults.append(Reason(field=f"{where}: {field}", rule=rule))
-    if faults:
-        raise BadInput(*faults)
+    plain = (device for device in candidates if device.aliases[0] == device.product)
+    return next(plain, next(iter(candidates), None))
+
+
+def find_by_driver_name(name: str) -> DeviceEntry | None:
+    """Return the device whose chip the driver's name has, whatever else stands in it.
+
+    Such names are "NVIDIA H100 80GB HBM3", "NVIDIA GB200" and "A100-SXM4-80GB".
+    """
+    words = _split_words(name)
+    same_chip = [device for device in read_devices() if device.product in words]
+    small = [device for device in same_chip if "40GB" in device.name]
+    if "40GB" in words:
+        return next(iter(small), None)
+    return next((device for device in same_chip if device not in small), None)
 
 
 def build_hardware(entry: DeviceEntry, *, count: int) -> Hardware:
-    """`count` devices of a part. Memory is what the runtime shows, not what the vendor prints."""
-    shared = _load()
+    """Build the hardware of `count` devices.
+
+    Its memory is what the runtime shows, which is less than what the vendor prints.
+    """
+    shared = _read_device_table()
     memory = shared.usable_share * entry.memory_gb * GIB
     device = Device(
         name=entry.name,
@@ -186,15 +199,48 @@ def build_hardware(entry: DeviceEntry, *, count: int) -> Hardware:
         memory_Bps=_datasheet(entry, entry.memory_Bps),
         peaks=tuple(
             DtypePeak(dtype=dtype, rate=_datasheet(entry, peak.flops))
-            for dtype, peak in _dtypes(entry)
+            for dtype, peak in _peaks_by_dtype(entry)
         ),
-        rates=tuple(_rates(entry, shared.rates_source)),
+        rates=tuple(_op_rates(entry, shared.rates_source)),
     )
-    fabric = Fabric(
+    constants = tuple(
+        Constant(name=c.name, value=Sourced(value=c.value, kind=c.kind, source=c.source))
+        for c in entry.constants
+    )
+    return Hardware(
+        name=entry.aliases[0],
+        count=count,
+        device=device,
+        fabric=_build_fabric(entry),
+        constants=constants,
+    )
+
+
+def _split_words(name: str) -> frozenset[str]:
+    joined = re.sub(r"([0-9]) +(GB?)\b", r"\1\2", name.upper())  # 80 GB
+    return frozenset(word for word in re.split(r"[^A-Z0-9]+", joined) if word)
+
+
+def _sets_apart(device: DeviceEntry, words: Iterable[str]) -> bool:
+    """Whether one of the words that stand beside the chip's name means another device."""
+    for word in words:
+        memory = _MEMORY_WORD.fullmatch(word)
+        if memory is None:
+            if word not in _FORM_WORDS:
+                return True
+        elif abs(int(memory[1]) - device.memory_gb) > _MEMORY_TOLERANCE * device.memory_gb:
+            return True
+    return False
+
+
+def _build_fabric(entry: DeviceEntry) -> Fabric:
+    return Fabric(
         domain_size=entry.domain_size,
         devices_per_node=entry.devices_per_node,
         domain_Bps=_datasheet(entry, entry.domain_Bps),
-        network_Bps=Sourced(value=entry.network_Bps, kind=entry.network_kind, source=_cited(entry)),
+        network_Bps=Sourced(
+            value=entry.network_Bps, kind=entry.network_kind, source=entry.cited_source
+        ),
         domain_latency_s=_assumed(
             _DOMAIN_LATENCY_S, "launch and hand-shake of a collective inside a domain"
         ),
@@ -202,107 +248,129 @@ def build_hardware(entry: DeviceEntry, *, count: int) -> Hardware:
             _NETWORK_LATENCY_S, "launch and hand-shake of a collective over the network"
         ),
     )
-    constants = tuple(
-        Constant(name=c.name, value=Sourced(value=c.value, kind=c.kind, source=c.source))
-        for c in entry.constants
-    )
-    return Hardware(
-        name=entry.aliases[0], count=count, device=device, fabric=fabric, constants=constants
-    )
 
 
-def _dtypes(part: DeviceEntry) -> Iterator[tuple[Dtype, PeakEntry]]:
-    """fp16 runs on the same units as bf16 at the same rate."""
-    for peak in part.peaks:
+def _peaks_by_dtype(entry: DeviceEntry) -> Iterator[tuple[Dtype, PeakEntry]]:
+    """Yield every type's peak; fp16 runs on the same units as bf16, at the same rate."""
+    for peak in entry.peaks:
         yield peak.dtype, peak
         if peak.dtype is Dtype.BF16:
             yield Dtype.FP16, peak
 
 
-def _rates(part: DeviceEntry, source: str) -> Iterator[OpRate]:
-    """Measured kernels where the tables have them; what they lack from shares of peak and
-    bandwidth."""
-    memory_Bps, kind = _MEMORY_SHARE * part.memory_Bps, part.rates_kind
-    most, half = part.attention.most_flops, part.attention.half_seq
-    attention = tuple((s, most * s / (s + half)) for s in _ATTENTION_SEQ)
-    backward = tuple((s, y * _BACKWARD_SHARE) for s, y in attention)
-    kernels = {(one.op, one.dtype): one for one in _load_kernels().curves if part.name in one.parts}
-    blocks = next(
-        (
-            peak
-            for dtype, peak in _dtypes(part)
-            if (Op.GEMM, Dtype.MXFP8) in kernels and dtype.is_narrow
-        ),
-        None,
-    )
-    for dtype, peak in (*_dtypes(part), *([(Dtype.MXFP8, blocks)] if blocks else [])):
-        share = ((1.0, peak.flops * peak.gemm_share),)
-        said = Curve(points=share, kind=kind, source=f"{peak.gemm_share:g} of peak; {source}")
-        table = Dtype.BF16 if dtype is Dtype.FP16 else dtype
-        gemm = _measured(kernels.get((Op.GEMM, table))) or said
-        best = gemm.points[-1][1]
-        rows = tuple((r, best / (1 + _EXPERT_HALF_ROWS / r)) for r in _EXPERT_ROWS)
-        cited = f"best GEMM rate / (1 + {_EXPERT_HALF_ROWS} / rows); {gemm.source}"
-        grouped = Curve(points=rows, kind=SourceKind.FITTED, source=cited)
-        curves = (
-            (Op.GEMM, gemm),
-            (Op.GROUPED_GEMM, _measured(kernels.get((Op.GROUPED_GEMM, table))) or grouped),
-            # 8-bit recipes keep attention in bf16.
-            (Op.ATTENTION, _fitted(attention, f"most * s / (s + {half:g}); {source}", kind)),
-            (
-                Op.ATTENTION_BACKWARD,
-                _fitted(backward, f"2.5 x the forward FLOPs at 0.79 of its rate; {source}", kind),
-            ),
-            (
-                Op.ELEMENTWISE,
-                _flat(memory_Bps, f"{_MEMORY_SHARE} of memory bandwidth; {source}", kind),
-            ),
-            (
-                Op.OPTIMIZER,
-                _flat(memory_Bps / _OPTIMIZER_BYTES, f"{_OPTIMIZER_BYTES} bytes a parameter", kind),
-            ),
-        )
-        for op, curve in curves:
+def _op_rates(entry: DeviceEntry, source: str) -> Iterator[OpRate]:
+    """Yield measured kernels where the tables have them, else shares of peak and bandwidth."""
+    kernels = {
+        (kernel.op, kernel.dtype): kernel
+        for kernel in _read_kernel_table().curves
+        if entry.name in kernel.parts
+    }
+    shared_curves = tuple(_curves_of_any_dtype(entry, source))
+    for dtype, peak in _computed_dtypes(entry, has_block_scales=(Op.GEMM, Dtype.MXFP8) in kernels):
+        for op, curve in (*_gemm_curves(entry, dtype, peak, kernels, source), *shared_curves):
             yield OpRate(op=op, dtype=dtype, curve=curve)
 
 
-def _measured(found: _KernelEntry | None) -> Curve | None:
-    return Curve(points=found.points, kind=found.kind, source=found.source) if found else None
+def _computed_dtypes(
+    entry: DeviceEntry, *, has_block_scales: bool
+) -> Iterator[tuple[Dtype, PeakEntry]]:
+    """Yield the types that the device multiplies in.
+
+    On Hopper, a GEMM with a scale a block is a kernel of its own on the 8-bit units.
+    """
+    yield from _peaks_by_dtype(entry)
+    narrow = next((peak for dtype, peak in _peaks_by_dtype(entry) if dtype.is_narrow), None)
+    if has_block_scales and narrow is not None:
+        yield Dtype.MXFP8, narrow
 
 
-def _fitted(points: tuple[tuple[float, float], ...], source: str, kind: SourceKind) -> Curve:
-    return Curve(points=points, kind=kind, source=source, measured=_ATTENTION_MEASURED)
+def _gemm_curves(
+    entry: DeviceEntry,
+    dtype: Dtype,
+    peak: PeakEntry,
+    kernels: Mapping[tuple[Op, Dtype], _KernelEntry],
+    source: str,
+) -> Iterator[tuple[Op, Curve]]:
+    """Yield the rates of plain and grouped GEMMs in one type."""
+    table_dtype = Dtype.BF16 if dtype is Dtype.FP16 else dtype
+    gemm_kernel = kernels.get((Op.GEMM, table_dtype))
+    if gemm_kernel is not None:
+        gemm = gemm_kernel.curve
+    else:
+        gemm = Curve(
+            points=((1.0, peak.flops * peak.gemm_share),),
+            kind=entry.rates_kind,
+            source=f"{peak.gemm_share:g} of peak; {source}",
+        )
+    yield Op.GEMM, gemm
+    grouped_kernel = kernels.get((Op.GROUPED_GEMM, table_dtype))
+    if grouped_kernel is not None:
+        yield Op.GROUPED_GEMM, grouped_kernel.curve
+        return
+    best = gemm.points[-1][1]
+    points = tuple((rows, best / (1 + _EXPERT_HALF_ROWS / rows)) for rows in _EXPERT_ROWS)
+    cited = f"best GEMM rate / (1 + {_EXPERT_HALF_ROWS} / rows); {gemm.source}"
+    yield Op.GROUPED_GEMM, Curve(points=points, kind=SourceKind.FITTED, source=cited)
 
 
-def _flat(rate: float, source: str, kind: SourceKind) -> Curve:
+def _curves_of_any_dtype(entry: DeviceEntry, source: str) -> Iterator[tuple[Op, Curve]]:
+    """Yield the rates that do not depend on the type; 8-bit recipes keep attention in bf16."""
+    kind = entry.rates_kind
+    most = entry.attention.most_flops
+    half = entry.attention.half_seq
+    forward = tuple((s, most * s / (s + half)) for s in _ATTENTION_SEQ)
+    backward = tuple((s, y * _BACKWARD_SHARE) for s, y in forward)
+    memory_Bps = _MEMORY_SHARE * entry.memory_Bps
+    yield (
+        Op.ATTENTION,
+        Curve(
+            points=forward,
+            kind=kind,
+            source=f"most * s / (s + {half:g}); {source}",
+            measured=_ATTENTION_MEASURED,
+        ),
+    )
+    yield (
+        Op.ATTENTION_BACKWARD,
+        Curve(
+            points=backward,
+            kind=kind,
+            source=f"2.5 x the forward FLOPs at 0.79 of its rate; {source}",
+            measured=_ATTENTION_MEASURED,
+        ),
+    )
+    yield (
+        Op.ELEMENTWISE,
+        _flat_curve(memory_Bps, f"{_MEMORY_SHARE} of memory bandwidth; {source}", kind),
+    )
+    yield (
+        Op.OPTIMIZER,
+        _flat_curve(memory_Bps / _OPTIMIZER_BYTES, f"{_OPTIMIZER_BYTES} bytes a parameter", kind),
+    )
+
+
+def _flat_curve(rate: float, source: str, kind: SourceKind) -> Curve:
     return Curve(points=((1.0, rate),), kind=kind, source=source)
 
 
-def _datasheet(part: DeviceEntry, value: float) -> Sourced:
-    return Sourced(value=value, kind=SourceKind.DATASHEET, source=_cited(part))
-
-
-def _cited(part: DeviceEntry) -> str:
-    return f"{part.source}; {part.notes}" if part.notes else part.source
+def _datasheet(entry: DeviceEntry, value: float) -> Sourced:
+    return Sourced(value=value, kind=SourceKind.DATASHEET, source=entry.cited_source)
 
 
 def _assumed(value: float, source: str) -> Sourced:
     return Sourced(value=value, kind=SourceKind.ASSUMED, source=source)
 
 
-def _load() -> _DeviceTable:
-    text = (
-        resources.files("moewright.intake")
-        .joinpath("data/hardware.json")
-        .read_text(encoding="utf-8")
-    )
-    return from_data(_DeviceTable, parse_json(text, where="hardware.json"), where="hardware.json")
+@cache
+def _read_device_table() -> _DeviceTable:
+    return _read_data_file(_DeviceTable, "hardware.json")
 
 
-def _load_kernels() -> _KernelTable:
-    text = (
-        resources.files("moewright.intake")
-        .joinpath("data/kernels.json")
-        .read_text(encoding="utf-8")
-    )
-    return from_data(_KernelTable, parse_json(text, where="kernels.json"), where="kernels.json")
+@cache
+def _read_kernel_table() -> _KernelTable:
+    return _read_data_file(_KernelTable, "kernels.json")
+
+
+def _read_data_file(record: type[T], name: str) -> T:
+    text = resources.files("moewright.intake").joinpath("data", name).read_text(encoding="utf-8")
+    return from_data(record, parse_json(text, where=name), where=name)

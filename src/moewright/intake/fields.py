@@ -1,5 +1,8 @@
-"""Reading a table of fields strictly: every refusal names the field, what it was, the rule and the
-nearest value."""
+"""A strict reader of a table of fields.
+
+Every refusal names the field ("config.json: rope_scaling.factor"), its value, the rule and the
+nearest legal value.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,18 @@ T = TypeVar("T")
 
 
 class FieldReader:
-    """A table whose reads are remembered, so that what nobody asked for can be named at the end.
+    """A table that remembers which of its fields were read, so that the others can be named.
 
-    `where` locates the table ("config.json"). Several names in one read are spellings of one field.
+    `where` locates the table ("config.json"). Several names in one read are spellings of one field;
+    two of them that are there must agree. Every method that reads raises BadInput for a value it
+    cannot take, and for a field that is missing and has no default.
     """
 
-    __slots__ = ("_data", "_used", "where")
+    __slots__ = ("_data", "_read_names", "where")
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
         self._data = data
-        self._used: set[str] = set()
+        self._read_names: set[str] = set()
         self.where = where
 
     def __contains__(self, name: str) -> bool:
@@ -48,46 +53,37 @@ class FieldReader:
     def integer(
         self, *names: str, low: int, high: int, default: int | None = None, bound: str = ""
     ) -> int:
-        """A whole number in low..high; `bound` says in words what `high` stands for. No default:
-        required."""
+        """Read a whole number in low..high; `bound` says in words what `high` stands for."""
         name, value = self._read(names)
         if value is None:
             return self._default(name, default)
-        if (
-            isinstance(value, float)
-            and value.is_integer()
-            and math.isfinite(value)
-            and abs(value) < 2**53
-        ):
+        if _is_whole_float(value):
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            close = str(min(max(round(value), low), high)) if _is_number(value) else ""
-            raise self.refusal(name, f"must be a whole number in {low}..{high}", close)
+            nearest = str(_clamp(round(value), low, high)) if _is_number(value) else ""
+            raise self.refusal(name, f"must be a whole number in {low}..{high}", nearest)
         if not low <= value <= high:
-            rule = (
-                f"must be at most {bound}={high}"
-                if bound and value > high
-                else f"must be in {low}..{high}"
-            )
-            raise self.refusal(name, rule, str(min(max(value, low), high)))
+            rule = f"must be in {low}..{high}"
+            if bound and value > high:
+                rule = f"must be at most {bound}={high}"
+            raise self.refusal(name, rule, str(_clamp(value, low, high)))
         return value
 
     def number(self, *names: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in low..high."""
+        """Read a finite number in low..high."""
         name, value = self._read(names)
         if value is None:
             return self._default(name, default)
         if not _is_number(value):
-            raise self.refusal(
-                name, "must be a finite number", "" if default is None else f"{default:g}"
-            )
+            nearest = "" if default is None else f"{default:g}"
+            raise self.refusal(name, "must be a finite number", nearest)
         if not low <= value <= high:
-            raise self.refusal(
-                name, f"must be in {low:g}..{high:g}", f"{min(max(value, low), high):g}"
-            )
+            rule = f"must be in {low:g}..{high:g}"
+            raise self.refusal(name, rule, f"{_clamp(value, low, high):g}")
         return float(value)
 
     def boolean(self, name: str, *, default: bool) -> bool:
+        """Read true or false."""
         _, value = self._read((name,))
         if value is None:
             return default
@@ -96,19 +92,19 @@ class FieldReader:
         return value
 
     def choice(self, *names: str, choices: Sequence[str], default: str | None = None) -> str:
-        """One of `choices`."""
+        """Read one of `choices`."""
         name, value = self._read(names)
         if value is None:
             return self._default(name, default)
         if not isinstance(value, str) or value not in choices:
-            close = closest_match(value, choices) if isinstance(value, str) else ""
+            nearest = closest_match(value, choices) if isinstance(value, str) else ""
             raise self.refusal(
-                name, f"must be one of {', '.join(choices)}", close or (default or "")
+                name, f"must be one of {', '.join(choices)}", nearest or (default or "")
             )
         return value
 
     def table(self, name: str) -> FieldReader | None:
-        """A table inside this one, located as "where: name"; None when absent or null."""
+        """Read a table inside this one, located as "where: name"; None when absent or null."""
         _, value = self._read((name,))
         if value is None:
             return None
@@ -117,7 +113,7 @@ class FieldReader:
         return FieldReader(value, f"{self.where}: {name}")
 
     def sequence(self, name: str, *, max_length: int) -> tuple[Any, ...] | None:
-        """A list of at most `most` entries; None when absent or null."""
+        """Read a list of at most `max_length` entries; None when absent or null."""
         _, value = self._read((name,))
         if value is None:
             return None
@@ -128,48 +124,43 @@ class FieldReader:
         return tuple(value)
 
     def require_neutral(self, name: str, *allowed: Any) -> None:
-        """A field that must be absent, null, or one of the values that leave the model as it is."""
+        """Refuse a field that changes the model: it must be absent, null or one of `allowed`."""
         _, value = self._read((name,))
-        if value is None:
+        if value is None or any(_is_same(value, legal) for legal in allowed):
             return
-        if not any(
-            value == legal and isinstance(value, bool) == isinstance(legal, bool)
-            for legal in allowed
-        ):
-            shown = " or ".join(_text(legal) for legal in (*allowed, None)[: max(1, len(allowed))])
-            raise self.refusal(name, "asks for what moewright does not model", shown)
+        legal_values = " or ".join(_format(legal) for legal in allowed or (None,))
+        raise self.refusal(name, "asks for what moewright does not model", legal_values)
 
     def ignore(self, *names: str) -> None:
-        """Known fields that say nothing about the shape of the model."""
-        self._used.update(names)
+        """Count fields as read that say nothing about the shape of the model."""
+        self._read_names.update(names)
 
     def unread_names(self) -> tuple[str, ...]:
-        """Names in the table that no read asked for, sorted."""
-        return tuple(sorted(set(self._data) - self._used))
+        """Return the names in the table that were not read, sorted."""
+        return tuple(sorted(set(self._data) - self._read_names))
 
     def raw_value(self, name: str) -> Any:
-        """The raw value, not counted as a read."""
+        """Return a value as it is, without counting it as read."""
         return self._data.get(name)
 
-    def refusal(self, name: str, rule: str, closest: str = "") -> BadInput:
+    def refusal(self, name: str, rule: str, nearest: str = "") -> BadInput:
+        """Build the error that refuses the field's value."""
         joint = "." if ": " in self.where else ": "
-        given = _text(self._data[name]) if name in self._data else ""
-        return BadInput(
-            Reason(
-                field=f"{self.where}{joint}{_clip(name)}", value=given, rule=rule, nearest=closest
-            )
-        )
+        value = _format(self._data[name]) if name in self._data else ""
+        field = f"{self.where}{joint}{_clip(name)}"
+        return BadInput(Reason(field=field, value=value, rule=rule, nearest=nearest))
 
     def _read(self, names: Sequence[str]) -> tuple[str, Any]:
-        """The spelling that is there and its value; two spellings must agree."""
-        self._used.update(names)
-        there = [name for name in names if self._data.get(name) is not None]
-        if not there:
+        """Return the spelling that is there and its value."""
+        self._read_names.update(names)
+        present = [name for name in names if self._data.get(name) is not None]
+        if not present:
             return names[0], None
-        for other in there[1:]:
-            if self._data[other] != self._data[there[0]]:
-                raise self.refusal(other, f"disagrees with {there[0]}", _text(self._data[there[0]]))
-        return there[0], self._data[there[0]]
+        first = present[0]
+        for other in present[1:]:
+            if self._data[other] != self._data[first]:
+                raise self.refusal(other, f"disagrees with {first}", _format(self._data[first]))
+        return first, self._data[first]
 
     def _default(self, name: str, default: T | None) -> T:
         if default is None:
@@ -178,9 +169,17 @@ class FieldReader:
 
 
 def nearest_divisor(total: int, target: int) -> str:
-    """The divisor of `total` nearest to `wish`."""
+    """Return the divisor of `total` nearest to `target`."""
     divisors = [n for n in range(1, min(total, MAX_FFN) + 1) if total % n == 0]
     return str(min(divisors, key=lambda n: abs(n - target)))
+
+
+def _clamp(value: Any, low: Any, high: Any) -> Any:
+    return min(max(value, low), high)
+
+
+def _is_whole_float(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer() and abs(value) < 2**53
 
 
 def _is_number(value: object) -> bool:
@@ -189,15 +188,25 @@ def _is_number(value: object) -> bool:
     return abs(value) < 2**63 and math.isfinite(value)
 
 
-def _text(value: object) -> str:
-    if isinstance(value, list | tuple | dict):  # may be nested without end
-        return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)}"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
-        return "a huge integer"
+def _is_same(value: Any, legal: Any) -> bool:
+    """Whether the values are equal; 1 and true are not."""
+    return bool(value == legal) and isinstance(value, bool) == isinstance(legal, bool)
+
+
+def _format(value: object) -> str:
+    if isinstance(value, dict):  # its values may be nested without end
+        return f"a table of {len(value)}"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
     if isinstance(value, str):
         return _clip(f'"{value}"')  # "4" is no number, and should not look like one
-    words = {None: "null", True: "true", False: "false"}
-    return _clip(words[value] if value is None or isinstance(value, bool) else str(value))
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "a huge integer"
+    return _clip(str(value))
 
 
 def _clip(text: str) -> str:

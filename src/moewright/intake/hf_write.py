@@ -1,4 +1,4 @@
-"""ModelSpec -> HF config.json, in the dialect that every transformers release reads."""
+"""A ModelSpec as a Hugging Face config.json, in the dialect every transformers release reads."""
 
 from __future__ import annotations
 
@@ -29,83 +29,94 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def build_config(model: ModelSpec) -> dict[str, Any]:
-    """The fields of a config.json that `hf.spec_of` reads back to `model` (but for its name).
-    Raises BadInput."""
+    """Build the fields of a config.json that `hf.parse_config` reads back to `model`.
+
+    Only the name is not among them.
+
+    Raises:
+        BadInput: transformers has no such model.
+    """
     if model.family not in _ARCHITECTURES:
         rule = f"has no HF form; families: {', '.join(_ARCHITECTURES)}"
         raise BadInput(Reason(field="model.family", value=model.family or '""', rule=rule))
     if model.moe and model.moe.latent_size:
+        size = str(model.moe.latent_size)
         rule = "has no HF form: transformers has no such experts in this family"
-        raise BadInput(
-            Reason(
-                field="model.moe_latent_size",
-                value=str(model.moe.latent_size),
-                rule=rule,
-                nearest="0",
-            )
-        )
+        raise BadInput(Reason(field="model.moe_latent_size", value=size, rule=rule, nearest="0"))
     head = {"architectures": [_ARCHITECTURES[model.family]], "model_type": model.family}
     if model.family == "gpt2":
-        return head | _gpt2(model)
-    spec = model.attention
+        return head | _gpt2_fields(model)
+    attention = model.attention
     config = head | {
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "intermediate_size": model.dense_ffn_size or (model.moe.ffn_size if model.moe else 1),
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "intermediate_size": _intermediate_size(model),
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "initializer_range": model.initializer_range,
         "tie_word_embeddings": model.tie_embeddings,
-        "rope_theta": spec.rope.theta,
-        "rope_scaling": _rope_scaling(spec.rope, model.family),
+        "rope_theta": attention.rope.theta,
+        "rope_scaling": _rope_scaling(attention.rope, model.family),
     }
-    config |= _mla(model) if spec.kind is AttentionKind.MLA else _gqa(model)
+    config |= _mla_fields(model) if attention.kind is AttentionKind.MLA else _gqa_fields(model)
     if model.mlp_bias:
         config["mlp_bias"] = True
-    return config | (_moe(model, model.moe) if model.moe else {})
+    if model.moe is not None:
+        config |= _moe_fields(model, model.moe)
+    return config
 
 
-def _gqa(model: ModelSpec) -> dict[str, Any]:
-    spec, family = model.attention, model.family
-    config: dict[str, Any] = {"head_dim": spec.head_dim}
+def _intermediate_size(model: ModelSpec) -> int:
+    """Return the width of dense layers; families without any have an expert's width there."""
+    if model.dense_ffn_size:
+        return model.dense_ffn_size
+    return model.moe.ffn_size if model.moe else 1
+
+
+def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
+    attention = model.attention
+    family = model.family
+    config: dict[str, Any] = {"head_dim": attention.head_dim}
     if family == "qwen2_moe":
-        config["qkv_bias"] = spec.qkv_bias
+        config["qkv_bias"] = attention.qkv_bias
     elif family != "qwen2":
-        config["attention_bias"] = spec.qkv_bias
-    if spec.sliding_window:
-        config["sliding_window"] = spec.sliding_window
+        config["attention_bias"] = attention.qkv_bias
+    windows_every_layer = family in ("mistral", "mixtral")
+    if attention.sliding_window:
+        config["sliding_window"] = attention.sliding_window
         if family.startswith("qwen"):
             config["use_sliding_window"] = True
-        if family not in ("mistral", "mixtral"):  # there a window holds in every layer
+        if not windows_every_layer:
             kinds = ("sliding_attention", "full_attention")
             config["layer_types"] = [
-                kinds[bool(i % spec.window_every)] for i in range(model.layers)
+                kinds[bool(i % attention.window_every)] for i in range(model.layers)
             ]
-    elif family in ("mistral", "mixtral"):
+    elif windows_every_layer:
         config["sliding_window"] = None
     return config
 
 
-def _mla(model: ModelSpec) -> dict[str, Any]:
-    spec = model.attention
+def _mla_fields(model: ModelSpec) -> dict[str, Any]:
+    attention = model.attention
     return {
-        "q_lora_rank": spec.q_lora_rank or None,
-        "kv_lora_rank": spec.kv_lora_rank,
-        "qk_nope_head_dim": spec.qk_nope_head_dim,
-        "qk_rope_head_dim": spec.qk_rope_head_dim,
-        "v_head_dim": spec.v_head_dim,
-        "attention_bias": spec.qkv_bias,
-        "rope_interleave": spec.rope.interleaved,
+        "q_lora_rank": attention.q_lora_rank or None,
+        "kv_lora_rank": attention.kv_lora_rank,
+        "qk_nope_head_dim": attention.qk_nope_head_dim,
+        "qk_rope_head_dim": attention.qk_rope_head_dim,
+        "v_head_dim": attention.v_head_dim,
+        "attention_bias": attention.qkv_bias,
+        "rope_interleave": attention.rope.interleaved,
         "num_nextn_predict_layers": model.mtp_layers,
     }
 
 
-def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
-    family, router = model.family, moe.router
+def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    family = model.family
+    router = moe.router
     config: dict[str, Any] = {"num_experts_per_tok": router.top_k}
     if family in ("mixtral", "gpt_oss"):
         return config | {"num_local_experts": moe.experts}
@@ -115,32 +126,33 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
     if family in ("qwen2_moe", "qwen3_moe"):
         dense = [i for i, is_moe in enumerate(model.moe_layers) if not is_moe]
         config |= {"num_experts": moe.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
-        return config | (
-            {"shared_expert_intermediate_size": moe.shared_ffn_size}
-            if family == "qwen2_moe"
-            else {}
-        )
+        if family == "qwen2_moe":
+            config["shared_expert_intermediate_size"] = moe.shared_ffn_size
+        return config
+    return config | _deepseek_fields(model, moe)
+
+
+def _deepseek_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    router = moe.router
     first = model.moe_layers.index(True)
-    grouped = router.groups > 1 or router.top_groups > 1
-    config |= {
+    config: dict[str, Any] = {
         "n_routed_experts": moe.experts,
         "n_shared_experts": moe.shared_ffn_size // moe.ffn_size,
         "routed_scaling_factor": router.scaling_factor,
         "n_group": router.groups,
         "topk_group": router.top_groups,
         "first_k_dense_replace": first,
-        "moe_layer_freq": _frequency(model.moe_layers, first),
+        "moe_layer_freq": _moe_layer_freq(model.moe_layers, first),
     }
-    if family == "deepseek_v2":
-        return config | {
-            "scoring_func": "softmax",
-            "topk_method": "group_limited_greedy" if grouped else "greedy",
-        }
-    return config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    if model.family != "deepseek_v2":
+        return config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    is_grouped = router.groups > 1 or router.top_groups > 1
+    method = "group_limited_greedy" if is_grouped else "greedy"
+    return config | {"scoring_func": "softmax", "topk_method": method}
 
 
-def _frequency(moe_layers: tuple[bool, ...], first: int) -> int:
-    """The n for which layer i has experts iff i >= first and n divides i."""
+def _moe_layer_freq(moe_layers: tuple[bool, ...], first: int) -> int:
+    """Return the n for which layer i has experts if and only if i >= first and n divides i."""
     for n in range(1, len(moe_layers) + 1):
         if moe_layers == tuple(i >= first and i % n == 0 for i in range(len(moe_layers))):
             return n
@@ -163,10 +175,12 @@ def _rope_scaling(rope: RopeSpec, family: str) -> dict[str, Any] | None:
     table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
     if (rope.mscale, rope.mscale_all_dim) != (1.0, 0.0):
         table |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
-    return table | ({"truncate": False} if family == "gpt_oss" else {})
+    if family == "gpt_oss":
+        table["truncate"] = False
+    return table
 
 
-def _gpt2(model: ModelSpec) -> dict[str, Any]:
+def _gpt2_fields(model: ModelSpec) -> dict[str, Any]:
     return {
         "n_embd": model.hidden_size,
         "n_layer": model.layers,

@@ -1,0 +1,1 @@
+"""Reports of plans, runs, diagnoses and tunings: tables for a terminal, Markdown, HTML, SVG."""

@@ -17,195 +17,220 @@ from moewright.report.console import make_table
 from moewright.spec.finding import Finding, Fix, Waterfall
 from moewright.spec.units import TERA, format_bytes, format_seconds
 
-_NAME_WIDTH = 72
-_FINDINGS = 4
-_TIMERS = 12
+_MAX_NAME_WIDTH = 72
+_MAX_FINDINGS = 4
+_MAX_TIMERS = 12
 
 
-def print_breakdown(console: Console, parts: Sequence[Breakdown]) -> None:
-    """Seconds of a step, mean over the ranks, and the kernels of the first."""
-    step = fmean(part.step_s for part in parts)
-    first = parts[0]
-    over = f"{first.steps} steps" if first.steps else "all of it (no step is marked)"
-    ranks = f"{len(parts)} ranks" if len(parts) > 1 else f"rank {first.rank}"
+def print_breakdown(console: Console, breakdowns: Sequence[Breakdown]) -> None:
+    """Print the seconds of a step, mean over the ranks, and the top kernels of the first rank."""
+    first = breakdowns[0]
+    step_s = fmean(rank.step_s for rank in breakdowns)
+    ranks = f"{len(breakdowns)} ranks" if len(breakdowns) > 1 else f"rank {first.rank}"
+    steps = f"{first.steps} steps" if first.steps else "all of it (no step is marked)"
     console.print(
         Text(
-            f"{ranks}, {first.device or 'unnamed device'}, {over}; {format_seconds(step)} a step (measured)"
+            f"{ranks}, {first.device or 'unnamed device'}, {steps}; "
+            f"{format_seconds(step_s)} a step (measured)"
         )
     )
-    table = make_table(
-        "part of the step", "seconds", "share", "", text_columns=("part of the step", "")
-    )
-    _row(table, "compute", fmean(part.compute_s for part in parts), step, "union of its kernels")
-    for work in KernelKind:
-        seconds = fmean(dict(part.kind_times).get(work, 0.0) for part in parts)
-        if seconds:
-            _row(table, f"  {work}", seconds, step, "own union")
-    for comm in dict.fromkeys(each.comm for part in parts for each in part.comm_times):
-        ours = [each for part in parts for each in part.comm_times if each.comm is comm]
-        exposed, busy, moved = (
-            sum(values) / len(parts)
-            for values in zip(
-                *((each.exposed_s, each.busy_s, each.bytes) for each in ours), strict=True
-            )
-        )
-        rate = f", {format_bytes(moved)} handed in" if moved else ""
-        note = f"of {format_seconds(busy)} in {ours[0].calls:.0f} calls{rate}; {'; '.join(ours[0].evidence)}"
-        _row(table, f"exposed {comm}", exposed, step, note)
-    _row(table, "copies not hidden", fmean(part.copies_s for part in parts), step, "")
-    for cause in dict.fromkeys(cause for part in parts for cause, _ in part.idle_times):
-        _row(
-            table,
-            f"idle: {cause}",
-            fmean(dict(part.idle_times).get(cause, 0.0) for part in parts),
-            step,
-            "",
-        )
-    console.print(table)
-    top = make_table(
-        "top kernels", "work", "ms a step", "calls", "share", text_columns=("top kernels", "work")
-    )
-    for kernel in first.top_kernels:
-        name = (
-            kernel.name if len(kernel.name) <= _NAME_WIDTH else kernel.name[: _NAME_WIDTH - 1] + "…"
-        )
-        share = f"{kernel.seconds / first.step_s:.1%}"
-        top.add_row(name, kernel.kind, f"{kernel.seconds * 1e3:.2f}", f"{kernel.calls:,.0f}", share)
-    console.print(top)
-    for note in dict.fromkeys(note for part in parts for note in part.notes):
+    console.print(_breakdown_table(breakdowns, step_s))
+    console.print(_kernel_table(first))
+    for note in dict.fromkeys(note for rank in breakdowns for note in rank.notes):
         console.print(Text(note))
 
 
-def _row(table: Table, name: str, seconds: float, step: float, note: str) -> None:
+def _breakdown_table(breakdowns: Sequence[Breakdown], step_s: float) -> Table:
+    heading = "part of the step"
+    table = make_table(heading, "seconds", "share", "", text_columns=(heading, ""))
+    compute_s = fmean(rank.compute_s for rank in breakdowns)
+    _add_part(table, "compute", compute_s, step_s, "union of its kernels")
+    for kind in KernelKind:
+        seconds = fmean(dict(rank.kind_times).get(kind, 0.0) for rank in breakdowns)
+        _add_part(table, f"  {kind}", seconds, step_s, "own union")
+    comms = [time for rank in breakdowns for time in rank.comm_times]
+    for comm in dict.fromkeys(time.comm for time in comms):
+        times = [time for time in comms if time.comm is comm]
+        exposed_s = sum(time.exposed_s for time in times) / len(breakdowns)
+        busy_s = sum(time.busy_s for time in times) / len(breakdowns)
+        payload_bytes = sum(time.bytes for time in times) / len(breakdowns)
+        note = f"of {format_seconds(busy_s)} in {times[0].calls:.0f} calls"
+        if payload_bytes:
+            note += f", {format_bytes(payload_bytes)} of payload"
+        note += f"; {'; '.join(times[0].evidence)}"
+        _add_part(table, f"exposed {comm}", exposed_s, step_s, note)
+    copies_s = fmean(rank.copies_s for rank in breakdowns)
+    _add_part(table, "copies not hidden", copies_s, step_s, "")
+    for cause in dict.fromkeys(cause for rank in breakdowns for cause, _ in rank.idle_times):
+        seconds = fmean(dict(rank.idle_times).get(cause, 0.0) for rank in breakdowns)
+        _add_part(table, f"idle: {cause}", seconds, step_s, "")
+    return table
+
+
+def _add_part(table: Table, name: str, seconds: float, step_s: float, note: str) -> None:
     if seconds > 0:
-        table.add_row(name, format_seconds(seconds), f"{seconds / step:.1%}", note)
+        table.add_row(name, format_seconds(seconds), f"{seconds / step_s:.1%}", note)
+
+
+def _kernel_table(breakdown: Breakdown) -> Table:
+    table = make_table(
+        "top kernels", "work", "ms a step", "calls", "share", text_columns=("top kernels", "work")
+    )
+    for kernel in breakdown.top_kernels:
+        name = kernel.name
+        if len(name) > _MAX_NAME_WIDTH:
+            name = name[: _MAX_NAME_WIDTH - 1] + "…"
+        table.add_row(
+            name,
+            kernel.kind,
+            f"{kernel.seconds * 1e3:.2f}",
+            f"{kernel.calls:,.0f}",
+            f"{kernel.seconds / breakdown.step_s:.1%}",
+        )
+    return table
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """The wall to work on first in front, with its fixes; what comes after it in short."""
-    for place, finding in enumerate(findings[:_FINDINGS]):
-        head = (
-            f"{'WALL' if place == 0 else 'then'}: {finding.wall} ({finding.cause}): {finding.title}"
-        )
-        console.print(Text(head, style="bold" if place == 0 else ""), soft_wrap=True)
+    """Print the wall to work on first with its evidence and fixes, then those that follow it."""
+    for index, finding in enumerate(findings[:_MAX_FINDINGS]):
+        is_first = index == 0
+        label = "WALL" if is_first else "then"
+        heading = f"{label}: {finding.wall} ({finding.cause}): {finding.title}"
+        console.print(Text(heading, style="bold" if is_first else ""), soft_wrap=True)
         for line in finding.evidence:
             console.print(Text(f"  seen: {line}"), soft_wrap=True)
         for number, fix in enumerate(finding.fixes, 1):
-            console.print(Text(f"  {number}. {_fix(fix)}"), soft_wrap=True)
+            console.print(Text(f"  {number}. {_format_fix(fix)}"), soft_wrap=True)
 
 
-def _fix(fix: Fix) -> str:
-    said = fix.text
+def _format_fix(fix: Fix) -> str:
     if fix.excluded:
-        return f"{said} [not here: {fix.excluded}]"
+        return f"{fix.text} [not here: {fix.excluded}]"
+    text = fix.text
     if fix.price is not None:
         price = fix.price
-        said += (
-            f" [predicted: step {price.step_share:+.1%}, memory {'+' if price.peak_bytes >= 0 else '-'}"
-            f"{format_bytes(abs(price.peak_bytes))}, {price.verdict}; ours: {price.layout}]"
+        sign = "+" if price.peak_bytes >= 0 else "-"
+        text += (
+            f" [predicted: step {price.step_share:+.1%}, "
+            f"memory {sign}{format_bytes(abs(price.peak_bytes))}, {price.verdict}; "
+            f"ours: {price.layout}]"
         )
     if fix.megatron:
-        said += f" [Megatron: {fix.megatron}]"
-    return said + (f" [excludes {fix.excludes}]" if fix.excludes else "")
+        text += f" [Megatron: {fix.megatron}]"
+    if fix.excludes:
+        text += f" [excludes {fix.excludes}]"
+    return text
 
 
-def print_waterfall(console: Console, fall: Waterfall, model_flops_per_device: float = 0.0) -> None:
-    """Ideal to measured, each drop with its share of the measured step, and the rates at both ends
-    where FLOPs are known."""
-    if fall.ideal_s > fall.measured_s:
-        text = f"the job given would take {format_seconds(fall.ideal_s)} a step at the peak rate, longer than"
+def print_waterfall(
+    console: Console, waterfall: Waterfall, model_flops_per_device: float = 0.0
+) -> None:
+    """Print the way from the ideal to the measured step, each drop with its share of the latter.
+
+    The rates at both ends are printed where the model FLOPs of a device are known.
+    """
+    ideal_s = waterfall.ideal_s
+    measured_s = waterfall.measured_s
+    if ideal_s > measured_s:
+        text = (
+            f"the job as described would take {format_seconds(ideal_s)} a step at the peak rate, "
+            f"longer than the measured {format_seconds(measured_s)}: it is not the job that ran"
+        )
+        console.print(Text(text), soft_wrap=True)
+        return
+    console.print(_waterfall_table(waterfall))
+    if model_flops_per_device:
+        ideal_tflops = model_flops_per_device / ideal_s / TERA
+        measured_tflops = model_flops_per_device / measured_s / TERA
         console.print(
             Text(
-                f"{text} the measured {format_seconds(fall.measured_s)}: it is not the job that ran"
-            ),
-            soft_wrap=True,
+                f"{measured_tflops:.1f} TFLOP/s a device measured, {ideal_tflops:.1f} at the "
+                f"peak: MFU {measured_tflops / ideal_tflops:.1%}"
+            )
         )
-        return
+
+
+def _waterfall_table(waterfall: Waterfall) -> Table:
+    measured_s = waterfall.measured_s
     table = make_table(
         "from ideal to measured",
         "seconds",
         "share",
-        "how known",
+        "basis",
         "",
-        text_columns=("from ideal to measured", "how known", ""),
+        text_columns=("from ideal to measured", "basis", ""),
     )
+    ideal_share = f"{waterfall.ideal_s / measured_s:.1%}"
     table.add_row(
-        "ideal step",
-        format_seconds(fall.ideal_s),
-        f"{fall.ideal_s / fall.measured_s:.1%}",
-        "",
-        fall.ideal_note,
+        "ideal step", format_seconds(waterfall.ideal_s), ideal_share, "", waterfall.ideal_note
     )
-    for drop in fall.drops:
+    for drop in waterfall.drops:
         sign = "+" if drop.seconds >= 0 else "-"
         amount = f"{sign}{format_seconds(abs(drop.seconds))}"
-        table.add_row(
-            drop.name, amount, f"{drop.seconds / fall.measured_s:+.1%}", drop.basis, drop.note
-        )
-    table.add_row("measured step", format_seconds(fall.measured_s), "100.0%", "measured", "")
-    console.print(table)
-    if model_flops_per_device:
-        ideal, measured = (
-            model_flops_per_device / seconds / TERA for seconds in (fall.ideal_s, fall.measured_s)
-        )
+        share = f"{drop.seconds / measured_s:+.1%}"
+        table.add_row(drop.name, amount, share, drop.basis, drop.note)
+    table.add_row("measured step", format_seconds(measured_s), "100.0%", "measured", "")
+    return table
+
+
+def print_log(console: Console, log: MegatronLog, job: PricedJob | None) -> None:
+    """Print what a console log measured, and what was predicted where the job is known."""
+    if log.iterations:
+        _print_iterations(console, log)
+    if log.timers:
+        console.print(_timer_table(log))
+    if log.memory_reports:
+        fullest = max(log.memory_reports, key=lambda report: report.max_reserved_bytes)
         console.print(
             Text(
-                f"{measured:.1f} TFLOP/s a device measured, {ideal:.1f} at the peak: MFU {measured / ideal:.1%}"
+                f"rank {fullest.rank} is the fullest of {len(log.memory_reports)}: "
+                f"{format_bytes(fullest.max_reserved_bytes)} reserved, "
+                f"{format_bytes(fullest.max_allocated_bytes)} allocated (measured)"
             )
         )
+    if job is not None:
+        _print_prediction(console, log, job)
 
 
-def _print_timers(console: Console, log: MegatronLog) -> None:
-    """The longest first; they lie inside each other."""
-    if not log.timers:
-        return
-    table = make_table(
-        "timer of the trainer (measured)",
-        "least",
-        "most",
-        "share",
-        text_columns=("timer of the trainer (measured)",),
+def _print_iterations(console: Console, log: MegatronLog) -> None:
+    text = (
+        f"{len(log.iterations)} iterations, {len(log.steady_iterations)} after warm-up: "
+        f"{format_seconds(log.step_s)} a step"
     )
-    for name, timer in sorted(log.timers.items(), key=lambda each: -each[1].max_s)[:_TIMERS]:
+    if log.tflops_per_device:
+        text += f", {log.tflops_per_device:.1f} TFLOP/s a device as the trainer counts"
+    console.print(Text(f"{text} (measured)"), soft_wrap=True)
+    skipped = sum(iteration.skipped for iteration in log.iterations)
+    nan_losses = sum(iteration.nan_losses for iteration in log.iterations)
+    if skipped or nan_losses:
+        console.print(Text(f"{skipped} iterations skipped, {nan_losses} with NaN (measured)"))
+
+
+def _timer_table(log: MegatronLog) -> Table:
+    """Put the longest timers first; timers lie inside each other."""
+    heading = "timer of the trainer (measured)"
+    table = make_table(heading, "least", "most", "share", text_columns=(heading,))
+    longest = sorted(log.timers.items(), key=lambda item: -item[1].max_s)[:_MAX_TIMERS]
+    for name, timer in longest:
         share = f"{timer.max_s / log.step_s:.1%}" if log.step_s else ""
         table.add_row(name, format_seconds(timer.min_s), format_seconds(timer.max_s), share)
-    console.print(table)
+    return table
 
 
-def print_log(console: Console, log: MegatronLog, known: PricedJob | None) -> None:
-    """What the log measured, beside what was predicted."""
-    if log.iterations:
-        settled = log.steady_iterations
-        text = f"{len(log.iterations)} iterations, {len(settled)} after warm-up: {format_seconds(log.step_s)} a step"
-        if log.tflops_per_device:
-            text += f", {log.tflops_per_device:.1f} TFLOP/s a device as the trainer counts"
-        console.print(Text(f"{text} (measured)"), soft_wrap=True)
-        skipped, broken = (
-            sum(each.skipped for each in log.iterations),
-            sum(each.nan_losses for each in log.iterations),
-        )
-        if skipped or broken:
-            console.print(Text(f"{skipped} iterations skipped, {broken} with NaN (measured)"))
-    _print_timers(console, log)
-    for report in sorted(log.memory_reports, key=lambda each: -each.max_reserved_bytes)[:1]:
-        held, given = (
-            format_bytes(report.max_reserved_bytes),
-            format_bytes(report.max_allocated_bytes),
-        )
-        console.print(
-            Text(
-                f"rank {report.rank} is the fullest of {len(log.memory_reports)}: {held} held, {given} given out (measured)"
-            )
-        )
-    if known is None:
-        return
-    found = known.estimate
-    rate = known.workload.tokens_per_step / known.layout.world_size
-    line = f"predicted: {format_seconds(found.step_s)} a step, {found.tflops_per_device:.1f} TFLOP/s, MFU {found.mfu:.1%}"
-    console.print(
-        Text(f"{line}, HFU {found.hfu:.1%}, peak {format_bytes(found.peak_bytes)}"), soft_wrap=True
+def _print_prediction(console: Console, log: MegatronLog, job: PricedJob) -> None:
+    estimate = job.estimate
+    devices = job.layout.world_size
+    text = (
+        f"predicted: {format_seconds(estimate.step_s)} a step, "
+        f"{estimate.tflops_per_device:.1f} TFLOP/s, MFU {estimate.mfu:.1%}, "
+        f"HFU {estimate.hfu:.1%}, peak {format_bytes(estimate.peak_bytes)}"
     )
+    console.print(Text(text), soft_wrap=True)
     if log.step_s:
-        tflops = found.model_flops_per_step / known.layout.world_size / log.step_s / TERA
-        text = f"measured: {rate / log.step_s:,.0f} tokens/s a device, {tflops:.1f} TFLOP/s by our count of model FLOPs"
+        tokens_per_s = job.workload.tokens_per_step / devices / log.step_s
+        tflops = estimate.model_flops_per_step / devices / log.step_s / TERA
+        text = (
+            f"measured: {tokens_per_s:,.0f} tokens/s a device, {tflops:.1f} TFLOP/s by our count "
+            "of model FLOPs"
+        )
         console.print(Text(text), soft_wrap=True)

@@ -1,5 +1,4 @@
-"""A dry run for a terminal: what the rank would hold, send and compute, counted beside
-predicted."""
+"""A dry run for a terminal: what the rank holds, sends and computes, counted and predicted."""
 
 from __future__ import annotations
 
@@ -9,12 +8,13 @@ from rich.console import Console
 from rich.text import Text
 
 from moewright.diagnosis.compare_ledgers import LedgerComparison, LedgerLine, LineStatus, Section
-from moewright.report.console import make_table, show_flops
+from moewright.report.console import format_flops, make_table
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.units import format_bytes
 
-_OF_THE_DEVICE = (Component.COMMUNICATION, Component.FRAGMENTATION)
-_VERDICTS = {
+# What a device holds besides tensors.
+_DEVICE_COMPONENTS = (Component.COMMUNICATION, Component.FRAGMENTATION)
+_STATUS_MARKS = {
     LineStatus.EQUAL: ("equal", "green"),
     LineStatus.WITHIN: ("within 3%", "yellow"),
     LineStatus.DIFFERS: ("differs", "red"),
@@ -31,61 +31,81 @@ def print_dry_run(
     tensor_bytes: Sequence[tuple[Module, int]],
     planned: Ledger | None,
 ) -> None:
-    """Every line of the comparison, and the fullest moment: the bytes of `states` and of tensors
-    `beside` them, counted (see engine.dryrun), and the memory that the planner expects on the
-    device, if it knows the device.
+    """Print every line of the comparison, and what fills the rank at its peak.
+
+    `states_bytes` are the counted bytes of model states and `tensor_bytes` those of the other
+    tensors by the module that made them (see engine.run.dryrun). `planned` is the memory that the
+    planner expects on the device, None where the device is not known.
     """
-    _section(console, comparison.lines_in(Section.MEMORY), "Memory held", "bytes of", format_bytes)
-    _section(
+    _print_section(
+        console, comparison.lines_in(Section.MEMORY), "Memory held", "bytes of", format_bytes
+    )
+    _print_section(
         console,
         comparison.lines_in(Section.COMM),
         "Collectives, payload",
         "operation / group",
         format_bytes,
     )
-    _section(
+    _print_section(
         console,
         comparison.lines_in(Section.CALLS),
         "Collectives, calls",
         "operation / group",
         "{:,.0f}".format,
     )
-    _section(console, comparison.lines_in(Section.FLOPS), "FLOPs", "operation / module", show_flops)
-    parts = ", ".join(
-        f"{module.replace('_', ' ')} {format_bytes(size)}" for module, size in tensor_bytes if size
+    _print_section(
+        console, comparison.lines_in(Section.FLOPS), "FLOPs", "operation / module", format_flops
     )
-    total = states_bytes + sum(size for _, size in tensor_bytes)
-    console.print(
-        Text(
-            f"Fullest moment: {format_bytes(total)}, of which states {format_bytes(states_bytes)}; the rest by maker: {parts}"
-        )
-    )
+    _print_peak(console, states_bytes, tensor_bytes)
     if planned is not None:
-        own = sum(row.bytes for row in planned.memory if row.component in _OF_THE_DEVICE)
-        tensors = sum(row.bytes for row in planned.memory) - own
-        console.print(
-            Text(
-                f"The planner expects {format_bytes(tensors)} of tensors there under the load factor of the job, and "
-                f"{format_bytes(own)} more for communicators, context and fragmentation"
-            )
-        )
+        _print_planned(console, planned)
     if comparison.notes:
-        console.print(Text("\nWhat a CUDA device keeps or holds otherwise", style="bold"))
+        console.print(Text("\nWhat a CUDA device holds otherwise", style="bold"))
         for note in comparison.notes:
             console.print(Text(f"- {note}"))
 
 
-def _section(
+def _print_section(
     console: Console,
     lines: Sequence[LedgerLine],
     title: str,
-    what: str,
+    row_heading: str,
     show: Callable[[float], str],
 ) -> None:
     if not lines:
         return
-    rows = make_table(what, "predicted", "counted", "", text_columns=(what,), title=title)
+    table = make_table(
+        row_heading, "predicted", "counted", "", text_columns=(row_heading,), title=title
+    )
     for line in lines:
-        word, style = _VERDICTS[line.status]
-        rows.add_row(line.label, show(line.predicted), show(line.counted), Text(word, style=style))
-    console.print(rows)
+        mark, style = _STATUS_MARKS[line.status]
+        table.add_row(line.label, show(line.predicted), show(line.counted), Text(mark, style=style))
+    console.print(table)
+
+
+def _print_peak(
+    console: Console, states_bytes: int, tensor_bytes: Sequence[tuple[Module, int]]
+) -> None:
+    total = states_bytes + sum(size for _, size in tensor_bytes)
+    tensors = ", ".join(
+        f"{module.replace('_', ' ')} {format_bytes(size)}" for module, size in tensor_bytes if size
+    )
+    console.print(
+        Text(
+            f"At its peak the rank holds {format_bytes(total)}, "
+            f"of which states {format_bytes(states_bytes)}; the other tensors by module: {tensors}"
+        )
+    )
+
+
+def _print_planned(console: Console, planned: Ledger) -> None:
+    device_bytes = sum(row.bytes for row in planned.memory if row.component in _DEVICE_COMPONENTS)
+    tensor_bytes = sum(row.bytes for row in planned.memory) - device_bytes
+    console.print(
+        Text(
+            f"The planner expects {format_bytes(tensor_bytes)} of tensors then under the load "
+            f"factor of the job, and {format_bytes(device_bytes)} more for communicators, context "
+            "and fragmentation"
+        )
+    )

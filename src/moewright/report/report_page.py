@@ -31,11 +31,13 @@ def write_report(
     findings: Sequence[Finding],
     path: Path,
 ) -> None:
-    """Write the page at `path`, styles, drawings and script inside it. BadInput when it cannot be
-    written.
+    """Write the page at `path`, with its styles, drawings and script inside.
 
-    `comparisons` holds one Comparison a rank (tune.compare), `findings` come from tune.diagnose;
-    either may be empty.
+    `comparisons` holds the compared ledgers of each rank (diagnosis.compare_ledgers), `findings`
+    come from diagnosis.engine_run; either may be empty.
+
+    Raises:
+        BadInput: The page cannot be written.
     """
     write_text(path, render_report(record, comparisons, findings))
 
@@ -43,9 +45,11 @@ def write_report(
 def render_report(
     record: RunRecord, comparisons: Sequence[LedgerComparison], findings: Sequence[Finding]
 ) -> str:
-    """The page as text. What comes from files is escaped; the page's own policy forbids any
-    request."""
-    pages = Environment(
+    """Return the page as text.
+
+    What comes from files is escaped, and the page's own policy forbids any request.
+    """
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -53,13 +57,15 @@ def render_report(
         lstrip_blocks=True,
     )
     plan = record.plan
-    return pages.get_template("report.html.j2").render(
+    device = plan.hardware.device.name
+    return environment.get_template("report.html.j2").render(
         title=plan.model.name or "run",
-        subtitle=f"{format_layout(plan.layout)} on {plan.layout.world_size} x {plan.hardware.device.name}",
+        subtitle=f"{format_layout(plan.layout)} on {plan.layout.world_size} x {device}",
         verdict=build_verdict(record, comparisons),
         loss=build_loss_plot(record) if record.steps else None,
         ledgers=[
-            build_ledger_table(each, opened=place == 0) for place, each in enumerate(comparisons)
+            build_ledger_table(comparison, is_open=number == 0)
+            for number, comparison in enumerate(comparisons)
         ],
         experts=build_expert_section(record),
         times=build_time_stacks(record),

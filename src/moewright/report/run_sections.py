@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
 from statistics import fmean, median
 
-from moewright.diagnosis.compare_ledgers import AgreementRule as Promise
-from moewright.diagnosis.compare_ledgers import LedgerComparison, LedgerLine, LineStatus, Section
+from moewright.diagnosis.compare_ledgers import (
+    AgreementRule,
+    LedgerComparison,
+    LedgerLine,
+    LineStatus,
+    Section,
+)
 from moewright.report.charts import (
-    ChartAxis,
     HeatCell,
     HeatRow,
     Plot,
@@ -22,13 +26,16 @@ from moewright.report.charts import (
     heat_level,
     ramp_colour,
 )
-from moewright.report.console import show_rate
+from moewright.report.console import format_rate
 from moewright.rules.steady_steps import median_step_s, steady_steps
-from moewright.spec.run import LayerLoad, RunRecord
+from moewright.spec.run import EvalRecord, LayerLoad, RunRecord, StepRecord
 from moewright.spec.units import format_bytes, format_seconds
 
-LOAD_STEPS = 10  # the heatmap is the mean over at most this many last steps
-LOAD_POINTS = 4000  # of all curves of the load plot together
+# The heatmap is the mean over at most this many last steps.
+LOAD_STEPS = 10
+# Points of all curves of the load plot together, and the fewest of one curve.
+LOAD_POINTS = 4000
+_MIN_LOAD_POINTS = 60
 LAYER_COLUMNS = (
     "tokens an expert",
     "hottest expert",
@@ -48,9 +55,27 @@ SECTION_TITLES = {
     Section.IN_FLIGHT: "Micro-batches' chunks alive at once",
     Section.TIME: "Time, seconds of the counted step",
 }
+_STATUS_MARKS = {
+    LineStatus.EQUAL: "equal",
+    LineStatus.WITHIN: "within 3%",
+    LineStatus.DIFFERS: "differs",
+    LineStatus.ONLY_PREDICTED: "only predicted",
+    LineStatus.ONLY_COUNTED: "only counted",
+}
+# Loads over the mean that the key of the heatmap shows.
+_LOAD_SCALE = (
+    ("no token", 0.0),
+    ("≤ 0.5 ×", 0.5),
+    ("0.7 ×", 0.7),
+    ("mean", 1.0),
+    ("1.4 ×", 1.4),
+    ("≥ 2 ×", 2.0),
+)
 
 
 class Tone(StrEnum):
+    """Whether a figure is good or bad news, or neither."""
+
     GOOD = "good"
     BAD = "bad"
     PLAIN = "plain"
@@ -58,6 +83,8 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
+    """A key figure of the run with a label and a note."""
+
     label: str
     value: str
     note: str
@@ -66,6 +93,8 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunVerdict:
+    """The run in one sentence and a few tiles."""
+
     sentence: str
     tone: Tone
     tiles: tuple[Tile, ...]
@@ -73,6 +102,8 @@ class RunVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRow:
+    """One line of a comparison as text."""
+
     label: str
     predicted: str
     counted: str
@@ -83,12 +114,14 @@ class LedgerRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerTable:
+    """The comparison of one rank's ledgers; its groups are titles with their rows."""
+
     title: str
     summary: str
     tone: Tone
     groups: tuple[tuple[str, tuple[LedgerRow, ...]], ...]
     notes: tuple[str, ...]
-    opened: bool
+    is_open: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,120 +134,140 @@ class RouterRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSection:
-    """Heat rows are mean loads over `window`, those of `ranks` by EP rank; `layers` are the
-    routers' figures; `plot` is the hottest expert's load over the steps, a curve a layer.
-    """
+    """The load of the experts as the page shows it."""
 
-    rows: tuple[HeatRow, ...]
+    rows: tuple[HeatRow, ...]  # mean loads over the window, a row a layer
     window: str
     scale: tuple[HeatCell, ...]
-    ranks: tuple[HeatRow, ...]
+    ranks: tuple[HeatRow, ...]  # the same by EP rank
     layers: tuple[RouterRow, ...]
     columns: tuple[str, ...]
-    plot: Plot
+    plot: Plot  # load of the hottest expert over the steps, a curve a layer
     dead: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Learning:
+    """Whether the model learned: a clause for the sentence, its tone, and the loss as a tile."""
+
+    clause: str
+    tone: Tone
+    tile: Tile
+
+
 def build_verdict(record: RunRecord, comparisons: Sequence[LedgerComparison]) -> RunVerdict:
-    learned, tone, loss = _learning(record)
-    measured, predicted = median_step_s(record), record.plan.estimate.step_s
-    off = (predicted - measured) / measured if measured else 0.0
-    error = f"{abs(off):.1%} too {'low' if off < 0 else 'high'}"
-    pace = f"a step took {format_seconds(measured)} where {format_seconds(predicted)} was predicted, {error}"
-    books = _books(comparisons)
-    if books.tone is Tone.BAD:
-        tone = Tone.BAD
-    sentence = "; ".join((learned, *((pace,) if measured else ()), books.note))
+    """Build the verdict on a run: whether the model learned, step time and ledger."""
+    estimate = record.plan.estimate
+    measured_s = median_step_s(record)
+    predicted_s = estimate.step_s
+    error = 0.0
+    if measured_s:
+        error = (predicted_s - measured_s) / measured_s
+    error_text = f"{abs(error):.1%} too {'low' if error < 0 else 'high'}"
+    learning = _judge_learning(record)
+    ledger = _judge_ledgers(comparisons)
+    clauses = [learning.clause]
+    if measured_s:
+        clauses.append(
+            f"a step took {format_seconds(measured_s)} where {format_seconds(predicted_s)} "
+            f"was predicted, {error_text}"
+        )
+    clauses.append(ledger.note)
     steps = steady_steps(record)
     rate = median([step.tokens_per_s_per_rank for step in steps] or [0.0])
     mfu = median([step.mfu for step in steps] or [0.0])
-    estimate = record.plan.estimate
     tiles = (
-        loss,
+        learning.tile,
         Tile(
             label="Step time",
-            value=format_seconds(measured),
-            note=f"predicted {format_seconds(predicted)}, {error}",
+            value=format_seconds(measured_s),
+            note=f"predicted {format_seconds(predicted_s)}, {error_text}",
         ),
-        Tile(label="Speed", value=show_rate(rate), note="tokens/s/rank, median"),
+        Tile(label="Speed", value=format_rate(rate), note="tokens/s/rank, median"),
         Tile(label="MFU", value=f"{mfu:.1%}", note=f"predicted {estimate.mfu:.1%}"),
         Tile(
             label="Predicted peak",
             value=format_bytes(estimate.peak_bytes),
             note=f"{estimate.verdict}: {format_bytes(estimate.capacity_bytes)} a rank",
         ),
-        Tile(label="Ledger", value=books.value, note=books.label, tone=books.tone),
+        Tile(label="Ledger", value=ledger.value, note=ledger.label, tone=ledger.tone),
     )
-    return RunVerdict(sentence=f"{sentence}.", tone=tone, tiles=tiles)
+    tone = Tone.BAD if ledger.tone is Tone.BAD else learning.tone
+    return RunVerdict(sentence=f"{'; '.join(clauses)}.", tone=tone, tiles=tiles)
 
 
-def _learning(record: RunRecord) -> tuple[str, Tone, Tile]:
+def _judge_learning(record: RunRecord) -> _Learning:
     if not record.steps:
-        return (
-            "No step was recorded",
-            Tone.BAD,
-            Tile(label="Training loss", value="none", note="no step was recorded"),
-        )
-    broken = sum(1 for step in record.steps if not isfinite(step.loss))
-    last = record.steps[-1]
+        tile = Tile(label="Training loss", value="none", note="no step was recorded")
+        return _Learning(clause="No step was recorded", tone=Tone.BAD, tile=tile)
+    broken_steps = sum(1 for step in record.steps if not isfinite(step.loss))
     if not record.evals:
-        said = f"{last.step} steps ran and the training loss ended at {last.loss:.3f} nats/token (no held-out data)"
-        tile = Tile(
-            label="Training loss", value=f"{last.loss:.3f}", note="nats/token; no held-out data"
-        )
-        return said, Tone.BAD if broken else Tone.PLAIN, tile
-    end = record.evals[-1]
-    gain = end.unigram_entropy - end.heldout_loss
-    tone = Tone.GOOD if gain > 0 and not broken else Tone.BAD
-    subject = "The model trained" if tone is Tone.GOOD else "The model did not train"
-    place = (
-        f"{gain:.2f} below"
-        if gain > 0
-        else f"{-gain:.2f} above"
-        if isfinite(gain)
-        else "not comparable with"
-    )
-    said = (
-        f"{subject}: its held-out loss after {end.step} steps is {end.heldout_loss:.3f} nats/token, {place} "
-        f"the unigram entropy of {end.unigram_entropy:.3f}"
-    )
-    if broken:
-        said += f", and {broken} steps had a loss that is no number"
-    note = f"nats/token; unigram entropy {end.unigram_entropy:.3f}"
-    return (
-        said,
-        tone,
-        Tile(label="Held-out loss", value=f"{end.heldout_loss:.3f}", note=note, tone=tone),
+        return _judge_training_loss(record.steps[-1], broken_steps)
+    return _judge_heldout_loss(record.evals[-1], broken_steps)
+
+
+def _judge_training_loss(last: StepRecord, broken_steps: int) -> _Learning:
+    loss = f"{last.loss:.3f}"
+    return _Learning(
+        clause=(
+            f"{last.step} steps ran and the training loss ended at {loss} nats/token "
+            "(no held-out data)"
+        ),
+        tone=Tone.BAD if broken_steps else Tone.PLAIN,
+        tile=Tile(label="Training loss", value=loss, note="nats/token; no held-out data"),
     )
 
 
-def _books(comparisons: Sequence[LedgerComparison]) -> Tile:
-    """Ledger in short: value and label for the tile, note for the sentence."""
+def _judge_heldout_loss(last: EvalRecord, broken_steps: int) -> _Learning:
+    gain = last.unigram_entropy - last.heldout_loss
+    has_learned = gain > 0 and not broken_steps
+    if gain > 0:
+        position = f"{gain:.2f} below"
+    elif isfinite(gain):
+        position = f"{-gain:.2f} above"
+    else:
+        position = "not comparable with"
+    subject = "The model trained" if has_learned else "The model did not train"
+    clause = (
+        f"{subject}: its held-out loss after {last.step} steps is {last.heldout_loss:.3f} "
+        f"nats/token, {position} the unigram entropy of {last.unigram_entropy:.3f}"
+    )
+    if broken_steps:
+        clause += f", and {broken_steps} steps had a loss that is no number"
+    tone = Tone.GOOD if has_learned else Tone.BAD
+    note = f"nats/token; unigram entropy {last.unigram_entropy:.3f}"
+    tile = Tile(label="Held-out loss", value=f"{last.heldout_loss:.3f}", note=note, tone=tone)
+    return _Learning(clause=clause, tone=tone, tile=tile)
+
+
+def _judge_ledgers(comparisons: Sequence[LedgerComparison]) -> Tile:
+    """Return the ledgers in short: value and label for the tile, note for the sentence."""
     if not comparisons:
         return Tile(label="no counted ledger", value="none", note="no ledger was counted")
-    exact = sum(each.is_exact for each in comparisons)
-    bounded = sum(each.is_within_bound for each in comparisons)
     ranks = len(comparisons)
+    exact = sum(comparison.is_exact for comparison in comparisons)
+    bounded = sum(comparison.is_within_bound for comparison in comparisons)
     if exact == bounded == ranks:
         note = "the ledger is exact and saved activations are within 3%"
         return Tile(label=f"on {ranks} of {ranks} ranks", value="exact", note=note, tone=Tone.GOOD)
-    counts = (("the ledger differs", exact), ("saved activations exceed 3%", bounded))
-    note = " and ".join(
-        f"{name} on {ranks - good} of {ranks} ranks" for name, good in counts if good < ranks
+    failures = (
+        ("the ledger differs", ranks - exact),
+        ("saved activations exceed 3%", ranks - bounded),
     )
+    note = " and ".join(f"{name} on {count} of {ranks} ranks" for name, count in failures if count)
     value = "differs" if exact < ranks else "exact"
     return Tile(label=note, value=value, note=note, tone=Tone.BAD)
 
 
 def build_loss_plot(record: RunRecord) -> Plot:
-    """Training loss, held-out loss and the unigram entropy over the steps; resumes are marked."""
+    """Build the plot of training and held-out loss and unigram entropy, with resumes marked."""
     train: list[Point] = [(step.step, step.loss) for step in record.steps]
-    heldout: list[Point] = [(each.step, each.heldout_loss) for each in record.evals]
-    entropies = sorted({each.unigram_entropy for each in record.evals})
-    x = build_axis([at for at, _ in (*train, *heldout)], "step", integer_ticks=True, ticks=6)
-    y = build_axis(
-        [*(value for _, value in (*train, *heldout)), *entropies], "loss, nats per token"
-    )
+    heldout: list[Point] = [(result.step, result.heldout_loss) for result in record.evals]
+    entropies = sorted({result.unigram_entropy for result in record.evals})
+    steps = [step for step, _ in (*train, *heldout)]
+    losses = [loss for _, loss in (*train, *heldout)]
+    x = build_axis(steps, "step", integer_ticks=True, ticks=6)
+    y = build_axis([*losses, *entropies], "loss, nats per token")
     return Plot(
         x=x,
         y=y,
@@ -223,8 +276,8 @@ def build_loss_plot(record: RunRecord) -> Plot:
             build_curve("held-out loss", "#c4605c", heldout, x, y, dots=True),
         ),
         levels=tuple(
-            ReferenceLine(at=y.to_percent(each), text=f"unigram entropy {each:.3f}")
-            for each in entropies
+            ReferenceLine(at=y.to_percent(entropy), text=f"unigram entropy {entropy:.3f}")
+            for entropy in entropies
         ),
         marks=tuple(
             ReferenceLine(at=x.to_percent(session.first_step), text="resumed")
@@ -234,145 +287,148 @@ def build_loss_plot(record: RunRecord) -> Plot:
     )
 
 
-def build_ledger_table(comparison: LedgerComparison, *, opened: bool) -> LedgerTable:
-    """Every line of one rank's comparison, by section; the summary counts promises kept."""
-    bound = [line for line in comparison.lines if line.rule is not Promise.LISTED]
-    kept = sum(line.keeps_rule for line in bound)
-    good = kept == len(bound)
+def build_ledger_table(comparison: LedgerComparison, *, is_open: bool) -> LedgerTable:
+    """Build the table of one rank's lines by section; its summary counts the promises kept.
+
+    A table whose promises are not all kept is open in any case.
+    """
+    promised = [line for line in comparison.lines if line.rule is not AgreementRule.LISTED]
+    kept = sum(line.keeps_rule for line in promised)
+    keeps_all = kept == len(promised)
     groups = (
-        (SECTION_TITLES[section], tuple(map(_ledger_row, comparison.lines_in(section))))
+        (SECTION_TITLES[section], tuple(map(_build_ledger_row, comparison.lines_in(section))))
         for section in Section
     )
     return LedgerTable(
         title=f"Rank {comparison.rank}",
-        summary=f"{kept} of {len(bound)} promised lines hold",
-        tone=Tone.GOOD if good else Tone.BAD,
+        summary=f"{kept} of {len(promised)} promised lines hold",
+        tone=Tone.GOOD if keeps_all else Tone.BAD,
         groups=tuple((title, rows) for title, rows in groups if rows),
         notes=comparison.notes,
-        opened=opened or not good,
+        is_open=is_open or not keeps_all,
     )
 
 
-def _ledger_row(line: LedgerLine) -> LedgerRow:
-    places = 4 if line.section is Section.TIME else 0
-    predicted, counted, difference = (
-        f"{value:,.{places}f}" for value in (line.predicted, line.counted, line.difference)
-    )
-    relative = (
-        ""
-        if line.relative_difference is None or line.status is LineStatus.EQUAL
-        else f" ({line.relative_difference:+.2%})"
-    )
-    marks = {
-        LineStatus.EQUAL: "equal",
-        LineStatus.WITHIN: "within 3%",
-        LineStatus.DIFFERS: "differs",
-        LineStatus.ONLY_PREDICTED: "only predicted",
-        LineStatus.ONLY_COUNTED: "only counted",
-    }
-    tone = (
-        Tone.BAD
-        if not line.keeps_rule
-        else Tone.PLAIN
-        if line.rule is Promise.LISTED
-        else Tone.GOOD
-    )
+def _build_ledger_row(line: LedgerLine) -> LedgerRow:
+    decimals = 4 if line.section is Section.TIME else 0
+    is_listed = line.rule is AgreementRule.LISTED
+    predicted = f"{line.predicted:,.{decimals}f}"
+    counted = f"{line.counted:,.{decimals}f}"
+    if line.status is LineStatus.ONLY_COUNTED:
+        predicted = ""
+    if line.status is LineStatus.ONLY_PREDICTED:
+        counted = ""
+    mark = _STATUS_MARKS[line.status]
+    if is_listed:
+        mark += ", listed only"
+    tone = Tone.PLAIN if is_listed else Tone.GOOD
+    if not line.keeps_rule:
+        tone = Tone.BAD
     return LedgerRow(
         label=line.label,
-        predicted="" if line.status is LineStatus.ONLY_COUNTED else predicted,
-        counted="" if line.status is LineStatus.ONLY_PREDICTED else counted,
-        difference="0" if line.status is LineStatus.EQUAL else f"{difference}{relative}",
-        mark=marks[line.status] + (", listed only" if line.rule is Promise.LISTED else ""),
+        predicted=predicted,
+        counted=counted,
+        difference=_format_difference(line, decimals),
+        mark=mark,
         tone=tone,
     )
 
 
+def _format_difference(line: LedgerLine, decimals: int) -> str:
+    if line.status is LineStatus.EQUAL:
+        return "0"
+    difference = f"{line.difference:,.{decimals}f}"
+    if line.relative_difference is None:
+        return difference
+    return f"{difference} ({line.relative_difference:+.2%})"
+
+
 def build_expert_section(record: RunRecord) -> ExpertSection | None:
-    """Load of the experts; None for a run without MoE layers."""
+    """Build the section on the load of the experts; None for a run without MoE layers."""
     steps = [step for step in record.steps if step.loads]
     if not steps:
         return None
-    last = steps[-LOAD_STEPS:]
-    layers = [load.layer for load in last[-1].loads]
-    of_layer = [
-        [load for step in last for load in step.loads if load.layer == layer] for layer in layers
+    window = steps[-LOAD_STEPS:]
+    last = window[-1]
+    layers = [load.layer for load in last.loads]
+    loads_of_layers = [
+        [load for step in window for load in step.loads if load.layer == layer] for layer in layers
     ]
     rows = tuple(
-        _heat_row(str(loads[0].layer), [load.counts for load in loads], "expert")
-        for loads in of_layer
+        _build_heat_row(loads[0].layer, [load.counts for load in loads], "expert")
+        for loads in loads_of_layers
     )
-    ranked = len(last[-1].loads[0].rank_counts) > 1
-    ranks = [
-        _heat_row(str(loads[0].layer), [load.rank_counts for load in loads], "EP rank")
-        for loads in of_layer
-        if ranked
-    ]
+    ranks: tuple[HeatRow, ...] = ()
+    if len(last.loads[0].rank_counts) > 1:
+        ranks = tuple(
+            _build_heat_row(loads[0].layer, [load.rank_counts for load in loads], "EP rank")
+            for loads in loads_of_layers
+        )
+    window_text = f"step {last.step}"
+    if window[0].step < last.step:
+        window_text = f"mean over steps {window[0].step} to {last.step}"
+    dead = sum(load.dead_experts for load in last.loads)
+    experts = sum(len(load.counts) for load in last.loads)
+    return ExpertSection(
+        rows=rows,
+        window=window_text,
+        scale=tuple(HeatCell(level=heat_level(load), text=text) for text, load in _LOAD_SCALE),
+        ranks=ranks,
+        layers=tuple(map(_build_router_row, loads_of_layers)),
+        columns=LAYER_COLUMNS,
+        plot=_build_load_plot(steps, layers),
+        dead=f"{dead} of {experts} experts got no token in step {last.step}",
+    )
+
+
+def _build_load_plot(steps: Sequence[StepRecord], layers: Sequence[int]) -> Plot:
+    """Build the plot of the hottest expert's load over the steps, a curve a layer."""
+    ratios = _hottest_loads(steps, layers)
+    loads = [load for points in ratios.values() for _, load in points]
+    x = build_axis([step.step for step in steps], "step", integer_ticks=True, ticks=6)
+    y = build_axis((1.0, *loads), "hottest expert, x the mean load")
+    limit = max(_MIN_LOAD_POINTS, LOAD_POINTS // len(layers))
+    last_index = max(1, len(layers) - 1)
+    curves = tuple(
+        build_curve(
+            f"layer {layer}", ramp_colour(index / last_index), ratios[layer], x, y, limit=limit
+        )
+        for index, layer in enumerate(layers)
+    )
+    return Plot(x=x, y=y, curves=curves)
+
+
+def _hottest_loads(
+    steps: Sequence[StepRecord], layers: Sequence[int]
+) -> Mapping[int, Sequence[Point]]:
     ratios: dict[int, list[Point]] = {layer: [] for layer in layers}
     for step in steps:
         for load in step.loads:
             ratios[load.layer].append((step.step, load.max_over_mean))
-    x = build_axis([step.step for step in steps], "step", integer_ticks=True, ticks=6)
-    y = _ratio_axis([value for points in ratios.values() for _, value in points])
-    limit = max(60, LOAD_POINTS // len(layers))
-    curves = tuple(
-        build_curve(
-            f"layer {layer}",
-            ramp_colour(place / max(1, len(layers) - 1)),
-            ratios[layer],
-            x,
-            y,
-            limit=limit,
+    return ratios
+
+
+def _build_heat_row(layer: int, counts: Sequence[Sequence[int]], unit: str) -> HeatRow:
+    """Build the row of a layer from the rows of each step, a column an expert (or EP rank)."""
+    means = [fmean(column) for column in zip(*counts, strict=True)]
+    overall = fmean(means) or 1.0
+    loads = [mean / overall for mean in means]
+    cells = tuple(
+        HeatCell(
+            level=heat_level(load), text=f"layer {layer}, {unit} {index}: {load:.2f} x the mean"
         )
-        for place, layer in enumerate(layers)
+        for index, load in enumerate(loads)
     )
-    first, end = last[0].step, last[-1].step
-    dead = sum(load.dead_experts for load in last[-1].loads)
-    scale = (
-        ("no token", 0.0),
-        ("≤ 0.5 ×", 0.5),
-        ("0.7 ×", 0.7),
-        ("mean", 1.0),
-        ("1.4 ×", 1.4),
-        ("≥ 2 ×", 2.0),
-    )
-    return ExpertSection(
-        rows=rows,
-        window=f"mean over steps {first} to {end}" if first < end else f"step {end}",
-        scale=tuple(HeatCell(level=heat_level(value), text=text) for text, value in scale),
-        ranks=tuple(ranks),
-        layers=tuple(map(_layer_row, of_layer)),
-        columns=LAYER_COLUMNS,
-        plot=Plot(x=x, y=y, curves=curves),
-        dead=f"{dead} of {sum(len(load.counts) for load in last[-1].loads)} experts got no token in step {end}",
-    )
+    return HeatRow(label=str(layer), cells=cells, summary=f"{max(loads):.2f}")
 
 
-def _ratio_axis(values: Sequence[float]) -> ChartAxis:
-    return build_axis((1.0, *values), "hottest expert, x the mean load")
+def _build_router_row(loads: Sequence[LayerLoad]) -> RouterRow:
+    """Build the figures of one layer's router from its loads over the window."""
 
+    def mean(figure: Callable[[LayerLoad], float]) -> float:
+        return fmean(map(figure, loads))
 
-def _heat_row(layer: str, counted: Sequence[Sequence[int]], place_name: str) -> HeatRow:
-    counts = [fmean(column) for column in zip(*counted, strict=True)]
-    mean = fmean(counts) or 1.0
-    parts = [count / mean for count in counts]
-    return HeatRow(
-        label=layer,
-        cells=tuple(
-            HeatCell(
-                level=heat_level(part),
-                text=f"layer {layer}, {place_name} {place}: {part:.2f} x the mean",
-            )
-            for place, part in enumerate(parts)
-        ),
-        summary=f"{max(parts):.2f}",
-    )
-
-
-def _layer_row(loads: Sequence[LayerLoad]) -> RouterRow:
-    def mean(of: Callable[[LayerLoad], float]) -> float:
-        return fmean(map(of, loads))
-
-    hottest = [
+    hottest_rank = [
         max(load.rank_counts) * len(load.rank_counts) / max(1, sum(load.counts))
         for load in loads
         if load.rank_counts
@@ -385,7 +441,7 @@ def _layer_row(loads: Sequence[LayerLoad]) -> RouterRow:
             f"{mean(lambda load: load.p95_over_mean):.2f}",
             f"{mean(lambda load: load.dead_experts):.1f}",
             f"{mean(lambda load: load.entropy):.3f}",
-            f"{fmean(hottest):.2f}" if hottest else "–",
+            f"{fmean(hottest_rank):.2f}" if hottest_rank else "–",
             f"{mean(lambda load: load.dropped_share):.1%}",
             f"{mean(lambda load: load.aux_loss + load.seq_aux_loss + load.global_aux_loss):.3g}",
             f"{mean(lambda load: load.z_loss):.3g}",

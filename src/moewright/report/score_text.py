@@ -1,4 +1,4 @@
-"""How well the planner predicts measured runs, as calm tables for a terminal."""
+"""How well the planner predicts measured runs, as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ from rich.text import Text
 
 from moewright.calibration.score import Score, ScoredRow, ScoreSummary, SpeedErrors
 
-_WORST = 8
-_REASONS = 12
+# Most rows that the tables of the worst predictions and of skipped rows show.
+_MAX_WORST = 8
+_MAX_REASONS = 12
 
 
-def print_score(console: Console, found: Score) -> None:
-    """Errors, ranks by group, memory and verdicts; the rows predicted worst; what was skipped and
-    what contradicts."""
-    summary = found.summary
+def print_score(console: Console, score: Score) -> None:
+    """Print errors, order of layouts, memory and verdicts, and which rows were worst or skipped."""
+    summary = score.summary
     console.print(
-        f"{summary.rows} rows: {summary.scored} scored, {summary.skipped} skipped with their reason\n",
+        f"{summary.rows} rows: {summary.scored} scored, "
+        f"{summary.skipped} skipped with their reason\n",
         soft_wrap=True,
     )
     if summary.all_speeds:
-        console.print(_errors(summary))
+        console.print(_error_table(summary))
     if summary.groups:
-        console.print(_groups(summary))
-    console.print(_memory(summary))
-    worst = _worst(found.rows)
+        console.print(_group_table(summary))
+    console.print(_memory_table(summary))
+    worst = _worst_table(score.rows)
     if worst.row_count:
         console.print(worst)
     if summary.skipped:
-        console.print(_skipped(found.rows))
+        console.print(_skipped_table(score.rows))
     for line in summary.contradictions:
         console.print(Text(f"No model of the stated fields can fit both: {line}"))
 
 
-def _table(title: str, *columns: str) -> Table:
+def _make_table(title: str, *columns: str) -> Table:
     table = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
     )
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
     return table
 
 
-def _errors(summary: ScoreSummary) -> Table:
-    table = _table(
+def _error_table(summary: ScoreSummary) -> Table:
+    table = _make_table(
         "Speed: predicted tokens/s against measured",
         "rows",
         "count",
@@ -56,19 +57,25 @@ def _errors(summary: ScoreSummary) -> Table:
         "p90",
         "bias",
     )
-    named: tuple[tuple[str, SpeedErrors | None], ...] = (
+    rows: tuple[tuple[str, SpeedErrors | None], ...] = (
         ("all that decides is stated", summary.complete_speeds),
         ("all scored rows", summary.all_speeds),
     )
-    for name, one in named:
-        if one:
-            errors = (f"{value:.1%}" for value in (one.median_error, one.mean_error, one.p90_error))
-            table.add_row(name, str(one.rows), *errors, f"{one.bias:+.1%}")
+    for name, speeds in rows:
+        if speeds:
+            table.add_row(
+                name,
+                str(speeds.rows),
+                f"{speeds.median_error:.1%}",
+                f"{speeds.mean_error:.1%}",
+                f"{speeds.p90_error:.1%}",
+                f"{speeds.bias:+.1%}",
+            )
     return table
 
 
-def _groups(summary: ScoreSummary) -> Table:
-    table = _table(
+def _group_table(summary: ScoreSummary) -> Table:
+    table = _make_table(
         "Order of layouts in one model on one device",
         "model",
         "device",
@@ -77,49 +84,75 @@ def _groups(summary: ScoreSummary) -> Table:
         "regret",
     )
     table.columns[1].justify = "left"
-    for one in summary.groups:
-        rank, regret = f"{one.rank_correlation:+.2f}", f"{one.regret:.1%}"
-        table.add_row(one.model.rpartition("/")[2], one.hardware, str(one.layouts), rank, regret)
-    mean, worst = summary.mean_rank_correlation or 0.0, summary.worst_regret or 0.0
+    for group in summary.groups:
+        table.add_row(
+            group.model.rpartition("/")[2],
+            group.hardware,
+            str(group.layouts),
+            f"{group.rank_correlation:+.2f}",
+            f"{group.regret:.1%}",
+        )
+    mean = summary.mean_rank_correlation or 0.0
+    worst = summary.worst_regret or 0.0
     table.add_row("mean; worst regret", "", "", f"{mean:+.2f}", f"{worst:.1%}", style="bold")
     return table
 
 
-def _memory(summary: ScoreSummary) -> Table:
-    one = summary.memory
-    table = _table("Memory", "rows", "count", "fits", "uncertain", "oom", "median error")
-    error = f"{one.median_error:.1%} of {one.peaks} peaks" if one.peaks else ""
-    counts = (one.ran_fits, one.ran_uncertain, one.ran - one.ran_fits - one.ran_uncertain)
-    table.add_row("ran", str(one.ran), *map(str, counts), error)
-    out, fits, uncertain = one.out_of_memory, one.out_of_memory_fits, one.out_of_memory_uncertain
-    table.add_row("out of memory", *map(str, (out, fits, uncertain, out - fits - uncertain)), "")
+def _memory_table(summary: ScoreSummary) -> Table:
+    memory = summary.memory
+    table = _make_table("Memory", "rows", "count", "fits", "uncertain", "oom", "median error")
+    error = ""
+    if memory.peaks:
+        error = f"{memory.median_error:.1%} of {memory.peaks} peaks"
+    table.add_row(
+        "ran",
+        str(memory.ran),
+        str(memory.ran_fits),
+        str(memory.ran_uncertain),
+        str(memory.ran - memory.ran_fits - memory.ran_uncertain),
+        error,
+    )
+    caught = memory.out_of_memory - memory.out_of_memory_fits - memory.out_of_memory_uncertain
+    table.add_row(
+        "out of memory",
+        str(memory.out_of_memory),
+        str(memory.out_of_memory_fits),
+        str(memory.out_of_memory_uncertain),
+        str(caught),
+        "",
+    )
     return table
 
 
-def _worst(rows: tuple[ScoredRow, ...]) -> Table:
-    table = _table("Speed predicted worst", "row", "measured", "predicted", "error", "calibration")
+def _worst_table(rows: tuple[ScoredRow, ...]) -> Table:
+    table = _make_table(
+        "Speed predicted worst", "row", "measured", "predicted", "error", "calibration"
+    )
     table.columns[4].justify = "left"
-    far = [
+    errors = [
         (row.predicted_tokens_per_s_per_gpu / row.measured_tokens_per_s_per_gpu - 1, row)
         for row in rows
         if row.predicted_tokens_per_s_per_gpu and row.measured_tokens_per_s_per_gpu
     ]
-    for error, row in sorted(far, key=lambda one: -abs(one[0]))[:_WORST]:
-        figures = (
+    for error, row in sorted(errors, key=lambda pair: -abs(pair[0]))[:_MAX_WORST]:
+        table.add_row(
+            row.id,
             f"{row.measured_tokens_per_s_per_gpu:,.0f}",
             f"{row.predicted_tokens_per_s_per_gpu:,.0f}",
+            f"{error:+.1%}",
+            row.calibration,
         )
-        table.add_row(row.id, *figures, f"{error:+.1%}", row.calibration)
     return table
 
 
-def _skipped(rows: tuple[ScoredRow, ...]) -> Table:
-    table = _table("Skipped", "rows", "reason")
-    table.columns[0].justify, table.columns[1].justify = "right", "left"
+def _skipped_table(rows: tuple[ScoredRow, ...]) -> Table:
+    table = _make_table("Skipped", "rows", "reason")
+    table.columns[0].justify = "right"
+    table.columns[1].justify = "left"
     reasons = Counter(row.skipped for row in rows if row.skipped).most_common()
-    for reason, count in reasons[:_REASONS]:
+    for reason, count in reasons[:_MAX_REASONS]:
         table.add_row(str(count), reason)
-    rest = sum(count for _, count in reasons[_REASONS:])
-    if rest:
-        table.add_row(str(rest), "other reasons; --json lists each row")
+    others = sum(count for _, count in reasons[_MAX_REASONS:])
+    if others:
+        table.add_row(str(others), "other reasons; --json lists each row")
     return table

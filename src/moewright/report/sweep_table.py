@@ -1,5 +1,4 @@
-"""A sweep as Markdown, CSV and a drawing: the seven columns of benchmark tables, predicted beside
-measured."""
+"""A sweep as Markdown, CSV and SVG: the seven columns of benchmark tables, with predictions."""
 
 from __future__ import annotations
 
@@ -13,145 +12,173 @@ from moewright.spec.units import GIB
 from moewright.tuning.sweep import StepFigures, SweepRow, peak_memory_by_part, step_figures
 
 COLUMNS = (
-    *("configuration", "SeqLen", "GBS", "GPUs", "time/iter (s)", "tokens/GPU/s", "TFLOP/s/GPU"),
-    *(
-        "predicted time/iter (s)",
-        "predicted tokens/GPU/s",
-        "predicted TFLOP/s/GPU",
-        "error",
-        "predicted memory",
-    ),
+    "configuration",
+    "SeqLen",
+    "GBS",
+    "GPUs",
+    "time/iter (s)",
+    "tokens/GPU/s",
+    "TFLOP/s/GPU",
+    "predicted time/iter (s)",
+    "predicted tokens/GPU/s",
+    "predicted TFLOP/s/GPU",
+    "error",
+    "predicted memory",
 )
-_ROW, _THIN, _LEFT, _WIDE = 34, 18, 330, 420  # of a drawing, pixels
+
+# Sizes of a drawing, in pixels.
+_ROW_HEIGHT = 34
+_THIN_ROW_HEIGHT = 18
+_TITLE_HEIGHT = 26
+_LABEL_WIDTH = 330
+_BAR_WIDTH = 420
+_MEASURED_FILL = 'fill="#3b6ea5"'
+_PREDICTED_OUTLINE = 'fill="none" stroke="#b5651d"'
 
 
 def format_row(row: SweepRow) -> tuple[str, ...]:
-    """One line of the table; "-" for what nobody measured."""
-    ours = step_figures(row.predicted) if row.predicted else None
+    """Return one line of the table as texts; "-" stands for what nobody measured."""
+    predicted = step_figures(row.predicted) if row.predicted else None
     error = ""
-    if ours and row.measured and row.measured.tokens:
-        error = f"{ours.tokens / row.measured.tokens - 1:+.1%}"
-    memory = (
-        f"{row.predicted.peak_bytes / GIB:.1f} GiB, {row.predicted.verdict}"
-        if row.predicted
-        else row.refusal
-    )
-    failed = row.trial.failed if row.trial else ""
+    if predicted and row.measured and row.measured.tokens:
+        error = f"{predicted.tokens / row.measured.tokens - 1:+.1%}"
+    memory = row.refusal
+    if row.predicted:
+        memory = f"{row.predicted.peak_bytes / GIB:.1f} GiB, {row.predicted.verdict}"
+    name = row.spec.name
+    if row.trial and row.trial.failed:
+        name += f" [{row.trial.failed}]"
     return (
-        row.spec.name + (f" [{failed}]" if failed else ""),
+        name,
         str(row.seq_len),
         str(row.global_batch),
         str(row.devices),
-        *_figures(row.measured),
-        *_figures(ours),
+        *_format_figures(row.measured),
+        *_format_figures(predicted),
         error,
         memory,
     )
 
 
-def _figures(found: StepFigures | None) -> tuple[str, str, str]:
-    if found is None:
+def _format_figures(figures: StepFigures | None) -> tuple[str, str, str]:
+    if figures is None:
         return "-", "-", "-"
-    digits = 2 if found.tokens < 1000 or found.time_s > 1 else 1
+    digits = 2 if figures.tokens < 1000 or figures.time_s > 1 else 1
     return (
-        f"{found.time_s:.3f}".rstrip("0").rstrip(".") if found.time_s else "-",
-        f"{found.tokens:.{digits}f}" if found.tokens else "-",
-        f"{found.tflops:.4g}" if found.tflops else "-",
+        f"{figures.time_s:.3f}".rstrip("0").rstrip(".") if figures.time_s else "-",
+        f"{figures.tokens:.{digits}f}" if figures.tokens else "-",
+        f"{figures.tflops:.4g}" if figures.tflops else "-",
     )
 
 
 def render_markdown(title: str, rows: Sequence[SweepRow], note: str = "") -> str:
+    """Return one table in Markdown, with its note below."""
     lines = [f"### {title}", "", " | ".join(COLUMNS), " | ".join("--" for _ in COLUMNS)]
     lines += [" | ".join(format_row(row)) for row in rows]
-    return "\n".join([*lines, *(["", note] if note else []), ""])
+    if note:
+        lines += ["", note]
+    return "\n".join([*lines, ""])
 
 
 def render_csv(tables: Mapping[str, Sequence[SweepRow]]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    """Return all tables, by title, as one CSV."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(("table", *COLUMNS))
     for title, rows in tables.items():
         writer.writerows((title, *format_row(row)) for row in rows)
-    return out.getvalue()
+    return stream.getvalue()
 
 
-def render_memory_markdown(name: str, found: Estimate) -> str:
-    """Both memory pictures of a layout in words: GiB and share by component, by module."""
-    lines = [
-        f"### Memory of {name}: {found.peak_bytes / GIB:.1f} GiB on the fullest rank (predicted)",
-        "",
-    ]
-    for what, held in peak_memory_by_part(found):
-        total = sum(held.values())
-        lines += [f"by {what} | GiB | share", "-- | -- | --"]
-        lines += [f"{key} | {size / GIB:.2f} | {size / total:.1%}" for key, size in held.items()]
+def render_memory_markdown(name: str, estimate: Estimate) -> str:
+    """Return the memory of a layout's fullest rank: GiB and share by component, by module."""
+    peak = f"{estimate.peak_bytes / GIB:.1f} GiB"
+    lines = [f"### Memory of {name}: {peak} on the fullest rank (predicted)", ""]
+    for kind, sizes in peak_memory_by_part(estimate):
+        total = sum(sizes.values())
+        lines += [f"by {kind} | GiB | share", "-- | -- | --"]
+        lines += [f"{key} | {size / GIB:.2f} | {size / total:.1%}" for key, size in sizes.items()]
         lines.append("")
     return "\n".join(lines)
 
 
 def render_svg(tables: Mapping[str, Sequence[SweepRow]]) -> str:
-    """SVG bars of tokens a second and device: measured solid, predicted outlined."""
-    rows = [(title, row) for title, of in tables.items() for row in of]
-    most = max((figures.tokens for _, row in rows for figures in _both(row)), default=1.0) or 1.0
-    parts, at, last = [], 10, ""
-    for title, row in rows:
-        if title != last:
-            at += 26
-            parts.append(f'<text x="8" y="{at - 8}" font-weight="bold">{escape(title)}</text>')
-            last = title
-        parts.append(f'<text x="8" y="{at + 14}">{escape(row.spec.name)}</text>')
-        parts += _bars(row, at, most)
-        at += _ROW
-    return _svg(parts, at)
+    """Return SVG bars of tokens a second and device: measured solid, predicted outlined."""
+    rows = [row for table in tables.values() for row in table]
+    longest = max((figures.tokens for row in rows for figures in _all_figures(row)), default=1.0)
+    tokens_of_full_bar = longest or 1.0
+    shapes: list[str] = []
+    y = 10
+    for title, table in tables.items():
+        if not table:
+            continue
+        y += _TITLE_HEIGHT
+        shapes.append(_title(title, y))
+        for row in table:
+            shapes.append(f'<text x="8" y="{y + 14}">{escape(row.spec.name)}</text>')
+            shapes += _token_bars(row, y, tokens_of_full_bar)
+            y += _ROW_HEIGHT
+    return _svg(shapes, y)
 
 
-def _svg(parts: Sequence[str], at: int) -> str:
-    size = f'width="{_LEFT + _WIDE + 90}" height="{at + 10}"'
-    style = 'font-family="sans-serif" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>\n'
+def render_memory_svg(estimates: Mapping[str, Estimate]) -> str:
+    """Return SVG bars of what fills the fullest rank of each layout, on one scale.
 
-
-def render_memory_svg(found: Mapping[str, Estimate]) -> str:
-    """SVG bars of what fills the fullest rank of each layout: by component, then by module, on one
-    scale."""
+    Each layout has a picture by component, then one by module.
+    """
     pictures = [
-        (name, what, held)
-        for name, each in found.items()
-        for what, held in peak_memory_by_part(each)
+        (name, kind, sizes)
+        for name, estimate in estimates.items()
+        for kind, sizes in peak_memory_by_part(estimate)
     ]
-    most = max((size for _, _, held in pictures for size in held.values()), default=1) or 1
-    parts, at = [], 10
-    for name, what, held in pictures:
-        at += 26
-        title = f"{name}: {sum(held.values()) / GIB:.1f} GiB by {what}"
-        parts.append(f'<text x="8" y="{at - 8}" font-weight="bold">{escape(title)}</text>')
-        for key, size in held.items():
-            wide = _WIDE * size / most
-            parts.append(f'<text x="8" y="{at + 13}">{escape(key)}</text>')
-            parts.append(
-                f'<rect x="{_LEFT}" y="{at + 2}" width="{wide:.1f}" height="12" fill="#3b6ea5"/>'
-            )
-            parts.append(
-                f'<text x="{_LEFT + wide + 4:.1f}" y="{at + 13}">{size / GIB:.2f} GiB</text>'
-            )
-            at += _THIN
-    return _svg(parts, at)
+    largest = max((size for _, _, sizes in pictures for size in sizes.values()), default=1)
+    bytes_of_full_bar = largest or 1
+    shapes: list[str] = []
+    y = 10
+    for name, kind, sizes in pictures:
+        y += _TITLE_HEIGHT
+        shapes.append(_title(f"{name}: {sum(sizes.values()) / GIB:.1f} GiB by {kind}", y))
+        for key, size in sizes.items():
+            width = _BAR_WIDTH * size / bytes_of_full_bar
+            shapes.append(f'<text x="8" y="{y + 13}">{escape(key)}</text>')
+            shapes.append(_bar(y + 2, width, _MEASURED_FILL))
+            shapes.append(_bar_text(y + 13, width, f"{size / GIB:.2f} GiB"))
+            y += _THIN_ROW_HEIGHT
+    return _svg(shapes, y)
 
 
-def _both(row: SweepRow) -> Iterator[StepFigures]:
+def _all_figures(row: SweepRow) -> Iterator[StepFigures]:
     if row.measured:
         yield row.measured
     if row.predicted:
         yield step_figures(row.predicted)
 
 
-def _bars(row: SweepRow, at: int, most: float) -> Iterator[str]:
+def _token_bars(row: SweepRow, y: int, tokens_of_full_bar: float) -> Iterator[str]:
     if row.measured and row.measured.tokens:
-        wide = _WIDE * row.measured.tokens / most
-        yield f'<rect x="{_LEFT}" y="{at + 2}" width="{wide:.1f}" height="12" fill="#3b6ea5"/>'
-        yield f'<text x="{_LEFT + wide + 4:.1f}" y="{at + 13}">{row.measured.tokens:,.0f}</text>'
+        width = _BAR_WIDTH * row.measured.tokens / tokens_of_full_bar
+        yield _bar(y + 2, width, _MEASURED_FILL)
+        yield _bar_text(y + 13, width, f"{row.measured.tokens:,.0f}")
     if row.predicted:
         tokens = step_figures(row.predicted).tokens
-        wide = _WIDE * tokens / most
-        yield f'<rect x="{_LEFT}" y="{at + 16}" width="{wide:.1f}" height="12" fill="none" stroke="#b5651d"/>'
-        yield f'<text x="{_LEFT + wide + 4:.1f}" y="{at + 27}">{tokens:,.0f} predicted</text>'
+        width = _BAR_WIDTH * tokens / tokens_of_full_bar
+        yield _bar(y + 16, width, _PREDICTED_OUTLINE)
+        yield _bar_text(y + 27, width, f"{tokens:,.0f} predicted")
+
+
+def _title(text: str, y: int) -> str:
+    return f'<text x="8" y="{y - 8}" font-weight="bold">{escape(text)}</text>'
+
+
+def _bar(y: int, width: float, style: str) -> str:
+    return f'<rect x="{_LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="12" {style}/>'
+
+
+def _bar_text(y: int, width: float, text: str) -> str:
+    return f'<text x="{_LABEL_WIDTH + width + 4:.1f}" y="{y}">{text}</text>'
+
+
+def _svg(shapes: Sequence[str], height: int) -> str:
+    size = f'width="{_LABEL_WIDTH + _BAR_WIDTH + 90}" height="{height + 10}"'
+    style = 'font-family="sans-serif" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(shapes)}</svg>\n'

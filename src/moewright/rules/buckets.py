@@ -1,5 +1,7 @@
-"""Flat buffers: where each parameter lies in which bucket, and which slice of it a rank owns
-(docs/formulas.md 2)."""
+"""Flat buffers: where each parameter lies in a bucket, and the slice that a rank owns.
+
+See docs/formulas.md 2.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ class BucketEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Parameters that are reduced together. `numel` includes the padding; it is a multiple of
-    lcm(shards, 128)."""
+    """Parameters that are reduced together.
+
+    `numel` includes the padding; it is a multiple of lcm(shards, 128).
+    """
 
     entries: tuple[BucketEntry, ...]
     numel: int
@@ -58,10 +62,13 @@ def lay_parameter(
 def plan_buckets(
     params: Sequence[tuple[str, int]], *, shards: int, bucket_elements: int, align: int = _ALIGN_ELEMENTS
 ) -> tuple[Bucket, ...]:
-    """Lay (name, numel) pairs out in the order given, each start a multiple of `align` elements.
+    """Lay (name, numel) pairs out in order, each start a multiple of `align` elements.
 
-    A bucket closes when it holds `bucket_elements` or more, alignment gaps included, looked at
-    after each parameter.
+    A bucket closes when it holds `bucket_elements` or more, alignment gaps included; this is
+    checked after each parameter.
+
+    Raises:
+        BadInput: A count is below 1.
     """
     for field, value in (
         ("shards", shards),
@@ -69,32 +76,31 @@ def plan_buckets(
         ("align", align),
     ):
         if value < 1:
-            raise BadInput(
-                Reason(field=field, value=str(value), rule="must be at least 1", nearest="1")
-            )
+            rule = "must be at least 1"
+            raise BadInput(Reason(field=field, value=str(value), rule=rule, nearest="1"))
     buckets: list[Bucket] = []
     entries: list[BucketEntry] = []
     end = 0
     for name, numel in params:
         if numel < 1:
-            raise BadInput(
-                Reason(field=name, value=str(numel), rule="a parameter has at least one element")
-            )
+            rule = "a parameter has at least one element"
+            raise BadInput(Reason(field=name, value=str(numel), rule=rule))
         start, end, closes = lay_parameter(
             end, numel, bucket_elements=bucket_elements, align=align
         )
         entries.append(BucketEntry(name=name, start=start, numel=numel))
         if closes:
             buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))
-            entries, end = [], 0
+            entries = []
+            end = 0
     if entries:
         buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))
     return tuple(buckets)
 
 
 def shard_range(bucket: Bucket, shards: int, index: int) -> tuple[int, int]:
-    """Elements [start, stop) of the bucket that shard `index` owns: equal slices in order."""
-    size, rest = divmod(bucket.numel, shards)
-    if rest or not 0 <= index < shards:
+    """Return the elements [start, stop) of the bucket that shard `index` owns, in equal slices."""
+    size, remainder = divmod(bucket.numel, shards)
+    if remainder or not 0 <= index < shards:
         raise ValueError(f"shard {index} of {shards} of a bucket of {bucket.numel} elements")
     return index * size, (index + 1) * size

@@ -1,10 +1,9 @@
-"""Context parallelism: which positions of every sequence a rank holds, and over which ranks
-attention exchanges what.
+"""Context parallelism: the positions that a rank holds, and with whom attention exchanges what.
 
 A sequence is cut in 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r (zigzag): early chunks
-attend little, late ones much, and the two together the same everywhere. All-to-all gives each rank
-of its group all tokens of that group for a part of the heads; over a ring, or by one gather, keys
-and values visit the queries of other ranks.
+attend little, late ones much, and the two together attend the same on every rank. All-to-all gives
+each rank of its group all tokens of that group for a part of the heads; over a ring, or by one
+all-gather, keys and values visit the queries of other ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from math import isqrt
 
 from moewright.spec.layout import CpComm, Layout
 
-_MOST_INSIDE = 8  # ranks of an all-to-all of the hierarchical variant
+_MAX_A2A_RANKS = 8  # of the all-to-all of the hierarchical variant
 
 
 def rank_positions(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
-    """Positions of a sequence on one CP rank, in the order in which it holds them; 2 cp must divide
-    seq_len."""
+    """Return the positions of a sequence on one CP rank, in the order in which it holds them.
+
+    2 cp must divide `seq_len`.
+    """
     if cp == 1:
         return (range(seq_len),)
     size = seq_len // (2 * cp)
@@ -28,44 +29,49 @@ def rank_positions(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
 
 
 def cp_factors(layout: Layout) -> tuple[int, int]:
-    """Ranks that exchange heads all-to-all (neighbours), times ranks between which keys and values
-    go, = cp.
+    """Return the two factors of cp: ranks that exchange heads, and ranks that exchange keys.
 
-    Of the hierarchical variant the first is the largest divisor not above the square root of cp,
-    nor above 8: heads must divide by it, and all-to-all belongs inside a node. 1 when cp has none:
-    rules.exclusions refuses that.
+    The first are neighbours that exchange heads all-to-all; between the second, keys and values
+    travel. In the hierarchical variant the first is the largest divisor that is neither above the
+    square root of cp nor above 8, because heads must divide by it and an all-to-all belongs inside
+    a node. It is 1 where cp has no such divisor, which rules.compatibility refuses.
     """
     cp = layout.cp
     if layout.cp_comm is CpComm.A2A:
         return cp, 1
     if layout.cp_comm is CpComm.A2A_P2P:
-        heads = next(n for n in range(min(isqrt(cp), _MOST_INSIDE), 0, -1) if cp % n == 0)
-        return heads, cp // heads
+        largest = min(isqrt(cp), _MAX_A2A_RANKS)
+        a2a_ranks = next(n for n in range(largest, 0, -1) if cp % n == 0)
+        return a2a_ranks, cp // a2a_ranks
     return 1, cp
 
 
 def twice_attended_pairs(
     lengths: Iterable[int], seq_len: int, positions: Sequence[range], window: int = 0
 ) -> int:
-    """Twice the causal pairs of the queries at the positions `parts` of every sequence with the
-    keys of their own documents, whose `lengths` follow each other and none of which goes over the
-    end of a sequence; with the last `window` of them where one is given.
+    """Return twice the causal pairs of queries and keys of the same document.
 
-    A query i places into its document attends i + 1 keys, its own half: the first n of them n^2 /
-    2.
+    The queries are at `positions` of every sequence. Documents of the given `lengths` follow each
+    other, and none crosses the end of a sequence. With a `window`, a query attends at most so many
+    latest keys.
+
+    The query i places into its document attends i + 1 keys, of which its own counts half: the first
+    n queries attend n^2 / 2.
     """
     pairs = 0
     for start, stop in pairwise(accumulate(lengths, initial=0)):
         first = start % seq_len
         for part in positions:
-            low, high = max(part.start, first), min(part.stop, first + stop - start)
+            low = max(part.start, first)
+            high = min(part.stop, first + stop - start)
             if low < high:
-                pairs += _first(high - first, window) - _first(low - first, window)
+                pairs += _twice_first_pairs(high - first, window)
+                pairs -= _twice_first_pairs(low - first, window)
     return pairs
 
 
-def _first(queries: int, window: int) -> int:
-    """Twice the pairs of the first queries of a document."""
+def _twice_first_pairs(queries: int, window: int) -> int:
+    """Return twice the pairs of the first queries of a document."""
     if not window or queries <= window:
         return queries**2
     return window**2 + (queries - window) * (2 * window - 1)

@@ -1,5 +1,4 @@
-"""What this engine runs today. Anything else is refused before a process starts, with the
-reason."""
+"""What this engine runs today; anything else is refused with a reason before a process starts."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from moewright.rules.fsdp import is_fsdp_sharded
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
@@ -15,18 +15,21 @@ from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
 from moewright.spec.workload import Dtype, Workload
 
+# Packages that a dispatcher needs.
 _PACKAGES: Mapping[DispatcherKind, tuple[str, ...]] = MappingProxyType(
     {DispatcherKind.DEEPEP: ("deep_ep",), DispatcherKind.HYBRIDEP: ("deep_ep", "hybrid_ep_cpp")}
 )
-_GROUPED_ROW_BYTES = 16  # torch's grouped GEMM wants rows that are multiples of this
+# Rows of torch's grouped GEMM must be multiples of this.
+_GROUPED_ROW_BYTES = 16
+_NOT_YET = "the engine does not run this yet"
 
 
-def require_runnable(model: ModelSpec, workload: Workload, layout: Layout) -> None:
-    """Raise BadInput with every reason why this job is not legal, or not run by the engine."""
+def require_runnable(job: Job) -> None:
+    """Raise BadInput with every reason why a job is not legal or not run by the engine."""
     reasons = (
-        *unsupported_model(model, workload),
-        *check_legality(model, workload, layout),
-        *unsupported_layout(layout, model=model, workload=workload),
+        *unsupported_model(job.model, job.workload),
+        *check_legality(job.model, job.workload, job.layout),
+        *unsupported_layout(job.layout, model=job.model, workload=job.workload),
     )
     if reasons:
         raise BadInput(*reasons)
@@ -35,160 +38,138 @@ def require_runnable(model: ModelSpec, workload: Workload, layout: Layout) -> No
 def unsupported_layout(
     layout: Layout, *, model: ModelSpec, workload: Workload
 ) -> tuple[Reason, ...]:
-    """The choices of a layout that the engine cannot run yet, or not for this model."""
-    runs: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("offload", f"optimizer{layout.offload_fraction:g}", ("optimizer1",)),
-        (
-            "overlap",
-            "+".join(o for o in layout.overlap if o in (Overlap.EP, Overlap.TP, Overlap.WGRAD)),
-            ("",),
-        ),
-        ("graphs", "+".join(layout.graphs), ("",)),
-    )
-    choices = [
-        Reason(
-            field=f"layout.{key}",
-            value=str(value),
-            rule="the engine does not run this yet",
-            nearest=str(legal[0]) or "none",
-        )
-        for key, value, legal in runs
-        if value not in legal
-    ]
-    if layout.zero == 3 and layout.pp > 1:
-        rule = "the engine cuts weights without a pipeline alone: it would gather a stage again for every micro-batch"
-        choices.append(Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1"))
+    """Return the choices of the layout that the engine cannot run yet, or not for this model."""
     return (
-        *choices,
-        *_library(layout, workload),
-        *_replicated(layout),
-        *_too_fine(layout, model, workload),
+        *_unsupported_choices(layout),
+        *_check_library(layout, workload),
+        *_check_replicas(layout),
+        *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
 
 
-def _library(layout: Layout, workload: Workload) -> Iterator[Reason]:
-    """What a library that dispatches lacks here, or does not do."""
-    if layout.dispatcher not in LIBRARY_DISPATCHERS:
-        return
+def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
+    fraction = f"{layout.offload_fraction:g}"
+    if fraction != "1":
+        value = f"optimizer{fraction}"
+        yield Reason(field="layout.offload", value=value, rule=_NOT_YET, nearest="optimizer1")
+    not_run = (Overlap.EP, Overlap.TP, Overlap.WGRAD)
+    overlap = "+".join(item for item in layout.overlap if item in not_run)
+    if overlap:
+        yield Reason(field="layout.overlap", value=overlap, rule=_NOT_YET, nearest="none")
+    if layout.graphs:
+        graphs = "+".join(layout.graphs)
+        yield Reason(field="layout.graphs", value=graphs, rule=_NOT_YET, nearest="none")
+    if layout.zero == 3 and layout.pp > 1:
+        rule = (
+            "the engine cuts weights without a pipeline alone: it would gather a stage again for "
+            "every micro-batch"
+        )
+        yield Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1")
+
+
+def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
+    """Yield what keeps a library dispatcher from running: a missing package, or an unmet limit."""
     kind = layout.dispatcher
+    if kind not in LIBRARY_DISPATCHERS:
+        return
     missing = next((name for name in _PACKAGES[kind] if find_spec(name) is None), "")
     if missing:
         rule = (
             f"needs the package {missing} (github.com/deepseek-ai/DeepEP), which is not installed"
         )
         yield Reason(field="layout.dispatcher", value=kind, rule=rule, nearest=DispatcherKind.DEDUP)
-    rules = (
-        ("layout.etp", layout.etp, layout.etp > 1, "the engine dispatches whole experts", "1"),
-        (
-            "layout.spare",
-            layout.spare,
-            layout.spare > 0,
-            "the engine dispatches to experts, not to replicas",
-            "0",
-        ),
-        (
-            "layout.overlap",
-            "shared",
-            Overlap.SHARED in layout.overlap,
-            "the engine runs nothing",
-            "none",
-        ),
-        (
-            "train.precision",
-            workload.precision,
-            workload.precision is not Dtype.BF16,
-            "moves bf16 rows",
-            "bf16",
-        ),
-    )
-    for field, value, broken, why, near in rules:
-        if broken:
-            yield Reason(
-                field=field, value=str(value), rule=f"{why} with dispatcher={kind}", nearest=near
-            )
+    if layout.etp > 1:
+        rule = f"the engine dispatches whole experts with dispatcher={kind}"
+        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
+    if layout.spare > 0:
+        rule = f"the engine dispatches to experts, not to replicas with dispatcher={kind}"
+        yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
+    if Overlap.SHARED in layout.overlap:
+        rule = f"the engine runs nothing with dispatcher={kind}"
+        yield Reason(field="layout.overlap", value="shared", rule=rule, nearest="none")
+    if workload.precision is not Dtype.BF16:
+        rule = f"moves bf16 rows with dispatcher={kind}"
+        precision = str(workload.precision)
+        yield Reason(field="train.precision", value=precision, rule=rule, nearest="bf16")
 
 
-def _replicated(layout: Layout) -> Iterator[Reason]:
-    """What replicas of experts do not go with: they are no parameters, and send gradients home at a
-    step's end."""
+def _check_replicas(layout: Layout) -> Iterator[Reason]:
+    """Yield what expert replicas do not go with.
+
+    Replicas are no parameters, and send their gradients to the owners at the end of a step.
+    """
     if not layout.spare:
         return
-    cut = is_fsdp_sharded(layout, "edp")
-    padded = layout.capacity_fill is CapacityFill.PADDED
-    rules = (
-        (
-            "zero",
-            str(layout.zero),
-            cut,
-            "cuts experts over edp ranks, none of which has one to send",
-            "1",
-        ),
-        (
-            "capacity_fill",
-            layout.capacity_fill,
-            padded,
-            "gives every rank equally many rows already",
-            CapacityFill.USED,
-        ),
-    )
-    for field, value, broken, why, near in rules:
-        if broken:
-            rule = f"{why}: not with spare={layout.spare}"
-            yield Reason(field=f"layout.{field}", value=value, rule=rule, nearest=near)
+    if is_fsdp_sharded(layout, "edp"):
+        rule = "cuts experts over edp ranks, none of which has one to send"
+        yield Reason(
+            field="layout.zero",
+            value=str(layout.zero),
+            rule=f"{rule}: not with spare={layout.spare}",
+            nearest="1",
+        )
+    if layout.capacity_fill is CapacityFill.PADDED:
+        rule = "gives every rank equally many rows already"
+        yield Reason(
+            field="layout.capacity_fill",
+            value=layout.capacity_fill,
+            rule=f"{rule}: not with spare={layout.spare}",
+            nearest=CapacityFill.USED,
+        )
 
 
-def _too_fine(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
-    """Cuts that would leave a rank part of a row, or expert rows that grouped GEMM cannot
-    address."""
+def _check_shard_sizes(job: Job) -> Iterator[Reason]:
+    """Yield shards that are part of a row, or expert rows that grouped GEMM cannot address."""
+    model = job.model
+    layout = job.layout
     attention = model.attention
     if attention.kind is AttentionKind.GQA and attention.kv_width % layout.tp:
         rule = f"must divide the {attention.kv_width} rows of the key projection"
-        yield Reason(
-            field="layout.tp", value=str(layout.tp), rule=rule, nearest=str(attention.kv_heads)
-        )
+        near = str(attention.kv_heads)
+        yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=near)
     if model.moe is None or layout.etp == 1:
         return
+    etp = str(layout.etp)
     if model.moe.expert_bias and model.expert_width % layout.etp:
-        rule = f"must divide the {model.expert_width} rows of an expert's output, over which the experts' biases are cut"
-        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
-    step = _GROUPED_ROW_BYTES // workload.precision.nbytes
-    if model.moe.ffn_size // layout.etp % step:
-        rule = f"leaves {model.moe.ffn_size // layout.etp} of an expert's width; must be a multiple of {step}"
-        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
+        rule = (
+            f"must divide the {model.expert_width} rows of an expert's output, over which the "
+            "experts' biases are cut"
+        )
+        yield Reason(field="layout.etp", value=etp, rule=rule, nearest="1")
+    step = _GROUPED_ROW_BYTES // job.workload.precision.nbytes
+    width = model.moe.ffn_size // layout.etp
+    if width % step:
+        rule = f"leaves {width} of an expert's width; must be a multiple of {step}"
+        yield Reason(field="layout.etp", value=etp, rule=rule, nearest="1")
 
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
-    """The features of a model or workload that the engine cannot run yet."""
+    """Return the features of a model or workload that the engine cannot run yet."""
     attention = model.attention
-    latent = attention.kind is AttentionKind.MLA
-    missing: tuple[tuple[str, object, bool, str], ...] = (
-        (
-            "attention.qkv_bias",
-            True,
-            latent and (attention.qkv_bias or attention.out_bias),
-            "false",
-        ),
-        ("attention.rope.interleaved", True, attention.rope.interleaved and not latent, "false"),
+    is_mla = attention.kind is AttentionKind.MLA
+    has_mla_bias = is_mla and (attention.qkv_bias or attention.out_bias)
+    is_gqa_interleaved = attention.rope.interleaved and not is_mla
+    features: tuple[tuple[str, object, bool, str], ...] = (
+        ("attention.qkv_bias", True, has_mla_bias, "false"),
+        ("attention.rope.interleaved", True, is_gqa_interleaved, "false"),
         ("position", model.position, model.position is not PositionKind.ROPE, "rope"),
         ("norm", model.norm, model.norm is not NormKind.RMS, "rms"),
         ("gated", False, not model.gated, "true"),
     )
-    reasons = [
-        _model_reason(f"model.{field}", value, nearest)
-        for field, value, bad, nearest in missing
-        if bad
-    ]
-    for field, dtype, runs in (
+    dtypes = (
         ("train.precision", workload.precision, (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
         ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32,)),
         ("train.moment_dtype", workload.optimizer.moment_dtype, (Dtype.FP32, Dtype.BF16)),
-    ):
-        if dtype not in runs:
-            reasons.append(_model_reason(field, dtype, " or ".join(runs)))
-    return tuple(reasons)
-
-
-def _model_reason(field: str, value: object, nearest: str) -> Reason:
-    return Reason(
-        field=field, value=str(value), rule="the engine does not run this yet", nearest=nearest
+    )
+    return (
+        *(
+            Reason(field=f"model.{field}", value=str(value), rule=_NOT_YET, nearest=nearest)
+            for field, value, is_unsupported, nearest in features
+            if is_unsupported
+        ),
+        *(
+            Reason(field=field, value=str(dtype), rule=_NOT_YET, nearest=" or ".join(supported))
+            for field, dtype, supported in dtypes
+            if dtype not in supported
+        ),
     )

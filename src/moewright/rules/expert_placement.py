@@ -1,19 +1,19 @@
-"""Which expert-parallel rank holds which expert, from a measured load: even by packing, or by
-replicas of hot experts.
+"""Which expert-parallel rank holds which expert: a measured load evened by packing or replicas.
 
-Greedy packing and replication after DeepSeek's EPLB (github.com/deepseek-ai/EPLB). A slot is a
-place for one expert; a rank's slots follow each other: first those of the experts that are its own,
-then those of replicas, which belong to other ranks and are equal to what these hold. A load is the
-tokens of each expert of a layer.
+The greedy packing and replication follow DeepSeek's EPLB (github.com/deepseek-ai/EPLB). A slot is a
+place for one expert. The slots of a rank follow each other: first those of its own experts, then
+those of replicas, which belong to other ranks and equal what these hold. A load is the tokens of
+each expert of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
+from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.layout import ExpertPlacement, Layout
 from moewright.spec.model import ModelSpec
@@ -22,9 +22,10 @@ from moewright.spec.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaPlacement:
-    """The expert of every slot, `slots`, more slots than experts; an expert's tokens are dealt
-    evenly to its slots. Of each rank's slots the last are of replicas, by the rank whose own their
-    expert is.
+    """A placement with more slots than experts.
+
+    `slots` holds the expert of every slot; the tokens of an expert are dealt evenly to its slots.
+    Of each rank's slots the last hold replicas, sorted by the rank that owns their expert.
     """
 
     slots: tuple[int, ...]
@@ -34,53 +35,56 @@ class ReplicaPlacement:
 def slot_experts(
     model: ModelSpec, workload: Workload, layout: Layout, layer: int
 ) -> tuple[int, ...]:
-    """The expert of every slot of a layer with experts; MTP depths, whose load no histogram counts,
-    keep theirs."""
+    """Return the expert of every slot of a layer with experts.
+
+    No histogram counts the load of MTP depths; their experts stay in order.
+    """
     experts = model.moe.experts if model.moe else 0
-    place = model.routed_layers.index(layer)
-    if layout.expert_placement is ExpertPlacement.CONTIGUOUS or place >= len(
-        workload.load_histogram
-    ):
+    index = model.routed_layers.index(layer)
+    is_counted = index < len(workload.load_histogram)
+    if layout.expert_placement is ExpertPlacement.CONTIGUOUS or not is_counted:
         return tuple(range(experts))
-    counts = workload.load_histogram[place]
+    counts = workload.load_histogram[index]
     if layout.spare:
         return place_with_replicas(counts, layout.ep, layout.spare).slots
     return place_balanced(counts, layout.ep)
 
 
 def count_slots(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> int:
-    """Slots of all ranks in a layer with experts, those of replicas included."""
+    """Return the slots of all ranks in a layer with experts, those of replicas included."""
     experts = model.moe.experts if model.moe else 0
-    counted = (
-        model.routed_layers.index(layer) < len(workload.load_histogram) if layout.spare else False
-    )
-    return experts + (layout.spare * layout.ep if counted else 0)
+    if layout.spare and model.routed_layers.index(layer) < len(workload.load_histogram):
+        return experts + layout.spare * layout.ep
+    return experts
 
 
 def rank_slots(slots: Sequence[int], ep: int, rank: int) -> slice:
-    """Where one rank's slots are."""
+    """Return where the slots of one rank are."""
     local = len(slots) // ep
     return slice(rank * local, (rank + 1) * local)
 
 
 def rank_experts(slots: Sequence[int], ep: int, rank: int) -> Sequence[int]:
-    """The experts of one rank's slots."""
+    """Return the experts of one rank's slots."""
     return slots[rank_slots(slots, ep, rank)]
 
 
 def rows_for_slot(count: int, slots: int, source: int, slot: int) -> int:
-    """How many of an expert's rows the rank `source` of a group sends to one of its slots: it deals
-    them in turn, and starts where its own number says, so that what is over does not go to the same
-    slot from everywhere.
+    """Return how many of an expert's rows the rank `source` of a group sends to one of its slots.
+
+    It deals them in turn and starts where its own number says, so that the remainders of all
+    sources do not go to the same slot.
     """
     return (count - (slot - source) % slots + slots - 1) // slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaExchange:
-    """What one rank exchanges to hold replicas: the numbers of its own experts' slots whose weights
-    it sends, ordered by the rank that they go to, and how many go to and come from each rank. What
-    comes fills its spare slots in order.
+    """What one rank exchanges to hold replicas.
+
+    `sent_slots` numbers the slots of its own experts whose weights it sends, ordered by the rank
+    that they go to; the counts are per rank of the group. What it receives fills its spare slots in
+    order.
     """
 
     sent_slots: tuple[int, ...]
@@ -89,164 +93,213 @@ class ReplicaExchange:
 
 
 def plan_replica_exchange(slots: Sequence[int], ep: int, rank: int, spare: int) -> ReplicaExchange:
-    """Of a rank's part in slots of which each rank has `spare` for replicas."""
+    """Return what a rank exchanges where `spare` slots of each rank are for replicas."""
     own = len(slots) // ep - spare
-    mine = list(rank_experts(slots, ep, rank)[:own])
-    wanted = [rank_experts(slots, ep, other)[own:] for other in range(ep)]
-    owners = {
-        expert: other for other in range(ep) for expert in rank_experts(slots, ep, other)[:own]
-    }
-    going = [[mine.index(expert) for expert in of if owners[expert] == rank] for of in wanted]
-    coming = [owners[expert] for expert in wanted[rank]]
+    own_experts = [list(rank_experts(slots, ep, other)[:own]) for other in range(ep)]
+    replicas = [rank_experts(slots, ep, other)[own:] for other in range(ep)]
+    owners = {expert: other for other in range(ep) for expert in own_experts[other]}
+    sent = [
+        [own_experts[rank].index(expert) for expert in experts if owners[expert] == rank]
+        for experts in replicas
+    ]
+    sources = [owners[expert] for expert in replicas[rank]]
     return ReplicaExchange(
-        sent_slots=tuple(slot for of in going for slot in of),
-        send_counts=tuple(map(len, going)),
-        receive_counts=tuple(coming.count(other) for other in range(ep)),
+        sent_slots=tuple(slot for to_rank in sent for slot in to_rank),
+        send_counts=tuple(map(len, sent)),
+        receive_counts=tuple(sources.count(other) for other in range(ep)),
     )
 
 
 @lru_cache(maxsize=512)
 def place_balanced(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
-    """The expert of every slot such that ranks with equally many experts have about equal loads:
-    the next hottest expert goes to the least loaded rank that has room. Never worse than contiguous
-    blocks.
+    """Return the expert of every slot such that the ranks have about equal loads.
+
+    All ranks hold equally many experts: the next hottest expert goes to the least loaded rank that
+    has room. The placement is never worse than contiguous blocks.
     """
     room = len(counts) // ep
-    held: list[list[int]] = [[] for _ in range(ep)]
+    placed: list[list[int]] = [[] for _ in range(ep)]
     loads = [0] * ep
-    for expert in sorted(range(len(counts)), key=lambda one: (-counts[one], one)):
-        rank = min((r for r in range(ep) if len(held[r]) < room), key=lambda r: (loads[r], r))
-        held[rank].append(expert)
+    for expert in sorted(range(len(counts)), key=lambda index: (-counts[index], index)):
+        rank = min((r for r in range(ep) if len(placed[r]) < room), key=lambda r: (loads[r], r))
+        placed[rank].append(expert)
         loads[rank] += counts[expert]
     if max(loads) >= max(rank_loads(counts, ep)):
         return tuple(range(len(counts)))
-    return tuple(expert for mine in held for expert in sorted(mine))
+    return tuple(expert for experts in placed for expert in sorted(experts))
+
+
+class _ReplicaPacking:
+    """A balanced placement while replicas are added to it one by one."""
+
+    def __init__(self, counts: Sequence[int], ep: int, spare: int) -> None:
+        blocks = place_balanced(tuple(counts), ep)
+        self.counts = counts
+        self.spare = spare
+        self.own = [list(rank_experts(blocks, ep, rank)) for rank in range(ep)]
+        self.replicas: list[list[int]] = [[] for _ in range(ep)]
+        self.owner = {expert: rank for rank, experts in enumerate(self.own) for expert in experts}
+        self.holders = {expert: [rank] for expert, rank in self.owner.items()}
+        self.loads = [float(sum(counts[expert] for expert in experts)) for experts in self.own]
+
+    def add(self, expert: int, rank: int) -> None:
+        """Give `rank` a replica of `expert`, which spreads its load over one more slot."""
+        holders = self.holders[expert]
+        for holder in holders:
+            self.loads[holder] -= self.counts[expert] / len(holders)
+        holders.append(rank)
+        for holder in holders:
+            self.loads[holder] += self.counts[expert] / len(holders)
+        self.replicas[rank].append(expert)
+
+    def choose_next(self) -> tuple[int, int]:
+        """Return the expert that gets the next replica, and the rank that holds it.
+
+        Of the replicas that leave no rank above the hottest rank with an expert to share, it is the
+        one that lowers the sum of squared loads the most.
+        """
+        free_ranks = [rank for rank in range(len(self.own)) if self._has_room(rank)]
+        for hot_rank in sorted(range(len(self.loads)), key=lambda r: (-self.loads[r], r)):
+            candidates = [
+                candidate
+                for expert in sorted({*self.own[hot_rank], *self.replicas[hot_rank]})
+                if (candidate := self._best_rank(expert, hot_rank, free_ranks))
+            ]
+            if candidates:
+                _, expert, rank = min(candidates)
+                return expert, rank
+        # No replica would even out the load any more: take the one that adds the least to its rank.
+        rank = free_ranks[0]
+        expert = min(
+            range(len(self.counts)), key=lambda index: (self._added_load(index, rank), index)
+        )
+        return expert, rank
+
+    def _has_room(self, rank: int) -> bool:
+        return len(self.replicas[rank]) < self.spare
+
+    def _best_rank(
+        self, expert: int, hot_rank: int, free_ranks: Sequence[int]
+    ) -> tuple[float, int, int] | None:
+        """Return the change of the sum of squared loads, the expert, and the best rank for it.
+
+        None where a replica would not lower the sum, or would make a rank hotter than `hot_rank`.
+        """
+        holders = self.holders[expert]
+        others = [rank for rank in free_ranks if rank not in holders]
+        if not others:
+            return None
+        rank = min(others, key=lambda other: (self.loads[other], other))
+        share = self.counts[expert] / (len(holders) + 1)
+        relief = self.counts[expert] / len(holders) - share
+        change = share * (2 * self.loads[rank] + share)
+        change += sum(relief * (relief - 2 * self.loads[holder]) for holder in holders)
+        if change < 0 and self.loads[rank] + share <= self.loads[hot_rank]:
+            return change, expert, rank
+        return None
+
+    def _added_load(self, expert: int, rank: int) -> float:
+        """Return what one more replica of an expert adds to the load of a rank."""
+        slots = len(self.holders[expert])
+        rank_share = self.holders[expert].count(rank)
+        return self.counts[expert] * ((rank_share + 1) / (slots + 1) - rank_share / slots)
 
 
 @lru_cache(maxsize=512)
 def place_with_replicas(counts: tuple[int, ...], ep: int, spare: int) -> ReplicaPlacement:
-    """The balanced placement, and `spare` slots more on each rank for replicas of what is hot
-    there: each goes to an expert of the hottest rank that has one to share, on the least loaded
-    rank with room that has not got it. Where none would even the load any more, a rank takes the
-    one that adds the least to its own.
+    """Return the balanced placement with `spare` slots more on each rank for replicas.
+
+    Each replica goes to an expert of the hottest rank that has one to share, on the least loaded
+    rank with room that does not hold it yet. Where none would even out the load any more, a rank
+    takes the one that adds the least to its own.
     """
-    blocks = place_balanced(counts, ep)
-    held = [list(rank_experts(blocks, ep, rank)) for rank in range(ep)]
-    owner = {expert: rank for rank, mine in enumerate(held) for expert in mine}
-    holders = {expert: [rank] for expert, rank in owner.items()}
-    replicas: list[list[int]] = [[] for _ in range(ep)]
-    loads = [float(sum(counts[expert] for expert in mine)) for mine in held]
+    packing = _ReplicaPacking(counts, ep, spare)
     for _ in range(spare * ep):
-        expert, rank = _shared(counts, held, replicas, holders, loads, spare)
-        before = counts[expert] / len(holders[expert])
-        for other in holders[expert]:
-            loads[other] -= before
-        holders[expert].append(rank)
-        for other in holders[expert]:
-            loads[other] += counts[expert] / len(holders[expert])
-        replicas[rank].append(expert)
-    slots = [
-        one
-        for mine, others in zip(held, replicas, strict=True)
-        for one in (*mine, *sorted(others, key=lambda expert: (owner[expert], expert)))
-    ]
-    share = [counts[expert] / len(holders[expert]) for expert in range(len(counts))]
+        expert, rank = packing.choose_next()
+        packing.add(expert, rank)
+    slots: list[int] = []
+    for experts, replicas in zip(packing.own, packing.replicas, strict=True):
+        slots += experts
+        slots += sorted(replicas, key=lambda expert: (packing.owner[expert], expert))
+    share = [counts[expert] / len(packing.holders[expert]) for expert in range(len(counts))]
     hottest = max(
         sum(share[expert] for expert in rank_experts(slots, ep, rank)) for rank in range(ep)
     )
     total = sum(counts)
-    return ReplicaPlacement(slots=tuple(slots), load_factor=hottest * ep / total if total else 1.0)
-
-
-def _shared(
-    counts: Sequence[int],
-    held: Sequence[Sequence[int]],
-    replicas: Sequence[Sequence[int]],
-    holders: Mapping[int, Sequence[int]],
-    loads: Sequence[float],
-    spare: int,
-) -> tuple[int, int]:
-    """The expert that gets the next replica, and the rank: of those that leave no rank above the
-    hottest sharer, what lessens the sum of squared loads the most.
-    """
-    room = [rank for rank, mine in enumerate(replicas) if len(mine) < spare]
-    for hot in sorted(range(len(loads)), key=lambda rank: (-loads[rank], rank)):
-        best: tuple[float, int, int] | None = None
-        for expert in sorted({*held[hot], *replicas[hot]}):
-            free = [rank for rank in room if rank not in holders[expert]]
-            if not free:
-                continue
-            rank = min(free, key=lambda one: (loads[one], one))
-            share = counts[expert] / (len(holders[expert]) + 1)
-            less = counts[expert] / len(holders[expert]) - share
-            change = share * (2 * loads[rank] + share)
-            change += sum(less * (less - 2 * loads[other]) for other in holders[expert])
-            if change < 0 and loads[rank] + share <= loads[hot]:
-                best = min(best or (change, expert, rank), (change, expert, rank))
-        if best:
-            return best[1], best[2]
-    rank = room[0]
-
-    def more(expert: int) -> float:
-        slots, here = len(holders[expert]), holders[expert].count(rank)
-        return counts[expert] * ((here + 1) / (slots + 1) - here / slots)
-
-    return min(range(len(counts)), key=lambda expert: (more(expert), expert)), rank
+    load_factor = hottest * ep / total if total else 1.0
+    return ReplicaPlacement(slots=tuple(slots), load_factor=load_factor)
 
 
 def balanced_slot_loads(counts: tuple[int, ...], ep: int) -> tuple[int, ...]:
-    """Tokens of every slot of the balanced placement."""
+    """Return the tokens of every slot of the balanced placement."""
     return tuple(counts[expert] for expert in place_balanced(counts, ep))
 
 
 def rank_loads(counts: Sequence[int], ep: int) -> tuple[int, ...]:
-    """Tokens of each EP rank, experts in contiguous blocks."""
+    """Return the tokens of each EP rank with experts in contiguous blocks."""
     local = len(counts) // ep
     return tuple(sum(counts[rank * local : (rank + 1) * local]) for rank in range(ep))
 
 
 def rank_load_factor(counts: Sequence[int], ep: int) -> float:
-    """Load of the hottest EP rank over the mean, experts in contiguous blocks. 1 when nothing was
-    routed."""
+    """Return the load of the hottest EP rank over the mean with experts in contiguous blocks.
+
+    It is 1 when nothing was routed.
+    """
     total = sum(counts)
-    return max(rank_loads(counts, ep)) * ep / total if total else 1.0
+    if not total:
+        return 1.0
+    return max(rank_loads(counts, ep)) * ep / total
 
 
 def describe_placements(workload: Workload, ep: int) -> str:
-    """What placements make of the measured load, mean over layers: the hottest rank over the mean,
-    in words."""
-    histogram = workload.load_histogram
-    blocks, packed = (
-        fmean(loads) for loads in zip(*(_two(counts, ep) for counts in histogram), strict=True)
-    )
-    spare = fmean(place_with_replicas(counts, ep, 1).load_factor for counts in histogram)
-    return f"{blocks:.3g} x the mean in contiguous blocks, {packed:.3g} balanced, {spare:.3g} with a replica more a rank"
+    """Return, in words, the load factors of the placements under the measured load.
 
-
-def _two(counts: tuple[int, ...], ep: int) -> tuple[float, float]:
-    return rank_load_factor(counts, ep), rank_load_factor(balanced_slot_loads(counts, ep), ep)
-
-
-def check_placement(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """What an even placement lacks: ranks to place on, and the load that it is made from; and
-    replicas: a placement to go with, and experts of other ranks.
+    They are of the hottest rank over the mean, averaged over the layers.
     """
-    placed_evenly = layout.expert_placement is ExpertPlacement.BALANCED
+    histogram = workload.load_histogram
+    blocks = fmean(rank_load_factor(counts, ep) for counts in histogram)
+    packed = fmean(rank_load_factor(balanced_slot_loads(counts, ep), ep) for counts in histogram)
+    spare = fmean(place_with_replicas(counts, ep, 1).load_factor for counts in histogram)
+    return (
+        f"{blocks:.3g} x the mean in contiguous blocks, {packed:.3g} balanced, "
+        f"{spare:.3g} with a replica more a rank"
+    )
+
+
+def check_placement(job: Job) -> tuple[Reason, ...]:
+    """Return what the expert placement of the layout lacks.
+
+    A balanced placement needs several ranks and a measured load. Replicas need a balanced placement
+    and experts of other ranks.
+    """
+    model = job.model
+    layout = job.layout
+    is_balanced = layout.expert_placement is ExpertPlacement.BALANCED
     others = model.moe.experts - model.moe.experts // layout.ep if model.moe else 0
-    rule, near = "", str(others)
-    if layout.spare and not placed_evenly:
-        rule, near = f"goes with expert_placement={ExpertPlacement.BALANCED}", "0"
-    elif layout.spare > others and layout.ep > 1:
+    if layout.spare and not is_balanced:
+        rule = f"goes with expert_placement={ExpertPlacement.BALANCED}"
+        return (_spare_reason(layout, rule, "0"),)
+    if layout.spare > others and layout.ep > 1:
         rule = f"a rank of ep={layout.ep} has {others} experts to replicate that are not its own"
-    if rule:
-        return (Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest=near),)
-    if not placed_evenly:
+        return (_spare_reason(layout, rule, str(others)),)
+    if not is_balanced:
         return ()
     if model.moe is None or layout.ep == 1:
         rule = "needs ep > 1"
-    elif not workload.load_histogram:
+    elif not job.workload.load_histogram:
         rule = "is made from train.load_histogram, which is not given"
     else:
         return ()
-    field, value = "layout.expert_placement", layout.expert_placement
-    return (Reason(field=field, value=value, rule=rule, nearest=ExpertPlacement.CONTIGUOUS),)
+    return (
+        Reason(
+            field="layout.expert_placement",
+            value=layout.expert_placement,
+            rule=rule,
+            nearest=ExpertPlacement.CONTIGUOUS,
+        ),
+    )
+
+
+def _spare_reason(layout: Layout, rule: str, nearest: str) -> Reason:
+    return Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest=nearest)

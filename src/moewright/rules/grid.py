@@ -1,10 +1,11 @@
-"""Rank <-> coordinates. Two grids over the same ranks (parallel folding): attention and dense
-layers use the dense grid, routed experts the expert grid; both end in `pp`, so a pipeline stage is
-the same block of ranks in both.
+"""The two rank grids: ranks to coordinates and back, and the ranks of a named group.
 
-rank = sum of coordinate * stride, strides being the prefix products of the axis sizes, fastest axis
-first. Everything here expects the world to divide by both grids (rules.legality says so) and is
-O(1) a query but for the ranks it lists.
+Attention and dense layers use the dense grid, routed experts the expert grid, over the same ranks
+(parallel folding). Both end in `pp`, so a pipeline stage is the same block of ranks in both.
+
+A rank is the sum of coordinate * stride over the axes of a grid. Strides are the prefix products of
+the axis sizes, the fastest axis first. All functions expect a world that divides by both grids,
+which rules.legality checks, and take constant time apart from the ranks that they list.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from moewright.spec.layout import DispatcherKind, Layout
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
-_CP_AXES = ("cp_a2a", "cp_kv")  # what the cp axis consists of, fastest first (rules.context)
+# The parts of the cp axis, fastest first (rules.context_parallel).
+_CP_AXES = ("cp_a2a", "cp_kv")
 NODE_AWARE_DISPATCHERS = (DispatcherKind.DEDUP, DispatcherKind.HYBRIDEP)
-_EP_AXES = ("ep_near", "ep_far")  # what the ep axis consists of: ranks of one node, and nodes
-# What cp and dp together, and edp, consist of under hybrid sharding: inside a block of tp * shard
-# ranks, and across.
+# The parts of the ep axis: the ranks of one node, and the nodes.
+_EP_AXES = ("ep_near", "ep_far")
+# The parts of cp and dp together, and of edp, under hybrid sharding: inside a block of tp * shard
+# ranks, and across blocks.
 _HYBRID_AXES = ("shard", "copies", "edp_shard", "edp_copies")
 
-# Group name -> the axes it spans, all of one grid, fastest first.
+# The axes that each named group spans, all of one grid, fastest first.
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "tp": ("tp",),
@@ -56,52 +59,59 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def axis_size(layout: Layout, axis: str) -> int:
-    """Ranks along one axis of either grid, or along a part of the cp or the ep axis."""
+    """Return the ranks along an axis of either grid, or along a part of an axis."""
     if axis in _CP_AXES:
         return cp_factors(layout)[_CP_AXES.index(axis)]
     if axis in _EP_AXES:
-        near = layout.ep_node or layout.ep
-        return near if axis == "ep_near" else layout.ep // near
+        node_ranks = layout.ep_node or layout.ep
+        return node_ranks if axis == "ep_near" else layout.ep // node_ranks
     if axis in _HYBRID_AXES:
-        return _hybrid(layout)[_HYBRID_AXES.index(axis)]
+        return _hybrid_sizes(layout)[_HYBRID_AXES.index(axis)]
     if axis not in DENSE_AXES and axis not in EXPERT_AXES:
         raise KeyError(axis)
     size: int = getattr(layout, axis)
     return size
 
 
-def _hybrid(layout: Layout) -> tuple[int, int, int, int]:
-    """Sizes of _HYBRID_AXES. Experts are cut over the ranks of edp that lie in one block: over one
-    where a block holds no two copies of them.
+def _hybrid_sizes(layout: Layout) -> tuple[int, int, int, int]:
+    """Return the sizes of _HYBRID_AXES.
+
+    Experts are sharded over the ranks of edp that lie in one block; where a block holds them only
+    once, that is one rank.
     """
-    dense, inside, expert = layout.dp * layout.cp, layout.shard, layout.edp
-    if not inside:
-        return dense, 1, expert, 1
-    expert_inside = max(1, layout.tp * inside // (layout.etp * layout.ep))
-    return inside, dense // inside, expert_inside, expert // expert_inside
+    dense_ranks = layout.dp * layout.cp
+    if not layout.shard:
+        return dense_ranks, 1, layout.edp, 1
+    expert_shard = max(1, layout.tp * layout.shard // (layout.etp * layout.ep))
+    return layout.shard, dense_ranks // layout.shard, expert_shard, layout.edp // expert_shard
 
 
 def group_size(layout: Layout, group: str) -> int:
-    """Ranks in one group of that name."""
+    """Return the number of ranks in one group of that name."""
     return prod(axis_size(layout, axis) for axis in GROUPS[group])
 
 
 def stride(layout: Layout, axis: str) -> int:
-    """What one step along the axis adds to the rank."""
+    """Return what one step along the axis adds to the rank."""
     if axis in _CP_AXES:
         return stride(layout, "cp") * prod(cp_factors(layout)[: _CP_AXES.index(axis)])
     if axis in _EP_AXES:
         return stride(layout, "ep") * (1 if axis == "ep_near" else axis_size(layout, "ep_near"))
     if axis in _HYBRID_AXES:
-        place = _HYBRID_AXES.index(axis)
-        first = place // 2 * 2  # of the two that make up one run of ranks
-        return stride(layout, "edp" if first else "cp") * prod(_hybrid(layout)[first:place])
+        index = _HYBRID_AXES.index(axis)
+        first = index // 2 * 2  # index of the inner axis of the pair that this one is part of
+        pair_axis = "edp" if first else "cp"
+        return stride(layout, pair_axis) * prod(_hybrid_sizes(layout)[first:index])
     axes = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
     return prod(axis_size(layout, faster) for faster in axes[: axes.index(axis)])
 
 
 def coordinate(layout: Layout, rank: int, axis: str) -> int:
-    """Where `rank` stands on `axis`, 0 .. axis_size - 1."""
+    """Return the coordinate of a rank on an axis, 0 .. axis_size - 1.
+
+    Raises:
+        BadInput: There is no such rank.
+    """
     if not 0 <= rank < layout.world_size:
         nearest = str(min(max(rank, 0), layout.world_size - 1))
         rule = f"ranks are 0 to {layout.world_size - 1}"
@@ -110,25 +120,27 @@ def coordinate(layout: Layout, rank: int, axis: str) -> int:
 
 
 def _offsets(layout: Layout, group: str) -> tuple[int, ...]:
-    """Ranks of the group of rank 0, first axis fastest."""
+    """Return the ranks of the group of rank 0, the first axis fastest."""
     offsets = [0]
     for axis in GROUPS[group]:
-        step, size = stride(layout, axis), axis_size(layout, axis)
-        offsets = [place * step + offset for place in range(size) for offset in offsets]
+        step = stride(layout, axis)
+        size = axis_size(layout, axis)
+        offsets = [index * step + offset for index in range(size) for offset in offsets]
     return tuple(offsets)
 
 
 def group_ranks(layout: Layout, group: str, rank: int) -> tuple[int, ...]:
-    """The ranks of `rank`'s group in group order: the other coordinates held fixed, the first axis
-    fastest."""
+    """Return the ranks of the group that `rank` is in, in group order, the first axis fastest."""
     axes = GROUPS[group]
     first = rank - sum(coordinate(layout, rank, axis) * stride(layout, axis) for axis in axes)
     return tuple(first + offset for offset in _offsets(layout, group))
 
 
 def all_groups(layout: Layout, group: str) -> tuple[tuple[int, ...], ...]:
-    """Every group of that name, by lowest rank; together they hold each rank once. Linear in the
-    world size."""
+    """Return every group of that name, sorted by lowest rank; each rank is in one group.
+
+    Takes time linear in the world size.
+    """
     axes = [(stride(layout, axis), axis_size(layout, axis)) for axis in GROUPS[group]]
     offsets = _offsets(layout, group)
     return tuple(
@@ -139,14 +151,15 @@ def all_groups(layout: Layout, group: str) -> tuple[tuple[int, ...], ...]:
 
 
 def min_world_size(*, tp: int, cp: int, pp: int, ep: int, etp: int) -> int:
-    """Fewest ranks on which both grids fit; legal world sizes are its multiples."""
+    """Return the fewest ranks on which both grids fit; legal world sizes are its multiples."""
     return pp * lcm(tp * cp, etp * ep)
 
 
 def with_fabric_nodes(layout: Layout, domain_size: int) -> Layout:
-    """The layout with the nodes that fast domains of `domain_size` ranks are to a dispatcher that
-    is told of nodes, unless it names them: as many ranks of ep as lie in one domain, where ep spans
-    several.
+    """Return the layout with `ep_node` set to the fast domains of the fabric.
+
+    It is the number of ranks of ep that lie in one domain of `domain_size` ranks, where ep spans
+    several domains. A layout that sets `ep_node`, or whose dispatcher knows no nodes, is unchanged.
     """
     if (
         layout.dispatcher not in NODE_AWARE_DISPATCHERS
@@ -154,5 +167,7 @@ def with_fabric_nodes(layout: Layout, domain_size: int) -> Layout:
         or domain_size % layout.etp
     ):
         return layout
-    near = gcd(layout.ep, domain_size // layout.etp)
-    return replace(layout, ep_node=near) if 1 < near < layout.ep else layout
+    node_ranks = gcd(layout.ep, domain_size // layout.etp)
+    if not 1 < node_ranks < layout.ep:
+        return layout
+    return replace(layout, ep_node=node_ranks)

@@ -6,150 +6,140 @@ illegal layout yields Reasons, never a bare False.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from math import gcd, isfinite, isqrt, lcm
+from math import gcd, isfinite, lcm
 
 from moewright.rules.batch_rampup import check_ramp, workload_at_step
 from moewright.rules.compatibility import check_compatibility, has_experts
+from moewright.rules.divisibility import divisors as divisors
+from moewright.rules.divisibility import nearest_legal, nearest_multiples
 from moewright.rules.expert_placement import check_placement
 from moewright.rules.grid import NODE_AWARE_DISPATCHERS, min_world_size
+from moewright.rules.job import Job
+from moewright.rules.micro_batches import check_batch
+from moewright.rules.micro_batches import micro_batches as micro_batches
 from moewright.rules.routing import check_load_histogram
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import check_stages
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import DispatcherKind, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
-# Beyond these a number is a slip of the pen; refusing it keeps every later search for a nearest
-# value short.
+# Larger numbers are slips of the pen; refusing them keeps every search for a nearest value short.
 _MAX_WORLD = 2**20
 _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
 _MAX_DEGREE = 10**15
 _ZERO_LEVELS = (0, 1, 3)
-
-
-def micro_batches(workload: Workload, layout: Layout) -> int:
-    """Micro-batches of a step, GBS / (mbs * dp). Raises BadInput when that is not whole."""
-    reasons = tuple(_batch_reasons(workload, layout))
-    if reasons:
-        raise BadInput(*reasons)
-    return workload.global_batch // (layout.mbs * layout.dp)
+_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
 def check_legality(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """Every rule that is broken, each with the nearest legal value; () when the layout is legal.
+    """Return every broken rule with the nearest legal value; () when the layout is legal.
 
-    Numbers that are not sane are reported alone, for the other rules calculate with them.
+    Numbers beyond all bounds are reported alone, because the other rules calculate with them.
     """
-    reasons = list(_insane(workload, layout))
+    job = Job(model=model, workload=workload, layout=layout)
+    reasons = list(_check_bounds(workload, layout))
     if reasons:
         return tuple(reasons)
-    reasons += _grid_reasons(model, layout)
+    reasons += _check_grids(model, layout)
     grid_fits = not reasons
-    reasons += _expert_reasons(model, layout)
-    reasons += _node_reasons(layout)
-    reasons += _tensor_reasons(model, layout)
-    reasons += _sequence_reasons(model, workload, layout)
+    reasons += _check_experts(model, layout)
+    reasons += _check_nodes(layout)
+    reasons += _check_tensor_parallelism(model, layout)
+    reasons += _check_sequence(job)
     reasons += check_stages(model, layout)
-    batch = list(_batch_reasons(workload, layout)) if grid_fits else []
-    reasons += batch
-    reasons += _shard_reasons(layout) if grid_fits else ()
-    if grid_fits and not batch:
-        ramp = list(check_ramp(workload, layout))
-        least = workload_at_step(
-            workload, 0
-        )  # the fewest micro-batches; () without a ramp is the workload itself
-        reasons += ramp or check_schedule(layout, micro_batches(least, layout))
+    if grid_fits:
+        batch_reasons = tuple(check_batch(workload, layout))
+        reasons += batch_reasons
+        reasons += _check_shard(layout)
+        if not batch_reasons:
+            reasons += tuple(check_ramp(workload, layout)) or _check_first_step(workload, layout)
     reasons += check_compatibility(model, workload, layout)
-    reasons += check_placement(model, workload, layout) or check_load_histogram(
-        model, workload, layout
-    )
+    reasons += check_placement(job) or check_load_histogram(job)
     return tuple(reasons)
 
 
 def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
-    """Why devices cannot compute in the workload's precision: one of less than 16 bits that they
-    list no rate for."""
-    dtype, device = workload.precision, hardware.device
+    """Return why devices cannot compute in the workload's precision.
+
+    That is a precision of less than 16 bits for which they list no rate.
+    """
+    dtype = workload.precision
+    device = hardware.device
     listed = {peak.dtype for peak in device.peaks} | {rate.dtype for rate in device.rates}
     if not dtype.is_narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
         return ()
+    best = next((narrow for narrow in (Dtype.MXFP8, Dtype.FP8) if narrow in listed), Dtype.BF16)
     rule = f"{device.name} has no rates for it"
-    best = next((str(one) for one in (Dtype.MXFP8, Dtype.FP8) if one in listed), str(Dtype.BF16))
     return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=best),)
 
 
-def divisors(number: int) -> tuple[int, ...]:
-    """Divisors of a positive number, ascending."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
+def _check_first_step(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+    """Return broken rules of the timetable at the first step, which has the fewest micro-batches.
+
+    Without a ramp its workload is the workload itself.
+    """
+    return check_schedule(layout, micro_batches(workload_at_step(workload, 0), layout))
 
 
-def nearest_legal(value: int, legal: Iterable[int]) -> str:
-    """The closest legal values on both sides of `value`: "64 or 128"; "" when nothing is legal."""
-    others = sorted(set(legal))
-    below = [other for other in others if other < value][-1:]
-    above = [other for other in others if other > value][:1]
-    return " or ".join(str(other) for other in below + above)
+def _check_bounds(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+    """Return the numbers that are not numbers or beyond all bounds.
 
-
-def _multiples(value: int, step: int) -> str:
-    below = value // step * step
-    return nearest_legal(value, [n for n in (below, below + step) if n > 0])
-
-
-def _insane(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """Numbers that are not numbers, or beyond all bounds; the workload's only once the layout's can
-    be counted with."""
-    degrees = ("tp", "cp", "pp", "vpp", "ep", "etp")
+    The workload's are checked only once the layout's can be calculated with.
+    """
     reasons = [
-        *_bounded("layout.world_size", layout.world_size, 1, _MAX_WORLD),
+        *_check_range("layout.world_size", layout.world_size, 1, _MAX_WORLD),
         *(
             reason
-            for name in degrees
-            for reason in _bounded(f"layout.{name}", getattr(layout, name), 1, _MAX_DEGREE)
+            for name in _DEGREES
+            for reason in _check_range(f"layout.{name}", getattr(layout, name), 1, _MAX_DEGREE)
         ),
-        *_bounded("layout.mbs", layout.mbs, 1, _MAX_BATCH),
-        *_bounded("layout.vpp_group", layout.vpp_group, 0, _MAX_BATCH),
-        *_bounded("layout.shard", layout.shard, 0, _MAX_DEGREE),
-        *_bounded("layout.spare", layout.spare, 0, _MAX_DEGREE),
-        *_bounded("layout.ep_node", layout.ep_node, 0, _MAX_DEGREE),
-        *_zero_and_capacity(layout),
+        *_check_range("layout.mbs", layout.mbs, 1, _MAX_BATCH),
+        *_check_range("layout.vpp_group", layout.vpp_group, 0, _MAX_BATCH),
+        *_check_range("layout.shard", layout.shard, 0, _MAX_DEGREE),
+        *_check_range("layout.spare", layout.spare, 0, _MAX_DEGREE),
+        *_check_range("layout.ep_node", layout.ep_node, 0, _MAX_DEGREE),
+        *_check_zero_and_capacity(layout),
     ]
-    if not reasons:
-        batch_step = layout.mbs * max(1, layout.dp)
-        reasons += _bounded(
-            "workload.global_batch", workload.global_batch, 1, _MAX_BATCH, batch_step
-        )
-        reasons += _bounded(
-            "workload.seq_len", workload.seq_len, 1, _MAX_SEQ_LEN, _sequence_step(layout)
-        )
-    return tuple(reasons)
+    if reasons:
+        return tuple(reasons)
+    batch_step = layout.mbs * max(1, layout.dp)
+    sequence_step = _sequence_step(layout)
+    return (
+        *_check_range(
+            "workload.global_batch", workload.global_batch, 1, _MAX_BATCH, step=batch_step
+        ),
+        *_check_range("workload.seq_len", workload.seq_len, 1, _MAX_SEQ_LEN, step=sequence_step),
+    )
 
 
-def _bounded(field: str, value: int, low: int, high: int, step: int = 1) -> Iterator[Reason]:
-    """`step`: what legal values are multiples of, apart from a lowest value of 0."""
+def _check_range(field: str, value: int, low: int, high: int, *, step: int = 1) -> Iterator[Reason]:
+    """Yield why a value is not a whole number in a range.
+
+    Legal values are multiples of `step`, apart from a lowest value of 0.
+    """
     least = -(-low // step) * step
     if type(value) is not int:
-        yield Reason(
-            field=field, value=_show(value), rule="must be a whole number", nearest=str(least)
-        )
+        rule = "must be a whole number"
+        yield Reason(field=field, value=_show(value), rule=rule, nearest=str(least))
     elif not low <= value <= high:
+        near = least
         # Degrees have no highest legal value of their own; 1 is always legal.
-        most = least if high == _MAX_DEGREE else max(least, high // step * step)
-        near = str(least if value < low else most)
-        yield Reason(field=field, value=_show(value), rule=f"must be {low} to {high}", nearest=near)
+        if value > high and high != _MAX_DEGREE:
+            near = max(least, high // step * step)
+        rule = f"must be {low} to {high}"
+        yield Reason(field=field, value=_show(value), rule=rule, nearest=str(near))
 
 
-def _zero_and_capacity(layout: Layout) -> Iterator[Reason]:
+def _check_zero_and_capacity(layout: Layout) -> Iterator[Reason]:
     if type(layout.zero) is not int or layout.zero not in _ZERO_LEVELS:
-        yield Reason(
-            field="layout.zero", value=_show(layout.zero), rule="must be 0, 1 or 3", nearest="1"
-        )
+        rule = "must be 0, 1 or 3"
+        yield Reason(field="layout.zero", value=_show(layout.zero), rule=rule, nearest="1")
     capacity = layout.capacity
     if type(capacity) not in (int, float) or not isfinite(capacity) or capacity < 0:
         rule = "must be a finite number, 0 (dropless) or more"
@@ -157,127 +147,140 @@ def _zero_and_capacity(layout: Layout) -> Iterator[Reason]:
 
 
 def _show(value: object) -> str:
-    text = repr(value) if type(value) is not int or abs(value) < 10**18 else "more than 18 digits"
+    if type(value) is int and abs(value) >= 10**18:
+        return "more than 18 digits"
+    text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _grid_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
-    """The world divides by both grids: tp cp pp, and etp ep pp."""
-    world, pp = layout.world_size, layout.pp
+def _reason(name: str, value: object, rule: str, nearest: str) -> Reason:
+    return Reason(field=f"layout.{name}", value=str(value), rule=rule, nearest=nearest)
+
+
+def _check_grids(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
+    """Yield where the world does not divide by both grids: tp cp pp, and etp ep pp."""
+    world = layout.world_size
+    pp = layout.pp
     if world % pp:
-        rule = f"must divide world_size={world}"
-        near = f"{nearest_legal(pp, _pp_choices(model, layout))}, or world_size {_multiples(world, pp)}"
-        yield Reason(field="layout.pp", value=str(pp), rule=rule, nearest=near)
+        degrees = nearest_legal(pp, _pp_choices(model, layout))
+        near = f"{degrees}, or world_size {nearest_multiples(world, pp)}"
+        yield _reason("pp", pp, f"must divide world_size={world}", near)
         return
-    stage = world // pp
-    if stage % (layout.tp * layout.cp):
-        yield _grid_reason(
-            "tp", "cp", layout, (_tp_choices(model, layout), _quotients(stage, layout.tp))
-        )
-    if stage % (layout.etp * layout.ep):
-        yield _grid_reason(
-            "etp", "ep", layout, (_etp_choices(model, layout), _ep_choices(model, layout))
-        )
+    stage_ranks = world // pp
+    if stage_ranks % (layout.tp * layout.cp):
+        choices = {
+            "tp": _tp_choices(model, layout),
+            "cp": _remaining_degrees(stage_ranks, layout.tp),
+        }
+        yield _grid_reason(layout, choices)
+    if stage_ranks % (layout.etp * layout.ep):
+        choices = {"etp": _etp_choices(model, layout), "ep": _ep_choices(model, layout)}
+        yield _grid_reason(layout, choices)
 
 
-def _grid_reason(
-    fast: str, slow: str, layout: Layout, choices: tuple[tuple[int, ...], tuple[int, ...]]
-) -> Reason:
-    """Blames the axis that one change mends: the fast one when it is above 1, then the slow one,
-    then the world."""
-    stage = layout.world_size // layout.pp
+def _grid_reason(layout: Layout, choices: dict[str, tuple[int, ...]]) -> Reason:
+    """Return a Reason for the axis that one change mends.
+
+    `choices` holds the legal degrees of the fast and of the slow axis of a grid. The fast one is
+    named when it is above 1, then the slow one, then the world.
+    """
+    fast, slow = choices
+    world = layout.world_size
+    stage_ranks = world // layout.pp
     product = getattr(layout, fast) * getattr(layout, slow)
-    rule = f"{fast} * {slow} = {product} must divide the {stage} ranks of a pipeline stage (world_size / pp)"
+    rule = (
+        f"{fast} * {slow} = {product} must divide the {stage_ranks} ranks of a pipeline stage "
+        "(world_size / pp)"
+    )
     fixes = [
         (axis, near)
-        for axis, legal in zip((fast, slow), choices, strict=True)
+        for axis, legal in choices.items()
         if getattr(layout, axis) > 1 and (near := nearest_legal(getattr(layout, axis), legal))
     ]
     if not fixes:
         least = min_world_size(
             tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
         )
-        world = layout.world_size
-        return Reason(
-            field="layout.world_size", value=str(world), rule=rule, nearest=_multiples(world, least)
-        )
+        return _reason("world_size", world, rule, nearest_multiples(world, least))
     axis, near = fixes[0]
     also = "".join(f", or {other} {values}" for other, values in fixes[1:])
-    return Reason(
-        field=f"layout.{axis}", value=str(getattr(layout, axis)), rule=rule, nearest=near + also
-    )
+    return _reason(axis, getattr(layout, axis), rule, near + also)
 
 
-def _shard_reasons(layout: Layout) -> Iterator[Reason]:
-    """Hybrid sharding: blocks of tp * shard ranks that hold the weights once, experts whole."""
-    dense, expert, shard = layout.dp * layout.cp, layout.etp * layout.ep, layout.shard
+def _check_shard(layout: Layout) -> Iterator[Reason]:
+    """Yield broken rules of hybrid sharding.
+
+    A block of tp * shard ranks holds the weights once, and whole experts.
+    """
+    shard = layout.shard
     if not shard:
         return
     if layout.zero != 3:
         rule = f"zero={layout.zero} cuts no weights: shard goes with zero=3"
-        yield Reason(field="layout.shard", value=str(shard), rule=rule, nearest="0")
+        yield _reason("shard", shard, rule, "0")
         return
-    parts = [n for n in divisors(dense) if n > 1]
-    legal = [n for n in parts if layout.tp * n < expert or layout.tp * n % expert == 0]
+    dense_ranks = layout.dp * layout.cp
+    expert_ranks = layout.etp * layout.ep
+    parts = [n for n in divisors(dense_ranks) if n > 1]
+    legal = [n for n in parts if layout.tp * n < expert_ranks or layout.tp * n % expert_ranks == 0]
+    near = nearest_legal(shard, legal) or "0"
     if shard not in parts:
-        rule = f"must divide the {dense} ranks of dp * cp, and be more than 1"
-        yield Reason(
-            field="layout.shard",
-            value=str(shard),
-            rule=rule,
-            nearest=nearest_legal(shard, legal) or "0",
-        )
+        rule = f"must divide the {dense_ranks} ranks of dp * cp, and be more than 1"
+        yield _reason("shard", shard, rule, near)
     elif shard not in legal:
-        rule = f"tp * shard = {layout.tp * shard} ranks must be a multiple of etp * ep = {expert}, or fewer"
-        yield Reason(
-            field="layout.shard",
-            value=str(shard),
-            rule=rule,
-            nearest=nearest_legal(shard, legal) or "0",
+        rule = (
+            f"tp * shard = {layout.tp * shard} ranks must be a multiple of etp * ep = "
+            f"{expert_ranks}, or fewer"
         )
+        yield _reason("shard", shard, rule, near)
 
 
-def _quotients(stage: int, taken: int) -> tuple[int, ...]:
-    """Sizes that fit beside an axis of `taken` ranks on a stage of `stage`."""
-    return () if stage % taken else divisors(stage // taken)
+def _remaining_degrees(stage_ranks: int, other_degree: int) -> tuple[int, ...]:
+    """Return the degrees that fit beside an axis of `other_degree` ranks on a stage."""
+    return () if stage_ranks % other_degree else divisors(stage_ranks // other_degree)
 
 
 def _stage_ranks(layout: Layout) -> int:
-    """Ranks of a pipeline stage; 1 when pp does not divide the world, so that degrees of 1
-    remain."""
+    """Return the ranks of a pipeline stage.
+
+    1 when pp does not divide the world, so that degrees of 1 remain.
+    """
     return 1 if layout.world_size % layout.pp else layout.world_size // layout.pp
 
 
 def _pp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """Degrees that both grids and the layers allow; if there is none, those that divide the
-    world."""
+    """Return the degrees that both grids and the layers allow.
+
+    If there is none, return those that divide the world.
+    """
     least = min_world_size(tp=layout.tp, cp=layout.cp, pp=1, ep=layout.ep, etp=layout.etp)
-    divide = divisors(layout.world_size)
-    fit = tuple(
+    legal = tuple(
         pp
-        for pp in _quotients(layout.world_size, least)
+        for pp in _remaining_degrees(layout.world_size, least)
         if not check_stages(model, replace(layout, pp=pp))
     )
-    return fit or divide
+    return legal or divisors(layout.world_size)
 
 
 def _tp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    legal = _quotients(_stage_ranks(layout), layout.cp)
-    return tuple(tp for tp in legal if not any(_tp_broken(model, tp)))
+    degrees = _remaining_degrees(_stage_ranks(layout), layout.cp)
+    return tuple(tp for tp in degrees if not any(_broken_tp_rules(model, tp)))
 
 
 def _etp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     ffn = model.moe.ffn_size if model.moe else 1
-    return tuple(etp for etp in _quotients(_stage_ranks(layout), layout.ep) if ffn % etp == 0)
+    degrees = _remaining_degrees(_stage_ranks(layout), layout.ep)
+    return tuple(etp for etp in degrees if ffn % etp == 0)
 
 
 def _ep_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     experts = model.moe.experts if model.moe else 1
-    return tuple(ep for ep in _quotients(_stage_ranks(layout), layout.etp) if experts % ep == 0)
+    degrees = _remaining_degrees(_stage_ranks(layout), layout.etp)
+    return tuple(ep for ep in degrees if experts % ep == 0)
 
 
-def _tp_broken(model: ModelSpec, tp: int) -> Iterator[str]:
-    """Dims of the model that tensor parallelism of that degree cannot cut, in words."""
+def _broken_tp_rules(model: ModelSpec, tp: int) -> Iterator[str]:
+    """Yield, in words, the dims of the model that a degree of tensor parallelism cannot shard."""
     attention = model.attention
     if attention.heads % tp:
         yield f"must divide the {attention.heads} attention heads"
@@ -289,23 +292,18 @@ def _tp_broken(model: ModelSpec, tp: int) -> Iterator[str]:
         yield f"must divide the shared experts' ffn width {model.moe.shared_ffn_size}"
 
 
-def _tensor_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
-    for rule in _tp_broken(model, layout.tp):
+def _check_tensor_parallelism(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
+    for rule in _broken_tp_rules(model, layout.tp):
         near = nearest_legal(layout.tp, _tp_choices(model, layout) or (1,))
-        yield Reason(field="layout.tp", value=str(layout.tp), rule=rule, nearest=near)
+        yield _reason("tp", layout.tp, rule, near)
     if layout.sp and layout.tp == 1:
-        yield Reason(
-            field="layout.sp",
-            value="true",
-            rule="sequence parallelism needs tp > 1",
-            nearest="false",
-        )
+        yield _reason("sp", "true", "sequence parallelism needs tp > 1", "false")
     if has_experts(model) and layout.tp > 1 and not layout.sp:
         rule = f"experts with tp={layout.tp} need sequence parallelism"
-        yield Reason(field="layout.sp", value="false", rule=rule, nearest="true")
+        yield _reason("sp", "false", rule, "true")
 
 
-def _expert_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
+def _check_experts(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if not has_experts(model):
         settings = (
             ("ep", layout.ep, 1),
@@ -315,92 +313,65 @@ def _expert_reasons(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         )
         for name, value, only in settings:
             if value != only:
-                rule = "the model has no experts"
-                yield Reason(field=f"layout.{name}", value=str(value), rule=rule, nearest=str(only))
+                yield _reason(name, value, "the model has no experts", str(only))
         return
     assert model.moe is not None  # has_experts
-    experts, ffn = model.moe.experts, model.moe.ffn_size
+    experts = model.moe.experts
+    ffn = model.moe.ffn_size
+    stage_ranks = _stage_ranks(layout)
     if experts % layout.ep:
-        near = nearest_legal(
-            layout.ep, _ep_choices(model, layout) or divisors(gcd(experts, _stage_ranks(layout)))
-        )
+        legal = _ep_choices(model, layout) or divisors(gcd(experts, stage_ranks))
         rule = f"must divide the {experts} experts"
-        yield Reason(field="layout.ep", value=str(layout.ep), rule=rule, nearest=near)
+        yield _reason("ep", layout.ep, rule, nearest_legal(layout.ep, legal))
     if ffn % layout.etp:
-        near = nearest_legal(
-            layout.etp, _etp_choices(model, layout) or divisors(gcd(ffn, _stage_ranks(layout)))
-        )
+        legal = _etp_choices(model, layout) or divisors(gcd(ffn, stage_ranks))
         rule = f"must divide the expert ffn width {ffn}"
-        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest=near)
+        yield _reason("etp", layout.etp, rule, nearest_legal(layout.etp, legal))
 
 
-def _node_reasons(layout: Layout) -> Iterator[Reason]:
-    """Nodes that a token crosses to before it crosses to a rank: several, of several ranks each."""
+def _check_nodes(layout: Layout) -> Iterator[Reason]:
+    """Yield broken rules of the nodes that a token crosses to before it crosses to a rank.
+
+    There are several nodes, of several ranks each.
+    """
     if not layout.ep_node:
         return
-    legal = [n for n in divisors(layout.ep) if 1 < n < layout.ep]
-    rule, near = "", nearest_legal(layout.ep_node, legal) or "0"
     if layout.dispatcher not in NODE_AWARE_DISPATCHERS:
-        rule, near = (
-            f"goes with dispatcher={' or '.join(NODE_AWARE_DISPATCHERS)}, not {layout.dispatcher}",
-            "0",
-        )
-    elif layout.ep_node not in legal:
+        legal_kinds = " or ".join(NODE_AWARE_DISPATCHERS)
+        rule = f"goes with dispatcher={legal_kinds}, not {layout.dispatcher}"
+        yield _reason("ep_node", layout.ep_node, rule, "0")
+        return
+    legal = [n for n in divisors(layout.ep) if 1 < n < layout.ep]
+    if layout.ep_node not in legal:
         rule = f"must divide ep={layout.ep} into several nodes of several ranks"
-    if rule:
-        yield Reason(field="layout.ep_node", value=str(layout.ep_node), rule=rule, nearest=near)
+        near = nearest_legal(layout.ep_node, legal) or "0"
+        yield _reason("ep_node", layout.ep_node, rule, near)
 
 
 def _sequence_step(layout: Layout) -> int:
-    """What sequence lengths must be multiples of."""
-    return lcm(2 * layout.cp if layout.cp > 1 else 1, layout.tp * layout.cp if layout.sp else 1)
+    """Return the number that sequence lengths must be multiples of."""
+    cp_chunks = 2 * layout.cp if layout.cp > 1 else 1
+    sp_parts = layout.tp * layout.cp if layout.sp else 1
+    return lcm(cp_chunks, sp_parts)
 
 
-def _sequence_reasons(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
-    """Context parallelism cuts a sequence in 2 cp chunks, sequence parallelism a rank's part of it
-    in tp."""
-    seq_len, tp, cp = workload.seq_len, layout.tp, layout.cp
-    also = f", or seq_len {_multiples(seq_len, _sequence_step(layout))}"
+def _check_sequence(job: Job) -> Iterator[Reason]:
+    """Yield why the sequence cannot be cut.
+
+    Context parallelism cuts it in 2 cp chunks, sequence parallelism a rank's part of it in tp.
+    """
+    layout = job.layout
+    seq_len = job.workload.seq_len
+    tp = layout.tp
+    cp = layout.cp
+    also = f", or seq_len {nearest_multiples(seq_len, _sequence_step(layout))}"
     if cp > 1 and seq_len % (2 * cp):
-        legal = [
-            n for n in _quotients(_stage_ranks(layout), tp) if n == 1 or seq_len % (2 * n) == 0
-        ]
+        degrees = _remaining_degrees(_stage_ranks(layout), tp)
+        legal = [n for n in degrees if n == 1 or seq_len % (2 * n) == 0]
         rule = f"2 * cp must divide seq_len={seq_len}"
-        yield Reason(
-            field="layout.cp",
-            value=str(cp),
-            rule=rule,
-            nearest=nearest_legal(cp, legal or [1]) + also,
-        )
+        yield _reason("cp", cp, rule, nearest_legal(cp, legal or [1]) + also)
     elif layout.sp and seq_len % (tp * cp):
-        legal = [n for n in _tp_choices(model, layout) if seq_len % (n * cp) == 0 or n == 1]
+        degrees = _tp_choices(job.model, layout)
+        legal = [n for n in degrees if n == 1 or seq_len % (n * cp) == 0]
         rule = f"with sequence parallelism tp * cp = {tp * cp} must divide seq_len={seq_len}"
-        yield Reason(
-            field="layout.tp",
-            value=str(tp),
-            rule=rule,
-            nearest=nearest_legal(tp, legal or [1]) + also,
-        )
-
-
-def _batch_reasons(workload: Workload, layout: Layout) -> Iterator[Reason]:
-    """GBS = mbs * dp * m with a whole m."""
-    batch, dp, mbs = workload.global_batch, layout.dp, layout.mbs
-    if dp < 1:
-        rule = f"world_size={layout.world_size} is less than tp * cp * pp = {layout.tp * layout.cp * layout.pp}"
-        least = min_world_size(
-            tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
-        )
-        yield Reason(
-            field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=str(least)
-        )
-        return
-    if batch % (mbs * dp) == 0:
-        return
-    rule = f"mbs * dp = {mbs} * {dp} must divide global_batch={batch}"
-    batches = _multiples(batch, mbs * dp)
-    if batch % dp == 0:
-        near = f"{nearest_legal(mbs, divisors(batch // dp))}, or global_batch {batches}"
-        yield Reason(field="layout.mbs", value=str(mbs), rule=rule, nearest=near)
-    else:
-        yield Reason(field="workload.global_batch", value=str(batch), rule=rule, nearest=batches)
+        yield _reason("tp", tp, rule, nearest_legal(tp, legal or [1]) + also)

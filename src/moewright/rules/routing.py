@@ -1,29 +1,35 @@
-"""Routing arithmetic: where experts live, what capacity allows, and how even a load is."""
+"""Routing arithmetic: what a dispatch moves, the load of the hottest rank, how even a load is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from math import ceil, exp, log, sqrt
 from statistics import NormalDist, fmean
 
 from moewright.rules import expert_placement, grid
+from moewright.rules.capacity import capacity_rows as capacity_rows
+from moewright.rules.capacity import routed_rows as routed_rows
+from moewright.rules.job import Job
+from moewright.rules.micro_batches import micro_batch_tokens as micro_batch_tokens
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DropPolicy, RouterTraining, Routing, Workload
 
-LIBRARY_DISPATCHERS = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)  # kernels of their own
-_COPYING = (DispatcherKind.DEDUP, *LIBRARY_DISPATCHERS)
+# Dispatchers whose library brings its own kernels.
+LIBRARY_DISPATCHERS = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
+_COPYING_DISPATCHERS = (DispatcherKind.DEDUP, *LIBRARY_DISPATCHERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadBalance:
-    """How even the tokens of one layer fell on its experts; `entropy` in units of log(experts), 1
-    is even."""
+    """How evenly the tokens of one layer are spread over its experts.
+
+    `entropy` is in units of log(experts): 1 is even.
+    """
 
     max_over_mean: float
     p95_over_mean: float  # of the least expert that 95% of all do not exceed
@@ -32,65 +38,24 @@ class LoadBalance:
 
 
 def local_slots(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
-    """The slots of experts on one EP rank, a contiguous block; without a placement
-    (rules.placement) a slot's number is its expert's. Empty for a dense model.
+    """Return the slots of experts on one EP rank, a contiguous block.
+
+    Without a placement (rules.expert_placement) the number of a slot is that of its expert. The
+    range is empty for a dense model.
     """
     local = (model.moe.experts if model.moe else 0) // layout.ep
     return range(ep_rank * local, (ep_rank + 1) * local)
 
 
-def micro_batch_tokens(workload: Workload, layout: Layout) -> int:
-    """Tokens of one micro-batch that a rank routes: its CP part, and its TP part under sequence
-    parallelism."""
-    tokens = workload.seq_len * layout.mbs // layout.cp
-    return tokens // layout.tp if layout.sp else tokens
-
-
-def capacity_rows(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """Rows an expert takes from one source rank: ceil(tokens * top_k / experts * factor), at most
-    `tokens`.
-
-    `factor` 0 is dropless: `tokens`. docs/formulas.md 4. Exact: 0.1-like factors are read as their
-    shortest decimal.
-    """
-    if factor <= 0:
-        return tokens
-    return min(tokens, ceil(Fraction(tokens * top_k, experts) * Fraction(str(factor))))
-
-
-def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: float) -> int:
-    """Rows the experts of one rank compute per MoE layer and micro-batch, when their load is `load`
-    x the mean.
-
-    Even load: tokens * top_k rows leave every rank and as many arrive; ETP ranks share the rows of
-    their group. A capacity bounds the rows by what each source may send, or padded to makes them
-    that whatever the load.
-    """
-    if model.moe is None:
-        return 0
-    tokens, top_k, experts = (
-        micro_batch_tokens(workload, layout),
-        model.moe.router.top_k,
-        model.moe.experts,
-    )
-    even = tokens * top_k * layout.etp
-    if layout.capacity <= 0:
-        return round(load * even)
-    sources = layout.ep * layout.etp
-    most = capacity_rows(tokens, top_k, experts, layout.capacity) * sources * (experts // layout.ep)
-    if layout.capacity_fill is CapacityFill.PADDED:
-        return most
-    return min(round(load * min(even, most)), most)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchCounts:
-    """What one dispatch of a layer and micro-batch moves for a rank: (token, expert) rows it sends,
-    and under dedup the copies of tokens, one a rank, that it sends and receives; where they cross
-    to nodes before, those that it sends to ranks of its node are of tokens that nodes sent, and
-    `node_out` and `node_in` are the copies, one a node, that it sends and receives. `gathered` are
-    the copies that the ranks of its ETP group have received together, each part padded to the
-    largest.
+    """What one dispatch of a layer and micro-batch moves for a rank.
+
+    `rows_sent` are the (token, expert) rows that it sends. Under dedup `copies_out` and `copies_in`
+    are the copies of tokens, one per rank, that it sends and receives. Where tokens cross to nodes
+    first, `node_copies_out` and `node_copies_in` are the copies, one per node, that it sends and
+    receives, and `copies_out` are of the tokens that nodes sent to it. `copies_gathered` are the
+    copies that the ranks of its ETP group have received together, each part padded to the largest.
     """
 
     rows_sent: int
@@ -102,47 +67,48 @@ class DispatchCounts:
 
 
 def dispatch_nodes(layout: Layout) -> int:
-    """Nodes that a token crosses to before it crosses to a rank; 0 where it does not."""
-    return (
-        grid.axis_size(layout, "ep_far")
-        if layout.ep_node and layout.dispatcher is DispatcherKind.DEDUP
-        else 0
-    )
+    """Return the nodes that a token crosses to before it crosses to a rank; 0 for a direct way."""
+    if not layout.ep_node or layout.dispatcher is not DispatcherKind.DEDUP:
+        return 0
+    return grid.axis_size(layout, "ep_far")
 
 
 def counts_copies(layout: Layout) -> bool:
-    """Whether a token crosses to a rank once, and is counted so beside the rows that experts
-    get."""
-    return layout.dispatcher in _COPYING
+    """Return whether a token crosses to a rank once, and is counted so besides the expert rows."""
+    return layout.dispatcher in _COPYING_DISPATCHERS
 
 
 def expected_dispatch(model: ModelSpec, workload: Workload, layout: Layout) -> DispatchCounts:
-    """Under even routing, as many copies out as in: docs/formulas.md 3."""
+    """Return what a dispatch moves under even routing (docs/formulas.md 3).
+
+    As many copies come in as go out.
+    """
     if model.moe is None:
         return DispatchCounts(rows_sent=0, copies_out=0, copies_in=0, copies_gathered=0)
-    tokens, top_k = micro_batch_tokens(workload, layout), model.moe.router.top_k
-    rows = capacity_rows(tokens, top_k, model.moe.experts, layout.capacity)
-    copies = round(tokens * expected_distinct(layout.ep, top_k))
-    sent = rows * model.moe.experts
+    tokens = micro_batch_tokens(workload, layout)
+    top_k = model.moe.router.top_k
+    experts = model.moe.experts
+    rows_sent = experts * capacity_rows(tokens, top_k, experts, layout.capacity)
     if layout.capacity_fill is not CapacityFill.PADDED:
-        sent = min(tokens * top_k, sent)
-    crossing = (
-        round(tokens * expected_distinct(nodes, top_k)) if (nodes := dispatch_nodes(layout)) else 0
-    )
+        rows_sent = min(tokens * top_k, rows_sent)
+    copies = round(tokens * expected_distinct(layout.ep, top_k))
+    nodes = dispatch_nodes(layout)
+    node_copies = round(tokens * expected_distinct(nodes, top_k)) if nodes else 0
     return DispatchCounts(
-        rows_sent=sent,
+        rows_sent=rows_sent,
         copies_out=copies,
         copies_in=copies,
         copies_gathered=copies * layout.etp,
-        node_copies_out=crossing,
-        node_copies_in=crossing,
+        node_copies_out=node_copies,
+        node_copies_in=node_copies,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRobinCounts:
-    """What every rank sends where experts are taken in turn: rows to each expert, and copies of
-    tokens to each rank and to each node.
+    """What every rank sends where tokens take experts in turn.
+
+    These are the rows to each expert, and the copies of tokens to each rank and to each node.
     """
 
     rows: tuple[int, ...]
@@ -150,68 +116,76 @@ class RoundRobinCounts:
     nodes: tuple[int, ...]
 
 
-@lru_cache(maxsize=8)  # of one job, whose micro-batches are alike
+@lru_cache(maxsize=8)  # the micro-batches of one job are alike
 def round_robin_counts(
-    tokens: int, top_k: int, experts: int, *, capacity: int, ranks: int, nodes: int = 0
+    tokens: int, top_k: int, experts: int, *, max_rows: int, ranks: int, nodes: int = 0
 ) -> RoundRobinCounts:
-    """Slot s of a rank's tokens, `top_k` a token, takes expert s % `experts`, of which each takes
-    the first `most`."""
-    rows, copies, crossing, local = [0] * experts, [0] * ranks, [0] * nodes, experts // ranks
+    """Return what a rank sends whose tokens take experts in turn.
+
+    Each token has `top_k` slots, and slot s of all takes expert s % `experts`. An expert keeps its
+    first `max_rows` rows.
+    """
+    rows = [0] * experts
+    copies = [0] * ranks
+    node_copies = [0] * nodes
+    local_experts = experts // ranks
     for token in range(tokens):
-        reached = set()
+        reached_ranks = set()
         for slot in range(token * top_k, (token + 1) * top_k):
             expert = slot % experts
-            if rows[expert] < capacity:
+            if rows[expert] < max_rows:
                 rows[expert] += 1
-                reached.add(expert // local)
-        for rank in reached:
+                reached_ranks.add(expert // local_experts)
+        for rank in reached_ranks:
             copies[rank] += 1
-        for node in {rank * nodes // ranks for rank in reached} if nodes else ():
-            crossing[node] += 1
-    return RoundRobinCounts(rows=tuple(rows), copies=tuple(copies), nodes=tuple(crossing))
+        if nodes:
+            for node in {rank * nodes // ranks for rank in reached_ranks}:
+                node_copies[node] += 1
+    return RoundRobinCounts(rows=tuple(rows), copies=tuple(copies), nodes=tuple(node_copies))
 
 
 def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
-    """Whether the number of copies under dedup hangs on probabilities, by which a capacity drops
-    rows."""
+    """Return whether the copies under dedup depend on probabilities, by which rows are dropped."""
     drops = layout.capacity > 0 and training.drop_policy is DropPolicy.PROBS
     return drops and layout.dispatcher is DispatcherKind.DEDUP
 
 
-def round_robin_selection(
-    model: ModelSpec, workload: Workload, layout: Layout, *, micro_batches: int
-) -> Selection | None:
-    """What a step would record where experts are taken in turn; None for a dense model."""
+def round_robin_selection(job: Job) -> Selection | None:
+    """Return what a step would record if experts were taken in turn; None for a dense model."""
+    model = job.model
+    layout = job.layout
     if model.moe is None:
         return None
-    tokens, top_k, experts = (
-        micro_batch_tokens(workload, layout),
-        model.moe.router.top_k,
-        model.moe.experts,
-    )
-    most = capacity_rows(tokens, top_k, experts, layout.capacity)
+    tokens = job.micro_batch_tokens
+    top_k = model.moe.router.top_k
+    experts = model.moe.experts
     sent = round_robin_counts(
-        tokens, top_k, experts, capacity=most, ranks=layout.ep, nodes=dispatch_nodes(layout)
+        tokens,
+        top_k,
+        experts,
+        max_rows=capacity_rows(tokens, top_k, experts, layout.capacity),
+        ranks=layout.ep,
+        nodes=dispatch_nodes(layout),
     )
+    source_ranks = layout.world_size // layout.pp
 
-    def everywhere(one: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
-        return (
-            ((one,) * (layout.world_size // layout.pp),) * len(model.routed_layers),
-        ) * micro_batches
+    def repeat(counts: tuple[int, ...]) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
+        one_layer = (counts,) * source_ranks
+        return ((one_layer,) * len(model.routed_layers),) * job.micro_batches
 
     return Selection(
         step=1,
-        counts=everywhere(sent.rows),
-        copies=everywhere(sent.copies) if counts_copies(layout) else (),
-        nodes=everywhere(sent.nodes) if sent.nodes else (),
+        counts=repeat(sent.rows),
+        copies=repeat(sent.copies) if counts_copies(layout) else (),
+        nodes=repeat(sent.nodes) if sent.nodes else (),
     )
 
 
 def expected_load_factor(model: ModelSpec, workload: Workload, layout: Layout) -> float:
-    """The load of the hottest expert rank over the mean that a prediction assumes.
+    """Return the load of the hottest expert rank over the mean that a prediction assumes.
 
-    A layer waits for its hottest rank, so layers of different load add up: of a histogram it is
-    their mean.
+    A layer waits for its hottest rank, so layers of different load add up: for a histogram it is
+    the mean over the layers.
     """
     if workload.routing is Routing.BALANCED or model.moe is None:
         return 1.0
@@ -225,143 +199,152 @@ def expected_load_factor(model: ModelSpec, workload: Workload, layout: Layout) -
             workload.load_skew,
             capacity=layout.capacity,
         )
-    return fmean(layer_load_factors(model, workload, layout))
+    return fmean(layer_load_factors(workload, layout))
 
 
-def layer_load_factors(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[float, ...]:
-    """The measured load of the hottest EP rank over the mean, of each layer with experts."""
+def layer_load_factors(workload: Workload, layout: Layout) -> tuple[float, ...]:
+    """Return the measured load of the hottest EP rank over the mean, of each layer with experts."""
+    return tuple(_layer_load_factor(counts, layout) for counts in workload.load_histogram)
+
+
+def _layer_load_factor(counts: tuple[int, ...], layout: Layout) -> float:
     if layout.spare:
-        return tuple(
-            expert_placement.place_with_replicas(counts, layout.ep, layout.spare).load_factor
-            for counts in workload.load_histogram
-        )
-    even = layout.expert_placement is ExpertPlacement.BALANCED
-    return tuple(
-        expert_placement.rank_load_factor(
-            expert_placement.balanced_slot_loads(counts, layout.ep) if even else counts, layout.ep
-        )
-        for counts in workload.load_histogram
-    )
+        return expert_placement.place_with_replicas(counts, layout.ep, layout.spare).load_factor
+    if layout.expert_placement is ExpertPlacement.BALANCED:
+        counts = expert_placement.balanced_slot_loads(counts, layout.ep)
+    return expert_placement.rank_load_factor(counts, layout.ep)
 
 
 def skewed_load_factor(
     experts: int, ep: int, top_k: int, skew: float, *, capacity: float = 0.0
 ) -> float:
-    """Expected load of the hottest of `ep` ranks over the mean when experts' loads vary by `skew`
-    about it.
+    """Return the expected load of the hottest of `ep` ranks over the mean (docs/formulas.md 4).
 
-    A `capacity` cuts each expert off: what is left has a smaller mean and spread, and is told over
-    the mean that even loads keep under it.
+    The loads of experts deviate by `skew` from their mean. A `capacity` cuts each expert off: what
+    is left has a smaller mean and spread, and the result is over the mean that even loads keep
+    under it.
 
     A rank's mean of n = experts / ep loads, drawn without replacement, has the deviation d = skew
     sqrt((1 - n / E) E / (E - 1) / n). Ranks are taken as log-normal: with s^2 = ln(1 + d^2) the
     hottest of N is exp(s z - s^2 / 2), z the expected largest of N normal draws whose sum is 0
     (Blom). No rank can get more than every token on each of its experts, nor more than everything.
-    docs/formulas.md 4.
     """
     if capacity > 0 and skew > 0:
-        kept, spread_left = _cut_off(skew, capacity)
-        hottest = kept * skewed_load_factor(experts, ep, top_k, spread_left)
+        kept, kept_skew = _truncated_moments(skew, capacity)
+        hottest = kept * skewed_load_factor(experts, ep, top_k, kept_skew)
         return min(hottest, capacity) / min(1.0, capacity)
     if ep == 1 or experts == 1:
         return 1.0
     local = experts // ep
     deviation = skew * sqrt((1 - local / experts) / local * experts / (experts - 1))
-    largest = _largest(ep)
+    largest = _largest_of(ep)
     spread = min(sqrt(log(1 + deviation**2)), largest)  # beyond, the formula would fall again
     return min(exp(spread * largest - spread**2 / 2), float(ep), max(1.0, experts / top_k))
 
 
-def _cut_off(skew: float, most: float) -> tuple[float, float]:
-    """Mean of min(X, most), and its deviation over that mean, X log-normal of mean 1 and deviation
-    `skew`."""
-    spread, below = sqrt(log(1 + skew**2)), NormalDist().cdf
+def _truncated_moments(skew: float, most: float) -> tuple[float, float]:
+    """Return the mean of min(X, most) and its deviation over that mean.
+
+    X is log-normal of mean 1 and deviation `skew`.
+    """
+    cdf = NormalDist().cdf
+    spread = sqrt(log(1 + skew**2))
     edge = log(most) / spread + spread / 2
-    mean = below(edge - spread) + most * below(-edge)
-    square = (1 + skew**2) * below(edge - 2 * spread) + most**2 * below(-edge)
+    mean = cdf(edge - spread) + most * cdf(-edge)
+    square = (1 + skew**2) * cdf(edge - 2 * spread) + most**2 * cdf(-edge)
     return mean, sqrt(max(0.0, square - mean**2)) / mean
 
 
-def _largest(draws: int) -> float:
-    """The expected largest of so many (at least 2) normal draws whose sum is 0, in their deviations
-    (Blom)."""
+def _largest_of(draws: int) -> float:
+    """Return the expected largest of at least 2 normal draws whose sum is 0 (Blom).
+
+    It is in units of their deviation.
+    """
     return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) * sqrt(draws / (draws - 1))
 
 
 def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
-    """Rows that ETP ranks gather to have `rows` between them, as each sends its part padded to the
-    largest.
+    """Return the rows that ETP ranks gather to have `rows` together (docs/formulas.md 3).
 
-    Their parts are of different tokens: about rows / etp each, deviating by the root of that,
-    unless routing is even or a capacity pads them. docs/formulas.md 3.
+    Each sends its part padded to the largest. The parts are of different tokens: about rows / etp
+    each, deviating by the root of that, unless routing is even or a capacity pads them.
     """
-    even = workload.routing is Routing.BALANCED or layout.capacity_fill is CapacityFill.PADDED
-    if layout.etp == 1 or even or not rows:
+    is_padded = layout.capacity_fill is CapacityFill.PADDED
+    if layout.etp == 1 or workload.routing is Routing.BALANCED or is_padded or not rows:
         return rows
     mean = rows / layout.etp
-    return round(layout.etp * (mean + _largest(layout.etp) * sqrt(mean * (1 - 1 / layout.etp))))
+    deviation = sqrt(mean * (1 - 1 / layout.etp))
+    return round(layout.etp * (mean + _largest_of(layout.etp) * deviation))
 
 
-def check_load_histogram(
-    model: ModelSpec, workload: Workload, layout: Layout
-) -> tuple[Reason, ...]:
-    """What is wrong with a load histogram, as there must be one where it decides: a count for every
-    expert, layers as many as have experts."""
-    used = (
-        workload.routing is Routing.MEASURED or layout.expert_placement is ExpertPlacement.BALANCED
-    )
-    if not used or model.moe is None:
+def check_load_histogram(job: Job) -> tuple[Reason, ...]:
+    """Return what is wrong with the load histogram of a job that uses one.
+
+    It needs as many layers as have experts, and a count for every expert.
+    """
+    model = job.model
+    histogram = job.workload.load_histogram
+    is_load_measured = job.workload.routing is Routing.MEASURED
+    is_placed_by_load = job.layout.expert_placement is ExpertPlacement.BALANCED
+    if model.moe is None or not (is_load_measured or is_placed_by_load):
         return ()
-    found, experts = workload.load_histogram, model.moe.experts
-    if len(found) != model.moe_layer_count:
-        rule = (
-            f"needs the tokens an expert of each of the {model.moe_layer_count} layers with experts"
-        )
-        return (Reason(field="workload.load_histogram", value=f"{len(found)} layers", rule=rule),)
-    for layer, counts in enumerate(found):
+    field = "workload.load_histogram"
+    if len(histogram) != model.moe_layer_count:
+        layers = model.moe_layer_count
+        rule = f"needs the tokens an expert of each of the {layers} layers with experts"
+        return (Reason(field=field, value=f"{len(histogram)} layers", rule=rule),)
+    experts = model.moe.experts
+    for layer, counts in enumerate(histogram):
         if len(counts) != experts or min(counts) < 0 or not sum(counts):
             rule = f"needs {experts} counts, not negative and not all zero"
-            return (
-                Reason(
-                    field=f"workload.load_histogram[{layer}]",
-                    value=f"{len(counts)} counts",
-                    rule=rule,
-                ),
-            )
+            return (Reason(field=f"{field}[{layer}]", value=f"{len(counts)} counts", rule=rule),)
     return ()
 
 
 def random_max_over_mean(experts: int, tokens_per_expert: float) -> float:
-    """Expected max/mean expert load when routing is uniform at random: 1 + sqrt(2 ln E / Te);
-    docs/formulas.md 4."""
-    return 1.0 + sqrt(2.0 * log(experts) / tokens_per_expert) if experts > 1 else 1.0
+    """Return the expected max/mean expert load under uniformly random routing.
+
+    It is 1 + sqrt(2 ln E / Te); docs/formulas.md 4.
+    """
+    if experts <= 1:
+        return 1.0
+    return 1.0 + sqrt(2.0 * log(experts) / tokens_per_expert)
 
 
 def expected_distinct(places: int, draws: int) -> float:
-    """Expected distinct places (ranks, nodes) that k uniform draws hit: N (1 - (1 - 1/N)^k);
-    docs/formulas.md 3."""
+    """Return the expected distinct places (ranks, nodes) that k uniform draws hit.
+
+    It is N (1 - (1 - 1/N)^k); docs/formulas.md 3.
+    """
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 
 def measure_load_balance(counts: Sequence[int]) -> LoadBalance:
-    """Load of one layer from its tokens per expert. All zero counts as even, with every expert
-    dead."""
+    """Return the load balance of one layer from its tokens per expert.
+
+    All zero counts as even, with every expert dead.
+    """
     total = sum(counts)
-    dead = sum(1 for value in counts if value == 0)
+    dead = sum(1 for count in counts if count == 0)
     if total == 0:
         return LoadBalance(max_over_mean=1.0, p95_over_mean=1.0, dead_experts=dead, entropy=1.0)
-    spread = -sum(value / total * log(value / total) for value in counts if value)
+    entropy = 1.0
+    if len(counts) > 1:
+        nats = -sum(count / total * log(count / total) for count in counts if count)
+        entropy = nats / log(len(counts))
     return LoadBalance(
         max_over_mean=max(counts) * len(counts) / total,
         p95_over_mean=sorted(counts)[ceil(0.95 * len(counts)) - 1] * len(counts) / total,
         dead_experts=dead,
-        entropy=spread / log(len(counts)) if len(counts) > 1 else 1.0,
+        entropy=entropy,
     )
 
 
 def expert_rows(by_source: Sequence[Sequence[int]], experts: Sequence[int]) -> tuple[int, ...]:
-    """Rows each of the given experts receives from all source ranks;
-    by_source[source_rank][expert]."""
+    """Return the rows that each of the given experts receives from all source ranks.
+
+    The counts are by_source[source_rank][expert].
+    """
     return tuple(sum(source[expert] for source in by_source) for expert in experts)
 
 
@@ -372,26 +355,32 @@ def rank_rows(
     rank: int,
     slots: Sequence[int],
 ) -> int:
-    """Rows a rank's experts receive, when `by_source` holds the counts of the sources of its EP
-    group and `slots` the expert of every slot; those of an expert with several are dealt to them.
+    """Return the rows that the experts of a rank receive.
+
+    `by_source` holds the counts of the sources of its EP group, `slots` the expert of every slot;
+    the rows of an expert with several slots are dealt to them.
     """
     ep_rank = grid.coordinate(layout, rank, "ep")
     if not layout.spare:
-        return sum(expert_rows(by_source, expert_placement.rank_experts(slots, layout.ep, ep_rank)))
-    return sum(slot_rows(by_source, slots)[expert_placement.rank_slots(slots, layout.ep, ep_rank)])
+        experts = expert_placement.rank_experts(slots, layout.ep, ep_rank)
+        return sum(expert_rows(by_source, experts))
+    local = expert_placement.rank_slots(slots, layout.ep, ep_rank)
+    return sum(slot_rows(by_source, slots)[local])
 
 
 def slot_rows(by_source: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple[int, ...]:
-    """Rows of every slot, where each source deals an expert's rows to its slots in turn."""
-    places: dict[int, list[int]] = {}
+    """Return the rows of every slot, where each source deals an expert's rows to its slots."""
+    expert_slots: dict[int, list[int]] = {}
     for slot, expert in enumerate(slots):
-        places.setdefault(expert, []).append(slot)
-    return tuple(
-        sum(
-            expert_placement.rows_for_slot(
-                of_source[expert], len(places[expert]), source, places[expert].index(slot)
+        expert_slots.setdefault(expert, []).append(slot)
+    rows = []
+    for slot, expert in enumerate(slots):
+        replicas = len(expert_slots[expert])
+        index = expert_slots[expert].index(slot)
+        rows.append(
+            sum(
+                expert_placement.rows_for_slot(counts[expert], replicas, source, index)
+                for source, counts in enumerate(by_source)
             )
-            for source, of_source in enumerate(by_source)
         )
-        for slot, expert in enumerate(slots)
-    )
+    return tuple(rows)

@@ -1,5 +1,4 @@
-"""What one rank holds of a parameter: its local shape, and whether its pipeline rank has it at
-all."""
+"""What one rank holds of the parameters: which ones, and the shape of its shard of each."""
 
 from __future__ import annotations
 
@@ -12,66 +11,67 @@ from moewright.rules.parameters import EMBEDDING_LAYER, Param, parameters
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 
-# Groups whose ranks hold a parameter in copies, and therefore sum its gradients and share its
+# Groups whose ranks hold replicas of a parameter, and therefore sum its gradients and share its
 # optimizer state.
 GRADIENT_GROUPS = ("dp_cp", "tp_cp_dp", "edp")
 _TABLES = ("embedding.weight", "head.weight")
 
 
 def gradient_group(cuts: Sequence[tuple[str, int]], layout: Layout) -> str:
-    """The group of GRADIENT_GROUPS over which a parameter cut like that (axis, dim) is replicated.
+    """Return the group of GRADIENT_GROUPS whose ranks hold replicas of a parameter.
 
-    What TP does not cut (norms, router) sees other tokens or heads on each TP rank, so TP ranks sum
-    too.
+    `cuts` are its (axis, dim) pairs. What TP does not shard (norms, router) sees other tokens or
+    heads on each TP rank, so TP ranks sum its gradients too.
     """
     axes = {axis for axis, _ in cuts}
     if not axes.isdisjoint(("ep", "etp")):
         return "edp"
-    return "dp_cp" if layout.tp == 1 or "tp" in axes else "tp_cp_dp"
+    if layout.tp == 1 or "tp" in axes:
+        return "dp_cp"
+    return "tp_cp_dp"
 
 
 def holding_pp_ranks(name: str, model: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """The pipeline ranks that hold a parameter, ascending, where more than one does; () elsewhere.
+    """Return the pipeline ranks that hold a parameter, ascending, where more than one does.
 
-    Those are an embedding that is tied to the head or that MTP depths use, and a head that depths
-    of another stage than the loss use. Such a table has buckets of its own, cut alike on all its
-    holders, and each shard is summed over them after the data-parallel sum: so all make the same
-    update, bit for bit.
+    () for all other parameters. Several ranks hold an embedding that is tied to the head or that
+    MTP depths use, and a head that depths of another stage than the loss use. Such a table has
+    buckets of its own, sharded alike on all its holders, and each shard is summed over them after
+    the data-parallel sum: so all make the same update, bit for bit.
     """
-    return (
-        shared_table_ranks(model, layout).get(name, ()) if layout.pp > 1 and name in _TABLES else ()
-    )
+    if layout.pp == 1 or name not in _TABLES:
+        return ()
+    return shared_table_ranks(model, layout).get(name, ())
 
 
-@lru_cache(maxsize=4)  # asked for each parameter of one layout
+@lru_cache(maxsize=4)  # called for each parameter of one layout
 def shared_table_ranks(model: ModelSpec, layout: Layout) -> Mapping[str, tuple[int, ...]]:
-    """The parameters that several pipeline ranks hold, and these ranks."""
-    chunks = stages.pipeline_chunks(model, layout)
-    embeds = {
-        chunk.pp_rank
-        for chunk in chunks
-        if chunk.has_embedding or chunk.mtp_layers or (model.tie_embeddings and chunk.has_loss)
-    }
-    heads = (
-        {chunk.pp_rank for chunk in chunks if chunk.has_loss or chunk.mtp_layers}
-        if not model.tie_embeddings
-        else set()
+    """Return the parameters that several pipeline ranks hold, with these ranks."""
+    embedding_ranks = set()
+    head_ranks = set()
+    for chunk in stages.pipeline_chunks(model, layout):
+        has_head = chunk.has_loss or chunk.mtp_layers > 0
+        has_tied_head = has_head and model.tie_embeddings
+        if chunk.has_embedding or chunk.mtp_layers > 0 or has_tied_head:
+            embedding_ranks.add(chunk.pp_rank)
+        if has_head and not model.tie_embeddings:
+            head_ranks.add(chunk.pp_rank)
+    ranks_by_name = dict(zip(_TABLES, (embedding_ranks, head_ranks), strict=True))
+    return MappingProxyType(
+        {name: tuple(sorted(ranks)) for name, ranks in ranks_by_name.items() if len(ranks) > 1}
     )
-    found = {
-        name: tuple(sorted(ranks)) for name, ranks in zip(_TABLES, (embeds, heads), strict=True)
-    }
-    return MappingProxyType({name: ranks for name, ranks in found.items() if len(ranks) > 1})
 
 
 def shard_size(extent: int, parts: int) -> int:
-    """What a rank holds of a dim cut in equal parts; padding makes the last ones as large as the
-    rest."""
+    """Return what a rank holds of a dim that is sharded in equal parts, the last ones padded."""
     return -(-extent // parts)
 
 
 def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
-    """Shape of one rank's shard. A legal layout divides evenly; otherwise the shape of the largest
-    shard."""
+    """Return the shape of one rank's shard.
+
+    A legal layout divides evenly; otherwise it is the shape of the largest shard.
+    """
     shape = list(param.shape)
     for axis, dim in param.sharded_dims:
         shape[dim] = shard_size(shape[dim], grid.axis_size(layout, axis))
@@ -79,24 +79,18 @@ def local_shape(param: Param, layout: Layout) -> tuple[int, ...]:
 
 
 def holds_parameter(param: Param, layout: Layout, model: ModelSpec, pp_rank: int) -> bool:
-    """Whether a pipeline rank holds the parameter.
+    """Return whether a pipeline rank holds the parameter.
 
     A tied embedding is held twice when the first and the last stage differ; stages with an MTP
     depth hold the embedding too, because they embed the shifted tokens.
     """
-    return any(
-        _in_chunk(param, model, chunk, first) for chunk, first in _chunks_of(model, layout, pp_rank)
-    )
+    return _is_held(param, model, _rank_chunks(model, layout, pp_rank))
 
 
 def stage_parameters(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param, ...]:
-    """The parameters that a pipeline rank holds, in registration order, with their full shapes."""
-    mine = _chunks_of(model, layout, pp_rank)
-    return tuple(
-        p
-        for p in parameters(model)
-        if any(_in_chunk(p, model, chunk, first) for chunk, first in mine)
-    )
+    """Return the parameters that a pipeline rank holds, in registration order, with full shapes."""
+    chunks = _rank_chunks(model, layout, pp_rank)
+    return tuple(param for param in parameters(model) if _is_held(param, model, chunks))
 
 
 def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, ...], ...]:
@@ -115,7 +109,7 @@ def layer_parameters(
     Embeddings, final norm and head, and MTP depths are layers as rules.parameters numbers them.
     Layers come in registration order, and so do the parameters of each.
     """
-    chunks = _chunks_of(model, layout, pp_rank)
+    chunks = _rank_chunks(model, layout, pp_rank)
     by_layer = _by_layer(model)
     found = []
     for layer in (EMBEDDING_LAYER, *sorted(i for chunk, _ in chunks for i in chunk.layers)):
@@ -133,11 +127,7 @@ def layer_parameters(
 def _held(
     params: Sequence[Param], model: ModelSpec, chunks: Sequence[tuple[stages.Chunk, int]]
 ) -> tuple[Param, ...]:
-    return tuple(
-        param
-        for param in params
-        if any(_in_chunk(param, model, chunk, first) for chunk, first in chunks)
-    )
+    return tuple(param for param in params if _is_held(param, model, chunks))
 
 
 @lru_cache(maxsize=2)
@@ -148,23 +138,28 @@ def _by_layer(model: ModelSpec) -> Mapping[int, tuple[Param, ...]]:
     return MappingProxyType({layer: tuple(params) for layer, params in of_layer.items()})
 
 
-def _chunks_of(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:
-    """The chunks of a pipeline rank, each with the number of MTP depths in the chunks before it."""
-    mine, depths = [], 0
+def _rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:
+    """Return the chunks of a pipeline rank, each with the number of MTP depths before it."""
+    rank_chunks = []
+    depths = 0
     for chunk in stages.pipeline_chunks(model, layout):
         if chunk.pp_rank == pp_rank:
-            mine.append((chunk, depths))
+            rank_chunks.append((chunk, depths))
         depths += chunk.mtp_layers
-    return mine
+    return rank_chunks
 
 
-def _in_chunk(param: Param, model: ModelSpec, chunk: stages.Chunk, first_mtp: int) -> bool:
+def _is_held(param: Param, model: ModelSpec, chunks: Sequence[tuple[stages.Chunk, int]]) -> bool:
+    return any(_is_in_chunk(param, model, chunk, first_depth) for chunk, first_depth in chunks)
+
+
+def _is_in_chunk(param: Param, model: ModelSpec, chunk: stages.Chunk, first_depth: int) -> bool:
     if param.layer == EMBEDDING_LAYER:
-        tied_head = model.tie_embeddings and chunk.has_loss and param.name == "embedding.weight"
-        return chunk.has_embedding or chunk.mtp_layers > 0 or tied_head
+        is_tied = model.tie_embeddings and chunk.has_loss and param.name == "embedding.weight"
+        return chunk.has_embedding or chunk.mtp_layers > 0 or is_tied
     if param.layer < model.layers:
         return param.layer in chunk.layers
     if param.layer == model.layers:
         # An MTP depth runs its own pass through the shared head.
         return chunk.has_loss or (chunk.mtp_layers > 0 and param.name == "head.weight")
-    return first_mtp <= param.layer - model.layers - 1 < first_mtp + chunk.mtp_layers
+    return first_depth <= param.layer - model.layers - 1 < first_depth + chunk.mtp_layers

@@ -1,4 +1,4 @@
-"""The steps of a run that may be averaged, and their medians."""
+"""The steady steps of a run, over which its times may be averaged, and their medians."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ from moewright.spec.run import SESSION_WARMUP_STEPS, RunRecord, StepRecord
 
 
 def steady_steps(record: RunRecord) -> tuple[StepRecord, ...]:
-    """Steps that were neither skipped, nor the first two of a session, nor the one on which every
-    op was counted.
+    """Return the steps that were neither skipped nor disturbed.
 
-    A run too short to have any gives all its steps back.
+    The first two steps of a session and the step on which every op was counted are disturbed. A run
+    too short to have any steady step gives all its steps.
     """
-    firsts = tuple(session.first_step for session in record.sessions)
-    counted = record.plan.workload.ledger_step
-    unsettled = {
-        first + offset for first in firsts for offset in (*range(SESSION_WARMUP_STEPS), counted)
+    ledger_step = record.plan.workload.ledger_step
+    disturbed = {
+        session.first_step + offset
+        for session in record.sessions
+        for offset in (*range(SESSION_WARMUP_STEPS), ledger_step)
     }
-    return (
-        tuple(step for step in record.steps if not step.skipped and step.step not in unsettled)
-        or record.steps
-    )
+    steady = tuple(step for step in record.steps if not step.skipped and step.step not in disturbed)
+    return steady or record.steps
 
 
 def median_step_s(record: RunRecord) -> float:
-    """Median seconds of a settled step; 0 for a run without steps."""
+    """Return the median seconds of a steady step; 0 for a run without steps."""
     return median([step.step_s for step in steady_steps(record)] or [0.0])
 
 
 def median_phase_seconds(record: RunRecord) -> tuple[tuple[StepPhase, float], ...]:
-    """Median seconds of each phase over the settled steps, in the order of Phase; phases never seen
-    are left out."""
+    """Return the median seconds of each phase over the steady steps, in the order of StepPhase.
+
+    Phases that no step has are left out.
+    """
     steps = steady_steps(record)
-    seconds = {
-        phase: [row.seconds for step in steps for row in step.phases if row.phase is phase]
-        for phase in StepPhase
-    }
-    return tuple((phase, median(values)) for phase, values in seconds.items() if values)
+    medians = []
+    for phase in StepPhase:
+        seconds = [row.seconds for step in steps for row in step.phases if row.phase is phase]
+        if seconds:
+            medians.append((phase, median(seconds)))
+    return tuple(medians)

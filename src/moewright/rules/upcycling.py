@@ -1,9 +1,8 @@
-"""Upcycling: which model of experts a dense one becomes, and what its MLPs are multiplied by
-(docs/formulas.md 12).
+"""Upcycling: the MoE model that a dense one becomes, and the factors of its MLP weights.
 
-Every MLP that becomes experts is cut along its hidden width into G slices, and each slice copied
-E/G times: expert r * G + g is slice g of copy r. The router's rows are equal within a copy, so a
-token that chooses one slice of a copy chooses all of it, with equal weights.
+See docs/formulas.md 12. Every MLP that becomes experts is cut along its hidden width into G slices,
+and each slice copied E/G times: expert r * G + g is slice g of copy r. The router's rows are equal
+within a copy, so a token that chooses one slice of a copy chooses all of it, with equal weights.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from moewright.rules.legality import divisors, nearest_legal
+from moewright.rules.divisibility import divisors, nearest_legal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec, MoeSpec, RouterSpec
 
-# The family whose config.json says the same model with experts: of all layers, and of some.
+# The families whose config.json can say the model with experts: in all layers, and in some.
 _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "llama": ("mixtral", "qwen2_moe"),
@@ -31,23 +30,23 @@ _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
 class UpcyclingScaling(StrEnum):
     """Where the factor goes that makes up for G slices sharing the weights of one MLP."""
 
-    EXACT = "exact"  # all of it on the down projection, which is linear: the same function
-    # its cube root on gate, up and down each (arXiv 2410.07524): only about the same
+    EXACT = "exact"  # all on the down projection, which is linear: the function stays the same
+    # its cube root on gate, up and down each (arXiv 2410.07524): it stays only about the same
     PUBLISHED = "published"
 
 
 class RouterWeighting(StrEnum):
-    """Whether the weights of the chosen experts sum to 1, or are their share of the softmax over
-    all."""
+    """What the softmax of the router is over."""
 
-    CHOSEN = "post-softmax"
-    ALL = "pre-softmax"
+    CHOSEN = "post-softmax"  # the chosen experts, whose weights sum to 1
+    ALL = "pre-softmax"  # all experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcyclingSpec:
-    """E experts, k of them a token, of MLPs cut into `granularity` slices; layer i has them from
-    `dense_first` on where `every` divides i.
+    """How a dense model is upcycled: E experts, k per token, of MLPs cut in `granularity` slices.
+
+    Layer i has experts from `dense_first` on where `every` divides i.
     """
 
     experts: int
@@ -60,25 +59,31 @@ class UpcyclingSpec:
 
     @property
     def copies(self) -> int:
+        """Copies of each slice."""
         return self.experts // self.granularity
 
     @property
     def weight_factors(self) -> tuple[float, float]:
-        """What gate and up, and what down, are multiplied by."""
-        whole = float(self.granularity)
+        """The factor of gate and up, and the factor of down."""
+        total = float(self.granularity)
         if self.weighting is RouterWeighting.ALL:
-            whole *= self.experts / self.top_k
+            total *= self.experts / self.top_k
         if self.scaling is UpcyclingScaling.EXACT:
-            return 1.0, whole
-        return whole ** (1 / 3), whole ** (1 / 3)
+            return 1.0, total
+        return total ** (1 / 3), total ** (1 / 3)
 
 
 def upcycle_model(dense: ModelSpec, spec: UpcyclingSpec) -> ModelSpec:
-    """The model that a dense one becomes. Raises BadInput with every Reason why it cannot; fields
-    as in Upcycling."""
-    if reasons := tuple(_reasons(dense, spec)):
+    """Return the MoE model that a dense one becomes.
+
+    Raises:
+        BadInput: It cannot; every Reason names a field of UpcyclingSpec or of the model.
+    """
+    reasons = tuple(_check_upcycling(dense, spec))
+    if reasons:
         raise BadInput(*reasons)
-    layers = _routed(dense, spec)
+    layers = _moe_layers(dense, spec)
+    all_family, some_family = _FAMILIES[dense.family]
     router = RouterSpec(
         top_k=spec.top_k,
         pre_softmax=spec.weighting is RouterWeighting.ALL,
@@ -87,7 +92,7 @@ def upcycle_model(dense: ModelSpec, spec: UpcyclingSpec) -> ModelSpec:
     return replace(
         dense,
         name=f"{dense.name}-{spec.experts}e",
-        family=_FAMILIES[dense.family][not all(layers)],
+        family=all_family if all(layers) else some_family,
         dense_ffn_size=0 if all(layers) else dense.dense_ffn_size,
         moe=MoeSpec(
             experts=spec.experts,
@@ -98,67 +103,52 @@ def upcycle_model(dense: ModelSpec, spec: UpcyclingSpec) -> ModelSpec:
     )
 
 
-def _routed(dense: ModelSpec, choice: UpcyclingSpec) -> tuple[bool, ...]:
-    return tuple(i >= choice.dense_first and i % choice.every == 0 for i in range(dense.layers))
+def _moe_layers(dense: ModelSpec, spec: UpcyclingSpec) -> tuple[bool, ...]:
+    return tuple(i >= spec.dense_first and i % spec.every == 0 for i in range(dense.layers))
 
 
-def _reasons(dense: ModelSpec, choice: UpcyclingSpec) -> Iterator[Reason]:
+def _check_upcycling(dense: ModelSpec, spec: UpcyclingSpec) -> Iterator[Reason]:
     if dense.moe is not None:
-        yield Reason(
-            field="model",
-            value=dense.name,
-            rule=f"has {dense.moe.experts} experts already; a dense one is needed",
-        )
+        rule = f"has {dense.moe.experts} experts already; a dense one is needed"
+        yield Reason(field="model", value=dense.name, rule=rule)
         return
     if dense.family not in _FAMILIES:
         rule = f"is of a family without a form with experts; known are {', '.join(_FAMILIES)}"
         yield Reason(field="model", value=dense.family or dense.name, rule=rule)
     elif dense.mlp_bias:
-        yield Reason(
-            field="model.mlp_bias",
-            value="true",
-            rule="biases of an MLP have no place in experts",
-            nearest="false",
-        )
-    low = (("experts", 1), ("top_k", 1), ("granularity", 1), ("dense_first", 0), ("every", 1))
-    small = [(field, least) for field, least in low if getattr(choice, field) < least]
-    for field, least in small:
-        value = str(getattr(choice, field))
+        rule = "biases of an MLP have no place in experts"
+        yield Reason(field="model.mlp_bias", value="true", rule=rule, nearest="false")
+    lowest = (("experts", 1), ("top_k", 1), ("granularity", 1), ("dense_first", 0), ("every", 1))
+    too_small = [(field, least) for field, least in lowest if getattr(spec, field) < least]
+    for field, least in too_small:
+        value = str(getattr(spec, field))
         yield Reason(field=field, value=value, rule=f"must be at least {least}", nearest=str(least))
-    if not small:
-        yield from _counts(dense, choice)
+    if not too_small:
+        yield from _check_counts(dense, spec)
 
 
-def _counts(dense: ModelSpec, choice: UpcyclingSpec) -> Iterator[Reason]:
-    slices, width = choice.granularity, dense.dense_ffn_size
+def _check_counts(dense: ModelSpec, spec: UpcyclingSpec) -> Iterator[Reason]:
+    slices = spec.granularity
+    width = dense.dense_ffn_size
     if width % slices:
-        close = nearest_legal(slices, divisors(width))
-        yield Reason(
-            field="granularity",
-            value=str(slices),
-            rule=f"must divide the MLP's width {width}",
-            nearest=str(close),
-        )
-    for field, value in (("experts", choice.experts), ("top_k", choice.top_k)):
+        rule = f"must divide the MLP's width {width}"
+        near = nearest_legal(slices, divisors(width))
+        yield Reason(field="granularity", value=str(slices), rule=rule, nearest=near)
+    for field, value in (("experts", spec.experts), ("top_k", spec.top_k)):
         if value % slices:
             rule = f"must be a multiple of granularity {slices}, so that whole MLPs are chosen"
-            yield Reason(
-                field=field,
-                value=str(value),
-                rule=rule,
-                nearest=str(max(1, round(value / slices)) * slices),
-            )
-    if choice.top_k > choice.experts:
-        rule = f"must be at most experts {choice.experts}"
-        yield Reason(field="top_k", value=str(choice.top_k), rule=rule, nearest=str(choice.experts))
-    if not any(_routed(dense, choice)):
+            near = str(max(1, round(value / slices)) * slices)
+            yield Reason(field=field, value=str(value), rule=rule, nearest=near)
+    if spec.top_k > spec.experts:
+        rule = f"must be at most experts {spec.experts}"
+        yield Reason(field="top_k", value=str(spec.top_k), rule=rule, nearest=str(spec.experts))
+    if not any(_moe_layers(dense, spec)):
         rule = f"leaves none of the {dense.layers} layers to experts"
-        yield Reason(field="dense_first", value=str(choice.dense_first), rule=rule, nearest="0")
-    if choice.scaling is UpcyclingScaling.EXACT and choice.weighting is RouterWeighting.ALL:
-        rule = "the chosen experts' share of a softmax over all differs by token: no factor makes up for it exactly"
-        yield Reason(
-            field="router",
-            value=choice.weighting,
-            rule=rule,
-            nearest=f"{RouterWeighting.CHOSEN}, or --scaling published",
+        yield Reason(field="dense_first", value=str(spec.dense_first), rule=rule, nearest="0")
+    if spec.scaling is UpcyclingScaling.EXACT and spec.weighting is RouterWeighting.ALL:
+        rule = (
+            "the chosen experts' share of a softmax over all differs by token: no factor makes up "
+            "for it exactly"
         )
+        near = f"{RouterWeighting.CHOSEN}, or --scaling published"
+        yield Reason(field="router", value=spec.weighting, rule=rule, nearest=near)

@@ -15,9 +15,8 @@ from moewright.search.screening import GroupScores, Screener
 from moewright.search.space import SearchSpace, degree_groups, no_objections
 from moewright.spec.layout import Layout, Overlap
 
-# Predictions closer than this do not order two plans (time_model_findings, section 8), so a plan
-# that may not fit has
-# to be that much faster to come before one that fits.
+# Predictions closer than this do not order two plans (docs/findings.md 4), so a plan that may not
+# fit has to be that much faster to come before one that fits.
 RESOLUTION = 1.05
 
 Key = TypeVar("Key")

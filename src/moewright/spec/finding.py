@@ -1,5 +1,4 @@
-"""Finding: which wall holds a run back, the evidence, and what to change next; and where a step's
-seconds go."""
+"""What a diagnosis says: what limits a run, the evidence, what to change, and where time goes."""
 
 from __future__ import annotations
 
@@ -8,6 +7,8 @@ from enum import StrEnum
 
 
 class Wall(StrEnum):
+    """The resource that limits a run."""
+
     MEMORY = "memory"
     COMMUNICATION = "communication"
     HOST = "host"
@@ -15,7 +16,7 @@ class Wall(StrEnum):
 
 
 class Cause(StrEnum):
-    """What a wall consists of; fixes go by it."""
+    """What a wall consists of; fixes are listed by cause."""
 
     CAPACITY = "capacity"
     FRAGMENTATION = "fragmentation"
@@ -37,7 +38,7 @@ class Cause(StrEnum):
 
 
 class Basis(StrEnum):
-    """How a number was come by."""
+    """How a number was obtained."""
 
     MEASURED = "measured"
     PREDICTED = "predicted"
@@ -45,8 +46,10 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedChange:
-    """What the planner expects of a fix. `layout` is how we say it; negative seconds and bytes are
-    savings."""
+    """What the planner expects of a fix; negative seconds and bytes are savings.
+
+    `layout` is the layout with the fix, as layout text.
+    """
 
     layout: str
     step_s: float  # change of the predicted step
@@ -57,20 +60,24 @@ class PredictedChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fix:
-    """One thing to change. `excluded` says why it cannot be taken here; "" when it can, or when
-    nobody can tell."""
+    """One thing to change.
+
+    `excluded` says why this run cannot take it; "" where it can, or where nobody can tell.
+    """
 
     text: str
     megatron: str = ""  # flags
-    excludes: str = ""  # what cannot stand beside it
+    excludes: str = ""  # what cannot be combined with it
     excluded: str = ""
     price: PredictedChange | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """`share` is the part of the step (or of the device's memory) behind the finding; fixes come in
-    order of trying."""
+    """A wall of a run with its cause, its evidence, and fixes in the order of trying.
+
+    `share` is the part of the step, or of the device's memory, that the finding explains.
+    """
 
     wall: Wall
     cause: Cause
@@ -82,7 +89,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaterfallDrop:
-    """Seconds a step loses to one thing."""
+    """The seconds that a step loses to one thing."""
 
     name: str
     seconds: float
@@ -92,8 +99,10 @@ class WaterfallDrop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waterfall:
-    """ideal + drops = measured; the last drop is what nothing explains. `ideal_s` is model FLOPs at
-    the peak rate."""
+    """The way from the ideal step to the measured one: ideal + drops = measured.
+
+    `ideal_s` is model FLOPs at the peak rate; the last drop is what nothing explains.
+    """
 
     ideal_s: float
     ideal_note: str

@@ -5,29 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moewright.spec.record import Record, Row
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
 
 class DeviceKind(StrEnum):
+    """The kinds of device that a hardware file describes."""
+
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class Op(StrEnum):
-    """Kinds of work that have a rate of their own."""
+    """The kinds of work that have a rate of their own."""
 
     GEMM = "gemm"  # x: FLOPs of the call; y: FLOP/s
     GROUPED_GEMM = "grouped_gemm"  # x: rows per expert; y: FLOP/s
     ATTENTION = "attention"  # x: sequence length; y: FLOP/s, forward, causal half counted
-    ATTENTION_BACKWARD = (
-        "attention_backward"  # x: sequence length; y: FLOP/s at 2 x the forward FLOPs
-    )
+    # x: sequence length; y: FLOP/s at 2 x the forward FLOPs
+    ATTENTION_BACKWARD = "attention_backward"
     ELEMENTWISE = "elementwise"  # x: bytes moved by the call; y: bytes/s
     OPTIMIZER = "optimizer"  # x: parameters updated; y: parameters/s
 
 
 class Collective(StrEnum):
+    """The collective operations and point-to-point messages that are timed and counted."""
+
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -38,10 +42,10 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Points (x, y), x ascending, interpolated in log x and log y and held flat outside of them.
+    """Points (x, y), x ascending, interpolated in log x and log y and constant outside of them.
 
-    `measured` is the range of x that was measured where the points are a fit that goes further; ()
-    is their own range.
+    `measured` is the range of x that was measured, where the points are a fit that goes further; ()
+    is the range of the points.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -52,6 +56,8 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpRate:
+    """The rate of one kind of work in one dtype, over the size of the call."""
+
     op: Op
     dtype: Dtype
     curve: Curve
@@ -59,8 +65,10 @@ class OpRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveTime:
-    """Seconds of one collective over `group_size` ranks against the payload one rank hands in (x:
-    bytes)."""
+    """The seconds of one collective over `group_size` ranks.
+
+    x is the payload that one rank hands in, in bytes.
+    """
 
     op: Collective
     group_size: int
@@ -69,7 +77,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What two ranks send to each other at once, all pairs of a round doing so together."""
+    """The bandwidth between two ranks that send to each other while other pairs do the same."""
 
     first: int
     second: int
@@ -78,7 +86,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DtypePeak:
-    """Dense peak of a dtype, FLOP/s: the denominator of MFU."""
+    """The dense peak of a dtype in FLOP/s, the denominator of MFU."""
 
     dtype: Dtype
     rate: Sourced
@@ -98,7 +106,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
-    """Two levels: a domain of ranks joined by the fast link, and the network between domains."""
+    """Two levels of network: domains of ranks on the fast link, and the network between domains."""
 
     domain_size: int
     devices_per_node: int
@@ -106,8 +114,8 @@ class Fabric:
     network_Bps: Sourced  # per device and direction
     domain_latency_s: Sourced
     network_latency_s: Sourced
-    times: tuple[CollectiveTime, ...] = ()  # measured curves win over the formula
-    links: tuple[Link, ...] = ()  # measured; of no estimate, they show which one is slow
+    times: tuple[CollectiveTime, ...] = ()  # measured curves, preferred to the formula
+    links: tuple[Link, ...] = ()  # measured; not used by estimates, they show which link is slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,10 +126,12 @@ class Constant:
     value: Sourced
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hardware:
-    """`count` devices. `fingerprint` tells one measured machine from another; "" for catalogue
-    parts."""
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Hardware(Record):
+    """A number of equal devices and the fabric that joins them.
+
+    `fingerprint` tells one measured machine from another; "" for parts of the catalogue.
+    """
 
     name: str
     count: int
@@ -129,3 +139,24 @@ class Hardware:
     fabric: Fabric
     constants: tuple[Constant, ...] = ()
     fingerprint: str = ""
+
+    def title(self) -> str:
+        """Return count and name."""
+        return f"{self.count:,} x {self.name}"
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each figure of device and fabric, with its source."""
+        figures = [
+            ("memory, bytes", self.device.memory_bytes),
+            ("memory bandwidth, B/s", self.device.memory_Bps),
+            *((f"{peak.dtype.value} peak, FLOP/s", peak.rate) for peak in self.device.peaks),
+            ("bandwidth inside a domain, B/s", self.fabric.domain_Bps),
+            ("bandwidth of the network, B/s", self.fabric.network_Bps),
+            ("latency inside a domain, s", self.fabric.domain_latency_s),
+            ("latency of the network, s", self.fabric.network_latency_s),
+            *((constant.name, constant.value) for constant in self.constants),
+        ]
+        return [
+            {"figure": name, "value": item.value, "kind": item.kind.value, "source": item.source}
+            for name, item in figures
+        ]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moewright.spec.record import format_cell, list_changed_fields
+
 
 class Schedule(StrEnum):
+    """The pipeline schedules."""
+
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
     ZB_H1 = "zb-h1"
@@ -15,17 +19,21 @@ class Schedule(StrEnum):
 
     @property
     def is_v_shaped(self) -> bool:
-        """Whether the second of two chunks a rank lies on the way back, so that the first rank
-        holds both ends."""
+        """Whether the second chunk of each rank lies on the way back up.
+
+        Then the first rank holds the first and the last virtual stage.
+        """
         return self in (Schedule.ZBV, Schedule.DUALPIPEV)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients have rows of their own."""
+        """Whether weight gradients have timetable rows of their own."""
         return self in (Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV)
 
 
 class CpComm(StrEnum):
+    """How attention exchanges keys, values and heads under context parallelism."""
+
     P2P = "p2p"
     ALL_GATHER = "allgather"
     A2A = "a2a"
@@ -33,6 +41,8 @@ class CpComm(StrEnum):
 
 
 class DispatcherKind(StrEnum):
+    """How token rows travel to the ranks of their experts and back."""
+
     ALL_GATHER = "allgather"
     ALL_TO_ALL = "alltoall"
     DEDUP = "dedup"
@@ -41,24 +51,25 @@ class DispatcherKind(StrEnum):
 
 
 class CapacityFill(StrEnum):
-    """What an expert with a capacity gets from a source."""
+    """How many rows an expert with a capacity gets from a source rank."""
 
-    USED = "used"  # the rows that chose it, as far as there is room
-    PADDED = "padded"  # as many rows as there is room for, so that all sizes are known beforehand
+    USED = "used"  # the rows that chose it, up to the capacity
+    PADDED = "padded"  # always as many as the capacity, so that all sizes are known beforehand
 
 
 class ExpertPlacement(StrEnum):
-    """Which expert-parallel rank holds which expert."""
+    """How experts are assigned to expert-parallel ranks."""
 
     CONTIGUOUS = "contiguous"  # blocks by number
-    # equally many a rank, packed to even the load that Workload.load_histogram counts
+    # equally many on each rank, packed to even out the load that Workload.load_histogram counts
     BALANCED = "balanced"
 
 
 class Recompute(StrEnum):
-    """What is made again in backward: modules of a layer, FULL for layers whole, or LOSS, the
-    logits, of which no more than a piece is ever there. FULL stands alone, or beside LOSS. See
-    docs/formulas.md 6.
+    """What is recomputed in backward; see docs/formulas.md 6.
+
+    Most members are modules of a layer. FULL recomputes whole layers; LOSS recomputes the logits,
+    of which only a block of columns exists at a time. FULL goes with no other member but LOSS.
     """
 
     FULL = "full"
@@ -73,6 +84,8 @@ class Recompute(StrEnum):
 
 
 class Offload(StrEnum):
+    """What is kept in host memory: the optimizer, or the saved activations of a module."""
+
     OPTIMIZER = "optimizer"
     ATTN_NORM = "attn_norm"
     QKV_LINEAR = "qkv_linear"
@@ -84,17 +97,19 @@ class Offload(StrEnum):
 
 
 class Overlap(StrEnum):
+    """The communication that runs beside compute."""
+
     GRAD = "grad"
     PARAM = "param"
     TP = "tp"
     P2P = "p2p"
     EP = "ep"
-    WGRAD = "wgrad"  # with ep: weight gradients after what would wait for them
+    WGRAD = "wgrad"  # with ep: weight gradients run after the work that would wait for them
     SHARED = "shared"  # shared experts run while dispatch and combine move rows
 
 
 class CudaGraphScope(StrEnum):
-    """Parts of a layer captured in CUDA graphs; FULL stands alone."""
+    """The parts of a layer captured in CUDA graphs; FULL goes with no other member."""
 
     FULL = "full"
     ATTN = "attn"
@@ -104,8 +119,10 @@ class CudaGraphScope(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Degrees over `world_size` ranks; dp and edp are what is left. Sets are sorted tuples without
-    repeats."""
+    """The parallel degrees and the memory and overlap choices over `world_size` ranks.
+
+    dp and edp follow from the other degrees. Sets are sorted tuples without repeats.
+    """
 
     world_size: int
     tp: int = 1
@@ -117,35 +134,42 @@ class Layout:
     etp: int = 1
     mbs: int = 1
     zero: int = 1
-    shard: int = 0  # ranks of dp x cp that zero=3 cuts over, the rest hold copies; 0: all
+    # ranks of dp x cp over which zero=3 shards, the other ranks hold replicas; 0: all
+    shard: int = 0
     schedule: Schedule = Schedule.ONE_F_ONE_B
-    vpp_group: int = 0  # micro-batches a group of the interleaved table; 0: pp
+    vpp_group: int = 0  # micro-batches in a group of the interleaved timetable; 0: pp
     cp_comm: CpComm = CpComm.P2P
     recompute: tuple[Recompute, ...] = ()
-    recompute_block: int = 0  # full recompute of so many first layers of each chunk; 0: of all
+    recompute_block: int = 0  # first layers of each chunk under full recompute; 0: all layers
     recompute_span: int = 1  # layers that one checkpoint of full recompute covers
     offload: tuple[Offload, ...] = ()
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
     dispatcher: DispatcherKind = DispatcherKind.ALL_TO_ALL
-    # ranks of ep in one node, for dispatchers that cross to a node before they cross to a rank; 0:
-    # all
+    # ranks of ep in one node, for dispatchers that send to a node before they send to a rank;
+    # 0: all
     ep_node: int = 0
     expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS
-    # experts that a rank holds beside its own, for replicas of hot ones; with a balanced placement
+    # expert replicas that a rank holds besides its own experts; with a balanced placement
     spare: int = 0
     capacity: float = 0.0  # 0: dropless
     capacity_fill: CapacityFill = CapacityFill.USED
     overlap: tuple[Overlap, ...] = ()
     graphs: tuple[CudaGraphScope, ...] = ()
-    stages: str = ""  # pipeline layout string, e.g. "Et*3|(tt|)*29,m|L"; "": even split
+    stages: str = ""  # pipeline layout string like "Et*3|(tt|)*29,m|L"; "": even split
+
+    def __str__(self) -> str:
+        changed = (f"{name}={format_cell(value)}" for name, value in list_changed_fields(self))
+        return "layout " + ", ".join(changed)
 
     @property
     def dp(self) -> int:
-        """Dense data-parallel degree (rounded down when the world does not divide; legality reports
-        that)."""
+        """Dense data-parallel degree, rounded down where the world does not divide.
+
+        rules.legality reports such a world.
+        """
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
-        """Expert data-parallel degree (same remark)."""
+        """Expert data-parallel degree, rounded down like `dp`."""
         return self.world_size // (self.etp * self.ep * self.pp)

@@ -9,6 +9,8 @@ from moewright.spec.hardware import Collective
 
 
 class Module(StrEnum):
+    """The parts of a model that rows of a ledger are booked to."""
+
     EMBEDDING = "embedding"
     ATTENTION = "attention"
     DENSE_MLP = "dense_mlp"
@@ -22,6 +24,8 @@ class Module(StrEnum):
 
 
 class Component(StrEnum):
+    """What memory is used for."""
+
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     MASTER = "master"
@@ -31,12 +35,14 @@ class Component(StrEnum):
     TRANSIENT = "transient"  # the largest short-lived working set of backward
     COMMUNICATION = "communication"  # dispatcher and collective buffers, communicators
     FRAGMENTATION = "fragmentation"
-    # in host memory: offloaded optimizer state, the copy for checkpoints; no part of a device's
-    # peak
+    # in host memory: offloaded optimizer state and the copy for checkpoints; not part of the peak
+    # of a device
     HOST = "host"
 
 
 class FlopOp(StrEnum):
+    """The operations whose FLOPs are counted."""
+
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"
     ATTENTION = "attention"
@@ -56,6 +62,8 @@ class StepPhase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
+    """The bytes of one component of one module."""
+
     component: Component
     module: Module
     bytes: int
@@ -63,8 +71,10 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommRow:
-    """Collectives of one operation over one named group (rules.grid.GROUPS): payload handed in, and
-    calls."""
+    """The collectives of one operation over one named group of rules.grid.GROUPS.
+
+    `bytes` is the payload that the rank hands in.
+    """
 
     op: Collective
     group: str
@@ -74,6 +84,8 @@ class CommRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlopRow:
+    """The FLOPs of one operation of one module."""
+
     op: FlopOp
     module: Module
     flops: int
@@ -81,17 +93,19 @@ class FlopRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeRow:
+    """The seconds of one phase of a step."""
+
     phase: StepPhase
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """One rank's books. `memory` is bytes held; `comm`, `flops` and `time` are for one training
-    step.
+    """The memory, communication, FLOPs and time of one rank.
 
-    Rows are sorted and unique by their keys; a row of zero is left out. `in_flight` is the most
-    (micro-batch, chunk) pairs that were between their forward and the end of their backward.
+    `memory` is bytes held; `comm`, `flops` and `time` are for one training step. Rows are sorted
+    and unique by their keys; a row of zero is left out. `in_flight` is the highest number of
+    (micro-batch, chunk) pairs between their forward and the end of their backward.
     """
 
     rank: int
@@ -101,11 +115,12 @@ class Ledger:
     flops: tuple[FlopRow, ...] = ()
     time: tuple[TimeRow, ...] = ()
     in_flight: int = 0
-    notes: tuple[str, ...] = ()  # differences of this device that the other side cannot know
+    # differences of this device that the other side (prediction or count) cannot know
+    notes: tuple[str, ...] = ()
 
     @property
     def device_rows(self) -> tuple[MemoryRow, ...]:
-        """What is held of the device's memory."""
+        """The memory rows that lie on the device."""
         return tuple(row for row in self.memory if row.component is not Component.HOST)
 
     @property
@@ -115,16 +130,18 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What the routers chose in one step: counts[micro_batch][moe_layer][source_rank][expert], all
-    dense-data ranks.
+    """What the routers chose in one step, and what documents left of attention.
 
-    Rows that a capacity dropped are in no count. Under dedup,
-    copies[...][...][source_rank][ep_rank] counts the tokens that crossed, each once a rank; ()
-    otherwise. Where they cross to a node first, nodes[...][...][source_rank][node] counts them,
-    each once a node; () otherwise. Where documents bound attention, attended[rank] is twice the
-    causal pairs of queries and keys that attend each other in the step, of all heads: the queries
-    of the rank's tokens, or of all that it shares heads with; () otherwise. near[rank]: the same of
-    layers with a sliding window, if any.
+    counts[micro_batch][moe_layer][source_rank][expert] holds the rows of all dense data-parallel
+    ranks; rows that a capacity dropped are in no count. Under dedup
+    copies[...][...][source_rank][ep_rank] counts the tokens that crossed, each once per rank; ()
+    otherwise. Where tokens cross to a node first, nodes[...][...][source_rank][node] counts them,
+    each once per node; () otherwise.
+
+    Where documents bound attention, attended[rank] is twice the causal pairs of queries and keys
+    that attend each other in the step, over all heads: of the queries of the rank's tokens, or of
+    the tokens of all ranks that exchange heads with it; () otherwise. near[rank] is the same of
+    layers with a sliding window, if there are any.
     """
 
     step: int

@@ -5,30 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moewright.spec.record import Record
+
 
 class AttentionKind(StrEnum):
+    """The families of attention."""
+
     GQA = "gqa"  # multi-head and multi-query attention are its extremes
     MLA = "mla"
 
 
 class QkNorm(StrEnum):
+    """How queries and keys are normalised."""
+
     NONE = "none"
     PER_HEAD = "per_head"  # one weight of head_dim, shared by the heads (Qwen3)
     FULL = "full"  # one weight over all heads (OLMoE)
 
 
 class NormKind(StrEnum):
+    """The kinds of normalisation layer."""
+
     RMS = "rms"
     LAYER = "layer"  # with bias
 
 
 class PositionKind(StrEnum):
+    """How positions enter the model."""
+
     ROPE = "rope"
     LEARNED = "learned"
     NONE = "none"
 
 
 class ScoreFunction(StrEnum):
+    """The functions that turn router logits into scores."""
+
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     SQRT_SOFTPLUS = "sqrtsoftplus"
@@ -36,8 +48,10 @@ class ScoreFunction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; `scaling` is the HF rope type ("default", "yarn", "llama3", ...), factors
-    as in HF."""
+    """The rotary embedding.
+
+    `scaling` is the HF rope type ("default", "yarn", "llama3", ...); the factors are HF's.
+    """
 
     theta: float = 10000.0
     scaling: str = "default"
@@ -54,8 +68,11 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """Attention of one layer. For GQA q and v have `head_dim`; for MLA q/k have nope+rope and v
-    `v_head_dim`."""
+    """The attention of one layer.
+
+    For GQA, heads of q, k and v are `head_dim` wide. For MLA, `head_dim` is nope + rope for q and
+    k, and v has `v_head_dim`.
+    """
 
     kind: AttentionKind
     heads: int
@@ -65,9 +82,9 @@ class AttentionSpec:
     qk_norm: QkNorm = QkNorm.NONE
     qkv_bias: bool = False
     out_bias: bool = False
-    sinks: bool = False  # one learned logit a head (gpt-oss)
+    sinks: bool = False  # one learned logit per head (gpt-oss)
     sliding_window: int = 0  # 0: none
-    window_every: int = 0  # n: every n-th layer, from layer 0, is windowed; 1: all; 0: none
+    window_every: int = 0  # n: every n-th layer, from layer 0, has the window; 1: all; 0: none
     q_lora_rank: int = 0  # 0: q is projected directly
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -76,12 +93,12 @@ class AttentionSpec:
 
     @property
     def q_width(self) -> int:
-        """Width of all queries (and keys, for MLA), after the up-projection."""
+        """Width of all queries (and of all keys, for MLA) after the up-projection."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys; GQA values have the same."""
+        """Width of all keys; values of GQA have the same."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -101,21 +118,20 @@ class RouterSpec:
     scaling_factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
-    group_scores: int = (
-        0  # the highest scores of a group that make the group's; 0: top_k // top_groups
-    )
+    # number of highest scores of a group that are summed to the group's; 0: top_k // top_groups
+    group_scores: int = 0
     selection_bias: bool = False  # aux-loss-free expert bias, selection only
     logit_bias: bool = False  # a trained bias on the router linear (gpt-oss)
 
     @property
     def scores_per_group(self) -> int:
-        """How many of a group's highest scores add up to the group's own."""
+        """How many of a group's highest scores add up to the score of the group."""
         return self.group_scores or max(1, self.top_k // self.top_groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeSpec:
-    """The routed experts, and the shared one beside them."""
+    """The routed experts and the shared expert beside them."""
 
     experts: int
     ffn_size: int  # hidden width of one expert
@@ -123,14 +139,16 @@ class MoeSpec:
     shared_ffn_size: int = 0  # total over all shared experts
     shared_gate: bool = False
     expert_bias: bool = False  # biases on the expert linears (gpt-oss)
-    # routed experts work in so narrow a space, projected into before dispatch; 0: hidden_size
+    # width that rows are projected to before dispatch and that experts work in; 0: hidden_size
     latent_size: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSpec:
-    """A decoder-only transformer. `moe_layers[i]` tells whether layer i has experts or a dense
-    MLP."""
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ModelSpec(Record):
+    """A decoder-only transformer.
+
+    `moe_layers[i]` tells whether layer i has experts or a dense MLP.
+    """
 
     name: str
     family: str  # the HF model_type, "" when there is none
@@ -154,28 +172,32 @@ class ModelSpec:
     @property
     def expert_width(self) -> int:
         """Width of a row that travels to an expert and comes back."""
-        return (self.moe.latent_size if self.moe else 0) or self.hidden_size
+        if self.moe is None or not self.moe.latent_size:
+            return self.hidden_size
+        return self.moe.latent_size
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with experts: of the model, then those of MTP depths, which start
-        at layers + 1."""
-        depths = (
-            range(self.layers + 1, self.layers + 1 + self.mtp_layers) if self.moe_layers[-1] else ()
-        )
-        return (*(layer for layer, is_moe in enumerate(self.moe_layers) if is_moe), *depths)
+        """Numbers of the layers with experts; MTP depths follow, from layers + 1 on."""
+        layers = tuple(layer for layer, is_moe in enumerate(self.moe_layers) if is_moe)
+        if not self.moe_layers[-1]:
+            return layers
+        return (*layers, *range(self.layers + 1, self.layers + 1 + self.mtp_layers))
 
     @property
     def max_window(self) -> int:
-        """That of the layers which have one; 0 where none has."""
+        """The sliding window of the layers that have one; 0 where no layer has."""
         return self.attention.sliding_window if self.attention.window_every else 0
 
     def layer_window(self, layer: int) -> int:
-        """The latest tokens that a query of the layer attends, itself included; 0: all. MTP depths
-        attend all."""
+        """Return how many latest tokens a query of the layer attends, itself included; 0: all.
+
+        MTP depths attend all.
+        """
         spec = self.attention
-        windowed = spec.window_every and layer < self.layers and layer % spec.window_every == 0
-        return spec.sliding_window if windowed else 0
+        if not spec.window_every or layer >= self.layers or layer % spec.window_every:
+            return 0
+        return spec.sliding_window
 
     @property
     def moe_layer_count(self) -> int:

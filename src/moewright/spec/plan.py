@@ -9,18 +9,22 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import ModelSpec
+from moewright.spec.record import Record, Row
 from moewright.spec.sourced import SourceKind
+from moewright.spec.units import GIB
 from moewright.spec.workload import Workload
 
 
 class Verdict(StrEnum):
+    """Whether a layout fits in memory, allowing for the error of the prediction."""
+
     FITS = "fits"
     UNCERTAIN = "uncertain"
     OOM = "oom"
 
 
 class TimePart(StrEnum):
-    """Parts of a predicted step on the slowest pipeline rank; they sum to the step."""
+    """The parts of a predicted step on the slowest pipeline rank; they sum to the step."""
 
     ATTENTION = "attention"
     DENSE = "dense"  # projections, dense MLP, shared experts, router
@@ -28,7 +32,7 @@ class TimePart(StrEnum):
     ELEMENTWISE = "elementwise"
     HEAD = "head"  # embedding, logits, loss
     RECOMPUTE = "recompute"
-    OFFLOAD = "offload"  # activations that are late from or to the host
+    OFFLOAD = "offload"  # waits for activations from or to the host
     EP_COMM = "ep_comm"
     TP_COMM = "tp_comm"
     CP_COMM = "cp_comm"
@@ -41,9 +45,11 @@ class TimePart(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeShare:
+    """The seconds of one part of a step."""
+
     part: TimePart
     seconds: float  # exposed on the critical path
-    hidden_s: float = 0.0  # done under other work
+    hidden_s: float = 0.0  # overlapped by other work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +62,12 @@ class Assumption:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """Expected memory and time of one layout.
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Estimate(Record):
+    """The expected memory and time of one layout.
 
-    `ledgers` holds one predicted Ledger a pipeline rank (the worst rank of that stage); MFU counts
-    model FLOPs only, HFU adds recomputation.
+    `ledgers` holds one predicted Ledger for each pipeline rank, of the worst rank of that stage.
+    MFU counts model FLOPs only; HFU adds recomputation.
     """
 
     ledgers: tuple[Ledger, ...]
@@ -83,24 +89,46 @@ class Estimate:
     mfu: float
     hfu: float
     assumptions: tuple[Assumption, ...]
-    # Rows of the hottest expert rank over the even ones at which the device is full; 0: no load
-    # fills it.
+    # Rows of the hottest expert rank over the rows of an even load at which the device is full;
+    # 0: no load fills it.
     load_limit: float = 0.0
+
+    def title(self) -> str:
+        """Return the verdict with the peak, and the speed."""
+        peak = f"peak {self.peak_bytes / GIB:.4g} of {self.capacity_bytes / GIB:.4g} GiB"
+        speed = f"{self.tokens_per_s_per_device:,.4g} tokens/s/device, MFU {self.mfu:.1%}"
+        return f"{self.verdict.value}: {peak}; {self.step_s:.4g} s a step, {speed}"
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each part of the step, the largest first."""
+        shares = sorted(self.shares, key=lambda share: -share.seconds)
+        return [
+            {
+                "part": share.part.value,
+                "seconds": share.seconds,
+                "share": share.seconds / self.step_s if self.step_s else 0.0,
+                "hidden_s": share.hidden_s,
+            }
+            for share in shares
+            if share.seconds or share.hidden_s
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """The best layout if something were different, and its step by closed forms."""
+    """The best layout if something were different, and its step from closed forms."""
 
     change: str
     layout: Layout
     step_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """A whole job. The engine runs it; `fingerprint` covers everything but the estimate and the
-    gains."""
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Plan(Record):
+    """A whole job, as the engine runs it.
+
+    `fingerprint` covers everything but the estimate and the gains.
+    """
 
     model: ModelSpec
     workload: Workload
@@ -110,3 +138,16 @@ class Plan:
     fingerprint: str
     gains: tuple[WhatIf, ...] = ()
     schema: int = 1
+
+    def title(self) -> str:
+        """Return model, hardware, workload, layout and the line of the estimate."""
+        workload = self.workload
+        batch = f"sequence {workload.seq_len:,}, global batch {workload.global_batch:,}"
+        job = f"{self.model.name} on {self.hardware.count:,} x {self.hardware.device.name}"
+        return "\n".join(
+            (f"{job}, {workload.precision.value}, {batch}", str(self.layout), self.estimate.title())
+        )
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each part of the predicted step."""
+        return self.estimate.to_rows()

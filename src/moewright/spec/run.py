@@ -1,4 +1,4 @@
-"""RunRecord: what a run left behind, as its files say it."""
+"""RunRecord: what a run left behind in its files."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
+from moewright.spec.record import Record
 from moewright.spec.workload import RouterForce
 
-# begins the name of a range in a trace, the group's follows: this rank waits for a collective
+# In a trace, the name of a range in which this rank waits for a collective: this, then the group.
 WAIT_RANGE_PREFIX = "wait:"
-SESSION_WARMUP_STEPS = (
-    2  # first steps of a session, which are not settled: allocations, thread pools, autotuning
-)
+# First steps of a session, which are not steady: allocations, thread pools, autotuning.
+SESSION_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLoad:
-    """Tokens per expert of one MoE layer in one step, over all data-parallel ranks, and its
-    router's losses with their coefficients: of the micro-batch, of sequences, of the global batch,
-    z.
+    """The tokens per expert of one MoE layer in one step, and the losses of its router.
+
+    Tokens are of all data-parallel ranks. Losses include their coefficients: of the micro-batch, of
+    sequences, of the global batch, and the z loss.
     """
 
     layer: int
@@ -27,9 +28,9 @@ class LayerLoad:
     dead_experts: int  # experts that got no token
     entropy: float  # of the load, in units of log(experts): 1 is even
     counts: tuple[int, ...]
-    p95_over_mean: float = 0.0  # of the expert that 95% of the others do not exceed
+    p95_over_mean: float = 0.0  # of the least expert that 95% of all do not exceed
     rank_counts: tuple[int, ...] = ()  # tokens of the experts on each EP rank
-    dropped_share: float = 0.0  # of the rows chosen, left out for lack of capacity
+    dropped_share: float = 0.0  # of the chosen rows, dropped for lack of capacity
     aux_loss: float = 0.0
     seq_aux_loss: float = 0.0
     global_aux_loss: float = 0.0
@@ -38,9 +39,10 @@ class LayerLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupWait:
-    """Seconds in which this rank did nothing but wait for a collective or a message of one named
-    group: for its peers to come, and for the bytes. Work that runs under a collective is not in it.
-    Known where collectives run on the host's thread (gloo); on a GPU a trace tells it.
+    """The seconds in which this rank only waited for a collective or a message of one named group.
+
+    It waited for its peers to come and for the bytes; work that overlaps a collective is not
+    included. Known where collectives run on the host's thread (gloo); on a GPU a trace tells it.
     """
 
     group: str
@@ -49,10 +51,10 @@ class GroupWait:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTime:
-    """Of a step on this rank's main thread: on a core, ready but without one, in Python's garbage
-    collection.
+    """How this rank's main thread spent a step.
 
-    Asleep is what is left of the step beyond these and the waits: a lock, a disk, a device.
+    It ran on a core, was queued for one, or was in Python's garbage collection. Asleep is the rest
+    of the step without the waits: a lock, a disk, a device.
     """
 
     running_s: float = 0.0
@@ -63,9 +65,10 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSample:
-    """What the driver of a GPU says at the end of a step. `resident_share` is the share of recent
-    time in which any kernel was resident, spinning communication included: it says nothing of how
-    busy the tensor cores are.
+    """What the driver of a GPU reports at the end of a step.
+
+    `resident_share` is the share of recent time in which any kernel was resident, spinning
+    communication included: it does not tell how busy the tensor cores are.
     """
 
     resident_share: float
@@ -75,12 +78,12 @@ class DeviceSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTiming:
-    """Medians over the steps of a session on one rank, warm-up and the counted step left out;
-    seconds a step.
+    """The medians of one rank over the steps of a session, in seconds per step.
 
-    `links` is the part of `waits` that even the rank to come last spent: the call itself, all being
-    there. The rest was spent waiting for a late rank. Of groups that meet as a whole; () where the
-    calls were not kept.
+    Warm-up steps and the counted step are left out. `links` is the part of `waits` that even the
+    last rank to come spent, the call itself with all ranks present; the rest of `waits` was spent
+    waiting for a late rank. It covers groups that meet as a whole; () where the calls were not
+    kept.
     """
 
     rank: int
@@ -97,8 +100,10 @@ class RankTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One line of steps.jsonl, kind "step". Rates are per rank; `loss` is nats per valid target of
-    the global batch."""
+    """One line of steps.jsonl of kind "step".
+
+    Rates are per rank; `loss` is nats per valid target of the global batch.
+    """
 
     step: int  # 1 is the first update
     loss: float
@@ -112,9 +117,9 @@ class StepRecord:
     mfu: float
     skipped: bool
     phases: tuple[TimeRow, ...]
-    loads: tuple[LayerLoad, ...]  # () on steps that the job does not log them on
+    loads: tuple[LayerLoad, ...]  # () on steps without router logging
     samples_per_s: float = 0.0  # sequences, of the whole job
-    hfu: float = 0.0  # MFU with the planned replays counted too
+    hfu: float = 0.0  # MFU with the planned recomputation counted too
     waits: tuple[GroupWait, ...] = ()
     host: HostTime = HostTime()
     device: DeviceSample | None = None
@@ -122,8 +127,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalRecord:
-    """One line of steps.jsonl, kind "eval": mean nats per target over the held-out batches after
-    `step` updates."""
+    """One line of steps.jsonl of kind "eval".
+
+    The loss is mean nats per target over the held-out batches after `step` updates.
+    """
 
     step: int
     heldout_loss: float
@@ -133,7 +140,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """One process start of the run (a resume opens another)."""
+    """One start of the processes of a run; a resume opens another session."""
 
     first_step: int
     started: str  # ISO 8601, UTC
@@ -144,9 +151,12 @@ class Session:
     routing: RouterForce = RouterForce.NONE
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
-    """A run directory, read back. `ledgers` are counted, one a rank, on the step of `selection`."""
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RunRecord(Record):
+    """The content of a run folder.
+
+    `ledgers` are counted, one for each rank, on the step of `selection`.
+    """
 
     plan: Plan
     sessions: tuple[Session, ...]
@@ -154,5 +164,5 @@ class RunRecord:
     evals: tuple[EvalRecord, ...]
     ledgers: tuple[Ledger, ...]
     selection: Selection | None
-    paces: tuple[RankTiming, ...] = ()  # of the last session that ended by itself, one a rank
+    paces: tuple[RankTiming, ...] = ()  # one per rank, of the last session that ended by itself
     notes: tuple[str, ...] = ()  # what had to be left out when reading

@@ -17,7 +17,7 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sourced:
-    """A value in SI units, the kind of evidence behind it, and the evidence itself in words."""
+    """A value in SI units, the kind of evidence for it, and the evidence itself in words."""
 
     value: float
     kind: SourceKind

@@ -1,17 +1,20 @@
-"""Axis: one thing that tuning may change, and the values that it may take."""
+"""One thing that tuning may change, and the values that it may take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Keys of [train] that change how a step is run and nothing of what it trains.
+# Keys of [train] that change how a step runs and nothing about what it trains.
 TUNABLE_TRAIN_KEYS = ("bucket_elements", "gc_every_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningAxis:
-    """`key` is one of a layout's text or of TRAIN_KEYS; values are written as there, the order has
-    no meaning."""
+    """A key that tuning may change, with its candidate values in no particular order.
+
+    `key` is a key of the layout text or one of TUNABLE_TRAIN_KEYS; values are written as they are
+    in the layout text or the job file.
+    """
 
     key: str
     values: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Units: SI inside (bytes, seconds, FLOPs), pretty text only at the edge."""
+"""Units: SI inside (bytes, seconds, FLOPs), readable text only where it is shown."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ TERA = 10**12
 
 
 def format_bytes(value_bytes: float) -> str:
-    """Bytes as B, KiB, MiB or GiB with three significant figures."""
+    """Return bytes as B, KiB, MiB or GiB with three significant figures."""
     size = abs(value_bytes)
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= 1000 * scale:
+            return f"{value_bytes / scale:.0f} {unit}"
         if size >= scale:
-            return (
-                f"{value_bytes / scale:.3g} {unit}"
-                if size < 1000 * scale
-                else f"{value_bytes / scale:.0f} {unit}"
-            )
+            return f"{value_bytes / scale:.3g} {unit}"
     return f"{value_bytes:.0f} B"
 
 
 def format_seconds(value_s: float) -> str:
-    """Seconds as s, ms or us with three significant figures."""
+    """Return seconds as s, ms or us with three significant figures."""
     size = abs(value_s)
+    if size >= 1000:
+        return f"{value_s:.0f} s"
     if size >= 1 or size == 0:
-        return f"{value_s:.3g} s" if size < 1000 else f"{value_s:.0f} s"
-    return f"{value_s * 1e3:.3g} ms" if size >= 1e-3 else f"{value_s * 1e6:.3g} us"
+        return f"{value_s:.3g} s"
+    if size >= 1e-3:
+        return f"{value_s * 1e3:.3g} ms"
+    return f"{value_s * 1e6:.3g} us"
 
 
 def format_count(value: float) -> str:
-    """A count with k, M, B or T: 235093634560 -> 235.1B."""
+    """Return a count with k, M, B or T, like 235093634560 as 235.1B."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.4g}{unit}"

@@ -10,7 +10,8 @@ from math import prod
 from typing import Any
 
 from moewright.codec import explicit_fields, format_layout, parse_layout
-from moewright.rules.legality import check_legality, divisors
+from moewright.rules.divisibility import divisors
+from moewright.rules.legality import check_legality
 from moewright.rules.parameters import count_parameters
 from moewright.search.search import search
 from moewright.search.space import (

@@ -1,1 +1,1 @@
-"""Traces of other tools and other trainers, read into one form and taken apart."""
+"""Traces and logs of other tools and trainers, read into one form and broken down."""

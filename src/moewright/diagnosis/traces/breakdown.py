@@ -1,5 +1,7 @@
-"""Where one rank's step goes: work, exposed communication by class, idle time by cause; all by
-unions of intervals."""
+"""Where one rank's step goes: compute, exposed communication by class, and idle time by cause.
+
+All seconds are lengths of unions of intervals.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,31 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moewright.diagnosis.traces import intervals as sets
-from moewright.diagnosis.traces.capture import Capture, GroupedRows, KernelKind
+from moewright.diagnosis.traces.capture import Capture, GroupedRows, KernelKind, KernelTable
 from moewright.diagnosis.traces.comm_classes import ChannelClass, CommClass, classify_channels
-from moewright.diagnosis.traces.intervals import Intervals
+from moewright.diagnosis.traces.intervals import (
+    Intervals,
+    intersect,
+    merge,
+    single,
+    subtract,
+    total_s,
+    unite,
+)
 from moewright.spec.layout import Layout
 
 TOP_KERNELS = 10
 _MATRIX_KINDS = (KernelKind.GEMM, KernelKind.GROUPED_GEMM, KernelKind.ATTENTION)
+_COMPUTE_KINDS = tuple(
+    kind for kind in KernelKind if kind not in (KernelKind.COMMUNICATION, KernelKind.COPY)
+)
 _TINY_GAP_S = 2e-6  # between kernels that follow each other: no cause is looked for
 _LATE_S = 5e-6  # a kernel launched less than this before its gap began was waited for by the device
+_SHORT_KERNEL_S = 1e-5
 
-# Where two classes are exposed at once, the one that holds back the layer at hand is charged.
+# Where two classes are exposed at once, the one that holds back the current layer is charged.
 _BLOCKING_FIRST = (
     CommClass.TP,
     CommClass.CP,
@@ -44,7 +58,10 @@ class IdleCause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommTime:
-    """Seconds a step of one class. `busy_s` is its union, `exposed_s` what no other work hides."""
+    """Seconds a step of one class of communication.
+
+    `busy_s` is the length of its union, `exposed_s` what no other work hides.
+    """
 
     comm: CommClass
     busy_s: float
@@ -56,6 +73,8 @@ class CommTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopKernel:
+    """A kernel that takes much of a step."""
+
     name: str
     kind: KernelKind
     seconds: float  # of its union, a step
@@ -64,7 +83,10 @@ class TopKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Breakdown:
-    """Seconds a step. compute + exposed communication + exposed copies + idle = step."""
+    """Seconds a step of one rank.
+
+    The step is the sum of compute, exposed communication, exposed copies and idle time.
+    """
 
     source: str
     rank: int
@@ -77,14 +99,14 @@ class Breakdown:
     compute_s: float
     kind_times: tuple[tuple[KernelKind, float], ...]  # of the compute, each kind's own union
     comm_times: tuple[CommTime, ...]
-    matrix_s: float  # matrix products and attention, replays aside
+    matrix_s: float  # matrix products and attention, recompute aside
     recompute_s: float
     copies_s: float
     idle_times: tuple[tuple[IdleCause, float], ...]
     known_matrix_s: float  # matrix products whose shapes are known
     known_matrix_flops: float
-    kernel_launches: float  # launched
-    short_kernel_share: float  # share of the compute kernels below 10 us
+    kernel_launches: float
+    short_kernel_share: float  # of the compute kernels, below 10 us
     top_kernels: tuple[TopKernel, ...]
     grouped_rows: GroupedRows | None
     notes: tuple[str, ...]
@@ -98,26 +120,48 @@ class Breakdown:
         return sum(seconds for _, seconds in self.idle_times)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Window:
+    """The part of a capture that is broken down, and how many steps lie in it (0: not marked)."""
+
+    interval: Intervals
+    steps: int
+
+    @property
+    def divisor(self) -> int:
+        """Return by how many steps totals are divided."""
+        return max(1, self.steps)
+
+    def clip(self, intervals: Intervals) -> Intervals:
+        return intersect(merge(intervals), self.interval)
+
+    def mean_s(self, intervals: Intervals) -> float:
+        """Return the seconds a step that intervals cover inside the window."""
+        return total_s(self.clip(intervals)) / self.divisor
+
+    def overlaps(self, kernels: KernelTable) -> NDArray[np.bool_]:
+        """Return the mask of the activities that touch the window."""
+        start, end = self.interval[0]
+        mask: NDArray[np.bool_] = (kernels.start_s < end) & (kernels.end_s > start)
+        return mask
+
+
 def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown:
-    """Of the steps that the capture marks; of all that it holds where it marks none."""
+    """Break down the steps that the capture marks; all that it holds where it marks none."""
     kernels = capture.kernels
-    window, steps = _window(capture)
-    count = max(1, steps)
-    clipped = {
-        work: _clip(kernels.intervals(kernels.has_kind(work)), window) for work in KernelKind
-    }
-    works = tuple(
-        work for work in KernelKind if work not in (KernelKind.COMMUNICATION, KernelKind.COPY)
-    )
-    compute = sets.unite(*(clipped[work] for work in works))
+    window = _find_window(capture)
+    clipped = {kind: window.clip(kernels.intervals(kernels.has_kind(kind))) for kind in KernelKind}
+    compute = unite(*(clipped[kind] for kind in _COMPUTE_KINDS))
     comm = clipped[KernelKind.COMMUNICATION]
-    copies = sets.subtract(clipped[KernelKind.COPY], sets.unite(compute, comm))
-    busy = sets.unite(compute, comm, clipped[KernelKind.COPY])
-    gaps = sets.subtract(window, busy)
-    inside = (kernels.start_s < window[0, 1]) & (kernels.end_s > window[0, 0])
-    computing = inside & kernels.has_kind(*works)
-    short = (kernels.end_s - kernels.start_s)[computing] < 1e-5
-    known = inside & (kernels.flops > 0)
+    copies = clipped[KernelKind.COPY]
+    exposed_copies = subtract(copies, unite(compute, comm))
+    gaps = subtract(window.interval, unite(compute, comm, copies))
+    overlapping = window.overlaps(kernels)
+    is_compute = kernels.has_kind(*_COMPUTE_KINDS)
+    is_matrix = kernels.has_kind(*_MATRIX_KINDS)
+    has_known_flops = overlapping & (kernels.flops > 0)
+    lengths_s = (kernels.end_s - kernels.start_s)[overlapping & is_compute]
+    short = lengths_s < _SHORT_KERNEL_S
     return Breakdown(
         source=capture.source,
         rank=capture.rank,
@@ -125,160 +169,157 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
         memory_bytes=capture.memory_bytes,
         allocated_bytes=capture.allocated_bytes,
         reserved_bytes=capture.reserved_bytes,
-        steps=steps,
-        step_s=sets.total_s(window) / count,
-        compute_s=sets.total_s(compute) / count,
+        steps=window.steps,
+        step_s=total_s(window.interval) / window.divisor,
+        compute_s=total_s(compute) / window.divisor,
         kind_times=tuple(
-            (work, sets.total_s(clipped[work]) / count) for work in works if len(clipped[work])
+            (kind, total_s(clipped[kind]) / window.divisor)
+            for kind in _COMPUTE_KINDS
+            if len(clipped[kind])
         ),
-        comm_times=_comms(capture, layout, window, compute, count),
-        matrix_s=sets.total_s(
-            _clip(
-                kernels.intervals(kernels.has_kind(*_MATRIX_KINDS) & ~kernels.is_recompute), window
-            )
-        )
-        / count,
-        recompute_s=sets.total_s(
-            _clip(kernels.intervals(kernels.has_kind(*works) & kernels.is_recompute), window)
-        )
-        / count,
-        copies_s=sets.total_s(copies) / count,
+        comm_times=_comm_times(capture, layout, window, compute),
+        matrix_s=window.mean_s(kernels.intervals(is_matrix & ~kernels.is_recompute)),
+        recompute_s=window.mean_s(kernels.intervals(is_compute & kernels.is_recompute)),
+        copies_s=total_s(exposed_copies) / window.divisor,
         idle_times=tuple(
-            (cause, seconds / count)
-            for cause, seconds in _idle(capture, gaps).items()
+            (cause, seconds / window.divisor)
+            for cause, seconds in _idle_seconds(capture, gaps).items()
             if seconds > 0
         ),
-        known_matrix_s=sets.total_s(_clip(kernels.intervals(known), window)) / count,
-        known_matrix_flops=float(kernels.flops[known].sum()) / count,
-        kernel_launches=float(inside.sum()) / count,
+        known_matrix_s=window.mean_s(kernels.intervals(has_known_flops)),
+        known_matrix_flops=float(kernels.flops[has_known_flops].sum()) / window.divisor,
+        kernel_launches=float(overlapping.sum()) / window.divisor,
         short_kernel_share=float(short.mean()) if len(short) else 0.0,
-        top_kernels=_top(capture, inside, window, count),
+        top_kernels=_top_kernels(capture, window),
         grouped_rows=capture.grouped_rows,
         notes=capture.notes,
     )
 
 
-def _clip(found: Intervals, window: Intervals) -> Intervals:
-    return sets.intersect(sets.merge(found), window)
-
-
-def _window(capture: Capture) -> tuple[Intervals, int]:
-    """What is looked at, and how many steps lie in it.
+def _find_window(capture: Capture) -> _Window:
+    """Return what is broken down.
 
     Marks are the host's and the device runs behind it: its window starts with the first kernel
     launched inside the first step and ends with the last one launched inside the last, as far as
     launches were recorded.
     """
     kernels = capture.kernels
-    first, last = float(kernels.start_s.min()), float(kernels.end_s.max())
-    if not capture.steps:
-        return sets.single(first, last), 0
-    begin, finish = capture.steps[0][0], capture.steps[-1][1]
+    first = float(kernels.start_s.min())
+    last = float(kernels.end_s.max())
+    steps = len(capture.steps)
+    if not steps:
+        return _Window(interval=single(first, last), steps=0)
+    begin = capture.steps[0][0]
+    finish = capture.steps[-1][1]
     launched = kernels.launched_s
-    ours = (launched >= begin) & (launched <= finish)
-    if ours.any():
-        start, end = (
-            min(begin, float(kernels.start_s[ours].min())),
-            float(kernels.end_s[ours].max()),
-        )
-        before = (launched < begin) & (kernels.end_s > begin)
-        if before.any():  # work of the step before runs on: the device's step starts after it
-            start = min(
-                max(begin, float(kernels.end_s[before].max())), float(kernels.start_s[ours].min())
-            )
-        return sets.single(start, max(end, finish) if not before.any() else end), len(capture.steps)
-    if begin >= last or finish <= first:  # marks of another clock
-        return sets.single(first, last), len(capture.steps)
-    return sets.single(max(first, begin), min(last, finish)), len(capture.steps)
+    in_steps = (launched >= begin) & (launched <= finish)
+    if not in_steps.any():
+        is_other_clock = begin >= last or finish <= first
+        if is_other_clock:
+            return _Window(interval=single(first, last), steps=steps)
+        return _Window(interval=single(max(first, begin), min(last, finish)), steps=steps)
+    first_start = float(kernels.start_s[in_steps].min())
+    last_end = float(kernels.end_s[in_steps].max())
+    from_step_before = (launched < begin) & (kernels.end_s > begin)
+    if not from_step_before.any():
+        return _Window(interval=single(min(begin, first_start), max(last_end, finish)), steps=steps)
+    # Work of the step before runs on: the device's step starts after it.
+    drained = max(begin, float(kernels.end_s[from_step_before].max()))
+    return _Window(interval=single(min(drained, first_start), last_end), steps=steps)
 
 
-def _comms(
-    capture: Capture, layout: Layout | None, window: Intervals, compute: Intervals, count: int
+def _comm_times(
+    capture: Capture, layout: Layout | None, window: _Window, compute: Intervals
 ) -> tuple[CommTime, ...]:
     kernels = capture.kernels
-    classed = classify_channels(capture, layout)
-    found, taken = [], compute
+    classes = classify_channels(capture, layout)
+    overlapping = window.overlaps(kernels)
+    times = []
+    hidden = compute
     for comm in _BLOCKING_FIRST:
-        places = [place for place, each in enumerate(classed) if each.comm is comm]
-        mine = (
-            np.isin(kernels.channel_index, places)
-            if places
-            else np.zeros(len(kernels.name_index), dtype=bool)
-        )
-        busy = _clip(kernels.intervals(mine), window)
+        channels = [index for index, channel in enumerate(classes) if channel.comm is comm]
+        is_class = np.isin(kernels.channel_index, channels)
+        busy = window.clip(kernels.intervals(is_class))
         if not len(busy):
             continue
-        exposed = sets.subtract(busy, taken)
-        taken = sets.unite(taken, busy)
-        inside = mine & (kernels.start_s < window[0, 1]) & (kernels.end_s > window[0, 0])
-        found.append(
+        exposed = subtract(busy, hidden)
+        hidden = unite(hidden, busy)
+        counted = is_class & overlapping
+        times.append(
             CommTime(
                 comm=comm,
-                busy_s=sets.total_s(busy) / count,
-                exposed_s=sets.total_s(exposed) / count,
-                calls=float(inside.sum()) / count,
-                bytes=float(kernels.payload_bytes[inside].sum()) / count,
-                evidence=_hows(classed, places),
+                busy_s=total_s(busy) / window.divisor,
+                exposed_s=total_s(exposed) / window.divisor,
+                calls=float(counted.sum()) / window.divisor,
+                bytes=float(kernels.payload_bytes[counted].sum()) / window.divisor,
+                evidence=_evidence(classes, channels),
             )
         )
-    return tuple(found)
+    return tuple(times)
 
 
-def _hows(classed: Sequence[ChannelClass], places: Sequence[int]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(classed[place].evidence for place in places))
+def _evidence(classes: Sequence[ChannelClass], indices: Sequence[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(classes[index].evidence for index in indices))
 
 
-def _idle(capture: Capture, gaps: Intervals) -> Mapping[IdleCause, float]:
-    """Seconds of the gaps by cause: first what the host was seen doing in them, then when the next
-    kernel came."""
-    found = dict.fromkeys(IdleCause, 0.0)
+def _idle_seconds(capture: Capture, gaps: Intervals) -> Mapping[IdleCause, float]:
+    """Return the seconds of the gaps by cause.
+
+    First counts what the host was seen doing in them, then when the next kernel was launched.
+    """
+    seconds = dict.fromkeys(IdleCause, 0.0)
     if not len(gaps):
-        return found
-    loading = sets.intersect(gaps, capture.data_waits)
-    rest = sets.subtract(gaps, loading)
-    collecting = sets.intersect(rest, capture.gc_pauses)
-    rest = sets.subtract(rest, collecting)
-    found[IdleCause.DATA], found[IdleCause.GC] = sets.total_s(loading), sets.total_s(collecting)
+        return seconds
+    loading = intersect(gaps, capture.data_waits)
+    without_loading = subtract(gaps, loading)
+    collecting = intersect(without_loading, capture.gc_pauses)
+    unexplained = subtract(without_loading, collecting)
+    seconds[IdleCause.DATA] = total_s(loading)
+    seconds[IdleCause.GC] = total_s(collecting)
     kernels = capture.kernels
-    nexts = np.searchsorted(kernels.start_s, rest[:, 1] - 1e-9)
-    syncs = capture.syncs
-    for (start, end), at in zip(rest.tolist(), nexts.tolist(), strict=True):
-        launched = float(kernels.launched_s[at]) if at < len(kernels.start_s) else float("nan")
-        if launched != launched:
-            cause = IdleCause.UNKNOWN
-        elif launched < start - _LATE_S or end - start < _TINY_GAP_S:
-            cause = IdleCause.DEVICE
-        else:
-            cause = IdleCause.SYNC if _drained(syncs, start, launched) else IdleCause.LAUNCH
-        found[cause] += end - start
-    return found
+    next_kernels = np.searchsorted(kernels.start_s, unexplained[:, 1] - 1e-9)
+    for (start, end), index in zip(unexplained.tolist(), next_kernels.tolist(), strict=True):
+        launched = float("nan")
+        if index < len(kernels.start_s):
+            launched = float(kernels.launched_s[index])
+        seconds[_idle_cause(capture.syncs, start, end, launched)] += end - start
+    return seconds
 
 
-def _drained(syncs: Intervals, start: float, launched: float) -> bool:
-    """Whether the host sat in a synchronisation when the gap began, or entered one before it
-    launched again."""
-    at = int(np.searchsorted(syncs[:, 0], launched, side="right")) - 1
-    return at >= 0 and float(syncs[at, 1]) >= start
+def _idle_cause(syncs: Intervals, start: float, end: float, launched: float) -> IdleCause:
+    """Return why a gap arose before a kernel that was launched at `launched` (NaN: not known)."""
+    if np.isnan(launched):
+        return IdleCause.UNKNOWN
+    if launched < start - _LATE_S or end - start < _TINY_GAP_S:
+        return IdleCause.DEVICE
+    return IdleCause.SYNC if _has_drained(syncs, start, launched) else IdleCause.LAUNCH
 
 
-def _top(
-    capture: Capture, inside: np.ndarray, window: Intervals, count: int
-) -> tuple[TopKernel, ...]:
+def _has_drained(syncs: Intervals, start: float, launched: float) -> bool:
+    """Return whether the host waited for the device at the start of a gap.
+
+    It sat in a synchronisation then, or entered one before it launched again.
+    """
+    index = int(np.searchsorted(syncs[:, 0], launched, side="right")) - 1
+    return index >= 0 and float(syncs[index, 1]) >= start
+
+
+def _top_kernels(capture: Capture, window: _Window) -> tuple[TopKernel, ...]:
     kernels = capture.kernels
-    length = np.where(inside, kernels.end_s - kernels.start_s, 0.0)
-    spent = np.bincount(kernels.name_index, weights=length, minlength=len(kernels.names))
-    found = []
-    for index in np.argsort(-spent)[:TOP_KERNELS].tolist():
-        mine = inside & (kernels.name_index == index)
-        if mine.any():
-            seconds = sets.total_s(_clip(kernels.intervals(mine), window)) / count
-            work = list(KernelKind)[int(kernels.kind_index[mine][0])]
-            found.append(
-                TopKernel(
-                    name=capture.kernels.names[index],
-                    kind=work,
-                    seconds=seconds,
-                    calls=float(mine.sum()) / count,
-                )
+    overlapping = window.overlaps(kernels)
+    lengths_s = np.where(overlapping, kernels.end_s - kernels.start_s, 0.0)
+    seconds_of_name = np.bincount(
+        kernels.name_index, weights=lengths_s, minlength=len(kernels.names)
+    )
+    top = []
+    for index in np.argsort(-seconds_of_name)[:TOP_KERNELS].tolist():
+        has_name = overlapping & (kernels.name_index == index)
+        if has_name.any():
+            kernel = TopKernel(
+                name=kernels.names[index],
+                kind=list(KernelKind)[int(kernels.kind_index[has_name][0])],
+                seconds=window.mean_s(kernels.intervals(has_name)),
+                calls=float(has_name.sum()) / window.divisor,
             )
-    return tuple(sorted(found, key=lambda each: -each.seconds))
+            top.append(kernel)
+    return tuple(sorted(top, key=lambda kernel: -kernel.seconds))

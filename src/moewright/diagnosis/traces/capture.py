@@ -1,4 +1,4 @@
-"""Capture: what one rank's device and host did for a while, whichever tool wrote it down."""
+"""Capture: what one rank's device and host did for a while, whichever tool recorded it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class KernelKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommChannel:
-    """One kind of collective over one group. Tools say more or less: "", () and 0 stand for what
-    they left out."""
+    """A kind of collective over a group of ranks.
+
+    Tools record more or less of it: "", () and 0 stand for what they left out.
+    """
 
     op: Collective | None  # None: sends and receives, of an exchange or of a pipeline
     group: str = ""  # name of the process group, a number with most trainers
@@ -47,24 +49,25 @@ class KernelTable:
     """Columns of n device activities in order of start; seconds on the capture's clock."""
 
     names: tuple[str, ...]
-    name_index: Ints  # index into names
+    name_index: Ints  # into names
     start_s: Floats
     end_s: Floats
-    stream_index: Ints  # index into Capture.streams
+    stream_index: Ints  # into Capture.streams
     launched_s: Floats  # when the host began to launch it; NaN: not recorded
-    kind_index: Ints  # index into list(Work)
-    channel_index: Ints  # index into Capture.channels; -1: no communication
+    kind_index: Ints  # into list(KernelKind)
+    channel_index: Ints  # into Capture.channels; -1: no communication
     payload_bytes: Floats  # handed in to the collective; 0: not recorded
     flops: Floats  # of matrix products whose shapes were recorded; 0: not recorded
-    is_recompute: NDArray[
-        np.bool_
-    ]  # launched inside a checkpoint's backward, before its own backward
+    # launched inside a checkpoint's backward, before its own backward
+    is_recompute: NDArray[np.bool_]
 
     def intervals(self, mask: NDArray[np.bool_]) -> Intervals:
+        """Return the intervals of the activities that the mask selects; they may overlap."""
         return np.stack((self.start_s[mask], self.end_s[mask]), axis=1)
 
     def has_kind(self, *kinds: KernelKind) -> NDArray[np.bool_]:
-        return np.isin(self.kind_index, [list(KernelKind).index(work) for work in kinds])
+        """Return the mask of the activities of these kinds."""
+        return np.isin(self.kind_index, [list(KernelKind).index(kind) for kind in kinds])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +80,11 @@ class GroupedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """`steps` holds the start and end of each training step seen, in order; () where the tool
-    marked none."""
+    """A record of one rank's device and host.
+
+    `steps` holds the start and end of each training step seen, in order; () where the tool marked
+    none.
+    """
 
     source: str
     rank: int
@@ -98,9 +104,8 @@ class Capture:
 
 
 # Earlier patterns win. Sources: names that NCCL (src/device), RCCL, cuBLAS, CUTLASS, Triton, cuDNN,
-# FlashAttention,
-# TransformerEngine, DeepEP and HybridEP give their kernels.
-_WORKS: tuple[tuple[KernelKind, str], ...] = (
+# FlashAttention, TransformerEngine, DeepEP and HybridEP give their kernels.
+_PATTERNS: tuple[tuple[KernelKind, str], ...] = (
     (
         KernelKind.COMMUNICATION,
         r"^nccl|rccl|^mscclKernel|msccl::|deep_ep|hybrid_ep|nvshmem|userbuffers|symm_mem|multimem_|"
@@ -117,7 +122,7 @@ _WORKS: tuple[tuple[KernelKind, str], ...] = (
         r"gemm|gemv|nvjet|xmma|cutlass.*kernel|cijk_|wgmma|splitk_?reduce|matmul|_mm_",
     ),
 )
-_KNOWN = tuple((work, re.compile(pattern, re.IGNORECASE)) for work, pattern in _WORKS)
+_COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)
 _OPS: tuple[tuple[str, Collective], ...] = (
     (r"all_?to_?all", Collective.ALL_TO_ALL),
     (r"all_?reduce|allreduce", Collective.ALL_REDUCE),
@@ -131,27 +136,47 @@ _LIBRARIES = (("deep_ep", "deepep"), ("hybrid_ep", "hybridep"), ("userbuffers", 
 
 
 def kernel_kind(name: str) -> KernelKind:
-    """What a kernel of that name does."""
-    return next((work for work, pattern in _KNOWN if pattern.search(name)), KernelKind.OTHER)
+    """Return what a kernel of that name does."""
+    matches = (kind for kind, pattern in _COMPILED if pattern.search(name))
+    return next(matches, KernelKind.OTHER)
 
 
 def collective_in_name(name: str) -> Collective | None:
-    """The collective in a kernel's or an operation's name; None: SendRecv, which all-to-all and
-    pipelines share."""
-    return next((op for pattern, op in _OPS if re.search(pattern, name, re.IGNORECASE)), None)
+    """Return the collective in the name of a kernel or an operation.
+
+    It is None for SendRecv, which all-to-all and pipelines share.
+    """
+    matches = (op for pattern, op in _OPS if re.search(pattern, name, re.IGNORECASE))
+    return next(matches, None)
 
 
 def comm_library(name: str) -> str:
-    """The communication library of a kernel, where it is not NCCL."""
+    """Return the communication library of a kernel, where it is not NCCL."""
     return next((library for mark, library in _LIBRARIES if mark in name.casefold()), "")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRow:
+    """A device activity, as a row of a KernelTable; a `kind` of None is told by the name."""
+
+    name: str
+    start_s: float
+    end_s: float
+    stream: str
+    launched_s: float = float("nan")
+    kind: KernelKind | None = None
+    channel_index: int = -1
+    payload_bytes: float = 0.0
+    flops: float = 0.0
+    is_recompute: bool = False
+
+
 class KernelTableBuilder:
-    """Rows of Kernels as they are found, in any order."""
+    """A builder of a KernelTable from its rows, which may come in any order."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self._works: list[int] = []
+        self._kinds: list[int] = []  # by index of the name
         self._streams: dict[str, int] = {}
         self._channels: dict[CommChannel, int] = {}
         self._rows: list[tuple[float, ...]] = []
@@ -160,49 +185,38 @@ class KernelTableBuilder:
         return len(self._rows)
 
     def kind(self, name: str) -> KernelKind:
-        """What the kernel of that name does; looked up once a name."""
-        return list(KernelKind)[self._works[self._name(name)]]
+        """Return what the kernel of that name does; it is looked up once a name."""
+        return list(KernelKind)[self._kinds[self._name_index(name)]]
 
     def channel_index(self, channel: CommChannel) -> int:
-        """Its index."""
+        """Return the index of a channel, which is added where it is new."""
         return self._channels.setdefault(channel, len(self._channels))
 
-    def add(
-        self,
-        *,
-        name: str,
-        start_s: float,
-        end_s: float,
-        stream: str,
-        launched_s: float = float("nan"),
-        kind: KernelKind | None = None,
-        channel_index: int = -1,
-        payload_bytes: float = 0.0,
-        flops: float = 0.0,
-        is_recompute: bool = False,
-    ) -> None:
-        index = self._name(name)
-        kind_index = self._works[index] if kind is None else list(KernelKind).index(kind)
-        place = self._streams.setdefault(stream, len(self._streams))
+    def add(self, row: KernelRow) -> None:
+        """Add a row."""
+        name_index = self._name_index(row.name)
+        kind_index = self._kinds[name_index]
+        if row.kind is not None:
+            kind_index = list(KernelKind).index(row.kind)
         self._rows.append(
             (
-                index,
-                start_s,
-                end_s,
-                place,
-                launched_s,
+                name_index,
+                row.start_s,
+                row.end_s,
+                self._streams.setdefault(row.stream, len(self._streams)),
+                row.launched_s,
                 kind_index,
-                channel_index,
-                payload_bytes,
-                flops,
-                is_recompute,
+                row.channel_index,
+                row.payload_bytes,
+                row.flops,
+                row.is_recompute,
             )
         )
 
-    def _name(self, name: str) -> int:
+    def _name_index(self, name: str) -> int:
         index = self._names.setdefault(name, len(self._names))
-        if index == len(self._works):
-            self._works.append(list(KernelKind).index(kernel_kind(name)))
+        if index == len(self._kinds):
+            self._kinds.append(list(KernelKind).index(kernel_kind(name)))
         return index
 
     @property
@@ -214,13 +228,10 @@ class KernelTableBuilder:
         return tuple(self._channels)
 
     def build(self) -> KernelTable:
+        """Build the table, its rows in order of start."""
         table = np.array(self._rows, dtype=np.float64).reshape(-1, 10)
         table = table[np.argsort(table[:, 1], kind="stable")]
-        whole = (
-            table.astype(np.int64, copy=True)
-            if not np.isnan(table).any()
-            else np.nan_to_num(table).astype(np.int64)
-        )
+        whole = np.nan_to_num(table).astype(np.int64)
         return KernelTable(
             names=tuple(self._names),
             name_index=whole[:, 0],

@@ -1,6 +1,7 @@
-"""Which parallelism a collective belongs to: by the groups of the layout, by what the trainer calls
-its group, or, where neither is written down, by the kind of collective, its group and its sizes.
-Each answer says how it was found.
+"""Which parallelism a collective belongs to.
+
+It is told by the groups of the layout, by what the trainer calls its group, or, where neither is
+recorded, by the kind of collective, its group and its sizes. Each answer has its evidence.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from moewright.spec.units import MIB
 
 
 class CommClass(StrEnum):
+    """The parallelism that communication is for."""
+
     TP = "TP"
     CP = "CP"
     EP = "EP"
@@ -32,7 +35,7 @@ class CommClass(StrEnum):
 
     @property
     def part(self) -> TimePart | None:
-        """The planner's name for it."""
+        """Return the planner's part of a step for it; None for OTHER."""
         return None if self is CommClass.OTHER else TimePart(f"{self.value.casefold()}_comm")
 
 
@@ -61,13 +64,15 @@ CLASS_OF_ENGINE_GROUP: Mapping[str, CommClass] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelClass:
+    """The class of a channel, with how it was told."""
+
     comm: CommClass
     evidence: str
 
 
 # Earlier patterns win; descriptions of Megatron-Core's parallel_state, of torch's DeviceMesh and of
 # FSDP.
-_DESCRIBED: tuple[tuple[str, CommClass], ...] = (
+_DESCRIPTIONS: tuple[tuple[str, CommClass], ...] = (
     (
         r"expert.*data|edp|efsdp|data_parallel|dp_|_dp\b|fsdp|ddp|distributed_optimizer|\bdp",
         CommClass.DP,
@@ -78,102 +83,123 @@ _DESCRIBED: tuple[tuple[str, CommClass], ...] = (
     (r"pipeline|\bpp\b|_pp\b|embedding", CommClass.PP),
 )
 # Groups of the layout that a collective of each kind may use, likeliest first.
-_GROUPS: dict[Collective | None, tuple[tuple[str, CommClass], ...]] = {
+_LAYOUT_GROUPS: dict[Collective | None, tuple[tuple[str, CommClass], ...]] = {
     Collective.ALL_TO_ALL: (("ep", CommClass.EP), ("cp_a2a", CommClass.CP), ("cp", CommClass.CP)),
     Collective.P2P: (("pp", CommClass.PP), ("cp", CommClass.CP), ("cp_kv", CommClass.CP)),
     None: (("ep", CommClass.EP), ("pp", CommClass.PP), ("cp", CommClass.CP)),
 }
-_REDUCING = (
-    *(("tp", CommClass.TP), ("cp", CommClass.CP), ("etp_ep", CommClass.EP), ("ep", CommClass.EP)),
-    *(("etp", CommClass.TP), ("dp_cp", CommClass.DP), ("edp", CommClass.DP), ("dp", CommClass.DP)),
+_REDUCING_GROUPS = (
+    ("tp", CommClass.TP),
+    ("cp", CommClass.CP),
+    ("etp_ep", CommClass.EP),
+    ("ep", CommClass.EP),
+    ("etp", CommClass.TP),
+    ("dp_cp", CommClass.DP),
+    ("edp", CommClass.DP),
+    ("dp", CommClass.DP),
     ("tp_cp", CommClass.TP),
 )
-_ROUTED = re.compile(r"permute|topk|top_k|moe|expert|grouped", re.IGNORECASE)
-_DOMAIN = (
-    8  # devices of a usual NVLink domain: a wider group of neighbours is hardly tensor parallel
-)
+_EXPERT_KERNEL = re.compile(r"permute|topk|top_k|moe|expert|grouped", re.IGNORECASE)
+_FP32_KERNEL = re.compile(r"_f32|float\b", re.IGNORECASE)
+# Devices of a usual NVLink domain: a wider group of neighbours is hardly tensor parallel.
+_DOMAIN = 8
 _BUCKET_BYTES = 32 * MIB  # gradients and weights travel in buckets of about this size or more
+_CONTROL_BYTES = MIB / 16
+_BUCKETS_A_STEP = 64  # at most
+_TP_CALLS_A_STEP = 16  # at least
 
 
 def classify_channels(capture: Capture, layout: Layout | None) -> tuple[ChannelClass, ...]:
-    """The class of every channel of the capture."""
-    return tuple(_classed(capture, place, layout) for place in range(len(capture.channels)))
+    """Return the class of every channel of the capture."""
+    return tuple(_classify(capture, index, layout) for index in range(len(capture.channels)))
 
 
-def _classed(capture: Capture, place: int, layout: Layout | None) -> ChannelClass:
-    channel = capture.channels[place]
+def _classify(capture: Capture, index: int, layout: Layout | None) -> ChannelClass:
+    channel = capture.channels[index]
     if channel.library:
-        found = CommClass.TP if channel.library == "userbuffers" else CommClass.EP
-        return ChannelClass(comm=found, evidence=f"kernels of {channel.library}")
+        comm = CommClass.TP if channel.library == "userbuffers" else CommClass.EP
+        return ChannelClass(comm=comm, evidence=f"kernels of {channel.library}")
     if channel.group in CLASS_OF_ENGINE_GROUP:
-        return ChannelClass(
-            comm=CLASS_OF_ENGINE_GROUP[channel.group],
-            evidence=f"the engine's {channel.group} group",
-        )
-    by_layout = _by_layout(capture, channel, layout) if layout is not None else None
+        comm = CLASS_OF_ENGINE_GROUP[channel.group]
+        return ChannelClass(comm=comm, evidence=f"the engine's {channel.group} group")
+    by_layout = _classify_by_layout(capture, channel, layout) if layout is not None else None
     if by_layout is not None:
         return by_layout
-    for pattern, found in _DESCRIBED:
+    for pattern, comm in _DESCRIPTIONS:
         if channel.description and re.search(pattern, channel.description, re.IGNORECASE):
-            return ChannelClass(comm=found, evidence=f'group "{channel.description}"')
-    return _guessed(capture, place)
+            return ChannelClass(comm=comm, evidence=f'group "{channel.description}"')
+    return _guess(capture, index)
 
 
-def _by_layout(capture: Capture, channel: CommChannel, layout: Layout) -> ChannelClass | None:
-    """By the ranks of its group, where the trace tells them and the world is the layout's."""
+def _classify_by_layout(
+    capture: Capture, channel: CommChannel, layout: Layout
+) -> ChannelClass | None:
+    """Classify by the ranks of the group; None where no group of the layout has them."""
     ranks = tuple(sorted(channel.ranks))
     if len(ranks) < 2 or not 0 <= capture.rank < layout.world_size or capture.rank not in ranks:
         return None
-    for group, found in _GROUPS.get(channel.op, _REDUCING):
+    for group, comm in _LAYOUT_GROUPS.get(channel.op, _REDUCING_GROUPS):
         if tuple(sorted(group_ranks(layout, group, capture.rank))) == ranks:
-            return ChannelClass(comm=found, evidence=f"ranks of the layout's {group} group")
+            return ChannelClass(comm=comm, evidence=f"ranks of the layout's {group} group")
     return None
 
 
-def _guessed(capture: Capture, place: int) -> ChannelClass:
-    channel, kernels = capture.channels[place], capture.kernels
-    mine = kernels.channel_index == place
+def _guess(capture: Capture, index: int) -> ChannelClass:
+    channel = capture.channels[index]
     if channel.op is Collective.ALL_TO_ALL:
         return ChannelClass(
             comm=CommClass.EP, evidence="all-to-all (guessed: no group description)"
         )
     if channel.op is Collective.P2P:
-        wide = channel.size > 2
-        return ChannelClass(
-            comm=CommClass.CP if wide else CommClass.PP,
-            evidence="sends and receives (guessed by group size)",
-        )
+        comm = CommClass.CP if channel.size > 2 else CommClass.PP
+        return ChannelClass(comm=comm, evidence="sends and receives (guessed by group size)")
     if channel.op is None:
-        routed = any(_ROUTED.search(name) for name in kernels.names)
-        return ChannelClass(
-            comm=CommClass.EP if routed else CommClass.PP,
-            evidence=f"sends and receives beside {'expert' if routed else 'no expert'} kernels (guessed)",
-        )
+        return _guess_sends(capture)
     if channel.op is Collective.BROADCAST:
         return ChannelClass(comm=CommClass.OTHER, evidence="broadcast")
-    sizes = kernels.payload_bytes[mine & (kernels.payload_bytes > 0)]
-    ranks = channel.ranks
-    near = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1 and len(ranks) <= _DOMAIN
-    if len(sizes):
-        typical = float(np.median(sizes))
-        if typical < MIB / 16:
-            return ChannelClass(comm=CommClass.OTHER, evidence="small control messages (guessed)")
-        if not near and len(ranks) > 1:
-            return ChannelClass(
-                comm=CommClass.DP, evidence="ranks that are not neighbours (guessed)"
-            )
-        found = (
-            CommClass.DP
-            if typical >= _BUCKET_BYTES and len(sizes) <= 64 * max(1, len(capture.steps))
-            else CommClass.TP
-        )
-        return ChannelClass(comm=found, evidence=f"messages of {typical / MIB:.3g} MiB (guessed)")
-    in_fp32 = re.search(r"_f32|float\b", channel.kernel, re.IGNORECASE)
-    calls = int(mine.sum()) / max(1, len(capture.steps))
-    if in_fp32 or calls < 16:
+    return _guess_reduction(capture, index)
+
+
+def _guess_sends(capture: Capture) -> ChannelClass:
+    """Classify sends and receives by whether experts' kernels ran besides them."""
+    if any(_EXPERT_KERNEL.search(name) for name in capture.kernels.names):
         return ChannelClass(
-            comm=CommClass.DP, evidence="fp32 or few calls (guessed: sizes were not recorded)"
+            comm=CommClass.EP, evidence="sends and receives beside expert kernels (guessed)"
         )
     return ChannelClass(
-        comm=CommClass.TP, evidence="many calls in low precision (guessed: sizes were not recorded)"
+        comm=CommClass.PP, evidence="sends and receives beside no expert kernels (guessed)"
     )
+
+
+def _guess_reduction(capture: Capture, index: int) -> ChannelClass:
+    """Classify reductions and gathers by the sizes of their messages, and by how many there are."""
+    channel = capture.channels[index]
+    kernels = capture.kernels
+    steps = max(1, len(capture.steps))
+    in_channel = kernels.channel_index == index
+    sizes = kernels.payload_bytes[in_channel & (kernels.payload_bytes > 0)]
+    if not len(sizes):
+        calls = int(in_channel.sum()) / steps
+        if _FP32_KERNEL.search(channel.kernel) or calls < _TP_CALLS_A_STEP:
+            return ChannelClass(
+                comm=CommClass.DP, evidence="fp32 or few calls (guessed: sizes were not recorded)"
+            )
+        return ChannelClass(
+            comm=CommClass.TP,
+            evidence="many calls in low precision (guessed: sizes were not recorded)",
+        )
+    typical_bytes = float(np.median(sizes))
+    if typical_bytes < _CONTROL_BYTES:
+        return ChannelClass(comm=CommClass.OTHER, evidence="small control messages (guessed)")
+    if len(channel.ranks) > 1 and not _are_neighbours(channel.ranks):
+        return ChannelClass(comm=CommClass.DP, evidence="ranks that are not neighbours (guessed)")
+    are_buckets = typical_bytes >= _BUCKET_BYTES and len(sizes) <= _BUCKETS_A_STEP * steps
+    return ChannelClass(
+        comm=CommClass.DP if are_buckets else CommClass.TP,
+        evidence=f"messages of {typical_bytes / MIB:.3g} MiB (guessed)",
+    )
+
+
+def _are_neighbours(ranks: tuple[int, ...]) -> bool:
+    """Return whether ranks are consecutive and fit one NVLink domain."""
+    return len(ranks) <= _DOMAIN and ranks[-1] - ranks[0] == len(ranks) - 1

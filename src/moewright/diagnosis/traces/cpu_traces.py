@@ -1,17 +1,17 @@
-"""Traces of programs that computed on the CPU: operations stand for kernels, and what is between
-them for idle time.
+"""Traces of programs that computed on the CPU.
 
-Over gloo a rank's thread blocks in a wait, which the engine records as a range that names the
-group; of other programs the ranges of gloo's own threads tell how long a collective took, the wait
-for late ranks in it.
+Operations stand for kernels, and what is between them for idle time. Over gloo a rank's thread
+blocks in a wait, which the engine records as a range that names the group; of other programs the
+ranges of gloo's own threads tell how long a collective took, the wait for late ranks included.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from moewright.diagnosis.traces.capture import (
     Capture,
     CommChannel,
     KernelKind,
+    KernelRow,
     KernelTableBuilder,
     collective_in_name,
     kernel_kind,
@@ -29,6 +30,7 @@ from moewright.diagnosis.traces.kineto_events import (
     MATRIX_OPS,
     collect_host_events,
     covers,
+    external_id,
     find_rank,
     parse_ranks,
     read_payload_bytes,
@@ -39,80 +41,95 @@ from moewright.diagnosis.traces.kineto_events import (
 from moewright.spec.run import WAIT_RANGE_PREFIX
 
 _GLOO = "gloo:"
-_CALL = re.compile(
-    r"^c10d::|^record_param_comms|^gloo:"
-)  # launches of collectives: no work of their own
+# Launches of collectives: no work of their own.
+_CALL = re.compile(r"^c10d::|^record_param_comms|^gloo:")
 _LIBRARY = re.compile(r"^(?!autograd::|moewright::)\w+::")
 _MATRIX = (KernelKind.GEMM, KernelKind.GROUPED_GEMM, KernelKind.ATTENTION)
-_ENTRANCES = (
-    "aten::matmul",
-    "aten::scaled_dot_product_attention",
-)  # named like one, and leading to one
-_OUR_GROUPED = "moewright::group_by_group"
-_NAMED_RANK = re.compile(r"rank (\d+)")  # engine.profile names processes so
-_NOTE = "computed on the CPU: what is between its operations is the interpreter's, a sleep or a wait for a core"
+# Operations that are named like matrix operations and only lead to one.
+_ENTRANCES = ("aten::matmul", "aten::scaled_dot_product_attention")
+_ENGINE_GROUPED = "moewright::group_by_group"
+_NAMED_RANK = re.compile(r"rank (\d+)")  # as the engine's profiler names processes
+_NOTE = (
+    "computed on the CPU: what is between its operations is the interpreter's, a sleep or a wait "
+    "for a core"
+)
+_C10_NAMES = {"long int": "long", "unsigned char": "byte", "signed char": "char"}
 
 _Event = Mapping[str, Any]
 
 
 def read_cpu_captures(
     events: list[dict[str, Any]],
-    raw: Iterable[Any],
-    about: Mapping[str, Any],
+    raw_events: Iterable[Any],
+    metadata: Mapping[str, Any],
     path: Path,
-    place: int,
+    index: int,
 ) -> Iterator[Capture]:
-    """One for each process with operations; a file may hold several ranks."""
-    processes: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    """Yield a capture for each process with operations; a file may hold several ranks.
+
+    `events` are parsed, `raw_events` as they stand in the file, `index` is that of the file.
+    """
+    events_of_process: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        processes[event.get("pid")].append(event)
+        events_of_process[event.get("pid")].append(event)
     working = {
-        pid: found
-        for pid, found in processes.items()
-        if any(each["cat"] == "cpu_op" for each in found)
+        pid: process_events
+        for pid, process_events in events_of_process.items()
+        if any(event["cat"] == "cpu_op" for event in process_events)
     }
-    names = _names(raw)
-    for number, (pid, found) in enumerate(sorted(working.items(), key=lambda pair: str(pair[0]))):
-        said = _NAMED_RANK.search(names.get(pid, ""))
-        alone = find_rank(about, path, place) if len(working) == 1 else number
-        yield _capture(found, about, path, int(said[1]) if said else alone)
+    names = _process_names(raw_events)
+    processes = sorted(working.items(), key=lambda pair: str(pair[0]))
+    for number, (pid, process_events) in enumerate(processes):
+        named = _NAMED_RANK.search(names.get(pid, ""))
+        if named:
+            rank = int(named[1])
+        elif len(processes) == 1:
+            rank = find_rank(metadata, path, index)
+        else:
+            rank = number
+        yield _build_capture(process_events, metadata, path, rank)
 
 
-def _names(raw: Iterable[Any]) -> dict[Any, str]:
-    """What each process is called."""
-    named = [each for each in raw if isinstance(each, dict) and each.get("name") == "process_name"]
-    return {each.get("pid"): str((each.get("args") or {}).get("name", "")) for each in named}
+def _process_names(raw_events: Iterable[Any]) -> dict[Any, str]:
+    """Return what each process is called."""
+    names = {}
+    for event in raw_events:
+        if isinstance(event, dict) and event.get("name") == "process_name":
+            names[event.get("pid")] = str((event.get("args") or {}).get("name", ""))
+    return names
 
 
-def _capture(
-    events: list[dict[str, Any]], about: Mapping[str, Any], path: Path, rank: int
+def _build_capture(
+    events: list[dict[str, Any]], metadata: Mapping[str, Any], path: Path, rank: int
 ) -> Capture:
-    host, columns = collect_host_events(events), KernelTableBuilder()
-    replays = host.recomputed
-    for event, work in _operations(events):
-        columns.add(
+    host = collect_host_events(events)
+    recomputed = host.recomputed
+    builder = KernelTableBuilder()
+    for event, kind in _operations(events):
+        row = KernelRow(
             name=event["name"],
             start_s=event["start"],
             end_s=event["end"],
-            stream=str(event.get("tid", 0)),
+            stream=_stream(event),
             launched_s=event["start"],
-            kind=work,
-            flops=host.matrix_flops.get(
-                event["args"].get("External id", event["args"].get("external id")), 0.0
-            ),
-            is_recompute=covers(replays, event["start"]),
+            kind=kind,
+            flops=host.matrix_flops.get(external_id(event["args"]), 0.0),
+            is_recompute=covers(recomputed, event["start"]),
         )
-    for event, channel in _communication(events, about):
-        columns.add(
+        builder.add(row)
+    for event, channel in _communication(events, metadata):
+        row = KernelRow(
             name=event["name"],
             start_s=event["start"],
             end_s=event["end"],
-            stream=str(event.get("tid", 0)),
+            stream=_stream(event),
             launched_s=event["start"],
             kind=KernelKind.COMMUNICATION,
-            channel_index=columns.channel_index(channel),
-            payload_bytes=read_payload_bytes(_message(event["args"])),
+            channel_index=builder.channel_index(channel),
+            payload_bytes=read_payload_bytes(_message_args(event["args"])),
         )
+        builder.add(row)
+    steps = host.steps or steps_between(host.optimizer_steps)
     return Capture(
         source=path.name,
         rank=rank,
@@ -120,10 +137,10 @@ def _capture(
         memory_bytes=0,
         allocated_bytes=0,
         reserved_bytes=0,
-        kernels=columns.build(),
-        streams=columns.streams,
-        channels=columns.channels,
-        steps=tuple(sorted(host.steps or steps_between(host.optimizer_steps))),
+        kernels=builder.build(),
+        streams=builder.streams,
+        channels=builder.channels,
+        steps=tuple(sorted(steps)),
         syncs=NO_INTERVALS,  # nothing runs behind the host's back
         data_waits=to_intervals(host.data_waits),
         gc_pauses=to_intervals(host.gc_pauses),
@@ -131,107 +148,101 @@ def _capture(
     )
 
 
-def _operations(events: Iterable[_Event]) -> Iterator[tuple[_Event, KernelKind]]:
-    """The outermost operations of torch's libraries: what a thread spends inside them is work.
+def _stream(event: _Event) -> str:
+    return str(event.get("tid", 0))
 
-    Passed through to what is inside: what is written in Python (autograd Functions, the engine's
-    operations), where the interpreter runs too, and an operation that only leads to a matrix
-    product or to attention.
+
+def _operations(events: Sequence[_Event]) -> Iterator[tuple[_Event, KernelKind]]:
+    """Yield the outermost operations of torch's libraries: what a thread spends there is work.
+
+    Two kinds are passed through to what is inside them: what is written in Python (autograd
+    Functions, the engine's operations), where the interpreter runs too, and an operation that only
+    leads to a matrix product or to attention.
     """
+    gloo_threads = {event.get("tid") for event in events if event["name"].startswith(_GLOO)}
     threads: dict[Any, list[_Event]] = defaultdict(list)
-    ours = {event.get("tid") for event in events if event["name"].startswith(_GLOO)}
     for event in events:
-        if (
-            event["cat"] == "cpu_op"
-            and event.get("tid") not in ours
-            and not _CALL.match(event["name"])
-        ):
+        is_compute = event["cat"] == "cpu_op" and not _CALL.match(event["name"])
+        if is_compute and event.get("tid") not in gloo_threads:
             threads[event.get("tid")].append(event)
-    for found in threads.values():
-        found.sort(key=lambda event: (event["start"], -event["end"]))
-        leads = _leads(found)
-        until, grouped_until = 0.0, 0.0
-        for event, leading in zip(found, leads, strict=True):
-            name = event["name"]
-            if name == _OUR_GROUPED:
-                grouped_until = event["end"]
-            if event["start"] < until or leading or not _LIBRARY.match(name):
-                continue
-            until = event["end"]
-            work = _work(name)
-            yield (
-                event,
-                KernelKind.GROUPED_GEMM
-                if work is KernelKind.GEMM and event["start"] < grouped_until
-                else work,
-            )
+    for thread in threads.values():
+        thread.sort(key=lambda event: (event["start"], -event["end"]))
+        yield from _outermost_operations(thread)
 
 
-def _leads(found: list[_Event]) -> list[bool]:
-    """Of each operation of a thread, in order of start: whether a matrix operation is inside of it,
-    and it is none."""
-    leads, around = [False] * len(found), list[int]()
-    for place, event in enumerate(found):
-        while around and found[around[-1]]["end"] <= event["start"]:
-            around.pop()
-        if _work(event["name"]) in _MATRIX:
-            for outer in around:
-                leads[outer] = (
-                    _work(found[outer]["name"]) not in _MATRIX or found[outer]["name"] in _ENTRANCES
-                )
-        around.append(place)
-    return leads
+def _outermost_operations(thread: Sequence[_Event]) -> Iterator[tuple[_Event, KernelKind]]:
+    """Yield those of one thread, whose operations are in order of start, the outer one first."""
+    busy_until = 0.0
+    grouped_until = 0.0
+    for event, is_entrance in zip(thread, _find_entrances(thread), strict=True):
+        name = event["name"]
+        if name == _ENGINE_GROUPED:
+            grouped_until = event["end"]
+        if event["start"] < busy_until or is_entrance or not _LIBRARY.match(name):
+            continue
+        busy_until = event["end"]
+        kind = _operation_kind(name)
+        if kind is KernelKind.GEMM and event["start"] < grouped_until:
+            kind = KernelKind.GROUPED_GEMM
+        yield event, kind
+
+
+def _find_entrances(thread: Sequence[_Event]) -> list[bool]:
+    """Return for each operation whether it only leads to a matrix operation inside of it."""
+    is_entrance = [False] * len(thread)
+    enclosing = list[int]()
+    for index, event in enumerate(thread):
+        while enclosing and thread[enclosing[-1]]["end"] <= event["start"]:
+            enclosing.pop()
+        if _operation_kind(event["name"]) in _MATRIX:
+            for outer in enclosing:
+                name = thread[outer]["name"]
+                is_entrance[outer] = name in _ENTRANCES or _operation_kind(name) not in _MATRIX
+        enclosing.append(index)
+    return is_entrance
 
 
 @cache
-def _work(name: str) -> KernelKind:
+def _operation_kind(name: str) -> KernelKind:
     if name in MATRIX_OPS:
         return KernelKind.GEMM
     return KernelKind.GROUPED_GEMM if name in GROUPED_OPS else kernel_kind(name)
 
 
 def _communication(
-    events: Iterable[_Event], about: Mapping[str, Any]
+    events: Iterable[_Event], metadata: Mapping[str, Any]
 ) -> Iterator[tuple[_Event, CommChannel]]:
-    """Waits that name their group; where there are none, the ranges of gloo's threads."""
+    """Yield waits that name their group; where there are none, the ranges of gloo's threads."""
     waits = [event for event in events if event["name"].startswith(WAIT_RANGE_PREFIX)]
     for event in waits:
         group = event["name"].removeprefix(WAIT_RANGE_PREFIX)
         yield event, CommChannel(op=None, group=group, description=group, kernel=event["name"])
     if waits:
         return
-    ranks, size = _only_group(about)
+    ranks = _ranks_of_only_group(metadata)
     for event in events:
         if event["name"].startswith(_GLOO):
             op = collective_in_name(event["name"].removeprefix(_GLOO))
-            yield event, CommChannel(op=op, ranks=ranks, size=size, kernel=event["name"])
+            yield event, CommChannel(op=op, ranks=ranks, size=len(ranks), kernel=event["name"])
 
 
-def _only_group(about: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-    """Ranks and size of the process group, where all that are listed are the same: a range does not
-    name its own."""
-    said = about.get("distributedInfo")
-    listed = said.get("pg_config") if isinstance(said, dict) else None
-    groups = {parse_ranks(each.get("ranks")) for each in listed or [] if isinstance(each, dict)}
-    if len(groups) != 1:
-        return (), 0
-    (ranks,) = groups
-    return ranks, len(ranks)
+def _ranks_of_only_group(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ranks of the process group, where all groups that are listed have the same.
+
+    Otherwise nothing is known: a range of gloo does not name its own group.
+    """
+    distributed = metadata.get("distributedInfo")
+    listed = distributed.get("pg_config") if isinstance(distributed, dict) else None
+    groups = {parse_ranks(group.get("ranks")) for group in listed or [] if isinstance(group, dict)}
+    return groups.pop() if len(groups) == 1 else ()
 
 
-def _message(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The first operand as the arguments of a collective that name its size."""
+def _message_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the first operand as the arguments of a collective that name its size."""
     try:
-        dims, dtype = args["Input Dims"][0], str(args["Input type"][0])
+        dims = args["Input Dims"][0]
+        dtype = str(args["Input type"][0]).removeprefix("c10::")
     except (KeyError, IndexError, TypeError):
         return {}
-    count = 1
-    for dim in dims if isinstance(dims, list) else ():
-        count *= to_int(dim)
-    return {
-        "dtype": _CALLED.get(dtype.removeprefix("c10::"), dtype.removeprefix("c10::")),
-        "In msg nelems": count,
-    }
-
-
-_CALLED = {"long int": "long", "unsigned char": "byte", "signed char": "char"}
+    count = prod(to_int(dim) for dim in dims) if isinstance(dims, list) else 1
+    return {"dtype": _C10_NAMES.get(dtype, dtype), "In msg nelems": count}

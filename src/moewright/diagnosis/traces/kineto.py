@@ -1,6 +1,6 @@
 """Traces of the PyTorch profiler (Kineto's Chrome JSON, plain or gzipped) as Captures.
 
-Keys as torch/csrc/profiler and kineto's output_json.cpp write them; every one of them may be
+Keys are as torch/csrc/profiler and kineto's output_json.cpp write them; every one of them may be
 missing, and older versions name categories otherwise. Times are microseconds.
 """
 
@@ -11,7 +11,8 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,16 +22,19 @@ from moewright.diagnosis.traces.capture import (
     CommChannel,
     GroupedRows,
     KernelKind,
+    KernelRow,
     KernelTableBuilder,
     collective_in_name,
     comm_library,
 )
 from moewright.diagnosis.traces.cpu_traces import read_cpu_captures
+from moewright.diagnosis.traces.intervals import Intervals
 from moewright.diagnosis.traces.kineto_events import (
     RUNTIME_CATEGORIES,
     HostEvents,
     collect_host_events,
     covers,
+    external_id,
     find_rank,
     parse_event,
     parse_ranks,
@@ -41,221 +45,231 @@ from moewright.diagnosis.traces.kineto_events import (
 )
 from moewright.spec.errors import BadInput, Reason
 
-_DEVICE = {
-    "kernel": None,
+_KIND_OF_CATEGORY = {
+    "kernel": None,  # told by its name
     "gpu_memcpy": KernelKind.COPY,
     "gpu_memset": KernelKind.COPY,
     "memcpy": KernelKind.COPY,
     "memset": KernelKind.COPY,
 }
+_CUDA_DEVICE_TYPE = 1
+_TRACE_SUFFIXES = (".json", ".json.gz")
+_GZIP_MAGIC = b"\x1f\x8b"
+_EXPECTED_FILE = "the .json of torch.profiler"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TraceFile:
+    """A trace file, with its index among those that are read and what it says besides events."""
+
+    path: Path
+    index: int
+    metadata: Mapping[str, Any]
 
 
 def read_traces(path: Path) -> tuple[Capture, ...]:
-    """A trace, or every trace of a folder, one Capture a device and file. Raises BadInput for what
-    is none."""
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(each for each in path.rglob("*.json*") if _named_as_trace(each))
-    )
+    """Read a trace, or every trace of a folder, as one Capture a device and file.
+
+    Raises:
+        BadInput: a file is no trace.
+    """
+    files = [path]
+    if not path.is_file():
+        files = sorted(file for file in path.rglob("*.json*") if _is_trace_name(file))
     return tuple(
         capture
-        for place, file in enumerate(files)
-        for capture in build_captures(load_trace(file), file, place)
+        for index, file in enumerate(files)
+        for capture in build_captures(load_trace(file), file, index)
     )
 
 
-def _named_as_trace(path: Path) -> bool:
-    return path.is_file() and path.name.endswith((".json", ".json.gz"))
+def _is_trace_name(path: Path) -> bool:
+    return path.is_file() and path.name.endswith(_TRACE_SUFFIXES)
 
 
 def load_trace(path: Path) -> Any:
-    """Plain data of a trace file; what a killed or faulty writer left is mended where it can be."""
+    """Load the plain data of a trace file, repairing what a killed or faulty writer left.
+
+    Raises:
+        BadInput: the file cannot be read, or holds no JSON.
+    """
     try:
         raw = path.read_bytes()
-        if raw[:2] == b"\x1f\x8b":
-            raw = _unzipped(raw)
+        if raw[:2] == _GZIP_MAGIC:
+            raw = _unzip(raw)
     except (OSError, zlib.error) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise BadInput(Reason(field=str(path), rule=rule)) from None
     text = raw.decode("utf-8", errors="replace")
-    for mend in (str, _mended, _closed):
-        text = mend(text)
+    for repair in (str, _repair_values, _close):
+        text = repair(text)
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
             continue
-    raise BadInput(
-        Reason(
-            field=str(path), rule="is not a trace: no JSON", nearest="the .json of torch.profiler"
-        )
-    )
+    rule = "is not a trace: no JSON"
+    raise BadInput(Reason(field=str(path), rule=rule, nearest=_EXPECTED_FILE))
 
 
-def _unzipped(raw: bytes) -> bytes:
-    """All that can be unzipped: a file that was cut off still holds its beginning."""
+def _unzip(raw: bytes) -> bytes:
+    """Unzip all that can be: a file that was cut off still holds its beginning."""
     try:
         return gzip.decompress(raw)
     except (EOFError, gzip.BadGzipFile):
         return zlib.decompressobj(wbits=31).decompress(raw)
 
 
-def _mended(text: str) -> str:
-    """Values that kineto leaves empty, and numbers that C++ prints and JSON does not have."""
+def _repair_values(text: str) -> str:
+    """Write null for values that kineto leaves empty, and for nan and inf, which JSON lacks."""
     text = re.sub(r":\s*(?=[,}])", ": null", text)
     return re.sub(
         r"(:\s*)[-+]?(nan|inf)(?:\(\w*\))?(?=\s*[,}\]])", r"\1null", text, flags=re.IGNORECASE
     )
 
 
-def _closed(text: str) -> str:
-    """A trace that breaks off, closed after its last whole event."""
-    return text[: text.rfind("},") + 1] + "]" + ("}" if text.lstrip().startswith("{") else "")
+def _close(text: str) -> str:
+    """Close a trace that breaks off, after its last complete event."""
+    end = "]}" if text.lstrip().startswith("{") else "]"
+    return text[: text.rfind("},") + 1] + end
 
 
-def build_captures(data: Any, path: Path, place: int = 0) -> Iterator[Capture]:
-    """One Capture for each device that ran kernels; for each process where all was computed on the
-    CPU. Raises BadInput when the host's side of a device is all there is.
+def build_captures(data: Any, path: Path, index: int = 0) -> Iterator[Capture]:
+    """Yield a capture for each device that ran kernels.
+
+    Where all was computed on the CPU, it is one for each process.
+
+    Raises:
+        BadInput: the data is no trace, or holds the host's side of a device alone.
     """
-    events = (
-        data
-        if isinstance(data, list)
-        else data.get("traceEvents")
-        if isinstance(data, dict)
-        else None
-    )
-    if not isinstance(events, list):
+    metadata = data if isinstance(data, dict) else {}
+    raw_events = data if isinstance(data, list) else metadata.get("traceEvents")
+    if not isinstance(raw_events, list):
         rule = "is not a trace: it has no traceEvents"
-        raise BadInput(Reason(field=str(path), rule=rule, nearest="the .json of torch.profiler"))
-    whole_ones = [event for event in map(parse_event, events) if event is not None]
-    host = collect_host_events(whole_ones)
-    devices: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in whole_ones:
-        if event["cat"] in _DEVICE:
-            devices[str(event["args"].get("device", event.get("pid", 0)))].append(event)
-    about = data if isinstance(data, dict) else {}
-    if not devices and not _beside_device(whole_ones, about):
-        yield from read_cpu_captures(whole_ones, events, about, path, place)
-        return
-    if not devices:
-        rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
-        raise BadInput(
-            Reason(
-                field=str(path),
-                rule=rule,
-                nearest="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
-            )
-        )
-    for number, found in sorted(devices.items()):
-        yield _capture(found, host, about, path, place, number, _memory(events, number))
-
-
-def _beside_device(events: list[dict[str, Any]], about: Mapping[str, Any]) -> bool:
-    """Whether the trace is of a program that used a device, recorded or not; or of none that
-    computed at all."""
-    launched = any(
-        event["cat"] in RUNTIME_CATEGORIES or event["name"].startswith("nccl:") for event in events
-    )
-    return (
-        launched
-        or bool(about.get("deviceProperties"))
-        or not any(event["cat"] == "cpu_op" for event in events)
-    )
-
-
-def _memory(events: list[Any], number: str) -> tuple[int, int]:
-    """Most bytes allocated and reserved on a device, where memory was profiled; else zeros."""
-    reports = [
-        each["args"]
-        for each in events
-        if isinstance(each, dict)
-        and each.get("name") == "[memory]"
-        and isinstance(each.get("args"), dict)
-    ]
-    ours = [
-        args
-        for args in reports
-        if args.get("Device Type") == 1 and str(args.get("Device Id", number)) == number
-    ]
-    allocated, reserved = (
-        max((to_int(args.get(key)) for args in ours), default=0)
-        for key in ("Total Allocated", "Total Reserved")
-    )
-    return allocated, reserved
-
-
-def _capture(
-    events: list[dict[str, Any]],
-    host: HostEvents,
-    about: Mapping[str, Any],
-    path: Path,
-    place: int,
-    number: str,
-    memory: tuple[int, int],
-) -> Capture:
-    columns = KernelTableBuilder()
-    replays = host.recomputed
-    used: set[Any] = set()
+        raise BadInput(Reason(field=str(path), rule=rule, nearest=_EXPECTED_FILE))
+    events = [event for event in map(parse_event, raw_events) if event is not None]
+    events_of_device: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        name, args = event["name"], event["args"]
-        work = _DEVICE[event["cat"]] or columns.kind(name)
-        stream = str(args.get("stream", event.get("tid", 0)))
-        channel, payload = -1, 0.0
-        if work is KernelKind.COMMUNICATION:
-            channel, payload = (
-                columns.channel_index(_channel(name, args, stream)),
-                read_payload_bytes(args),
-            )
-        launched = host.launches.get(args.get("correlation"), float("nan"))
-        key = args.get("External id", args.get("external id"))
-        counts = (
-            work in (KernelKind.GEMM, KernelKind.GROUPED_GEMM)
-            and key in host.matrix_flops
-            and key not in used
-        )
-        if counts:
-            used.add(key)
-        columns.add(
-            name=name,
-            start_s=event["start"],
-            end_s=event["end"],
-            stream=stream,
-            launched_s=launched,
-            kind=work,
-            channel_index=channel,
-            payload_bytes=payload,
-            flops=host.matrix_flops[key] if counts else 0.0,
-            is_recompute=covers(replays, launched),
-        )
-    device = _device(about, number)
+        if event["cat"] in _KIND_OF_CATEGORY:
+            device = str(event["args"].get("device", event.get("pid", 0)))
+            events_of_device[device].append(event)
+    if not events_of_device and not _used_device(events, metadata):
+        yield from read_cpu_captures(events, raw_events, metadata, path, index)
+        return
+    if not events_of_device:
+        rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
+        nearest = "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
+    host = collect_host_events(events)
+    file = _TraceFile(path=path, index=index, metadata=metadata)
+    for device, device_events in sorted(events_of_device.items()):
+        peak_bytes = _peak_bytes(raw_events, device)
+        yield _build_capture(device_events, host, file, device, peak_bytes)
+
+
+def _used_device(events: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> bool:
+    """Return whether the program used a device, recorded or not, or did not compute at all."""
+    if metadata.get("deviceProperties"):
+        return True
+    for event in events:
+        if event["cat"] in RUNTIME_CATEGORIES or event["name"].startswith("nccl:"):
+            return True
+    return not any(event["cat"] == "cpu_op" for event in events)
+
+
+def _peak_bytes(raw_events: Sequence[Any], device: str) -> tuple[int, int]:
+    """Return the most bytes allocated and reserved on a device; zeros: memory was not profiled."""
+    allocated_bytes = 0
+    reserved_bytes = 0
+    for event in raw_events:
+        if not isinstance(event, dict) or event.get("name") != "[memory]":
+            continue
+        args = event.get("args")
+        if not isinstance(args, dict) or args.get("Device Type") != _CUDA_DEVICE_TYPE:
+            continue
+        if str(args.get("Device Id", device)) == device:
+            allocated_bytes = max(allocated_bytes, to_int(args.get("Total Allocated")))
+            reserved_bytes = max(reserved_bytes, to_int(args.get("Total Reserved")))
+    return allocated_bytes, reserved_bytes
+
+
+def _build_capture(
+    events: Sequence[Mapping[str, Any]],
+    host: HostEvents,
+    file: _TraceFile,
+    device: str,
+    peak_bytes: tuple[int, int],
+) -> Capture:
+    builder = KernelTableBuilder()
+    recomputed = host.recomputed
+    uncounted_flops = dict(host.matrix_flops)
+    for event in events:
+        builder.add(_build_row(event, host, recomputed, uncounted_flops, builder))
+    properties = _device_properties(file.metadata, device)
     steps = host.steps or steps_between(host.optimizer_steps)
-    routed = None
-    if host.grouped_rows:
-        rows, experts = zip(*host.grouped_rows, strict=True)
-        routed = GroupedRows(rows=fmean(rows), experts=round(fmean(experts)))
     return Capture(
-        source=path.name,
-        rank=find_rank(about, path, place),
-        device=str(device.get("name", "")),
-        memory_bytes=to_int(device.get("totalGlobalMem")),
-        allocated_bytes=memory[0],
-        reserved_bytes=memory[1],
-        kernels=columns.build(),
-        streams=columns.streams,
-        channels=columns.channels,
+        source=file.path.name,
+        rank=find_rank(file.metadata, file.path, file.index),
+        device=str(properties.get("name", "")),
+        memory_bytes=to_int(properties.get("totalGlobalMem")),
+        allocated_bytes=peak_bytes[0],
+        reserved_bytes=peak_bytes[1],
+        kernels=builder.build(),
+        streams=builder.streams,
+        channels=builder.channels,
         steps=tuple(sorted(steps)),
         syncs=to_intervals(host.syncs),
         data_waits=to_intervals(host.data_waits),
         gc_pauses=to_intervals(host.gc_pauses),
-        grouped_rows=routed,
+        grouped_rows=_mean_grouped_rows(host),
     )
 
 
-def _channel(name: str, args: Mapping[str, Any], stream: str) -> CommChannel:
-    said = str(args.get("Collective name") or "")
+def _build_row(
+    event: Mapping[str, Any],
+    host: HostEvents,
+    recomputed: Intervals,
+    uncounted_flops: dict[Any, float],
+    builder: KernelTableBuilder,
+) -> KernelRow:
+    """Build the row of a device activity.
+
+    Of several kernels of one product the first has its FLOPs, which are taken out of
+    `uncounted_flops`.
+    """
+    name = event["name"]
+    args = event["args"]
+    kind = _KIND_OF_CATEGORY[event["cat"]] or builder.kind(name)
+    stream = str(args.get("stream", event.get("tid", 0)))
+    launched_s = host.launches.get(args.get("correlation"), float("nan"))
+    channel_index = -1
+    payload_bytes = 0.0
+    flops = 0.0
+    if kind is KernelKind.COMMUNICATION:
+        channel_index = builder.channel_index(_build_channel(name, args, stream))
+        payload_bytes = read_payload_bytes(args)
+    elif kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM):
+        flops = uncounted_flops.pop(external_id(args), 0.0)
+    return KernelRow(
+        name=name,
+        start_s=event["start"],
+        end_s=event["end"],
+        stream=stream,
+        launched_s=launched_s,
+        kind=kind,
+        channel_index=channel_index,
+        payload_bytes=payload_bytes,
+        flops=flops,
+        is_recompute=covers(recomputed, launched_s),
+    )
+
+
+def _build_channel(name: str, args: Mapping[str, Any], stream: str) -> CommChannel:
+    collective = str(args.get("Collective name") or "")
+    op = None
+    if collective and collective != "coalesced":
+        op = collective_in_name(collective)
     return CommChannel(
-        op=(collective_in_name(said) if said and said != "coalesced" else None)
-        or collective_in_name(name),
+        op=op or collective_in_name(name),
         group=str(args.get("Process Group Name") or ""),
         description=str(args.get("Process Group Description") or ""),
         ranks=parse_ranks(args.get("Process Group Ranks")),
@@ -266,8 +280,16 @@ def _channel(name: str, args: Mapping[str, Any], stream: str) -> CommChannel:
     )
 
 
-def _device(about: Mapping[str, Any], number: str) -> Mapping[str, Any]:
-    listed = [each for each in about.get("deviceProperties") or [] if isinstance(each, dict)]
-    return next(
-        (each for each in listed if str(each.get("id")) == number), listed[0] if listed else {}
-    )
+def _mean_grouped_rows(host: HostEvents) -> GroupedRows | None:
+    if not host.grouped_rows:
+        return None
+    rows, experts = zip(*host.grouped_rows, strict=True)
+    return GroupedRows(rows=fmean(rows), experts=round(fmean(experts)))
+
+
+def _device_properties(metadata: Mapping[str, Any], device: str) -> Mapping[str, Any]:
+    """Return the properties of a device; of the first one where it is not listed."""
+    properties = metadata.get("deviceProperties") or []
+    listed = [entry for entry in properties if isinstance(entry, dict)]
+    first = listed[0] if listed else {}
+    return next((entry for entry in listed if str(entry.get("id")) == device), first)

@@ -1,14 +1,14 @@
-"""Console logs of Megatron-LM and Megatron-Bridge: steps, rates, the dump of arguments, memory
-reports, failures.
+"""Console logs of Megatron-LM and Megatron-Bridge.
 
-Lines as megatron/training/training.py prints them. A log may be interleaved from many ranks, carry
-the prefixes of launchers, and break off anywhere; what is not recognised is passed over.
+They hold steps, rates, the dump of arguments, memory reports and failures, in lines as
+megatron/training/training.py prints them. A log may be interleaved from many ranks, carry the
+prefixes of launchers, and break off anywhere; what is not recognised is ignored.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,18 +17,21 @@ from moewright.diagnosis.traces.megatron_timers import Timer, read_timers
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GB, GIB, MIB, TERA
 
-WARM_UP_SHARE = 0.2  # of the iterations seen, at most ten: autotuning, communicators, caches
+# Share of the iterations seen that is warm-up (autotuning, communicators, caches).
+WARM_UP_SHARE = 0.2
+_MAX_WARM_UP = 10
 _ITERATION = re.compile(r"iteration[ =]+(\d+)\s*/\s*(\d+)\s*\|(.*)")
-_PAIR = re.compile(r"\s*([^|:=]+?)\s*[:=]\s*([-+]?[\d.,]+(?:[eE][-+]?\d+)?|nan|inf|-inf)\b")
+_VALUE = re.compile(r"\s*([^|:=]+?)\s*[:=]\s*([-+]?[\d.,]+(?:[eE][-+]?\d+)?|nan|inf|-inf)\b")
 _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
 _MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \((MB|GB)\) \|(.*)")
-_MEMORY_PAIR = re.compile(r"(?:mem-)?((?:max[ -])?(?:allocated|reserved))(?:-\w+)?\s*:\s*([\d.]+)")
-_OUT = re.compile(
+_MEMORY_VALUE = re.compile(r"(?:mem-)?((?:max[ -])?(?:allocated|reserved))(?:-\w+)?\s*:\s*([\d.]+)")
+_OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory|Failed to CUDA calloc",
     re.IGNORECASE,
 )
-_OUT_SIZE = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB)")
-_OUT_HELD = re.compile(r"total capacity of ([\d.]+) GiB|([\d.]+) GiB total capacity")
+_REQUESTED = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB)")
+_CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB|([\d.]+) GiB total capacity")
+_SCALES = {"GiB": GIB, "MiB": MIB, "KiB": 1024}
 _LOSS_KEYS = ("lm loss", "loss", "reduced train loss")
 _ELAPSED = (
     "elapsed time per iteration (ms)",
@@ -40,7 +43,7 @@ _RATES = ("throughput per GPU (TFLOP/s/GPU)", "compute per GPU (TFLOP/s/GPU)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """One line; 0 and NaN stand for what it does not say."""
+    """An iteration as its line says; 0 and NaN stand for what it does not say."""
 
     number: int
     step_s: float
@@ -62,10 +65,15 @@ class MemoryReport:
     reserved_bytes: int
     max_reserved_bytes: int
 
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most that the allocator held, else the most that it gave out."""
+        return self.max_reserved_bytes or self.max_allocated_bytes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
-    """A failed allocation. `capacity_bytes` is the device's; 0: not said."""
+    """A failed allocation; `capacity_bytes` is the device's. 0: not said."""
 
     line: int
     requested_bytes: int
@@ -74,139 +82,155 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronLog:
+    """The contents of a log.
+
+    `arguments` are as dumped: the name with underscores, the value as Python prints it. `timers`
+    are by Megatron's names, and empty where none was printed.
+    """
+
     iterations: tuple[Iteration, ...]
-    arguments: tuple[
-        tuple[str, str], ...
-    ]  # as dumped: name with underscores, value as Python prints it
+    arguments: tuple[tuple[str, str], ...]
     memory_reports: tuple[MemoryReport, ...]
     failures: tuple[OutOfMemory, ...]
-    timers: Mapping[str, Timer]  # by Megatron's names; empty: none printed
+    timers: Mapping[str, Timer]
 
     def find_argument(self, name: str) -> str:
-        """The value of one argument; "" when it was not dumped."""
-        return next((value for have, value in self.arguments if have == name), "")
+        """Return the value of an argument; "" when it was not dumped."""
+        return next((value for dumped, value in self.arguments if dumped == name), "")
 
     @property
     def steady_iterations(self) -> tuple[Iteration, ...]:
-        """Iterations after warm-up that were not skipped."""
-        timed = [each for each in self.iterations if each.step_s > 0]
-        first = _warm(len(timed))
-        return tuple(each for each in timed[first:] if not each.skipped) or tuple(timed[first:])
+        """Return the iterations after warm-up that were not skipped; all of them if all were."""
+        timed = [iteration for iteration in self.iterations if iteration.step_s > 0]
+        after_warm_up = timed[_warm_up_iterations(len(timed)) :]
+        steady = tuple(iteration for iteration in after_warm_up if not iteration.skipped)
+        return steady or tuple(after_warm_up)
 
     @property
     def step_s(self) -> float:
-        """Median seconds of a settled iteration; 0: none was timed."""
-        return median([each.step_s for each in self.steady_iterations] or [0.0])
+        """Return the median seconds of a steady iteration; 0: none was timed."""
+        return median([iteration.step_s for iteration in self.steady_iterations] or [0.0])
 
     @property
     def tflops_per_device(self) -> float:
-        """Median of what the trainer printed, model FLOPs by its own count; 0: not printed."""
-        return median(
-            [
-                each.tflops_per_device
-                for each in self.steady_iterations
-                if each.tflops_per_device > 0
-            ]
-            or [0.0]
-        )
+        """Return the median rate that the trainer printed, model FLOPs by its count; 0: none."""
+        rates = [iteration.tflops_per_device for iteration in self.steady_iterations]
+        return median([rate for rate in rates if rate > 0] or [0.0])
 
 
-def _warm(count: int) -> int:
-    """How many of `count` iterations are warm-up."""
-    return min(10, max(1 if count > 1 else 0, int(WARM_UP_SHARE * count)))
+def _warm_up_iterations(count: int) -> int:
+    """Return how many of `count` iterations are warm-up."""
+    fewest = 1 if count > 1 else 0
+    return min(_MAX_WARM_UP, max(fewest, int(WARM_UP_SHARE * count)))
 
 
 def read_log(path: Path) -> MegatronLog:
-    """Raises BadInput when the file holds neither an iteration, nor an argument, nor a failed
-    allocation."""
+    """Read a log.
+
+    Raises:
+        BadInput: the file holds neither an iteration, nor an argument, nor a failed allocation.
+    """
     try:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
-        raise BadInput(
-            Reason(field=str(path), rule=f"cannot be read: {error.strerror or error}")
-        ) from None
-    found = parse_log(text)
-    if not (found.iterations or found.arguments or found.failures):
-        rule = "is not a log of Megatron-LM: no line with an iteration, an argument or a failed allocation"
-        raise BadInput(
-            Reason(field=str(path), rule=rule, nearest="the console output of pretrain_gpt.py")
+        rule = f"cannot be read: {error.strerror or error}"
+        raise BadInput(Reason(field=str(path), rule=rule)) from None
+    log = parse_log(text)
+    if not (log.iterations or log.arguments or log.failures):
+        rule = (
+            "is not a log of Megatron-LM: "
+            "no line with an iteration, an argument or a failed allocation"
         )
-    return found
+        nearest = "the console output of pretrain_gpt.py"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
+    return log
 
 
 def parse_log(text: str) -> MegatronLog:
-    """A log's text. An iteration that several ranks print, or that a restart does over, is kept as
-    printed last."""
+    """Parse the text of a log.
+
+    An iteration that several ranks print, or that a restart does over, is kept as printed last.
+    """
     iterations: dict[int, Iteration] = {}
     arguments: dict[str, str] = {}
-    memory: dict[int, MemoryReport] = {}
+    memory_reports: dict[int, MemoryReport] = {}
     failures: list[OutOfMemory] = []
     lines = re.split(r"[\r\n]+", text)
     for number, line in enumerate(lines, 1):
-        if found := _ITERATION.search(line):
-            iterations[int(found[1])] = _iteration(int(found[1]), found[3])
+        if match := _ITERATION.search(line):
+            iterations[int(match[1])] = _parse_iteration(int(match[1]), match[3])
         for report in _MEMORY.finditer(line):
-            memory[int(report[1])] = _report(int(report[1]), report[3], report[4])
-        if _OUT.search(line):
-            failures.append(_failure(number, line))
-        elif " ..." in line and (said := _ARGUMENT.search(line)):
-            arguments.setdefault(said[1], said[2])
+            rank = int(report[1])
+            memory_reports[rank] = _parse_memory_report(rank, report[3], report[4])
+        if _OUT_OF_MEMORY.search(line):
+            failures.append(_parse_failure(number, line))
+        elif " ..." in line and (argument := _ARGUMENT.search(line)):
+            arguments.setdefault(argument[1], argument[2])
     return MegatronLog(
         iterations=tuple(iterations[number] for number in sorted(iterations)),
         arguments=tuple(arguments.items()),
-        memory_reports=tuple(memory[rank] for rank in sorted(memory)),
+        memory_reports=tuple(memory_reports[rank] for rank in sorted(memory_reports)),
         failures=tuple(failures),
-        timers=read_timers(lines, _warm(len(iterations))),
+        timers=read_timers(lines, _warm_up_iterations(len(iterations))),
     )
 
 
-def _iteration(number: int, rest: str) -> Iteration:
-    said: dict[str, float] = {}
-    for piece in rest.split("|"):
-        if found := _PAIR.match(piece):
-            said[found[1].strip().replace("_", " ")] = float(found[2].replace(",", ""))
-    elapsed = next((said[key] for key in _ELAPSED if key in said), 0.0)
+def _parse_iteration(number: int, text: str) -> Iteration:
+    values: dict[str, float] = {}
+    for part in text.split("|"):
+        if match := _VALUE.match(part):
+            values[match[1].strip().replace("_", " ")] = float(match[2].replace(",", ""))
     return Iteration(
         number=number,
-        step_s=elapsed / 1e3,
-        tflops_per_device=next((said[key] for key in _RATES if key in said), 0.0),
-        global_batch=int(said.get("global batch size", 0)),
-        loss=next((said[key] for key in _LOSS_KEYS if key in said), float("nan")),
-        grad_norm=said.get("grad norm", float("nan")),
-        skipped=int(said.get("number of skipped iterations", 0)),
-        nan_losses=int(said.get("number of nan iterations", 0)),
+        step_s=_first_value(values, _ELAPSED, default=0.0) / 1e3,
+        tflops_per_device=_first_value(values, _RATES, default=0.0),
+        global_batch=int(values.get("global batch size", 0)),
+        loss=_first_value(values, _LOSS_KEYS, default=float("nan")),
+        grad_norm=values.get("grad norm", float("nan")),
+        skipped=int(values.get("number of skipped iterations", 0)),
+        nan_losses=int(values.get("number of nan iterations", 0)),
     )
 
 
-def _report(rank: int, unit: str, rest: str) -> MemoryReport:
-    """Megatron-LM's "MB" are 2**20 bytes; Megatron-Bridge's "GB" are 1e9 and its keys are
-    mem-allocated-gigabytes."""
+def _first_value(values: Mapping[str, float], keys: Sequence[str], *, default: float) -> float:
+    return next((values[key] for key in keys if key in values), default)
+
+
+def _parse_memory_report(rank: int, unit: str, text: str) -> MemoryReport:
+    """Parse a report of memory.
+
+    Megatron-LM's "MB" are 2**20 bytes; Megatron-Bridge's "GB" are 1e9, and its keys are
+    mem-allocated-gigabytes.
+    """
     scale = MIB if unit == "MB" else GB
-    said = {
+    nbytes = {
         key.replace("-", " "): round(float(value) * scale)
-        for key, value in _MEMORY_PAIR.findall(rest)
+        for key, value in _MEMORY_VALUE.findall(text)
     }
     return MemoryReport(
         rank=rank,
-        allocated_bytes=said.get("allocated", 0),
-        max_allocated_bytes=said.get("max allocated", 0),
-        reserved_bytes=said.get("reserved", 0),
-        max_reserved_bytes=said.get("max reserved", 0),
+        allocated_bytes=nbytes.get("allocated", 0),
+        max_allocated_bytes=nbytes.get("max allocated", 0),
+        reserved_bytes=nbytes.get("reserved", 0),
+        max_reserved_bytes=nbytes.get("max reserved", 0),
     )
 
 
-def _failure(number: int, line: str) -> OutOfMemory:
-    scales = {"GiB": GIB, "MiB": MIB, "KiB": 1024}
-    wanted, held = _OUT_SIZE.search(line), _OUT_HELD.search(line)
-    return OutOfMemory(
-        line=number,
-        requested_bytes=round(float(wanted[1]) * scales[wanted[2]]) if wanted else 0,
-        capacity_bytes=round(float(held[1] or held[2]) * GIB) if held else 0,
-    )
+def _parse_failure(number: int, line: str) -> OutOfMemory:
+    requested = _REQUESTED.search(line)
+    capacity = _CAPACITY.search(line)
+    requested_bytes = 0
+    if requested:
+        requested_bytes = round(float(requested[1]) * _SCALES[requested[2]])
+    capacity_bytes = 0
+    if capacity:
+        capacity_bytes = round(float(capacity[1] or capacity[2]) * GIB)
+    return OutOfMemory(line=number, requested_bytes=requested_bytes, capacity_bytes=capacity_bytes)
 
 
 def printed_flops_per_token(log: MegatronLog, *, seq_len: int, devices: int) -> float:
-    """What the trainer takes a token to cost, from its own rate; 0: it did not print one."""
-    batch = next((each.global_batch for each in log.steady_iterations if each.global_batch), 0)
-    tokens_per_s = batch * seq_len / log.step_s if log.step_s else 0.0
+    """Return what the trainer takes a token to cost, from its own rate; 0: it did not print one."""
+    batches = (iteration.global_batch for iteration in log.steady_iterations)
+    global_batch = next((batch for batch in batches if batch), 0)
+    tokens_per_s = global_batch * seq_len / log.step_s if log.step_s else 0.0
     return log.tflops_per_device * TERA * devices / tokens_per_s if tokens_per_s else 0.0

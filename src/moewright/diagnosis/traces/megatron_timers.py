@@ -1,8 +1,7 @@
-"""Timers that Megatron prints after an iteration with --timing-log-level 1 or 2, in each of its
-spellings.
+"""Timers that Megatron prints after an iteration with --timing-log-level 1 or 2, in every spelling.
 
-The device is synchronised where a timer starts and stops, so what one says was waited for by nobody
-else meanwhile. Those of gradients lie inside `forward-backward`, loading inside `forward-compute`,
+The device is synchronised where a timer starts and stops, so nothing else waits for what one
+measures. Those of gradients lie inside `forward-backward`, loading inside `forward-compute`,
 gathered weights inside `optimizer`.
 """
 
@@ -17,229 +16,249 @@ from moewright.spec.finding import Cause, Finding, Wall
 from moewright.spec.plan import TimePart
 from moewright.spec.units import format_seconds
 
-FORWARD_BACKWARD, OPTIMIZER = "forward-backward", "optimizer"
-FORWARD_COMPUTE, BACKWARD_COMPUTE, BATCH_GENERATOR = (
-    "forward-compute",
-    "backward-compute",
-    "batch-generator",
-)
-_GATHERED = "params-all-gather"
+FORWARD_BACKWARD = "forward-backward"
+FORWARD_COMPUTE = "forward-compute"
+BACKWARD_COMPUTE = "backward-compute"
+BATCH_GENERATOR = "batch-generator"
+OPTIMIZER = "optimizer"
+_PARAM_GATHER = "params-all-gather"
 _GRADIENTS = ("all-grads-sync", "backward-params-all-reduce")
 _NORMS = ("layernorm-grads-all-reduce", "non-tensor-parallel-grads-all-reduce")
-_ENDS = (
+_EMBEDDINGS = (
     "embedding-grads-all-reduce",
     "backward-embedding-all-reduce",
     "conditional-embedder-grads-all-reduce",
 )
-_INSIDE = (*_GRADIENTS, *_NORMS, *_ENDS)  # of forward-backward
-_SUMS = (
-    (Cause.DP, (*_GRADIENTS, _GATHERED), "Gradients and weights of data ranks take"),
+_INSIDE_FORWARD_BACKWARD = (*_GRADIENTS, *_NORMS, *_EMBEDDINGS)
+_REDUCTIONS = (
+    (Cause.DP, (*_GRADIENTS, _PARAM_GATHER), "Gradients and weights of data ranks take"),
     (Cause.TP, _NORMS, "Gradients of tensor ranks take"),
-    (Cause.PP, _ENDS, "Gradients shared by the first and last stage take"),
+    (Cause.PP, _EMBEDDINGS, "Gradients shared by the first and last stage take"),
 )
-_SAID, _LATE = 0.01, 0.03  # of the step: less is left to the table
+# Shares of the step: less is not reported.
+_MIN_SHARE = 0.01
+_MIN_LATE_SHARE = 0.03
+_SPREAD_RATIO = 0.995  # ranks nearer to each other than this print one figure
 _MESSAGE = re.compile(r"(forward|backward)(-backward)?-(send|recv)")
-_HEAD = re.compile(r"\btimes? across ranks \(ms\):")
-_LINE = re.compile(r"([a-z][a-z0-9/-]+) \.{2,}: (?:\(([\d.]+), ([\d.]+)\)|([\d.]+))\s*$")
+_HEADER = re.compile(r"\btimes? across ranks \(ms\):")
+_MIN_MAX = re.compile(r"([a-z][a-z0-9/-]+) \.{2,}: (?:\(([\d.]+), ([\d.]+)\)|([\d.]+))\s*$")
 _NAME = re.compile(r"^\s+([a-z][a-z0-9/-]+):\s*$")
 _RANK = re.compile(r"\brank +(\d+): ([\d.]+)\s*$")
 _ONE_LINE = re.compile(r"\btime \(ms\) \|(.*)")
-_PAIR = re.compile(r"([a-z][a-z0-9-]+): ([\d.]+)")
+_NAME_AND_TIME = re.compile(r"([a-z][a-z0-9-]+): ([\d.]+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timer:
-    """Seconds an iteration: of the rank that took least, and most, of those that ran it."""
+    """Seconds an iteration of the rank that took least, and most, of those that ran it."""
 
     min_s: float
     max_s: float
 
 
-def read_timers(lines: Iterable[str], warm: int) -> Mapping[str, Timer]:
-    """By name, the median over the iterations that were timed, without the first `warm` where more
-    follow."""
-    training = [
-        block for block in _blocks(lines) if FORWARD_BACKWARD in block or FORWARD_COMPUTE in block
+def read_timers(lines: Iterable[str], warm_up: int) -> Mapping[str, Timer]:
+    """Read the timers by name, each the median over the iterations that were timed.
+
+    The first `warm_up` iterations are left out where more follow.
+    """
+    blocks = [
+        block
+        for block in _read_blocks(lines)
+        if FORWARD_BACKWARD in block or FORWARD_COMPUTE in block
     ]
-    training = training[warm:] or training
-    names = dict.fromkeys(name for block in training for name in block)
-    return {name: _typical([block[name] for block in training if name in block]) for name in names}
+    steady = blocks[warm_up:] or blocks
+    names = dict.fromkeys(name for block in steady for name in block)
+    return {
+        name: _median_timer([block[name] for block in steady if name in block]) for name in names
+    }
 
 
-def _typical(timers: Sequence[Timer]) -> Timer:
+def _median_timer(timers: Sequence[Timer]) -> Timer:
     return Timer(
-        min_s=median(each.min_s for each in timers),
-        max_s=median(each.max_s for each in timers),
+        min_s=median(timer.min_s for timer in timers), max_s=median(timer.max_s for timer in timers)
     )
 
 
-def _blocks(lines: Iterable[str]) -> Iterator[dict[str, Timer]]:
-    """Each printing of timers; any other line ends it."""
+def _read_blocks(lines: Iterable[str]) -> Iterator[dict[str, Timer]]:
+    """Yield each printing of timers; any other line ends it."""
     block: dict[str, Timer] = {}
-    inside, name = False, ""
+    in_block = False
+    name = ""
     for line in lines:
-        if _HEAD.search(line) or not inside:
+        is_header = bool(_HEADER.search(line))
+        if is_header or not in_block:
             if block:
                 yield block
-            block, inside = {}, bool(_HEAD.search(line))
-            if found := _ONE_LINE.search(line):
-                yield {each[1]: _timer(each[2], each[2]) for each in _PAIR.finditer(found[1])}
-        elif found := _LINE.search(line):
-            block[found[1]] = _timer(found[2] or found[4], found[3] or found[4])
-        elif found := _NAME.search(line):
-            name = found[1]
-        elif name and (found := _RANK.search(line)):
-            now, have = _timer(found[2], found[2]), block.get(name)
-            block[name] = now if have is None else _spread(have, now)
+            block = {}
+            in_block = is_header
+            if one_line := _ONE_LINE.search(line):
+                yield {
+                    match[1]: _parse_timer(match[2], match[2])
+                    for match in _NAME_AND_TIME.finditer(one_line[1])
+                }
+        elif match := _MIN_MAX.search(line):
+            block[match[1]] = _parse_timer(match[2] or match[4], match[3] or match[4])
+        elif match := _NAME.search(line):
+            name = match[1]
+        elif name and (match := _RANK.search(line)):
+            timer = _parse_timer(match[2], match[2])
+            block[name] = _widen(block.get(name, timer), timer)
         else:
-            inside, name = False, ""
+            in_block = False
+            name = ""
     if block:
         yield block
 
 
-def _timer(least_ms: str, most_ms: str) -> Timer:
-    return Timer(min_s=float(least_ms) / 1e3, max_s=float(most_ms) / 1e3)
+def _parse_timer(min_ms: str, max_ms: str) -> Timer:
+    return Timer(min_s=float(min_ms) / 1e3, max_s=float(max_ms) / 1e3)
 
 
-def _spread(a: Timer, b: Timer) -> Timer:
+def _widen(a: Timer, b: Timer) -> Timer:
     return Timer(min_s=min(a.min_s, b.min_s), max_s=max(a.max_s, b.max_s))
 
 
 def diagnose_timers(timers: Mapping[str, Timer], step_s: float) -> Iterator[Finding]:
-    """What the timers of a run say of its step, without fixes; nothing where it printed none, or no
-    iteration.
+    """Yield what the timers of a run say of its step, without fixes.
 
-    The rank that waits least for a sum came last: what it takes is the exchange, what others take
-    above it is waiting for that rank.
+    Nothing is said where the run printed no timers, or no iteration.
     """
-    if not (timers and step_s):
-        return
+    if timers and step_s:
+        step = _TimedStep(timers=timers, step_s=step_s)
+        yield from step.diagnose_reductions()
+        yield from step.diagnose_loading()
+        yield from step.diagnose_gaps()
+        yield from step.diagnose_outside()
+        yield from step.diagnose_compute()
 
-    def found(
-        wall: Wall, cause: Cause, seconds: float, what: str, *names: str
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TimedStep:
+    """A step with its timers."""
+
+    timers: Mapping[str, Timer]
+    step_s: float
+
+    def diagnose_reductions(self) -> Iterator[Finding]:
+        """Report the reductions of gradients.
+
+        The rank that waits least for a sum came last: what it takes is the exchange, and what
+        others take above it is waiting for that rank.
+        """
+        comm = Wall.COMMUNICATION
+        for cause, names, subject in _REDUCTIONS:
+            exchange_s = _sum_min(self.timers, *names)
+            yield from self._report(comm, cause, exchange_s, subject, *names)
+            late_s = _sum_max(self.timers, *names) - exchange_s
+            if late_s > _MIN_LATE_SHARE * self.step_s:
+                late_subject = f"{subject}: a late rank costs"
+                yield from self._report(comm, Cause.STRAGGLER, late_s, late_subject, *names)
+
+    def diagnose_loading(self) -> Iterator[Finding]:
+        loading_s = _sum_max(self.timers, BATCH_GENERATOR)
+        subject = "Batches are waited for"
+        yield from self._report(Wall.HOST, Cause.DATA, loading_s, subject, BATCH_GENERATOR)
+
+    def diagnose_gaps(self) -> Iterator[Finding]:
+        """Report what forward and backward spend besides computing: on messages, or on the host."""
+        messages = _message_timers(self.timers)
+        gaps_s = _gaps_s(self.timers)
+        comm = Wall.COMMUNICATION
+        if messages and gaps_s is None:
+            waited_s = _sum_max(self.timers, *messages)
+            subject = "The pipeline is waited for"
+            yield from self._report(comm, Cause.PP, waited_s, subject, *messages)
+        elif messages:
+            subject = "The ranks that compute most wait for the pipeline"
+            names = (FORWARD_BACKWARD, FORWARD_COMPUTE, BACKWARD_COMPUTE, *messages)
+            yield from self._report(comm, Cause.PP, gaps_s or 0.0, subject, *names)
+        else:
+            subject = "Between micro-batches pass"
+            names = (FORWARD_BACKWARD, FORWARD_COMPUTE)
+            yield from self._report(Wall.HOST, Cause.HOST_OTHER, gaps_s or 0.0, subject, *names)
+
+    def diagnose_outside(self) -> Iterator[Finding]:
+        if FORWARD_BACKWARD in self.timers and OPTIMIZER in self.timers:
+            names = (FORWARD_BACKWARD, OPTIMIZER)
+            outside_s = self.step_s - _sum_max(self.timers, *names)
+            subject = "Outside of training steps pass"
+            yield from self._report(Wall.HOST, Cause.HOST_OTHER, outside_s, subject, *names)
+
+    def diagnose_compute(self) -> Iterator[Finding]:
+        computed_s = _sum_max(self.timers, FORWARD_COMPUTE, BACKWARD_COMPUTE)
+        if computed_s:
+            loading_s = _sum_max(self.timers, BATCH_GENERATOR)
+            work_s = computed_s - loading_s + _update_s(self.timers)
+            names = (FORWARD_COMPUTE, BACKWARD_COMPUTE, OPTIMIZER)
+            yield from self._report(
+                Wall.COMPUTE, Cause.KERNEL_RATES, work_s, "Compute takes", *names
+            )
+
+    def _report(
+        self, wall: Wall, cause: Cause, seconds: float, subject: str, *names: str
     ) -> Iterator[Finding]:
-        if seconds > _SAID * step_s:
-            said = tuple(_said(name, timers[name]) for name in names if name in timers)
-            title = f"{what} {seconds / step_s:.0%} of the step"
+        """Yield a finding where the seconds are much of the step, with the timers as evidence."""
+        share = seconds / self.step_s
+        if seconds > _MIN_SHARE * self.step_s:
+            present = [name for name in names if name in self.timers]
             yield Finding(
-                wall=wall, cause=cause, title=title, share=seconds / step_s, evidence=said, fixes=()
+                wall=wall,
+                cause=cause,
+                title=f"{subject} {share:.0%} of the step",
+                share=share,
+                evidence=tuple(_describe(name, self.timers[name]) for name in present),
+                fixes=(),
             )
-
-    for cause, names, what in _SUMS:
-        exchange = _least(timers, *names)
-        yield from found(Wall.COMMUNICATION, cause, exchange, what, *names)
-        late = _most(timers, *names) - exchange
-        if late > _LATE * step_s:
-            yield from found(
-                Wall.COMMUNICATION, Cause.STRAGGLER, late, f"{what}: a late rank costs", *names
-            )
-    yield from found(
-        Wall.HOST,
-        Cause.DATA,
-        _most(timers, BATCH_GENERATOR),
-        "Batches are waited for",
-        BATCH_GENERATOR,
-    )
-    computed, messages, between = (
-        _most(timers, FORWARD_COMPUTE, BACKWARD_COMPUTE),
-        _messages(timers),
-        _between_s(timers),
-    )
-    if messages and between is None:
-        waited = _most(timers, *messages)
-        yield from found(
-            Wall.COMMUNICATION, Cause.PP, waited, "The pipeline is waited for", *messages
-        )
-    elif messages:
-        what = "The ranks that compute most wait for the pipeline"
-        yield from found(
-            Wall.COMMUNICATION,
-            Cause.PP,
-            between or 0.0,
-            what,
-            FORWARD_BACKWARD,
-            FORWARD_COMPUTE,
-            BACKWARD_COMPUTE,
-            *messages,
-        )
-    else:
-        yield from found(
-            Wall.HOST,
-            Cause.HOST_OTHER,
-            between or 0.0,
-            "Between micro-batches pass",
-            FORWARD_BACKWARD,
-            FORWARD_COMPUTE,
-        )
-    if FORWARD_BACKWARD in timers and OPTIMIZER in timers:
-        outside = step_s - _most(timers, FORWARD_BACKWARD, OPTIMIZER)
-        yield from found(
-            Wall.HOST,
-            Cause.HOST_OTHER,
-            outside,
-            "Outside of training steps pass",
-            FORWARD_BACKWARD,
-            OPTIMIZER,
-        )
-    if computed:
-        work = computed - _most(timers, BATCH_GENERATOR) + _updated_s(timers)
-        yield from found(
-            Wall.COMPUTE,
-            Cause.KERNEL_RATES,
-            work,
-            "Compute takes",
-            FORWARD_COMPUTE,
-            BACKWARD_COMPUTE,
-            OPTIMIZER,
-        )
 
 
 def measure_parts(timers: Mapping[str, Timer]) -> Mapping[TimePart, float]:
-    """Seconds of the planner's parts of a step that timers measured; a pipeline's messages count
-    with its bubble."""
+    """Return the seconds of the planner's parts of a step that timers measured.
+
+    A pipeline's messages count with its bubble.
+    """
     parts: dict[TimePart, float] = {}
-    summed = (*_GRADIENTS, _GATHERED)
-    if any(name in timers for name in summed):
-        parts[TimePart.DP_COMM] = _least(timers, *summed)
+    reductions = (*_GRADIENTS, _PARAM_GATHER)
+    if any(name in timers for name in reductions):
+        parts[TimePart.DP_COMM] = _sum_min(timers, *reductions)
     if OPTIMIZER in timers:
-        parts[TimePart.OPTIMIZER] = _updated_s(timers)
-    between = _between_s(timers)
-    if _messages(timers) and between is not None:
-        parts |= {TimePart.BUBBLE: between, TimePart.PP_COMM: 0.0}
+        parts[TimePart.OPTIMIZER] = _update_s(timers)
+    gaps_s = _gaps_s(timers)
+    if _message_timers(timers) and gaps_s is not None:
+        parts[TimePart.BUBBLE] = gaps_s
+        parts[TimePart.PP_COMM] = 0.0
     return parts
 
 
-def _least(timers: Mapping[str, Timer], *names: str) -> float:
+def _sum_min(timers: Mapping[str, Timer], *names: str) -> float:
     return sum(timers[name].min_s for name in names if name in timers)
 
 
-def _most(timers: Mapping[str, Timer], *names: str) -> float:
+def _sum_max(timers: Mapping[str, Timer], *names: str) -> float:
     return sum(timers[name].max_s for name in names if name in timers)
 
 
-def _updated_s(timers: Mapping[str, Timer]) -> float:
-    return _most(timers, OPTIMIZER) - _most(timers, _GATHERED)
+def _update_s(timers: Mapping[str, Timer]) -> float:
+    """Return the seconds of the optimizer without the gather of weights."""
+    return _sum_max(timers, OPTIMIZER) - _sum_max(timers, _PARAM_GATHER)
 
 
-def _messages(timers: Mapping[str, Timer]) -> tuple[str, ...]:
+def _message_timers(timers: Mapping[str, Timer]) -> tuple[str, ...]:
     return tuple(name for name in timers if _MESSAGE.match(name))
 
 
-def _between_s(timers: Mapping[str, Timer]) -> float | None:
-    """Of forward and backward, what is neither computed, by the ranks that compute most, nor the
-    sum of a gradient.
+def _gaps_s(timers: Mapping[str, Timer]) -> float | None:
+    """Return the seconds of forward and backward that are neither computed nor a reduction.
 
-    None where that was not timed.
+    Computed is what the ranks do that compute most. None where that was not timed.
     """
     if not all(name in timers for name in (FORWARD_BACKWARD, FORWARD_COMPUTE, BACKWARD_COMPUTE)):
         return None
-    return _most(timers, FORWARD_BACKWARD) - _most(
-        timers, FORWARD_COMPUTE, BACKWARD_COMPUTE, *_INSIDE
-    )
+    inside = (FORWARD_COMPUTE, BACKWARD_COMPUTE, *_INSIDE_FORWARD_BACKWARD)
+    return _sum_max(timers, FORWARD_BACKWARD) - _sum_max(timers, *inside)
 
 
-def _said(name: str, timer: Timer) -> str:
-    ends = format_seconds(timer.max_s)
-    if timer.min_s < 0.995 * timer.max_s:
-        ends = f"{format_seconds(timer.min_s)} to {ends} over the ranks"
-    return f"{name} {ends} (measured)"
+def _describe(name: str, timer: Timer) -> str:
+    seconds = format_seconds(timer.max_s)
+    if timer.min_s < _SPREAD_RATIO * timer.max_s:
+        seconds = f"{format_seconds(timer.min_s)} to {seconds} over the ranks"
+    return f"{name} {seconds} (measured)"

@@ -1,16 +1,17 @@
 """Nsight Systems exports (`nsys export --type sqlite`) as Captures.
 
-Tables and columns as NVIDIA's exporter schema documents them; versions differ, so each is asked for
-before it is used. Times are nanoseconds. A process is told by the bits above 24 of globalPid and
-globalTid.
+Tables and columns are as NVIDIA's exporter schema documents them; versions differ, so each is
+looked for before it is used. Times are nanoseconds. A process is told by the bits above 24 of
+globalPid and globalTid.
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,233 +21,297 @@ from moewright.diagnosis.traces.capture import (
     Capture,
     CommChannel,
     KernelKind,
+    KernelRow,
     KernelTableBuilder,
     collective_in_name,
     comm_library,
 )
-from moewright.diagnosis.traces.intervals import Intervals, merge
+from moewright.diagnosis.traces.kineto_events import (
+    DATA_WAIT_NAME,
+    GC_NAME,
+    TimeSpan,
+    to_intervals,
+)
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Collective
 
 NS = 1e-9
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
-_NAMES = ("demangledName", "shortName", "mangledName")
-_PROCESS = 1 << 24
+# Tables of device activities, with a name for those that have none of their own.
+_ACTIVITY_TABLES = (
+    (KERNEL_TABLE, ""),
+    ("CUPTI_ACTIVITY_KIND_MEMCPY", "memcpy"),
+    ("CUPTI_ACTIVITY_KIND_MEMSET", "memset"),
+    ("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "CUDA graph"),
+)
+_COPIES = ("memcpy", "memset")
+_KERNEL_NAMES = ("demangledName", "shortName", "mangledName")
+_PROCESS_DIVISOR = 1 << 24
+_COLLECTIVE_RANGES = ("nccl", "c10d", "record_param")
+_OPEN_RANGES = 4  # ranges before a launch among which the open one is looked for
 _STEP = re.compile(
     r"^(ProfilerStep#|iteration|iter|step|train_?step|training step|global_step)[ _#:=]*\d*$",
     re.IGNORECASE,
 )
-_LOADING = re.compile(
-    r"dataloader|get_batch|batch[-_ ]generator|next_batch|data_iterator", re.IGNORECASE
-)
-_COLLECTING = re.compile(r"garbage|gc[._ ]?collect|python gc", re.IGNORECASE)
+_NOTE = "Nsight Systems records no shapes: rates of matrix products are not known"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RuntimeCall:
+    """A call of the CUDA runtime; `correlation` ties it to the activity that it launched."""
+
+    process: int
+    start_s: float
+    end_s: float
+    correlation: Any
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NvtxRange:
+    """An NVTX range that ended."""
+
+    process: int
+    span: TimeSpan
+    text: str
+
+
+class _Export:
+    """An export, of which tables and columns may be missing."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+        self.tables = {name for (name,) in database.execute(query)}
+        self._texts: Mapping[int, str] = {}
+        if "StringIds" in self.tables:
+            self._texts = dict(database.execute("SELECT id, value FROM StringIds"))
+
+    def columns(self, table: str) -> set[str]:
+        """Return the columns that this version has of a table."""
+        return {row[1] for row in self._database.execute(f"PRAGMA table_info({table})")}
+
+    def select(self, table: str, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Return rows, with NULL for columns that this version lacks; [] without the table.
+
+        A table of times that lacks them has no rows either.
+        """
+        if table not in self.tables:
+            return []
+        present = self.columns(table)
+        if "start" in columns and not {"start", "end"} <= present:
+            return []
+        selected = ", ".join(f'"{name}"' if name in present else "NULL" for name in columns)
+        return self._database.execute(f"SELECT {selected} FROM {table}").fetchall()
+
+    def text(self, value: Any) -> str:
+        """Return a text, which stands in a column itself or as the number of a string."""
+        return self._texts.get(value, str(value)) if isinstance(value, int) else str(value)
+
+    def text_of_id(self, text_id: Any) -> str:
+        """Return the string of a number; "" where there is none."""
+        return str(self._texts.get(text_id, ""))
 
 
 def read_nsight(path: Path) -> tuple[Capture, ...]:
-    """One Capture for each process and device that ran kernels. Raises BadInput when there are
-    none."""
+    """Read one Capture for each process and device that ran kernels.
+
+    Raises:
+        BadInput: there are none, or the file is no such export.
+    """
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            return _captures(database, path)
+            return _build_captures(_Export(database), path)
     except sqlite3.Error as error:
-        raise BadInput(
-            Reason(field=str(path), rule=f"is not an export of Nsight Systems: {error}")
-        ) from None
+        rule = f"is not an export of Nsight Systems: {error}"
+        raise BadInput(Reason(field=str(path), rule=rule)) from None
 
 
-def _captures(database: sqlite3.Connection, path: Path) -> tuple[Capture, ...]:
-    tables = {
-        name
-        for (name,) in database.execute(
-            "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
-        )
-    }
-    if KERNEL_TABLE not in tables:
+def _build_captures(export: _Export, path: Path) -> tuple[Capture, ...]:
+    if KERNEL_TABLE not in export.tables:
         rule = f"holds no kernels (no table {KERNEL_TABLE})"
-        raise BadInput(
-            Reason(field=str(path), rule=rule, nearest="a profile recorded with --trace=cuda,nvtx")
-        )
-    texts = (
-        dict(database.execute("SELECT id, value FROM StringIds")) if "StringIds" in tables else {}
-    )
-    ranges = _ranges(database, tables, texts)
-    runtime = _rows(
-        database,
-        tables,
-        "CUPTI_ACTIVITY_KIND_RUNTIME",
-        ("start", "end", "correlationId", "globalTid", "nameId"),
-    )
-    launches = {
-        (_process(tid), corr): start * NS for start, _, corr, tid, _ in runtime if corr is not None
-    }
-    found: dict[tuple[int, int], KernelTableBuilder] = {}
-    for table, name in (
-        (KERNEL_TABLE, ""),
-        ("CUPTI_ACTIVITY_KIND_MEMCPY", "memcpy"),
-        ("CUPTI_ACTIVITY_KIND_MEMSET", "memset"),
-    ):
-        _collect(database, tables, table, name, texts, launches, ranges, found)
-    _collect(
-        database,
-        tables,
-        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
-        "CUDA graph",
-        texts,
-        launches,
-        ranges,
-        found,
-    )
-    devices = _devices(database, tables)
+        nearest = "a profile recorded with --trace=cuda,nvtx"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
+    ranges = _read_ranges(export)
+    calls = _read_runtime_calls(export)
+    builders = _collect_activities(export, ranges, calls)
+    devices = _read_devices(export)
     captures = []
-    for rank, ((process, device), columns) in enumerate(sorted(found.items())):
-        ours = [row for row in runtime if process in (0, _process(row[3]))]
-        here = [(span, text) for owner, span, text in ranges if process in (0, owner)]
-        name, memory = devices.get(device, ("", 0))
+    for rank, ((process, device), builder) in enumerate(sorted(builders.items())):
+        own_calls = [call for call in calls if process in (0, call.process)]
+        own_ranges = [nvtx for nvtx in ranges if process in (0, nvtx.process)]
+        name, memory_bytes = devices.get(device, ("", 0))
         captures.append(
             Capture(
                 source=path.name,
                 rank=rank,
                 device=name,
-                memory_bytes=memory,
+                memory_bytes=memory_bytes,
                 allocated_bytes=0,
                 reserved_bytes=0,
-                kernels=columns.build(),
-                streams=columns.streams,
-                channels=columns.channels,
-                steps=_steps(here),
-                syncs=_spans(
+                kernels=builder.build(),
+                streams=builder.streams,
+                channels=builder.channels,
+                steps=_find_steps(own_ranges),
+                syncs=to_intervals(
                     [
-                        (s * NS, e * NS)
-                        for s, e, _, _, n in ours
-                        if e and "ynchronize" in str(texts.get(n, ""))
+                        (call.start_s, call.end_s)
+                        for call in own_calls
+                        if call.end_s and "ynchronize" in call.name
                     ]
                 ),
-                data_waits=_spans([span for span, text in here if _LOADING.search(text)]),
-                gc_pauses=_spans([span for span, text in here if _COLLECTING.search(text)]),
-                notes=("Nsight Systems records no shapes: rates of matrix products are not known",),
+                data_waits=to_intervals(_spans_named(own_ranges, DATA_WAIT_NAME)),
+                gc_pauses=to_intervals(_spans_named(own_ranges, GC_NAME)),
+                notes=(_NOTE,),
             )
         )
     return tuple(captures)
 
 
-_Span = tuple[float, float]
-_Range = tuple[int, _Span, str]  # process, seconds, text
+def _spans_named(ranges: Sequence[_NvtxRange], pattern: re.Pattern[str]) -> list[TimeSpan]:
+    return [nvtx.span for nvtx in ranges if pattern.search(nvtx.text)]
 
 
-def _collect(
-    database: sqlite3.Connection,
-    tables: set[str],
-    table: str,
-    name: str,
-    texts: Mapping[int, str],
-    launches: Mapping[tuple[int, Any], float],
-    ranges: Sequence[_Range],
-    found: dict[tuple[int, int], KernelTableBuilder],
-) -> None:
-    """Rows of one table of device activities; `name` for those that have none of their own."""
-    wanted = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", *_NAMES)
-    exchanges = [
-        (span, collective_in_name(text))
-        for _, span, text in ranges
-        if text.startswith(("nccl", "c10d", "record_param"))
-    ]
-    exchanges.sort(key=lambda each: each[0])
-    starts = [span[0] for span, _ in exchanges]
-    for start, end, device, stream, corr, pid, *named in _rows(database, tables, table, wanted):
-        if start is None or end is None:
-            continue
-        said = name or next((_text(texts, value) for value in named if value is not None), "")
-        process = _process(pid)
-        columns = found.setdefault((process, int(device or 0)), KernelTableBuilder())
-        launched = launches.get((process, corr), float("nan"))
-        work = KernelKind.COPY if name.startswith("mem") else columns.kind(said)
-        channel = -1
-        if work is KernelKind.COMMUNICATION:
-            op = collective_in_name(said) or _around(exchanges, starts, launched)
-            channel = columns.channel_index(
-                CommChannel(op=op, stream=str(stream), library=comm_library(said), kernel=said)
-            )
-        columns.add(
-            name=said,
-            start_s=start * NS,
-            end_s=end * NS,
-            stream=str(stream),
-            launched_s=launched,
-            kind=work,
-            channel_index=channel,
-        )
-
-
-def _around(
-    exchanges: Sequence[tuple[_Span, Collective | None]], starts: Sequence[float], launched: float
-) -> Collective | None:
-    """The collective whose range was open when a kernel was launched."""
-    at = int(np.searchsorted(starts, launched, side="right")) - 1
-    return next(
-        (op for span, op in exchanges[max(0, at - 3) : at + 1][::-1] if span[1] >= launched), None
-    )
-
-
-def _rows(
-    database: sqlite3.Connection, tables: set[str], table: str, wanted: Sequence[str]
-) -> list[tuple[Any, ...]]:
-    """The columns asked for, NULL for those that this version does not have; [] without the
-    table."""
-    if table not in tables:
-        return []
-    have = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
-    if not {"start", "end"} <= have and "start" in wanted:
-        return []
-    columns = ", ".join(f'"{name}"' if name in have else "NULL" for name in wanted)
-    return database.execute(f"SELECT {columns} FROM {table}").fetchall()
-
-
-def _ranges(
-    database: sqlite3.Connection, tables: set[str], texts: Mapping[int, str]
-) -> list[_Range]:
-    """NVTX ranges that ended."""
-    rows = _rows(database, tables, "NVTX_EVENTS", ("start", "end", "text", "textId", "globalTid"))
+def _read_runtime_calls(export: _Export) -> list[_RuntimeCall]:
+    columns = ("start", "end", "correlationId", "globalTid", "nameId")
+    rows = export.select("CUPTI_ACTIVITY_KIND_RUNTIME", columns)
     return [
-        (
-            _process(tid),
-            (start * NS, end * NS),
-            str(text if text is not None else texts.get(number, "")),
+        _RuntimeCall(
+            process=_process(thread),
+            start_s=start * NS,
+            end_s=(end or 0) * NS,
+            correlation=correlation,
+            name=export.text_of_id(name_id),
         )
-        for start, end, text, number, tid in rows
+        for start, end, correlation, thread, name_id in rows
+    ]
+
+
+def _read_ranges(export: _Export) -> list[_NvtxRange]:
+    columns = ("start", "end", "text", "textId", "globalTid")
+    return [
+        _NvtxRange(
+            process=_process(thread),
+            span=(start * NS, end * NS),
+            text=str(text) if text is not None else export.text_of_id(text_id),
+        )
+        for start, end, text, text_id, thread in export.select("NVTX_EVENTS", columns)
         if start is not None and end is not None
     ]
 
 
-def _steps(ranges: Sequence[tuple[_Span, str]]) -> tuple[_Span, ...]:
-    """Ranges that are named like steps, of the name that is used most."""
-    named: dict[str, list[_Span]] = {}
-    for span, text in ranges:
-        if found := _STEP.match(text.strip()):
-            named.setdefault(found[1].casefold(), []).append(span)
-    most = max(named.values(), key=len, default=[])
-    return tuple(sorted(most))
+class _OpenRanges:
+    """The ranges of collectives, of which the one that was open at a launch can be found."""
+
+    def __init__(self, ranges: Sequence[_NvtxRange]) -> None:
+        named = (nvtx for nvtx in ranges if nvtx.text.startswith(_COLLECTIVE_RANGES))
+        collectives = [(nvtx.span, collective_in_name(nvtx.text)) for nvtx in named]
+        self._collectives = sorted(collectives, key=lambda pair: pair[0])
+        self._starts = [span[0] for span, _ in self._collectives]
+
+    def collective_at(self, launched_s: float) -> Collective | None:
+        """Return the collective whose range was open at a time."""
+        last = int(np.searchsorted(self._starts, launched_s, side="right"))
+        recent = self._collectives[max(0, last - _OPEN_RANGES) : last]
+        return next((op for span, op in reversed(recent) if span[1] >= launched_s), None)
 
 
-def _devices(database: sqlite3.Connection, tables: set[str]) -> dict[int, tuple[str, int]]:
-    """Name and memory of the GPUs by number."""
-    if "TARGET_INFO_GPU" in tables:
-        have = {row[1] for row in database.execute("PRAGMA table_info(TARGET_INFO_GPU)")}
-        key = next((name for name in ("cuDevice", "id") if name in have), "rowid")
-        rows = _rows(database, tables, "TARGET_INFO_GPU", (key, "name", "totalMemory"))
-        return {
-            int(number or 0): (str(name or ""), int(memory or 0)) for number, name, memory in rows
-        }
-    rows = _rows(database, tables, "TARGET_INFO_CUDA_GPU", ("cudaId", "name", "memorySize"))
-    return {int(number or 0): (str(name or ""), int(memory or 0)) for number, name, memory in rows}
+def _collect_activities(
+    export: _Export, ranges: Sequence[_NvtxRange], calls: Sequence[_RuntimeCall]
+) -> dict[tuple[int, int], KernelTableBuilder]:
+    """Collect the device activities of all tables by process and device."""
+    open_ranges = _OpenRanges(ranges)
+    launches = {
+        (call.process, call.correlation): call.start_s
+        for call in calls
+        if call.correlation is not None
+    }
+    builders: dict[tuple[int, int], KernelTableBuilder] = {}
+    for activity in _read_activities(export):
+        builder = builders.setdefault((activity.process, activity.device), KernelTableBuilder())
+        launched_s = launches.get((activity.process, activity.correlation), float("nan"))
+        kind = KernelKind.COPY if activity.is_copy else builder.kind(activity.name)
+        channel_index = -1
+        if kind is KernelKind.COMMUNICATION:
+            op = collective_in_name(activity.name) or open_ranges.collective_at(launched_s)
+            channel = CommChannel(
+                op=op,
+                stream=activity.stream,
+                library=comm_library(activity.name),
+                kernel=activity.name,
+            )
+            channel_index = builder.channel_index(channel)
+        builder.add(
+            KernelRow(
+                name=activity.name,
+                start_s=activity.start_s,
+                end_s=activity.end_s,
+                stream=activity.stream,
+                launched_s=launched_s,
+                kind=kind,
+                channel_index=channel_index,
+            )
+        )
+    return builders
 
 
-def _text(texts: Mapping[int, str], value: Any) -> str:
-    return texts.get(value, str(value)) if isinstance(value, int) else str(value)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Activity:
+    """A kernel, a copy or a graph that ran on a device."""
+
+    process: int
+    device: int
+    stream: str
+    start_s: float
+    end_s: float
+    correlation: Any
+    name: str
+    is_copy: bool
+
+
+def _read_activities(export: _Export) -> Iterator[_Activity]:
+    columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
+    for table, table_name in _ACTIVITY_TABLES:
+        for row in export.select(table, (*columns, *_KERNEL_NAMES)):
+            start, end, device, stream, correlation, pid, *names = row
+            if start is None or end is None:
+                continue
+            named = (export.text(name) for name in names if name is not None)
+            yield _Activity(
+                process=_process(pid),
+                device=int(device or 0),
+                stream=str(stream),
+                start_s=start * NS,
+                end_s=end * NS,
+                correlation=correlation,
+                name=table_name or next(named, ""),
+                is_copy=table_name in _COPIES,
+            )
+
+
+def _find_steps(ranges: Sequence[_NvtxRange]) -> tuple[TimeSpan, ...]:
+    """Return the ranges that are named like steps, of the name that is used most."""
+    spans_of_name: dict[str, list[TimeSpan]] = {}
+    for nvtx in ranges:
+        if match := _STEP.match(nvtx.text.strip()):
+            spans_of_name.setdefault(match[1].casefold(), []).append(nvtx.span)
+    most_used = max(spans_of_name.values(), key=len, default=[])
+    return tuple(sorted(most_used))
+
+
+def _read_devices(export: _Export) -> dict[int, tuple[str, int]]:
+    """Return name and memory of the GPUs by number."""
+    if "TARGET_INFO_GPU" in export.tables:
+        present = export.columns("TARGET_INFO_GPU")
+        key = next((name for name in ("cuDevice", "id") if name in present), "rowid")
+        rows = export.select("TARGET_INFO_GPU", (key, "name", "totalMemory"))
+    else:
+        rows = export.select("TARGET_INFO_CUDA_GPU", ("cudaId", "name", "memorySize"))
+    return {
+        int(number or 0): (str(name or ""), int(memory_bytes or 0))
+        for number, name, memory_bytes in rows
+    }
 
 
 def _process(value: Any) -> int:
-    return int(value) // _PROCESS if value is not None else 0
-
-
-def _spans(found: Sequence[_Span]) -> Intervals:
-    return merge(np.array(found, dtype=np.float64).reshape(-1, 2))
+    return int(value) // _PROCESS_DIVISOR if value is not None else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from moewright.diagnosis.priced_fixes import PricedJob, find_fixes
@@ -20,19 +20,20 @@ from moewright.diagnosis.waterfall import (
     peak_flops,
 )
 from moewright.intake import devices as catalogue
-from moewright.rules.legality import micro_batches
+from moewright.rules.micro_batches import micro_batches
 from moewright.spec.finding import Basis, Cause, Finding, Wall, Waterfall, WaterfallDrop
 from moewright.spec.plan import TimePart
 from moewright.spec.units import TERA, format_bytes, format_seconds
 from moewright.spec.workload import Dtype
 
-_SAID = 0.03  # of the step: smaller causes are left to the table
-_REPLAYED = 0.10
+_MIN_SHARE = 0.03  # of the step: smaller causes are left to the table
+_RECOMPUTE_SHARE = 0.10
 _LOW_RATE = 0.55  # of the peak, which large products of current devices pass
-# rows an expert below which a grouped product is far from its best rate (docs/formulas.md 11)
+# Rows an expert below which a grouped product is far from its best rate (docs/formulas.md 11).
 _FEW_ROWS = 256
+_MAIN_SHARE = 0.5  # of late waiting that the dispatch and the excess compute must explain
 
-_IDLES: Mapping[IdleCause, Cause] = {
+_CAUSE_OF_IDLE: Mapping[IdleCause, Cause] = {
     IdleCause.DATA: Cause.DATA,
     IdleCause.GC: Cause.GARBAGE_COLLECTION,
     IdleCause.SYNC: Cause.SYNC,
@@ -42,53 +43,65 @@ _IDLES: Mapping[IdleCause, Cause] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MatrixPeak:
-    """FLOP/s of the device, and where the figure is from; 0: not known."""
+class PeakRate:
+    """The peak of a device in FLOP/s, and where the figure is from; 0: not known."""
 
     flops: float
     note: str
 
 
-def find_peak_rate(parts: Sequence[Breakdown], known: PricedJob | None) -> MatrixPeak:
-    """Of the job's hardware file, else of the part that the trace names, in bf16."""
-    if known is not None:
-        precision = known.workload.precision
-        return MatrixPeak(
-            flops=peak_flops(known.hardware, precision),
-            note=f"{precision} peak of {known.hardware.name}",
-        )
-    part = catalogue.find_by_driver_name(parts[0].device) if parts[0].device else None
-    if part is None:
-        return MatrixPeak(
-            flops=0.0,
-            note=f"no peak known for {parts[0].device or 'an unnamed device'}; say it with --on",
-        )
-    flops = peak_flops(catalogue.build_hardware(part, count=1), Dtype.BF16)
-    return MatrixPeak(flops=flops, note=f"bf16 peak of {part.name}, by the device's name")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ExposedComm:
+    """Seconds a step of one class of communication, means over the ranks.
+
+    `waiting_s` of the exposed seconds are waiting for the last rank.
+    """
+
+    busy_s: float
+    exposed_s: float
+    waiting_s: float
+    calls: float
+    evidence: tuple[str, ...]
+
+    @property
+    def own_s(self) -> float:
+        """Return the exposed seconds with all ranks present."""
+        return self.exposed_s - self.waiting_s
+
+
+def find_peak_rate(breakdowns: Sequence[Breakdown], job: PricedJob | None) -> PeakRate:
+    """Return the peak by the job's hardware file, else the bf16 peak of the trace's device."""
+    if job is not None:
+        precision = job.workload.precision
+        note = f"{precision} peak of {job.hardware.name}"
+        return PeakRate(flops=peak_flops(job.hardware, precision), note=note)
+    device_name = breakdowns[0].device
+    device = catalogue.find_by_driver_name(device_name) if device_name else None
+    if device is None:
+        note = f"no peak known for {device_name or 'an unnamed device'}; say it with --on"
+        return PeakRate(flops=0.0, note=note)
+    flops = peak_flops(catalogue.build_hardware(device, count=1), Dtype.BF16)
+    return PeakRate(flops=flops, note=f"bf16 peak of {device.name}, by the device's name")
 
 
 def diagnose_traces(
-    parts: Sequence[Breakdown], beside: RankSkew | None, known: PricedJob | None, peak: MatrixPeak
+    breakdowns: Sequence[Breakdown],
+    skew: RankSkew | None,
+    job: PricedJob | None,
+    peak: PeakRate,
 ) -> tuple[Finding, ...]:
-    """The wall to work on first in front; never empty."""
-    step = fmean(part.step_s for part in parts)
-    found = (
-        *_memory(parts),
-        *_communication(parts, beside, step),
-        *_host(parts, step),
-        *_compute(parts, step, peak),
+    """Return findings, the wall to work on first in front; never empty."""
+    step_s = fmean(breakdown.step_s for breakdown in breakdowns)
+    findings = (
+        *_diagnose_memory(breakdowns),
+        *_diagnose_communication(breakdowns, skew, step_s),
+        *_diagnose_skew(breakdowns, skew, step_s),
+        *_diagnose_host(breakdowns, step_s),
+        *_diagnose_compute(breakdowns, step_s, peak),
     )
     return tuple(
-        Finding(
-            wall=each.wall,
-            cause=each.cause,
-            title=each.title,
-            share=each.share,
-            evidence=each.evidence,
-            fixes=fixes,
-        )
-        for each in order_findings(found)
-        for fixes in (find_fixes(each.cause, known),)
+        replace(finding, fixes=find_fixes(finding.cause, job))
+        for finding in order_findings(findings)
     )
 
 
@@ -96,194 +109,249 @@ def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str)
     return Finding(wall=wall, cause=cause, title=title, share=share, evidence=evidence, fixes=())
 
 
-def _memory(parts: Sequence[Breakdown]) -> Iterator[Finding]:
-    for part in sorted(parts, key=lambda each: -each.reserved_bytes)[:1]:
-        if not part.memory_bytes or part.reserved_bytes <= MEMORY_SHARE * part.memory_bytes:
-            return
-        share = part.reserved_bytes / part.memory_bytes
-        loose = part.reserved_bytes - part.allocated_bytes
-        cause = (
-            Cause.FRAGMENTATION
-            if loose > FRAGMENTED_SHARE * part.reserved_bytes
-            else Cause.CAPACITY
-        )
-        evidence = (
-            f"rank {part.rank}: allocator holds {format_bytes(part.reserved_bytes)} of {format_bytes(part.memory_bytes)}, "
-            f"{format_bytes(part.allocated_bytes)} of it given out (measured)"
-        )
-        yield _finding(Wall.MEMORY, cause, f"Memory is {share:.0%} full", share, evidence)
-
-
-def _communication(
-    parts: Sequence[Breakdown], beside: RankSkew | None, step: float
-) -> Iterator[Finding]:
-    waiting = {each.comm: each.seconds for each in beside.waiting} if beside else {}
-    typical = {each.comm: each.median_s for each in beside.waiting} if beside else {}
-    late = sum(typical.values())
-    for comm in CommClass:
-        ours = [each for part in parts for each in part.comm_times if each.comm is comm]
-        shown = sum(each.exposed_s for each in ours) / len(parts)
-        waits = min(shown, waiting.get(comm, 0.0))
-        exposed = shown - waits  # with all ranks there
-        if exposed < _SAID * step:
-            continue
-        busy, calls = (
-            sum(each.busy_s for each in ours) / len(parts),
-            sum(each.calls for each in ours) / len(parts),
-        )
-        how = "; ".join(dict.fromkeys(text for each in ours for text in each.evidence))
-        evidence = [
-            f"{format_seconds(shown)} a step exposed of {format_seconds(busy)} in {calls:.0f} calls (measured, unions)",
-            f"told as {comm} by: {how}",
-        ]
-        if waits:
-            evidence.append(
-                f"{format_seconds(waits)} of it, left out here, is waiting for the last rank (measured)"
-            )
-        title = f"{comm} communication is exposed for {exposed / step:.0%} of the step"
-        yield _finding(Wall.COMMUNICATION, CAUSE_OF_CLASS[comm], title, exposed / step, *evidence)
-    if beside and late > _SAID * step:
-        worst = beside.slowest_rank
-        skew = f"rank {worst} computes longest, {beside.compute_max_over_mean:.2f} x the mean (measured)"
-        excess_s = (beside.compute_max_over_mean - 1) * fmean(part.compute_s for part in parts)
-        uneven = (
-            typical.get(CommClass.EP, 0.0) > 0.5 * late and excess_s > 0.5 * late
-        )  # else it was late otherwise
-        wall, cause = (
-            (Wall.COMPUTE, Cause.IMBALANCE) if uneven else (Wall.COMMUNICATION, Cause.STRAGGLER)
-        )
-        title = f"Ranks wait {late / step:.0%} of the step for each other"
-        yield _finding(wall, cause, title, min(1.0, late / step), skew)
-
-
-def _host(parts: Sequence[Breakdown], step: float) -> Iterator[Finding]:
-    for idle, cause in _IDLES.items():
-        seconds = sum(s for part in parts for each, s in part.idle_times if each is idle) / len(
-            parts
-        )
-        if seconds < _SAID * step:
-            continue
-        kernels, short = (
-            fmean(part.kernel_launches for part in parts),
-            fmean(part.short_kernel_share for part in parts),
-        )
-        evidence = [f"{format_seconds(seconds)} a step (measured gaps between device work)"]
-        if idle is IdleCause.LAUNCH:
-            evidence.append(
-                f"{kernels:,.0f} launches a step, {short:.0%} of the kernels shorter than 10 us (measured)"
-            )
-        if idle is IdleCause.UNKNOWN:
-            evidence.append("the trace holds no launches, so the gaps have no finer cause")
-        title = f"The device is idle for {seconds / step:.0%} of the step: {idle}"
-        yield _finding(Wall.HOST, cause, title, seconds / step, *evidence)
-
-
-def _compute(parts: Sequence[Breakdown], step: float, peak: MatrixPeak) -> Iterator[Finding]:
-    compute = fmean(part.compute_s for part in parts)
-    replayed = fmean(part.recompute_s for part in parts)
-    if replayed > _REPLAYED * step:
-        title = f"Recompute takes {replayed / step:.0%} of the step"
-        evidence = f"{format_seconds(replayed)} a step inside checkpoints' backward (measured)"
-        yield _finding(Wall.COMPUTE, Cause.RECOMPUTE, title, replayed / step, evidence)
-    kinds = {
-        work: fmean(dict(part.kind_times).get(work, 0.0) for part in parts) for work in KernelKind
-    }
-    spent = ", ".join(
-        f"{work} {format_seconds(seconds)}" for work, seconds in kinds.items() if seconds > 0
+def _diagnose_memory(breakdowns: Sequence[Breakdown]) -> Iterator[Finding]:
+    fullest = max(breakdowns, key=lambda breakdown: breakdown.reserved_bytes)
+    reserved_bytes = fullest.reserved_bytes
+    if not fullest.memory_bytes or reserved_bytes <= MEMORY_SHARE * fullest.memory_bytes:
+        return
+    share = reserved_bytes / fullest.memory_bytes
+    unused_bytes = reserved_bytes - fullest.allocated_bytes
+    is_fragmented = unused_bytes > FRAGMENTED_SHARE * reserved_bytes
+    cause = Cause.FRAGMENTATION if is_fragmented else Cause.CAPACITY
+    memory = format_bytes(fullest.memory_bytes)
+    evidence = (
+        f"rank {fullest.rank}: allocator holds {format_bytes(reserved_bytes)} of {memory}, "
+        f"{format_bytes(fullest.allocated_bytes)} of it given out (measured)"
     )
-    told = [f"{spent} a step (measured, each kind's union)"]
-    rate = _rate(parts)
+    yield _finding(Wall.MEMORY, cause, f"Memory is {share:.0%} full", share, evidence)
+
+
+def _measure_comm(
+    breakdowns: Sequence[Breakdown], skew: RankSkew | None, comm: CommClass
+) -> _ExposedComm:
+    times = [time for breakdown in breakdowns for time in breakdown.comm_times if time.comm is comm]
+    ranks = len(breakdowns)
+    exposed_s = sum(time.exposed_s for time in times) / ranks
+    waiting_s = 0.0
+    for waiting in skew.waiting if skew else ():
+        if waiting.comm is comm:
+            waiting_s = min(exposed_s, waiting.seconds)
+    return _ExposedComm(
+        busy_s=sum(time.busy_s for time in times) / ranks,
+        exposed_s=exposed_s,
+        waiting_s=waiting_s,
+        calls=sum(time.calls for time in times) / ranks,
+        evidence=tuple(dict.fromkeys(text for time in times for text in time.evidence)),
+    )
+
+
+def _diagnose_communication(
+    breakdowns: Sequence[Breakdown], skew: RankSkew | None, step_s: float
+) -> Iterator[Finding]:
+    for comm in CommClass:
+        measured = _measure_comm(breakdowns, skew, comm)
+        share = measured.own_s / step_s
+        if measured.own_s < _MIN_SHARE * step_s:
+            continue
+        exposed = format_seconds(measured.exposed_s)
+        busy = format_seconds(measured.busy_s)
+        evidence = [
+            f"{exposed} a step exposed of {busy} in {measured.calls:.0f} calls (measured, unions)",
+            f"told as {comm} by: {'; '.join(measured.evidence)}",
+        ]
+        if measured.waiting_s:
+            waiting = format_seconds(measured.waiting_s)
+            evidence.append(
+                f"{waiting} of it, left out here, is waiting for the last rank (measured)"
+            )
+        title = f"{comm} communication is exposed for {share:.0%} of the step"
+        yield _finding(Wall.COMMUNICATION, CAUSE_OF_CLASS[comm], title, share, *evidence)
+
+
+def _diagnose_skew(
+    breakdowns: Sequence[Breakdown], skew: RankSkew | None, step_s: float
+) -> Iterator[Finding]:
+    """Report ranks that wait for each other: for a hot expert rank, else for a late one."""
+    if skew is None:
+        return
+    waiting_s = {waiting.comm: waiting.median_s for waiting in skew.waiting}
+    late_s = sum(waiting_s.values())
+    if late_s <= _MIN_SHARE * step_s:
+        return
+    mean_compute_s = fmean(breakdown.compute_s for breakdown in breakdowns)
+    excess_s = (skew.compute_max_over_mean - 1) * mean_compute_s
+    at_dispatch = waiting_s.get(CommClass.EP, 0.0) > _MAIN_SHARE * late_s
+    wall = Wall.COMMUNICATION
+    cause = Cause.STRAGGLER
+    if at_dispatch and excess_s > _MAIN_SHARE * late_s:
+        wall = Wall.COMPUTE
+        cause = Cause.IMBALANCE
+    evidence = (
+        f"rank {skew.slowest_rank} computes longest, "
+        f"{skew.compute_max_over_mean:.2f} x the mean (measured)"
+    )
+    title = f"Ranks wait {late_s / step_s:.0%} of the step for each other"
+    yield _finding(wall, cause, title, min(1.0, late_s / step_s), evidence)
+
+
+def _mean_idle_s(breakdowns: Sequence[Breakdown], cause: IdleCause) -> float:
+    total_s = sum(
+        seconds
+        for breakdown in breakdowns
+        for idle_cause, seconds in breakdown.idle_times
+        if idle_cause is cause
+    )
+    return total_s / len(breakdowns)
+
+
+def _diagnose_host(breakdowns: Sequence[Breakdown], step_s: float) -> Iterator[Finding]:
+    for idle_cause, cause in _CAUSE_OF_IDLE.items():
+        idle_s = _mean_idle_s(breakdowns, idle_cause)
+        if idle_s < _MIN_SHARE * step_s:
+            continue
+        evidence = [f"{format_seconds(idle_s)} a step (measured gaps between device work)"]
+        if idle_cause is IdleCause.LAUNCH:
+            launches = fmean(breakdown.kernel_launches for breakdown in breakdowns)
+            short_share = fmean(breakdown.short_kernel_share for breakdown in breakdowns)
+            evidence.append(
+                f"{launches:,.0f} launches a step, {short_share:.0%} of the kernels shorter "
+                "than 10 us (measured)"
+            )
+        if idle_cause is IdleCause.UNKNOWN:
+            evidence.append("the trace holds no launches, so the gaps have no finer cause")
+        title = f"The device is idle for {idle_s / step_s:.0%} of the step: {idle_cause}"
+        yield _finding(Wall.HOST, cause, title, idle_s / step_s, *evidence)
+
+
+def _diagnose_compute(
+    breakdowns: Sequence[Breakdown], step_s: float, peak: PeakRate
+) -> Iterator[Finding]:
+    compute_s = fmean(breakdown.compute_s for breakdown in breakdowns)
+    recompute_s = fmean(breakdown.recompute_s for breakdown in breakdowns)
+    if recompute_s > _RECOMPUTE_SHARE * step_s:
+        title = f"Recompute takes {recompute_s / step_s:.0%} of the step"
+        inside = f"{format_seconds(recompute_s)} a step inside checkpoints' backward (measured)"
+        yield _finding(Wall.COMPUTE, Cause.RECOMPUTE, title, recompute_s / step_s, inside)
+    evidence = [f"{_describe_kinds(breakdowns)} a step (measured, each kind's union)"]
+    title = f"Compute takes {compute_s / step_s:.0%} of the step"
+    rate = _known_matrix_rate(breakdowns)
     if rate and peak.flops:
-        told.append(
-            f"products with known shapes run at {rate / TERA:.0f} TFLOP/s, {rate / peak.flops:.0%} of {peak.note}"
+        rate_share = rate / peak.flops
+        evidence.append(
+            f"products with known shapes run at {rate / TERA:.0f} TFLOP/s, "
+            f"{rate_share:.0%} of {peak.note}"
         )
+        if rate < _LOW_RATE * peak.flops:
+            title += f", at {rate_share:.0%} of the peak rate"
     cause = Cause.KERNEL_RATES
-    if routed := parts[0].grouped_rows:
-        rows = routed.rows / max(1, routed.experts)
-        told.append(f"{rows:.0f} rows an expert and call over {routed.experts} experts (measured)")
-        cause = Cause.FEW_ROWS if rows < _FEW_ROWS else cause
-    title = f"Compute takes {compute / step:.0%} of the step"
-    if rate and peak.flops and rate < _LOW_RATE * peak.flops:
-        title += f", at {rate / peak.flops:.0%} of the peak rate"
-    yield _finding(Wall.COMPUTE, cause, title, compute / step, *told)
+    grouped = breakdowns[0].grouped_rows
+    if grouped:
+        rows = grouped.rows / max(1, grouped.experts)
+        evidence.append(
+            f"{rows:.0f} rows an expert and call over {grouped.experts} experts (measured)"
+        )
+        if rows < _FEW_ROWS:
+            cause = Cause.FEW_ROWS
+    yield _finding(Wall.COMPUTE, cause, title, compute_s / step_s, *evidence)
 
 
-def _rate(parts: Sequence[Breakdown]) -> float:
-    """FLOP/s of the products whose shapes are known; 0: none are."""
-    seconds = sum(part.known_matrix_s for part in parts)
-    return sum(part.known_matrix_flops for part in parts) / seconds if seconds else 0.0
+def _describe_kinds(breakdowns: Sequence[Breakdown]) -> str:
+    seconds_of_kind = {
+        kind: fmean(dict(breakdown.kind_times).get(kind, 0.0) for breakdown in breakdowns)
+        for kind in KernelKind
+    }
+    return ", ".join(
+        f"{kind} {format_seconds(seconds)}" for kind, seconds in seconds_of_kind.items() if seconds
+    )
+
+
+def _known_matrix_rate(breakdowns: Sequence[Breakdown]) -> float:
+    """Return the FLOP/s of the products whose shapes are known; 0: none are."""
+    seconds = sum(breakdown.known_matrix_s for breakdown in breakdowns)
+    flops = sum(breakdown.known_matrix_flops for breakdown in breakdowns)
+    return flops / seconds if seconds else 0.0
 
 
 def build_trace_waterfall(
-    parts: Sequence[Breakdown], beside: RankSkew | None, known: PricedJob | None, peak: MatrixPeak
+    breakdowns: Sequence[Breakdown],
+    skew: RankSkew | None,
+    job: PricedJob | None,
+    peak: PeakRate,
 ) -> Waterfall | None:
-    """None when nothing says what the ideal step is: neither the job nor shapes and a peak."""
-    measured = fmean(part.step_s for part in parts)
-    if known is not None and ideal_step_s(known):
-        ideal, note = (
-            ideal_step_s(known),
-            describe_ideal_step(known.workload, known.estimate.model_flops_per_step),
-        )
+    """Build the waterfall of a traced step.
+
+    It is None when nothing says what the ideal step is: neither the job nor shapes and a peak.
+    """
+    measured_s = fmean(breakdown.step_s for breakdown in breakdowns)
+    if job is not None and ideal_step_s(job):
+        ideal_s = ideal_step_s(job)
+        note = describe_ideal_step(job.workload, job.estimate.model_flops_per_step)
     else:
-        flops = fmean(part.known_matrix_flops for part in parts)
+        flops = fmean(breakdown.known_matrix_flops for breakdown in breakdowns)
         if not flops or not peak.flops:
             return None
-        ideal, note = (
-            flops / peak.flops,
-            f"{flops:.4g} FLOPs of products with known shapes at the {peak.note}",
-        )
-    return close_waterfall(ideal, note, _drops(parts, beside, known, ideal, measured), measured)
+        ideal_s = flops / peak.flops
+        note = f"{flops:.4g} FLOPs of products with known shapes at the {peak.note}"
+    matrix_s = fmean(breakdown.matrix_s for breakdown in breakdowns)
+    drops = (
+        *_comm_drops(breakdowns, skew, job),
+        *_idle_drops(breakdowns),
+        *_compute_drops(breakdowns),
+        _measured(BELOW_PEAK, matrix_s - ideal_s),
+    )
+    return close_waterfall(ideal_s, note, drops, measured_s)
 
 
-def _drops(
-    parts: Sequence[Breakdown],
-    beside: RankSkew | None,
-    known: PricedJob | None,
-    ideal: float,
-    measured: float,
+def _measured(name: str, seconds: float, note: str = "") -> WaterfallDrop:
+    return WaterfallDrop(name=name, seconds=seconds, basis=Basis.MEASURED, note=note)
+
+
+def _comm_drops(
+    breakdowns: Sequence[Breakdown], skew: RankSkew | None, job: PricedJob | None
 ) -> Iterator[WaterfallDrop]:
-    def seen(name: str, seconds: float, note: str = "") -> WaterfallDrop:
-        return WaterfallDrop(name=name, seconds=seconds, basis=Basis.MEASURED, note=note)
-
-    waiting = {each.comm: each.seconds for each in beside.waiting} if beside else {}
-    late = 0.0
+    waiting_s = 0.0
     for comm in CommClass:
-        exposed = sum(
-            each.exposed_s for part in parts for each in part.comm_times if each.comm is comm
-        ) / len(parts)
-        waits = min(exposed, waiting.get(comm, 0.0))
-        late += waits
-        exposed -= waits
-        if comm is CommClass.PP and known is not None and known.layout.pp > 1:
-            share = next(
-                (one.seconds for one in known.estimate.shares if one.part is TimePart.BUBBLE), 0.0
-            )
-            bubble = min(exposed, share / known.estimate.step_s * measured)
-            count = micro_batches(known.workload, known.layout)
-            note = f"predicted for {count} micro-batches over {known.layout.pp} stages, seen as exposed PP time"
-            yield WaterfallDrop(
-                name="pipeline bubble", seconds=bubble, basis=Basis.PREDICTED, note=note
-            )
-            exposed -= bubble
-        yield seen(f"exposed {comm} communication", exposed)
-    yield seen(
-        "ranks waiting for each other", late, "inside collectives, before the last rank came"
+        measured = _measure_comm(breakdowns, skew, comm)
+        waiting_s += measured.waiting_s
+        exposed_s = measured.own_s
+        if comm is CommClass.PP and job is not None and job.layout.pp > 1:
+            measured_s = fmean(breakdown.step_s for breakdown in breakdowns)
+            bubble = _predict_bubble(job, exposed_s, measured_s)
+            exposed_s -= bubble.seconds
+            yield bubble
+        yield _measured(f"exposed {comm} communication", exposed_s)
+    note = "inside collectives, before the last rank came"
+    yield _measured("ranks waiting for each other", waiting_s, note)
+
+
+def _predict_bubble(job: PricedJob, exposed_s: float, measured_s: float) -> WaterfallDrop:
+    """Return the bubble's predicted share of the measured step, at most what was exposed."""
+    prediction = job.estimate
+    predicted_s = next(
+        (share.seconds for share in prediction.shares if share.part is TimePart.BUBBLE), 0.0
     )
+    count = micro_batches(job.workload, job.layout)
+    note = (
+        f"predicted for {count} micro-batches over {job.layout.pp} stages, seen as exposed PP time"
+    )
+    return WaterfallDrop(
+        name="pipeline bubble",
+        seconds=min(exposed_s, predicted_s / prediction.step_s * measured_s),
+        basis=Basis.PREDICTED,
+        note=note,
+    )
+
+
+def _idle_drops(breakdowns: Sequence[Breakdown]) -> Iterator[WaterfallDrop]:
     for cause in IdleCause:
-        yield seen(
-            f"device idle: {cause}",
-            sum(s for part in parts for one, s in part.idle_times if one is cause) / len(parts),
-        )
-    yield seen("copies not hidden", fmean(part.copies_s for part in parts))
-    yield seen(
-        "recompute", fmean(part.recompute_s for part in parts), "inside checkpoints' backward"
-    )
-    matrix, compute = (
-        fmean(part.matrix_s for part in parts),
-        fmean(part.compute_s for part in parts),
-    )
-    yield seen(
-        "other kernels: norms, permutes, optimizer",
-        compute - matrix - fmean(part.recompute_s for part in parts),
-    )
-    yield seen(BELOW_PEAK, matrix - ideal)
+        yield _measured(f"device idle: {cause}", _mean_idle_s(breakdowns, cause))
+
+
+def _compute_drops(breakdowns: Sequence[Breakdown]) -> Iterator[WaterfallDrop]:
+    recompute_s = fmean(breakdown.recompute_s for breakdown in breakdowns)
+    matrix_s = fmean(breakdown.matrix_s for breakdown in breakdowns)
+    compute_s = fmean(breakdown.compute_s for breakdown in breakdowns)
+    yield _measured("copies not hidden", fmean(breakdown.copies_s for breakdown in breakdowns))
+    yield _measured("recompute", recompute_s, "inside checkpoints' backward")
+    other_s = compute_s - matrix_s - recompute_s
+    yield _measured("other kernels: norms, permutes, optimizer", other_s)

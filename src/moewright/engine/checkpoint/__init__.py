@@ -1,5 +1,7 @@
-"""Checkpoints that any layout writes and any other reads: JSON index, safetensors payload, no
-pickle either way."""
+"""Checkpoints that any layout writes and any other reads.
+
+The index is JSON, the payload is safetensors; there is no pickle either way.
+"""
 
 from moewright.engine.checkpoint.commit import (
     SaveRequest,

@@ -40,22 +40,20 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec
 
 _COMMITTED = re.compile(r"step-(\d{8})", re.ASCII)
-_SAVING, _PURGED = (
-    ".saving-",
-    ".purged-",
-)  # names of directories that are not, or no longer, checkpoints
+# Prefixes of directories that are not yet, or no longer, checkpoints.
+_SAVING = ".saving-"
+_PURGED = ".purged-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
-    """A checkpoint to be written: `pieces` are those of this rank that the plan gives to its
-    file."""
+    """A checkpoint to be written; `shards` are those that the plan gives to this rank's file."""
 
     path: Path
     step: int
     extra: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
-    pieces: tuple[LocalShard, ...]
+    shards: tuple[LocalShard, ...]
     retention: CheckpointSpec
 
     @property
@@ -71,6 +69,7 @@ class SaveRequest:
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies."""
     return directory / f"step-{step:08d}"
 
 
@@ -82,140 +81,152 @@ def validate_extra(step: int, extra: Mapping[str, Any]) -> None:
 
 
 def select_assigned(
-    pieces: Sequence[LocalShard], tensors: Sequence[TensorEntry], rank: int
+    shards: Sequence[LocalShard], tensors: Sequence[TensorEntry], rank: int
 ) -> tuple[LocalShard, ...]:
-    """The pieces that the plan gives to this rank's file."""
-    name = payload_file_name(rank)
-    mine = {
-        (tensor.name, shard.box)
+    """Return the shards that the plan gives to this rank's file."""
+    file = payload_file_name(rank)
+    assigned = {
+        (tensor.name, stored.box)
         for tensor in tensors
-        for shard in tensor.shards
-        if shard.file == name
+        for stored in tensor.shards
+        if stored.file == file
     }
-    return tuple(piece for piece in pieces if (piece.name, piece.box) in mine)
+    return tuple(shard for shard in shards if (shard.name, shard.box) in assigned)
 
 
 def prepare_save(request: SaveRequest, comm: Coordinator) -> bool:
-    """Make the working directory; False when the step is committed already. The pieces may still
-    change.
+    """Make the working directory; return False when the step is committed already.
 
-    Raises BadInput on every rank for an unwritable directory, a full disk, or the same step of
-    another job.
+    The data of the shards may still change after it.
+
+    Raises:
+        BadInput: on every rank, for an unwritable directory, a full disk, or the same step of
+            another job.
     """
     return bool(run_on_all_ranks(comm, lambda: comm.rank == 0 and _prepare(request))[0])
 
 
 def commit_save(request: SaveRequest, comm: Coordinator) -> None:
-    """Write the pieces as they are now, commit, and purge older checkpoints.
+    """Write the shards as they are now, commit, and purge older checkpoints.
 
-    Either the whole checkpoint is committed, on disk and checksummed, or nothing changes: then
-    every rank raises the same BadInput.
+    Either the whole checkpoint is committed, on disk and checksummed, or nothing changes.
+
+    Raises:
+        BadInput: the same on every rank, when nothing changed.
     """
-    leads = comm.rank == 0
+    is_leader = comm.rank == 0
     try:
         entries = run_on_all_ranks(comm, partial(_write, request, comm.rank))
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
         index = CheckpointIndex(
             step=request.step, extra=request.extra, files=files, tensors=request.tensors
         )
-        run_on_all_ranks(comm, partial(_commit, request, index) if leads else lambda: None)
+        run_on_all_ranks(comm, partial(_commit, request, index) if is_leader else lambda: None)
     except BadInput:
-        if leads:
+        if is_leader:
             shutil.rmtree(request.working_path, ignore_errors=True)
         raise
-    if leads:
+    if is_leader:
         _purge(request)
 
 
 def write_single_process(
-    request: SaveRequest, read_box: Callable[[TensorEntry, StoredShard], torch.Tensor]
+    request: SaveRequest, build_box: Callable[[TensorEntry, StoredShard], torch.Tensor]
 ) -> Path:
-    """One process writes all files of a checkpoint, each box made when its turn comes; all of it,
-    or nothing."""
-    by_file: dict[str, list[tuple[TensorEntry, StoredShard]]] = {}
+    """Write all files of a checkpoint in one process: all of it, or nothing.
+
+    Each box is built when its turn comes.
+    """
+    shards_by_file: dict[str, list[tuple[TensorEntry, StoredShard]]] = {}
     for tensor in request.tensors:
         if fault := find_tiling_fault(tensor.shape, [shard.box for shard in tensor.shards]):
             raise ValueError(f"{tensor.name}: {fault}")
         for shard in tensor.shards:
-            by_file.setdefault(shard.file, []).append((tensor, shard))
-    existing = _existing(request.path.parent)
+            shards_by_file.setdefault(shard.file, []).append((tensor, shard))
+    directory = request.path.parent
+    existing = _nearest_existing(directory)
     try:
         if not _prepare(request):
             return request.path
-        files = [
-            write_tensors(
-                request.working_path / file,
-                [
-                    TensorHeader(name=box_key(t.name, s.box[0]), dtype=t.dtype, shape=s.box[1])
-                    for t, s in held
-                ],
-                (read_box(tensor, shard) for tensor, shard in held),
-            )
-            for file, held in by_file.items()
-        ]
-        _commit(
-            request,
-            CheckpointIndex(
-                step=request.step, extra=request.extra, files=tuple(files), tensors=request.tensors
-            ),
+        files = []
+        for file, shards in shards_by_file.items():
+            headers = [
+                TensorHeader(
+                    name=box_key(tensor.name, shard.box[0]),
+                    dtype=tensor.dtype,
+                    shape=shard.box[1],
+                )
+                for tensor, shard in shards
+            ]
+            boxes = (build_box(tensor, shard) for tensor, shard in shards)
+            files.append(write_tensors(request.working_path / file, headers, boxes))
+        index = CheckpointIndex(
+            step=request.step, extra=request.extra, files=tuple(files), tensors=request.tensors
         )
+        _commit(request, index)
     except OSError as error:
-        raise write_error(request.path.parent, error, request.required_bytes) from error
+        raise write_error(directory, error, request.required_bytes) from error
     finally:
         shutil.rmtree(request.working_path, ignore_errors=True)
-        _remove_empty(request.path.parent, below=existing)
+        _remove_empty(directory, below=existing)
     return request.path
 
 
 def list_checkpoints(directory: Path) -> tuple[Path, ...]:
-    """The committed checkpoints below `directory`, oldest first. Half-written and stray entries are
-    passed over."""
+    """List the committed checkpoints below `directory`, oldest first.
+
+    Half-written and stray entries are passed over.
+    """
     if not directory.is_dir():
         return ()
-    found = [
+    checkpoints = [
         path
         for path in directory.iterdir()
         if _COMMITTED.fullmatch(path.name) and (path / INDEX_FILE).is_file()
     ]
-    return tuple(sorted(found))
+    return tuple(sorted(checkpoints))
 
 
 def find_latest(directory: Path) -> Path | None:
-    """The newest committed checkpoint, or None. Damage inside it is not skipped in silence: `load`
-    refuses it."""
-    found = list_checkpoints(directory)
-    return found[-1] if found else None
+    """Find the newest committed checkpoint, if there is any.
+
+    Damage inside it is not skipped in silence: `load_checkpoint` refuses it.
+    """
+    checkpoints = list_checkpoints(directory)
+    return checkpoints[-1] if checkpoints else None
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest in it or, where it is a run's folder, in its
-    `checkpoints`.
+    """Find the checkpoint that `path` is, or the newest one in it.
 
-    Raises BadInput when there is none.
+    Of the folder of a run, that is the newest one in its `checkpoints`.
+
+    Raises:
+        BadInput: when there is none.
     """
     if (path / INDEX_FILE).is_file():
         return path
     for folder in (path, path / "checkpoints"):
         if (newest := find_latest(folder)) is not None:
             return newest
-    what = "holds no checkpoint of moewright" if path.is_dir() else "no such folder"
-    raise BadInput(Reason(field=str(path), rule=what, nearest="a folder with step-*"))
+    rule = "holds no checkpoint of moewright" if path.is_dir() else "no such folder"
+    raise BadInput(Reason(field=str(path), rule=rule, nearest="a folder with step-*"))
 
 
 def find_resume_point(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
-    """The newest committed checkpoint, and what lies there under a newer step's name without being
-    one.
+    """Find the newest committed checkpoint, and what bears a newer step's name without being one.
 
-    (None, ()) for a folder that has never held one. Raises BadInput when something else is offered
-    as a checkpoint: starting anew beside it would pass over what somebody meant to continue.
+    Returns (None, ()) for a folder that has never held one.
+
+    Raises:
+        BadInput: when something else is offered as a checkpoint. Starting anew next to it would
+            pass over what somebody meant to continue.
     """
     if directory.exists() and not directory.is_dir():
         raise BadInput(Reason(field=str(directory), rule="is a file, not a directory"))
-    entries = (
-        [path for path in directory.iterdir() if not path.name.startswith(".")]
-        if directory.exists()
-        else []
-    )
+    entries = []
+    if directory.exists():
+        entries = [path for path in directory.iterdir() if not path.name.startswith(".")]
     named = sorted(path for path in entries if _COMMITTED.fullmatch(path.name))
     newest = find_latest(directory)
     if newest is None:
@@ -226,26 +237,21 @@ def find_resume_point(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
             raise BadInput(Reason(field=str(min(entries)), rule=rule, nearest="an empty folder"))
         return None, ()
     step = read_index(newest).step
-    if f"step-{step:08d}" != newest.name:
+    expected = checkpoint_path(directory, step)
+    if newest.name != expected.name:
         rule = f"holds step {step}"
-        raise BadInput(
-            Reason(field=str(newest), rule=rule, nearest=str(newest.with_name(f"step-{step:08d}")))
-        )
+        nearest = str(newest.with_name(expected.name))
+        raise BadInput(Reason(field=str(newest), rule=rule, nearest=nearest))
     return newest, tuple(path for path in named if path > newest)
 
 
 def _prepare(request: SaveRequest) -> bool:
-    final, directory = request.path, request.path.parent
-    if (final / INDEX_FILE).is_file():
-        if read_index(final).extra == request.extra:
+    directory = request.path.parent
+    if (request.path / INDEX_FILE).is_file():
+        if read_index(request.path).extra == request.extra:
             return False
-        raise BadInput(
-            Reason(
-                field=str(final),
-                rule="is the same step of another job",
-                nearest="another directory",
-            )
-        )
+        rule = "is the same step of another job"
+        raise BadInput(Reason(field=str(request.path), rule=rule, nearest="another directory"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in directory.iterdir():
@@ -256,60 +262,58 @@ def _prepare(request: SaveRequest) -> bool:
     except FileExistsError as error:
         raise BadInput(Reason(field=str(directory), rule="is a file, not a directory")) from error
     except OSError as error:
-        raise write_error(_existing(directory), error, request.required_bytes) from error
+        existing = _nearest_existing(directory)
+        raise write_error(existing, error, request.required_bytes) from error
     return True
 
 
 def _write(request: SaveRequest, rank: int) -> dict[str, Any] | None:
-    """Write this rank's file; its entry as JSON, None when the plan gives nothing to it."""
-    if not request.pieces:
+    """Write this rank's file, and return its entry as JSON; None when the plan gives it nothing."""
+    if not request.shards:
         return None
     try:
-        entry = write_payload(request.working_path / payload_file_name(rank), request.pieces)
+        entry = write_payload(request.working_path / payload_file_name(rank), request.shards)
     except OSError as error:
         raise write_error(request.path.parent, error, request.required_bytes) from error
     return {"name": entry.name, "nbytes": entry.nbytes, "sha256": entry.sha256}
 
 
 def _commit(request: SaveRequest, index: CheckpointIndex) -> None:
-    final, working = request.path, request.working_path
+    directory = request.path.parent
     try:
-        write_text(working / INDEX_FILE, serialize_index(index))
-        fsync_directory(working)
-        if final.is_dir():  # without an index: half-written by something else
-            shutil.rmtree(final)
-        working.rename(final)
-        fsync_directory(final.parent)
+        write_text(request.working_path / INDEX_FILE, serialize_index(index))
+        fsync_directory(request.working_path)
+        if request.path.is_dir():  # without an index: half-written by something else
+            shutil.rmtree(request.path)
+        request.working_path.rename(request.path)
+        fsync_directory(directory)
     except OSError as error:
-        raise write_error(final.parent, error, request.required_bytes) from error
+        raise write_error(directory, error, request.required_bytes) from error
 
 
 def _purge(request: SaveRequest) -> None:
-    """Drop all but the newest checkpoints and those to be kept for good, never the one just
-    written. A rename makes each vanish at once.
+    """Remove all but the newest checkpoints and those to be kept for good.
+
+    The one just written always stays. A rename makes each vanish at once.
     """
-    older, keep = (
-        [path for path in list_checkpoints(request.path.parent) if path != request.path],
-        request.retention,
-    )
-    for path in older[: max(0, len(older) - (keep.keep - 1))]:
-        if (
-            keep.keep_every_steps
-            and int(path.name.removeprefix("step-")) % keep.keep_every_steps == 0
-        ):
+    retention = request.retention
+    older = [path for path in list_checkpoints(request.path.parent) if path != request.path]
+    for path in older[: max(0, len(older) - (retention.keep - 1))]:
+        step = int(path.name.removeprefix("step-"))
+        if retention.keep_every_steps and step % retention.keep_every_steps == 0:
             continue
-        gone = path.with_name(_PURGED + path.name)
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)  # what is left is removed by the next save
+        purged = path.with_name(_PURGED + path.name)
+        path.rename(purged)
+        shutil.rmtree(purged, ignore_errors=True)  # what is left is removed by the next save
 
 
-def _existing(path: Path) -> Path:
-    """`path`, or its nearest parent that exists."""
-    return path if path.exists() else _existing(path.parent)
+def _nearest_existing(path: Path) -> Path:
+    """Return `path`, or its nearest parent that exists."""
+    return path if path.exists() else _nearest_existing(path.parent)
 
 
 def _remove_empty(folder: Path, below: Path) -> None:
-    """Remove a folder, and those that hold nothing but it, down from one that stays."""
+    """Remove a folder, and those that hold nothing but it, as long as they lie below `below`."""
     while folder != below and not any(folder.iterdir()):
         folder.rmdir()
         folder = folder.parent

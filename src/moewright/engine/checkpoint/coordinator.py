@@ -1,5 +1,7 @@
-"""How the ranks of a job agree on each phase of a save or load; the collective itself is passed
-in."""
+"""How the ranks of a job agree on each phase of a save or load.
+
+The collective itself is passed in.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from moewright.spec.errors import BadInput, Reason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coordinator:
-    """`gather(value)` returns on EVERY rank the JSON-able values of all ranks, in rank order."""
+    """A rank among the others; `gather` returns to EVERY rank the values of all, in rank order.
+
+    The values survive JSON.
+    """
 
     rank: int
     world_size: int
@@ -20,23 +25,25 @@ class Coordinator:
 
 
 def single_process() -> Coordinator:
-    """The coordinator of a single process; needs no process group."""
+    """Return the coordinator of a single process, which needs no process group."""
     return Coordinator(rank=0, world_size=1, gather=lambda value: [value])
 
 
 def run_on_all_ranks(comm: Coordinator, action: Callable[[], Any]) -> list[Any]:
-    """Run `phase` on every rank; every rank gets all results, or every rank raises the same first
-    BadInput.
+    """Run `action` on every rank, and return all results to every rank.
 
-    A rank that fails for another reason raises at once: the launcher ends the job.
+    A rank that fails for another reason than BadInput raises at once: the launcher ends the job.
+
+    Raises:
+        BadInput: the same on every rank, where it was raised on any.
     """
     reply: dict[str, Any] = {"value": None, "reason": None}
     try:
         reply["value"] = action()
-    except BadInput as bad:
-        reply["reason"] = asdict(bad.reasons[0])
+    except BadInput as refusal:
+        reply["reason"] = asdict(refusal.reasons[0])
     replies = comm.gather(reply)
-    reasons = [Reason(**each["reason"]) for each in replies if each["reason"] is not None]
+    reasons = [Reason(**reply["reason"]) for reply in replies if reply["reason"] is not None]
     if reasons:
         raise BadInput(*dict.fromkeys(reasons))
-    return [each["value"] for each in replies]
+    return [reply["value"] for reply in replies]

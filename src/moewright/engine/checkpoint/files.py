@@ -1,5 +1,4 @@
-"""Files of a checkpoint: written as a stream and flushed to disk, verified by checksum, read by
-slices."""
+"""Files of a checkpoint: written as a stream and flushed to disk, verified, read by slices."""
 
 from __future__ import annotations
 
@@ -40,21 +39,23 @@ class TensorHeader:
         return SAFETENSORS_DTYPES[self.dtype].itemsize * prod(self.shape)
 
 
-def write_payload(path: Path, pieces: Sequence[LocalShard]) -> FileEntry:
-    """Write `pieces` as one safetensors file, one tensor on the host at a time, and flush it to
-    disk."""
+def write_payload(path: Path, shards: Sequence[LocalShard]) -> FileEntry:
+    """Write `shards` as one safetensors file and flush it to disk.
+
+    One tensor at a time is on the host. Wide dtypes come first, so that all are aligned.
+    """
     ordered = sorted(
-        pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.offsets)
-    )  # aligned
-    rows = [
+        shards, key=lambda shard: (-shard.tensor.element_size(), shard.name, shard.offsets)
+    )
+    headers = [
         TensorHeader(
-            name=box_key(piece.name, piece.offsets),
-            dtype=piece.dtype,
-            shape=tuple(piece.tensor.shape),
+            name=box_key(shard.name, shard.offsets),
+            dtype=shard.dtype,
+            shape=tuple(shard.tensor.shape),
         )
-        for piece in ordered
+        for shard in ordered
     ]
-    return write_tensors(path, rows, (piece.tensor for piece in ordered))
+    return write_tensors(path, headers, (shard.tensor for shard in ordered))
 
 
 def write_tensors(
@@ -63,34 +64,42 @@ def write_tensors(
     tensors: Iterable[torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """Write `tensors`, which are those of `rows`, as one safetensors file, each when it comes, and
-    flush it to disk."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for row in headers:
-        begin, end = end, end + row.nbytes
-        header[row.name] = {
-            "dtype": row.dtype,
-            "shape": list(row.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """Write `tensors`, each when it comes, as one safetensors file, and flush it to disk."""
+    preamble, data_bytes = _build_preamble(headers, metadata)
     digest = hashlib.sha256()
     with path.open("xb") as file:
-        for block in (len(text).to_bytes(8, "little"), text):
-            digest.update(block)
-            file.write(block)
-        for row, tensor in zip(headers, tensors, strict=True):
+        digest.update(preamble)
+        file.write(preamble)
+        for header, tensor in zip(headers, tensors, strict=True):
             host = tensor.detach().to("cpu").contiguous()
             data = host.reshape(-1).view(torch.uint8).numpy().data
-            if data.nbytes != row.nbytes:
-                raise ValueError(f"{row.name}: {data.nbytes} bytes came for {row.nbytes}")
+            if data.nbytes != header.nbytes:
+                raise ValueError(f"{header.name}: {data.nbytes} bytes came for {header.nbytes}")
             digest.update(data)
             file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(name=path.name, nbytes=8 + len(text) + end, sha256=digest.hexdigest())
+    nbytes = len(preamble) + data_bytes
+    return FileEntry(name=path.name, nbytes=nbytes, sha256=digest.hexdigest())
+
+
+def _build_preamble(
+    headers: Sequence[TensorHeader], metadata: Mapping[str, str] | None
+) -> tuple[bytes, int]:
+    """Return what comes before the data of a safetensors file, and the bytes of the data."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for header in headers:
+        begin = end
+        end += header.nbytes
+        entries[header.name] = {
+            "dtype": header.dtype,
+            "shape": list(header.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
 
 
 def write_text(path: Path, text: str) -> None:
@@ -116,97 +125,102 @@ def verify_file(directory: Path, entry: FileEntry) -> None:
     try:
         status = path.lstat()
         if not S_ISREG(status.st_mode):
-            raise _damaged(path, "is not a regular file")
+            raise _damage_error(path, "is not a regular file")
         if status.st_size != entry.nbytes:
-            raise _damaged(
-                path, f"is damaged: {status.st_size} bytes, its index says {entry.nbytes}"
-            )
+            rule = f"is damaged: {status.st_size} bytes, its index says {entry.nbytes}"
+            raise _damage_error(path, rule)
         digest = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(_CHUNK_BYTES):
                 digest.update(block)
     except FileNotFoundError as error:
-        raise _damaged(path, "is missing") from error
+        raise _damage_error(path, "is missing") from error
     except OSError as error:
-        raise _damaged(path, f"cannot be read ({error.strerror})") from error
+        raise _damage_error(path, f"cannot be read ({error.strerror})") from error
     if digest.hexdigest() != entry.sha256:
-        raise _damaged(path, "is damaged: its checksum does not hold")
+        raise _damage_error(path, "is damaged: its checksum does not hold")
 
 
-def _damaged(path: Path, rule: str) -> BadInput:
+def _damage_error(path: Path, rule: str) -> BadInput:
     return BadInput(Reason(field=str(path), rule=rule, nearest="an older checkpoint"))
 
 
 class PayloadReader:
-    """Reads regions of shards from the payload files of one checkpoint, each mapped once, until
-    closed."""
+    """A reader of regions of the shards that one checkpoint stores; it maps each file once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._open_files: dict[str, Any] = {}
 
     def __enter__(self) -> PayloadReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.clear()
+        self._open_files.clear()
         self._stack.close()
 
     def read_region(
         self, tensor: TensorEntry, shard: StoredShard, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
-        """The box of `sizes` at `offsets` of a shard, on the host. Raises BadInput when the file
-        disagrees."""
+        """Read the box of `sizes` at `offsets` of a shard, on the host.
+
+        Raises:
+            BadInput: when the file does not hold what the index says.
+        """
         path = self._directory / shard.file
         key = box_key(tensor.name, shard.box[0])
         try:
-            if shard.file not in self._open:
-                self._open[shard.file] = self._stack.enter_context(
-                    safe_open(path, framework="pt", device="cpu")
-                )
-            file = self._open[shard.file]
+            file = self._open(shard.file)
             stored = file.get_slice(key)
-            found = (stored.get_dtype(), tuple(stored.get_shape()))
-            if found == (tensor.dtype, shard.box[1]):
+            dtype = stored.get_dtype()
+            shape = tuple(stored.get_shape())
+            if (dtype, shape) == (tensor.dtype, shard.box[1]):
                 if not sizes:
                     scalar: torch.Tensor = file.get_tensor(key)
                     return scalar
-                part: torch.Tensor = stored[
-                    tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
-                ]
-                return part
+                box = tuple(
+                    slice(offset, offset + size)
+                    for offset, size in zip(offsets, sizes, strict=True)
+                )
+                region: torch.Tensor = stored[box]
+                return region
         except (SafetensorError, OSError) as error:
-            raise _damaged(path, f"cannot be read ({error})") from error
-        raise _damaged(
-            path,
-            f"{key} is {found[0]} {list(found[1])}, its index says {tensor.dtype} {shard.box[1]}",
-        )
+            raise _damage_error(path, f"cannot be read ({error})") from error
+        rule = f"{key} is {dtype} {list(shape)}, its index says {tensor.dtype} {shard.box[1]}"
+        raise _damage_error(path, rule)
+
+    def _open(self, name: str) -> Any:
+        if name not in self._open_files:
+            file = safe_open(self._directory / name, framework="pt", device="cpu")
+            self._open_files[name] = self._stack.enter_context(file)
+        return self._open_files[name]
 
 
 def require_space(directory: Path, required_bytes: int) -> None:
-    """Raise BadInput when the file system of `directory`, which may yet be made, has less than
-    `need_bytes` free."""
-    there = next(
-        (path for path in (directory, *directory.absolute().parents) if path.is_dir()), Path("/")
-    )
-    free_bytes = shutil.disk_usage(there).free
+    """Raise BadInput when the file system of `directory` has less than `required_bytes` free.
+
+    The directory itself may yet have to be made.
+    """
+    candidates = (directory, *directory.absolute().parents)
+    existing = next((path for path in candidates if path.is_dir()), Path("/"))
+    free_bytes = shutil.disk_usage(existing).free
     if free_bytes < required_bytes:
-        raise _full(directory, required_bytes, free_bytes)
+        raise _space_error(directory, required_bytes, free_bytes)
 
 
 def write_error(directory: Path, error: OSError, required_bytes: int) -> BadInput:
-    """The one line for an operating system error while writing below `directory`."""
+    """Return the refusal for an operating system error while writing below `directory`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return _full(directory, required_bytes, shutil.disk_usage(directory).free)
-    what = f"cannot be written ({error.strerror})"
-    return BadInput(
-        Reason(field=str(directory), rule=what, nearest="a directory that you may write to")
-    )
+        return _space_error(directory, required_bytes, shutil.disk_usage(directory).free)
+    rule = f"cannot be written ({error.strerror})"
+    nearest = "a directory that you may write to"
+    return BadInput(Reason(field=str(directory), rule=rule, nearest=nearest))
 
 
-def _full(directory: Path, need_bytes: int, free_bytes: int) -> BadInput:
-    sizes = f"a checkpoint needs {format_bytes(need_bytes)} ({need_bytes} bytes), {free_bytes} bytes are free"
-    return BadInput(
-        Reason(field=str(directory), rule=f"no room: {sizes}", nearest="free some, or lower keep")
+def _space_error(directory: Path, required_bytes: int, free_bytes: int) -> BadInput:
+    rule = (
+        f"no room: a checkpoint needs {format_bytes(required_bytes)} ({required_bytes} bytes), "
+        f"{free_bytes} bytes are free"
     )
+    return BadInput(Reason(field=str(directory), rule=rule, nearest="free some, or lower keep"))

@@ -22,13 +22,16 @@ from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, is_legal
 from moewright.spec.errors import BadInput, Reason
 
 INDEX_FILE = "index.json"
-_FORMAT, _VERSION = "moewright-checkpoint", 1
+_FORMAT = "moewright-checkpoint"
+_VERSION = 1
 _PAYLOAD = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
+    """A payload file, as the index lists it."""
+
     name: str
     nbytes: int
     sha256: str
@@ -36,7 +39,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredShard:
-    """One box of a tensor, in one file."""
+    """A box of a tensor that lies in one file."""
 
     box: Box
     file: str
@@ -44,7 +47,7 @@ class StoredShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """A global tensor; its shards cover it exactly once. `dtype` is the safetensors name."""
+    """A global tensor that its shards cover exactly once; `dtype` is the safetensors name."""
 
     name: str
     dtype: str
@@ -54,37 +57,46 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIndex:
+    """What a checkpoint holds; `extra` is the caller's, plain JSON."""
+
     step: int
-    extra: Mapping[str, Any]  # plain JSON, the caller's
+    extra: Mapping[str, Any]
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
 
 
 def payload_file_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def box_key(name: str, offsets: tuple[int, ...]) -> str:
-    """The name of a box in its file: two boxes of a tensor never begin at the same place."""
+    """Return the name of a box in its file: no two boxes of a tensor have the same offsets."""
     return f"{name}@{','.join(map(str, offsets))}"
 
 
 def serialize_index(index: CheckpointIndex) -> str:
-    """The text of index.json. Raises ValueError or TypeError when `extra` is not plain finite
-    JSON."""
-    number = {entry.name: n for n, entry in enumerate(index.files)}
+    """Return the text of index.json.
+
+    Raises:
+        ValueError: when `extra` is not plain finite JSON.
+        TypeError: likewise.
+    """
+    file_numbers = {entry.name: number for number, entry in enumerate(index.files)}
     body = {
         "format": _FORMAT,
         "version": _VERSION,
         "step": index.step,
         "extra": dict(index.extra),
-        "files": [{"name": f.name, "bytes": f.nbytes, "sha256": f.sha256} for f in index.files],
+        "files": [
+            {"name": file.name, "bytes": file.nbytes, "sha256": file.sha256} for file in index.files
+        ],
         "tensors": [
             {
                 "name": tensor.name,
                 "dtype": tensor.dtype,
                 "shape": tensor.shape,
-                "boxes": [[number[shard.file], *shard.box] for shard in tensor.shards],
+                "boxes": [[file_numbers[shard.file], *shard.box] for shard in tensor.shards],
             }
             for tensor in index.tensors
         ],
@@ -96,25 +108,20 @@ def serialize_index(index: CheckpointIndex) -> str:
 
 
 def read_index(checkpoint: Path) -> CheckpointIndex:
-    """The index of a committed checkpoint. Raises BadInput, naming the file, for anything that is
-    not one."""
+    """Read the index of a committed checkpoint.
+
+    Raises:
+        BadInput: naming the file, for anything that is not one.
+    """
     path = checkpoint / INDEX_FILE
     if not checkpoint.is_dir():
-        what = "is a file" if checkpoint.exists() else "does not exist"
-        raise BadInput(
-            Reason(
-                field=str(checkpoint), rule=f"{what}; a checkpoint is a directory", nearest="step-*"
-            )
-        )
+        fault = "is a file" if checkpoint.exists() else "does not exist"
+        rule = f"{fault}; a checkpoint is a directory"
+        raise BadInput(Reason(field=str(checkpoint), rule=rule, nearest="step-*"))
     if not path.is_symlink() and not path.exists():
-        found = ", ".join(sorted(entry.name for entry in checkpoint.iterdir())[:3]) or "nothing"
-        raise BadInput(
-            Reason(
-                field=str(checkpoint),
-                rule=f"is not a checkpoint: it has no {INDEX_FILE} but {found}",
-                nearest="step-*",
-            )
-        )
+        content = ", ".join(sorted(entry.name for entry in checkpoint.iterdir())[:3]) or "nothing"
+        rule = f"is not a checkpoint: it has no {INDEX_FILE} but {content}"
+        raise BadInput(Reason(field=str(checkpoint), rule=rule, nearest="step-*"))
     try:
         if not S_ISREG(path.lstat().st_mode):
             _refuse(path, "is not a regular file")
@@ -135,12 +142,12 @@ def _refuse(path: Path, rule: str) -> NoReturn:
 
 
 class _MalformedIndex(Exception):
-    """What is wrong with the index."""
+    """An index that is not what this program writes; the message says why."""
 
 
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise _MalformedIndex(what)
+def _require(condition: bool, fault: str) -> None:
+    if not condition:
+        raise _MalformedIndex(fault)
 
 
 def _parse_index(data: Any) -> CheckpointIndex:
@@ -192,39 +199,36 @@ def _parse_tensor(data: Any, files: tuple[FileEntry, ...]) -> TensorEntry:
             isinstance(box, list) and len(box) == 3, f"{name}: a box is [file, offsets, sizes]"
         )
         (number,) = _parse_sizes([box[0]], name)
+        offsets = _parse_sizes(box[1], name)
+        sizes = _parse_sizes(box[2], name)
         _require(number < len(files), f"{name}: file {number} of {len(files)}")
-        shards.append(
-            StoredShard(
-                box=(_parse_sizes(box[1], name), _parse_sizes(box[2], name)),
-                file=files[number].name,
-            )
-        )
+        shards.append(StoredShard(box=(offsets, sizes), file=files[number].name))
     fault = find_tiling_fault(shape, [shard.box for shard in shards])
     _require(not fault, f"{name}: {fault}")
     return TensorEntry(name=name, dtype=entry["dtype"], shape=shape, shards=tuple(shards))
 
 
-def _check_keys(data: Any, what: str, keys: Mapping[str, type]) -> dict[str, Any]:
+def _check_keys(data: Any, name: str, types: Mapping[str, type]) -> dict[str, Any]:
     _require(
-        isinstance(data, dict) and set(data) == set(keys),
-        f"{what} does not have the keys {', '.join(keys)}",
+        isinstance(data, dict) and set(data) == set(types),
+        f"{name} does not have the keys {', '.join(types)}",
     )
-    for key, kind in keys.items():
-        _require(type(data[key]) is kind, f"{what}: {key} is not {kind.__name__}")
+    for key, expected in types.items():
+        _require(type(data[key]) is expected, f"{name}: {key} is not {expected.__name__}")
     return dict(data)
 
 
 def _parse_sizes(data: Any, name: str) -> tuple[int, ...]:
-    whole = isinstance(data, list) and all(type(value) is int and value >= 0 for value in data)
-    _require(whole, f"{name}: {str(data)[:40]} is not a list of whole numbers")
+    is_whole = isinstance(data, list) and all(type(value) is int and value >= 0 for value in data)
+    _require(is_whole, f"{name}: {str(data)[:40]} is not a list of whole numbers")
     return tuple(data)
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    data = dict(pairs)
+    if len(data) != len(pairs):
         raise ValueError("a key is given twice")
-    return found
+    return data
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Piece: the part of a global tensor that this rank holds."""
+"""The part of a global tensor that this rank holds."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]*(/[A-Za-z0-9_][\w.\-]*)*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalShard:
-    """One box of the global tensor `name`, at `offsets`, as large as `tensor` (any device, any of
-    DTYPES).
+    """A box of the global tensor `name`, which lies at `offsets` and is as large as `tensor`.
 
-    An empty tensor holds nothing and is passed over. Raises ValueError when the box is not within
-    `global_shape`.
+    The tensor is on any device and of any of SAFETENSORS_DTYPES. An empty one holds nothing and is
+    passed over.
+
+    Raises:
+        ValueError: when the box is not within `global_shape`.
     """
 
     name: str
@@ -61,12 +63,12 @@ class LocalShard:
     @property
     def dtype(self) -> str:
         """The safetensors name of the dtype."""
-        return next(
-            name for name, dtype in SAFETENSORS_DTYPES.items() if dtype == self.tensor.dtype
-        )
+        dtype = self.tensor.dtype
+        return next(name for name, candidate in SAFETENSORS_DTYPES.items() if candidate == dtype)
 
 
 def is_legal_name(name: str) -> bool:
+    """Tell whether a tensor may have this name."""
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
@@ -79,18 +81,20 @@ def flat_range_shards(
     start: int,
     flat: torch.Tensor,
 ) -> Iterator[LocalShard]:
-    """Pieces for the flat range [start, start + flat.numel()) of a local shard, as views of `flat`.
+    """Yield the flat range [start, start + flat.numel()) of a rank's part as views of `flat`.
 
-    The shard is the box of `local_shape` at `offsets` of the global tensor; `flat` is 1-D and
+    The part is the box of `local_shape` at `offsets` of the global tensor; `flat` is 1-D and
     contiguous, so that a load writes through the views (a ZeRO range of an optimizer buffer).
     """
     used = 0
-    for inner, sizes in flat_range_boxes(local_shape, start, start + flat.numel()):
+    for inner_offsets, sizes in flat_range_boxes(local_shape, start, start + flat.numel()):
         count = prod(sizes)
         yield LocalShard(
             name=name,
             global_shape=tuple(global_shape),
-            offsets=tuple(a + b for a, b in zip(offsets, inner, strict=True)),
+            offsets=tuple(
+                outer + inner for outer, inner in zip(offsets, inner_offsets, strict=True)
+            ),
             tensor=flat[used : used + count].view(sizes),
         )
         used += count

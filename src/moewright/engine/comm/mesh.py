@@ -1,4 +1,4 @@
-"""Mesh: the two rank grids of parallel folding as named process groups, passed explicitly."""
+"""The mesh: the two rank grids of parallel folding as named process groups, passed explicitly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moewright.spec.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """This rank's place in both grids. `groups` are in the order of rules.grid.GROUPS.
+    """This rank's place in both grids.
 
-    `upstream` is the pipeline group once more, for messages to lower ranks: on NCCL what a pair of
-    ranks exchanges over one group runs in order, whichever way it goes, so each way has a group of
-    its own. `shared`: this rank among those of its pipeline that hold a table in common, by their
-    pipeline ranks.
+    `groups` are in the order of rules.grid.GROUPS. `upstream` is the pipeline group once more, for
+    messages to lower ranks: on NCCL what a pair of ranks exchanges over one group runs in order,
+    whichever way it goes, so each way has a group of its own. `shared_table_groups` have this rank
+    among those of its pipeline that hold a table in common, by their pipeline ranks.
     """
 
     layout: Layout
@@ -41,22 +41,23 @@ class Mesh:
 
 
 def build_mesh(
-    layout: Layout, rank: int, books: Counters, tables: Collection[tuple[int, ...]] = ()
+    layout: Layout, rank: int, counters: Counters, tables: Collection[tuple[int, ...]] = ()
 ) -> Mesh:
-    """Make every group of more than one rank; names over the same ranks share one process group.
+    """Create every group of more than one rank; names over the same ranks share a process group.
+
     `tables`: pipeline ranks that hold some table in common (rules.shards).
     """
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+    handles: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
     def group(name: str, ranks: tuple[int, ...], partition: tuple[tuple[int, ...], ...]) -> Group:
-        if max(map(len, partition)) > 1 and partition not in made:
-            made[partition] = create_process_groups(partition, rank)
+        if max(map(len, partition)) > 1 and partition not in handles:
+            handles[partition] = create_process_groups(partition, rank)
         return Group(
             name=name,
             ranks=ranks,
             index=ranks.index(rank),
-            handle=made.get(partition),
-            counters=books,
+            handle=handles.get(partition),
+            counters=counters,
         )
 
     groups = [
@@ -69,17 +70,18 @@ def build_mesh(
         ranks=pipeline,
         index=pipeline.index(rank),
         handle=create_process_groups(pipelines, rank) if layout.pp > 1 else None,
-        counters=books,
+        counters=counters,
     )
-    shared = {}
-    for holders in sorted(set(tables)):
-        among = tuple(tuple(ranks[holder] for holder in holders) for ranks in pipelines)
-        mine = next((ranks for ranks in among if rank in ranks), (rank,))
-        shared[holders] = group("pp", mine, among)  # made by all ranks, also those that are in none
+    shared_table_groups = {}
+    for pp_ranks in sorted(set(tables)):
+        partition = tuple(tuple(ranks[pp_rank] for pp_rank in pp_ranks) for ranks in pipelines)
+        own_ranks = next((ranks for ranks in partition if rank in ranks), (rank,))
+        # All ranks create it, also those that are in none of its parts.
+        shared_table_groups[pp_ranks] = group("pp", own_ranks, partition)
     return Mesh(
         layout=layout,
         rank=rank,
         groups=tuple(groups),
         upstream=upstream,
-        shared_table_groups=shared,
+        shared_table_groups=shared_table_groups,
     )

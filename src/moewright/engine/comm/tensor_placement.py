@@ -1,4 +1,4 @@
-"""Placement: which box of a global tensor lies on this rank."""
+"""The placement of tensors: which box of a global tensor lies on this rank."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from moewright.engine.comm.mesh import Mesh
 from moewright.rules.grid import axis_size
 from moewright.rules.shards import shard_size
 
-Sharding = tuple[
-    tuple[str, int], ...
-]  # (mesh axis, tensor dim) pairs; an axis that is not named holds a full copy
+# (mesh axis, tensor dim) pairs; an axis that is not named holds a full copy.
+Sharding = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlacement:
-    """A tensor of shape `local` holds the box at `offsets` of one of shape `whole`, and after it
-    padding.
+    """The box of a global tensor that a local one holds: the box at `offsets`, then padding.
 
-    With `rows` it holds these rows of the first dim instead of those from offsets[0] on.
+    With `row_indices` it holds these rows of the first dim instead of those from offsets[0] on.
     """
 
     global_shape: tuple[int, ...]
@@ -28,7 +26,7 @@ class TensorPlacement:
     row_indices: tuple[int, ...] = ()
 
     def split_rows(self) -> tuple[TensorPlacement, ...]:
-        """A tensor of given rows as tensors of one row each."""
+        """Split the placement of a tensor of given rows into placements of one row each."""
         local = (1, *self.local_shape[1:])
         return tuple(
             replace(self, offsets=(row, *self.offsets[1:]), local_shape=local, row_indices=())
@@ -37,17 +35,21 @@ class TensorPlacement:
 
     @property
     def unpadded_shape(self) -> tuple[int, ...]:
-        """Shape of the part that is not padding; a dim may be 0."""
-        bounds = zip(self.global_shape, self.offsets, self.local_shape, strict=True)
-        return tuple(max(0, min(size, extent - offset)) for extent, offset, size in bounds)
+        """The shape of the part that is not padding; a dim may be 0."""
+        dims = zip(self.global_shape, self.offsets, self.local_shape, strict=True)
+        return tuple(max(0, min(size, extent - offset)) for extent, offset, size in dims)
 
 
-def place_tensor(mesh: Mesh, whole: tuple[int, ...], cuts: Sharding) -> TensorPlacement:
-    """Equal parts of each cut dim, the last ones padded where the axis does not divide it."""
-    local, offsets = list(whole), [0] * len(whole)
-    for axis, dim in cuts:
-        local[dim] = shard_size(whole[dim], axis_size(mesh.layout, axis))
-        offsets[dim] = mesh.coordinate(axis) * local[dim]
+def place_tensor(mesh: Mesh, global_shape: tuple[int, ...], sharding: Sharding) -> TensorPlacement:
+    """Place a tensor in equal shards, the last ones padded where an axis does not divide a dim."""
+    local_shape = list(global_shape)
+    offsets = [0] * len(global_shape)
+    for axis, dim in sharding:
+        local_shape[dim] = shard_size(global_shape[dim], axis_size(mesh.layout, axis))
+        offsets[dim] = mesh.coordinate(axis) * local_shape[dim]
     return TensorPlacement(
-        global_shape=whole, offsets=tuple(offsets), local_shape=tuple(local), sharding=cuts
+        global_shape=global_shape,
+        offsets=tuple(offsets),
+        local_shape=tuple(local_shape),
+        sharding=sharding,
     )

@@ -1,2 +1,4 @@
-"""Text to tokens to batches: tokenizer, Megatron .bin/.idx files, and the layout-independent
-sampler."""
+"""Text to tokens to samples: tokenizer, Megatron's .bin/.idx files, and the sampler.
+
+Nothing here needs torch or knows the layout.
+"""

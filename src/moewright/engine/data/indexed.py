@@ -1,5 +1,4 @@
-"""Megatron's indexed token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each
-sequence lies.
+"""Megatron's indexed token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` their index.
 
 Index layout, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 sequences,
 uint64 document marks, int32 lengths [sequences] in tokens, int64 pointers [sequences] in bytes,
@@ -37,9 +36,8 @@ DTYPES: tuple[tuple[int, str], ...] = (
 )
 
 SAMPLE_BYTES = 1 << 20
-WHOLE_FILE_BYTES = (
-    64 * SAMPLE_BYTES
-)  # a fingerprint reads files up to this size whole, longer ones in 64 samples
+# A fingerprint reads files up to this size whole, longer ones in 64 samples.
+WHOLE_FILE_BYTES = 64 * SAMPLE_BYTES
 
 Tokens = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
@@ -56,15 +54,19 @@ class PairSeal:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class IndexedDataset:
-    """An opened, checked pair. `tokens` is the whole stream [token_count], memory-mapped
-    read-only."""
+    """A pair that was opened and checked.
+
+    `tokens` is the whole stream [token_count], memory-mapped read-only. `document_starts` are the
+    positions in the stream of the documents' first tokens, rising. `fingerprint` is of both files'
+    sizes and content.
+    """
 
     prefix: Path
     tokens: Tokens
     lengths: Int64s  # [sequences], tokens
     document_marks: Int64s
-    document_starts: Int64s  # [documents], places in the stream of their first tokens, rising
-    fingerprint: str  # of both files' sizes and content
+    document_starts: Int64s  # [documents]
+    fingerprint: str
 
     @property
     def token_count(self) -> int:
@@ -80,61 +82,77 @@ class IndexedDataset:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype that Megatron's writer would choose: uint16 below 65,500 ids, else
-    int32."""
+    """Return the narrowest dtype that Megatron's writer would choose for a vocabulary.
+
+    That is uint16 below 65,500 ids, else int32.
+    """
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[Any]) -> None:
-    """Write one sequence a document. Each file appears whole or not at all; the index comes
-    last."""
+    """Write one sequence for each document.
+
+    Each file appears as a whole or not at all; the index comes last.
+    """
     code = next((code for code, name in DTYPES if np.dtype(name) == dtype), None)
     if code is None:
         raise ValueError(f"no Megatron dtype code for {dtype}")
-    paths = tuple(_with_suffix(prefix, suffix) for suffix in (".bin", ".seal.json", ".idx"))
-    temps = tuple(path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths)
+    bin_path = _with_suffix(prefix, ".bin")
+    seal_path = _with_suffix(prefix, ".seal.json")
+    idx_path = _with_suffix(prefix, ".idx")
+    temporary = {
+        path: path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        for path in (bin_path, seal_path, idx_path)
+    }
     lengths: list[int] = []
     try:
-        with temps[0].open("wb") as file:
+        with temporary[bin_path].open("wb") as file:
             for document in documents:
                 file.write(np.ascontiguousarray(document, dtype=dtype).tobytes())
                 lengths.append(len(document))
-        _write_index(temps[2], code, dtype.itemsize, np.asarray(lengths, dtype=np.int32))
-        fingerprint = fingerprint_files(temps[0], temps[2])
-        write_json(
-            temps[1], PairSeal(fingerprint=fingerprint, documents=len(lengths), tokens=sum(lengths))
-        )
-        paths[2].unlink(missing_ok=True)  # an older index must not meet the new tokens
-        for temp, path in zip(temps, paths, strict=True):
-            os.replace(temp, path)
+        index_lengths = np.asarray(lengths, dtype=np.int32)
+        _write_index(temporary[idx_path], code, dtype.itemsize, index_lengths)
+        fingerprint = fingerprint_files(temporary[bin_path], temporary[idx_path])
+        seal = PairSeal(fingerprint=fingerprint, documents=len(lengths), tokens=sum(lengths))
+        write_json(temporary[seal_path], seal)
+        idx_path.unlink(missing_ok=True)  # an older index must not meet the new tokens
+        for path, temporary_path in temporary.items():
+            os.replace(temporary_path, path)
     finally:
-        for temp in temps:
-            temp.unlink(missing_ok=True)
+        for temporary_path in temporary.values():
+            temporary_path.unlink(missing_ok=True)
 
 
 def open_indexed(prefix: Path) -> IndexedDataset:
-    """Map a pair after checking it. Raises BadInput that names the file which is missing, damaged
-    or swapped."""
-    idx_path, bin_path, seal_path = (
-        _with_suffix(prefix, suffix) for suffix in (".idx", ".bin", ".seal.json")
-    )
+    """Check a pair, and map it.
+
+    Raises:
+        BadInput: naming the file which is missing, damaged or swapped.
+    """
+    idx_path = _with_suffix(prefix, ".idx")
+    bin_path = _with_suffix(prefix, ".bin")
+    seal_path = _with_suffix(prefix, ".seal.json")
     for path in (idx_path, bin_path):
         if not path.is_file():
-            raise _file_error(path, "does not exist" if not path.exists() else "is not a file")
+            raise _file_error(path, "is not a file" if path.exists() else "does not exist")
     lengths, document_marks, dtype = _read_index(idx_path)
-    wanted = int(lengths.sum()) * dtype.itemsize
-    found = bin_path.stat().st_size
-    if found != wanted:
-        rule = f"has {found} bytes but {idx_path.name} describes {wanted}: truncated, or of another pair"
+    expected_bytes = int(lengths.sum()) * dtype.itemsize
+    actual_bytes = bin_path.stat().st_size
+    if actual_bytes != expected_bytes:
+        rule = (
+            f"has {actual_bytes} bytes but {idx_path.name} describes {expected_bytes}: "
+            "truncated, or of another pair"
+        )
         raise _file_error(bin_path, rule)
-    if wanted == 0:
+    if expected_bytes == 0:
         raise _file_error(bin_path, "holds no tokens")
     fingerprint = fingerprint_files(bin_path, idx_path)
     if seal_path.is_file() and read_json(PairSeal, seal_path).fingerprint != fingerprint:
-        raise _file_error(
-            bin_path,
-            f"it or {idx_path.name} is not what {seal_path.name} was written for: damaged or swapped",
+        rule = (
+            f"it or {idx_path.name} is not what {seal_path.name} was written for: "
+            "damaged or swapped"
         )
+        raise _file_error(bin_path, rule)
     return IndexedDataset(
         prefix=prefix,
         tokens=np.memmap(bin_path, dtype=dtype, mode="r"),
@@ -146,22 +164,26 @@ def open_indexed(prefix: Path) -> IndexedDataset:
 
 
 def refuse_if_shrunk(dataset: IndexedDataset) -> None:
-    """Raise BadInput when the mapped file was cut while in use: reading past its end would kill the
-    process."""
-    wanted = dataset.token_count * dataset.tokens.dtype.itemsize
+    """Raise BadInput when the mapped file was cut while in use.
+
+    Reading past its end would kill the process.
+    """
+    opened_bytes = dataset.token_count * dataset.tokens.dtype.itemsize
     try:
-        found = dataset.bin_path.stat().st_size
+        current_bytes = dataset.bin_path.stat().st_size
     except OSError as error:
-        raise _file_error(dataset.bin_path, f"went away while in use ({error.strerror})") from error
-    if found != wanted:
-        raise _file_error(
-            dataset.bin_path, f"changed while in use: {wanted} bytes when opened, {found} now"
-        )
+        rule = f"went away while in use ({error.strerror})"
+        raise _file_error(dataset.bin_path, rule) from error
+    if current_bytes != opened_bytes:
+        rule = f"changed while in use: {opened_bytes} bytes when opened, {current_bytes} now"
+        raise _file_error(dataset.bin_path, rule)
 
 
 def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
-    """16 hex digits of sha256 over sizes and content; of files above 64 MiB, 64 evenly spaced
-    blocks of 1 MiB."""
+    """Return 16 hex digits of sha256 over sizes and content.
+
+    Of files above 64 MiB, 64 evenly spaced blocks of 1 MiB are read.
+    """
     digest = hashlib.sha256()
     for path in (bin_path, idx_path):
         size = path.stat().st_size
@@ -190,51 +212,48 @@ def _write_index(path: Path, code: int, itemsize: int, lengths: npt.NDArray[np.i
     marks = np.arange(len(lengths) + 1, dtype="<i8")
     with path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(marks)))
-        for part in (lengths.astype("<i4"), pointers, marks):
-            file.write(part.tobytes())
+        for array in (lengths.astype("<i4"), pointers, marks):
+            file.write(array.tobytes())
 
 
 def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
+    """Return the lengths and the document marks, and the dtype of the tokens."""
     data = path.read_bytes()
     if not data.startswith(MAGIC):
-        raise _file_error(
-            path, f"is not a Megatron index: it begins with {data[:9]!r} instead of {MAGIC!r}"
-        )
+        rule = f"is not a Megatron index: it begins with {data[:9]!r} instead of {MAGIC!r}"
+        raise _file_error(path, rule)
     if len(data) < HEADER.size:
-        raise _file_error(
-            path, f"is truncated: {len(data)} bytes, the header alone has {HEADER.size}"
-        )
+        rule = f"is truncated: {len(data)} bytes, the header alone has {HEADER.size}"
+        raise _file_error(path, rule)
     _, version, code, sequences, marks = HEADER.unpack_from(data)
     if version != VERSION:
         raise _file_error(path, f"has version {version}; only {VERSION} is known")
-    name = next((name for known, name in DTYPES if known == code), None)
-    if name is None:
-        raise _file_error(
-            path,
-            f"has dtype code {code}; integer codes are {', '.join(str(known) for known, _ in DTYPES)}",
+    if code not in dict(DTYPES):
+        codes = ", ".join(str(known_code) for known_code, _ in DTYPES)
+        raise _file_error(path, f"has dtype code {code}; integer codes are {codes}")
+    expected_bytes = HEADER.size + 12 * sequences + 8 * marks
+    if len(data) != expected_bytes:
+        rule = (
+            f"has {len(data)} bytes, its header promises {expected_bytes}: "
+            "truncated, damaged, or with multimodal modes"
         )
-    wanted = HEADER.size + 12 * sequences + 8 * marks
-    if len(data) != wanted:
-        rule = f"has {len(data)} bytes, its header promises {wanted}: truncated, damaged, or with multimodal modes"
         raise _file_error(path, rule)
-    dtype = np.dtype(name)
+    dtype = np.dtype(dict(DTYPES)[code])
+    pointers_at = HEADER.size + 4 * sequences
+    marks_at = HEADER.size + 12 * sequences
     lengths = np.frombuffer(data, "<i4", sequences, HEADER.size).astype(np.int64)
-    pointers = np.frombuffer(data, "<i8", sequences, HEADER.size + 4 * sequences)
-    document_marks = np.frombuffer(data, "<i8", marks, HEADER.size + 12 * sequences).astype(
-        np.int64
-    )
+    pointers = np.frombuffer(data, "<i8", sequences, pointers_at)
+    document_marks = np.frombuffer(data, "<i8", marks, marks_at).astype(np.int64)
     ends = np.cumsum(lengths) * dtype.itemsize
     if sequences and (lengths.min() < 0 or pointers[0] != 0 or np.any(pointers[1:] != ends[:-1])):
-        raise _file_error(
-            path, "is damaged: sequence pointers do not follow from the sequence lengths"
-        )
+        rule = "is damaged: sequence pointers do not follow from the sequence lengths"
+        raise _file_error(path, rule)
     if (
         marks == 0
         or document_marks[0] != 0
         or document_marks[-1] != sequences
         or np.any(document_marks[1:] < document_marks[:-1])
     ):
-        raise _file_error(
-            path, f"is damaged: document marks do not rise from 0 to its {sequences} sequences"
-        )
+        rule = f"is damaged: document marks do not rise from 0 to its {sequences} sequences"
+        raise _file_error(path, rule)
     return lengths, document_marks, dtype

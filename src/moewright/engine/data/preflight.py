@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.engine.data.build_corpus import CORPUS_FILE, read_corpus
-from moewright.engine.data.indexed import open_indexed
+from moewright.engine.data.indexed import IndexedDataset, open_indexed
 from moewright.engine.data.sampler import SampleOrder, build_sampler
 from moewright.engine.data.tokenizer import load_tokenizer
 from moewright.spec.errors import BadInput, Reason
@@ -14,42 +14,44 @@ from moewright.spec.workload import DataSpec, Workload
 
 
 def check_data(model: ModelSpec, workload: Workload) -> str:
-    """The fingerprint of the training data, once all of the data will do for a run of this model.
+    """Return the fingerprint of the training data, once all data will do for a run of this model.
 
-    Raises BadInput, naming the file: one is missing, damaged, too small for a global batch, or has
-    a larger vocabulary than the model.
+    Raises:
+        BadInput: naming the file, when one is missing, damaged, too small for a global batch, or
+            has a larger vocabulary than the model.
     """
     data = workload.data
-    for key in ("train", "heldout"):
-        if not getattr(data, key):
-            rule = "is needed to train: the path of a .bin/.idx pair without its suffix"
-            raise BadInput(
-                Reason(
-                    field=f"data.{key}",
-                    rule=rule,
-                    nearest=f"out/{key}, from `moewright data build`",
-                )
-            )
-    datasets = [open_indexed(Path(prefix)) for prefix in (data.train, data.heldout)]
-    for dataset, order in zip(
-        datasets, (SampleOrder.SHUFFLED, SampleOrder.SEQUENTIAL), strict=True
-    ):
-        build_sampler(
-            dataset,
-            seq_len=workload.seq_len,
-            global_batch=workload.global_batch,
-            seed=workload.seed,
-            order=order,
-        )
+    _require_prefix("train", data.train)
+    _require_prefix("heldout", data.heldout)
+    train = open_indexed(Path(data.train))
+    heldout = open_indexed(Path(data.heldout))
+    _require_global_batch(train, workload, SampleOrder.SHUFFLED)
+    _require_global_batch(heldout, workload, SampleOrder.SEQUENTIAL)
     _check_vocabulary(data, model.vocab_size)
-    return datasets[0].fingerprint
+    return train.fingerprint
+
+
+def _require_prefix(key: str, prefix: str) -> None:
+    if not prefix:
+        rule = "is needed to train: the path of a .bin/.idx pair without its suffix"
+        nearest = f"out/{key}, from `moewright data build`"
+        raise BadInput(Reason(field=f"data.{key}", rule=rule, nearest=nearest))
+
+
+def _require_global_batch(dataset: IndexedDataset, workload: Workload, order: SampleOrder) -> None:
+    build_sampler(
+        dataset,
+        seq_len=workload.seq_len,
+        global_batch=workload.global_batch,
+        seed=workload.seed,
+        order=order,
+    )
 
 
 def _check_vocabulary(data: DataSpec, vocab_size: int) -> None:
     corpus_file = Path(data.heldout).parent / CORPUS_FILE
-    sizes = [
-        (str(corpus_file), read_corpus(corpus_file.parent).vocab_size)
-    ]  # evaluation reads the entropy there
+    # Evaluation reads the unigram entropy in this file.
+    sizes = [(str(corpus_file), read_corpus(corpus_file.parent).vocab_size)]
     if data.tokenizer:
         sizes.append((data.tokenizer, load_tokenizer(Path(data.tokenizer)).vocab_size))
     for path, size in sizes:

@@ -25,6 +25,8 @@ UInt64s = npt.NDArray[np.uint64]
 
 
 class SampleOrder(StrEnum):
+    """The order in which samples are read."""
+
     SHUFFLED = "shuffled"  # another permutation each epoch
     SEQUENTIAL = "sequential"  # as they lie, for held-out data
 
@@ -38,35 +40,34 @@ class Sampler:
     order: SampleOrder = SampleOrder.SHUFFLED
 
     def sample_ids(self, first: int, count: int) -> Int64s:
-        """Ids at places [first, first + count) of the endless sequence, which may run over the edge
-        of an epoch."""
+        """Return the ids at [first, first + count) of the sequence, over the edges of epochs."""
         if first < 0 or count < 1:
             raise ValueError(f"{count} samples from {first} on")
         parts = []
-        place, left = first, count
-        while left:
-            epoch, within = divmod(place, self.samples)
-            take = min(left, self.samples - within)
-            index = np.arange(within, within + take, dtype=np.int64)
-            parts.append(
-                index
-                if self.order is SampleOrder.SEQUENTIAL
-                else permute(index, self.samples, self.seed, epoch)
-            )
-            place, left = place + take, left - take
+        position = first
+        remaining = count
+        while remaining:
+            epoch, start = divmod(position, self.samples)
+            taken = min(remaining, self.samples - start)
+            index = np.arange(start, start + taken, dtype=np.int64)
+            if self.order is SampleOrder.SHUFFLED:
+                index = permute(index, self.samples, self.seed, epoch)
+            parts.append(index)
+            position += taken
+            remaining -= taken
         return np.concatenate(parts)
 
 
 def permute(index: Int64s, size: int, seed: int, epoch: int) -> Int64s:
-    """Images of `index` under the permutation of [0, size) that (seed, epoch) name, without storing
-    it.
+    """Return the images of `index` under the permutation of [0, size) that (seed, epoch) name.
 
-    A balanced Feistel network on the next even number of bits; images outside are walked along
-    their cycle until they fall inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"), at most about 4 steps on average.
+    The permutation is not stored: it is a balanced Feistel network on the next even number of bits.
+    Images outside are walked along their cycle until they fall inside (Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains"), at most about 4 steps on average.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = [_mix_int(_mix_int(_mix_int(seed) ^ epoch) ^ number) for number in range(FEISTEL_ROUNDS)]
+    epoch_key = _mix_int(_mix_int(seed) ^ epoch)
+    keys = [_mix_int(epoch_key ^ number) for number in range(FEISTEL_ROUNDS)]
     image = _feistel(index.astype(np.uint64), half, keys)
     outside = np.flatnonzero(image >= size)
     while outside.size:
@@ -76,7 +77,8 @@ def permute(index: Int64s, size: int, seed: int, epoch: int) -> Int64s:
 
 
 def _feistel(value: UInt64s, half: int, keys: list[int]) -> UInt64s:
-    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    mask = np.uint64((1 << half) - 1)
+    shift = np.uint64(half)
     left, right = value >> shift, value & mask
     for key in keys:
         left, right = right, left ^ (_mix(right ^ np.uint64(key)) & mask)
@@ -84,7 +86,7 @@ def _feistel(value: UInt64s, half: int, keys: list[int]) -> UInt64s:
 
 
 def _mix(value: UInt64s) -> UInt64s:
-    """The splitmix64 finalizer (Steele, Lea, Flood 2014), wrapping at 64 bits."""
+    """Apply the splitmix64 finalizer (Steele, Lea, Flood 2014), wrapping at 64 bits."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
@@ -95,7 +97,7 @@ def _mix_int(value: int) -> int:
 
 
 def sample_count(dataset: IndexedDataset, seq_len: int) -> int:
-    """Whole samples in the stream."""
+    """Return the number of whole samples in the stream."""
     return (dataset.token_count - 1) // seq_len
 
 
@@ -107,7 +109,7 @@ def build_sampler(
     seed: int,
     order: SampleOrder = SampleOrder.SHUFFLED,
 ) -> Sampler:
-    """The sampler of a dataset; BadInput when it does not fill one global batch."""
+    """Build the sampler of a dataset; raise BadInput when it does not fill one global batch."""
     samples = sample_count(dataset, seq_len)
     if samples < global_batch:
         rule = (
@@ -119,24 +121,23 @@ def build_sampler(
 
 
 def count_whole_batches(sampler: Sampler, *, global_batch: int, limit: int) -> int:
-    """How many of the wanted held-out batches there are without using a sample twice; the tail is
-    dropped."""
+    """Count the batches, at most `limit`, that use no sample twice; the tail is dropped."""
     return min(limit, sampler.samples // global_batch)
 
 
 def micro_batch_rows(
     *, global_batch: int, dp: int, dp_rank: int, mbs: int, micro_batch: int
 ) -> range:
-    """Rows of the global batch in one micro-batch of one data-parallel rank.
+    """Return the rows of the global batch in one micro-batch of one data-parallel rank.
 
     Rank d owns the contiguous block [d, d + 1) * global_batch / dp; its micro-batches follow each
     other in the block.
     """
     if global_batch % (dp * mbs):
-        below = max(global_batch // (dp * mbs), 1) * dp * mbs
+        nearest = max(global_batch // (dp * mbs), 1) * dp * mbs
         rule = f"must be a multiple of dp * mbs = {dp * mbs}"
         raise BadInput(
-            Reason(field="global_batch", rule=rule, value=str(global_batch), nearest=str(below))
+            Reason(field="global_batch", rule=rule, value=str(global_batch), nearest=str(nearest))
         )
     block = global_batch // dp
     if not (0 <= dp_rank < dp and 0 <= micro_batch < block // mbs):
@@ -146,40 +147,45 @@ def micro_batch_rows(
 
 
 def document_ends(dataset: IndexedDataset, sample: int, *, seq_len: int) -> tuple[int, ...]:
-    """Places 1 to seq_len of a sample before which a document ends: the token there is the first of
-    another one."""
-    starts, first = dataset.document_starts, sample * seq_len
+    """Return the positions 1 to seq_len of a sample before which a document ends.
+
+    The token at such a position is the first of another document.
+    """
+    starts = dataset.document_starts
+    first = sample * seq_len
     low, high = np.searchsorted(starts, [first + 1, first + seq_len + 1])
-    return tuple(
-        dict.fromkeys((starts[low:high] - first).tolist())
-    )  # empty documents start where the next one does
+    # Empty documents start where the next one does.
+    return tuple(dict.fromkeys((starts[low:high] - first).tolist()))
 
 
 def attended_share(dataset: IndexedDataset, *, seq_len: int) -> float:
-    """Over all samples: of the pairs of tokens that whole sequences attend, those inside one
-    document."""
+    """Return the share of the token pairs of whole samples that lie within one document."""
     samples = sample_count(dataset, seq_len)
     if samples < 1:
         return 1.0
     stop = samples * seq_len
     starts = dataset.document_starts
-    edges = np.union1d(starts[starts < stop], np.arange(samples + 1, dtype=np.int64) * seq_len)
+    sample_starts = np.arange(samples + 1, dtype=np.int64) * seq_len
+    edges = np.union1d(starts[starts < stop], sample_starts)
     return float(np.square(np.diff(edges).astype(np.float64)).sum() / (stop * seq_len))
 
 
 def read_samples(dataset: IndexedDataset, ids: Int64s, *, seq_len: int, vocab_size: int) -> Int64s:
-    """Tokens int64 [len(ids), seq_len + 1]: inputs are [:, :-1], targets [:, 1:].
+    """Read tokens int64 [len(ids), seq_len + 1]: inputs are [:, :-1], targets [:, 1:].
 
-    Raises BadInput, naming the file and the position, when a token is outside [0, vocab_size).
+    Raises:
+        BadInput: naming the file and the position, when a token is outside [0, vocab_size).
     """
     refuse_if_shrunk(dataset)
     positions = ids[:, None] * seq_len + np.arange(seq_len + 1, dtype=np.int64)
-    rows = np.asarray(dataset.tokens[positions], dtype=np.int64)
-    wrong = (rows < 0) | (rows >= vocab_size)
-    if wrong.any():
-        row, column = (int(axis[0]) for axis in np.nonzero(wrong))
-        rule = f"token {int(rows[row, column])} at position {int(positions[row, column])} is outside the vocabulary"
-        raise BadInput(
-            Reason(field=str(dataset.bin_path), rule=rule, nearest=f"an id below {vocab_size}")
+    tokens = np.asarray(dataset.tokens[positions], dtype=np.int64)
+    outside = (tokens < 0) | (tokens >= vocab_size)
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        rule = (
+            f"token {int(tokens[row, column])} at position {int(positions[row, column])} "
+            "is outside the vocabulary"
         )
-    return rows
+        nearest = f"an id below {vocab_size}"
+        raise BadInput(Reason(field=str(dataset.bin_path), rule=rule, nearest=nearest))
+    return tokens

@@ -1,5 +1,4 @@
-"""Where text comes from: the interpreter's own standard library, or any file or folder of UTF-8
-text."""
+"""Where text comes from: the interpreter's standard library, or a file or folder of UTF-8 text."""
 
 from __future__ import annotations
 
@@ -23,18 +22,20 @@ LONE_FILE_CHARS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSource:
-    """Files in a fixed pseudo-random order (by hash of the relative path), so that a limit takes a
-    fair sample."""
+    """Files in a fixed pseudo-random order, so that a limit takes a fair sample.
+
+    The order is by hash of the relative path. `stamp` is of names, sizes and modification times.
+    """
 
     description: str
     root: Path
     files: tuple[Path, ...]
-    stamp: str  # of names, sizes and modification times
+    stamp: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceDocuments:
-    """Documents read, and files left out because they were not UTF-8 text or could not be read."""
+    """The documents that were read; files that hold no UTF-8 text are skipped."""
 
     documents: tuple[str, ...]
     text_bytes: int
@@ -43,90 +44,92 @@ class SourceDocuments:
 
 
 def find_source(path: Path | None, out: Path) -> TextSource:
-    """None: the .py files of the running interpreter's standard library without its tests.
+    """Find the files of text of a file or a folder.
 
-    Names that begin with a dot and the folder `out` are left out of a folder. Raises BadInput.
+    Where `path` is None, they are the .py files of the running interpreter's standard library
+    without its tests. Names that begin with a dot and the folder `out` are left out of a folder.
+
+    Raises:
+        BadInput: when there is no text there, or `out` is the source itself.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [file for file in _walk(root, STDLIB_EXCLUDED) if file.suffix == ".py"]
-        description = f"standard library of {platform.python_implementation()} {platform.python_version()}, tests left out"
+        interpreter = f"{platform.python_implementation()} {platform.python_version()}"
+        description = f"standard library of {interpreter}, tests left out"
     else:
-        root, description = path, f"text of {path.name or path}"
-        if path.is_dir():
-            if out.resolve() == path.resolve():
-                raise BadInput(
-                    Reason(
-                        field="out",
-                        rule="is the source itself; choose another folder",
-                        value=str(out),
-                    )
-                )
-            files = [
-                file
-                for file in _walk(path, frozenset())
-                if out.resolve() not in file.resolve().parents
-            ]
-        elif path.is_file():
-            files = [path]
-        else:
-            raise BadInput(Reason(field="source", rule="no such file or folder", value=str(path)))
+        root = path
+        files = _list_files(path, out)
+        description = f"text of {path.name or path}"
     if not files:
         raise BadInput(Reason(field="source", rule="holds no files of text", value=str(root)))
     ordered = sorted(files, key=lambda file: _hash(str(file.relative_to(root))))
     digest = hashlib.sha256(description.encode())
     for file in ordered:
         info = file.stat()
-        digest.update(
-            f"{file}\0{info.st_size}\0{info.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
-        )
+        line = f"{file}\0{info.st_size}\0{info.st_mtime_ns}\0"
+        digest.update(line.encode("utf-8", "surrogateescape"))
     return TextSource(
         description=description, root=root, files=tuple(ordered), stamp=digest.hexdigest()[:16]
     )
 
 
-def read_documents(source: TextSource, *, limit_bytes: int) -> SourceDocuments:
-    """Read at most `limit_bytes` of text. A document is a file, or a piece of a longer one cut at a
-    line end.
+def _list_files(path: Path, out: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise BadInput(Reason(field="source", rule="no such file or folder", value=str(path)))
+    if out.resolve() == path.resolve():
+        rule = "is the source itself; choose another folder"
+        raise BadInput(Reason(field="out", rule=rule, value=str(out)))
+    files = _walk(path, frozenset())
+    return [file for file in files if out.resolve() not in file.resolve().parents]
 
-    Pieces have 65,536 characters at most; a source that is one file gives 64 pieces or more, if
-    each gets 256.
+
+def read_documents(source: TextSource, *, limit_bytes: int) -> SourceDocuments:
+    """Read at most `limit_bytes` of text.
+
+    A document is a file, or a piece of a longer one cut at a line end. Pieces have 65,536
+    characters at most; a source that is one file gives 64 pieces or more, if each gets 256.
     """
     documents: list[str] = []
-    left, files, skipped = limit_bytes, 0, 0
+    remaining_bytes = limit_bytes
+    files = 0
+    skipped_files = 0
     for file in source.files:
-        if left <= 0:
+        if remaining_bytes <= 0:
             break
-        text = _read(file, left)
+        text = _read(file, remaining_bytes)
         if text is None:
-            skipped += 1
+            skipped_files += 1
             continue
         files += 1
-        left -= len(text.encode())
+        remaining_bytes -= len(text.encode())
         size = DOCUMENT_CHARS
         if len(source.files) == 1:
             size = min(size, max(len(text) // LONE_FILE_DOCUMENTS, LONE_FILE_CHARS))
         documents += [piece for piece in _split_text(text, size) if piece.strip()]
-    text_bytes = sum(len(document.encode()) for document in documents)
     return SourceDocuments(
-        documents=tuple(documents), text_bytes=text_bytes, files=files, skipped_files=skipped
+        documents=tuple(documents),
+        text_bytes=sum(len(document.encode()) for document in documents),
+        files=files,
+        skipped_files=skipped_files,
     )
 
 
 def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
-    for folder, names, files in os.walk(root):
-        names[:] = sorted(
-            name for name in names if name not in excluded and not name.startswith(".")
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(
+            name for name in subfolders if name not in excluded and not name.startswith(".")
         )
-        yield from (
-            Path(folder, name)
-            for name in files
-            if not name.startswith(".") and Path(folder, name).is_file()
-        )
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
 
 
 def _read(path: Path, limit_bytes: int) -> str | None:
-    """Text of a file, cut at the last line end within the limit; None when it is not UTF-8 text."""
+    """Read a file up to the last line end within the limit; None when it is not UTF-8 text."""
     try:
         with path.open("rb") as file:
             data = file.read(limit_bytes + 1)

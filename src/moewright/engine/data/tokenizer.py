@@ -1,5 +1,7 @@
-"""Byte-level tokenizers: a BPE trained on the corpus, or the 256 bytes as they are; both as one
-tokenizer.json."""
+"""Byte-level tokenizers: a BPE trained on the corpus, or the 256 bytes as they are.
+
+Both are stored as one tokenizer.json.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,31 @@ Int64s = npt.NDArray[np.int64]
 
 
 class TokenizerKind(StrEnum):
+    """How text becomes ids."""
+
     BPE = "bpe"
     BYTES = "bytes"  # id = byte value, 256 ends a document
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tokenizer:
-    """A loaded tokenizer; `end_of_document` is the id put after every document."""
+    """A loaded tokenizer; `end_of_document` is the id that follows every document."""
 
     inner: Any  # tokenizers.Tokenizer
     vocab_size: int
     end_of_document: int
 
     def encode_documents(self, texts: Sequence[str]) -> list[Int64s]:
-        """Ids of each text, int64, the end-of-document id last. The marker's own spelling in a text
-        is plain text."""
+        """Return the int64 ids of each text, the end-of-document id last.
+
+        The marker's own spelling in a text is plain text.
+        """
         end = self.end_of_document
         encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array([*document.ids, end], dtype=np.int64) for document in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; markers are left out, half characters become U+FFFD."""
+        """Return the text of ids; markers are left out, half characters become U+FFFD."""
         return str(self.inner.decode(list(ids), skip_special_tokens=True))
 
     def save(self, path: Path) -> None:
@@ -60,11 +66,16 @@ class Tokenizer:
 
 
 def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
-    """Learn merges from the texts. A small corpus may give fewer ids than asked for; never fewer
-    than 257."""
+    """Learn merges from the texts.
+
+    A small corpus may give fewer ids than `vocab_size`, but never fewer than 257.
+    """
     if not BYTES_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         nearest = min(max(vocab_size, BYTES_VOCAB_SIZE), MAX_VOCAB_SIZE)
-        rule = f"a byte-level vocabulary has 256 bytes and {END_OF_DOCUMENT} at least, {MAX_VOCAB_SIZE} ids at most"
+        rule = (
+            f"a byte-level vocabulary has 256 bytes and {END_OF_DOCUMENT} at least, "
+            f"{MAX_VOCAB_SIZE} ids at most"
+        )
         raise BadInput(
             Reason(field="vocab_size", rule=rule, value=str(vocab_size), nearest=str(nearest))
         )
@@ -80,7 +91,7 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
 
 
 def build_byte_tokenizer() -> Tokenizer:
-    """The tokenizer that needs no training: 256 bytes and the end of a document."""
+    """Build the tokenizer that needs no training: 256 bytes and the end of a document."""
     inner = _build_byte_level(
         models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[])
     )
@@ -89,8 +100,11 @@ def build_byte_tokenizer() -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json that has the end-of-document marker. Raises BadInput naming the
-    file."""
+    """Read a tokenizer.json that has the end-of-document marker.
+
+    Raises:
+        BadInput: naming the file, when it is none.
+    """
     try:
         inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -119,8 +133,11 @@ def _build_byte_level(model: models.BPE) -> Any:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies (Radford et al. 2019):
-    printable Latin-1 letters stand for themselves, the 68 other bytes are numbered from U+0100."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = {byte: 0x100 + place for place, byte in enumerate(sorted(set(range(256)) - set(plain)))}
-    return [chr(moved.get(byte, byte)) for byte in range(256)]
+    """Return the letter that stands for each byte in byte-level vocabularies (Radford et al. 2019).
+
+    Printable Latin-1 letters stand for themselves, the 68 other bytes are numbered from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    code_points = {byte: 0x100 + number for number, byte in enumerate(others)}
+    return [chr(code_points.get(byte, byte)) for byte in range(256)]

@@ -1,1 +1,1 @@
-"""Token dispatch: the seam of six steps, and the dispatchers behind it."""
+"""Token dispatch: the interface of six steps, and the dispatchers behind it."""

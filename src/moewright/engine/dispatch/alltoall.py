@@ -24,19 +24,21 @@ from moewright.engine.dispatch.interface import (
     copy_to_host,
     pad_rows,
 )
+from moewright.engine.dispatch.rows import ReorderRows, ScatterRows, SelectRows, count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.model.autograd import ReorderRows, ScatterRows, SelectRows, count_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllToAllRoute:
-    """`slots` are the rows sent; `send` and `receive` count rows a rank of the expert group;
-    `regroup` sorts received rows by local expert, None when they already are; `ends` and `sent` as
-    in the seam.
+    """The route of one batch of tokens.
 
-    Where experts are cut over ETP, its ranks gather each other's received rows, each padded to
-    `widest` rows, and `places` [R] are the rows that are none of the padding, sorted by local
-    expert.
+    `row_map` has the rows sent; `send` and `receive` count rows a rank of the expert group;
+    `expert_order` sorts received rows by local expert and `source_order` sorts them back, both None
+    when they already are; `expert_ends` and `sent_counts` as in TokenDispatcher.
+
+    Where experts are sharded over ETP, its ranks gather each other's received rows, each padded to
+    `padded_length` rows, and `unpadded_rows` [R] are the rows that are none of the padding, sorted
+    by local expert.
     """
 
     row_map: RowMap
@@ -51,16 +53,16 @@ class AllToAllRoute:
 
 
 class AllToAllDispatcher:
-    """Dispatch over an expert-parallel group; alone in its group it only sorts. Dropless, uneven
-    splits.
+    """A dropless dispatcher over an expert-parallel group, with uneven splits.
 
-    Where experts are cut over an expert-tensor-parallel group, its ranks gather the rows that each
-    received, and the sums of their partial outputs go back to where the rows came from.
+    Alone in its group it only sorts. Where experts are sharded over an expert-tensor-parallel
+    group, its ranks gather the rows that each received, and the sums of their partial outputs go
+    back to where the rows came from.
     """
 
     def __init__(
         self,
-        group: Group,
+        ep_group: Group,
         etp_group: Group,
         experts: int,
         kernels: KernelSet,
@@ -68,84 +70,92 @@ class AllToAllDispatcher:
         forced_counts: ForcedCounts | None,
         may_drop: bool,
     ) -> None:
-        """`drops`: slots may have been dropped."""
-        self._group = group
-        self._slices = etp_group
+        """Prepare for `experts` experts; `may_drop`: slots may have been dropped."""
+        self._ep_group = ep_group
+        self._etp_group = etp_group
         self._experts = experts
+        self._local_experts = experts // ep_group.size
         self._kernels = kernels
-        self._known = forced_counts
-        self._drops = may_drop
+        self._forced_counts = forced_counts
+        self._may_drop = may_drop
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[RoutedRows, AllToAllRoute]:
-        """Sort (token, slot) pairs by expert and agree with the groups on how many rows go
-        where."""
+        """Sort (token, slot) pairs by expert and agree with the groups on how many rows go where."""
+        ep = self._ep_group.size
+        local = self._local_experts
         counts = count_ids(experts_Tk, self._experts + 1)[:-1]
-        size, local = self._group.size, self._experts // self._group.size
-        received = all_to_all(
-            counts, self._group, send=[local] * size, receive=[local] * size
-        ).view(size, local)
-        held = all_gather_rows(received, self._slices).view(-1, size, local)
-        send, receive, parts = (
-            self._forced_sizes(self._known(*experts_Tk.shape).rows)
-            if self._known
-            else copy_to_host(counts.view(size, local).sum(1), received.sum(1), held.sum((1, 2)))
-        )
-        slots = build_row_map(experts_Tk, sum(send), self._kernels)
-        widest, rows_here = max(parts), sum(parts)
-        regroup = ungroup = places = None
-        if self._slices.size > 1:
-            places = _places(held, widest, rows_here)
-        elif size > 1 and local > 1:
-            expert = torch.arange(local, device=held.device).repeat(size)
-            expert_of_row = expert.repeat_interleave(received.flatten(), output_size=rows_here)
-            regroup = torch.argsort(expert_of_row, stable=True)
-            ungroup = torch.empty_like(regroup)
-            ungroup[regroup] = torch.arange(regroup.numel(), device=held.device)
+        splits = [local] * ep
+        received = all_to_all(counts, self._ep_group, send=splits, receive=splits).view(ep, local)
+        gathered = all_gather_rows(received, self._etp_group).view(-1, ep, local)
+        if self._forced_counts:
+            sizes = self._forced_sizes(self._forced_counts(*experts_Tk.shape).rows)
+        else:
+            sizes = copy_to_host(
+                counts.view(ep, local).sum(1), received.sum(1), gathered.sum((1, 2))
+            )
+        send, receive, etp_rows = sizes
+        row_map = build_row_map(experts_Tk, sum(send), self._kernels)
+        padded_length = max(etp_rows)
+        expert_order = source_order = unpadded_rows = None
+        if self._etp_group.size > 1:
+            unpadded_rows = _find_unpadded_rows(gathered, padded_length, sum(etp_rows))
+        elif ep > 1 and local > 1:
+            expert_order = _sort_by_expert(received, sum(etp_rows))
+            source_order = torch.empty_like(expert_order)
+            source_order[expert_order] = torch.arange(
+                expert_order.numel(), device=expert_order.device
+            )
         route = AllToAllRoute(
-            row_map=slots,
+            row_map=row_map,
             send=send,
             receive=receive,
-            expert_order=regroup,
-            source_order=ungroup,
-            expert_ends=held.sum((0, 1)).cumsum(0).to(torch.int32),
+            expert_order=expert_order,
+            source_order=source_order,
+            expert_ends=gathered.sum((0, 1)).cumsum(0).to(torch.int32),
             sent_counts=counts,
-            unpadded_rows=places,
-            padded_length=widest,
+            unpadded_rows=unpadded_rows,
+            padded_length=padded_length,
         )
-        rows = slots.permute(x_TH)
-        if self._drops:
-            weights = SelectRows.apply(weights_Tk.flatten(), slots.slot_of_row)
+        rows = row_map.permute(x_TH)
+        if self._may_drop:
+            weights = SelectRows.apply(weights_Tk.flatten(), row_map.slot_of_row)
         else:
             weights = ReorderRows.apply(
-                weights_Tk.flatten(), slots.slot_of_row, slots.row_of_slot.flatten()
+                weights_Tk.flatten(), row_map.slot_of_row, row_map.row_of_slot.flatten()
             )
         return RoutedRows(rows=rows, weights=weights), route
 
     def _forced_sizes(self, rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        size, local = self._group.size, self._experts // self._group.size
-        to = tuple(sum(rows[rank * local : (rank + 1) * local]) for rank in range(size))
-        here = to[self._group.index]
-        return to, (here,) * size, (here * size,) * self._slices.size
+        """Return what forced routing sends to each rank, receives from it, and what each ETP rank
+        received."""
+        ep = self._ep_group.size
+        local = self._local_experts
+        send = tuple(sum(rows[rank * local : (rank + 1) * local]) for rank in range(ep))
+        from_each = send[self._ep_group.index]
+        return send, (from_each,) * ep, (from_each * ep,) * self._etp_group.size
 
     def dispatch(
-        self, routed: RoutedRows, route: AllToAllRoute, meanwhile: OverlappedWork | None
+        self, routed: RoutedRows, route: AllToAllRoute, overlapped_work: OverlappedWork | None
     ) -> RoutedRows:
-        """Rows and weights to the ranks of their experts."""
-        both = routed.rows, routed.weights
+        """Send rows and weights to the ranks of their experts."""
         rows, weights = all_to_all_overlapped(
-            both, self._group, send=route.send, receive=route.receive, overlapped_work=meanwhile
+            (routed.rows, routed.weights),
+            self._ep_group,
+            send=route.send,
+            receive=route.receive,
+            overlapped_work=overlapped_work,
         )
         if route.unpadded_rows is not None:
             rows, weights = (
-                AllGatherRows.apply(pad_rows(x, route.padded_length), self._slices)
+                AllGatherRows.apply(pad_rows(x, route.padded_length), self._etp_group)
                 for x in (rows, weights)
             )
         return RoutedRows(rows=rows, weights=weights)
 
     def postprocess(self, routed: RoutedRows, route: AllToAllRoute) -> RoutedRows:
-        """Received rows come by source rank; order them by local expert."""
+        """Order the received rows, which come by source rank, by local expert."""
         if route.unpadded_rows is not None:
             return RoutedRows(
                 rows=SelectRows.apply(routed.rows, route.unpadded_rows),
@@ -159,43 +169,57 @@ class AllToAllDispatcher:
         )
 
     def combine_preprocess(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        """Back to the order of the source ranks."""
+        """Bring the rows back to the order of the source ranks."""
         if route.unpadded_rows is not None:
-            return ScatterRows.apply(
-                rows, route.unpadded_rows, route.padded_length * self._slices.size
-            )
-        return (
-            rows
-            if route.expert_order is None
-            else ReorderRows.apply(rows, route.source_order, route.expert_order)
-        )
+            gathered_length = route.padded_length * self._etp_group.size
+            return ScatterRows.apply(rows, route.unpadded_rows, gathered_length)
+        if route.expert_order is None:
+            return rows
+        return ReorderRows.apply(rows, route.source_order, route.expert_order)
 
     def combine(
-        self, rows: torch.Tensor, route: AllToAllRoute, meanwhile: OverlappedWork | None
+        self, rows: torch.Tensor, route: AllToAllRoute, overlapped_work: OverlappedWork | None
     ) -> torch.Tensor:
-        """Rows back to the ranks of their tokens, the parts of cut experts summed."""
+        """Send rows back to the ranks of their tokens, the parts of sharded experts summed."""
         if route.unpadded_rows is not None:
-            rows = ReduceScatterRows.apply(rows, self._slices)[: sum(route.receive)]
-        (back,) = all_to_all_overlapped(
-            (rows,), self._group, send=route.receive, receive=route.send, overlapped_work=meanwhile
+            rows = ReduceScatterRows.apply(rows, self._etp_group)[: sum(route.receive)]
+        (returned,) = all_to_all_overlapped(
+            (rows,),
+            self._ep_group,
+            send=route.receive,
+            receive=route.send,
+            overlapped_work=overlapped_work,
         )
-        return back
+        return returned
 
     def combine_postprocess(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
         """Sum the rows of each token: [T*k,H] -> [T,H]."""
         return route.row_map.unpermute(rows)
 
 
-def _places(held: torch.Tensor, widest: int, rows_here: int) -> torch.Tensor:
-    """Rows of the gathered parts that are no padding, by local expert; `held` [parts, sources,
-    E_local] counts rows."""
-    parts, sources, local = held.shape
-    padding = widest - held.sum((1, 2))
-    lengths = torch.cat((held.flatten(1), padding[:, None]), 1)
+def _sort_by_expert(received: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the order of received rows by local expert; `received` [sources, E_local] counts."""
+    sources, local = received.shape
+    experts = torch.arange(local, device=received.device).repeat(sources)
+    expert_of_row = experts.repeat_interleave(received.flatten(), output_size=rows)
+    return torch.argsort(expert_of_row, stable=True)
+
+
+def _find_unpadded_rows(gathered: torch.Tensor, padded_length: int, rows: int) -> torch.Tensor:
+    """Return the gathered rows that are no padding, by local expert.
+
+    `gathered` [ETP ranks, sources, E_local] counts rows.
+    """
+    etp, sources, local = gathered.shape
+    padding = padded_length - gathered.sum((1, 2))
+    lengths = torch.cat((gathered.flatten(1), padding[:, None]), 1)
     experts = torch.cat(
-        (torch.arange(local, device=held.device).repeat(sources), held.new_full((1,), local))
+        (
+            torch.arange(local, device=gathered.device).repeat(sources),
+            gathered.new_full((1,), local),
+        )
     )
-    expert_of_row = experts.repeat(parts).repeat_interleave(
-        lengths.flatten(), output_size=parts * widest
+    expert_of_row = experts.repeat(etp).repeat_interleave(
+        lengths.flatten(), output_size=etp * padded_length
     )
-    return torch.argsort(expert_of_row, stable=True)[:rows_here].clone()
+    return torch.argsort(expert_of_row, stable=True)[:rows].clone()

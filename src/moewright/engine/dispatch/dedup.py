@@ -1,8 +1,10 @@
 """The de-duplicating all-to-all: a token crosses to a rank once, with the list of its experts
-there, and one weighted partial sum comes back (docs/formulas.md 3). It pays where a token has
-several experts on a rank. Over nodes it crosses twice: once to each node that it has experts on, to
-the rank of its own place there, and from that to ranks of the node; sums are made within the node
-and then between nodes. Ranks that hold parts of the same experts gather each other's copies.
+there, and one weighted partial sum comes back (docs/formulas.md 3).
+
+It pays where a token has several experts on a rank. Over nodes it crosses twice: once to each node
+that it has experts on, to the rank of its own place there, and from that to ranks of the node; sums
+are made within the node and then between nodes. Ranks that hold parts of the same experts gather
+each other's copies.
 """
 
 from __future__ import annotations
@@ -31,15 +33,18 @@ from moewright.engine.dispatch.interface import (
     pad_rows,
     permute_to_local_experts,
 )
+from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.model.autograd import count_ids
 from moewright.rules.routing import RoundRobinCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hop:
-    """One crossing over `group`. `copies` are the rows sent, one a token and place; `send` and
-    `receive` count them."""
+    """One crossing over `group`: of nodes, or of ranks.
+
+    `copies` maps tokens to the rows sent, one a token and destination; `send` and `receive` count
+    them.
+    """
 
     group: Group
     copies: RowMap
@@ -49,9 +54,11 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DedupRoute:
-    """`slots`: the rows of the local experts among the slots of the copies that the last leg
-    brought, or of those that ETP ranks gathered, each part padded to `widest` copies; `ends` and
-    `sent` as in the seam.
+    """The route of one batch of tokens.
+
+    `row_map` has the rows of the local experts among the slots of the copies that the last hop
+    brought, or of those that ETP ranks gathered, each part padded to `padded_length` copies;
+    `expert_ends` and `sent_counts` as in TokenDispatcher.
     """
 
     hops: tuple[Hop, ...]
@@ -63,8 +70,11 @@ class DedupRoute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DedupSizes:
-    """Copies that each leg sends to and gets from each rank of its group, that each ETP rank got,
-    and rows here."""
+    """The sizes that ranks agree on.
+
+    Of each hop `hops` has the copies sent to and received from each rank of its group;
+    `received_copies` counts those that each ETP rank received, `local_rows` the rows here.
+    """
 
     hops: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     received_copies: tuple[int, ...]
@@ -72,9 +82,10 @@ class _DedupSizes:
 
 
 class DedupDispatcher:
-    """Dispatch over the groups of `ways`: one of all ranks that share the experts, or that of this
-    place in every node and then that of this node. The experts may be cut over the ranks of
-    `slices`.
+    """A dispatcher over one group of all ranks that share the experts, or over two hops.
+
+    Over two hops `groups` are that of this place in every node and then that of this node. The
+    experts may be sharded over the ranks of `etp_group`.
     """
 
     def __init__(
@@ -86,165 +97,184 @@ class DedupDispatcher:
         *,
         forced_counts: ForcedCounts | None,
     ) -> None:
-        self._ways = tuple(groups)
-        self._slices = etp_group
+        self._groups = tuple(groups)
+        self._etp_group = etp_group
         self._experts = experts
         self._kernels = kernels
-        self._known = forced_counts
-        self._ranks = prod(way.size for way in groups)
+        self._forced_counts = forced_counts
+        self._ranks = prod(group.size for group in groups)
+        self._local_experts = experts // self._ranks
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[RoutedRows, DedupRoute]:
-        """One copy a token and place; tell each rank how many come, and which experts each of them
-        wants."""
-        local = self._experts // self._ranks
-        sizes, ends, sent = self._agreed(experts_Tk)
-        ids, behind, legs = experts_Tk, self._experts, []
-        for way, (send, receive) in zip(self._ways, sizes.hops, strict=True):
-            behind //= way.size  # experts of one place
-            first_Tk = mask_repeats(ids // behind, way.size)
-            copies = build_row_map(first_Tk, sum(send), self._kernels)
-            wanted = (
-                ids[copies.token_of_row] - first_Tk.flatten()[copies.slot_of_row][:, None] * behind
-            )
-            wanted = wanted.masked_fill((wanted < 0) | (wanted >= behind), behind).to(torch.int32)
-            ids = all_to_all(wanted, way, send=send, receive=receive)
-            legs.append(Hop(group=way, copies=copies, send=send, receive=receive))
-        widest = max(sizes.received_copies)
-        if self._slices.size > 1:
-            ids = all_gather_rows(pad_rows(ids, widest, local), self._slices)
-        slots = build_row_map(ids, sizes.local_rows, self._kernels)
+        """Copy each token once per destination; tell each rank how many come, and which experts
+        each of them has."""
+        sizes, expert_ends, sent_counts = self._exchange_sizes(experts_Tk)
+        ids = experts_Tk
+        experts_behind = self._experts  # one destination of the hop
+        hops = []
+        for group, (send, receive) in zip(self._groups, sizes.hops, strict=True):
+            experts_behind //= group.size
+            destinations_Tk = mask_repeats(ids // experts_behind, group.size)
+            copies = build_row_map(destinations_Tk, sum(send), self._kernels)
+            first_expert = destinations_Tk.flatten()[copies.slot_of_row][:, None] * experts_behind
+            sent_ids = ids[copies.token_of_row] - first_expert
+            is_elsewhere = (sent_ids < 0) | (sent_ids >= experts_behind)
+            sent_ids = sent_ids.masked_fill(is_elsewhere, experts_behind).to(torch.int32)
+            ids = all_to_all(sent_ids, group, send=send, receive=receive)
+            hops.append(Hop(group=group, copies=copies, send=send, receive=receive))
+        padded_length = max(sizes.received_copies)
+        if self._etp_group.size > 1:
+            padded_ids = pad_rows(ids, padded_length, self._local_experts)
+            ids = all_gather_rows(padded_ids, self._etp_group)
         route = DedupRoute(
-            hops=tuple(legs),
-            row_map=slots,
-            padded_length=widest,
-            expert_ends=ends,
-            sent_counts=sent,
+            hops=tuple(hops),
+            row_map=build_row_map(ids, sizes.local_rows, self._kernels),
+            padded_length=padded_length,
+            expert_ends=expert_ends,
+            sent_counts=sent_counts,
         )
-        return _spread(RoutedRows(rows=x_TH, weights=weights_Tk), legs[0].copies), route
+        return _copy_rows(RoutedRows(rows=x_TH, weights=weights_Tk), hops[0].copies), route
 
-    def _agreed(self, experts_Tk: torch.Tensor) -> tuple[_DedupSizes, torch.Tensor, torch.Tensor]:
-        """Sizes that the ranks told each other, `ends` and `sent`. The host waits once, however
-        many legs there are."""
-        ranks, local = self._ranks, self._experts // self._ranks
+    def _exchange_sizes(
+        self, experts_Tk: torch.Tensor
+    ) -> tuple[_DedupSizes, torch.Tensor, torch.Tensor]:
+        """Return the sizes that the ranks told each other, `expert_ends` and `sent_counts`.
+
+        The host waits once, however many hops there are.
+        """
+        ranks, local = self._ranks, self._local_experts
         counts = count_ids(experts_Tk, self._experts + 1)[:-1]
-        copies = _reached(experts_Tk // local, ranks)
-        table, sent, told = (
-            torch.cat((counts.view(ranks, local), copies[:, None]), 1),
-            [counts, copies],
-            [],
-        )
-        for way in self._ways[:-1]:
-            leaving = _reached(experts_Tk // (self._experts // way.size), way.size)
-            came = _swap(torch.cat((table.view(way.size, -1), leaving[:, None]), 1), way)
-            table = (
-                came[:, :-1].sum(0).view(-1, local + 1)
-            )  # of what comes to this place, by rank of the node
-            sent.append(leaving)
-            told += [leaving, came[:, -1]]
-        came = _swap(table, self._ways[-1])
-        held = all_gather_rows(came, self._slices).view(-1, len(came), local + 1)
-        per_expert = held[:, :, :local].sum((0, 1))
-        if self._known:
-            sizes = self._forced_sizes(self._known(*experts_Tk.shape))
+        copies = _count_reaching_tokens(experts_Tk // local, ranks)
+        # Rows to each expert of a rank, then copies to that rank.
+        table = torch.cat((counts.view(ranks, local), copies[:, None]), 1)
+        sent_counts = [counts, copies]
+        sizes_on_device = []
+        for group in self._groups[:-1]:
+            leaving = _count_reaching_tokens(
+                experts_Tk // (self._experts // group.size), group.size
+            )
+            received = _exchange_rows(
+                torch.cat((table.view(group.size, -1), leaving[:, None]), 1), group
+            )
+            # What comes to this place, by rank of the node.
+            table = received[:, :-1].sum(0).view(-1, local + 1)
+            sent_counts.append(leaving)
+            sizes_on_device += [leaving, received[:, -1]]
+        received = _exchange_rows(table, self._groups[-1])
+        gathered = all_gather_rows(received, self._etp_group).view(-1, len(received), local + 1)
+        per_expert = gathered[:, :, :local].sum((0, 1))
+        if self._forced_counts:
+            sizes = self._forced_sizes(self._forced_counts(*experts_Tk.shape))
         else:
-            told += [
+            sizes_on_device += [
                 table[:, local],
-                came[:, local],
-                held[:, :, local].sum(1),
+                received[:, local],
+                gathered[:, :, local].sum(1),
                 per_expert.sum()[None],
             ]
-            *legs, parts, (rows,) = copy_to_host(*told)
+            *hop_sizes, received_copies, (local_rows,) = copy_to_host(*sizes_on_device)
             sizes = _DedupSizes(
-                hops=tuple(zip(legs[::2], legs[1::2], strict=True)),
-                received_copies=parts,
-                local_rows=rows,
+                hops=tuple(zip(hop_sizes[::2], hop_sizes[1::2], strict=True)),
+                received_copies=received_copies,
+                local_rows=local_rows,
             )
-        return sizes, per_expert.cumsum(0).to(torch.int32), torch.cat(sent)
+        return sizes, per_expert.cumsum(0).to(torch.int32), torch.cat(sent_counts)
 
     def _forced_sizes(self, sent: RoundRobinCounts) -> _DedupSizes:
-        near, slices = self._ways[-1], self._slices.size
-        node = self._ways[0].index if len(self._ways) > 1 else 0
-        nodes, local = self._ranks // near.size, self._experts // self._ranks
-        here = node * near.size + near.index
-        inside = tuple(
-            nodes * copies for copies in sent.copies[node * near.size : (node + 1) * near.size]
-        )
-        legs = [(inside, (inside[near.index],) * near.size)]
+        near = self._groups[-1]
+        etp = self._etp_group.size
+        node = self._groups[0].index if len(self._groups) > 1 else 0
+        nodes = self._ranks // near.size
+        rank = node * near.size + near.index
+        node_copies = sent.copies[node * near.size : (node + 1) * near.size]
+        near_send = tuple(nodes * copies for copies in node_copies)
+        near_receive = (near_send[near.index],) * near.size
+        hops = [(near_send, near_receive)]
         if nodes > 1:
-            legs.insert(0, (sent.nodes, (sent.nodes[node],) * nodes))
-        coming = inside[near.index] * near.size
-        rows = slices * self._ranks * sum(sent.rows[here * local : (here + 1) * local])
-        return _DedupSizes(hops=tuple(legs), received_copies=(coming,) * slices, local_rows=rows)
+            hops.insert(0, (sent.nodes, (sent.nodes[node],) * nodes))
+        rank_rows = sent.rows[rank * self._local_experts : (rank + 1) * self._local_experts]
+        return _DedupSizes(
+            hops=tuple(hops),
+            received_copies=(sum(near_receive),) * etp,
+            local_rows=etp * self._ranks * sum(rank_rows),
+        )
 
     def dispatch(
-        self, routed: RoutedRows, route: DedupRoute, meanwhile: OverlappedWork | None
+        self, routed: RoutedRows, route: DedupRoute, overlapped_work: OverlappedWork | None
     ) -> RoutedRows:
-        """Copies and weights to the ranks of their experts, `meanwhile` beside the first
-        crossing."""
-        for number, leg in enumerate(route.hops):
+        """Send copies and weights to the ranks of their experts, overlapping the first hop."""
+        for number, hop in enumerate(route.hops):
             if number:
-                routed, meanwhile = _spread(routed, leg.copies), None
-            both = routed.rows, routed.weights
+                routed = _copy_rows(routed, hop.copies)
             rows, weights = all_to_all_overlapped(
-                both, leg.group, send=leg.send, receive=leg.receive, overlapped_work=meanwhile
+                (routed.rows, routed.weights),
+                hop.group,
+                send=hop.send,
+                receive=hop.receive,
+                overlapped_work=None if number else overlapped_work,
             )
             routed = RoutedRows(rows=rows, weights=weights)
-        if self._slices.size > 1:
+        if self._etp_group.size > 1:
             rows, weights = (
-                AllGatherRows.apply(pad_rows(x, route.padded_length), self._slices)
+                AllGatherRows.apply(pad_rows(x, route.padded_length), self._etp_group)
                 for x in (rows, weights)
             )
         return RoutedRows(rows=rows, weights=weights)
 
     def postprocess(self, routed: RoutedRows, route: DedupRoute) -> RoutedRows:
-        """A row for each expert here that a copy wants, by expert."""
+        """Make a row for each local expert that a copy has, by expert."""
         return permute_to_local_experts(routed, route.row_map)
 
     def combine_preprocess(self, rows: torch.Tensor, route: DedupRoute) -> torch.Tensor:
-        """The weighted sum of the experts here for each copy."""
+        """Sum the weighted outputs of the local experts for each copy."""
         return route.row_map.unpermute(rows)
 
     def combine(
-        self, rows: torch.Tensor, route: DedupRoute, meanwhile: OverlappedWork | None
+        self, rows: torch.Tensor, route: DedupRoute, overlapped_work: OverlappedWork | None
     ) -> torch.Tensor:
-        """Partial sums back to the ranks of their tokens, the parts of cut experts summed and those
-        of one node; `meanwhile` beside the last crossing.
+        """Send partial sums back to the ranks of their tokens, overlapping the last hop.
+
+        The parts of sharded experts are summed on the way, and those of one node.
         """
-        if self._slices.size > 1:
-            rows = ReduceScatterRows.apply(rows, self._slices)[: sum(route.hops[-1].receive)]
-        for number, leg in reversed(tuple(enumerate(route.hops))):
-            beside = None if number else meanwhile
+        if self._etp_group.size > 1:
+            received = sum(route.hops[-1].receive)
+            rows = ReduceScatterRows.apply(rows, self._etp_group)[:received]
+        for number, hop in reversed(tuple(enumerate(route.hops))):
             (rows,) = all_to_all_overlapped(
-                (rows,), leg.group, send=leg.receive, receive=leg.send, overlapped_work=beside
+                (rows,),
+                hop.group,
+                send=hop.receive,
+                receive=hop.send,
+                overlapped_work=None if number else overlapped_work,
             )
             if number:
-                rows = leg.copies.unpermute(rows)
+                rows = hop.copies.unpermute(rows)
         return rows
 
     def combine_postprocess(self, rows: torch.Tensor, route: DedupRoute) -> torch.Tensor:
-        """Sum what the places of the first crossing sent for each token."""
+        """Sum what the destinations of the first hop sent back for each token."""
         return route.hops[0].copies.unpermute(rows)
 
 
-def _spread(routed: RoutedRows, copies: RowMap) -> RoutedRows:
-    """A copy takes all weights of its token along; the receiver uses those of its own experts."""
+def _copy_rows(routed: RoutedRows, copies: RowMap) -> RoutedRows:
+    """Copy rows, each with all weights of its token; the receiver uses those of its own experts."""
     return RoutedRows(rows=copies.permute(routed.rows), weights=copies.permute(routed.weights))
 
 
-def _swap(table: torch.Tensor, group: Group) -> torch.Tensor:
-    """Row i to rank i, and from each the row that is for this one."""
+def _exchange_rows(table: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send row i to rank i, and return the rows for this rank by source."""
     return all_to_all(table, group, send=[1] * group.size, receive=[1] * group.size)
 
 
-def _reached(place_Tk: torch.Tensor, places: int) -> torch.Tensor:
-    """How many tokens have one of their experts at each place."""
-    return count_ids(mask_repeats(place_Tk, places), places + 1)[:-1]
+def _count_reaching_tokens(destinations_Tk: torch.Tensor, destinations: int) -> torch.Tensor:
+    """Count the tokens that have one of their experts at each destination."""
+    return count_ids(mask_repeats(destinations_Tk, destinations), destinations + 1)[:-1]
 
 
 def mask_repeats(rank_Tk: torch.Tensor, none: int) -> torch.Tensor:
-    """Each token's ranks, every one once and the repeats as `none`."""
+    """Return each token's ranks with every repeat replaced by `none`."""
     top_k = rank_Tk.shape[1]
     earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=rank_Tk.device).tril(-1)
     same = rank_Tk[:, :, None] == rank_Tk[:, None, :]

@@ -1,7 +1,7 @@
-"""The dispatcher that leaves the way there and back to a library (DeepEP, HybridEP), and its proof
-at the start.
+"""The dispatcher that leaves dispatch and combine to a library (DeepEP, HybridEP), and the check of
+that library at the start.
 
-Shapes as in the seam; N copies that came here, j of their experts or places for them.
+Shapes as in dispatch.interface; N copies that came here, j of their experts or places for them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from moewright.engine.dispatch.interface import (
     copy_to_host,
     permute_to_local_experts,
 )
+from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.reference import TorchKernels
-from moewright.engine.model.autograd import count_ids
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import DispatcherKind as Kind
+from moewright.spec.layout import DispatcherKind
 
-_TOKENS, _TOP_K = 16, 2  # of the proof
+_TRIAL_TOKENS = 16
+_TRIAL_TOP_K = 2
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens to the ranks of their experts; their gradients are summed on the way back. Books what
-    is handed over."""
+    """The dispatch of tokens to the ranks of their experts, whose gradients are summed on the way
+    back. It counts what is handed to the library."""
 
     @staticmethod
     def forward(
@@ -48,23 +49,24 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         for tensor in (x_TH, experts_Tk, weights_Tk):
             library.group.count_call(Collective.ALL_TO_ALL, tensor)
-        arrived = library.dispatch(x_TH, experts_Tk, weights_Tk)
-        ctx.library, ctx.handle = library, arrived.handle
-        ctx.mark_non_differentiable(arrived.ids)
-        return arrived.rows, arrived.weights, arrived.ids, arrived.handle
+        copies = library.dispatch(x_TH, experts_Tk, weights_Tk)
+        ctx.library, ctx.handle = library, copies.handle
+        ctx.mark_non_differentiable(copies.ids)
+        return copies.rows, copies.weights, copies.ids, copies.handle
 
     @staticmethod
     def backward(
         ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor | None, ...]:
+        library: DispatchLibrary = ctx.library
         for tensor in (rows, weights):
-            ctx.library.group.book(Collective.ALL_TO_ALL, tensor)
-        x_TH, weights_Tk = ctx.library.combine_both(rows, weights, ctx.handle)
+            library.group.count_call(Collective.ALL_TO_ALL, tensor)
+        x_TH, weights_Tk = library.combine_with_weights(rows, weights, ctx.handle)
         return x_TH, weights_Tk, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """What the ranks send back for each token, summed; its gradient goes to all of them."""
+    """The sum of what the ranks send back for each token, whose gradient goes to all of them."""
 
     @staticmethod
     def forward(
@@ -76,15 +78,18 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.library.group.book(Collective.ALL_TO_ALL, grad_TH)
-        return ctx.library.dispatch_again(grad_TH, ctx.handle), None, None
+        library: DispatchLibrary = ctx.library
+        library.group.count_call(Collective.ALL_TO_ALL, grad_TH)
+        return library.dispatch_cached(grad_TH, ctx.handle), None, None
 
 
 @dataclass(kw_only=True, slots=True)
 class DeepEpRoute:
-    """`experts` [T,k] until the library has brought the copies; after that `handle` and `slots`,
-    the rows of the local experts among the slots of the copies here. `ends` and `sent` as in the
-    seam.
+    """The route of one batch of tokens, which is filled when the library has brought the copies.
+
+    Until then it has `experts` [T,k] alone; after that `handle` and `row_map`, the rows of the
+    local experts among the slots of the copies here. `expert_ends` and `sent_counts` as in
+    TokenDispatcher.
     """
 
     experts: torch.Tensor
@@ -95,57 +100,59 @@ class DeepEpRoute:
 
 
 class DeepEpDispatcher:
-    """Dispatch over an expert-parallel group by a library."""
+    """A dispatcher over an expert-parallel group by a library."""
 
     def __init__(self, library: DispatchLibrary, experts: int, kernels: KernelSet) -> None:
-        self._library, self._experts, self._kernels = library, experts, kernels
+        self._library = library
+        self._experts = experts
+        self._kernels = kernels
 
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[RoutedRows, DeepEpRoute]:
-        """Count what is sent; the library finds the way by itself."""
+        """Count what is sent; the library works out the rest by itself."""
         ranks = self._library.group.size
-        first_Tk = mask_repeats(experts_Tk // (self._experts // ranks), ranks)
-        sent = [
-            count_ids(ids, places + 1)[:-1]
-            for ids, places in ((experts_Tk, self._experts), (first_Tk, ranks))
-        ]
-        nothing = torch.empty(0, dtype=torch.int32, device=x_TH.device)
-        return RoutedRows(rows=x_TH, weights=weights_Tk), DeepEpRoute(
-            experts=experts_Tk, sent_counts=torch.cat(sent), expert_ends=nothing
+        destinations_Tk = mask_repeats(experts_Tk // (self._experts // ranks), ranks)
+        expert_counts = count_ids(experts_Tk, self._experts + 1)[:-1]
+        rank_counts = count_ids(destinations_Tk, ranks + 1)[:-1]
+        route = DeepEpRoute(
+            experts=experts_Tk,
+            sent_counts=torch.cat((expert_counts, rank_counts)),
+            expert_ends=torch.empty(0, dtype=torch.int32, device=x_TH.device),
         )
+        return RoutedRows(rows=x_TH, weights=weights_Tk), route
 
     def dispatch(
-        self, routed: RoutedRows, route: DeepEpRoute, meanwhile: OverlappedWork | None
+        self, routed: RoutedRows, route: DeepEpRoute, overlapped_work: OverlappedWork | None
     ) -> RoutedRows:
-        """Copies and weights to the ranks of their experts. Nothing goes on beside it
-        (engine.support)."""
+        """Send copies and weights to the ranks of their experts.
+
+        Nothing overlaps it (rules.engine_limits).
+        """
         rows, weights, ids, route.handle = _Dispatch.apply(
             routed.rows, routed.weights, route.experts, self._library
         )
         local = self._experts // self._library.group.size
         counts = count_ids(ids, local + 1)[:-1]
-        ((here,),) = copy_to_host(counts.sum()[None])
-        route.row_map, route.expert_ends = (
-            build_row_map(ids, here, self._kernels),
-            counts.cumsum(0).to(torch.int32),
-        )
+        ((local_rows,),) = copy_to_host(counts.sum()[None])
+        route.row_map = build_row_map(ids, local_rows, self._kernels)
+        route.expert_ends = counts.cumsum(0).to(torch.int32)
         return RoutedRows(rows=rows, weights=weights)
 
     def postprocess(self, routed: RoutedRows, route: DeepEpRoute) -> RoutedRows:
-        """A row for each expert here that a copy wants, by expert."""
+        """Make a row for each local expert that a copy has, by expert."""
         assert route.row_map is not None  # dispatched before
         return permute_to_local_experts(routed, route.row_map)
 
     def combine_preprocess(self, rows: torch.Tensor, route: DeepEpRoute) -> torch.Tensor:
-        """The weighted sum of the experts here for each copy."""
+        """Sum the weighted outputs of the local experts for each copy."""
         assert route.row_map is not None  # dispatched before
         return route.row_map.unpermute(rows)
 
     def combine(
-        self, rows: torch.Tensor, route: DeepEpRoute, meanwhile: OverlappedWork | None
+        self, rows: torch.Tensor, route: DeepEpRoute, overlapped_work: OverlappedWork | None
     ) -> torch.Tensor:
-        """Partial sums back to the ranks of their tokens, where the library sums them."""
+        """Send partial sums back to the ranks of their tokens, where the library sums them."""
         return _Combine.apply(rows, route.handle, self._library)
 
     def combine_postprocess(self, rows: torch.Tensor, route: DeepEpRoute) -> torch.Tensor:
@@ -154,66 +161,69 @@ class DeepEpDispatcher:
 
 def verify_library(
     library: DispatchLibrary,
-    kind: Kind,
-    alone: Group,
+    kind: DispatcherKind,
+    etp_group: Group,
     *,
     experts: int,
     hidden: int,
     like: torch.Tensor,
 ) -> None:
-    """Hold a tiny dispatch and combine, forward and backward, against the plain all-to-all; every
-    rank of the group calls this, with an ETP group of one. `like` has dtype and device. Raises
-    BadInput on all when one rank sees another result.
+    """Compare a tiny dispatch and combine, forward and backward, with the plain all-to-all.
+
+    Every rank of the group calls this, with an ETP group of one. `like` has dtype and device.
+
+    Raises:
+        BadInput: on all ranks, when one of them sees another result.
     """
     plain = AllToAllDispatcher(
-        library.group, alone, experts, TorchKernels(), forced_counts=None, may_drop=False
+        library.group, etp_group, experts, TorchKernels(), forced_counts=None, may_drop=False
     )
     fused = DeepEpDispatcher(library, experts, TorchKernels())
-    wrong, why = (
-        like.new_zeros(1, dtype=torch.float32),
-        "differs from the plain all-to-all in a trial at the start",
-    )
+    failures = like.new_zeros(1, dtype=torch.float32)
+    rule = "differs from the plain all-to-all in a trial at the start"
     try:
-        ours, theirs = (_trial(way, library.group, experts, hidden, like) for way in (fused, plain))
+        results, references = (
+            _run_trial(dispatcher, library.group, experts, hidden, like)
+            for dispatcher in (fused, plain)
+        )
         # bf16 keeps 8 bits, and the two sum in another order.
         tolerance = 2e-2 if like.element_size() < 4 else 1e-5
-        pairs = zip(ours, theirs, strict=True)
-        near = (
-            float((one - other).norm()) <= tolerance * float(other.norm()) for one, other in pairs
+        is_close = all(
+            float((result - reference).norm()) <= tolerance * float(reference.norm())
+            for result, reference in zip(results, references, strict=True)
         )
-        wrong += not all(near)
-    except (
-        Exception
-    ) as error:  # its own kernels may refuse the device, the width of rows or the number of ranks
-        wrong += 1
-        why = f"failed a trial at the start: {type(error).__name__}: {error}"
-    if float(all_reduce(wrong, library.group)):
-        raise BadInput(unusable_reason(kind, why))
+        failures += not is_close
+    # Its own kernels may refuse the device, the width of rows or the number of ranks.
+    except Exception as error:
+        failures += 1
+        rule = f"failed a trial at the start: {type(error).__name__}: {error}"
+    if float(all_reduce(failures, library.group)):
+        raise BadInput(unusable_reason(kind, rule))
 
 
-def _trial(
-    way: TokenDispatcher, group: Group, experts: int, hidden: int, like: torch.Tensor
+def _run_trial(
+    dispatcher: TokenDispatcher, group: Group, experts: int, hidden: int, like: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Outputs and gradients of tokens through experts that multiply by their number: a row at a
-    wrong one shows."""
-    top_k, tokens = min(_TOP_K, experts), torch.arange(_TOKENS, device=like.device)
-    x = (
-        torch.sin(torch.arange(_TOKENS * hidden, device=like.device) + group.index)
-        .view(_TOKENS, hidden)
-        .to(like)
-    )
-    slots = tokens[:, None] * 3 + torch.arange(top_k, device=like.device) * 5 + group.index
-    weights = (slots % 7 + 1).float() / 8
-    chosen = torch.stack([(slots[:, 0] + other) % experts for other in range(top_k)], 1)
-    x, weights = x.requires_grad_(), weights.requires_grad_()
-    routed, route = way.preprocess(x, chosen, weights)
-    routed = way.postprocess(way.dispatch(routed, route, None), route)
+    """Return the outputs and gradients of tokens through experts that multiply by their number.
+
+    So a row at a wrong expert shows.
+    """
+    device = like.device
+    top_k = min(_TRIAL_TOP_K, experts)
+    angles = torch.arange(_TRIAL_TOKENS * hidden, device=device) + group.index
+    x = torch.sin(angles).view(_TRIAL_TOKENS, hidden).to(like).requires_grad_()
+    tokens = torch.arange(_TRIAL_TOKENS, device=device)
+    slots = tokens[:, None] * 3 + torch.arange(top_k, device=device) * 5 + group.index
+    weights = ((slots % 7 + 1).float() / 8).requires_grad_()
+    chosen = torch.stack([(slots[:, 0] + slot) % experts for slot in range(top_k)], 1)
+    routed, route = dispatcher.preprocess(x, chosen, weights)
+    routed = dispatcher.postprocess(dispatcher.dispatch(routed, route, None), route)
     local = experts // group.size
-    places = torch.arange(len(routed.rows), dtype=torch.int32, device=like.device)
-    factor = torch.searchsorted(route.ends, places, right=True) + 1 + group.index * local
+    row_numbers = torch.arange(len(routed.rows), dtype=torch.int32, device=device)
+    local_expert = torch.searchsorted(route.expert_ends, row_numbers, right=True)
+    factor = local_expert + 1 + group.index * local
     rows = (routed.rows.float() * (routed.weights * factor)[:, None]).to(like)
-    out = way.combine_postprocess(
-        way.combine(way.combine_preprocess(rows, route), route, None), route
-    )
+    rows = dispatcher.combine(dispatcher.combine_preprocess(rows, route), route, None)
+    out = dispatcher.combine_postprocess(rows, route)
     out.backward(torch.cos(x.detach().float()).to(like))
-    return [one.detach().float() for one in (out, x.grad, weights.grad) if one is not None]
+    return [tensor.detach().float() for tensor in (out, x.grad, weights.grad) if tensor is not None]

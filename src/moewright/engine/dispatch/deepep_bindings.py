@@ -3,10 +3,10 @@ kernels that move one copy of a token to a rank, and between nodes one to a node
 back.
 
 Both have two calls, each of which is the backward of the other: a dispatch, which gives a handle,
-and a combine, which sums without weights. Each library is spoken to in one class of this module,
+and a combine, which sums without weights. Each library is called from one class of this module,
 through its public Python interface alone. Neither has been run on hardware by this project: tests
 put a module in their place that exchanges over gloo, and a job that asks for one starts with
-`fused.prove`, which holds it against the plain all-to-all.
+`deepep.verify_library`, which compares it with the plain all-to-all.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from moewright.spec.layout import DispatcherKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceivedCopies:
-    """Copies [N,H] that came here; of each its experts here, ids [N,j] from 0 with E_local for
-    none, and their weights [N,j] fp32. `handle` is the library's, for the way back.
+    """Copies of tokens that came to this rank: rows [N,H].
+
+    `ids` [N,j] are the local experts of each, from 0, with E_local for none, and `weights` [N,j]
+    fp32 theirs. `handle` is the library's, for the way back.
     """
 
     rows: torch.Tensor
@@ -35,8 +37,10 @@ class ReceivedCopies:
 
 
 class DispatchLibrary(Protocol):
-    """What a library does for an expert-parallel group; ids and weights [T,k] are of the tokens
-    here, E for none."""
+    """What a library does for an expert-parallel group.
+
+    Experts and weights [T,k] are of the tokens here; a dropped slot has expert E.
+    """
 
     group: Group
 
@@ -45,32 +49,35 @@ class DispatchLibrary(Protocol):
     ) -> ReceivedCopies: ...
 
     def dispatch_cached(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Other rows of the same tokens the same way: [N,H]."""
+        """Send other rows of the same tokens to the same ranks: [N,H]."""
         ...
 
     def combine(self, rows_NH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Sums [T,H] of what the ranks send back for each token."""
+        """Return the sums [T,H] of what the ranks send back for each token."""
         ...
 
     def combine_with_weights(
         self, rows_NH: torch.Tensor, weights_Nj: torch.Tensor, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and each weight [T,k] from the rank that it went to."""
+        """Return the same sums, and each weight [T,k] from the rank that it went to."""
         ...
 
 
 class DeepEp:
-    """`deep_ep.Buffer`, by its normal kernels, which wait for the device once to learn how many
-    copies come."""
+    """`deep_ep.Buffer`, by its normal kernels, where the host waits once for the number of copies
+    that come."""
 
     def __init__(self, module: Any, group: Group, *, experts: int, hidden: int) -> None:
-        row_bytes, make = 2 * hidden, module.Buffer  # rows are bf16
+        buffer_class = module.Buffer
+        row_bytes = 2 * hidden  # rows are bf16
         configs = [
-            config(group.size) for config in (make.get_dispatch_config, make.get_combine_config)
+            buffer_class.get_dispatch_config(group.size),
+            buffer_class.get_combine_config(group.size),
         ]
-        self.group, self._experts = group, experts
-        self._index = getattr(module, "topk_idx_t", torch.int64)
-        self._buffer = make(
+        self.group = group
+        self._experts = experts
+        self._index_dtype = getattr(module, "topk_idx_t", torch.int64)
+        self._buffer = buffer_class(
             group.handle,
             max(config.get_nvl_buffer_size_hint(row_bytes, group.size) for config in configs),
             max(config.get_rdma_buffer_size_hint(row_bytes, group.size) for config in configs),
@@ -79,18 +86,18 @@ class DeepEp:
     def dispatch(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> ReceivedCopies:
-        chosen = experts_Tk.masked_fill(experts_Tk == self._experts, -1).to(self._index)
-        to_ranks, to_nodes, to_experts, reached, _ = self._buffer.get_dispatch_layout(
+        chosen = experts_Tk.masked_fill(experts_Tk == self._experts, -1).to(self._index_dtype)
+        rank_counts, node_counts, expert_counts, is_in_rank, _ = self._buffer.get_dispatch_layout(
             chosen, self._experts
         )
         rows, ids, weights, _, handle, _ = self._buffer.dispatch(
             x_TH.contiguous(),
             topk_idx=chosen,
             topk_weights=weights_Tk.contiguous(),
-            num_tokens_per_rank=to_ranks,
-            num_tokens_per_rdma_rank=to_nodes,
-            is_token_in_rank=reached,
-            num_tokens_per_expert=to_experts,
+            num_tokens_per_rank=rank_counts,
+            num_tokens_per_rdma_rank=node_counts,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=expert_counts,
         )
         ids = ids.long().masked_fill(ids < 0, self._experts // self.group.size)
         return ReceivedCopies(rows=rows, ids=ids, weights=weights, handle=handle)
@@ -113,9 +120,10 @@ class DeepEp:
 
 
 class HybridEp:
-    """`deep_ep.HybridEPBuffer`, by its dispatch and combine without permutation. It speaks of
-    experts in maps: whether a token has an expert [T,E], with which probability [T,E]; what arrives
-    has those of all experts of the node.
+    """`deep_ep.HybridEPBuffer`, by its dispatch and combine without permutation.
+
+    It describes experts by maps: whether a token has an expert [T,E], with which probability [T,E];
+    what arrives has those of all experts of the node.
     """
 
     def __init__(
@@ -128,14 +136,14 @@ class HybridEp:
         max_tokens: int,
         nvlink_domain_size: int,
     ) -> None:
-        """`tokens` of a rank at most; `near` ranks of the group lie in one NVLink domain."""
+        """Set up the buffer; `nvlink_domain_size` ranks of the group lie in one NVLink domain."""
         local = experts // group.size
-        self.group, self._experts = group, experts
-        self._of_node, self._first = (
-            local * nvlink_domain_size,
-            group.index % nvlink_domain_size * local,
-        )
-        self._here = torch.arange(local)
+        first = group.index % nvlink_domain_size * local
+        self.group = group
+        self._experts = experts
+        self._node_experts = local * nvlink_domain_size
+        self._local_ids = torch.arange(local)
+        self._local_columns = slice(first, first + local)  # of the node's experts
         self._buffer = module.HybridEPBuffer(
             group=group.handle,
             hidden_dim=hidden,
@@ -144,28 +152,24 @@ class HybridEp:
             num_of_ranks_per_nvlink_domain=nvlink_domain_size,
         )
 
-    @property
-    def _mine(self) -> slice:
-        return slice(self._first, self._first + len(self._here))
-
     def dispatch(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> ReceivedCopies:
         shape = len(x_TH), self._experts + 1
-        chosen = torch.zeros(shape, dtype=torch.bool, device=x_TH.device).scatter_(
-            1, experts_Tk, True
-        )[:, :-1]
-        weights = weights_Tk.new_zeros(shape).scatter_(1, experts_Tk, weights_Tk)[:, :-1]
-        rows, probs, _, handle = self._buffer.dispatch(
-            hidden=x_TH.contiguous(), routing_map=chosen.contiguous(), probs=weights.contiguous()
+        routing_map = torch.zeros(shape, dtype=torch.bool, device=x_TH.device)
+        routing_map = routing_map.scatter_(1, experts_Tk, True)[:, :-1]
+        probs = weights_Tk.new_zeros(shape).scatter_(1, experts_Tk, weights_Tk)[:, :-1]
+        rows, node_probs, _, handle = self._buffer.dispatch(
+            hidden=x_TH.contiguous(), routing_map=routing_map.contiguous(), probs=probs.contiguous()
         )
-        here = self._here.to(x_TH.device)
-        wanted = handle[4][
-            : len(rows)
-        ]  # whether a copy is for an expert here [N,E_local]; as the library documents
-        ids = torch.where(wanted, here, len(here))
+        local_ids = self._local_ids.to(x_TH.device)
+        # Whether a copy is for an expert here [N,E_local]; as the library documents.
+        is_local = handle[4][: len(rows)]
         return ReceivedCopies(
-            rows=rows, ids=ids, weights=probs[:, self._mine] * wanted, handle=(handle, experts_Tk)
+            rows=rows,
+            ids=torch.where(is_local, local_ids, len(local_ids)),
+            weights=node_probs[:, self._local_columns] * is_local,
+            handle=(handle, experts_Tk),
         )
 
     def dispatch_cached(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
@@ -179,13 +183,15 @@ class HybridEp:
     def combine_with_weights(
         self, rows_NH: torch.Tensor, weights_Nj: torch.Tensor, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        probs = weights_Nj.new_zeros(len(rows_NH), self._of_node)
-        probs[:, self._mine] = weights_Nj
-        sums, back = self._buffer.combine(
-            hidden=rows_NH.contiguous(), probs=probs, handle=handle[0]
+        library_handle, experts_Tk = handle
+        probs = weights_Nj.new_zeros(len(rows_NH), self._node_experts)
+        probs[:, self._local_columns] = weights_Nj
+        sums, token_probs = self._buffer.combine(
+            hidden=rows_NH.contiguous(), probs=probs, handle=library_handle
         )
-        back = torch.cat((back, back.new_zeros(len(back), 1)), 1)  # a dropped slot has no expert
-        return sums, back.gather(1, handle[1])
+        # A dropped slot has expert E, which weighs nothing.
+        token_probs = torch.cat((token_probs, token_probs.new_zeros(len(token_probs), 1)), 1)
+        return sums, token_probs.gather(1, experts_Tk)
 
 
 def open_library(
@@ -197,8 +203,11 @@ def open_library(
     max_tokens: int,
     nvlink_domain_size: int,
 ) -> DispatchLibrary:
-    """The library set up for a group; every rank of it calls this. Raises BadInput when it cannot
-    be."""
+    """Set up the library for a group; every rank of it calls this.
+
+    Raises:
+        BadInput: when it cannot be set up.
+    """
     try:
         module = importlib.import_module("deep_ep")
         if dispatcher is DispatcherKind.DEEPEP:
@@ -217,7 +226,8 @@ def open_library(
         ) from error
 
 
-def unusable_reason(dispatcher: DispatcherKind, why: str) -> Reason:
+def unusable_reason(dispatcher: DispatcherKind, rule: str) -> Reason:
+    """Return the reason why a library cannot dispatch."""
     return Reason(
-        field="layout.dispatcher", value=dispatcher, rule=why, nearest=DispatcherKind.DEDUP
+        field="layout.dispatcher", value=dispatcher, rule=rule, nearest=DispatcherKind.DEDUP
     )

@@ -1,8 +1,9 @@
-"""The seam between router and experts: dispatch (pre, comm, post) and combine (pre, comm, post).
+"""The interface between router and experts: dispatch (pre, comm, post) and combine (pre, comm,
+post).
 
 Communication stands alone in `dispatch` and `combine`, so that it can be overlapped or replaced:
-they call `meanwhile`, where there is such work, while rows travel. Shapes: T tokens of this rank, k
-experts a token, H hidden, R rows for the experts here, E_local experts held here.
+they call `overlapped_work`, where there is such work, while rows travel. Shapes: T tokens of this
+rank, k experts a token, H hidden, R rows for the experts here, E_local experts held here.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from moewright.engine.dispatch.rows import Permute, SelectRows, Unpermute
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.model.autograd import Permute, SelectRows, Unpermute
 from moewright.rules.routing import RoundRobinCounts
 
 OverlappedWork = Callable[[], None]
@@ -30,9 +31,11 @@ class RoutedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowMap:
-    """Which row each (token, slot) pair became: tokens [R] says of which token a row is, rows [T,k]
-    which row a slot has, R where it has none; `places` [R] are the slots of the rows, numbered t *
-    k + j. `full`: every slot has a row, every row a slot.
+    """A map between (token, slot) pairs and rows.
+
+    `token_of_row` [R] is the token of each row, `row_of_slot` [T,k] the row of each slot, R where
+    it has none; `slot_of_row` [R] numbers slots t * k + j. `is_complete`: every slot has a row,
+    every row a slot.
     """
 
     token_of_row: torch.Tensor
@@ -42,70 +45,71 @@ class RowMap:
     kernels: KernelSet
 
     def permute(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Each token's copy in its rows: [R,H]."""
+        """Copy each token to its rows: [R,H]."""
         return Permute.apply(
             x_TH, self.token_of_row, self.row_of_slot, self.is_complete, self.kernels
         )
 
     def unpermute(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        """The sum of each token's rows: [T,H]."""
+        """Sum the rows of each token: [T,H]."""
         return Unpermute.apply(
             rows_RH, self.token_of_row, self.row_of_slot, self.is_complete, self.kernels
         )
 
 
 def copy_to_host(*counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Several lists of sizes from the device in one copy: the one wait for it in a layer."""
-    parts = torch.cat(counts).cpu().split([len(one) for one in counts])
+    """Copy several lists of sizes from the device at once: the one wait for it in a layer."""
+    parts = torch.cat(counts).cpu().split([len(part) for part in counts])
     return tuple(tuple(part.tolist()) for part in parts)
 
 
 def build_row_map(ids_Tk: torch.Tensor, kept: int, kernels: KernelSet) -> RowMap:
-    """Rows by id, slots of equal id in their order; only the `kept` first become rows."""
+    """Sort slots by id, those of equal id in their order; only the first `kept` become rows."""
     order = torch.argsort(ids_Tk.flatten(), stable=True)
     rows = torch.empty_like(order)
     rows[order] = torch.arange(order.numel(), device=order.device)
-    full = kept == order.numel()
-    if not full:
-        order, rows = order[:kept].clone(), rows.clamp_(max=kept)
-    tokens = order // ids_Tk.shape[1]
+    is_complete = kept == order.numel()
+    if not is_complete:
+        order = order[:kept].clone()
+        rows = rows.clamp_(max=kept)
     return RowMap(
-        token_of_row=tokens,
+        token_of_row=order // ids_Tk.shape[1],
         row_of_slot=rows.view(ids_Tk.shape),
         slot_of_row=order,
-        is_complete=full,
+        is_complete=is_complete,
         kernels=kernels,
     )
 
 
-def permute_to_local_experts(routed: RoutedRows, slots: RowMap) -> RoutedRows:
-    """A row for each slot of received tokens that has an expert here, with its own of the token's
-    weights [*,k]."""
+def permute_to_local_experts(received: RoutedRows, row_map: RowMap) -> RoutedRows:
+    """Make a row for each slot of received tokens that has an expert here.
+
+    Its weight is the slot's own of the token's weights [*,k].
+    """
     return RoutedRows(
-        rows=slots.permute(routed.rows),
-        weights=SelectRows.apply(routed.weights.flatten(), slots.slot_of_row),
+        rows=row_map.permute(received.rows),
+        weights=SelectRows.apply(received.weights.flatten(), row_map.slot_of_row),
     )
 
 
-def pad_rows(x: torch.Tensor, rows: int, filling: int = 0) -> torch.Tensor:
-    """x with rows of zeros, or of another number, after it."""
-    return torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), filling)))
+def pad_rows(x: torch.Tensor, rows: int, fill_value: int = 0) -> torch.Tensor:
+    """Pad x to `rows` rows with zeros, or with another number."""
+    return torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), fill_value)))
 
 
-# What every rank sends, by its tokens and the experts of each, where a forced choice lets the host
-# know without a look.
+# What every rank sends, by its tokens and the experts of each, where forced routing lets the host
+# know without looking at the device.
 ForcedCounts = Callable[[int, int], RoundRobinCounts]
 
 
 class TokenDispatcher(Protocol):
-    """One way to bring tokens to their experts and the results back. A slot whose expert is E was
-    dropped.
+    """A way to bring tokens to their experts and the results back.
 
-    `preprocess` agrees with the other ranks on sizes and gives, beside the rows, what the later
-    steps need to know: its own kind of route. Others read of it `ends` [E_local] int32, the running
-    ends of the local experts' rows, and `sent` int64, what this rank sends: rows to each expert
-    [E], under de-duplication followed by copies to each rank [ep] and, where they cross to nodes
-    first, to each node.
+    A slot whose expert is E was dropped. `preprocess` agrees with the other ranks on sizes and
+    gives, beside the rows, what the later steps need to know: its own kind of route. Others read of
+    it `expert_ends` [E_local] int32, the running ends of the local experts' rows, and `sent_counts`
+    int64, what this rank sends: rows to each expert [E], under de-duplication followed by copies to
+    each rank [ep] and, where they cross to nodes first, to each node.
     """
 
     def preprocess(
@@ -113,7 +117,7 @@ class TokenDispatcher(Protocol):
     ) -> tuple[RoutedRows, Any]: ...
 
     def dispatch(
-        self, routed: RoutedRows, route: Any, meanwhile: OverlappedWork | None
+        self, routed: RoutedRows, route: Any, overlapped_work: OverlappedWork | None
     ) -> RoutedRows: ...
 
     def postprocess(self, routed: RoutedRows, route: Any) -> RoutedRows: ...
@@ -121,7 +125,7 @@ class TokenDispatcher(Protocol):
     def combine_preprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...
 
     def combine(
-        self, rows: torch.Tensor, route: Any, meanwhile: OverlappedWork | None
+        self, rows: torch.Tensor, route: Any, overlapped_work: OverlappedWork | None
     ) -> torch.Tensor: ...
 
     def combine_postprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: reading, importing and exporting them."""

@@ -1,5 +1,7 @@
-"""A checkpoint of ours, written in any layout, into a Hugging Face folder: one tensor in memory at
-a time."""
+"""A checkpoint of ours, written in any layout, becomes a Hugging Face folder.
+
+One tensor is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -41,19 +44,23 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype
 
-_SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
+# The bytes of a file at most, as transformers cuts them.
+_FILE_BYTES = 5 * 10**9
 _DTYPE_NAMES: Mapping[Dtype, str] = MappingProxyType(
     {Dtype.FP32: "F32", Dtype.BF16: "BF16", Dtype.FP16: "F16"}
 )
-_DTYPE_ORDER = ("F32", "BF16", "F16")  # the order of dtypes in a file, as safetensors has it
+# The order of dtypes in a file, as safetensors has it.
+_DTYPE_ORDER = ("F32", "BF16", "F16")
 
 HeadersByFile = Mapping[str, Sequence[TensorHeader]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportPlan:
-    """A checkpoint, and the files that it will be. `places` says which part of which of ours each
-    of theirs is."""
+    """A checkpoint, and the files that it will be.
+
+    `sources` says of which of our tensors, and of which part of it, each of the files' tensors is.
+    """
 
     checkpoint: Path
     index: CheckpointIndex
@@ -63,10 +70,11 @@ class ExportPlan:
 
     @property
     def nbytes(self) -> int:
-        return sum(row.nbytes for rows in self.files.values() for row in rows)
+        return sum(header.nbytes for headers in self.files.values() for header in headers)
 
 
 def parse_stored_model(index: CheckpointIndex, checkpoint: Path) -> ModelSpec:
+    """Return the model that a checkpoint says it is of, or raise BadInput."""
     data = index.extra.get("model")
     if not isinstance(data, dict):
         raise BadInput(Reason(field=str(checkpoint), rule="does not say which model it is of"))
@@ -76,140 +84,178 @@ def parse_stored_model(index: CheckpointIndex, checkpoint: Path) -> ModelSpec:
 def plan_export(
     checkpoint: Path, dtype: Dtype | None, config: Callable[[ModelSpec, Dtype], str]
 ) -> ExportPlan:
-    """A checkpoint that was imported goes back as it came, but for a `dtype` that is asked for; one
-    of a run goes out in the names of its family, in the precision that it was trained in, with the
-    config.json that `config` makes; so does one that was imported packed, in bf16.
+    """Plan the files of a checkpoint.
 
-    Raises BadInput for a model that has no form of Hugging Face.
+    One that was imported goes back as it came, unless a `dtype` is given. One of a run goes out in
+    the names of its family, in the precision that it was trained in, with the config.json that
+    `config` makes; so does one that was imported packed, in bf16.
+
+    Raises:
+        BadInput: for a model that has no form of Hugging Face.
     """
     index = read_index(checkpoint)
-    model, came = parse_stored_model(index, checkpoint), index.extra.get("hf")
-    if came is not None:
-        kinds = {name: kind for rows in came["files"].values() for name, kind in rows}
-        places = _map_sources(
-            match_names(model, kinds.keys(), checkpoint),
-            {n: o for n, o in duplicate_tensors(model).items() if n in kinds},
-        )
+    model = parse_stored_model(index, checkpoint)
+    origin = index.extra.get("hf")
+    if origin is not None:
+        sources = _map_imported(model, origin, checkpoint)
         if dtype is None:
-            files = {
-                file: [
-                    TensorHeader(name=name, dtype=kind, shape=places[name][1].shape)
-                    for name, kind in rows
-                ]
-                for file, rows in came["files"].items()
-            }
+            files = _original_headers(origin, sources)
             return ExportPlan(
                 checkpoint=checkpoint,
                 index=index,
-                sources=places,
+                sources=sources,
                 files=_sort_headers(files),
-                texts=dict(came["texts"]),
+                texts=dict(origin["texts"]),
             )
     else:
-        spare = {
-            name: ours
-            for name, ours in duplicate_tensors(model).items()
-            if name.startswith("model.layers.")
+        mtp_duplicates = {
+            hf_name: name
+            for hf_name, name in duplicate_tensors(model).items()
+            if hf_name.startswith("model.layers.")
         }
-        places = _map_sources(family_name_table(model), spare)
-    computed = index.extra.get("train", {}).get("precision", Dtype.FP32)
-    dtype = dtype or Dtype(index.extra.get("unpacked_to", computed))
-    trained = {held.name for held in list_model_tensors(model) if held.trained}
-    files = _split_into_files(
-        [
-            TensorHeader(
-                name=name,
-                dtype=_DTYPE_NAMES[dtype] if ours in trained else "F32",
-                shape=theirs.shape,
-            )
-            for name, (ours, theirs) in places.items()
-        ]
-    )
+        sources = _map_sources(family_name_table(model), mtp_duplicates)
+    if dtype is None:
+        computed = index.extra.get("train", {}).get("precision", Dtype.FP32)
+        dtype = Dtype(index.extra.get("unpacked_to", computed))
+    files = _split_into_files(_build_headers(model, sources, dtype))
     texts = {"config.json": config(model, dtype)}
     if len(files) > 1:
         texts[INDEX_FILE] = _index_text(files)
     return ExportPlan(
-        checkpoint=checkpoint, index=index, sources=places, files=_sort_headers(files), texts=texts
+        checkpoint=checkpoint, index=index, sources=sources, files=_sort_headers(files), texts=texts
     )
 
 
-def run_export(plan: ExportPlan, out: Path, on_progress: ReportProgress) -> None:
-    """Write the folder `out`: all of it, or nothing. Raises BadInput when it holds something, or
-    the disk is full."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(
-            Reason(field=str(out), rule="exists and is not empty", nearest="a new folder")
+def _map_imported(
+    model: ModelSpec, origin: Mapping[str, Any], checkpoint: Path
+) -> dict[str, tuple[str, HfTensor]]:
+    """Map the tensors that were imported to ours."""
+    names = {name for entries in origin["files"].values() for name, _ in entries}
+    duplicates = {
+        hf_name: name for hf_name, name in duplicate_tensors(model).items() if hf_name in names
+    }
+    return _map_sources(match_names(model, names, checkpoint), duplicates)
+
+
+def _map_sources(
+    table: NameTable, duplicates: Mapping[str, str]
+) -> dict[str, tuple[str, HfTensor]]:
+    sources = {
+        hf_tensor.name: (name, hf_tensor)
+        for name, hf_tensors in table.items()
+        for hf_tensor in hf_tensors
+    }
+    for hf_name, name in duplicates.items():
+        sources[hf_name] = (name, table[name][0])
+    return sources
+
+
+def _original_headers(
+    origin: Mapping[str, Any], sources: Mapping[str, tuple[str, HfTensor]]
+) -> dict[str, list[TensorHeader]]:
+    """Return the headers of the files that were imported."""
+    return {
+        file: [
+            TensorHeader(name=hf_name, dtype=dtype, shape=sources[hf_name][1].shape)
+            for hf_name, dtype in entries
+        ]
+        for file, entries in origin["files"].items()
+    }
+
+
+def _build_headers(
+    model: ModelSpec, sources: Mapping[str, tuple[str, HfTensor]], dtype: Dtype
+) -> list[TensorHeader]:
+    """Return the headers of all tensors; what is not trained stays in fp32."""
+    trained = {tensor.name for tensor in list_model_tensors(model) if tensor.trained}
+    return [
+        TensorHeader(
+            name=hf_name,
+            dtype=_DTYPE_NAMES[dtype] if name in trained else "F32",
+            shape=hf_tensor.shape,
         )
+        for hf_name, (name, hf_tensor) in sources.items()
+    ]
+
+
+def run_export(plan: ExportPlan, out: Path, on_progress: ReportProgress) -> None:
+    """Write the folder `out`: all of it, or nothing.
+
+    Raises:
+        BadInput: when it holds something, or the disk is full.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        rule = "exists and is not empty"
+        raise BadInput(Reason(field=str(out), rule=rule, nearest="a new folder"))
     for entry in plan.index.files:
         verify_file(plan.checkpoint, entry)
     require_space(out.parent, plan.nbytes)
-    part = out.with_name(f".{out.name}.part")
+    working = out.with_name(f".{out.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        for file, rows in plan.files.items():
-            with PayloadReader(plan.checkpoint) as reader:  # maps no more than one file needs
-                write_tensors(
-                    part / file,
-                    rows,
-                    _read_tensors(plan, rows, reader, on_progress),
-                    {"format": "pt"},
-                )
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir(parents=True)
+        for file, headers in plan.files.items():
+            # A reader for each file maps no more than the file needs.
+            with PayloadReader(plan.checkpoint) as reader:
+                tensors = _read_tensors(plan, headers, reader, on_progress)
+                write_tensors(working / file, headers, tensors, {"format": "pt"})
         for name, text in plan.texts.items():
-            write_text(part / name, text)
-        fsync_directory(part)
+            write_text(working / name, text)
+        fsync_directory(working)
         if out.exists():
             out.rmdir()
-        part.rename(out)
+        working.rename(out)
     except OSError as error:
         raise write_error(out, error, plan.nbytes) from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(working, ignore_errors=True)
 
 
 def _read_tensors(
-    plan: ExportPlan, rows: Sequence[TensorHeader], reader: PayloadReader, told: ReportProgress
+    plan: ExportPlan,
+    headers: Sequence[TensorHeader],
+    reader: PayloadReader,
+    on_progress: ReportProgress,
 ) -> Iterator[torch.Tensor]:
     entries = {entry.name: entry for entry in plan.index.tensors}
-    for row in rows:
-        ours, theirs = plan.sources[row.name]
-        entry, lead = entries.get(ours), len(theirs.index)
+    for header in headers:
+        name, hf_tensor = plan.sources[header.name]
+        entry = entries.get(name)
         if entry is None:
-            raise BadInput(Reason(field=ours, rule=f"is not in the checkpoint {plan.checkpoint}"))
-        offsets = (*theirs.index, *(0,) * (len(entry.shape) - lead))
-        box = read_tensor_box(reader, entry, offsets, (*(1,) * lead, *entry.shape[lead:]))
-        yield theirs.to_hf(box.view(entry.shape[lead:])).to(SAFETENSORS_DTYPES[row.dtype])
-        told(row.nbytes)
+            raise BadInput(Reason(field=name, rule=f"is not in the checkpoint {plan.checkpoint}"))
+        lead = len(hf_tensor.index)
+        part_shape = entry.shape[lead:]
+        offsets = (*hf_tensor.index, *(0,) * len(part_shape))
+        box = read_tensor_box(reader, entry, offsets, (*(1,) * lead, *part_shape))
+        yield hf_tensor.to_hf(box.view(part_shape)).to(SAFETENSORS_DTYPES[header.dtype])
+        on_progress(header.nbytes)
 
 
-def _map_sources(table: NameTable, spare: Mapping[str, str]) -> dict[str, tuple[str, HfTensor]]:
-    places = {theirs.name: (ours, theirs) for ours, parts in table.items() for theirs in parts}
-    return places | {name: (ours, table[ours][0]) for name, ours in spare.items()}
-
-
-def _split_into_files(rows: Sequence[TensorHeader]) -> dict[str, list[TensorHeader]]:
-    """Files of at most _SHARD_BYTES, or of one tensor, named as transformers does."""
-    parts: list[list[TensorHeader]] = [[]]
-    for row in rows:
-        if parts[-1] and sum(one.nbytes for one in parts[-1]) + row.nbytes > _SHARD_BYTES:
-            parts.append([])
-        parts[-1].append(row)
-    if len(parts) == 1:
-        return {SINGLE_FILE: parts[0]}
+def _split_into_files(headers: Sequence[TensorHeader]) -> dict[str, list[TensorHeader]]:
+    """Split tensors into files of at most _FILE_BYTES or one tensor, named as transformers does."""
+    files: list[list[TensorHeader]] = [[]]
+    for header in headers:
+        file_bytes = sum(member.nbytes for member in files[-1])
+        if files[-1] and file_bytes + header.nbytes > _FILE_BYTES:
+            files.append([])
+        files[-1].append(header)
+    if len(files) == 1:
+        return {SINGLE_FILE: files[0]}
     return {
-        f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": members
+        for number, members in enumerate(files, 1)
     }
 
 
 def _index_text(files: HeadersByFile) -> str:
-    placed = {row.name: file for file, rows in files.items() for row in rows}
-    total = sum(row.nbytes for rows in files.values() for row in rows)
-    data = {"metadata": {"total_size": total}, "weight_map": placed}
+    weight_map = {header.name: file for file, headers in files.items() for header in headers}
+    total = sum(header.nbytes for headers in files.values() for header in headers)
+    data = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
 
 def _sort_headers(files: HeadersByFile) -> HeadersByFile:
-    def place(row: TensorHeader) -> tuple[int, str]:
-        return _DTYPE_ORDER.index(row.dtype), row.name
+    def position(header: TensorHeader) -> tuple[int, str]:
+        return _DTYPE_ORDER.index(header.dtype), header.name
 
-    return {file: tuple(sorted(rows, key=place)) for file, rows in files.items()}
+    return {file: tuple(sorted(headers, key=position)) for file, headers in files.items()}

@@ -1,5 +1,5 @@
-"""Attention as each device's kernel computes it, with its log-sum: whole, of runs of tokens, under
-a sliding window."""
+"""Attention as each device's kernel computes it, with its log-sum-exp: over whole sequences, inside
+segments of packed documents, under a sliding window."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from moewright.engine.kernels.sliding_window import window_blocks
 
 _aten = torch.ops.aten
 
+# The log-sum-exp of the scores and, on CUDA, the kernel's random state: what backward needs beside
+# the inputs and the output.
+AttentionState = tuple[torch.Tensor, ...]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """Tokens that attend only each other, in the order in which they lie in a micro-batch, row
-    after row: the lengths of the runs, and where each starts and the last one ends, int32 [runs +
-    1] on the device.
+    """Segments of tokens that attend only each other, in the order of a micro-batch, row after row.
+
+    `lengths` counts their tokens; `cu_seqlens`, int32 [segments + 1] on the device, holds where
+    each starts and the last one ends.
     """
 
     lengths: tuple[int, ...]
@@ -33,155 +38,136 @@ class Segments:
             yield slice(start, stop)
 
 
-def varlen_attention(
-    q_BSHD: torch.Tensor,
-    k_BSGD: torch.Tensor,
-    v_BSGD: torch.Tensor,
-    runs: Segments,
-    others: Segments | None = None,
-    *,
-    window: int = 0,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """`attention` inside each run; no work is done for pairs of different runs. The log-sum is
-    [1,H,T].
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMask:
+    """A rule that says which keys each query attends.
 
-    With `others` the keys are not those of the queries' tokens: each run of queries attends all of
-    the run of keys in the same place.
+    With `segments` each segment of queries attends the segment of `key_segments` at the same
+    place, or itself where there are none: then, and only then, the mask is causal inside segments.
+    With a `window` a query attends the last so many keys up to its own position, which for the last
+    query is that of the last key; 0 is no window.
     """
-    q, k, v = (x.flatten(0, 1) for x in (q_BSHD, k_BSGD, v_BSGD))
-    shape, seen = (*q_BSHD.shape[:3], v.shape[-1]), others or runs
-    if q.device.type == "cpu":
-        out, lse = v.new_empty((*q.shape[:2], v.shape[-1])), torch.empty(1, q.shape[1], q.shape[0])
-        for part, keys in zip(runs.slices, seen.slices, strict=True):
-            made, (lse[:, :, part],) = attention(
-                q[None, part], k[None, keys], v[None, keys], causal=others is None, window=window
-            )
-            out[part] = made[0]
-        return out.view(shape), (lse,)
-    longest, furthest = max(runs.lengths), max(seen.lengths)
-    sides = _sides(window, causal=others is None)
-    out, lse, seed, offset, _ = _aten._flash_attention_forward(
-        q,
-        k,
-        _as_wide(v, q),
-        runs.cu_seqlens,
-        seen.cu_seqlens,
-        longest,
-        furthest,
-        0.0,
-        others is None,
-        False,
-        **sides,
-    )
-    return out[..., : v.shape[-1]].contiguous().view(shape), (lse[None], seed, offset)
+
+    causal: bool = True
+    window: int = 0
+    segments: Segments | None = None
+    key_segments: Segments | None = None
 
 
-def varlen_attention_backward(
-    grad_BSHD: torch.Tensor,
-    q_BSHD: torch.Tensor,
-    k_BSGD: torch.Tensor,
-    v_BSGD: torch.Tensor,
-    out_BSHD: torch.Tensor,
-    rest: tuple[torch.Tensor, ...],
-    runs: Segments,
-    others: Segments | None = None,
-    *,
-    window: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, in their shapes and dtypes; `out` and the log-sum as for
-    `attention_backward`."""
-    grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD))
-    seen = others or runs
-    if q.device.type == "cpu":
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for part, keys in zip(runs.slices, seen.slices, strict=True):
-            of_part, asking, given = (x[None, part] for x in (grad, q, out))
-            lse = rest[0][:, :, part].contiguous()
-            made = attention_backward(
-                of_part,
-                asking,
-                k[None, keys],
-                v[None, keys],
-                given,
-                (lse,),
-                causal=others is None,
-                window=window,
-            )
-            for whole, place, piece in zip(grads, (part, keys, keys), made, strict=True):
-                whole[place] = piece[0]
-    else:
-        lse, seed, offset = rest
-        longest, furthest = max(runs.lengths), max(seen.lengths)
-        wide, causal = (_as_wide(x, q) for x in (v, out)), others is None
-        sides = _sides(window, causal=causal)
-        starts, ends = (runs.cu_seqlens, seen.cu_seqlens), (longest, furthest)
-        dq, dk, dv = _aten._flash_attention_backward(
-            _as_wide(grad, q),
-            q,
-            k,
-            *wide,
-            lse[0],
-            *starts,
-            *ends,
-            0.0,
-            causal,
-            seed,
-            offset,
-            **sides,
-        )
-        grads = (dq, dk, dv[..., : v.shape[-1]])
-    dq, dk, dv = (g.view(x.shape) for g, x in zip(grads, (q_BSHD, k_BSGD, v_BSGD), strict=True))
-    return dq, dk, dv
+CAUSAL = AttentionMask()
 
 
 def attention(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGD: torch.Tensor,
-    *,
-    causal: bool = True,
-    window: int = 0,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Attention, G key heads shared by H query heads; returns the output [B,S,H,D] and what
-    backward needs.
+    mask: AttentionMask = CAUSAL,
+) -> tuple[torch.Tensor, AttentionState]:
+    """Return the output [B,S,H,D] of H query heads over G key heads, and the state for backward.
 
-    The first of the latter is the natural-log sum of exponentials [B,H,S] in fp32; CUDA adds its
-    random state. Without `causal` every query attends every key, and there may be more keys than
-    queries, or fewer. With a `window` a query attends of these the last so many up to its own
-    place, which is the last key's for the last query.
+    The state begins with the natural-log sum of exponentials in fp32, [B,H,S], or [1,H,T] over
+    T = B*S tokens with segments. Without a causal mask every query attends every key, and there may
+    be more keys than queries, or fewer.
     """
-    if (
-        window and q_BSHD.device.type != "cpu"
-    ):  # the kernel of runs has windows; the log-sum is as there
-        others = None if causal else _rows(k_BSGD)
-        return varlen_attention(q_BSHD, k_BSGD, v_BSGD, _rows(q_BSHD), others, window=window)
+    if mask.segments is not None:
+        return _varlen_attention(q_BSHD, k_BSGD, v_BSGD, mask)
+    if mask.window and q_BSHD.device.type != "cpu":
+        # Only the kernel of segments has windows; the log-sum-exp comes in its shape.
+        return _varlen_attention(q_BSHD, k_BSGD, v_BSGD, _rows_as_segments(q_BSHD, k_BSGD, mask))
     q, k, v = (widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
-    width = v.shape[-1]
+    v_width = v.shape[-1]
     if q.device.type == "cpu":
-        out, lse = _forward_on_cpu(q, k, _as_wide(v, q), causal, window)
-        return out[..., :width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
-    share = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    out, *rest = _aten._scaled_dot_product_flash_attention(q, k, _as_wide(v, q), 0.0, causal)
-    lse, seed, offset = rest[0], rest[5], rest[6]
-    return out[..., :width].transpose(1, 2).contiguous(), (lse, seed, offset)
+        out, lse = _forward_on_cpu(q, k, _pad_columns(v, q), mask)
+        return out[..., :v_width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
+    sharing = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(sharing, 1)
+    v = v.repeat_interleave(sharing, 1)
+    out, lse, _, _, _, _, seed, offset, *_ = _aten._scaled_dot_product_flash_attention(
+        q, k, _pad_columns(v, q), 0.0, mask.causal
+    )
+    return out[..., :v_width].transpose(1, 2).contiguous(), (lse, seed, offset)
+
+
+def attention_backward(
+    grad_BSHD: torch.Tensor,
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGD: torch.Tensor,
+    out_BSHD: torch.Tensor,
+    state: AttentionState,
+    mask: AttentionMask = CAUSAL,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, in their shapes and dtypes.
+
+    Where the keys given are only some of those attended, `out` and the log-sum-exp in `state` are
+    over all of them, and so the gradients are these keys' part.
+    """
+    if mask.segments is not None:
+        return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, mask)
+    if mask.window and q_BSHD.device.type != "cpu":
+        rows = _rows_as_segments(q_BSHD, k_BSGD, mask)
+        return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, rows)
+    inputs = (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
+    grad, q, k, v, out = (widen(x).transpose(1, 2) for x in inputs)
+    v_width = v.shape[-1]
+    grad, v, out = (_pad_columns(x, q) for x in (grad, v, out))
+    if q.device.type == "cpu":
+        dq, dk, dv = _backward_on_cpu(grad, q, k, v, out, state[0], mask)
+    else:
+        dq, dk, dv = _flash_backward(grad, q, k, v, out, state, mask.causal)
+    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv[..., :v_width]))
+    return dq.to(q_BSHD.dtype), dk.to(k_BSGD.dtype), dv.to(v_BSGD.dtype)
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    state: AttentionState,
+    causal: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k, v [B,heads,S,D] on CUDA, whose kernel wants a key per query."""
+    lse, seed, offset = state
+    key_heads = k.shape[1]
+    sharing = q.shape[1] // key_heads
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        grad,
+        q,
+        k.repeat_interleave(sharing, 1),
+        v.repeat_interleave(sharing, 1),
+        out,
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        seed,
+        offset,
+    )
+    dk, dv = (x.unflatten(1, (key_heads, sharing)).sum(2) for x in (dk, dv))
+    return dq, dk, dv
 
 
 def _forward_on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum of [B,heads,S,D]."""
+    """Return the output and the log-sum-exp of q, k, v [B,heads,S,D]."""
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu
-    if not window:
-        out, lse = kernel(q, k, v, 0.0, causal)
+    if not mask.window:
+        out, lse = kernel(q, k, v, 0.0, mask.causal)
         return out, lse
-    parts = []
-    for block in window_blocks(q.shape[2], k.shape[2], window, causal=causal):
-        keys, values = (_cut(x, block.keys) for x in (k, v))
-        parts.append(
-            kernel(_cut(q, block.queries), keys, values, 0.0, False, attn_mask=block.build_mask(q))
-        )
-    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+    outs, lses = [], []
+    for block in window_blocks(q.shape[2], k.shape[2], mask.window, causal=mask.causal):
+        queries = _slice_positions(q, block.queries)
+        keys, values = (_slice_positions(x, block.keys) for x in (k, v))
+        out, lse = kernel(queries, keys, values, 0.0, False, attn_mask=block.build_mask(q))
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _backward_on_cpu(
@@ -191,53 +177,160 @@ def _backward_on_cpu(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    causal: bool,
-    window: int,
+    mask: AttentionMask,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v [B,heads,S,D]."""
+    """Return the gradients of q, k, v [B,heads,S,D]."""
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    if not window:
-        return tuple(kernel(grad, q, k, v, out, lse, 0.0, causal))
-    of_q, of_k, of_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    for block in window_blocks(q.shape[2], k.shape[2], window, causal=causal):
-        asking, given, made = (_cut(x, block.queries) for x in (q, grad, out))
-        keys, values = (_cut(x, block.keys) for x in (k, v))
-        seen = lse[:, :, block.queries].contiguous()
-        found = kernel(
-            given, asking, keys, values, made, seen, 0.0, False, attn_mask=block.build_mask(q)
+    if not mask.window:
+        return tuple(kernel(grad, q, k, v, out, lse, 0.0, mask.causal))
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    for block in window_blocks(q.shape[2], k.shape[2], mask.window, causal=mask.causal):
+        block_grad, queries, block_out = (
+            _slice_positions(x, block.queries) for x in (grad, q, out)
         )
-        for sums, places, part in zip(
-            (of_q, of_k, of_v), (block.queries, *2 * (block.keys,)), found, strict=True
-        ):
-            sums[:, :, places] += part
-    return of_q, of_k, of_v
+        keys, values = (_slice_positions(x, block.keys) for x in (k, v))
+        block_lse = lse[:, :, block.queries].contiguous()
+        block_dq, block_dk, block_dv = kernel(
+            block_grad,
+            queries,
+            keys,
+            values,
+            block_out,
+            block_lse,
+            0.0,
+            False,
+            attn_mask=block.build_mask(q),
+        )
+        dq[:, :, block.queries] += block_dq
+        dk[:, :, block.keys] += block_dk
+        dv[:, :, block.keys] += block_dv
+    return dq, dk, dv
 
 
-def _cut(x: torch.Tensor, places: slice) -> torch.Tensor:
-    """Places of [B,heads,S,D], and what is known of how wide it truly is."""
-    part = x[:, :, places]
+def _varlen_attention(
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, mask: AttentionMask
+) -> tuple[torch.Tensor, AttentionState]:
+    """Attend inside each segment; no work is done for pairs of different segments."""
+    assert mask.segments is not None  # whoever calls this has segments
+    queries, keys = mask.segments, mask.key_segments or mask.segments
+    q, k, v = (x.flatten(0, 1) for x in (q_BSHD, k_BSGD, v_BSGD))
+    shape = (*q_BSHD.shape[:3], v.shape[-1])
+    if q.device.type == "cpu":
+        inside = AttentionMask(causal=mask.causal, window=mask.window)
+        out = v.new_empty((*q.shape[:2], v.shape[-1]))
+        lse = torch.empty(1, q.shape[1], q.shape[0])
+        for q_slice, k_slice in zip(queries.slices, keys.slices, strict=True):
+            segment_out, (lse[:, :, q_slice],) = attention(
+                q[None, q_slice], k[None, k_slice], v[None, k_slice], inside
+            )
+            out[q_slice] = segment_out[0]
+        return out.view(shape), (lse,)
+    out, lse, seed, offset, _ = _aten._flash_attention_forward(
+        q,
+        k,
+        _pad_columns(v, q),
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        max(queries.lengths),
+        max(keys.lengths),
+        0.0,
+        mask.causal,
+        False,
+        **_window_sizes(mask),
+    )
+    return out[..., : v.shape[-1]].contiguous().view(shape), (lse[None], seed, offset)
+
+
+def _varlen_attention_backward(
+    grad_BSHD: torch.Tensor,
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGD: torch.Tensor,
+    out_BSHD: torch.Tensor,
+    state: AttentionState,
+    mask: AttentionMask,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert mask.segments is not None  # whoever calls this has segments
+    queries, keys = mask.segments, mask.key_segments or mask.segments
+    inputs = (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
+    grad, q, k, v, out = (x.flatten(0, 1) for x in inputs)
+    if q.device.type == "cpu":
+        inside = AttentionMask(causal=mask.causal, window=mask.window)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for q_slice, k_slice in zip(queries.slices, keys.slices, strict=True):
+            segment_dq, segment_dk, segment_dv = attention_backward(
+                grad[None, q_slice],
+                q[None, q_slice],
+                k[None, k_slice],
+                v[None, k_slice],
+                out[None, q_slice],
+                (state[0][:, :, q_slice].contiguous(),),
+                inside,
+            )
+            dq[q_slice] = segment_dq[0]
+            dk[k_slice] = segment_dk[0]
+            dv[k_slice] = segment_dv[0]
+    else:
+        lse, seed, offset = state
+        dq, dk, dv = _aten._flash_attention_backward(
+            _pad_columns(grad, q),
+            q,
+            k,
+            _pad_columns(v, q),
+            _pad_columns(out, q),
+            lse[0],
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            max(queries.lengths),
+            max(keys.lengths),
+            0.0,
+            mask.causal,
+            seed,
+            offset,
+            **_window_sizes(mask),
+        )
+        dv = dv[..., : v.shape[-1]]
+    return dq.view(q_BSHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGD.shape)
+
+
+def _window_sizes(mask: AttentionMask) -> dict[str, int]:
+    """Return how far from a query its keys may lie, as flash attention wants it: -1 is any
+    distance."""
+    if not mask.window:
+        return {}
+    return {"window_size_left": mask.window - 1, "window_size_right": 0 if mask.causal else -1}
+
+
+def _rows_as_segments(
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, mask: AttentionMask
+) -> AttentionMask:
+    """Return the same mask with every whole sequence as a segment."""
+    key_segments = None if mask.causal else _row_segments(k_BSGD)
+    return AttentionMask(
+        causal=mask.causal,
+        window=mask.window,
+        segments=_row_segments(q_BSHD),
+        key_segments=key_segments,
+    )
+
+
+def _row_segments(x_BSHD: torch.Tensor) -> Segments:
+    rows, length = x_BSHD.shape[:2]
+    starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=x_BSHD.device)
+    return Segments(lengths=(length,) * rows, cu_seqlens=starts)
+
+
+def _slice_positions(x: torch.Tensor, positions: slice) -> torch.Tensor:
+    """Slice [B,heads,S,D] by positions and keep the note of how many columns are no padding."""
+    part = x[:, :, positions]
     if hasattr(x, "true_width"):
         part.true_width = x.true_width  # type: ignore[attr-defined]
     return part
 
 
-def _sides(window: int, *, causal: bool) -> dict[str, int]:
-    """How far from a query's own place its keys lie, as the kernel of runs wants it: -1 is any
-    distance."""
-    return (
-        {"window_size_left": window - 1, "window_size_right": 0 if causal else -1} if window else {}
-    )
+def _pad_columns(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Pad x with zero columns to the width of `like`: the kernels want one head size.
 
-
-def _rows(x_BSHD: torch.Tensor) -> Segments:
-    """Whole sequences, each a run."""
-    count, length = x_BSHD.shape[:2]
-    starts = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=x_BSHD.device)
-    return Segments(lengths=(length,) * count, cu_seqlens=starts)
-
-
-def _as_wide(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x with columns of zeros up to the width of `like`: the kernels want one head size.
     `true_width` tells whoever counts their FLOPs how many columns are no padding.
     """
     missing = like.shape[-1] - x.shape[-1]
@@ -245,55 +338,3 @@ def _as_wide(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         x = F.pad(x, (0, missing))
         x.true_width = x.shape[-1] - missing  # type: ignore[attr-defined]
     return x
-
-
-def attention_backward(
-    grad_BSHD: torch.Tensor,
-    q_BSHD: torch.Tensor,
-    k_BSGD: torch.Tensor,
-    v_BSGD: torch.Tensor,
-    out_BSHD: torch.Tensor,
-    rest: tuple[torch.Tensor, ...],
-    *,
-    causal: bool = True,
-    window: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, in their shapes and dtypes. Where the keys given are only some of
-    those attended, `out` and the log-sum in `rest` are over all of them, and so the gradients are
-    these keys' part.
-    """
-    if window and q_BSHD.device.type != "cpu":
-        rows, others = _rows(q_BSHD), None if causal else _rows(k_BSGD)
-        return varlen_attention_backward(
-            grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, rest, rows, others, window=window
-        )
-    grad, q, k, v, out = (
-        widen(x).transpose(1, 2) for x in (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
-    )
-    width = v.shape[-1]
-    grad, v, out = (_as_wide(x, q) for x in (grad, v, out))
-    if q.device.type == "cpu":
-        got = _backward_on_cpu(grad, q, k, v, out, rest[0], causal, window)
-    else:
-        lse, seed, offset = rest
-        heads, share = k.shape[1], q.shape[1] // k.shape[1]
-        wide_k, wide_v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            wide_k,
-            wide_v,
-            out,
-            lse,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            seed,
-            offset,
-        )
-        got = (dq, *(g.unflatten(1, (heads, share)).sum(2) for g in (dk, dv)))
-    dq, dk, dv = (g.transpose(1, 2) for g in (got[0], got[1], got[2][..., :width]))
-    return dq.to(q_BSHD.dtype), dk.to(k_BSGD.dtype), dv.to(v_BSGD.dtype)

@@ -1,4 +1,4 @@
-"""How the C allocator treats freed memory in a training process."""
+"""The C allocator of a training process: what it does with freed memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed blocks of any size instead of returning them to the kernel; elsewhere
-    do nothing.
+    """Make glibc reuse freed blocks of any size instead of returning them to the kernel.
 
-    By default blocks above 32 MiB are mapped anew each time, and clearing their pages costs several
-    times the pass over a tensor in them. The process then never shrinks below its peak. Call it
-    once, before the first large tensor.
+    Elsewhere do nothing. By default blocks above 32 MiB are mapped anew each time, and clearing
+    their pages costs several times the pass over a tensor in them. The process then never shrinks
+    below its peak. Call it once, before the first large tensor.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

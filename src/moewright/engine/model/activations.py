@@ -14,15 +14,14 @@ import torch
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.spec.model import ModelSpec
 
-Activation = Callable[
-    [torch.Tensor, torch.Tensor | None], torch.Tensor
-]  # of x and the weights of its rows
+# Takes x and the weights of its rows.
+Activation = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class SwiGlu(torch.autograd.Function):
-    """silu(gate) * up * weight for x [R,2F] = (gate, up), or gpt-oss's `clamped` form of it
-    (fused.seam); `weight` [R] fp32 or None; keeps x and weight.
+    """silu(gate) * up * weight for x [R,2F] = (gate, up), or gpt-oss's `clamped` form of it.
 
+    The form is that of KernelSet.swiglu; `weight` is [R] fp32 or None; keeps x and weight.
     Weighting here, before the second linear, spares keeping the experts' outputs (docs/formulas.md
     7).
     """
@@ -36,7 +35,8 @@ class SwiGlu(torch.autograd.Function):
         clamped: bool = False,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.kernels, ctx.clamped = kernels, clamped
+        ctx.kernels = kernels
+        ctx.clamped = clamped
         return kernels.swiglu(x, weight, clamped)
 
     @staticmethod
@@ -48,6 +48,6 @@ class SwiGlu(torch.autograd.Function):
 
 
 def build_activation(model: ModelSpec, kernels: KernelSet) -> Activation:
-    """Of the model's family, whose config.json gives no other constants."""
+    """Build the activation of the model's family, whose config.json gives no other constants."""
     clamped = model.family == "gpt_oss"
     return lambda x, weight: SwiGlu.apply(x, weight, kernels, clamped)

@@ -1,16 +1,17 @@
-"""Which queries of a rank attend which keys of others, where sequences are cut over ranks
-(rules.context).
+"""Which queries of a rank attend which keys of others, where sequences are split over ranks
+(rules.context_parallel).
 
-The early chunk of a rank comes before every late one: queries of both chunks see the early keys of
-lower ranks and none of their late ones; the late chunk alone sees the keys of higher ranks, all of
-them. Where documents bound attention, of those queries the first ones meet of those keys the last
-ones, as far as the document that both are of reaches. So every meeting but that of a rank's own
-tokens is of all its queries with all its keys.
+The early chunk of a rank comes before every late one: queries of both chunks attend the early keys
+of lower ranks and none of their late ones; the late chunk alone attends the keys of higher ranks,
+all of them. Where documents bound attention, of those queries the first ones attend of those keys
+the last ones, as far as the document that both are of reaches. So every block but that of a rank's
+own tokens is of all its queries with all its keys.
 
-Under a sliding window each chunk of queries meets each chunk of keys apart, of both what is near
-enough.
+Under a sliding window each chunk of queries is a block with each chunk of keys, of both what is
+near enough.
 
-Places count tokens as they lie on a rank: its part of each sequence, row after row.
+Positions count the tokens of a sequence. A range of places counts tokens as they lie on a rank: its
+part of each sequence, row after row.
 """
 
 from __future__ import annotations
@@ -23,52 +24,34 @@ from itertools import accumulate
 import torch
 
 from moewright.engine.kernels.attention import (
+    AttentionMask,
+    AttentionState,
     Segments,
     attention,
     attention_backward,
-    varlen_attention,
-    varlen_attention_backward,
 )
 from moewright.rules.context_parallel import rank_positions
 
 Ranges = tuple[range, ...]
-AttentionState = tuple[
-    torch.Tensor, ...
-]  # what backward needs beside the output: its log-sum, the random state of the device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBlock:
-    """Queries and keys by their places; causal among a rank's own tokens alone.
+    """Queries and the keys that they attend, both as ranges of places.
 
-    Where documents bound attention, all rows lie in one, and each of `runs` of these queries
-    attends the one of the runs of these keys, `others`, that is in its place, or else itself.
-    Without them rows are alike and meet at once. `window` as in engine.attention.
+    It is causal among a rank's own tokens alone. Where documents bound attention, all rows lie in
+    one, and the mask has the segments of these queries and, unless they are the same, of these
+    keys. Without documents rows are alike and are attended at once.
     """
 
     queries: Ranges
     keys: Ranges
-    query_segments: Segments | None
-    key_segments: Segments | None
-    causal: bool
-    window: int = 0
+    mask: AttentionMask
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, AttentionState]:
-        """engine.attention, of those of all queries and of all keys beside their values that
-        meet."""
-        k, v = _apart(take_ranges(kv, self.keys), q)
-        if self.query_segments is None:
-            return attention(
-                take_ranges(q, self.queries), k, v, causal=self.causal, window=self.window
-            )
-        return varlen_attention(
-            take_ranges(q, self.queries),
-            k,
-            v,
-            self.query_segments,
-            self.key_segments,
-            window=self.window,
-        )
+        """Attend the block, given all queries, and all keys with their values side by side."""
+        k, v = _split_kv(take_ranges(kv, self.keys), q)
+        return attention(take_ranges(q, self.queries), k, v, self.mask)
 
     def backward(
         self,
@@ -76,64 +59,70 @@ class AttentionBlock:
         q: torch.Tensor,
         kv: torch.Tensor,
         out: torch.Tensor,
-        lse: torch.Tensor,
-        random: AttentionState,
+        state: AttentionState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of the queries, and of the keys beside their values, that meet."""
+        """Return the gradients of the block's queries, and of its keys and values side by side."""
+        lse, *random_state = state
         grad, q, out = (take_ranges(x, self.queries) for x in (grad, q, out))
-        k, v = _apart(take_ranges(kv, self.keys), q)
-        rest = (take_ranges(lse, self.queries, 2).contiguous(), *random)
-        if self.query_segments is None:
-            grad_q, *grad_kv = attention_backward(
-                grad, q, k, v, out, rest, causal=self.causal, window=self.window
-            )
-        else:
-            runs, others = self.query_segments, self.key_segments
-            grad_q, *grad_kv = varlen_attention_backward(
-                grad, q, k, v, out, rest, runs, others, window=self.window
-            )
+        k, v = _split_kv(take_ranges(kv, self.keys), q)
+        block_state = (take_ranges(lse, self.queries, 2).contiguous(), *random_state)
+        grad_q, *grad_kv = attention_backward(grad, q, k, v, out, block_state, self.mask)
         return grad_q, torch.cat(grad_kv, -1)
 
 
-BlocksBySource = tuple[
-    tuple[AttentionBlock, ...], ...
-]  # with each block of keys, the own one first; () where none of it is met
+# The blocks with the keys of each source, the rank's own tokens first; () where none is attended.
+BlocksBySource = tuple[tuple[AttentionBlock, ...], ...]
 
 
-def pack_rows(x: torch.Tensor, met: BlocksBySource) -> torch.Tensor:
-    """All rows in one where documents bound attention: [B,S,...] -> [1,B*S,...]."""
-    return x if met[0][0].query_segments is None else x.flatten(0, 1)[None]
+def pack_rows(x: torch.Tensor, blocks: BlocksBySource) -> torch.Tensor:
+    """Lay all rows in one where documents bound attention: [B,S,...] -> [1,B*S,...]."""
+    return x if blocks[0][0].mask.segments is None else x.flatten(0, 1)[None]
 
 
-def _apart(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys, as wide as queries, and values."""
+def _split_kv(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split keys, as wide as queries, from values."""
     return kv.split((q.shape[-1], kv.shape[-1] - q.shape[-1]), -1)
 
 
-def take_ranges(x: torch.Tensor, places: Ranges, dim: int = 1) -> torch.Tensor:
-    """The tensor at some places of a dim."""
-    parts = [x.narrow(dim, one.start, len(one)) for one in places]
+def take_ranges(x: torch.Tensor, ranges: Ranges, dim: int = 1) -> torch.Tensor:
+    """Return the tensor at some ranges of a dim."""
+    parts = [x.narrow(dim, places.start, len(places)) for places in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def add_at(sums: torch.Tensor, places: Ranges, part: torch.Tensor) -> None:
-    """Add `part` to `sums` at places of dim 1."""
-    for one, more in zip(places, part.split([len(one) for one in places], 1), strict=True):
-        sums.narrow(1, one.start, len(one)).add_(more)
+def add_at(sums: torch.Tensor, ranges: Ranges, values: torch.Tensor) -> None:
+    """Add `values` to `sums` at some ranges of dim 1."""
+    parts = values.split([len(places) for places in ranges], 1)
+    for places, part in zip(ranges, parts, strict=True):
+        sums.narrow(1, places.start, len(places)).add_(part)
 
 
-def write_at(x: torch.Tensor, places: Ranges, part: torch.Tensor, dim: int = 1) -> None:
-    """Write `part` into `x` at places of a dim."""
-    for one, more in zip(places, part.split([len(one) for one in places], dim), strict=True):
-        x.narrow(dim, one.start, len(one)).copy_(more)
+def write_at(x: torch.Tensor, ranges: Ranges, values: torch.Tensor, dim: int = 1) -> None:
+    """Write `values` into `x` at some ranges of a dim."""
+    parts = values.split([len(places) for places in ranges], dim)
+    for places, part in zip(ranges, parts, strict=True):
+        x.narrow(dim, places.start, len(places)).copy_(part)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """A chunk of a rank's tokens of one row: its positions, and the place where it begins."""
+
+    place: int
+    positions: range
+
+    def find_places(self, positions: range) -> range:
+        """Return the places of some of its positions."""
+        offset = self.place - self.positions.start
+        return range(positions.start + offset, positions.stop + offset)
 
 
 class BlockPlanner:
-    """Makes the meetings of rank `here` of `ranks` over one micro-batch of sequences of `length`.
+    """A planner of the attention blocks of one rank over one micro-batch.
 
-    `runs` are those of its documents, None where they do not bound attention. `together`: how many
-    ranks' keys are here at one time, one block beside the other in each row. `window`: 0 where
-    every earlier key is attended.
+    `segments` are those of its documents, None where they do not bound attention.
+    `gathered_ranks`: how many ranks' keys are here at one time, one rank after the other in each
+    row. `window`: 0 where every earlier key is attended.
     """
 
     def __init__(
@@ -146,168 +135,195 @@ class BlockPlanner:
         segments: Segments | None,
         window: int = 0,
     ) -> None:
-        self._held = [rank_positions(seq_len, cp, rank) for rank in range(cp)]
-        self._here, self._together, self._length, self._runs = (
-            rank,
-            gathered_ranks,
-            seq_len,
-            segments,
-        )
-        self._size, self._window = seq_len // cp, window
-        self._bounds = (
-            (0, seq_len) if segments is None else tuple(accumulate(segments.lengths, initial=0))
-        )
+        self._seq_len = seq_len
+        self._rank = rank
+        self._gathered_ranks = gathered_ranks
+        self._segments = segments
+        self._window = window
+        self._positions = [rank_positions(seq_len, cp, other) for other in range(cp)]
+        self._rank_length = seq_len // cp
+        self._bounds: tuple[int, ...] = (0, seq_len)
+        if segments is not None:
+            self._bounds = tuple(accumulate(segments.lengths, initial=0))
         self._rows = range(self._bounds[-1] // seq_len)
 
     def own_blocks(self) -> tuple[AttentionBlock, ...]:
-        """Of the rank's own tokens."""
+        """Plan the blocks of the rank's own tokens."""
         if not self._window:
-            return (self._own(),)
-        if self._runs is not None:
-            return self._own(), *self._near(range(self._here, self._here + 1))
-        starts = accumulate(map(len, self._held[self._here]), initial=0)
-        block = self._here * self._size if self._together > 1 else 0
-        chunks = [
+            return (self._plan_own_block(),)
+        near = tuple(self._plan_window_blocks(range(self._rank, self._rank + 1)))
+        if self._segments is not None:
+            return self._plan_own_block(), *near
+        mask = AttentionMask(causal=True, window=self._window)
+        chunks = zip(
+            self._query_chunks(0),
+            self._key_chunks(0, range(self._rank, self._rank + 1)),
+            strict=True,
+        )
+        diagonal = [
             AttentionBlock(
-                queries=(range(start, start + len(part)),),
-                keys=(range(block + start, block + start + len(part)),),
-                query_segments=None,
-                key_segments=None,
-                causal=True,
-                window=self._window,
+                queries=(queries.find_places(queries.positions),),
+                keys=(keys.find_places(keys.positions),),
+                mask=mask,
             )
-            for start, part in zip(starts, self._held[self._here], strict=False)
+            for queries, keys in chunks
         ]
-        return *chunks, *self._near(range(self._here, self._here + 1))
+        return *diagonal, *near
 
     def blocks_from(self, sources: range) -> tuple[AttentionBlock, ...]:
-        """With the tokens of `sources`, all lower ranks or all higher ones."""
+        """Plan the blocks with the keys of `sources`, all lower ranks or all higher ones."""
         if self._window:
-            return tuple(self._near(sources))
-        whole = self._others(sources)
-        return () if whole is None else (whole,)
+            return tuple(self._plan_window_blocks(sources))
+        block = self._plan_block_from(sources)
+        return () if block is None else (block,)
 
-    def _near(self, sources: range) -> Iterator[AttentionBlock]:
-        """A chunk of queries with an earlier chunk of keys each, where the window reaches over,
-        inside a document."""
-        for row in self._rows if self._runs is not None else range(1):
-            for asking, first, mine in self._chunks(self._here, row * self._size):
-                place = bisect_right(self._bounds, row * self._length + first)
-                low, high = (
-                    bound - row * self._length for bound in self._bounds[place - 1 : place + 1]
-                )
-                for block, source in enumerate(sources, sources.start if self._together > 1 else 0):
-                    for asked, start, theirs in self._chunks(
-                        source, (row * self._together + block) * self._size
-                    ):
-                        end = start + len(theirs)
-                        stop = min(first + len(mine), high, end - 1 + self._window)
-                        begin = max(start, low, first - self._window + 1)
-                        if end <= first < stop and begin < end:
-                            yield AttentionBlock(
-                                queries=(range(asking, asking + stop - first),),
-                                keys=(range(asked + begin - start, asked + end - start),),
-                                query_segments=None,
-                                key_segments=None,
-                                causal=False,
-                                window=self._window - (stop - end),
-                            )
-
-    def _chunks(self, rank: int, place: int) -> Iterator[tuple[int, int, range]]:
-        """Of a rank's chunks, which lie from `place` on, the place, the first position and all
-        positions."""
-        for part in self._held[rank]:
-            yield place, part.start, part
-            place += len(part)
-
-    def _own(self) -> AttentionBlock:
-        lengths, last = list[int](), 0
+    def _plan_window_blocks(self, sources: range) -> Iterator[AttentionBlock]:
+        """Plan a block of each chunk of queries with each earlier chunk of keys that the window
+        reaches inside a document."""
         for row in self._rows:
-            for part in self._held[self._here]:
-                start, stop = (row * self._length + at for at in (part.start, part.stop))
-                place = bisect_right(self._bounds, start)
-                while start < stop:
-                    end = min(self._bounds[place], stop)
-                    if (
-                        place == last and not self._window
-                    ):  # the late chunk goes on with the early one's document
-                        lengths[-1] += end - start
-                    else:
-                        lengths.append(end - start)
-                    start, place, last = end, place + 1, place
-        block = self._here if self._together > 1 else 0
-        starts = ((row * self._together + block) * self._size for row in self._rows)
+            key_chunks = list(self._key_chunks(row, sources))
+            for queries in self._query_chunks(row):
+                document = self._document_at(row, queries.positions.start)
+                for keys in key_chunks:
+                    block = self._plan_window_block(queries, keys, document)
+                    if block is not None:
+                        yield block
+
+    def _plan_window_block(
+        self, queries: _Chunk, keys: _Chunk, document: range
+    ) -> AttentionBlock | None:
+        """Plan the block of two chunks; None where no query attends a key.
+
+        `document` has the positions of the one that the first query is of.
+        """
+        first_query = queries.positions.start
+        keys_end = keys.positions.stop
+        # The last query that the window lets attend the last key; the first key that it lets the
+        # first query attend.
+        queries_end = min(queries.positions.stop, document.stop, keys_end - 1 + self._window)
+        first_key = max(keys.positions.start, document.start, first_query - self._window + 1)
+        if not (keys_end <= first_query < queries_end and first_key < keys_end):
+            return None
         return AttentionBlock(
-            queries=(range(len(self._rows) * self._size),),
-            keys=_joined(range(start, start + self._size) for start in starts),
-            query_segments=self._cut(lengths),
-            key_segments=None,
-            causal=True,
-            window=self._window,
+            queries=(queries.find_places(range(first_query, queries_end)),),
+            keys=(keys.find_places(range(first_key, keys_end)),),
+            mask=AttentionMask(causal=False, window=self._window - (queries_end - keys_end)),
         )
 
-    def _others(self, sources: range) -> AttentionBlock | None:
-        """None where no query meets any of them."""
-        queries, keys, asking, asked = list[range](), list[range](), list[int](), list[int]()
-        for row in self._rows if sources else ():
-            mine = self._held[self._here]
-            first = mine[sources[0] > self._here].start
-            place = bisect_right(self._bounds, row * self._length + first)
-            start, stop = (
-                bound - row * self._length for bound in self._bounds[place - 1 : place + 1]
-            )
-            seen = [
-                range(at.start + offset, at.stop + offset)
-                for block, source in enumerate(sources, sources[0] if self._together > 1 else 0)
-                for offset in ((row * self._together + block) * self._size,)
-                for at in _within(self._held[source], start, first)
-            ]
-            if not seen:
+    def _document_at(self, row: int, position: int) -> range:
+        """Return the positions of the document that a position of a row is of."""
+        offset = row * self._seq_len
+        index = bisect_right(self._bounds, offset + position)
+        return range(self._bounds[index - 1] - offset, self._bounds[index] - offset)
+
+    def _query_chunks(self, row: int) -> Iterator[_Chunk]:
+        return self._rank_chunks(self._rank, row * self._rank_length)
+
+    def _key_chunks(self, row: int, sources: range) -> Iterator[_Chunk]:
+        for source in sources:
+            yield from self._rank_chunks(source, self._key_place(row, source, sources))
+
+    def _key_place(self, row: int, source: int, sources: range) -> int:
+        """Return the place where the keys of a source begin in a row."""
+        block = source if self._gathered_ranks > 1 else source - sources.start
+        return (row * self._gathered_ranks + block) * self._rank_length
+
+    def _rank_chunks(self, rank: int, place: int) -> Iterator[_Chunk]:
+        """Yield a rank's chunks of a row, which lie from `place` on."""
+        for positions in self._positions[rank]:
+            yield _Chunk(place=place, positions=positions)
+            place += len(positions)
+
+    def _plan_own_block(self) -> AttentionBlock:
+        own = range(self._rank, self._rank + 1)
+        key_places = (self._key_place(row, self._rank, own) for row in self._rows)
+        return AttentionBlock(
+            queries=(range(len(self._rows) * self._rank_length),),
+            keys=_join_ranges(range(place, place + self._rank_length) for place in key_places),
+            mask=AttentionMask(
+                causal=True, window=self._window, segments=self._cut(self._own_lengths())
+            ),
+        )
+
+    def _own_lengths(self) -> list[int]:
+        """Return the lengths of the segments of the rank's own tokens."""
+        lengths: list[int] = []
+        last_document = 0  # documents count from 1
+        for row in self._rows:
+            for positions in self._positions[self._rank]:
+                for document, length in self._split_at_documents(row, positions):
+                    # The late chunk goes on with the early one's document.
+                    if document == last_document and not self._window:
+                        lengths[-1] += length
+                    else:
+                        lengths.append(length)
+                    last_document = document
+        return lengths
+
+    def _split_at_documents(self, row: int, positions: range) -> Iterator[tuple[int, int]]:
+        """Yield the number of each document among some positions of a row, and its length there."""
+        start = row * self._seq_len + positions.start
+        stop = row * self._seq_len + positions.stop
+        document = bisect_right(self._bounds, start)
+        while start < stop:
+            end = min(self._bounds[document], stop)
+            yield document, end - start
+            start = end
+            document += 1
+
+    def _plan_block_from(self, sources: range) -> AttentionBlock | None:
+        """Plan the one block with the keys of `sources`; None where no query attends any."""
+        if not sources:
+            return None
+        queries: list[range] = []
+        keys: list[range] = []
+        query_lengths: list[int] = []
+        key_lengths: list[int] = []
+        is_late = sources[0] > self._rank  # only the late chunk attends higher ranks
+        first_query = self._positions[self._rank][is_late].start
+        for row in self._rows:
+            document = self._document_at(row, first_query)
+            row_keys = _places_between(self._key_chunks(row, sources), document.start, first_query)
+            if not row_keys:
                 continue
-            ours = [
-                range(at.start + row * self._size, at.stop + row * self._size)
-                for at in _within(mine, first, stop)
-            ]
-            queries, keys = queries + ours, keys + seen
-            asking.append(sum(map(len, ours)))
-            asked.append(sum(map(len, seen)))
+            row_queries = _places_between(self._query_chunks(row), first_query, document.stop)
+            queries += row_queries
+            keys += row_keys
+            query_lengths.append(sum(map(len, row_queries)))
+            key_lengths.append(sum(map(len, row_keys)))
         if not keys:
             return None
-        runs, others = self._cut(asking), self._cut(asked)
-        return AttentionBlock(
-            queries=_joined(queries),
-            keys=_joined(keys),
-            query_segments=runs,
-            key_segments=others,
-            causal=False,
+        mask = AttentionMask(
+            causal=False, segments=self._cut(query_lengths), key_segments=self._cut(key_lengths)
         )
+        return AttentionBlock(queries=_join_ranges(queries), keys=_join_ranges(keys), mask=mask)
 
     def _cut(self, lengths: Sequence[int]) -> Segments | None:
-        if self._runs is None:
+        """Return segments of these lengths, None where documents do not bound attention."""
+        if self._segments is None:
             return None
-        starts = torch.tensor(
-            [0, *accumulate(lengths)], dtype=torch.int32, device=self._runs.cu_seqlens.device
-        )
-        return Segments(lengths=tuple(lengths), cu_seqlens=starts)
+        device = self._segments.cu_seqlens.device
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return Segments(lengths=tuple(lengths), cu_seqlens=cu_seqlens)
 
 
-def _within(parts: Iterable[range], low: int, high: int) -> list[range]:
-    """Places on a rank of the positions in [low, high), of those in `parts`."""
-    found, offset = list[range](), 0
-    for part in parts:
-        start, stop = max(part.start, low), min(part.stop, high)
+def _places_between(chunks: Iterable[_Chunk], low: int, high: int) -> list[range]:
+    """Return the places of those positions of the chunks that are in [low, high)."""
+    places: list[range] = []
+    for chunk in chunks:
+        start = max(chunk.positions.start, low)
+        stop = min(chunk.positions.stop, high)
         if start < stop:
-            found.append(range(offset + start - part.start, offset + stop - part.start))
-        offset += len(part)
-    return found
+            places.append(chunk.find_places(range(start, stop)))
+    return places
 
 
-def _joined(places: Iterable[range]) -> Ranges:
-    """The same places in fewer ranges where one follows another at once."""
-    found: list[range] = []
-    for one in places:
-        if found and found[-1].stop == one.start:
-            found[-1] = range(found[-1].start, one.stop)
+def _join_ranges(ranges: Iterable[range]) -> Ranges:
+    """Return the same places in fewer ranges where one follows another at once."""
+    joined: list[range] = []
+    for places in ranges:
+        if joined and joined[-1].stop == places.start:
+            joined[-1] = range(joined[-1].start, places.stop)
         else:
-            found.append(one)
-    return tuple(found)
+            joined.append(places)
+    return tuple(joined)

@@ -1,15 +1,15 @@
 """Differentiable operations that keep for backward exactly what the memory model says.
 
 Each is an own autograd Function so that the saved tensors are the same on every device, and so that
-the FLOPs of backward are booked to the module whose forward made them.
+the FLOPs of backward are counted to the module whose forward made them.
 
-Shapes: T tokens, K width, R routed rows, F expert width, B batch, S sequence, H query heads, G key
-heads, D head dim.
+Shapes: T tokens, K width, B batch, S sequence, H query heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,110 +22,127 @@ from moewright.engine.comm.collectives import (
     reduce_scatter_rows,
 )
 from moewright.engine.kernels.attention import (
-    Segments,
+    AttentionMask,
+    AttentionState,
     attention,
     attention_backward,
-    varlen_attention,
-    varlen_attention_backward,
 )
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.observe.counters import Counters
 
 
 class CountedFunction(torch.autograd.Function):
-    """Remembers the module of the forward; `backward` of a subclass runs inside it."""
+    """A function that remembers the module of its forward, for its backward to be counted to."""
 
     @staticmethod
-    def save_scope(ctx: Any, books: Counters) -> None:
-        ctx.books, ctx.where = books, books.scope
+    def save_scope(ctx: Any, counters: Counters) -> None:
+        """Remember the module that runs now; `backward` runs inside `ctx.scope`."""
+        ctx.counters = counters
+        ctx.scope = counters.scopes.current
 
     @staticmethod
     def compute_or_defer_grads(
-        ctx: Any, inputs: slice, make: Callable[[], Sequence[torch.Tensor]]
+        ctx: Any, inputs: slice, compute: Callable[[], Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor | None]:
-        """make() now, or None for each of the weights, which are those `inputs` among the forward's
-        tensors, if the schedule wants their gradients later.
+        """Return compute() now, or None for each weight whose gradient the schedule wants later.
+
+        The weights are those `inputs` among the forward's tensors; `ctx.weight_grads` is the store.
         """
 
-        def booked() -> Sequence[torch.Tensor]:
-            with ctx.books.within(ctx.where):
-                return make()
+        def compute_in_scope() -> Sequence[torch.Tensor]:
+            with ctx.counters.scopes.enter(ctx.scope):
+                return compute()
 
-        return ctx.books.later.gradients(
-            [GradientEdge(*edge) for edge in ctx.next_functions[inputs]], booked
-        )
+        edges = [GradientEdge(*edge) for edge in ctx.next_functions[inputs]]
+        return ctx.weight_grads.compute_or_defer(edges, compute_in_scope)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormSettings:
+    """What an RMSNorm is besides its weight.
+
+    Each rank of `shard_group` holds an equal part of the last dim, and the mean is over all of it.
+    The ranks of `replica_group` all have the same x; each computes the weight's gradient of its
+    part of the rows. `keeps_scale`: keep one fp32 number a row for backward.
+    """
+
+    eps: float
+    kernels: KernelSet
+    keeps_scale: bool = False
+    shard_group: Group | None = None
+    replica_group: Group | None = None
 
 
 class RmsNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; keeps x and, if asked, one fp32
-    number a row.
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32.
 
-    With a group `across`, each of its ranks holds an equal part of the last dim, and the mean is
-    over all of it. With `sharers`, which all have the same x, each makes the weight's gradient of
-    its part of the rows.
+    Keeps x and, if asked, one fp32 number a row.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        across: Group | None,
-        sharers: Group | None,
-        keep_scale: bool,
-        kernels: KernelSet,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, settings: NormSettings
     ) -> torch.Tensor:
-        ctx.eps, ctx.across, ctx.sharers, ctx.kernels = eps, across, sharers, kernels
-        if across is None:
-            out, scale = kernels.rms_norm(x, weight, eps)
+        ctx.settings = settings
+        if settings.shard_group is None:
+            out, scale = settings.kernels.rms_norm(x, weight, settings.eps)
         else:
             wide = x.float()
-            scale = _scale(wide, eps, across)
+            scale = _norm_scale(wide, settings.eps, settings.shard_group)
             out = (wide * scale).to(x.dtype) * weight
-        ctx.save_for_backward(x, weight, scale if keep_scale else None)
+        ctx.save_for_backward(x, weight, scale if settings.keeps_scale else None)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        count, mine = grad[..., 0].numel(), slice(None)
-        if ctx.sharers is not None:
-            mine = slice(
-                *(count * i // ctx.sharers.size for i in (ctx.sharers.index, ctx.sharers.index + 1))
+        settings: NormSettings = ctx.settings
+        weight_rows = slice(None)
+        if settings.replica_group is not None:
+            weight_rows = _split_rows(grad[..., 0].numel(), settings.replica_group)
+        if settings.shard_group is None:
+            grad_x, grad_weight = settings.kernels.rms_norm_backward(
+                grad, x, weight, settings.eps, scale, weight_rows
             )
-        if ctx.across is None:
-            made = ctx.kernels.norm_backward(grad, x, weight, ctx.eps, scale, mine)
-            return *made, None, None, None, None, None
-        normed, wide = x.float(), grad.float()
-        normed = normed * (_scale(normed, ctx.eps, ctx.across) if scale is None else scale)
-        grad_weight = (wide * normed).flatten(0, -2)[mine].sum(0)
+            return grad_x, grad_weight, None
+        normed = x.float()
+        wide = grad.float()
+        normed = normed * (
+            _norm_scale(normed, settings.eps, settings.shard_group) if scale is None else scale
+        )
+        grad_weight = (wide * normed).flatten(0, -2)[weight_rows].sum(0)
         wide = wide * weight.float()
-        grad_x = (wide - normed * _mean(wide * normed, ctx.across)).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None, None, None
+        grad_x = (wide - normed * _mean(wide * normed, settings.shard_group)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def _scale(wide: torch.Tensor, eps: float, across: Group) -> torch.Tensor:
-    return torch.rsqrt(_mean(wide.square(), across) + eps)
+def _split_rows(rows: int, group: Group) -> slice:
+    """Return this rank's part of the rows."""
+    return slice(rows * group.index // group.size, rows * (group.index + 1) // group.size)
 
 
-def _mean(x: torch.Tensor, across: Group) -> torch.Tensor:
-    """Over the last dim, which is kept as 1, and over the ranks that hold its parts."""
-    return all_reduce(x.mean(-1, keepdim=True), across).div_(across.size)
+def _norm_scale(wide: torch.Tensor, eps: float, shard_group: Group) -> torch.Tensor:
+    return torch.rsqrt(_mean(wide.square(), shard_group) + eps)
+
+
+def _mean(x: torch.Tensor, shard_group: Group) -> torch.Tensor:
+    """Return the mean over the last dim, which is kept as 1, and over the ranks that hold parts."""
+    return all_reduce(x.mean(-1, keepdim=True), shard_group).div_(shard_group.size)
 
 
 class Rotary(torch.autograd.Function):
-    """Rotary embedding of x [B,S,H,D], halves paired (i, i + D/2); cos and sin are [S, D/2] or [B,
-    S, D/2] fp32.
+    """The rotary embedding of x [B,S,H,D], with halves paired (i, i + D/2).
 
-    The backward is the rotation back, so nothing is kept but the table.
+    cos and sin are [S, D/2] or [B, S, D/2] fp32. The backward is the rotation back, so nothing is
+    kept but the table.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernels: KernelSet
     ) -> torch.Tensor:
-        ctx.angles, ctx.kernels = (cos, sin), kernels
+        ctx.angles = cos, sin
+        ctx.kernels = kernels
         return kernels.rotate(x_BSHD, cos, sin)
 
     @staticmethod
@@ -135,9 +152,9 @@ class Rotary(torch.autograd.Function):
 
 
 class CausalAttention(CountedFunction):
-    """Causal softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D], inside each run of
-    tokens where `runs` are given, of the last `window` tokens each (0: all), beside sinks [H];
-    keeps q, k, v, the output and LSE.
+    """Softmax attention of q [B,S,H,D] over k, v [B,S,G,D] -> [B,S,H,D], with sinks [H].
+
+    Keeps q, k, v, the output and the log-sum-exp.
     """
 
     @staticmethod
@@ -147,53 +164,45 @@ class CausalAttention(CountedFunction):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        runs: Segments | None,
-        window: int,
-        books: Counters,
+        mask: AttentionMask,
+        counters: Counters,
     ) -> torch.Tensor:
-        CountedFunction.save_scope(ctx, books)
-        ctx.runs, ctx.window = runs, window
-        if runs is None:
-            out, rest = attention(q, k, v, window=window)
-        else:
-            out, rest = varlen_attention(q, k, v, runs, window=window)
-        out, rest = apply_sinks(out, rest, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, *rest)
+        CountedFunction.save_scope(ctx, counters)
+        ctx.mask = mask
+        out, state = apply_sinks(*attention(q, k, v, mask), sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, *state)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, *rest = ctx.saved_tensors
-        of_sinks = compute_sinks_grad(grad, out, rest[0], sinks)
-        with ctx.books.within(ctx.where):
-            if ctx.runs is None:
-                found = attention_backward(grad, q, k, v, out, tuple(rest), window=ctx.window)
-            else:
-                found = varlen_attention_backward(
-                    grad, q, k, v, out, tuple(rest), ctx.runs, window=ctx.window
-                )
-            return *found, of_sinks, None, None, None
+        q, k, v, sinks, out, *state = ctx.saved_tensors
+        grad_sinks = compute_sinks_grad(grad, out, state[0], sinks)
+        with ctx.counters.scopes.enter(ctx.scope):
+            grads = attention_backward(grad, q, k, v, out, tuple(state), ctx.mask)
+        return *grads, grad_sinks, None, None
 
 
 def apply_sinks(
-    out: torch.Tensor, rest: tuple[torch.Tensor, ...], sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Attention [B,S,H,D] and its log-sum [B,H,S] (or [1,H,B*S]) when one more logit a head, with a
-    value of zero, stands in each softmax. `rest` begins with the log-sum.
+    out: torch.Tensor, state: AttentionState, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, AttentionState]:
+    """Add one more logit a head, with a value of zero, to each softmax.
+
+    Attention is [B,S,H,D]; `state` begins with its log-sum-exp [B,H,S] (or [1,H,B*S]).
     """
     if sinks is None:
-        return out, rest
-    seen, *random = rest
-    both = torch.logaddexp(seen, sinks.float()[:, None])
-    share = torch.exp(seen - both).transpose(1, 2).reshape(*out.shape[:-1], 1)
-    return (out.float() * share).to(out.dtype), (both, *random)
+        return out, state
+    lse, *random_state = state
+    new_lse = torch.logaddexp(lse, sinks.float()[:, None])
+    share = torch.exp(lse - new_lse).transpose(1, 2).reshape(*out.shape[:-1], 1)
+    return (out.float() * share).to(out.dtype), (new_lse, *random_state)
 
 
 def compute_sinks_grad(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Of the sinks [H], given the output and log-sum that they are part of: minus their share of
-    what each query gets from its output's gradient.
+    """Return the gradient of the sinks [H], given the output and log-sum-exp they are part of.
+
+    It is minus their share of what each query gets from its output's gradient.
     """
     if sinks is None:
         return None
@@ -202,144 +211,34 @@ def compute_sinks_grad(
 
 
 class GatherKvHeads(torch.autograd.Function):
-    """Keys and values [T,w] of a head cut over some ranks of a group -> of the whole head [T,D],
-    for the queries here.
+    """Keys and values [T,w] of a head sharded over some ranks of a group -> the whole head [T,D].
 
     Where there are more ranks than key heads, neighbours' queries read the same head. Each rank
     projects a part of it, and the parts are gathered, so that weights, their gradients and their
-    products are cut like all others (as in Megatron-LM); nothing is kept.
+    products are sharded like all others (as in Megatron-LM); nothing is kept.
     """
 
     @staticmethod
     def forward(
         ctx: Any, k_Tw: torch.Tensor, v_Tw: torch.Tensor, group: Group, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = group.size // heads
-        first = group.index // parts * parts
-        ctx.group, ctx.mine = group, slice(first, first + parts)
-        both = all_gather_rows(torch.cat((k_Tw, v_Tw), 1), group).unflatten(0, (group.size, -1))[
-            ctx.mine
-        ]
-        k, v = (x.transpose(0, 1).flatten(1) for x in both.chunk(2, -1))
+        ranks_per_head = group.size // heads
+        first = group.index // ranks_per_head * ranks_per_head
+        ctx.group = group
+        ctx.head_ranks = slice(first, first + ranks_per_head)
+        gathered = all_gather_rows(torch.cat((k_Tw, v_Tw), 1), group)
+        head_parts = gathered.unflatten(0, (group.size, -1))[ctx.head_ranks]
+        k, v = (x.transpose(0, 1).flatten(1) for x in head_parts.chunk(2, -1))
         return k, v
 
     @staticmethod
     def backward(
         ctx: Any, *grads_TD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        parts = ctx.mine.stop - ctx.mine.start
-        mine = torch.cat([grad.unflatten(1, (parts, -1)) for grad in grads_TD], -1).transpose(0, 1)
-        both = mine.new_zeros((ctx.group.size, *mine.shape[1:]))
-        both[ctx.mine] = mine
-        k, v = reduce_scatter_rows(both.flatten(0, 1), ctx.group).chunk(2, -1)
+        ranks_per_head = ctx.head_ranks.stop - ctx.head_ranks.start
+        head_parts = [grad.unflatten(1, (ranks_per_head, -1)) for grad in grads_TD]
+        head_grads = torch.cat(head_parts, -1).transpose(0, 1)
+        grads = head_grads.new_zeros((ctx.group.size, *head_grads.shape[1:]))
+        grads[ctx.head_ranks] = head_grads
+        k, v = reduce_scatter_rows(grads.flatten(0, 1), ctx.group).chunk(2, -1)
         return k, v, None, None
-
-
-class Permute(torch.autograd.Function):
-    """Copy each token to its routed rows: x [T,K] -> [R,K]; the transpose of SumSlots. Keeps
-    `rows`.
-
-    Row i holds token tokens[i]; slot j of token t is row rows[t,j], or R where the slot has none,
-    which is nowhere so where `full`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TK: torch.Tensor,
-        tokens_R: torch.Tensor,
-        rows_Tk: torch.Tensor,
-        full: bool,
-        kernels: KernelSet,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows_Tk)
-        ctx.full, ctx.kernels = full, kernels
-        return kernels.permute(x_TK, tokens_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (rows_Tk,) = ctx.saved_tensors
-        return ctx.kernels.sum_slots(grad, rows_Tk, ctx.full), None, None, None, None
-
-
-class Unpermute(torch.autograd.Function):
-    """Sum each token's routed rows: [R,K] -> [T,K]; the transpose of Spread. Keeps `tokens`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows_RK: torch.Tensor,
-        tokens_R: torch.Tensor,
-        rows_Tk: torch.Tensor,
-        full: bool,
-        kernels: KernelSet,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(tokens_R)
-        ctx.kernels = kernels
-        return kernels.unpermute(rows_RK, rows_Tk, full)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (tokens_R,) = ctx.saved_tensors
-        return ctx.kernels.spread(grad, tokens_R), None, None, None, None
-
-
-def count_ids(ids: torch.Tensor, extent: int) -> torch.Tensor:
-    """How often each of 0..extent-1 stands in `ids`: [extent] int64, without torch.bincount's wait
-    for the device."""
-    flat = ids.flatten()
-    counts = torch.zeros(extent, dtype=torch.int64, device=flat.device)
-    return counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
-
-
-class ReorderRows(torch.autograd.Function):
-    """x.index_select(0, order) for a permutation; backward selects by its inverse, which is
-    kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
-class SelectRows(torch.autograd.Function):
-    """x.index_select(0, places), each place at most once, or its gradient is that of one time; the
-    transpose of Place. Keeps `places`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.rows = x.shape[0]
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return _spread_out(grad, places, ctx.rows), None
-
-
-class ScatterRows(torch.autograd.Function):
-    """Row i of x to row places[i] of `rows` rows, the others zero; the transpose of Select. Keeps
-    `places`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return _spread_out(x, places, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return grad.index_select(0, places), None, None
-
-
-def _spread_out(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
-    return x.new_zeros((rows, *x.shape[1:])).index_copy_(0, places, x)

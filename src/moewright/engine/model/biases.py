@@ -13,28 +13,33 @@ from moewright.engine.comm.collectives import Group
 
 
 class AddBias(torch.autograd.Function):
-    """y [T,N] + bias [N]; `sharers`, which all have the same y, each make the bias's gradient of a
-    part of the rows."""
+    """y [T,N] + bias [N].
+
+    The ranks of `replica_group` all have the same y; each computes the bias's gradient of a part of
+    the rows.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, y_TN: torch.Tensor, bias_N: torch.Tensor, sharers: Group | None
+        ctx: Any, y_TN: torch.Tensor, bias_N: torch.Tensor, replica_group: Group | None
     ) -> torch.Tensor:
-        ctx.sharers, ctx.dtype = sharers, bias_N.dtype
+        ctx.replica_group = replica_group
+        ctx.dtype = bias_N.dtype
         return y_TN + bias_N
 
     @staticmethod
     def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         rows = grad_TN
-        if ctx.sharers is not None:
-            rows = grad_TN.tensor_split(ctx.sharers.size)[ctx.sharers.index]
+        if ctx.replica_group is not None:
+            rows = grad_TN.tensor_split(ctx.replica_group.size)[ctx.replica_group.index]
         return grad_TN, rows.sum(0, dtype=torch.float32).to(ctx.dtype), None
 
 
 class AddExpertBias(torch.autograd.Function):
-    """y [R,N] + weight * bias[e] in columns [first, first + n), for rows sorted by expert e; bias
-    [E,n], weight [R] fp32 or None, `ends` [E] int32 running ends of the experts' rows. Keeps bias,
-    weight and ends.
+    """y [R,N] + weight * bias[e] in columns [first, first + n), for rows sorted by expert e.
+
+    bias [E,n], weight [R] fp32 or None, `ends` [E] int32 running ends of the experts' rows. Keeps
+    bias, weight and ends.
     """
 
     @staticmethod
@@ -49,27 +54,28 @@ class AddExpertBias(torch.autograd.Function):
         ctx.save_for_backward(bias_En, weight_R, ends_E)
         ctx.columns = slice(first, first + bias_En.shape[1])
         out = y_RN.clone()
-        added = _of_rows(bias_En, ends_E, len(y_RN))
-        out[:, ctx.columns] += (added if weight_R is None else added * weight_R[:, None]).to(
-            out.dtype
-        )
+        bias_Rn = _bias_of_rows(bias_En, ends_E, len(y_RN))
+        if weight_R is not None:
+            bias_Rn = bias_Rn * weight_R[:, None]
+        out[:, ctx.columns] += bias_Rn.to(out.dtype)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         bias_En, weight_R, ends_E = ctx.saved_tensors
-        rows, of_weight = grad_RN[:, ctx.columns].float(), None
+        rows = grad_RN[:, ctx.columns].float()
+        grad_weight = None
         if weight_R is not None:
-            of_weight = (rows * _of_rows(bias_En, ends_E, len(rows))).sum(-1)
+            grad_weight = (rows * _bias_of_rows(bias_En, ends_E, len(rows))).sum(-1)
             rows = rows * weight_R[:, None]
         counts = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
-        of_bias = torch.segment_reduce(
+        grad_bias = torch.segment_reduce(
             rows.contiguous(), "sum", lengths=counts, axis=0, initial=0, unsafe=True
         )
-        return grad_RN, of_bias.to(bias_En.dtype), of_weight, None, None
+        return grad_RN, grad_bias.to(bias_En.dtype), grad_weight, None, None
 
 
-def _of_rows(bias_En: torch.Tensor, ends_E: torch.Tensor, rows: int) -> torch.Tensor:
-    """The bias of each row's expert, in fp32."""
-    places = torch.arange(rows, dtype=ends_E.dtype, device=ends_E.device)
-    return bias_En.float().index_select(0, torch.searchsorted(ends_E, places, right=True))
+def _bias_of_rows(bias_En: torch.Tensor, ends_E: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the bias of each row's expert, in fp32."""
+    row_numbers = torch.arange(rows, dtype=ends_E.dtype, device=ends_E.device)
+    return bias_En.float().index_select(0, torch.searchsorted(ends_E, row_numbers, right=True))

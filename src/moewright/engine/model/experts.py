@@ -22,90 +22,103 @@ from moewright.spec.ledger import Module
 
 
 class RoutedExperts(nn.Module):
-    """The routed experts, or the part of each, that this rank holds: rows [R,H] sorted by slot,
-    weights [R] -> weighted outputs [R,H], to be summed over ETP. `slots` has the expert of every
-    slot of all ranks. Replicas, in the last slots here, are no parameters: they are as the
-    parameters of another rank.
+    """The routed experts, or the part of each, that this rank holds.
+
+    Rows [R,H] sorted by slot, weights [R] -> weighted outputs [R,H], to be summed over ETP. `slots`
+    has the expert of every slot of all ranks. Replicas, in the last slots here, are no parameters:
+    they equal the parameters of another rank.
     """
 
     ledger_module = Module.EXPERTS
 
-    def __init__(self, run: Runtime, experts: int, width: int, slots: tuple[int, ...]) -> None:
+    def __init__(self, runtime: Runtime, experts: int, width: int, slots: tuple[int, ...]) -> None:
         super().__init__()
-        self._run, ep = run, run.mesh.group("ep")
-        spare = (len(slots) - experts) // ep.size
-        self._own = experts // ep.size
-        contiguous = slots == tuple(range(experts))
-        held = () if contiguous else tuple(rank_experts(slots, ep.size, ep.index)[: self._own])
-        hidden = run.model.expert_width
+        ep_group = runtime.mesh.group("ep")
+        ep, ep_rank = ep_group.size, ep_group.index
+        hidden = runtime.model.expert_width
+        self._runtime = runtime
+        self._own_experts = experts // ep
+        row_indices: tuple[int, ...] = ()
+        if slots != tuple(range(experts)):
+            row_indices = tuple(rank_experts(slots, ep, ep_rank)[: self._own_experts])
+        sharding = (("ep", 0), ("etp", 2))
         self.gate_up = Weight(
-            run, experts, 2, width, hidden, sharding=(("ep", 0), ("etp", 2)), row_indices=held
+            runtime, experts, 2, width, hidden, sharding=sharding, row_indices=row_indices
         )
         self.down = Weight(
-            run, experts, hidden, width, sharding=(("ep", 0), ("etp", 2)), row_indices=held
+            runtime, experts, hidden, width, sharding=sharding, row_indices=row_indices
         )
-        self._activate = build_activation(run.model, run.kernels)
-        if run.model.moe is not None and run.model.moe.expert_bias:
+        self._activate = build_activation(runtime.model, runtime.kernels)
+        if runtime.model.moe is not None and runtime.model.moe.expert_bias:
             self.gate_up.bias = Vector(
-                run, experts, 2, width, sharding=(("ep", 0), ("etp", 2)), row_indices=held
+                runtime, experts, 2, width, sharding=sharding, row_indices=row_indices
             )
             # Outputs are summed over ETP: each rank adds its part of the bias.
+            bias_sharding = (("ep", 0), ("etp", 1))
             self.down.bias = Vector(
-                run, experts, hidden, sharding=(("ep", 0), ("etp", 1)), row_indices=held
+                runtime, experts, hidden, sharding=bias_sharding, row_indices=row_indices
             )
         self.replicas: ExpertReplicas | None = None
+        spare = (len(slots) - experts) // ep
         if spare:
             weights = (self.gate_up, self.down)
             parts = (*weights, *(part.bias for part in weights if part.bias is not None))
-            self.replicas = ExpertReplicas(
-                run, parts, plan_replica_exchange(slots, ep.size, ep.index, spare), spare
-            )
+            exchange = plan_replica_exchange(slots, ep, ep_rank, spare)
+            self.replicas = ExpertReplicas(runtime, parts, exchange, spare)
 
     def forward(
         self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor
     ) -> torch.Tensor:
         if self.replicas is None:
-            return self._made(rows_RH, weights_R, ends_E, _weight)
-        last = int(
-            ends_E[self._own - 1]
-        )  # the host waits: rows of replicas are products of their own
-        made = (
-            self._made(rows_RH[:last], weights_R[:last], ends_E[: self._own], _weight),
-            self._made(
-                rows_RH[last:],
-                weights_R[last:],
-                ends_E[self._own :] - last,
-                self.replicas.weight_of,
-            ),
+            return self._run_experts(rows_RH, weights_R, ends_E, _own_weight)
+        own_ends = ends_E[: self._own_experts]
+        # The host waits: rows of replicas are products of their own.
+        own_rows = int(own_ends[-1])
+        own_out = self._run_experts(rows_RH[:own_rows], weights_R[:own_rows], own_ends, _own_weight)
+        replica_out = self._run_experts(
+            rows_RH[own_rows:],
+            weights_R[own_rows:],
+            ends_E[self._own_experts :] - own_rows,
+            self.replicas.weight_of,
         )
-        return torch.cat(made)
+        return torch.cat((own_out, replica_out))
 
-    def _made(
+    def _run_experts(
         self,
         rows_RH: torch.Tensor,
         weights_R: torch.Tensor,
         ends_E: torch.Tensor,
-        take: Callable[[Weight], torch.Tensor],
+        take_weight: Callable[[Weight], torch.Tensor],
     ) -> torch.Tensor:
-        run, keeper, bias = self._run, self._run.saved_tensors, self.down.bias
-        with keeper.offload(rows_RH, enabled=run.offloads(Offload.EXPERT_FC1)):
-            hidden = GroupedLinear.apply(
-                rows_RH, take(self.gate_up).flatten(1, 2), ends_E, run.counters
-            )
+        runtime = self._runtime
+        manager = runtime.saved_tensors
+        with manager.offload(rows_RH, enabled=runtime.offloads(Offload.EXPERT_FC1)):
+            hidden = self._multiply(rows_RH, take_weight(self.gate_up).flatten(1, 2), ends_E)
             if self.gate_up.bias is not None:
-                hidden = AddExpertBias.apply(
-                    hidden, take(self.gate_up.bias).flatten(1, 2), None, ends_E, 0
-                )
-        with keeper.offload(hidden, enabled=run.offloads(Offload.MOE_ACT)):
+                bias = take_weight(self.gate_up.bias).flatten(1, 2)
+                hidden = AddExpertBias.apply(hidden, bias, None, ends_E, 0)
+        with manager.offload(hidden, enabled=runtime.offloads(Offload.MOE_ACT)):
             active = self._activate(hidden, weights_R)
-            with keeper.discard_and_recompute(
-                active, self._activate, hidden, weights_R, enabled=run.recomputes(Recompute.MOE_ACT)
+            with manager.discard_and_recompute(
+                active,
+                self._activate,
+                hidden,
+                weights_R,
+                enabled=runtime.recomputes(Recompute.MOE_ACT),
             ):
-                out = GroupedLinear.apply(active, take(self.down), ends_E, run.counters)
-        if bias is None:
+                out = self._multiply(active, take_weight(self.down), ends_E)
+        if self.down.bias is None:
             return out
-        return AddExpertBias.apply(out, take(bias), weights_R, ends_E, bias.placement.offsets[1])
+        first_column = self.down.bias.placement.offsets[1]
+        bias = take_weight(self.down.bias)
+        return AddExpertBias.apply(out, bias, weights_R, ends_E, first_column)
+
+    def _multiply(
+        self, rows: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor
+    ) -> torch.Tensor:
+        runtime = self._runtime
+        return GroupedLinear.apply(rows, weight, ends_E, runtime.counters, runtime.weight_grads)
 
 
-def _weight(part: Weight) -> torch.Tensor:
+def _own_weight(part: Weight) -> torch.Tensor:
     return part.weight

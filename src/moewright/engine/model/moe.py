@@ -11,26 +11,26 @@ from functools import partial
 
 import torch
 
-from moewright.engine.dispatch import interface
 from moewright.engine.dispatch.allgather import AllGatherDispatcher
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.alltoall_padded import PaddedAllToAllDispatcher
 from moewright.engine.dispatch.dedup import DedupDispatcher
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
+from moewright.engine.dispatch.interface import ForcedCounts, TokenDispatcher
+from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
-from moewright.engine.model.autograd import count_ids
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import Mlp, Weight
 from moewright.engine.model.parallel_linear import ReplicatedLinear
 from moewright.engine.model.router import ExpertSelection, Router
 from moewright.engine.runtime import Runtime
+from moewright.rules.capacity import capacity_rows
 from moewright.rules.expert_placement import rank_slots, slot_experts
+from moewright.rules.micro_batches import micro_batch_tokens
 from moewright.rules.routing import (
     RoundRobinCounts,
-    capacity_rows,
     dispatch_nodes,
     drops_by_probability,
-    micro_batch_tokens,
     round_robin_counts,
 )
 from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Overlap, Recompute
@@ -40,248 +40,288 @@ from moewright.spec.workload import RouterForce
 
 
 class SharedExperts(Mlp):
-    """The experts that every token passes, as one MLP, scaled by a gate of its own where the model
-    has one."""
+    """The experts that every token passes, as one MLP, scaled by a gate where the model has one."""
 
-    def __init__(self, run: Runtime, spec: MoeSpec) -> None:
-        super().__init__(run, spec.shared_ffn_size, Module.SHARED_EXPERTS)
+    def __init__(self, runtime: Runtime, spec: MoeSpec) -> None:
+        super().__init__(runtime, spec.shared_ffn_size, Module.SHARED_EXPERTS)
         if spec.shared_gate:
-            self.gate = Weight(run, 1, run.model.hidden_size)
-        self._gated = spec.shared_gate
+            self.gate = Weight(runtime, 1, runtime.model.hidden_size)
+        self._is_gated = spec.shared_gate
 
-    def _second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        out_tH = super()._second(x_tH, active)
-        if not self._gated:
+    def _run_second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        out_tH = super()._run_second(x_tH, active)
+        if not self._is_gated:
             return out_tH
-        return out_tH * torch.sigmoid(
-            ReplicatedLinear.apply(x_tH, self.gate.weight, self._run.counters)
-        )
+        gate = ReplicatedLinear.apply(x_tH, self.gate.weight, self._runtime.counters)
+        return out_tH * torch.sigmoid(gate)
 
     def split(self, x_tH: torch.Tensor) -> SplitSharedExperts:
-        """The same in two parts, each to be run when there is time for it."""
-        return SplitSharedExperts(
-            self._run, partial(self._first, x_tH), partial(self._second, x_tH)
-        )
+        """Split the work in two parts, each to be run when there is time for it."""
+        run_first = partial(self._run_first, x_tH)
+        run_second = partial(self._run_second, x_tH)
+        return SplitSharedExperts(self._runtime, run_first, run_second)
 
 
 class SplitSharedExperts:
-    """What shared experts make of their input, by two calls: `first`, `second`; then `out` has
-    it."""
+    """Shared experts that run in two calls, `run_first` and `run_second`; then they have an
+    `output`."""
 
     def __init__(
         self,
-        run: Runtime,
+        runtime: Runtime,
         first: Callable[[], torch.Tensor],
         second: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self._books, self._first, self._second = run.counters, first, second
-        self._made: list[torch.Tensor] = []
+        self._counters = runtime.counters
+        self._first = first
+        self._second = second
+        self._results: list[torch.Tensor] = []
 
     def run_first(self) -> None:
-        with self._books.attribute_to(Module.SHARED_EXPERTS):
-            self._made.append(self._first())
+        """Run up to the activation."""
+        with self._counters.scopes.enter(Module.SHARED_EXPERTS):
+            self._results.append(self._first())
 
     def run_second(self) -> None:
-        with self._books.attribute_to(Module.SHARED_EXPERTS):
-            self._made.append(self._second(self._made.pop()))
+        """Run from the activation on."""
+        with self._counters.scopes.enter(Module.SHARED_EXPERTS):
+            self._results.append(self._second(self._results.pop()))
 
     def output(self) -> torch.Tensor:
-        return self._made.pop()
+        """Hand over the output, once."""
+        return self._results.pop()
 
 
 class SlotAssigner:
-    """Where experts are, and where rows go: an expert in several slots has its rows dealt to them
-    (rules.placement)."""
+    """What assigns rows to slots: an expert in several slots has its rows dealt to them.
 
-    def __init__(self, run: Runtime, slots: Sequence[int], experts: int) -> None:
-        places = [
-            [slot for slot, one in enumerate(slots) if one == expert] for expert in range(experts)
+    Where experts are, rules.expert_placement says: `slots` has the expert of every slot.
+    """
+
+    def __init__(self, runtime: Runtime, slots: Sequence[int], experts: int) -> None:
+        slots_by_expert = [
+            [slot for slot, slot_expert in enumerate(slots) if slot_expert == expert]
+            for expert in range(experts)
         ]
-        most = max(map(len, places))
+        max_slots = max(map(len, slots_by_expert))
+        no_slot = len(slots)
+        padded = [own + own[:1] * (max_slots - len(own)) for own in slots_by_expert]
         # By expert, and of E, which stands for none.
-        self._places = torch.tensor(
-            [of + of[:1] * (most - len(of)) for of in places] + [[len(slots)] * most]
-        )
-        self._places = self._places.to(run.device)
-        self._count = torch.tensor([*map(len, places), 1], device=run.device)
-        self._expert = torch.tensor(slots, device=run.device)
-        self._experts, self._first = experts, run.mesh.coordinate("ep")
+        table = torch.tensor([*padded, [no_slot] * max_slots])
+        self._slots_by_expert = table.to(runtime.device)
+        counts = [*map(len, slots_by_expert), 1]
+        self._slot_counts = torch.tensor(counts, device=runtime.device)
+        self._expert_of_slot = torch.tensor(slots, device=runtime.device)
+        self._experts = experts
+        self._ep_rank = runtime.mesh.coordinate("ep")
 
     def assign(self, experts_Tk: torch.Tensor) -> torch.Tensor:
-        """The slot of each chosen expert."""
-        if self._places.shape[1] == 1:
-            return self._places[experts_Tk, 0]
+        """Return the slot of each chosen expert."""
+        if self._slots_by_expert.shape[1] == 1:
+            return self._slots_by_expert[experts_Tk, 0]
         flat = experts_Tk.flatten()
-        counts, order = count_ids(flat, self._experts + 1), flat.argsort(stable=True)
+        counts = count_ids(flat, self._experts + 1)
+        order = flat.argsort(stable=True)
         starts = (counts.cumsum(0) - counts)[flat[order]]
-        turn = torch.empty_like(order)
-        turn[order] = (
-            torch.arange(len(order), device=order.device) - starts
-        )  # of its expert's rows the how-manieth
-        return self._places[flat, (turn + self._first) % self._count[flat]].view_as(experts_Tk)
+        # The place of each row among those of its expert.
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device) - starts
+        # Each rank starts at a slot of its own, so that the remainders do not meet in one.
+        turn = (place + self._ep_rank) % self._slot_counts[flat]
+        return self._slots_by_expert[flat, turn].view_as(experts_Tk)
 
-    def sum_by_expert(self, sent: torch.Tensor) -> torch.Tensor:
-        """Rows sent to each slot, and what follows them, with rows to each expert instead."""
-        rows, copies = sent.split((len(self._expert), len(sent) - len(self._expert)))
-        return torch.cat(
-            (rows.new_zeros(self._experts).scatter_add_(0, self._expert, rows), copies)
-        )
+    def sum_by_expert(self, sent_counts: torch.Tensor) -> torch.Tensor:
+        """Return rows sent to each expert instead of to each slot, and what follows them."""
+        slots = len(self._expert_of_slot)
+        rows, copies = sent_counts.split((slots, len(sent_counts) - slots))
+        by_expert = rows.new_zeros(self._experts).scatter_add_(0, self._expert_of_slot, rows)
+        return torch.cat((by_expert, copies))
 
 
 class LatentProjection(torch.nn.Module):
-    """The projections into the space that the routed experts work in, and back: [T,H] -> [T,L] ->
-    [T,H], each rank its own tokens.
+    """The projections into the space that the routed experts work in, and back.
+
+    [T,H] -> [T,L] -> [T,H], each rank its own tokens.
     """
 
     ledger_module = Module.EXPERTS
 
-    def __init__(self, run: Runtime, spec: MoeSpec) -> None:
+    def __init__(self, runtime: Runtime, spec: MoeSpec) -> None:
         super().__init__()
-        self._books = run.counters
-        self.down = Weight(run, spec.latent_size, run.model.hidden_size)
-        self.up = Weight(run, run.model.hidden_size, spec.latent_size)
+        self._counters = runtime.counters
+        self.down = Weight(runtime, spec.latent_size, runtime.model.hidden_size)
+        self.up = Weight(runtime, runtime.model.hidden_size, spec.latent_size)
 
     def project_down(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return ReplicatedLinear.apply(x_TH, self.down.weight, self._books)
+        """Project into the latent space."""
+        return ReplicatedLinear.apply(x_TH, self.down.weight, self._counters)
 
     def project_up(self, x_TL: torch.Tensor) -> torch.Tensor:
-        return ReplicatedLinear.apply(x_TL, self.up.weight, self._books)
+        """Project back into the hidden space."""
+        return ReplicatedLinear.apply(x_TL, self.up.weight, self._counters)
 
 
 class MoeLayer(torch.nn.Module):
-    """[T,H] -> [T,H], with the auxiliary losses (as a Router returns them) and what this rank sent
-    (see the seam)."""
+    """The experts of a layer: [T,H] -> [T,H], with the auxiliary losses (as a Router returns them)
+    and what this rank sent (see TokenDispatcher)."""
 
-    def __init__(self, run: Runtime, number: int) -> None:
+    def __init__(self, runtime: Runtime, layer_number: int) -> None:
         super().__init__()
-        spec = run.model.moe
+        spec = runtime.model.moe
         if spec is None:
             raise ValueError("a MoE layer needs model.moe")
-        self._run, self._spec = run, spec
-        self.router = Router(run, spec.experts, number)
-        slots = slot_experts(run.model, run.workload, run.mesh.layout, number)
-        self._slots = (
-            None if slots == tuple(range(spec.experts)) else SlotAssigner(run, slots, spec.experts)
-        )
-        self.latent = LatentProjection(run, spec) if spec.latent_size else None
-        self.experts = RoutedExperts(run, spec.experts, spec.ffn_size, slots)
-        self.shared = SharedExperts(run, spec) if spec.shared_ffn_size else None
-        self._dispatcher = _dispatcher(run, spec, len(slots))
-        self._beside = (
-            Overlap.SHARED in run.mesh.layout.overlap
-        )  # shared experts run while rows travel
+        layout = runtime.mesh.layout
+        self._runtime = runtime
+        self._spec = spec
+        self.router = Router(runtime, spec.experts, layer_number)
+        slots = slot_experts(runtime.model, runtime.workload, layout, layer_number)
+        self._assigner: SlotAssigner | None = None
+        if slots != tuple(range(spec.experts)):
+            self._assigner = SlotAssigner(runtime, slots, spec.experts)
+        self.latent = LatentProjection(runtime, spec) if spec.latent_size else None
+        self.experts = RoutedExperts(runtime, spec.experts, spec.ffn_size, slots)
+        self.shared = SharedExperts(runtime, spec) if spec.shared_ffn_size else None
+        self._dispatcher = _build_dispatcher(runtime, spec, len(slots))
+        self._overlaps_shared = Overlap.SHARED in layout.overlap
 
     def forward(
-        self, x_TH: torch.Tensor, decided: RoutingDecisions | None, first: int | None
+        self,
+        x_TH: torch.Tensor,
+        decisions: RoutingDecisions | None,
+        first_sequence: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`decided`: of the replayed block that this is part of, None outside of one. `first` as in
-        Sequences."""
-        if self._run.recomputes(Recompute.MOE):
-            with self._run.counters.attribute_to(Module.ROUTER):
-                return run_checkpointed(
-                    self._run.counters, partial(self._block, RoutingDecisions(), first), x_TH
-                )
-        return self._block(decided, first, x_TH)
+        """Run the layer.
+
+        `decisions` are those of the checkpointed block that this is part of, None outside of one.
+        `first_sequence` as in AttentionContext.
+        """
+        if self._runtime.recomputes(Recompute.MOE):
+            with self._runtime.counters.scopes.enter(Module.ROUTER):
+                block = partial(self._block, RoutingDecisions(), first_sequence)
+                return run_checkpointed(self._runtime.counters, block, x_TH)
+        return self._block(decisions, first_sequence, x_TH)
 
     def _block(
-        self, decided: RoutingDecisions | None, first: int | None, x_TH: torch.Tensor
+        self,
+        decisions: RoutingDecisions | None,
+        first_sequence: int | None,
+        x_TH: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        books = self._run.counters
-        with books.attribute_to(Module.ROUTER):
-            selected, aux = self.router(x_TH, decided, first)
-        with books.attribute_to(Module.EXPERTS):
-            experts_Tk = self._kept(selected)
-            slots_Tk = experts_Tk if self._slots is None else self._slots.assign(experts_Tk)
-            halves = self.shared.split(x_TH) if self.shared is not None and self._beside else None
-            out, sent = self._routed(x_TH, slots_Tk, selected.weights.float(), halves)
-        if halves is not None:
-            out = out + halves.output()
+        counters = self._runtime.counters
+        with counters.scopes.enter(Module.ROUTER):
+            selection, aux_losses = self.router(x_TH, decisions, first_sequence)
+        split_shared = None
+        with counters.scopes.enter(Module.EXPERTS):
+            experts_Tk = self._drop_over_capacity(selection)
+            if self._assigner is not None:
+                experts_Tk = self._assigner.assign(experts_Tk)
+            if self.shared is not None and self._overlaps_shared:
+                split_shared = self.shared.split(x_TH)
+            weights_Tk = selection.weights.float()
+            out, sent_counts = self._run_routed(x_TH, experts_Tk, weights_Tk, split_shared)
+        if split_shared is not None:
+            out = out + split_shared.output()
         elif self.shared is not None:
             out = out + self.shared(x_TH)
-        return out, aux, sent if self._slots is None else self._slots.sum_by_expert(sent)
+        if self._assigner is not None:
+            sent_counts = self._assigner.sum_by_expert(sent_counts)
+        return out, aux_losses, sent_counts
 
     @torch.no_grad()
-    def _kept(self, selected: ExpertSelection) -> torch.Tensor:
-        """The ids [T,k], E where capacity leaves no room. Dropped weights are not made up for by
-        the others."""
-        layout, (tokens, top_k) = self._run.mesh.layout, selected.experts.shape
-        if not layout.capacity:
-            return selected.experts
-        rows = capacity_rows(tokens, top_k, self._spec.experts, layout.capacity)
-        return selected.drop_over_capacity(rows, self._run.workload.router.drop_policy)
+    def _drop_over_capacity(self, selection: ExpertSelection) -> torch.Tensor:
+        """Return the ids [T,k], E where capacity leaves no room.
 
-    def _routed(
+        Dropped weights are not made up for by the others.
+        """
+        layout = self._runtime.mesh.layout
+        if not layout.capacity:
+            return selection.experts
+        tokens, top_k = selection.experts.shape
+        rows = capacity_rows(tokens, top_k, self._spec.experts, layout.capacity)
+        return selection.drop_over_capacity(rows, self._runtime.workload.router.drop_policy)
+
+    def _run_routed(
         self,
         x_TH: torch.Tensor,
         experts_Tk: torch.Tensor,
         weights_Tk: torch.Tensor,
-        beside: SplitSharedExperts | None,
+        shared: SplitSharedExperts | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`beside` runs while rows go to their experts, and while they return."""
-        there, back = (beside.run_first, beside.run_second) if beside else (None, None)
-        way, latent = self._dispatcher, self.latent
-        rows = x_TH if latent is None else latent.project_down(x_TH)
-        routed, route = way.preprocess(rows, experts_Tk, weights_Tk)
-        routed = way.postprocess(way.dispatch(routed, route, there), route)
-        rows = self.experts(routed.rows, routed.weights, route.ends)
-        rows = way.combine(way.combine_preprocess(rows, route), route, back)
-        out = way.combine_postprocess(rows, route)
-        return (out if latent is None else latent.project_up(out)), route.sent
+        """Run the routed experts; `shared` runs while rows go to them, and while they return."""
+        dispatcher = self._dispatcher
+        rows = x_TH if self.latent is None else self.latent.project_down(x_TH)
+        routed, route = dispatcher.preprocess(rows, experts_Tk, weights_Tk)
+        routed = dispatcher.dispatch(routed, route, shared.run_first if shared else None)
+        routed = dispatcher.postprocess(routed, route)
+        rows = self.experts(routed.rows, routed.weights, route.expert_ends)
+        rows = dispatcher.combine_preprocess(rows, route)
+        rows = dispatcher.combine(rows, route, shared.run_second if shared else None)
+        out = dispatcher.combine_postprocess(rows, route)
+        if self.latent is not None:
+            out = self.latent.project_up(out)
+        return out, route.sent_counts
 
 
-def _dispatcher(run: Runtime, spec: MoeSpec, experts: int) -> interface.TokenDispatcher:
-    """That of a layer with so many slots for experts."""
-    layout, mesh = run.mesh.layout, run.mesh
-    known = _known(run, spec)
+def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispatcher:
+    """Build the dispatcher of a layer with so many slots for experts."""
+    mesh = runtime.mesh
+    layout = mesh.layout
+    kernels = runtime.kernels
+    forced_counts = _forced_counts(runtime, spec)
     if layout.dispatcher is DispatcherKind.ALL_GATHER:
-        here = range(experts)[rank_slots(range(experts), layout.ep, mesh.coordinate("ep"))]
+        local_experts = range(slots)[rank_slots(range(slots), layout.ep, mesh.coordinate("ep"))]
         return AllGatherDispatcher(
-            mesh.group("etp_ep"), experts, run.kernels, local_experts=here, forced_counts=known
+            mesh.group("etp_ep"),
+            slots,
+            kernels,
+            local_experts=local_experts,
+            forced_counts=forced_counts,
         )
-    if run.dispatch_library is not None:
-        return DeepEpDispatcher(run.dispatch_library, experts, run.kernels)
+    if runtime.dispatch_library is not None:
+        return DeepEpDispatcher(runtime.dispatch_library, slots, kernels)
+    etp_group = mesh.group("etp")
     if layout.dispatcher is DispatcherKind.DEDUP:
-        ways = ("ep_far", "ep_near") if layout.ep_node else ("ep",)
-        return DedupDispatcher(
-            [mesh.group(way) for way in ways],
-            mesh.group("etp"),
-            experts,
-            run.kernels,
-            forced_counts=known,
-        )
+        names = ("ep_far", "ep_near") if layout.ep_node else ("ep",)
+        groups = [mesh.group(name) for name in names]
+        return DedupDispatcher(groups, etp_group, slots, kernels, forced_counts=forced_counts)
+    ep_group = mesh.group("ep")
     if layout.capacity_fill is CapacityFill.PADDED:
-        room = capacity_rows(
-            micro_batch_tokens(run.workload, layout), spec.router.top_k, experts, layout.capacity
-        )
-        return PaddedAllToAllDispatcher(
-            mesh.group("ep"), mesh.group("etp"), experts, run.kernels, capacity=room
-        )
+        tokens = micro_batch_tokens(runtime.workload, layout)
+        capacity = capacity_rows(tokens, spec.router.top_k, slots, layout.capacity)
+        return PaddedAllToAllDispatcher(ep_group, etp_group, slots, kernels, capacity=capacity)
     return AllToAllDispatcher(
-        mesh.group("ep"),
-        mesh.group("etp"),
-        experts,
-        run.kernels,
-        forced_counts=known,
+        ep_group,
+        etp_group,
+        slots,
+        kernels,
+        forced_counts=forced_counts,
         may_drop=layout.capacity > 0,
     )
 
 
-def _known(run: Runtime, spec: MoeSpec) -> interface.ForcedCounts | None:
-    """What is sent where experts are taken in turn and lie so, unless it hangs on which rows a
-    capacity drops."""
-    layout, training = run.mesh.layout, run.workload.router
-    placed = layout.expert_placement is not ExpertPlacement.CONTIGUOUS
-    if (
-        training.force is not RouterForce.BALANCED
-        or placed
-        or drops_by_probability(layout, training)
-    ):
+def _forced_counts(runtime: Runtime, spec: MoeSpec) -> ForcedCounts | None:
+    """Return what is sent where experts are taken in turn and lie so.
+
+    None where they do not, or where it depends on which rows a capacity drops.
+    """
+    layout = runtime.mesh.layout
+    training = runtime.workload.router
+    if training.force is not RouterForce.BALANCED:
+        return None
+    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
+        return None
+    if drops_by_probability(layout, training):
         return None
 
-    def known(tokens: int, top_k: int) -> RoundRobinCounts:
-        most = capacity_rows(tokens, top_k, spec.experts, layout.capacity)
+    def count(tokens: int, top_k: int) -> RoundRobinCounts:
+        max_rows = capacity_rows(tokens, top_k, spec.experts, layout.capacity)
         return round_robin_counts(
-            tokens, top_k, spec.experts, most=most, ranks=layout.ep, nodes=dispatch_nodes(layout)
+            tokens,
+            top_k,
+            spec.experts,
+            max_rows=max_rows,
+            ranks=layout.ep,
+            nodes=dispatch_nodes(layout),
         )
 
-    return known
+    return count

@@ -7,20 +7,18 @@ Shapes: t of the T tokens of the TP group are this rank's between blocks; B sequ
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from moewright.engine.comm.collectives import Group, all_gather_rows, all_to_all
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
+from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import AttentionContext, Norm, Weight
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module
-
-if TYPE_CHECKING:
-    from moewright.engine.model.transformer import TransformerLayer
 
 
 class _GatherColumns(torch.autograd.Function):
@@ -30,12 +28,8 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, columns_Th: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return (
-            all_gather_rows(columns_Th, group)
-            .unflatten(0, (group.size, -1))
-            .transpose(0, 1)
-            .flatten(1)
-        )
+        gathered = all_gather_rows(columns_Th, group).unflatten(0, (group.size, -1))
+        return gathered.transpose(0, 1).flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -43,62 +37,66 @@ class _GatherColumns(torch.autograd.Function):
 
 
 class MtpDepth(nn.Module):
-    """The embedding of the token ahead and the hidden state of the depth before, both [t,H] -> a
-    hidden state [t,H], and after a MoE layer the auxiliary losses and the expert counts.
-    """
+    """One depth: the embedding of the token ahead and the hidden state of the depth before -> a
+    hidden state, all [t,H], and after a MoE layer the auxiliary losses and the expert counts."""
 
     ledger_module = Module.MTP
 
-    def __init__(self, run: Runtime, layer: TransformerLayer) -> None:
+    def __init__(self, runtime: Runtime, layer: TransformerLayer) -> None:
         super().__init__()
-        hidden = run.model.hidden_size
-        self._run = run
-        self.embed_norm = Norm(run, hidden, on_hidden_states=True)
-        self.hidden_norm = Norm(run, hidden, on_hidden_states=True)
-        self.proj = Weight(run, hidden, 2 * hidden, sharding=(("tp", 0),))
+        hidden = runtime.model.hidden_size
+        self._runtime = runtime
+        self.embed_norm = Norm(runtime, hidden, on_hidden_states=True)
+        self.hidden_norm = Norm(runtime, hidden, on_hidden_states=True)
+        self.proj = Weight(runtime, hidden, 2 * hidden, sharding=(("tp", 0),))
         self.layer = layer
-        self.final_norm = Norm(run, hidden, on_hidden_states=True)
+        self.final_norm = Norm(runtime, hidden, on_hidden_states=True)
 
     def forward(
         self,
         embedded_tH: torch.Tensor,
         hidden_tH: torch.Tensor,
-        batch: AttentionContext,
-        again: bool,
+        context: AttentionContext,
+        recomputes: bool,
     ) -> tuple[torch.Tensor, ...]:
-        """`again`: a checkpoint of full recompute covers the depth, and nothing beside it."""
-        with self._run.counters.attribute_to(Module.MTP):
-            if not again:
-                return self._block(None, batch, embedded_tH, hidden_tH)
-            block = partial(self._block, RoutingDecisions(), batch)
+        """Run the depth; `recomputes`: a checkpoint of full recompute covers it, and no more."""
+        counters = self._runtime.counters
+        with counters.scopes.enter(Module.MTP):
+            if not recomputes:
+                return self._block(None, context, embedded_tH, hidden_tH)
+            block = partial(self._block, RoutingDecisions(), context)
             out: tuple[torch.Tensor, ...] = run_checkpointed(
-                self._run.counters, block, embedded_tH, hidden_tH
+                counters, block, embedded_tH, hidden_tH
             )
             return out
 
     def _block(
         self,
-        decided: RoutingDecisions | None,
-        batch: AttentionContext,
+        decisions: RoutingDecisions | None,
+        context: AttentionContext,
         embedded_tH: torch.Tensor,
         hidden_tH: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         joined = torch.cat((self.embed_norm(embedded_tH), self.hidden_norm(hidden_tH)), -1)
-        out: tuple[torch.Tensor, ...] = self.layer(decided, batch, self._projected(joined))
+        out: tuple[torch.Tensor, ...] = self.layer(decisions, context, self._project(joined))
         return out
 
-    def _projected(self, joined_tH2: torch.Tensor) -> torch.Tensor:
-        """[t,2H] -> [t,H]. Each rank makes its columns for all tokens; the ranks then trade columns
-        for tokens, or, as all need all tokens without sequence parallelism, gather them.
+    def _project(self, joined_tH2: torch.Tensor) -> torch.Tensor:
+        """Project [t,2H] to [t,H].
+
+        Each rank computes its columns for all tokens; the ranks then trade columns for tokens, or,
+        as all need all tokens without sequence parallelism, gather them.
         """
-        tp = self._run.mesh.group("tp")
+        tp = self._runtime.mesh.tensor_parallel
+        tp_group = tp.group
         (columns,) = ColumnParallelLinear.apply(
-            joined_tH2, self._run.mesh.tensor_parallel, self._run.counters, self.proj.weight
+            joined_tH2, tp, self._runtime.weight_grads, self.proj.weight
         )
-        if tp.size == 1:
+        if tp_group.size == 1:
             return columns
-        if not self._run.mesh.tensor_parallel.sequence_parallel:
-            return _GatherColumns.apply(columns, tp)
+        if not tp.sequence_parallel:
+            return _GatherColumns.apply(columns, tp_group)
         tokens = len(joined_tH2)
-        traded = all_to_all(columns, tp, send=[tokens] * tp.size, receive=[tokens] * tp.size)
-        return traded.view(tp.size, tokens, -1).transpose(0, 1).flatten(1)
+        splits = [tokens] * tp_group.size
+        traded = all_to_all(columns, tp_group, send=splits, receive=splits)
+        return traded.view(tp_group.size, tokens, -1).transpose(0, 1).flatten(1)

@@ -1,5 +1,5 @@
-"""Matrix products of the model: cut by columns or rows over a tensor-parallel group, of the router,
-of the experts.
+"""Matrix products of the model: split by columns or rows over a tensor-parallel group, of the
+router, of the experts.
 
 Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds
 t of the T tokens of its group. A column product gathers them, a row product sums over the ranks and
@@ -18,6 +18,7 @@ import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.observe.counters import Counters
 
@@ -32,10 +33,15 @@ class ColumnParallelLinear(CountedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, x_tK: torch.Tensor, tp: TensorParallel, books: Counters, *weights: torch.Tensor
+        ctx: Any,
+        x_tK: torch.Tensor,
+        tp: TensorParallel,
+        weight_grads: WeightGradStore,
+        *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        CountedFunction.save_scope(ctx, books)
+        CountedFunction.save_scope(ctx, tp.group.counters)
         ctx.tp = tp
+        ctx.weight_grads = weight_grads
         ctx.save_for_backward(x_tK, *weights)
         x_TK = tp.gather(x_tK)
         return tuple(matmul(x_TK, w_NK.T) for w_NK in weights)
@@ -43,95 +49,29 @@ class ColumnParallelLinear(CountedFunction):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_tK, *weights = ctx.saved_tensors
-        with ctx.books.within(ctx.where):
+        tp: TensorParallel = ctx.tp
+        with ctx.counters.scopes.enter(ctx.scope):
             parts = [matmul(g_TN, w_NK) for g_TN, w_NK in zip(grads, weights, strict=True)]
             grad_TK = parts.pop()
             while parts:
                 grad_TK = grad_TK + parts.pop()
-            grad_tK = ctx.tp.summed(grad_TK)
+            grad_tK = tp.reduce(grad_TK)
 
-        def of_weights() -> list[torch.Tensor]:
-            x_TK = ctx.tp.whole(x_tK)
+        def compute_weight_grads() -> list[torch.Tensor]:
+            x_TK = tp.gather(x_tK)
             return [matmul(g_TN.T, x_TK) for g_TN in grads]
 
-        return (
-            grad_tK,
-            None,
-            None,
-            *CountedFunction.compute_or_defer_grads(ctx, slice(1, None), of_weights),
+        weight_inputs = slice(1, None)
+        grad_weights = CountedFunction.compute_or_defer_grads(
+            ctx, weight_inputs, compute_weight_grads
         )
+        return grad_tK, None, None, *grad_weights
 
 
 class RowParallelLinear(CountedFunction):
-    """y [t,N]: this rank's tokens of the sum over ranks of x w^T, x [T,K] and w [N,K] its input
-    columns; keeps x."""
+    """y [t,N]: this rank's tokens of the sum over ranks of x w^T.
 
-    @staticmethod
-    def forward(
-        ctx: Any, x_TK: torch.Tensor, w_NK: torch.Tensor, tp: TensorParallel, books: Counters
-    ) -> torch.Tensor:
-        CountedFunction.save_scope(ctx, books)
-        ctx.tp = tp
-        ctx.save_for_backward(x_TK, w_NK)
-        return tp.reduce(matmul(x_TK, w_NK.T))
-
-    @staticmethod
-    def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TK, w_NK = ctx.saved_tensors
-        with ctx.books.within(ctx.where):
-            g_TN = ctx.tp.whole(g_tN)
-            grad_TK = matmul(g_TN, w_NK)
-        return (
-            grad_TK,
-            *CountedFunction.compute_or_defer_grads(
-                ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]
-            ),
-            None,
-            None,
-        )
-
-
-class RouterLinear(CountedFunction):
-    """Router logits [T,E] in `dtype` from activations and weights of the compute dtype; keeps x as
-    it came.
-
-    `noise` makes factors [T,K] of x, or None for none; backward makes them again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TK: torch.Tensor,
-        w_EK: torch.Tensor,
-        books: Counters,
-        dtype: torch.dtype,
-        noise: InputNoise | None,
-    ) -> torch.Tensor:
-        CountedFunction.save_scope(ctx, books)
-        ctx.save_for_backward(x_TK, w_EK)
-        ctx.noise = noise
-        return matmul(_shaken(x_TK.to(dtype), noise), w_EK.to(dtype).T)
-
-    @staticmethod
-    def backward(
-        ctx: Any, g_TE: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        x_TK, w_EK = ctx.saved_tensors
-        with ctx.books.within(ctx.where):
-            grad_x = _shaken(matmul(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
-            grad_w = matmul(g_TE.T, _shaken(x_TK.to(g_TE.dtype), ctx.noise))
-        return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None, None, None
-
-
-def _shaken(x_TK: torch.Tensor, noise: InputNoise | None) -> torch.Tensor:
-    return x_TK if noise is None else x_TK * noise()
-
-
-class ReplicatedLinear(CountedFunction):
-    """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came.
-
-    `sharers`, which all have the same x and the same gradient of y, each give an equal share of the
-    weight's gradient.
+    x [T,K] and w [N,K] are this rank's input columns; keeps x.
     """
 
     @staticmethod
@@ -139,31 +79,112 @@ class ReplicatedLinear(CountedFunction):
         ctx: Any,
         x_TK: torch.Tensor,
         w_NK: torch.Tensor,
-        books: Counters,
-        sharers: Group | None = None,
+        tp: TensorParallel,
+        weight_grads: WeightGradStore,
     ) -> torch.Tensor:
-        CountedFunction.save_scope(ctx, books)
-        ctx.sharers = sharers
+        CountedFunction.save_scope(ctx, tp.group.counters)
+        ctx.tp = tp
+        ctx.weight_grads = weight_grads
+        ctx.save_for_backward(x_TK, w_NK)
+        return tp.reduce(matmul(x_TK, w_NK.T))
+
+    @staticmethod
+    def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TK, w_NK = ctx.saved_tensors
+        tp: TensorParallel = ctx.tp
+        with ctx.counters.scopes.enter(ctx.scope):
+            g_TN = tp.gather(g_tN)
+            grad_TK = matmul(g_TN, w_NK)
+        (grad_NK,) = CountedFunction.compute_or_defer_grads(
+            ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]
+        )
+        return grad_TK, grad_NK, None, None
+
+
+class RouterLinear(CountedFunction):
+    """Router logits [T,E] in `dtype` from activations and weights of the compute dtype.
+
+    Keeps x as it came. `noise` makes factors [T,K] of x, or is None for none; backward makes them
+    again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        w_EK: torch.Tensor,
+        counters: Counters,
+        dtype: torch.dtype,
+        noise: InputNoise | None,
+    ) -> torch.Tensor:
+        CountedFunction.save_scope(ctx, counters)
+        ctx.save_for_backward(x_TK, w_EK)
+        ctx.noise = noise
+        return matmul(_apply_noise(x_TK.to(dtype), noise), w_EK.to(dtype).T)
+
+    @staticmethod
+    def backward(
+        ctx: Any, g_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        x_TK, w_EK = ctx.saved_tensors
+        with ctx.counters.scopes.enter(ctx.scope):
+            grad_x = _apply_noise(matmul(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
+            grad_w = matmul(g_TE.T, _apply_noise(x_TK.to(g_TE.dtype), ctx.noise))
+        return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None, None, None
+
+
+def _apply_noise(x_TK: torch.Tensor, noise: InputNoise | None) -> torch.Tensor:
+    return x_TK if noise is None else x_TK * noise()
+
+
+class ReplicatedLinear(CountedFunction):
+    """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came.
+
+    The ranks of `replica_group` all have the same x and the same gradient of y; each gives an equal
+    share of the weight's gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        w_NK: torch.Tensor,
+        counters: Counters,
+        replica_group: Group | None = None,
+    ) -> torch.Tensor:
+        CountedFunction.save_scope(ctx, counters)
+        ctx.replica_group = replica_group
         ctx.save_for_backward(x_TK, w_NK)
         return matmul(x_TK, w_NK.T)
 
     @staticmethod
     def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x_TK, w_NK = ctx.saved_tensors
-        with ctx.books.within(ctx.where):
-            grad_x, grad_w = matmul(g_TN, w_NK), matmul(g_TN.T, x_TK)
-        return grad_x, grad_w if ctx.sharers is None else grad_w.div_(ctx.sharers.size), None, None
+        with ctx.counters.scopes.enter(ctx.scope):
+            grad_x = matmul(g_TN, w_NK)
+            grad_w = matmul(g_TN.T, x_TK)
+        if ctx.replica_group is not None:
+            grad_w.div_(ctx.replica_group.size)
+        return grad_x, grad_w, None, None
 
 
 class GroupedLinear(CountedFunction):
-    """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; `ends` [E] int32 running ends of the
-    groups; keeps x."""
+    """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; keeps x.
+
+    `ends` [E] int32 are the running ends of the groups.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_RK: torch.Tensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, books: Counters
+        ctx: Any,
+        x_RK: torch.Tensor,
+        w_ENK: torch.Tensor,
+        ends_E: torch.Tensor,
+        counters: Counters,
+        weight_grads: WeightGradStore,
     ) -> torch.Tensor:
-        CountedFunction.save_scope(ctx, books)
+        CountedFunction.save_scope(ctx, counters)
+        ctx.weight_grads = weight_grads
         ctx.save_for_backward(x_RK, w_ENK, ends_E)
         return grouped_matmul(x_RK, w_ENK.mT, ends_E)
 
@@ -171,9 +192,9 @@ class GroupedLinear(CountedFunction):
     def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_RK, w_ENK, ends_E = ctx.saved_tensors
         g_RN = g_RN.contiguous()
-        with ctx.books.within(ctx.where):
+        with ctx.counters.scopes.enter(ctx.scope):
             grad_RK = grouped_matmul(g_RN, w_ENK, ends_E)
-        of_weight = CountedFunction.compute_or_defer_grads(
+        (grad_ENK,) = CountedFunction.compute_or_defer_grads(
             ctx, slice(1, 2), lambda: [grouped_matmul(g_RN.T, x_RK, ends_E)]
         )
-        return grad_RK, *of_weight, None, None
+        return grad_RK, grad_ENK, None, None, None

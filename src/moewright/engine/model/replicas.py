@@ -23,88 +23,89 @@ from moewright.spec.ledger import Component, MemoryRow, Module
 
 
 class ExpertReplicas:
-    """`spare` replicas beside the experts whose weights and biases are `parts`."""
+    """The replicas in a rank's `spare` slots, of experts whose weights and biases are `parts`."""
 
     def __init__(
-        self, run: Runtime, parts: Sequence[Weight], copies: ReplicaExchange, spare: int
+        self, runtime: Runtime, parts: Sequence[Weight], exchange: ReplicaExchange, spare: int
     ) -> None:
-        self._group, self._copies, self.parts = run.mesh.group("ep"), copies, tuple(parts)
+        self._group = runtime.mesh.group("ep")
+        self._exchange = exchange
+        self.parts = tuple(parts)
         shapes = [(spare, *part.placement.local_shape[1:]) for part in parts]
-        self._sends = torch.tensor(copies.sent_slots, dtype=torch.int64, device=run.device)
+        device = runtime.device
+        self._sent_slots = torch.tensor(exchange.sent_slots, dtype=torch.int64, device=device)
         self._weights = [
-            nn.Parameter(torch.zeros(shape, dtype=run.dtype, device=run.device)) for shape in shapes
+            nn.Parameter(torch.zeros(shape, dtype=runtime.dtype, device=device)) for shape in shapes
         ]
-        self._grads = [
-            torch.zeros(shape, dtype=torch.float32, device=run.device) for shape in shapes
-        ]
-        self._lacking: set[int] = set()
+        self._grads = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes]
+        self._parts_without_grad: set[int] = set()  # in this step
         for number, weight in enumerate(self._weights):
-            weight.register_post_accumulate_grad_hook(self._accumulate(number))
+            weight.register_post_accumulate_grad_hook(self._make_hook(number))
 
-    def _accumulate(self, number: int) -> Callable[[torch.Tensor], None]:
-        def hook(weight: torch.Tensor) -> None:
+    def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        """Make the hook that accumulates the gradient of a part and lets go of it."""
+
+        def accumulate(weight: torch.Tensor) -> None:
             if weight.grad is None:
                 return
-            if number in self._lacking:
-                self._lacking.discard(number)
+            if number in self._parts_without_grad:
+                self._parts_without_grad.discard(number)
                 self._grads[number].copy_(weight.grad)
             else:
                 self._grads[number].add_(weight.grad)
             weight.grad = None
 
-        return hook
+        return accumulate
 
     def weight_of(self, part: Weight) -> torch.Tensor:
-        """The replicas' weights of one of `parts`."""
-        return self._weights[next(i for i, one in enumerate(self.parts) if one is part)]
+        """Return the replicas' weights of one of `parts`."""
+        (weight,) = (
+            weight
+            for weight, own_part in zip(self._weights, self.parts, strict=True)
+            if own_part is part
+        )
+        return weight
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
-        self._lacking = set(range(len(self.parts)))
+        self._parts_without_grad = set(range(len(self.parts)))
 
     def send_gradients(self, grads: Sequence[torch.Tensor]) -> None:
-        """Send what others own, and add what the replicas of this rank's own experts were given to
-        `grads`."""
-        copies = self._copies
-        for number, (grad, own) in enumerate(zip(self._grads, grads, strict=True)):
-            if number in self._lacking:
+        """Send the gradients of others' experts to their owners.
+
+        What the replicas of this rank's own experts were given is added to `grads`.
+        """
+        exchange = self._exchange
+        for number, (grad, own_grad) in enumerate(zip(self._grads, grads, strict=True)):
+            if number in self._parts_without_grad:
                 grad.zero_()
-            came = all_to_all(
-                grad, self._group, send=copies.receive_counts, receive=copies.send_counts
+            received = all_to_all(
+                grad, self._group, send=exchange.receive_counts, receive=exchange.send_counts
             )
-            for row, slot in zip(
-                came, copies.sent_slots, strict=True
-            ):  # in their order: a scatter would not keep to it
-                own[slot].add_(row)
+            # In their order: a scatter would not keep to it.
+            for row, slot in zip(received, exchange.sent_slots, strict=True):
+                own_grad[slot].add_(row)
 
     @torch.no_grad()
     def fetch_weights(self) -> None:
-        """Take the weights of the ranks whose own these experts are."""
+        """Fetch the weights from the ranks whose own these experts are."""
+        exchange = self._exchange
         for weight, part in zip(self._weights, self.parts, strict=True):
-            going = part.weight.detach()[self._sends]
-            weight.copy_(
-                all_to_all(
-                    going,
-                    self._group,
-                    send=self._copies.send_counts,
-                    receive=self._copies.receive_counts,
-                )
+            sent = part.weight.detach()[self._sent_slots]
+            received = all_to_all(
+                sent, self._group, send=exchange.send_counts, receive=exchange.receive_counts
             )
+            weight.copy_(received)
 
     def memory_rows(self) -> list[MemoryRow]:
-        """Bytes held."""
+        """Return the bytes of weights and gradients."""
+        weight_bytes = sum(weight.nbytes for weight in self._weights)
+        grad_bytes = sum(grad.nbytes for grad in self._grads)
         return [
-            MemoryRow(
-                component=component,
-                module=Module.EXPERTS,
-                bytes=sum(tensor.nbytes for tensor in tensors),
-            )
-            for component, tensors in (
-                (Component.WEIGHTS, self._weights),
-                (Component.GRADIENTS, self._grads),
-            )
+            MemoryRow(component=Component.WEIGHTS, module=Module.EXPERTS, bytes=weight_bytes),
+            MemoryRow(component=Component.GRADIENTS, module=Module.EXPERTS, bytes=grad_bytes),
         ]
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the replicas' weights."""
+        """Tell whether a tensor lies in the replicas' weights."""
         return any(storage_id(weight) == storage_id(tensor) for weight in self._weights)

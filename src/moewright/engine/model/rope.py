@@ -13,7 +13,7 @@ from moewright.spec.model import RopeSpec
 def rope_frequencies(
     spec: RopeSpec, dim: int, *, rounded: bool = True
 ) -> tuple[torch.Tensor, float]:
-    """Angles a position [dim/2] fp64, and the factor on cos and sin.
+    """Return the angles per position [dim/2] fp64, and the factor on cos and sin.
 
     linear divides all by `factor`. yarn (Peng et al., arXiv 2309.00071) divides those that turn
     less than `beta_slow` times over the original context, keeps those above `beta_fast`, and blends
@@ -25,35 +25,38 @@ def rope_frequencies(
         return plain / spec.factor, 1.0
     if spec.scaling == "yarn":
         keep = _yarn_keep(spec, dim, rounded=rounded)
-        return plain / spec.factor * (1 - keep) + plain * keep, _yarn_magnitude(spec)
+        return _blend(plain, spec, keep), _yarn_magnitude(spec)
     if spec.scaling == "llama3":
         turns = spec.original_max_position * plain / (2 * math.pi)  # over the original context
-        keep = (
-            (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-        ).clamp(0, 1)
-        return plain / spec.factor * (1 - keep) + plain * keep, 1.0
+        factor_range = spec.high_freq_factor - spec.low_freq_factor
+        keep = ((turns - spec.low_freq_factor) / factor_range).clamp(0, 1)
+        return _blend(plain, spec, keep), 1.0
     return plain, 1.0
 
 
 def softmax_factor(spec: RopeSpec) -> float:
-    """What latent attention multiplies 1 / sqrt(head dim) by under yarn (DeepSeek-V2's modeling
-    code)."""
+    """Return what latent attention multiplies 1 / sqrt(head dim) by under yarn.
+
+    The source is DeepSeek-V2's modeling code.
+    """
     if spec.scaling == "default" or not spec.mscale_all_dim:
         return 1.0
     return _magnitude(spec.factor, spec.mscale_all_dim) ** 2
 
 
+def _blend(plain: torch.Tensor, spec: RopeSpec, keep: torch.Tensor) -> torch.Tensor:
+    """Divide frequencies by the factor where `keep` is 0, and leave them where it is 1."""
+    return plain / spec.factor * (1 - keep) + plain * keep
+
+
 def _yarn_keep(spec: RopeSpec, dim: int, *, rounded: bool) -> torch.Tensor:
-    """1 where the plain frequency stays, 0 where it is divided, [dim/2]."""
+    """Return 1 where the plain frequency stays, 0 where it is divided, [dim/2]."""
 
-    def dim_of(turns: float) -> float:
-        return (
-            dim
-            * math.log(spec.original_max_position / (turns * 2 * math.pi))
-            / (2 * math.log(spec.theta))
-        )
+    def dim_that_turns(turns: float) -> float:
+        wavelengths = math.log(spec.original_max_position / (turns * 2 * math.pi))
+        return dim * wavelengths / (2 * math.log(spec.theta))
 
-    low, high = dim_of(spec.beta_fast), dim_of(spec.beta_slow)
+    low, high = dim_that_turns(spec.beta_fast), dim_that_turns(spec.beta_slow)
     if rounded:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

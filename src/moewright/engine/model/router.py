@@ -14,10 +14,10 @@ import torch
 
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import Group, all_gather_rows, all_reduce
+from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused import reference
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.memory.saved_tensors import RoutingDecisions
-from moewright.engine.model.autograd import count_ids
 from moewright.engine.model.layers import Vector, Weight
 from moewright.engine.model.parallel_linear import RouterLinear
 from moewright.engine.model.router_jitter import uniform_noise
@@ -27,17 +27,17 @@ from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec, ScoreFunction
 from moewright.spec.workload import DropPolicy, LossSpec, RouterAssignment, RouterDtype, RouterForce
 
-_NOBODY = 1e-290  # under a column sum of exponentials in fp64, all of which may have vanished
-_SETTLED = 1e-4  # Sinkhorn's scales move by less, on average (Megatron-LM)
-_MOST_ITERATIONS = (
-    10_000  # beyond, an expert that nobody wants keeps the scales moving by less and less
-)
+_MIN_COLUMN_SUM = 1e-290  # under sums of exponentials in fp64, all of which may have vanished
+_SINKHORN_TOLERANCE = 1e-4  # the scales move by less, on average, at the end (Megatron-LM)
+# Beyond, an expert that no token prefers keeps the scales moving by less and less.
+_MAX_ITERATIONS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSelection:
-    """The experts of every token: ids [T,k] int64, weights [T,k] and scores [T,E] in the logits'
-    dtype, counts [E] int64.
+    """The experts of every token.
+
+    ids [T,k] int64, weights [T,k] and scores [T,E] in the logits' dtype, counts [E] int64.
     """
 
     experts: torch.Tensor
@@ -46,21 +46,23 @@ class ExpertSelection:
     counts: torch.Tensor
 
     def drop_over_capacity(self, rows: int, policy: DropPolicy) -> torch.Tensor:
-        """The ids [T,k] with E where an expert already has `rows` rows; weights of the others stay
-        as they are."""
-        flat, extent = self.experts.flatten(), len(self.counts)
-        first = torch.arange(len(flat), device=flat.device)
+        """Return the ids [T,k] with E where an expert already has `rows` rows.
+
+        Weights of the others stay as they are.
+        """
+        flat = self.experts.flatten()
+        extent = len(self.counts)
+        slots = torch.arange(len(flat), device=flat.device)
+        preferred = slots
         if policy is DropPolicy.PROBS:
-            first = self.weights.detach().flatten().argsort(descending=True, stable=True)
-        order = first[
-            flat[first].argsort(stable=True)
-        ]  # by expert, then by what the policy prefers
+            preferred = self.weights.detach().flatten().argsort(descending=True, stable=True)
+        # By expert, then by what the policy prefers.
+        order = preferred[flat[preferred].argsort(stable=True)]
         starts = self.counts.cumsum(0) - self.counts
-        late = torch.arange(len(flat), device=flat.device) - starts[flat[order]] >= rows
-        dropped = torch.empty_like(late).scatter_(
-            0, order, late
-        )  # a mask: the host need not know how many
-        return flat.masked_fill(dropped, extent).view_as(self.experts)
+        is_over = slots - starts[flat[order]] >= rows
+        # A mask: the host need not know how many are dropped.
+        is_dropped = torch.empty_like(is_over).scatter_(0, order, is_over)
+        return flat.masked_fill(is_dropped, extent).view_as(self.experts)
 
 
 def select_experts(
@@ -70,7 +72,7 @@ def select_experts(
     bias_E: torch.Tensor | None = None,
     forced_Tk: torch.Tensor | None = None,
 ) -> ExpertSelection:
-    """Choose by score plus bias (or take the `forced` experts); weigh by the scores alone.
+    """Choose by score plus bias (or take the forced experts); weigh by the scores alone.
 
     Softmax renormalised over the chosen is the softmax over the chosen alone. Gradients reach the
     logits through the weights and the scores, never through the choice.
@@ -82,229 +84,258 @@ def select_experts(
 
 @torch.no_grad()
 def sinkhorn(logits_TE: torch.Tensor, iterations: int) -> torch.Tensor:
-    """exp(logits) [T,E] fp64 with rows and columns scaled so that each row sums to 1 and each
-    column to T / E, by turns `iterations` times, or until the scales settle where that is 0
-    (docs/formulas.md 4).
+    """Scale rows and columns of exp(logits) [T,E] fp64 to sums of 1 and of T / E.
 
-    A row's maximum is taken off its logits first, which its scale makes up for, so that nothing
-    overflows.
+    They are scaled by turns `iterations` times, or until the scales converge where that is 0
+    (docs/formulas.md 4). A row's maximum is taken off its logits first, which its scale makes up
+    for, so that nothing overflows.
     """
     wide = logits_TE.double()
     kernel = (wide - wide.amax(1, keepdim=True)).exp()
     tokens, experts = kernel.shape
-    of_experts = kernel.new_ones(experts)
-    for _ in range(iterations or _MOST_ITERATIONS):
-        of_tokens = 1.0 / (kernel @ of_experts)
-        before, of_experts = of_experts, tokens / experts / (kernel.T @ of_tokens + _NOBODY)
-        if not iterations and bool((of_experts / before - 1.0).abs().mean() <= _SETTLED):
+    expert_scales = kernel.new_ones(experts)
+    for _ in range(iterations or _MAX_ITERATIONS):
+        token_scales = 1.0 / (kernel @ expert_scales)
+        old_scales = expert_scales
+        expert_scales = tokens / experts / (kernel.T @ token_scales + _MIN_COLUMN_SUM)
+        moved = (expert_scales / old_scales - 1.0).abs().mean()
+        if not iterations and bool(moved <= _SINKHORN_TOLERANCE):
             break
-    return kernel * of_experts / (kernel @ of_experts)[:, None]
+    return kernel * expert_scales / (kernel @ expert_scales)[:, None]
 
 
-def balance_loss(share: torch.Tensor, scores_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
-    """This rank's part of E * sum_i f_i P_i (docs/formulas.md 4), whose tokens the `sharers` hold
-    in equal numbers.
+def balance_loss(share: torch.Tensor, scores_TE: torch.Tensor, token_group: Group) -> torch.Tensor:
+    """Return this rank's part of E * sum_i f_i P_i (docs/formulas.md 4).
 
-    f is the `share` of routed rows, of all tokens together [E] or of each token's sequence [T,E]; P
-    the mean score.
+    The ranks of `token_group` hold its tokens in equal numbers. f is the `share` of routed rows, of
+    all tokens together [E] or of each token's sequence [T,E]; P the mean score.
     """
     tokens, experts = scores_TE.shape
     if share.dim() == 1:
-        return experts * (share * scores_TE.mean(0)).sum() / sharers.size
-    return experts * (share * scores_TE).sum() / (tokens * sharers.size)
+        return experts * (share * scores_TE.mean(0)).sum() / token_group.size
+    return experts * (share * scores_TE).sum() / (tokens * token_group.size)
 
 
-def z_loss(logits_TE: torch.Tensor, sharers: Group) -> torch.Tensor:
-    """This rank's part of the mean squared log-sum-exp of the router logits (docs/formulas.md
-    4)."""
-    return torch.logsumexp(logits_TE, -1).square().mean() / sharers.size
+def z_loss(logits_TE: torch.Tensor, token_group: Group) -> torch.Tensor:
+    """Return this rank's part of the mean squared log-sum-exp of the router logits.
+
+    See docs/formulas.md 4.
+    """
+    return torch.logsumexp(logits_TE, -1).square().mean() / token_group.size
 
 
 def aux_loss_coefficients(loss: LossSpec) -> tuple[float, float, float, float]:
-    """Of the auxiliary losses of a router, as it returns them: over micro-batch, sequences, global
-    batch; z."""
+    """Return the coefficients of a router's auxiliary losses, in the order in which it has them.
+
+    They are over micro-batch, sequences, global batch; z.
+    """
     return loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff, loss.z_coeff
 
 
 class Router(Weight):
-    """Tokens [T,H] -> the selection, and this rank's part of each auxiliary loss, coefficients
-    applied: [4] in the order of `coefficients_of`.
+    """The router of a layer: tokens [T,H] -> the selection, and this rank's part of each auxiliary
+    loss.
 
-    `number` is the layer's. The selection bias, where the model has one, is no parameter: no
-    gradient reaches it.
+    The losses [4], coefficients applied, are in the order of `aux_loss_coefficients`. The selection
+    bias, where the model has one, is no parameter: no gradient reaches it.
     """
 
     ledger_module = Module.ROUTER
 
-    def __init__(self, run: Runtime, experts: int, number: int) -> None:
-        if run.model.moe is None:
+    def __init__(self, runtime: Runtime, experts: int, layer_number: int) -> None:
+        if runtime.model.moe is None:
             raise ValueError("a router needs model.moe")
-        super().__init__(run, experts, run.model.hidden_size)
-        self._run, self._spec, self.layer_number = run, run.model.moe.router, number
-        self.bias = Vector(run, experts) if self._spec.logit_bias else None
-        self._training = run.workload.router
-        self._dtype = (
-            torch.float64 if self._training.router_dtype is RouterDtype.FP64 else torch.float32
-        )
-        self._routed = torch.zeros(
-            experts, dtype=torch.int64, device=run.device
-        )  # in this step, on all ranks
+        super().__init__(runtime, experts, runtime.model.hidden_size)
+        device = runtime.device
+        self._runtime = runtime
+        self._spec = runtime.model.moe.router
+        self._training = runtime.workload.router
+        self.layer_number = layer_number
+        self.bias = Vector(runtime, experts) if self._spec.logit_bias else None
+        is_fp64 = self._training.router_dtype is RouterDtype.FP64
+        self._dtype = torch.float64 if is_fp64 else torch.float32
+        # Rows to each expert in this step, on all ranks, and the passes that they are of.
+        self._step_counts = torch.zeros(experts, dtype=torch.int64, device=device)
         self._passes = 0
-        self.selection_bias = (
-            torch.zeros(experts, device=run.device) if self._spec.selection_bias else None
-        )
+        self.selection_bias: torch.Tensor | None = None
+        if self._spec.selection_bias:
+            self.selection_bias = torch.zeros(experts, device=device)
 
     def forward(
-        self, x_TH: torch.Tensor, decided: RoutingDecisions | None = None, first: int | None = None
+        self,
+        x_TH: torch.Tensor,
+        decisions: RoutingDecisions | None = None,
+        first_sequence: int | None = None,
     ) -> tuple[ExpertSelection, torch.Tensor]:
-        """`decided`: of the replayed block that this is part of, None outside of one. `first` as in
-        Sequences."""
-        noise = None
-        if first is not None and self._training.jitter_eps:
-            noise = partial(self._noise, first, *x_TH.shape)
-        logits = self.add_bias(
-            RouterLinear.apply(x_TH, self.weight, self._run.counters, self._dtype, noise)
-        )
-        experts = decided.experts if decided else None
-        if experts is None:
-            experts = self._forced(*logits.shape)
-        if (
-            experts is None
-            and first is not None
-            and self._training.assignment is RouterAssignment.SINKHORN
-        ):
-            experts = self._evened(logits)
-        selected = select_experts(
-            logits, self._spec, self._run.kernels, self.selection_bias, experts
-        )
-        shares = decided.shares if decided else None
-        if shares is None:
-            shares = self._shares(selected)
-            if decided is not None:
-                decided.experts = self._run.saved_tensors.count_saved(selected.experts)
-                decided.shares = tuple(map(self._run.saved_tensors.count_saved, shares))
-        return selected, self._losses(logits, selected, shares)
+        """Select experts and compute the auxiliary losses.
 
-    def _noise(self, first: int, tokens: int, width: int) -> torch.Tensor:
-        """Factors [T,H] fp32 of the router's input in training, by the number of the token over all
-        of training."""
-        run, eps = self._run, self._training.jitter_eps
-        layout, places = run.mesh.layout, run.positions
-        listed = tokens * (layout.tp if layout.sp else 1)  # a TP group shares a list of tokens
-        start = run.mesh.coordinate("tp") * tokens if layout.sp else 0
-        numbers = (first + torch.arange(listed // len(places)))[
-            :, None
-        ] * run.workload.seq_len + places
-        here = numbers.flatten()[start : start + tokens].to(run.device)
-        return (
-            uniform_noise(here, width, seed=run.workload.seed, stream=self.layer_number)
-            .mul_(2 * eps)
-            .add_(1 - eps)
+        `decisions` are those of the checkpointed block that this is part of, None outside of one.
+        `first_sequence` as in AttentionContext.
+        """
+        runtime = self._runtime
+        noise = None
+        if first_sequence is not None and self._training.jitter_eps:
+            noise = partial(self._draw_noise, first_sequence, *x_TH.shape)
+        logits = RouterLinear.apply(x_TH, self.weight, runtime.counters, self._dtype, noise)
+        logits = self.add_bias(logits)
+        experts = decisions.experts if decisions else None
+        if experts is None:
+            experts = self._force_experts(*logits.shape)
+        is_sinkhorn = self._training.assignment is RouterAssignment.SINKHORN
+        if experts is None and is_sinkhorn and first_sequence is not None:
+            experts = self._assign_by_sinkhorn(logits)
+        selection = select_experts(
+            logits, self._spec, runtime.kernels, self.selection_bias, experts
         )
+        shares = decisions.shares if decisions else None
+        if shares is None:
+            shares = self._compute_shares(selection)
+            if decisions is not None:
+                count_saved = runtime.saved_tensors.count_saved
+                decisions.experts = count_saved(selection.experts)
+                decisions.shares = tuple(map(count_saved, shares))
+        return selection, self._compute_losses(logits, selection, shares)
+
+    def _draw_noise(self, first_sequence: int, tokens: int, width: int) -> torch.Tensor:
+        """Draw factors [T,H] fp32 of the router's input in training.
+
+        They depend on the number of the token over all of training.
+        """
+        runtime = self._runtime
+        layout = runtime.mesh.layout
+        eps = self._training.jitter_eps
+        positions = runtime.positions
+        # A TP group shares a list of tokens.
+        group_tokens = tokens * (layout.tp if layout.sp else 1)
+        start = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
+        sequences = first_sequence + torch.arange(group_tokens // len(positions))
+        numbers = sequences[:, None] * runtime.workload.seq_len + positions
+        numbers = numbers.flatten()[start : start + tokens].to(runtime.device)
+        noise = uniform_noise(numbers, width, seed=runtime.workload.seed, stream=self.layer_number)
+        return noise.mul_(2 * eps).add_(1 - eps)
 
     @torch.no_grad()
-    def _evened(self, logits: torch.Tensor) -> torch.Tensor:
-        """The experts [t,k] that Sinkhorn gives this rank's tokens, over all of the micro-batch:
-        every rank that shares it finds the same scales.
+    def _assign_by_sinkhorn(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the experts [t,k] that Sinkhorn gives this rank's tokens.
+
+        It runs over all of the micro-batch: every rank that shares it computes the same scales.
         """
-        sharers, tokens = self._run.mesh.group("tp_cp"), len(logits)
-        scaled = sinkhorn(all_gather_rows(logits, sharers), self._training.sinkhorn_iterations)
-        return reference.choose_experts(
-            scaled[sharers.index * tokens : (sharers.index + 1) * tokens], self._spec
-        )
+        token_group = self._runtime.mesh.group("tp_cp")
+        gathered = all_gather_rows(logits, token_group)
+        scaled = sinkhorn(gathered, self._training.sinkhorn_iterations)
+        own = scaled.view(token_group.size, len(logits), -1)[token_group.index]
+        return reference.choose_experts(own, self._spec)
 
     def begin_step(self) -> None:
         """Forget the counts of the last global batch."""
-        self._routed.zero_()
+        self._step_counts.zero_()
         self._passes = 0
 
     @torch.no_grad()
     def update_selection_bias(self, counts_E: torch.Tensor) -> None:
-        """Move the selection bias towards an even load, given everyone's counts of a global batch
-        (docs/formulas.md 4).
+        """Move the selection bias towards an even load (docs/formulas.md 4).
+
+        The counts are everyone's, of a global batch.
         """
         if self.selection_bias is not None:
             load = counts_E.to(self.selection_bias)
             self.selection_bias += self._training.bias_update_rate * (load.mean() - load).sign()
 
-    def _losses(
-        self, logits: torch.Tensor, selected: ExpertSelection, shares: tuple[torch.Tensor, ...]
+    def _compute_losses(
+        self, logits: torch.Tensor, selection: ExpertSelection, shares: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        loss, sharers = self._run.workload.loss, self._run.mesh.group("tp_cp")
-        coefficients, known, scores = aux_loss_coefficients(loss), iter(shares), selected.scores
+        loss = self._runtime.workload.loss
+        token_group = self._runtime.mesh.group("tp_cp")
+        *balance_coefficients, z_coefficient = aux_loss_coefficients(loss)
+        scores = selection.scores
         if shares and self._spec.score is not ScoreFunction.SOFTMAX:
             scores = scores / (scores.sum(-1, keepdim=True) + reference.SCORE_SUM_EPS)
-        parts = [
-            c * balance_loss(next(known), scores, sharers) if c else None for c in coefficients[:-1]
+        next_share = iter(shares)
+        zero = logits.new_zeros(())
+        losses = [
+            c * balance_loss(next(next_share), scores, token_group) if c else zero
+            for c in balance_coefficients
         ]
-        parts.append(loss.z_coeff * z_loss(logits, sharers) if loss.z_coeff else None)
-        return torch.stack(
-            [logits.new_zeros(()) if part is None else part for part in parts]
-        ).float()
+        losses.append(z_coefficient * z_loss(logits, token_group) if z_coefficient else zero)
+        return torch.stack(losses).float()
 
     @torch.no_grad()
-    def _shares(self, selected: ExpertSelection) -> tuple[torch.Tensor, ...]:
-        """The share of routed rows that each expert got, for each balance loss that is on: of the
-        micro-batch [E], of each token's sequence [T,E], of the global batch so far [E].
+    def _compute_shares(self, selection: ExpertSelection) -> tuple[torch.Tensor, ...]:
+        """Return the share of routed rows that each expert got, for each balance loss that is on.
+
+        They are of the micro-batch [E], of each token's sequence [T,E], of the global batch so far
+        [E].
         """
-        loss, mesh, rows = self._run.workload.loss, self._run.mesh, selected.experts.numel()
-        sharers, everyone, found = mesh.group("tp_cp"), mesh.group("tp_cp_dp"), []
+        loss, mesh = self._runtime.workload.loss, self._runtime.mesh
+        rows = selection.experts.numel()
+        token_group = mesh.group("tp_cp")
+        batch_group = mesh.group("tp_cp_dp")
+        shares = []
         if loss.aux_coeff:
-            found.append(all_reduce(selected.counts.clone(), sharers) / (rows * sharers.size))
+            counts = all_reduce(selection.counts.clone(), token_group)
+            shares.append(counts / (rows * token_group.size))
         if loss.seq_aux_coeff:
-            found.append(self._sequence_shares(selected, sharers))
+            shares.append(self._compute_sequence_shares(selection, token_group))
         if loss.global_aux_coeff:
-            self._routed += all_reduce(selected.counts.clone(), everyone)
+            self._step_counts += all_reduce(selection.counts.clone(), batch_group)
             self._passes += 1
-            found.append(self._routed / (rows * everyone.size * self._passes))
-        return tuple(found)
+            shares.append(self._step_counts / (rows * batch_group.size * self._passes))
+        return tuple(shares)
 
-    def _sequence_shares(self, selected: ExpertSelection, sharers: Group) -> torch.Tensor:
-        """A TP group shares a list of tokens, sequence after sequence; each CP rank has a part of
-        every sequence."""
-        layout, (tokens, experts) = self._run.mesh.layout, selected.scores.shape
-        here = self._run.workload.seq_len // layout.cp
-        first = self._run.mesh.coordinate("tp") * tokens if layout.sp else 0
-        sequence = (torch.arange(tokens, device=selected.scores.device) + first) // here
-        sequences = tokens * (layout.tp if layout.sp else 1) // here
-        places = sequence[:, None] * experts + selected.experts
-        counts = all_reduce(count_ids(places, sequences * experts), sharers)
-        return (counts.view(sequences, experts) / (here * layout.cp * selected.experts.shape[1]))[
-            sequence
-        ]
+    def _compute_sequence_shares(
+        self, selection: ExpertSelection, token_group: Group
+    ) -> torch.Tensor:
+        """Return the shares of each token's sequence.
+
+        A TP group shares a list of tokens, sequence after sequence; each CP rank has a part of
+        every sequence.
+        """
+        runtime = self._runtime
+        layout = runtime.mesh.layout
+        tokens, experts = selection.scores.shape
+        top_k = selection.experts.shape[1]
+        rank_length = runtime.workload.seq_len // layout.cp
+        first = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
+        token_numbers = torch.arange(tokens, device=selection.scores.device) + first
+        sequence_of_token = token_numbers // rank_length
+        sequences = tokens * (layout.tp if layout.sp else 1) // rank_length
+        ids = sequence_of_token[:, None] * experts + selection.experts
+        counts = all_reduce(count_ids(ids, sequences * experts), token_group)
+        shares = counts.view(sequences, experts) / (rank_length * layout.cp * top_k)
+        return shares[sequence_of_token]
 
     @torch.no_grad()
-    def _forced(self, tokens: int, experts: int) -> torch.Tensor | None:
-        """The experts that a benchmark gives its tokens, [T,k]: in turn, or by a noisy fixed
-        preference."""
+    def _force_experts(self, tokens: int, experts: int) -> torch.Tensor | None:
+        """Return the experts that a benchmark gives its tokens, [T,k].
+
+        They come in turn, or by a noisy fixed preference.
+        """
         training, top_k = self._training, self._spec.top_k
+        device = self._runtime.device
         if training.force is RouterForce.NONE:
             return None
         if training.force is RouterForce.BALANCED:
             # The dispatcher counts on this order where it does not look at the counts.
-            return (torch.arange(tokens * top_k, device=self._run.device) % experts).view(
-                tokens, top_k
-            )
-        dice = torch.Generator().manual_seed(self._run.workload.seed + self.layer_number)
-        liking = training.force_std * torch.randn(experts, generator=dice)
-        noise = -torch.empty(tokens, experts).exponential_(generator=dice).log()
-        return (liking + noise).topk(top_k, -1).indices.to(self._run.device)
+            slots = torch.arange(tokens * top_k, device=device)
+            return (slots % experts).view(tokens, top_k)
+        generator = torch.Generator().manual_seed(self._runtime.workload.seed + self.layer_number)
+        preference = training.force_std * torch.randn(experts, generator=generator)
+        noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
+        return (preference + noise).topk(top_k, -1).indices.to(device)
 
 
 def list_routers(model: torch.nn.Module) -> tuple[Router, ...]:
-    """The routers of a model, by layer."""
+    """List the routers of a model, by layer."""
     return tuple(module for module in model.modules() if isinstance(module, Router))
 
 
-def selection_bias_pieces(model: torch.nn.Module) -> list[LocalShard]:
-    """The selection biases of a model, as what a checkpoint holds of them."""
-    return [
-        LocalShard(
-            name=selection_bias_name(router.layer_number),
-            global_shape=tuple(bias.shape),
-            offsets=(0,),
-            tensor=bias,
-        )
-        for router in list_routers(model)
-        if (bias := router.selection_bias) is not None
-    ]
+def selection_bias_shards(model: torch.nn.Module) -> list[LocalShard]:
+    """Return the selection biases of a model, as what a checkpoint holds of them."""
+    shards = []
+    for router in list_routers(model):
+        bias = router.selection_bias
+        if bias is not None:
+            name = selection_bias_name(router.layer_number)
+            shape = tuple(bias.shape)
+            shards.append(LocalShard(name=name, global_shape=shape, offsets=(0,), tensor=bias))
+    return shards

@@ -1,5 +1,5 @@
-"""Noise that depends on what it is for, not on where or when it is made: the same in any layout and
-in any replay."""
+"""Noise that depends on what it is for, not on where or when it is drawn: the same in any layout
+and in any recomputation."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 _BITS = 24  # of a uniform number in fp32
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer on int64, which wraps around like the unsigned one."""
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Apply SplitMix64's finalizer to int64, which wraps around like the unsigned one."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        x = (x ^ _shifted(x, shift)) * factor
-    return x ^ _shifted(x, 31)
+        x = (x ^ _shift_right(x, shift)) * factor
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits with zeros coming in, which torch's shift of a signed number does not do."""
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift with zeros coming in, which torch's shift of a signed number does not do."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @torch.no_grad()
 def uniform_noise(numbers_T: torch.Tensor, width: int, *, seed: int, stream: int) -> torch.Tensor:
-    """[T,width] fp32 in [0, 1): row t depends on numbers[t] int64, seed and stream alone."""
-    key = _mixed(_mixed(torch.tensor(seed, device=numbers_T.device)) ^ stream) + _GOLDEN
-    rows_T = _mixed(_mixed(numbers_T + key) ^ key)
+    """Draw [T,width] fp32 in [0, 1): row t depends on numbers[t] int64, seed and stream alone."""
+    key = _mix(_mix(torch.tensor(seed, device=numbers_T.device)) ^ stream) + _GOLDEN
+    rows_T = _mix(_mix(numbers_T + key) ^ key)
     columns = torch.arange(1, width + 1, device=numbers_T.device) * _GOLDEN
-    bits = _shifted(_mixed(rows_T[:, None] + columns), 64 - _BITS)
+    bits = _shift_right(_mix(rows_T[:, None] + columns), 64 - _BITS)
     return bits.float() * 2.0**-_BITS

@@ -12,40 +12,38 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.data.micro_batch import MicroBatch
+from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
+from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import (
-    Attention,
     AttentionContext,
     AttentionContextBuilder,
     Embedding,
-    Mlp,
     NamedParameter,
     Norm,
     OutputHead,
     compute_token_loss,
 )
-from moewright.engine.model.mla import LatentAttention
-from moewright.engine.model.moe import MoeLayer
 from moewright.engine.model.mtp import MtpDepth
 from moewright.engine.model.router import aux_loss_coefficients
 from moewright.engine.runtime import Runtime
-from moewright.rules import recompute
+from moewright.rules.recompute import layer_recompute
 from moewright.rules.stages import Chunk, chunk_layers
-from moewright.spec.layout import Offload, Recompute
+from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOutput:
-    """Of one micro-batch after one chunk: hidden state [t,H], nll [T] fp32 (0 where no target), the
-    sum of the nll of its MTP depths; of its MoE layers the auxiliary losses [layers, 4] as a Router
-    returns them, counts [layers, E].
+    """What one chunk makes of one micro-batch.
+
+    Hidden state [t,H], nll [T] fp32 (0 where no target), the sum of the nll of its MTP depths; of
+    its MoE layers the auxiliary losses [layers, 4] as a Router returns them, counts [layers, E].
 
     `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary;
-    empty where none are kept, unless they were asked for. Both are empty after a chunk without the
-    loss. The TP group shares one nll; the auxiliary losses and the counts of its ranks add up.
+    empty where none are kept, unless they were needed. `nll` and `logits` are empty after a chunk
+    without the loss. The TP group shares one nll; the auxiliary losses and the counts of its ranks
+    add up.
     """
 
     hidden_tH: torch.Tensor
@@ -56,89 +54,62 @@ class ModelOutput:
     expert_counts: torch.Tensor
 
 
-class TransformerLayer(nn.Module):
-    """Pre-norm attention and MLP or MoE, each added to the residual stream [t,H]."""
+class _RouterResults:
+    """The auxiliary losses and expert counts of the MoE layers of a chunk, in order."""
 
-    def __init__(self, run: Runtime, number: int) -> None:
-        super().__init__()
-        self._run = run
-        # Fused into the QKV projection for GQA in the stacks that the rules are held against: only
-        # MLA replays it.
-        latent = run.model.attention.kind is AttentionKind.MLA
-        self._replays_input = latent and run.recomputes(Recompute.LAYERNORM)
-        self.input_norm = Norm(
-            run, run.model.hidden_size, recompute=self._replays_input, on_hidden_states=True
-        )
-        self.attention = LatentAttention(run) if latent else Attention(run, number)
-        self.post_norm = Norm(
-            run,
-            run.model.hidden_size,
-            recompute=run.recomputes(Recompute.LAYERNORM),
-            on_hidden_states=True,
-        )
-        self._is_moe = run.model.moe_layers[
-            min(number, run.model.layers - 1)
-        ]  # MTP depths are like the last layer
-        if self._is_moe:
-            self.moe = MoeLayer(run, number)
-        else:
-            self.mlp = Mlp(run, run.model.dense_ffn_size, Module.DENSE_MLP)
+    def __init__(self) -> None:
+        self._aux_losses: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
 
-    def forward(
-        self, decided: RoutingDecisions | None, batch: AttentionContext, x_tH: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """The new hidden state; after a MoE layer, the auxiliary losses and the expert counts too.
-        `decided` is of the replayed block that this is part of, None outside of one.
-        """
-        run, keeper = self._run, self._run.saved_tensors
-        with keeper.offload(x_tH, enabled=run.offloads(Offload.ATTN_NORM)):
-            with run.counters.attribute_to(Module.NORM):
-                normed = self.input_norm(x_tH)
-            with keeper.discard_and_recompute(
-                normed, self.input_norm, x_tH, enabled=self._replays_input
-            ):
-                attended = self.attention(normed, batch)
-        x_tH = x_tH + attended
-        with keeper.offload(x_tH, enabled=run.offloads(Offload.MLP_NORM)):
-            with run.counters.attribute_to(Module.NORM):
-                normed = self.post_norm(x_tH)
-            with keeper.discard_and_recompute(
-                normed, self.post_norm, x_tH, enabled=run.recomputes(Recompute.LAYERNORM)
-            ):
-                if not self._is_moe:
-                    return (x_tH + self.mlp(normed),)
-                out, aux, counts = self.moe(normed, decided, batch.first_sequence)
-                return x_tH + out, aux, counts
+    def add(self, results: Sequence[torch.Tensor]) -> None:
+        """Add what layers return beside the hidden state: losses and counts by turns."""
+        self._aux_losses += results[::2]
+        self._counts += results[1::2]
+
+    def stack_aux_losses(self, empty: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._aux_losses) if self._aux_losses else empty
+
+    def stack_counts(self) -> torch.Tensor:
+        return torch.stack(self._counts) if self._counts else torch.zeros(0, 0, dtype=torch.int64)
 
 
 class Transformer(nn.Module):
-    """The chunks of the model that one rank holds. Layers keep their global numbers; a table that
-    is both embedding and head is held once.
+    """The chunks of the model that one rank holds.
+
+    Layers keep their global numbers; a table that is both embedding and head is held once.
     """
 
-    def __init__(self, run: Runtime, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, runtime: Runtime, chunks: Sequence[Chunk]) -> None:
         super().__init__()
-        self._run, self.chunks = run, tuple(chunks)
-        last, tied = any(chunk.has_loss for chunk in chunks), run.model.tie_embeddings
-        self._rotary = AttentionContextBuilder(run)
-        embeds = (last and tied) or any(chunk.has_embedding or chunk.mtp_layers for chunk in chunks)
-        self.embedding = Embedding(run) if embeds else None
+        self._runtime = runtime
+        self.chunks = tuple(chunks)
+        is_tied = runtime.model.tie_embeddings
+        has_loss = any(chunk.has_loss for chunk in chunks)
+        has_mtp = any(chunk.mtp_layers for chunk in chunks)
+        has_embedding = any(chunk.has_embedding for chunk in chunks)
+        needs_embedding = has_embedding or has_mtp or (has_loss and is_tied)
+        needs_head = (has_loss or has_mtp) and not is_tied
+        hidden = runtime.model.hidden_size
+        self._contexts = AttentionContextBuilder(runtime)
+        self.embedding = Embedding(runtime) if needs_embedding else None
         self.layers = nn.ModuleDict(
-            {str(i): TransformerLayer(run, i) for chunk in chunks for i in chunk.layers}
+            {
+                str(number): TransformerLayer(runtime, number)
+                for chunk in chunks
+                for number in chunk.layers
+            }
         )
-        self.final_norm = Norm(run, run.model.hidden_size, on_hidden_states=True) if last else None
-        self.head = (
-            OutputHead(run)
-            if (last or any(chunk.mtp_layers for chunk in chunks)) and not tied
-            else None
-        )
-        depths = [
+        self.final_norm = Norm(runtime, hidden, on_hidden_states=True) if has_loss else None
+        self.head = OutputHead(runtime) if needs_head else None
+        depth_numbers = [
             number
             for chunk in chunks
-            for number in chunk_layers(run.model, chunk)[len(chunk.layers) :]
+            for number in chunk_layers(runtime.model, chunk)[len(chunk.layers) :]
         ]
-        self._depths = tuple(MtpDepth(run, TransformerLayer(run, number)) for number in depths)
-        self.mtp = nn.ModuleDict({str(place): depth for place, depth in enumerate(self._depths)})
+        self._depths = tuple(
+            MtpDepth(runtime, TransformerLayer(runtime, number)) for number in depth_numbers
+        )
+        self.mtp = nn.ModuleDict({str(index): depth for index, depth in enumerate(self._depths)})
 
     def forward(
         self,
@@ -149,138 +120,152 @@ class Transformer(nn.Module):
         first_sequence: int | None = None,
         needs_logits: bool = False,
     ) -> ModelOutput:
-        """One chunk, from the hidden state after the chunk before it, or from the ids where it
+        """Run one chunk, from the hidden state after the chunk before it, or from the ids where it
         holds the embedding.
 
-        `first` as in Sequences; `logits`: whole ones are wanted, whatever the layout makes of them.
+        `first_sequence` as in AttentionContext; `needs_logits`: return all logits of this rank,
+        whatever the layout makes of them.
         """
-        here = self.chunks[chunk]
+        held_chunk = self.chunks[chunk]
         x_tH = hidden_tH
-        if here.has_embedding:
-            assert self.embedding is not None  # made with the chunk
-            x_tH = self.embedding(batch.inputs.flatten())
+        if held_chunk.has_embedding:
+            x_tH = self._embed(batch.inputs)
         assert x_tH is not None  # only the first chunk starts from ids
-        losses, counts, lie = (
-            [],
-            [],
-            self._rotary.build(len(batch.inputs), batch.segments, first_sequence),
-        )
-        for layers, again in self._checkpoints(here.layers):
-            x_tH, *routed = self._through(layers, again, lie, x_tH)
-            losses += routed[::2]
-            counts += routed[1::2]
-        nll, seen = x_tH.new_zeros(0, dtype=torch.float32), x_tH.new_zeros(0)
-        if here.has_loss:
+        results = _RouterResults()
+        context = self._contexts.build(len(batch.inputs), batch.segments, first_sequence)
+        for layers, recomputes in self._checkpoints(held_chunk.layers):
+            x_tH, *router_results = self._run_span(layers, recomputes, context, x_tH)
+            results.add(router_results)
+        nll = x_tH.new_zeros(0, dtype=torch.float32)
+        logits = x_tH.new_zeros(0)
+        if held_chunk.has_loss:
             assert self.final_norm is not None  # made with the chunk
-            nll, seen = self._loss(self.final_norm, x_tH, batch.targets, whole=needs_logits)
-        ahead_nll, hidden_tH = nll.new_zeros(()), x_tH
-        for place, depth in enumerate(self._depths if here.mtp_layers else (), len(here.layers)):
-            ids_BS, targets_BS = batch.mtp[place - len(here.layers)]
-            assert self.embedding is not None  # made with the chunk
-            embedded_tH = self.embedding(ids_BS.flatten())
-            again = Recompute.FULL in recompute.layer_recompute(self._run.mesh.layout, place)
-            hidden_tH, *routed = depth(embedded_tH, hidden_tH, lie, again)
-            losses += routed[::2]
-            counts += routed[1::2]
-            ahead_nll = (
-                ahead_nll
-                + self._loss(depth.final_norm, hidden_tH, targets_BS, whole=False)[0].sum()
+            nll, logits = self._compute_loss(
+                self.final_norm, x_tH, batch.targets, needs_logits=needs_logits
             )
-        aux = (
-            torch.stack(losses)
-            if losses
-            else nll.new_zeros(0, len(aux_loss_coefficients(self._run.workload.loss)))
-        )
-        counted = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
+        mtp_nll = nll.new_zeros(())
+        if held_chunk.mtp_layers:
+            mtp_nll = self._run_depths(batch, len(held_chunk.layers), context, x_tH, results)
+        no_losses = nll.new_zeros(0, len(aux_loss_coefficients(self._runtime.workload.loss)))
         return ModelOutput(
             hidden_tH=x_tH,
             nll=nll,
-            mtp_nll=ahead_nll,
-            logits=seen,
-            aux_losses=aux,
-            expert_counts=counted,
+            mtp_nll=mtp_nll,
+            logits=logits,
+            aux_losses=results.stack_aux_losses(no_losses),
+            expert_counts=results.stack_counts(),
         )
 
-    def _checkpoints(self, numbers: Sequence[int]) -> Iterator[tuple[list[nn.Module], bool]]:
-        """The layers of a chunk, those that one checkpoint of full recompute covers together, and
-        whether it does."""
-        layout = self._run.mesh.layout
-        for place in range(0, len(numbers), layout.recompute_span):
-            together = numbers[place : place + layout.recompute_span]
-            again = Recompute.FULL in recompute.layer_recompute(layout, place)
-            yield [self.layers[str(number)] for number in together], again
+    def _embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        assert self.embedding is not None  # made with the chunk
+        embedded_tH: torch.Tensor = self.embedding(ids_BS.flatten())
+        return embedded_tH
 
-    def _through(
-        self, layers: list[nn.Module], again: bool, batch: AttentionContext, x_tH: torch.Tensor
+    def _run_depths(
+        self,
+        batch: MicroBatch,
+        layers_before: int,
+        context: AttentionContext,
+        hidden_tH: torch.Tensor,
+        results: _RouterResults,
+    ) -> torch.Tensor:
+        """Run the MTP depths, which come after the chunk's layers, and return the sum of their
+        nll."""
+        layout = self._runtime.mesh.layout
+        mtp_nll = hidden_tH.new_zeros((), dtype=torch.float32)
+        for index, depth in enumerate(self._depths):
+            ids_BS, targets_BS = batch.mtp[index]
+            embedded_tH = self._embed(ids_BS)
+            recomputes = Recompute.FULL in layer_recompute(layout, layers_before + index)
+            hidden_tH, *router_results = depth(embedded_tH, hidden_tH, context, recomputes)
+            results.add(router_results)
+            nll, _ = self._compute_loss(depth.final_norm, hidden_tH, targets_BS, needs_logits=False)
+            mtp_nll = mtp_nll + nll.sum()
+        return mtp_nll
+
+    def _checkpoints(self, numbers: Sequence[int]) -> Iterator[tuple[list[nn.Module], bool]]:
+        """Yield the layers that one checkpoint of full recompute covers together, and whether it
+        does."""
+        layout = self._runtime.mesh.layout
+        for place in range(0, len(numbers), layout.recompute_span):
+            span = numbers[place : place + layout.recompute_span]
+            recomputes = Recompute.FULL in layer_recompute(layout, place)
+            yield [self.layers[str(number)] for number in span], recomputes
+
+    def _run_span(
+        self,
+        layers: list[nn.Module],
+        recomputes: bool,
+        context: AttentionContext,
+        x_tH: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """What the layers make of `x_tH`, and the auxiliary losses and the counts of each MoE layer
-        among them."""
-        if not again:
-            return _in_turn(layers, [None] * len(layers), batch, x_tH)
-        with self._run.counters.attribute_to(Module.NORM):
-            decided = [RoutingDecisions() for _ in layers]
-            out: tuple[torch.Tensor, ...] = run_checkpointed(
-                self._run.counters, partial(_in_turn, layers, decided, batch), x_tH
-            )
+        """Return what the layers make of `x_tH`, and the results of the MoE layers among them."""
+        if not recomputes:
+            return _run_layers(layers, [None] * len(layers), context, x_tH)
+        counters = self._runtime.counters
+        with counters.scopes.enter(Module.NORM):
+            decisions = [RoutingDecisions() for _ in layers]
+            block = partial(_run_layers, layers, decisions, context)
+            out: tuple[torch.Tensor, ...] = run_checkpointed(counters, block, x_tH)
             return out
 
-    def _loss(
-        self, norm: Norm, x_tH: torch.Tensor, targets_BS: torch.Tensor, *, whole: bool
+    def _compute_loss(
+        self, norm: Norm, x_tH: torch.Tensor, targets_BS: torch.Tensor, *, needs_logits: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.head or self.embedding
         assert table is not None  # made with the chunk
-        with self._run.counters.attribute_to(Module.NORM):
+        with self._runtime.counters.scopes.enter(Module.NORM):
             x_tH = norm(x_tH)
-        return compute_token_loss(self._run, x_tH, table, targets_BS.flatten(), whole)
+        return compute_token_loss(self._runtime, x_tH, table, targets_BS.flatten(), needs_logits)
 
 
-def _in_turn(
+def _run_layers(
     layers: Sequence[nn.Module],
-    decided: Sequence[RoutingDecisions | None],
-    batch: AttentionContext,
+    decisions: Sequence[RoutingDecisions | None],
+    context: AttentionContext,
     x_tH: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    found: list[torch.Tensor] = []
-    for layer, known in zip(layers, decided, strict=True):
-        x_tH, *routed = layer(known, batch, x_tH)
-        found += routed
-    return x_tH, *found
+    results: list[torch.Tensor] = []
+    for layer, layer_decisions in zip(layers, decisions, strict=True):
+        x_tH, *router_results = layer(layer_decisions, context, x_tH)
+        results += router_results
+    return x_tH, *results
 
 
-def draw_initial_value(slot: NamedParameter, run: Runtime) -> torch.Tensor:
-    """This rank's part of a fresh parameter, fp32, drawn by global name and global expert: the same
-    in every layout.
+def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Tensor:
+    """Draw this rank's part of a fresh parameter, fp32, by its global name and global expert.
 
-    Matrices are normal with the model's initializer_range; those that write into the residual
-    stream are scaled by 1 / sqrt(2 * layers) (GPT-2). Norm weights are 1, biases 0, attention sinks
-    normal.
+    So it is the same in every layout. Matrices are normal with the model's initializer_range; those
+    that write into the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2). Norm weights are
+    1, biases 0, attention sinks normal.
     """
-    at = slot.placement
-    if slot.name.endswith(".bias"):
-        return torch.zeros(at.local_shape)
-    if len(at.local_shape) == 1 and slot.name.endswith(".weight"):
-        return torch.ones(at.local_shape)
-    std = run.model.initializer_range
-    if slot.name.endswith((".o.weight", ".down.weight")):
-        std /= math.sqrt(2 * run.model.layers)
-    value = torch.zeros(at.local_shape)
-    mine = tuple(
+    name = parameter.name
+    placement = parameter.placement
+    if name.endswith(".bias"):
+        return torch.zeros(placement.local_shape)
+    if len(placement.local_shape) == 1 and name.endswith(".weight"):
+        return torch.ones(placement.local_shape)
+    std = runtime.model.initializer_range
+    if name.endswith((".o.weight", ".down.weight")):
+        std /= math.sqrt(2 * runtime.model.layers)
+    seed = runtime.workload.seed
+    value = torch.zeros(placement.local_shape)
+    box = tuple(
         slice(offset, offset + size)
-        for offset, size in zip(at.offsets, at.unpadded_shape, strict=True)
+        for offset, size in zip(placement.offsets, placement.unpadded_shape, strict=True)
     )
-    if ".experts." not in slot.name:
-        value[tuple(map(slice, at.unpadded_shape))] = draw_normal(
-            run.workload.seed, slot.name, at.global_shape, std
-        )[mine]
+    if ".experts." not in name:
+        unpadded = tuple(map(slice, placement.unpadded_shape))
+        value[unpadded] = draw_normal(seed, name, placement.global_shape, std)[box]
         return value
-    for place, expert in enumerate(at.row_indices or range(mine[0].start, mine[0].stop)):
-        value[place] = draw_normal(
-            run.workload.seed, f"{slot.name}[{expert}]", at.global_shape[1:], std
-        )[mine[1:]]
+    experts = placement.row_indices or range(box[0].start, box[0].stop)
+    for row, expert in enumerate(experts):
+        drawn = draw_normal(seed, f"{name}[{expert}]", placement.global_shape[1:], std)
+        value[row] = drawn[box[1:]]
     return value
 
 
 def draw_normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
-    """A fresh tensor, decided by the job's seed and its own name."""
+    """Draw a normal tensor that the job's seed and its own name decide."""
     seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
     return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))

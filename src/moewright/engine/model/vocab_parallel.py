@@ -1,4 +1,4 @@
-"""Embedding and loss over a vocabulary that is cut over the tensor-parallel group.
+"""Embedding and loss over a vocabulary that is sharded over the tensor-parallel group.
 
 A rank holds V rows of the table, from `start` on; where the group does not divide the vocabulary
 the last V - size rows are padding, which no token names and no probability reaches. Shapes: t of
@@ -18,7 +18,7 @@ from moewright.engine.kernels.fused.interface import KernelSet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabShard:
-    """This rank's ids [start, start + size) and the ranks over which the vocabulary is cut."""
+    """This rank's ids [start, start + size) and the ranks over which the vocabulary is sharded."""
 
     tp: TensorParallel
     start: int
@@ -29,17 +29,17 @@ class VocabShard:
         return self.tp.group
 
     def local_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row numbers here, 0 for ids of other ranks, and which those are."""
+        """Return row numbers here, 0 for ids of other ranks, and which those are."""
         elsewhere = (ids < self.start) | (ids >= self.start + self.size)
         return (ids - self.start).masked_fill(elsewhere, 0), elsewhere
 
     def local_columns(self, ids: torch.Tensor) -> torch.Tensor:
-        """The column of each id in the logits here, -1 for other ids."""
+        """Return the column of each id in the logits here, -1 for other ids."""
         columns, elsewhere = self.local_rows(ids)
         return columns.masked_fill_(elsewhere, -1)
 
     def target_logits(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        """Each target's logit [T] fp32, 0 where it is not here."""
+        """Return each target's logit [T] fp32, 0 where it is not here."""
         columns, elsewhere = self.local_rows(targets_T)
         return logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
 
@@ -52,33 +52,33 @@ class VocabParallelEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids_T: torch.Tensor, w_VK: torch.Tensor, part: VocabShard
+        ctx: Any, ids_T: torch.Tensor, w_VK: torch.Tensor, shard: VocabShard
     ) -> torch.Tensor:
         ctx.save_for_backward(ids_T)
-        ctx.like, ctx.part = (w_VK.shape, w_VK.dtype), part
-        if part.group.size == 1:
+        ctx.table_shape, ctx.table_dtype = w_VK.shape, w_VK.dtype
+        ctx.shard = shard
+        if shard.group.size == 1:
             return w_VK.index_select(0, ids_T)
-        rows, elsewhere = part.local_rows(ids_T)
-        return part.tp.reduce(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0))
+        rows, elsewhere = shard.local_rows(ids_T)
+        return shard.tp.reduce(w_VK.index_select(0, rows).masked_fill_(elsewhere[:, None], 0.0))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         (rows,) = ctx.saved_tensors
-        (shape, dtype), part = ctx.like, ctx.part
-        grad = part.tp.whole(grad).float()
-        if part.group.size > 1:
-            rows, elsewhere = part.local(rows)
+        shard: VocabShard = ctx.shard
+        grad = shard.tp.gather(grad).float()
+        if shard.group.size > 1:
+            rows, elsewhere = shard.local_rows(rows)
             grad = grad.masked_fill(elsewhere[:, None], 0.0)
-        summed = torch.zeros(shape, dtype=torch.float32, device=grad.device)
-        return None, summed.index_add_(0, rows, grad).to(dtype), None
+        summed = torch.zeros(ctx.table_shape, dtype=torch.float32, device=grad.device)
+        return None, summed.index_add_(0, rows, grad).to(ctx.table_dtype), None
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V]; 0 where the target is
-    negative.
+    """Negative log-likelihood [T] fp32 of targets [T] under logits [T,V].
 
-    Softmax is taken in fp32 over a few rows at a time. Keeps logits, targets and, when the
-    vocabulary is cut, the log of the partition sum [T].
+    It is 0 where the target is negative. Softmax is taken in fp32 over a few rows at a time. Keeps
+    logits, targets and, when the vocabulary is sharded, the log of the partition sum [T].
     """
 
     @staticmethod
@@ -86,46 +86,51 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits_TV: torch.Tensor,
         targets_T: torch.Tensor,
-        part: VocabShard,
+        shard: VocabShard,
         kernels: KernelSet,
     ) -> torch.Tensor:
-        ctx.part, ctx.kernels = part, kernels
-        if part.group.size == 1:
+        ctx.shard = shard
+        ctx.kernels = kernels
+        if shard.group.size == 1:
             ctx.save_for_backward(logits_TV, targets_T)
             losses = kernels.cross_entropy(logits_TV, targets_T)
         else:
-            log_sum, chosen = _partition(logits_TV[:, : part.size], targets_T, part, kernels)
+            log_sum, target_logits = _sum_partition(
+                logits_TV[:, : shard.size], targets_T, shard, kernels
+            )
             ctx.save_for_backward(logits_TV, targets_T, log_sum)
-            losses = log_sum - chosen
+            losses = log_sum - target_logits
         return losses.masked_fill_(targets_T < 0, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits_TV, columns_T, *rest = ctx.saved_tensors
-        log_sum = rest[0] if rest else None
+        logits_TV, columns_T, *sharded = ctx.saved_tensors
+        shard: VocabShard = ctx.shard
         grad_T = grad_T.masked_fill(columns_T < 0, 0.0)
-        if rest:
-            columns_T = ctx.part.columns(columns_T)
-        return (
-            ctx.kernels.losses_backward(grad_T, logits_TV, columns_T, log_sum, ctx.part.size),
-            None,
-            None,
-            None,
+        log_sum = None
+        if sharded:
+            (log_sum,) = sharded
+            columns_T = shard.local_columns(columns_T)
+        grad_TV = ctx.kernels.cross_entropy_backward(
+            grad_T, logits_TV, columns_T, log_sum, shard.size
         )
+        return grad_TV, None, None, None
 
 
-def _partition(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, part: VocabShard, kernels: KernelSet
+def _sum_partition(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, shard: VocabShard, kernels: KernelSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log sum_v exp(logit) over the whole vocabulary, and the target's logit, both [T] fp32, by two
-    all-reduces."""
-    top = torch.full((len(targets_T),), -torch.inf, device=logits_TV.device)
-    if part.size:
-        top = logits_TV.amax(-1).float()
-    all_reduce(top, part.group, maximum=True)
+    """Return log sum_v exp(logit) over the whole vocabulary, and the target's logit, both [T] fp32.
+
+    This takes two all-reduces.
+    """
+    max_logit = torch.full((len(targets_T),), -torch.inf, device=logits_TV.device)
+    if shard.size:
+        max_logit = logits_TV.amax(-1).float()
+    all_reduce(max_logit, shard.group, maximum=True)
     sums = torch.zeros(2, len(targets_T), device=logits_TV.device)
-    if part.size:
-        sums[0] = kernels.sum_exp(logits_TV, top)
-        sums[1] = part.target_logits(logits_TV, targets_T)
-    partition, chosen = all_reduce(sums, part.group)
-    return top.add_(partition.log_()), chosen
+    if shard.size:
+        sums[0] = kernels.sum_exp(logits_TV, max_logit)
+        sums[1] = shard.target_logits(logits_TV, targets_T)
+    partition, target_logits = all_reduce(sums, shard.group)
+    return max_logit.add_(partition.log_()), target_logits

@@ -1,5 +1,4 @@
-"""The profiler's window: kernels, operations and module ranges of some steps, as Chrome traces that
-Perfetto opens."""
+"""The profiler: some steps' kernels, operations and module ranges, as traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -17,11 +16,15 @@ from moewright.spec.workload import ProfileSpec
 
 TRACE_FOLDER = "trace"
 MERGED_FILE = "trace.json"
-_TRACKS = 1000  # numbers of processes that a rank's trace may use
+# The numbers of processes that a rank's trace may use.
+_PROCESS_NUMBERS_PER_RANK = 1000
 
 
 class ProfilerWindow:
-    """Watches the steps of one rank; `module` gives the ranges their names."""
+    """A window of steps that the profiler watches on one rank.
+
+    `module` gives the ranges their names.
+    """
 
     def __init__(
         self,
@@ -32,32 +35,30 @@ class ProfilerWindow:
         device: torch.device,
         module: torch.nn.Module,
     ) -> None:
-        self._spec, self._run_dir, self._rank, self._device, self._module = (
-            spec,
-            run_dir,
-            rank,
-            device,
-            module,
-        )
-        self._watches = spec.end > 0 and rank in spec.ranks
+        self._spec = spec
+        self._run_dir = run_dir
+        self._rank = rank
+        self._module = module
+        self._is_cuda = device.type == "cuda"
+        self._is_active = spec.end > 0 and rank in spec.ranks
         self._profiler: profile | None = None
         self._hooks: list[Any] = []
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around the step of that number, from 1."""
-        if not (self._watches and self._spec.start <= step < self._spec.end):
+        """Watch the step of that number (from 1), if it is in the window."""
+        if not (self._is_active and self._spec.start <= step < self._spec.end):
             yield
             return
         if self._profiler is None:
-            self._begin()
+            self._profiler = self._start()
         with record_function(f"ProfilerStep#{step}"):
             yield
         if step + 1 == self._spec.end:
             self.close()
 
     def close(self) -> None:
-        """Write what has been recorded: also called when a run ends inside its window."""
+        """Write what has been recorded; also called when a run ends inside its window."""
         if self._profiler is None:
             return
         self._profiler.stop()
@@ -68,55 +69,56 @@ class ProfilerWindow:
         path = folder / f"rank{self._rank:05d}.json"
         self._profiler.export_chrome_trace(str(path))
         write_text(path, json.dumps(_label_with_rank(read_json_data(path), self._rank)))
-        if self._device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.memory._dump_snapshot(str(folder / f"memory{self._rank:05d}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         self._profiler = None
 
-    def _begin(self) -> None:
-        cuda = self._device.type == "cuda"
-        if cuda:
+    def _start(self) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if self._is_cuda:
             torch.cuda.memory._record_memory_history()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        self._profiler = profile(activities=activities, record_shapes=True)
+            activities.append(ProfilerActivity.CUDA)
+        started = profile(activities=activities, record_shapes=True)
         for name, module in self._module.named_modules():
             if name:
                 self._hooks += _add_range_hooks(module, name)
-        self._profiler.start()
+        started.start()
+        return started
 
 
 def _add_range_hooks(module: torch.nn.Module, name: str) -> tuple[Any, Any]:
-    """Hooks that put a range around every forward of a module, replays among them."""
-    open_ones: list[record_function] = []
+    """Add hooks that put a range around every forward of a module, recomputed ones included."""
+    open_ranges: list[record_function] = []
 
     def before(*_: Any) -> None:
         opened = record_function(name)
         opened.__enter__()
-        open_ones.append(opened)
+        open_ranges.append(opened)
 
     def after(*_: Any) -> None:
-        if open_ones:
-            open_ones.pop().__exit__(None, None, None)
+        if open_ranges:
+            open_ranges.pop().__exit__(None, None, None)
 
     return module.register_forward_pre_hook(before), module.register_forward_hook(after)
 
 
-def _label_with_rank(data: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The trace with its processes numbered and named by rank, so that ranks stand beside each
-    other in one file."""
+def _label_with_rank(trace: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Give the processes of a trace the rank's numbers and name, so that ranks can share a file."""
     numbers: dict[Any, int] = {}
-    for event in data["traceEvents"]:
+    for event in trace["traceEvents"]:
         if "pid" not in event:
             continue
-        event["pid"] = numbers.setdefault(event["pid"], rank * _TRACKS + len(numbers))
+        number = rank * _PROCESS_NUMBERS_PER_RANK + len(numbers)
+        event["pid"] = numbers.setdefault(event["pid"], number)
         if event.get("name") == "process_name":
             event["args"] = {"name": f"rank {rank}: {event.get('args', {}).get('name', '')}"}
-    return {**data, "distributedInfo": {**(data.get("distributedInfo") or {}), "rank": rank}}
+    info = trace.get("distributedInfo") or {}
+    return {**trace, "distributedInfo": {**info, "rank": rank}}
 
 
 def merge_traces(run_dir: Path) -> None:
-    """One file of all ranks' traces, a track for each rank and stream; nothing where there are
-    none."""
+    """Merge all ranks' traces into one file, a track for each rank and stream, if there are any."""
     paths = sorted((run_dir / TRACE_FOLDER).glob("rank*.json"))
     if paths:
         events = [event for path in paths for event in read_json_data(path)["traceEvents"]]

@@ -1,5 +1,4 @@
-"""What a run leaves behind: one JSON line a step, TensorBoard where installed, the ledger, and a
-line on the screen."""
+"""What a run leaves behind: a line a step in a file and on the screen, TensorBoard, the ledger."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _KINDS = ("session", "step", "eval")
 
 
 class RecordWriter(Protocol):
-    """Takes the records of a run as they come."""
+    """A place that takes the records of a run as they come."""
 
     def write_session(self, record: Session) -> None: ...
 
@@ -47,7 +46,7 @@ class RecordWriter(Protocol):
 
 
 class JsonLinesWriter:
-    """steps.jsonl: the truth that every other view of a run is made from.
+    """The writer of steps.jsonl, the truth that every other view of a run is made from.
 
     Steps at or past `first_step` were done after the last checkpoint and are about to be done
     again: they are dropped.
@@ -80,19 +79,22 @@ class JsonLinesWriter:
 
 
 def _read_complete_lines(path: Path) -> list[str]:
-    """Lines that were written to the end; a killed process may have left half of one."""
+    """Read the lines that were written to the end; a killed process may have left half of one."""
     if not path.exists():
         return []
     return [line for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _parse_step(line: str, where: str) -> int:
-    """The step that a line is about; sessions have none and are kept. Raises BadInput for what no
-    run has written."""
+    """Return the step that a line is about; 0 for a session, which has none and is kept.
+
+    Raises:
+        BadInput: for a line that no run has written.
+    """
     record = parse_json(line, where=where, floats=FloatPolicy.NON_FINITE)
-    step = (
-        record.get("step", 0) if isinstance(record, dict) and record.get("kind") in _KINDS else None
-    )
+    step = None
+    if isinstance(record, dict) and record.get("kind") in _KINDS:
+        step = record.get("step", 0)
     if not isinstance(step, int):
         rule = f"is not a record of one of {', '.join(_KINDS)}"
         raise BadInput(Reason(field=where, rule=rule, nearest="delete the line"))
@@ -100,8 +102,10 @@ def _parse_step(line: str, where: str) -> int:
 
 
 class _FailSafeStream:
-    """A text stream that falls silent when its reader leaves or its disk is full: a display must
-    not end a run."""
+    """A text stream that falls silent when its reader leaves or its disk is full.
+
+    A display must not end a run.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
@@ -122,12 +126,12 @@ class _FailSafeStream:
         try:
             if self._stream is not None:
                 action(self._stream)
-        except (OSError, ValueError):  # ValueError: closed
+        except (OSError, ValueError):  # ValueError: the stream is closed
             self._stream = None
 
 
 class ConsoleWriter:
-    """A progress bar on a terminal, plain lines elsewhere."""
+    """A writer of a progress bar on a terminal, of plain lines elsewhere."""
 
     def __init__(self, *, first_step: int, last_step: int, stream: TextIO) -> None:
         self._last = last_step
@@ -148,22 +152,34 @@ class ConsoleWriter:
 
     def write_session(self, record: Session) -> None:
         self._line(
-            "MFU: model FLOPs, causal attention counted half, over the peak; HFU: replays counted too"
+            "MFU: model FLOPs, causal attention counted half, over the peak; "
+            "HFU: replays counted too"
         )
         if record.first_step > 1:
             self._line(f"continuing from step {record.first_step - 1}")
         if record.routing is not RouterForce.NONE:
             self._line(
-                f"experts are given, not chosen ({record.routing}): this measures speed, it does not train"
+                f"experts are given, not chosen ({record.routing}): "
+                "this measures speed, it does not train"
             )
 
     def write_step(self, record: StepRecord) -> None:
         norm = "-" if record.skipped else f"{record.grad_norm:.3f}"
-        text = (
-            f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad-norm {norm}  "
-            f"{record.tokens_per_s_per_rank:,.0f} tok/s/rank  {record.tflops_per_rank:.4f} TFLOP/s  "
-            f"MFU {record.mfu:.1%}{_beside(record)}{'  SKIPPED: gradient not finite' if record.skipped else ''}"
-        )
+        parts = [
+            f"loss {record.loss:.4f}",
+            f"lr {record.lr:.2e}",
+            f"grad-norm {norm}",
+            f"{record.tokens_per_s_per_rank:,.0f} tok/s/rank",
+            f"{record.tflops_per_rank:.4f} TFLOP/s",
+            f"MFU {record.mfu:.1%}",
+        ]
+        if record.hfu > record.mfu:  # with recomputation
+            parts.append(f"HFU {record.hfu:.1%}")
+        if record.waits:
+            parts.append(f"waits {_wait_share(record):.0%}")
+        if record.skipped:
+            parts.append("SKIPPED: gradient not finite")
+        text = "  ".join(parts)
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, description=text)
         else:
@@ -183,16 +199,15 @@ class ConsoleWriter:
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
-def _beside(record: StepRecord) -> str:
-    """HFU where replays make it another figure, and the share of the step that this rank waited for
-    others."""
-    hfu = f"  HFU {record.hfu:.1%}" if record.hfu > record.mfu else ""
-    waited = sum(wait.seconds for wait in record.waits) / record.step_s if record.step_s else 0.0
-    return f"{hfu}  waits {waited:.0%}" if record.waits else hfu
+def _wait_share(record: StepRecord) -> float:
+    """Return the share of the step in which this rank waited for others."""
+    if not record.step_s:
+        return 0.0
+    return sum(wait.seconds for wait in record.waits) / record.step_s
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard."""
+    """A writer of scalars for TensorBoard."""
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -228,7 +243,7 @@ class TensorBoardWriter:
 
 
 def _load_scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
-    """Numbers of a layer, and of each EP rank its tokens over the mean."""
+    """Yield the numbers of a layer, and the tokens of each EP rank over the mean."""
     mean = sum(load.counts) / len(load.counts)
     yield from (
         ("load_max_over_mean", load.max_over_mean),
@@ -242,16 +257,16 @@ def _load_scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
         ("global_aux_loss", load.global_aux_loss),
         ("z_loss", load.z_loss),
     )
-    of_rank = sum(load.counts) / len(load.rank_counts) or 1.0
+    rank_mean = sum(load.counts) / len(load.rank_counts) or 1.0
     yield from (
-        (f"load_over_mean_rank_{rank}", count / of_rank)
+        (f"load_over_mean_rank_{rank}", count / rank_mean)
         for rank, count in enumerate(load.rank_counts)
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorder:
-    """Every sink of this rank; none on ranks other than 0."""
+    """All writers of this rank; there are none on ranks other than 0."""
 
     writers: tuple[RecordWriter, ...]
 
@@ -280,17 +295,19 @@ def build_layer_loads(
     ep: int,
     chosen_rows: int,
 ) -> tuple[LayerLoad, ...]:
-    """Load statistics of counts [MoE layers, E] and router losses [MoE layers, 4]; `slots` has the
-    expert of every slot by layer, in order, an expert's rows dealt evenly to its slots, `chosen`
-    the rows that all tokens chose in each.
+    """Build the load statistics of every MoE layer.
+
+    `loads` [MoE layers, E] are the rows that experts received, `losses` [MoE layers, 4] the router
+    losses, `chosen_rows` the rows that all tokens chose in each layer. `slots` has the expert of
+    every slot by layer, in order; an expert's rows are dealt evenly to its slots.
     """
-    found = []
-    for (layer, held), counts, parts in zip(
+    layer_loads = []
+    for (layer, slot_experts), counts, layer_losses in zip(
         slots.items(), loads.tolist(), losses.tolist(), strict=True
     ):
         load = measure_load_balance(counts)
-        aux, seq_aux, global_aux, z = map(clamp_to_finite, parts)
-        found.append(
+        aux, seq_aux, global_aux, z = map(clamp_to_finite, layer_losses)
+        layer_loads.append(
             LayerLoad(
                 layer=layer,
                 max_over_mean=load.max_over_mean,
@@ -298,7 +315,7 @@ def build_layer_loads(
                 dead_experts=load.dead_experts,
                 entropy=load.entropy,
                 counts=tuple(counts),
-                rank_counts=rank_loads(slot_rows([counts], held), ep),
+                rank_counts=rank_loads(slot_rows([counts], slot_experts), ep),
                 dropped_share=1 - sum(counts) / chosen_rows,
                 aux_loss=aux,
                 seq_aux_loss=seq_aux,
@@ -306,16 +323,19 @@ def build_layer_loads(
                 z_loss=z,
             )
         )
-    return tuple(found)
+    return tuple(layer_loads)
 
 
 def clamp_to_finite(value: float) -> float:
-    """JSON has no NaN or infinity: a loss that is not finite is recorded as the largest float."""
+    """Return the value, or the largest float for one that is not finite.
+
+    JSON has no NaN or infinity.
+    """
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
 
 
 def write_paces(run_dir: Path, paces: Sequence[RankTiming]) -> None:
-    """paces.json: the paces of all ranks."""
+    """Write paces.json: the timings of all ranks."""
     write_text(
         run_dir / RANK_TIMINGS_FILE,
         json.dumps({"paces": [to_data(pace) for pace in paces]}, indent=1) + "\n",
@@ -323,7 +343,7 @@ def write_paces(run_dir: Path, paces: Sequence[RankTiming]) -> None:
 
 
 def write_ledger(run_dir: Path, ledger: Ledger, selection: Selection | None) -> None:
-    """ledger/rankNNNNN.json of this rank, and the selection it was counted under (rank 0)."""
+    """Write ledger/rankNNNNN.json, and the selection that it was counted under (on rank 0)."""
     folder = run_dir / "ledger"
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"rank{ledger.rank:05d}.json", ledger)

@@ -1,0 +1,1 @@
+"""Optimizers: buckets of parameters, their reduction, ZeRO, and the update rules."""

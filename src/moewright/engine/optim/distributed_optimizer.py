@@ -1,10 +1,9 @@
-"""The distributed optimizer: fp32 gradient accumulation, reduction over the right grid, AdamW on
-owned shards."""
+"""The distributed optimizer: fp32 gradient accumulation, reduction over the right grid, updates."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,10 +13,9 @@ from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import AsyncCollective, all_reduce
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import NamedParameter, list_parameters
-from moewright.engine.model.replicas import ExpertReplicas
 from moewright.engine.observe.counters import storage_id
 from moewright.engine.optim.flat_buffers import FlatBucket, build_buckets, build_local_shards
-from moewright.engine.optim.fsdp import FsdpParams, ShardedParameter, apply_fsdp
+from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
 from moewright.engine.optim.grad_ready import GradReadyTracker
 from moewright.engine.optim.loss_scale import LossScaler
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
@@ -27,250 +25,325 @@ from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, holding_pp_r
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 
+# A norm is taken in fp32 over so many elements, and in fp64 over those parts.
 _NORM_ELEMENTS = 1 << 20
 
 
 class DistributedOptimizer:
-    """Replicated (zero=0), ZeRO-1 or ZeRO-3 optimizer over all parameters of this rank; `rule`
-    makes the update.
+    """A replicated (zero=0), ZeRO-1 or ZeRO-3 optimizer over all parameters of this rank.
 
-    Gradients are summed over the group in which a parameter is held in copies, never averaged: the
-    loss is already divided by the global number of targets. With overlap=grad a bucket is reduced
-    under backward, as soon as the last of its gradients is in, but after backward where replicas of
-    its experts send theirs home; with overlap=param updated weights come under the next forward.
-    Neither changes a bit.
+    Gradients are summed over the group in which a parameter is replicated, never averaged: the loss
+    is already divided by the global number of targets. With overlap=grad a bucket is reduced under
+    backward, as soon as the last of its gradients is in, but after backward where replicas of its
+    experts send their gradients to it; with overlap=param updated weights come under the next
+    forward. Neither changes a bit.
     """
 
     def __init__(
         self,
-        run: Runtime,
+        runtime: Runtime,
         model: nn.Module,
-        initial: Callable[[NamedParameter], torch.Tensor],
+        initial_value: Callable[[NamedParameter], torch.Tensor],
         update_rule: UpdateRule = adamw_update,
     ) -> None:
-        self._run, self._rule = run, update_rule
-        slots, layout = list_parameters(model), run.mesh.layout
-        groups = [
-            (slot, run.mesh.group(gradient_group(slot.placement.sharding, layout)))
-            for slot in slots
-        ]
-        cut = [slot for slot, group in groups if is_fsdp_sharded(layout, group.name)]
-        self.buckets: list[FlatBucket] = []
-        for group in GRADIENT_GROUPS:
-            members = [
-                slot
-                for slot, of in groups
-                if of.name == group and not is_fsdp_sharded(layout, group)
-            ]
-            by_holders = [
-                (holding_pp_ranks(slot.name, run.model, layout), slot) for slot in members
-            ]
-            for key in sorted({key for key, _ in by_holders}):
-                some = [slot for own, slot in by_holders if own == key]
-                self.buckets += build_buckets(
-                    run, some, run.mesh.group(group), run.mesh.shared_table_groups.get(key), initial
-                )
+        self._runtime = runtime
+        self._update_rule = update_rule
+        parameters = list_parameters(model)
+        self.buckets = _build_all_buckets(runtime, parameters, initial_value)
         self._replicas = [
-            each.replicas
-            for each in model.modules()
-            if isinstance(each, RoutedExperts) and each.replicas
+            module.replicas
+            for module in model.modules()
+            if isinstance(module, RoutedExperts) and module.replicas
         ]
-        for each in self._replicas:
-            each.fetch_weights()
-        self.fsdp = apply_fsdp(run, model, cut, initial) if cut else None
-        self._cut = self.fsdp.parameters if self.fsdp else ()
-        self._holders: list[FlatBucket | ShardedParameter] = [*self.buckets, *self._cut]
-        self._updates = torch.zeros(1, dtype=torch.int64)  # made so far; a skipped step is none
-        self._scale = LossScaler(run.workload)
-        self._pending: set[str] = set()
+        for replicas in self._replicas:
+            replicas.fetch_weights()
+        sharded = [parameter for parameter in parameters if _uses_fsdp(runtime, parameter)]
+        self.fsdp = apply_fsdp(runtime, model, sharded, initial_value) if sharded else None
+        self._fsdp_parameters = self.fsdp.parameters if self.fsdp else ()
+        self._state_holders: list[FlatBucket | ShardedParameter] = [
+            *self.buckets,
+            *self._fsdp_parameters,
+        ]
+        # Updates made so far; a skipped step is none.
+        self._updates = torch.zeros(1, dtype=torch.int64)
+        self._loss_scaler = LossScaler(runtime.workload)
+        # Parameters whose gradient buffer still holds the last step's gradient.
+        self._stale: set[str] = set()
         self._reductions: dict[int, AsyncCollective] = {}
-        self._gathers: dict[int, AsyncCollective] = {}
-        self._shards: list[torch.Tensor] = []
-        number = {slot.name: place for place, slot in enumerate(slots)}
-        held = [[slot.name for slot, _ in bucket.grad_views] for bucket in self.buckets]
-        # Backward goes through the model from its end, so a bucket is full when its first parameter
-        # has its gradient.
-        self._order = sorted(range(len(held)), key=lambda i: -min(number[name] for name in held[i]))
-        replicated = {id(part) for each in self._replicas for part in each.parts}
-        waiting = {
-            i
-            for i, bucket in enumerate(self.buckets)
-            if any(id(slot.owner) in replicated for slot, _ in bucket.grad_views)
-        }
-        due = sorted(
-            self._order, key=waiting.__contains__
-        )  # what is full waits for what comes before it
-        self._grad_tracker = GradReadyTracker([(i, held[i]) for i in due], self._reduce_one)
-        self._overlaps_param_gather = Overlap.PARAM in layout.overlap
-        for index, bucket in enumerate(self.buckets):
-            early = Overlap.GRAD in layout.overlap and index not in waiting
-            for slot, view in bucket.grad_views:
-                slot.parameter.register_post_accumulate_grad_hook(
-                    self._accumulate(slot.name, view, early=early)
-                )
-                if self._overlaps_param_gather:
-                    slot.owner.ensure_ready = partial(self._wait_for_bucket, index)
+        self._param_gathers: dict[int, AsyncCollective] = {}
+        self._grad_shards: list[torch.Tensor] = []
+        self._backward_order = self._order_buckets(parameters)
+        self._grad_tracker = self._build_grad_tracker()
+        self._add_hooks()
 
-    def _accumulate(
-        self, name: str, view: torch.Tensor, *, early: bool
+    def _order_buckets(self, parameters: Sequence[NamedParameter]) -> list[int]:
+        """Return the buckets in the order in which backward fills them.
+
+        Backward goes through the model from its end, so a bucket is full when its first parameter
+        has its gradient.
+        """
+        position = {parameter.name: index for index, parameter in enumerate(parameters)}
+
+        def first_position(index: int) -> int:
+            return min(position[name] for name in self.buckets[index].names)
+
+        return sorted(range(len(self.buckets)), key=first_position, reverse=True)
+
+    def _find_replicated_buckets(self) -> set[int]:
+        """Return the buckets that have to wait for the gradients of expert replicas."""
+        replicated = {id(part) for replicas in self._replicas for part in replicas.parts}
+        return {
+            index
+            for index, bucket in enumerate(self.buckets)
+            if any(id(parameter.owner) in replicated for parameter, _ in bucket.grad_views)
+        }
+
+    def _build_grad_tracker(self) -> GradReadyTracker:
+        # A full bucket waits for those before it, so those that have to wait come last.
+        waiting = self._find_replicated_buckets()
+        order = sorted(self._backward_order, key=waiting.__contains__)
+        return GradReadyTracker(
+            [(index, self.buckets[index].names) for index in order], self._reduce_bucket
+        )
+
+    def _add_hooks(self) -> None:
+        overlap = self._runtime.mesh.layout.overlap
+        self._overlaps_param_gather = Overlap.PARAM in overlap
+        waiting = self._find_replicated_buckets()
+        for index, bucket in enumerate(self.buckets):
+            reduces_early = Overlap.GRAD in overlap and index not in waiting
+            for parameter, grad_view in bucket.grad_views:
+                hook = self._build_grad_hook(parameter.name, grad_view, reduces_early)
+                parameter.parameter.register_post_accumulate_grad_hook(hook)
+                if self._overlaps_param_gather:
+                    parameter.owner.ensure_ready = partial(self._wait_for_bucket, index)
+
+    def _build_grad_hook(
+        self, name: str, grad_view: torch.Tensor, reduces_early: bool
     ) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            if parameter.grad is None:
+        def accumulate(weight: torch.Tensor) -> None:
+            if weight.grad is None:
                 return
-            if name in self._pending:
-                self._pending.discard(name)
-                view.copy_(parameter.grad)
+            if name in self._stale:
+                self._stale.discard(name)
+                grad_view.copy_(weight.grad)
             else:
-                view.add_(parameter.grad)
-            parameter.grad = None
-            if early:
+                grad_view.add_(weight.grad)
+            weight.grad = None
+            if reduces_early:
                 self._grad_tracker.mark_ready(name)
 
-        return hook
+        return accumulate
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward; gradients are that much larger until
-        `update`."""
-        return self._scale.value
+        """What the loss is multiplied by before backward.
+
+        Gradients are that much larger until `update`.
+        """
+        return self._loss_scaler.value
 
     def update_loss_scale(self, *, finite: bool) -> None:
-        """Tell, once a step, whether all gradients of the world were finite."""
-        self._scale.update(finite=finite)
+        """Adapt the scale, once a step, to whether all gradients of the world were finite."""
+        self._loss_scaler.update(finite=finite)
 
     def begin_step(self, micro_batches: int) -> None:
-        """Forget the gradients of the last step; the first of each parameter overwrites instead of
-        adding."""
-        self._pending = {slot.name for bucket in self.buckets for slot, _ in bucket.grad_views}
+        """Forget the gradients of the last step.
+
+        The first gradient of each parameter overwrites instead of adding.
+        """
+        self._stale = {name for bucket in self.buckets for name in bucket.names}
         self._reductions = {}
         self._grad_tracker.begin_step(micro_batches)
-        for each in self._replicas:
-            each.begin_step()
+        for replicas in self._replicas:
+            replicas.begin_step()
         if self.fsdp is not None:
             self.fsdp.begin_step()
 
-    def _reduce_one(self, index: int) -> None:
-        """Start to reduce a bucket. A parameter that no micro-batch used has a zero gradient."""
-        for slot, view in self.buckets[index].grad_views:
-            if slot.name in self._pending:
-                view.zero_()
+    def _reduce_bucket(self, index: int) -> None:
+        """Start to reduce a bucket; a parameter that no micro-batch used has a zero gradient."""
+        for parameter, grad_view in self.buckets[index].grad_views:
+            if parameter.name in self._stale:
+                grad_view.zero_()
         self._reductions[index] = self.buckets[index].start_reduce()
 
     def reduce_gradients(self) -> float:
-        """Sum gradients over the data-parallel groups; returns this rank's part of the squared
-        global norm.
+        """Sum gradients over the data-parallel groups.
 
-        Summing the parts over the world counts every parameter once: replicas of a gradient divide
-        their part.
+        Returns this rank's part of the squared global norm. The sum of the parts over the world
+        counts every parameter once: ranks that hold the same gradient divide their part.
         """
         self._reduce_replica_gradients()
         self._grad_tracker.flush()
-        self._shards = [self._reductions[index].wait() for index in range(len(self.buckets))]
-        for bucket, shard in zip(self.buckets, self._shards, strict=True):
+        bucket_shards = [self._reductions[index].wait() for index in range(len(self.buckets))]
+        for bucket, shard in zip(self.buckets, bucket_shards, strict=True):
             if bucket.holder_group is not None:
                 all_reduce(shard, bucket.holder_group)
-        own = sum(
+        squared_norm = sum(
             _squared_norm(shard) / bucket.replica_count
-            for bucket, shard in zip(self.buckets, self._shards, strict=True)
+            for bucket, shard in zip(self.buckets, bucket_shards, strict=True)
         )
-        cut = self.fsdp.reduce_gradients() if self.fsdp else []
-        self._shards += cut
-        return own + sum(
-            _squared_norm(g) / each.replica_group.size
-            for each, g in zip(self._cut, cut, strict=True)
+        fsdp_shards = self.fsdp.reduce_gradients() if self.fsdp else []
+        self._grad_shards = [*bucket_shards, *fsdp_shards]
+        return squared_norm + sum(
+            _squared_norm(shard) / parameter.replica_group.size
+            for parameter, shard in zip(self._fsdp_parameters, fsdp_shards, strict=True)
         )
 
     def _reduce_replica_gradients(self) -> None:
-        """Add the gradients of replicas to those of the experts that they are of, which wait for it
-        to be reduced."""
-        views = {
-            id(slot.owner): (slot, view)
+        """Add the gradients of expert replicas to those of their experts, before the reduction."""
+        grad_views = {
+            id(parameter.owner): (parameter.name, grad_view)
             for bucket in self.buckets
-            for slot, view in bucket.grad_views
+            for parameter, grad_view in bucket.grad_views
         }
-        for each in self._replicas:
-            own = [views[id(part)] for part in each.parts]
-            for slot, view in own:
-                if slot.name in self._pending:
-                    self._pending.discard(slot.name)
-                    view.zero_()
-            each.send_gradients([view for _, view in own])
+        for replicas in self._replicas:
+            expert_grads = []
+            for part in replicas.parts:
+                name, grad_view = grad_views[id(part)]
+                if name in self._stale:
+                    self._stale.discard(name)
+                    grad_view.zero_()
+                expert_grads.append(grad_view)
+            replicas.send_gradients(expert_grads)
 
     def update(self, *, lr: float, scale: float) -> None:
-        """One update with gradients times `scale` (the clipping factor). Matrices decay, vectors do
-        not."""
-        spec, done = self._run.workload.optimizer, int(self._updates)
+        """Do one update with gradients times `scale` (the clipping factor).
+
+        Matrices decay, vectors do not.
+        """
+        spec = self._runtime.workload.optimizer
+        updates_done = int(self._updates)
         scale /= self.loss_scale
         self._updates += 1
-        for bucket, shard in zip(self._holders, self._shards, strict=True):
+        for holder, grads in zip(self._state_holders, self._grad_shards, strict=True):
             if scale != 1.0:
-                shard.mul_(scale)
-            shard = shard.to(bucket.master.device)
-            for decay in (True, False):
-                places = [
-                    part.shard_slice for part in bucket.owned if part.slot.has_weight_decay == decay
+                grads.mul_(scale)
+            local_grads = grads.to(holder.master.device)
+            for decays in (True, False):
+                slices = [
+                    owned.shard_slice
+                    for owned in holder.owned
+                    if owned.parameter.has_weight_decay == decays
                 ]
-                weight_decay = spec.weight_decay if decay else 0.0
-                self._rule(bucket, shard, places, spec, lr=lr, weight_decay=weight_decay, done=done)
-        self._shards = []
+                self._update_rule(
+                    holder,
+                    local_grads,
+                    slices,
+                    spec,
+                    lr=lr,
+                    weight_decay=spec.weight_decay if decays else 0.0,
+                    updates_done=updates_done,
+                )
+        self._grad_shards = []
 
     def gradient_shards(self) -> list[LocalShard]:
-        """The reduced gradients, "grad/" + name, before clipping; between `reduce` and `update`."""
-        pairs = zip(self._holders, self._shards, strict=True)
+        """Return the reduced gradients, named "grad/" + name, before clipping.
+
+        To be called between `reduce_gradients` and `update`.
+        """
+        pairs = zip(self._state_holders, self._grad_shards, strict=True)
         return [
-            piece
-            for bucket, shard in pairs
-            for piece in build_local_shards(bucket.owned, "grad/", shard)
+            shard
+            for holder, grads in pairs
+            for shard in build_local_shards(holder.owned, "grad/", grads)
         ]
 
     def all_gather_params(self) -> None:
-        """Bring the updated weights to every rank: now, or under way to their first use with
-        overlap=param."""
-        for index in reversed(self._order):  # as forward uses them
-            self._gathers[index] = self.buckets[index].start_all_gather()
+        """Bring the updated weights to every rank.
+
+        With overlap=param they are then under way to their first use.
+        """
+        for index in reversed(self._backward_order):  # as forward uses them
+            self._param_gathers[index] = self.buckets[index].start_all_gather()
         if not self._overlaps_param_gather:
             self.finish_pending()
-        for each in self._replicas:
-            each.fetch_weights()
+        for replicas in self._replicas:
+            replicas.fetch_weights()
 
     def finish_pending(self) -> None:
-        """Wait for weights that are under way: before the process group is left."""
-        for index in list(self._gathers):
+        """Wait for weights that are under way, before the process group is left."""
+        for index in list(self._param_gathers):
             self._wait_for_bucket(index)
 
     def _wait_for_bucket(self, index: int) -> None:
-        if index in self._gathers:
-            self._gathers.pop(index).wait()
+        if index in self._param_gathers:
+            self._param_gathers.pop(index).wait()
 
     def memory_rows(self) -> tuple[MemoryRow, ...]:
-        """Bytes held, one row a (component, module)."""
-        held: dict[tuple[Component, Module], int] = defaultdict(int)
-        holders: list[FlatBucket | FsdpParams | ExpertReplicas] = [*self.buckets, *self._replicas]
-        holders += [self.fsdp] if self.fsdp else []
-        for holder in holders:
-            for row in holder.memory_rows():
-                held[(row.component, row.module)] += row.bytes
-        return tuple(MemoryRow(component=c, module=m, bytes=size) for (c, m), size in held.items())
+        """Return the bytes held, in one row for each component and module."""
+        nbytes: dict[tuple[Component, Module], int] = defaultdict(int)
+        for row in self._list_memory_rows():
+            nbytes[(row.component, row.module)] += row.bytes
+        return tuple(
+            MemoryRow(component=component, module=module, bytes=size)
+            for (component, module), size in nbytes.items()
+        )
+
+    def _list_memory_rows(self) -> Iterator[MemoryRow]:
+        for bucket in self.buckets:
+            yield from bucket.memory_rows()
+        for replicas in self._replicas:
+            yield from replicas.memory_rows()
+        if self.fsdp is not None:
+            yield from self.fsdp.memory_rows()
 
     def local_shards(self) -> list[LocalShard]:
-        """Everything a checkpoint must hold of parameters and their optimizer state, by global
-        name."""
+        """Return all that a checkpoint holds of parameters and optimizer state, by global name."""
         updates = LocalShard(
             name="optim/updates", global_shape=(1,), offsets=(0,), tensor=self._updates
         )
-        states = [piece for holder in self._holders for piece in holder.local_shards()]
-        return [updates, *self._scale.local_shards(), *states]
+        states = [shard for holder in self._state_holders for shard in holder.local_shards()]
+        return [updates, *self._loss_scaler.local_shards(), *states]
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the weight buffers."""
+        """Tell whether a tensor lies in the weight buffers."""
         if self.fsdp is not None and self.fsdp.is_weight(tensor):
             return True
-        if any(each.is_weight(tensor) for each in self._replicas):
+        if any(replicas.is_weight(tensor) for replicas in self._replicas):
             return True
         return any(storage_id(bucket.weights) == storage_id(tensor) for bucket in self.buckets)
 
 
+def _gradient_group(runtime: Runtime, parameter: NamedParameter) -> str:
+    """Return the name of the group over which a parameter's gradient is summed."""
+    return gradient_group(parameter.placement.sharding, runtime.mesh.layout)
+
+
+def _uses_fsdp(runtime: Runtime, parameter: NamedParameter) -> bool:
+    return is_fsdp_sharded(runtime.mesh.layout, _gradient_group(runtime, parameter))
+
+
+def _build_all_buckets(
+    runtime: Runtime,
+    parameters: Sequence[NamedParameter],
+    initial_value: Callable[[NamedParameter], torch.Tensor],
+) -> list[FlatBucket]:
+    """Build the buckets of all parameters that fully_shard does not cut.
+
+    A bucket's parameters are summed over the same group and held by the same pipeline ranks.
+    """
+    layout = runtime.mesh.layout
+    buckets: list[FlatBucket] = []
+    for group in GRADIENT_GROUPS:
+        if is_fsdp_sharded(layout, group):
+            continue
+        by_holders: dict[tuple[int, ...], list[NamedParameter]] = defaultdict(list)
+        for parameter in parameters:
+            if _gradient_group(runtime, parameter) == group:
+                holders = holding_pp_ranks(parameter.name, runtime.model, layout)
+                by_holders[holders].append(parameter)
+        for holders, members in sorted(by_holders.items(), key=lambda item: item[0]):
+            holder_group = runtime.mesh.shared_table_groups.get(holders)
+            buckets += build_buckets(
+                runtime, members, runtime.mesh.group(group), holder_group, initial_value
+            )
+    return buckets
+
+
 def _squared_norm(flat: torch.Tensor) -> float:
-    """Sum of squares: fp32 within a million elements, fp64 over them (a whole pass in fp64 costs
-    ten times as much)."""
+    """Return the sum of squares: fp32 within a million elements, fp64 over them.
+
+    A whole pass in fp64 costs ten times as much.
+    """
     return sum(float(torch.linalg.vector_norm(part)) ** 2 for part in flat.split(_NORM_ELEMENTS))

@@ -1,5 +1,4 @@
-"""Flat buffers: weights, gradients and optimizer state of a bucket of parameters, each one long
-tensor.
+"""Flat buffers: the weights, gradients and optimizer state of a bucket, each in one long tensor.
 
 Weights live in a buffer of the compute dtype and the model's parameters are views into it;
 gradients accumulate in fp32; the fp32 master copy and the two moments (fp32 or bf16) cover only the
@@ -32,25 +31,28 @@ from moewright.spec.ledger import Component, MemoryRow, Module
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedRange:
-    """What this rank owns of one parameter: elements [first, last) of it, from `start` on in the
-    shard."""
+    """The elements [first, last) of a parameter that a rank owns, from `start` on in its shard."""
 
-    slot: NamedParameter
+    parameter: NamedParameter
     first: int
     last: int
     start: int
 
     @property
+    def numel(self) -> int:
+        return self.last - self.first
+
+    @property
     def shard_slice(self) -> slice:
-        return slice(self.start, self.start + self.last - self.first)
+        return slice(self.start, self.start + self.numel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatBucket:
-    """One bucket's tensors on this rank; `group` shares the gradients, `sharded` says whether it
-    shares the state.
+    """One bucket's tensors on this rank.
 
-    `holders`: the pipeline ranks that hold the bucket, where there are several (rules.shards).
+    `group` shares the gradients, and the state too where `sharded` is set. `holder_group` are the
+    pipeline ranks that hold the bucket, where there are several (rules.shards).
     """
 
     group: Group
@@ -62,132 +64,142 @@ class FlatBucket:
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    grad_views: tuple[tuple[NamedParameter, torch.Tensor], ...]  # each parameter's gradient
+    grad_views: tuple[tuple[NamedParameter, torch.Tensor], ...]
     owned: tuple[OwnedRange, ...]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(parameter.name for parameter, _ in self.grad_views)
+
+    @property
     def replica_count(self) -> int:
-        """Ranks of the world that hold this rank's shard of the gradients."""
-        return (1 if self.sharded else self.group.size) * (
-            self.holder_group.size if self.holder_group else 1
-        )
+        """How many ranks of the world hold this rank's shard of the gradients."""
+        count = 1 if self.sharded else self.group.size
+        if self.holder_group is not None:
+            count *= self.holder_group.size
+        return count
 
     def start_reduce(self) -> AsyncCollective:
-        """Start to sum the gradients over the group; it brings this rank's shard of them."""
+        """Start to sum the gradients over the group; the result is this rank's shard of them."""
         if not self.sharded or self.group.size == 1:
             return start_all_reduce(self.grads, self.group)
         shard = self.grads.new_empty(len(self.master))
         return start_reduce_scatter(shard, self.grads, self.group)
 
     def start_all_gather(self) -> AsyncCollective:
-        """Round the master copy to the compute dtype; start to give every rank of the group the
-        whole of it."""
+        """Round the master copy to the compute dtype, and start to give all of it to every rank."""
         if self.sharded and self.group.size > 1:
             return start_all_gather(self.weights, self.master.to(self.weights), self.group)
         self.weights.copy_(self.master)
         return AsyncCollective(out=self.weights, tensor=self.master, work=None)
 
     def memory_rows(self) -> list[MemoryRow]:
-        """Bytes of every buffer by component and module; what belongs to no parameter is OTHER."""
-        whole = [(slot.module, view.numel()) for slot, view in self.grad_views]
-        owned = [(part.slot.module, part.last - part.first) for part in self.owned]
-        rows = split_by_module(
-            Component.WEIGHTS, self.weights, whole, self.weights.nbytes
-        ) + split_by_module(Component.GRADIENTS, self.grads, whole, self.grads.nbytes)
-        rows += split_by_module(
-            Component.HOST if self.on_host else Component.MASTER,
-            self.master,
-            owned,
-            self.master.nbytes,
-        )
-        for moment in (self.exp_avg, self.exp_avg_sq):
-            rows += split_by_module(
-                Component.HOST if self.on_host else Component.MOMENTS, moment, owned, moment.nbytes
-            )
-        return rows
+        """Return the bytes of every buffer by module; what belongs to no parameter is OTHER."""
+        all_spans = [(parameter.module, view.numel()) for parameter, view in self.grad_views]
+        owned_spans = [(owned.parameter.module, owned.numel) for owned in self.owned]
+        master = Component.HOST if self.on_host else Component.MASTER
+        moments = Component.HOST if self.on_host else Component.MOMENTS
+        return [
+            *split_by_module(Component.WEIGHTS, self.weights, all_spans),
+            *split_by_module(Component.GRADIENTS, self.grads, all_spans),
+            *split_by_module(master, self.master, owned_spans),
+            *split_by_module(moments, self.exp_avg, owned_spans),
+            *split_by_module(moments, self.exp_avg_sq, owned_spans),
+        ]
 
     def local_shards(self) -> list[LocalShard]:
-        """Master and moments as boxes of the global tensors."""
-        states = (
-            ("", self.master),
-            ("optim/exp_avg/", self.exp_avg),
-            ("optim/exp_avg_sq/", self.exp_avg_sq),
-        )
-        return [
-            piece
-            for prefix, flat in states
-            for piece in build_local_shards(self.owned, prefix, flat)
-        ]
+        """Return the master copy and the moments as boxes of the global tensors."""
+        return build_state_shards(self.owned, self.master, self.exp_avg, self.exp_avg_sq)
+
+
+def build_state_shards(
+    owned: Sequence[OwnedRange],
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+) -> list[LocalShard]:
+    """Return the optimizer state of the owned ranges as boxes of the global tensors."""
+    return [
+        *build_local_shards(owned, "", master),
+        *build_local_shards(owned, "optim/exp_avg/", exp_avg),
+        *build_local_shards(owned, "optim/exp_avg_sq/", exp_avg_sq),
+    ]
 
 
 def build_local_shards(
-    parts: Sequence[OwnedRange], prefix: str, flat: torch.Tensor
+    ranges: Sequence[OwnedRange], prefix: str, flat: torch.Tensor
 ) -> list[LocalShard]:
-    """A tensor laid out as the shard, as boxes of the global tensors `prefix` + name; padding is in
-    none."""
-    found: list[LocalShard] = []
-    for part in parts:
-        passed = 0  # elements of the parameter before those of `at`
-        for at in part.slot.placement.split_rows() or (part.slot.placement,):
-            # Only the first dim is ever padded, so what lies inside comes first.
-            first, last = (
-                max(part.first - passed, 0),
-                min(part.last - passed, prod(at.unpadded_shape)),
-            )
+    """Return a flat tensor of owned ranges as boxes of the global tensors `prefix` + name.
+
+    Padding is in none of them.
+    """
+    shards: list[LocalShard] = []
+    for owned in ranges:
+        placement = owned.parameter.placement
+        passed = 0  # elements of the parameter that lie before `part`
+        for part in placement.split_rows() or (placement,):
+            # Only the first dim is ever padded, so the unpadded elements come first.
+            first = max(owned.first - passed, 0)
+            last = min(owned.last - passed, prod(part.unpadded_shape))
             if first < last:
-                start = part.start + passed + first - part.first
-                found += flat_range_shards(
-                    prefix + part.slot.name,
-                    global_shape=at.global_shape,
-                    offsets=at.offsets,
-                    local_shape=at.unpadded_shape,
+                start = owned.start + passed + first - owned.first
+                shards += flat_range_shards(
+                    prefix + owned.parameter.name,
+                    global_shape=part.global_shape,
+                    offsets=part.offsets,
+                    local_shape=part.unpadded_shape,
                     start=first,
                     flat=flat[start : start + last - first],
                 )
-            passed += prod(at.local_shape)
-    return found
+            passed += prod(part.local_shape)
+    return shards
 
 
 def build_buckets(
-    run: Runtime,
-    slots: Sequence[NamedParameter],
+    runtime: Runtime,
+    parameters: Sequence[NamedParameter],
     group: Group,
     holder_group: Group | None,
-    initial: Callable[[NamedParameter], torch.Tensor],
+    initial_value: Callable[[NamedParameter], torch.Tensor],
 ) -> list[FlatBucket]:
-    """Lay parameters out in reverse registration order, about the order in which backward finishes
-    them."""
-    by_name = {slot.name: slot for slot in slots}
-    sharded, on_host = run.mesh.layout.zero > 0, Offload.OPTIMIZER in run.mesh.layout.offload
-    home = torch.device("cpu") if on_host else run.device
-    moment_dtype = torch_dtype(run.workload.optimizer.moment_dtype)
-    shards, index = (group.size, group.index) if sharded else (1, 0)
-    planned = plan_buckets(
-        [(slot.name, slot.parameter.numel()) for slot in reversed(slots)],
-        shards=shards,
-        bucket_elements=run.workload.optimizer.bucket_elements,
+    """Lay parameters out in buckets, in reverse registration order.
+
+    That is about the order in which backward finishes them.
+    """
+    layout = runtime.mesh.layout
+    device = runtime.device
+    on_host = Offload.OPTIMIZER in layout.offload
+    state_device = torch.device("cpu") if on_host else device
+    moment_dtype = torch_dtype(runtime.workload.optimizer.moment_dtype)
+    sharded = layout.zero > 0
+    shard_count = group.size if sharded else 1
+    shard_index = group.index if sharded else 0
+    parameters_by_name = {parameter.name: parameter for parameter in parameters}
+    planned_buckets = plan_buckets(
+        [(parameter.name, parameter.parameter.numel()) for parameter in reversed(parameters)],
+        shards=shard_count,
+        bucket_elements=runtime.workload.optimizer.bucket_elements,
     )
     buckets = []
-    for bucket in planned:
-        start, stop = shard_range(bucket, shards, index)
-        weights = torch.zeros(bucket.numel, dtype=run.dtype, device=run.device)
-        grads = torch.zeros(bucket.numel, dtype=torch.float32, device=run.device)
-        master = torch.zeros(stop - start, dtype=torch.float32, device=home)
-        exp_avg, exp_avg_sq = (
-            torch.zeros(stop - start, dtype=moment_dtype, device=home) for _ in range(2)
-        )
-        views, parts = [], []
-        for entry in bucket.entries:
-            slot = by_name[entry.name]
-            value = initial(slot).to(run.device)
-            here = slice(entry.start, entry.start + entry.numel)
-            slot.owner.weight = nn.Parameter(weights[here].view(slot.parameter.shape))
-            slot.owner.weight.data.copy_(value)
-            views.append((slot, grads[here].view(slot.parameter.shape)))
-            part = _intersect(slot, entry, start, stop)
-            if part is not None:
-                master[part.shard_slice] = value.flatten()[part.first : part.last]
-                parts.append(part)
+    for planned in planned_buckets:
+        start, stop = shard_range(planned, shard_count, shard_index)
+        weights = torch.zeros(planned.numel, dtype=runtime.dtype, device=device)
+        grads = torch.zeros(planned.numel, dtype=torch.float32, device=device)
+        master = torch.zeros(stop - start, dtype=torch.float32, device=state_device)
+        grad_views = []
+        owned_ranges = []
+        for entry in planned.entries:
+            parameter = parameters_by_name[entry.name]
+            shape = parameter.parameter.shape
+            value = initial_value(parameter).to(device)
+            span = slice(entry.start, entry.start + entry.numel)
+            parameter.owner.weight = nn.Parameter(weights[span].view(shape))
+            parameter.owner.weight.data.copy_(value)
+            grad_views.append((parameter, grads[span].view(shape)))
+            owned = _intersect(parameter, entry, start, stop)
+            if owned is not None:
+                master[owned.shard_slice] = value.flatten()[owned.first : owned.last]
+                owned_ranges.append(owned)
         buckets.append(
             FlatBucket(
                 group=group,
@@ -197,33 +209,45 @@ def build_buckets(
                 weights=weights,
                 grads=grads,
                 master=master,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
-                grad_views=tuple(views),
-                owned=tuple(parts),
+                exp_avg=torch.zeros(stop - start, dtype=moment_dtype, device=state_device),
+                exp_avg_sq=torch.zeros(stop - start, dtype=moment_dtype, device=state_device),
+                grad_views=tuple(grad_views),
+                owned=tuple(owned_ranges),
             )
         )
     return buckets
 
 
 def _intersect(
-    slot: NamedParameter, entry: BucketEntry, start: int, stop: int
+    parameter: NamedParameter, entry: BucketEntry, start: int, stop: int
 ) -> OwnedRange | None:
-    first, last = max(entry.start, start), min(entry.start + entry.numel, stop)
+    """Return what of a bucket's entry lies in [start, stop) of the bucket, if anything does."""
+    first = max(entry.start, start)
+    last = min(entry.start + entry.numel, stop)
     if first >= last:
         return None
     return OwnedRange(
-        slot=slot, first=first - entry.start, last=last - entry.start, start=first - start
+        parameter=parameter,
+        first=first - entry.start,
+        last=last - entry.start,
+        start=first - start,
     )
 
 
 def split_by_module(
-    component: Component, buffer: torch.Tensor, spans: Sequence[tuple[Module, int]], nbytes: int
+    component: Component,
+    buffer: torch.Tensor,
+    spans: Sequence[tuple[Module, int]],
+    nbytes: int | None = None,
 ) -> list[MemoryRow]:
-    """Rows of elements like the buffer's, in all `nbytes`; what belongs to no module is OTHER."""
+    """Return memory rows of spans of a buffer's elements.
+
+    They add up to `nbytes`, or the bytes of the buffer; what belongs to no module is OTHER.
+    """
     size = buffer.element_size()
     rows = [
         MemoryRow(component=component, module=module, bytes=count * size) for module, count in spans
     ]
-    padding = nbytes - sum(row.bytes for row in rows)
+    total = buffer.nbytes if nbytes is None else nbytes
+    padding = total - sum(row.bytes for row in rows)
     return [*rows, MemoryRow(component=component, module=Module.OTHER, bytes=padding)]

@@ -1,16 +1,16 @@
-"""ZeRO-3: weights, gradients and optimizer state cut over the ranks by torch's fully_shard
-(docs/adr/0008).
+"""ZeRO-3: weights, gradients and optimizer state sharded by torch's fully_shard (docs/adr/0008).
 
-The cut weights are the fp32 master; a unit is gathered in the compute dtype for its forward and
-again for its backward, and its gradients are summed and cut in fp32 after every micro-batch. Ranks
-that hold the same part sum its gradient at the end of the step. Every byte goes through
-engine.collectives.
+The sharded weights are the fp32 master. A unit is gathered in the compute dtype for its forward and
+again for its backward; its gradients are summed and sharded in fp32 after every micro-batch. Ranks
+that hold the same shard sum its gradient at the end of the step. Every byte goes through
+engine.comm.collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ from moewright.engine.comm.collectives import (
     start_reduce_scatter,
 )
 from moewright.engine.model.experts import RoutedExperts
+from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import NamedParameter
-from moewright.engine.model.transformer import TransformerLayer
 from moewright.engine.observe.counters import storage_id
-from moewright.engine.optim.flat_buffers import OwnedRange, build_local_shards, split_by_module
+from moewright.engine.optim.flat_buffers import OwnedRange, build_state_shards, split_by_module
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.fsdp import FsdpGroups, fsdp_groups
 from moewright.rules.shards import gradient_group
@@ -48,10 +48,12 @@ from moewright.spec.ledger import Component, MemoryRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParameter:
-    """This rank's rows of one parameter and their optimizer state, flat; the ranks of `copies` hold
-    the same."""
+    """This rank's rows of one parameter and their optimizer state, flat.
 
-    slot: NamedParameter
+    The ranks of `replica_group` hold the same rows.
+    """
+
+    named: NamedParameter
     parameter: nn.Parameter  # a DTensor
     replica_group: Group
     master: torch.Tensor
@@ -60,93 +62,92 @@ class ShardedParameter:
     owned: tuple[OwnedRange, ...]
 
     def gradient(self) -> torch.Tensor:
-        """Summed over the group; a parameter that no micro-batch used has a zero gradient."""
+        """Return the gradient, which is zero for a parameter that no micro-batch used."""
         grad = self.parameter.grad
         return torch.zeros_like(self.master) if grad is None else _local_tensor(grad).view(-1)
 
     def local_shards(self) -> list[LocalShard]:
-        """Master and moments as boxes of the global tensors."""
-        states = (
-            ("", self.master),
-            ("optim/exp_avg/", self.exp_avg),
-            ("optim/exp_avg_sq/", self.exp_avg_sq),
-        )
-        return [
-            piece
-            for prefix, flat in states
-            for piece in build_local_shards(self.owned, prefix, flat)
-        ]
+        """Return the master copy and the moments as boxes of the global tensors."""
+        return build_state_shards(self.owned, self.master, self.exp_avg, self.exp_avg_sq)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpParams:
-    """All parameters of this rank that fully_shard cuts, by the unit that moves them, and the
-    module at the root."""
+    """All parameters of this rank that fully_shard shards, by the unit that moves them."""
 
     root: FSDPModule
     units: tuple[tuple[ShardedParameter, ...], ...]
     device: torch.device
-    on_host: bool  # cut weights, gradients and moments live in host memory
+    on_host: bool  # sharded weights, gradients and moments live in host memory
 
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
-        return tuple(each for unit in self.units for each in unit)
+        return tuple(parameter for unit in self.units for parameter in unit)
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step; an evaluation may have left the root gathered."""
         self.root.reshard()
-        for each in self.parameters:
-            each.parameter.grad = None
+        for parameter in self.parameters:
+            parameter.parameter.grad = None
 
     def reduce_gradients(self) -> list[torch.Tensor]:
-        """The gradients of `parameters`, summed over the ranks that hold the same parts: a call a
-        unit and group."""
-        found = []
+        """Return the gradients of `parameters`, summed over the ranks that hold the same rows.
+
+        There is a call for each unit and replica group.
+        """
+        gradients = []
         for unit in self.units:
-            gradients = [each.gradient() for each in unit]
-            for copies in {each.replica_group.name: each.replica_group for each in unit}.values():
-                parts = [
-                    grad
-                    for each, grad in zip(unit, gradients, strict=True)
-                    if each.replica_group is copies
+            unit_gradients = [parameter.gradient() for parameter in unit]
+            for group in {
+                member.replica_group.name: member.replica_group for member in unit
+            }.values():
+                members = [
+                    gradient
+                    for parameter, gradient in zip(unit, unit_gradients, strict=True)
+                    if parameter.replica_group is group
                 ]
-                if copies.size > 1 and any(len(part) for part in parts):
-                    summed = all_reduce(torch.cat(parts).to(self.device), copies)
-                    for part, total in zip(
-                        parts, summed.split([len(part) for part in parts]), strict=True
-                    ):
-                        part.copy_(total)
-            found += gradients
-        return found
+                self._sum_over(group, members)
+            gradients += unit_gradients
+        return gradients
+
+    def _sum_over(self, group: Group, gradients: Sequence[torch.Tensor]) -> None:
+        """Sum gradients over a group, in place, in one call."""
+        if group.size == 1 or not any(len(gradient) for gradient in gradients):
+            return
+        total = all_reduce(torch.cat(list(gradients)).to(self.device), group)
+        sums = total.split([len(gradient) for gradient in gradients])
+        for gradient, gradient_sum in zip(gradients, sums, strict=True):
+            gradient.copy_(gradient_sum)
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a gathered weight."""
-        weights = (each.slot.owner.weight for each in self.parameters)
+        """Tell whether a tensor is a gathered weight."""
+        weights = (parameter.named.owner.weight for parameter in self.parameters)
         return any(
-            not isinstance(w, DTensor) and storage_id(w) == storage_id(tensor) for w in weights
+            not isinstance(weight, DTensor) and storage_id(weight) == storage_id(tensor)
+            for weight in weights
         )
 
     def memory_rows(self) -> list[MemoryRow]:
-        """Bytes of the cut tensors; a part's room that holds no row is OTHER."""
+        """Return the bytes of the sharded tensors; storage that holds no row is OTHER."""
         rows: list[MemoryRow] = []
-        for each in self.parameters:
-            owned = [(each.slot.module, each.master.numel())]
-            room = _local_tensor(each.parameter).untyped_storage().nbytes()
-            rows += split_by_module(self._component(Component.MASTER), each.master, owned, room)
-            for moment in (each.exp_avg, each.exp_avg_sq):
-                rows += split_by_module(
-                    self._component(Component.MOMENTS), moment, owned, moment.nbytes
-                )
+        for parameter in self.parameters:
+            spans = [(parameter.named.module, parameter.master.numel())]
+            storage_bytes = _local_tensor(parameter.parameter).untyped_storage().nbytes()
+            master = self._component(Component.MASTER)
+            rows += split_by_module(master, parameter.master, spans, storage_bytes)
+            for moment in (parameter.exp_avg, parameter.exp_avg_sq):
+                rows += split_by_module(self._component(Component.MOMENTS), moment, spans)
         grads = [
-            (each.slot.module, _local_tensor(grad))
-            for each in self.parameters
-            if (grad := each.parameter.grad) is not None
+            (parameter.named.module, _local_tensor(parameter.parameter.grad))
+            for parameter in self.parameters
+            if parameter.parameter.grad is not None
         ]
-        storages = {storage_id(grad): grad.untyped_storage().nbytes() for _, grad in grads}
         if grads:
             spans = [(module, grad.numel()) for module, grad in grads]
+            storages = {storage_id(grad): grad.untyped_storage().nbytes() for _, grad in grads}
+            _, like = grads[0]
             rows += split_by_module(
-                self._component(Component.GRADIENTS), grads[0][1], spans, sum(storages.values())
+                self._component(Component.GRADIENTS), like, spans, sum(storages.values())
             )
         return rows
 
@@ -170,10 +171,10 @@ class _FsdpAllGather(AllGather):
         group: Any,
         async_op: bool = False,
     ) -> Any:
-        flight = start_all_gather(output_tensor, input_tensor, self._group)
+        pending = start_all_gather(output_tensor, input_tensor, self._group)
         if async_op:
-            return flight.work
-        flight.wait()
+            return pending.work
+        pending.wait()
         return None
 
 
@@ -194,88 +195,99 @@ class _FsdpReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        flight = start_reduce_scatter(output_tensor, input_tensor, self._group)
+        pending = start_reduce_scatter(output_tensor, input_tensor, self._group)
         if async_op:
-            return flight.work
-        flight.wait()
+            return pending.work
+        pending.wait()
         return None
 
 
 def apply_fsdp(
-    run: Runtime,
+    runtime: Runtime,
     model: nn.Module,
-    slots: Sequence[NamedParameter],
-    initial: Callable[[NamedParameter], torch.Tensor],
+    parameters: Sequence[NamedParameter],
+    initial_value: Callable[[NamedParameter], torch.Tensor],
 ) -> FsdpParams:
-    """Cut the parameters at `slots` (rules.fully); all others of the model are left alone."""
-    layout = run.mesh.layout
-    for slot in slots:
-        slot.owner.weight = nn.Parameter(initial(slot).to(run.device, torch.float32))
-    places = {slot.parameter: slot for slot in slots}
-    policy = MixedPrecisionPolicy(
-        param_dtype=run.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    """Shard `parameters` (rules.fsdp); all others of the model are left alone."""
+    layout = runtime.mesh.layout
+    device = runtime.device
+    for parameter in parameters:
+        value = initial_value(parameter).to(device, torch.float32)
+        parameter.owner.weight = nn.Parameter(value)
     on_host = Offload.OPTIMIZER in layout.offload
-    offload = CPUOffloadPolicy(pin_memory=run.device.type == "cuda") if on_host else OffloadPolicy()
+    offload_policy = OffloadPolicy()
+    if on_host:
+        offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=runtime.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    units, meshes = [], dict[str, DeviceMesh]()
+    remaining = {parameter.parameter: parameter for parameter in parameters}
+    units = []
+    meshes: dict[str, DeviceMesh] = {}
     for module in (*experts, *layers, model):
-        mine = [places.pop(parameter) for parameter in module.parameters() if parameter in places]
-        if not mine and module is not model:
+        members = [remaining.pop(weight) for weight in module.parameters() if weight in remaining]
+        # A root without parameters of its own moves nothing, but follows the units below it through
+        # a step.
+        if not members and module is not model:
             continue
-        # A root without parameters of its own moves nothing, but sees the units below it through a
-        # step.
-        group = run.mesh.group(_weight_spread(layout, (mine or slots)[0]).shard_group)
+        group = runtime.mesh.group(_find_groups(layout, (members or parameters)[0]).shard_group)
         if group.name not in meshes:
-            meshes[group.name] = _build_device_mesh(group, run.device)
-        own = {slot.parameter for slot in mine}
+            meshes[group.name] = _build_device_mesh(group, device)
+        weights = {parameter.parameter for parameter in members}
         fully_shard(
             module,
             mesh=meshes[group.name],
             reshard_after_forward=module is not model,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params={parameter for parameter in module.parameters() if parameter not in own},
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params={weight for weight in module.parameters() if weight not in weights},
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_FsdpAllGather(group))
         module.set_custom_reduce_scatter(_FsdpReduceScatter(group))
-        units.append(tuple(_build_sharded_parameter(run, slot, group) for slot in mine))
+        units.append(
+            tuple(_build_sharded_parameter(runtime, parameter, group) for parameter in members)
+        )
     assert isinstance(model, FSDPModule)
-    return FsdpParams(root=model, units=tuple(units), device=run.device, on_host=on_host)
+    return FsdpParams(root=model, units=tuple(units), device=device, on_host=on_host)
 
 
 def _build_device_mesh(group: Group, device: torch.device) -> DeviceMesh:
-    """torch's view of a group. It computes with rank numbers, which a dry run must not take for
-    tensors of the job."""
-    assert group.handle is not None  # something is cut over it
+    """Build torch's view of a group.
+
+    It computes with rank numbers, which a dry run must not take for tensors of the job.
+    """
+    assert group.handle is not None  # something is sharded over it
     with _disable_current_modes():
         return DeviceMesh.from_group(group.handle, device.type)
 
 
-def _weight_spread(layout: Layout, slot: NamedParameter) -> FsdpGroups:
-    return fsdp_groups(layout, gradient_group(slot.placement.sharding, layout))
+def _find_groups(layout: Layout, parameter: NamedParameter) -> FsdpGroups:
+    return fsdp_groups(layout, gradient_group(parameter.placement.sharding, layout))
 
 
-def _build_sharded_parameter(run: Runtime, slot: NamedParameter, group: Group) -> ShardedParameter:
-    local = _local_tensor(slot.parameter)
-    moment_dtype = torch_dtype(run.workload.optimizer.moment_dtype)
-    rows, width = (
-        slot.parameter.shape[0],
-        slot.parameter[0].numel() if slot.parameter.dim() > 1 else 1,
-    )
-    first = min(rows, group.index * -(-rows // group.size)) * width
+def _build_sharded_parameter(
+    runtime: Runtime, parameter: NamedParameter, group: Group
+) -> ShardedParameter:
+    local = _local_tensor(parameter.parameter)
+    rows, *row_shape = parameter.parameter.shape
+    first_row = min(rows, group.index * -(-rows // group.size))
+    first = first_row * prod(row_shape)
+    owned = OwnedRange(parameter=parameter, first=first, last=first + local.numel(), start=0)
+    replica_group = _find_groups(runtime.mesh.layout, parameter).replica_group
+    moment_dtype = torch_dtype(runtime.workload.optimizer.moment_dtype)
     return ShardedParameter(
-        slot=slot,
-        parameter=slot.parameter,
-        replica_group=run.mesh.group(_weight_spread(run.mesh.layout, slot).replica_group),
+        named=parameter,
+        parameter=parameter.parameter,
+        replica_group=runtime.mesh.group(replica_group),
         master=local.view(-1),
         exp_avg=torch.zeros(local.numel(), dtype=moment_dtype, device=local.device),
         exp_avg_sq=torch.zeros(local.numel(), dtype=moment_dtype, device=local.device),
-        owned=(OwnedRange(slot=slot, first=first, last=first + local.numel(), start=0),),
+        owned=(owned,),
     )
 
 

@@ -9,21 +9,25 @@ from moewright.spec.workload import Dtype, Workload
 
 
 class LossScaler:
-    """A dynamic scale, the same on every rank because all judge by the same global norm; 1 unless
-    in fp16."""
+    """A dynamic scale of the loss; it is always 1 unless in fp16.
+
+    All ranks have the same one, because all update it by the same global norm.
+    """
 
     def __init__(self, workload: Workload) -> None:
-        self._spec, self._active = workload.scaling, workload.precision is Dtype.FP16
+        self._spec = workload.scaling
+        self._is_active = workload.precision is Dtype.FP16
+        scale = self._spec.initial_loss_scale if self._is_active else 1.0
         # The scale, and the finite steps since it last changed.
-        self._state = torch.tensor([self._spec.initial_loss_scale if self._active else 1.0, 0.0])
+        self._state = torch.tensor([scale, 0.0])
 
     @property
     def value(self) -> float:
         return float(self._state[0])
 
     def update(self, *, finite: bool) -> None:
-        """After a step: halve the scale, or double it at the end of a window."""
-        if not self._active:
+        """Halve the scale after a step that was not finite; double it at the end of a window."""
+        if not self._is_active:
             return
         if not finite:
             self._state[0] = max(self.value / 2, self._spec.min_loss_scale)
@@ -35,7 +39,10 @@ class LossScaler:
             self._state[1] = 0.0
 
     def local_shards(self) -> list[LocalShard]:
-        """What a checkpoint must hold of it."""
-        return [
-            LocalShard(name="optim/loss_scale", global_shape=(2,), offsets=(0,), tensor=self._state)
-        ][: int(self._active)]
+        """Return what a checkpoint must hold of it."""
+        if not self._is_active:
+            return []
+        shard = LocalShard(
+            name="optim/loss_scale", global_shape=(2,), offsets=(0,), tensor=self._state
+        )
+        return [shard]

@@ -8,11 +8,13 @@ from moewright.spec.workload import OptimizerSpec
 
 
 def learning_rate(spec: OptimizerSpec, *, steps: int, step: int) -> float:
-    """Rate of update `step` (from 1): linear warm-up, cosine down to the floor at `decay_steps`,
-    the floor after."""
+    """Return the rate of update `step` (from 1).
+
+    A linear warm-up, a cosine down to the floor at `decay_steps`, the floor after.
+    """
     if step <= spec.warmup_steps:
         return spec.lr * step / spec.warmup_steps
     floor = spec.lr * spec.min_lr_fraction
-    end = spec.decay_steps or steps
-    done = min(1.0, (step - spec.warmup_steps) / max(1, end - spec.warmup_steps))
-    return floor + (spec.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    decay_steps = spec.decay_steps or steps
+    progress = min(1.0, (step - spec.warmup_steps) / max(1, decay_steps - spec.warmup_steps))
+    return floor + (spec.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))

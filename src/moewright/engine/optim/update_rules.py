@@ -1,8 +1,8 @@
-"""Update rules: how a shard of a bucket's master weights takes its gradients."""
+"""Update rules: how a shard of master weights takes its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -10,12 +10,12 @@ from torch.optim.adamw import adamw
 
 from moewright.spec.workload import OptimizerSpec
 
-_PIECE = 1 << 20
+# Narrow moments are updated so many elements at a time, so that their fp32 copies stay small.
+_BLOCK_NUMEL = 1 << 20
 
 
 class OptimizerStates(Protocol):
-    """Master weights and moments of a rank's part of a bucket, or of one parameter: flat, of one
-    length."""
+    """Master weights and moments of a shard: flat tensors of one length."""
 
     @property
     def master(self) -> torch.Tensor: ...
@@ -26,91 +26,84 @@ class OptimizerStates(Protocol):
 
 
 class UpdateRule(Protocol):
-    """One update of the elements at `places` of a bucket's shard; `done` updates were made before
-    it."""
+    """A rule that updates the elements in `slices` of a shard, after `updates_done` updates."""
 
     def __call__(
         self,
-        bucket: OptimizerStates,
+        states: OptimizerStates,
         grads: torch.Tensor,
-        places: Sequence[slice],
+        slices: Sequence[slice],
         spec: OptimizerSpec,
         *,
         lr: float,
         weight_decay: float,
-        done: int,
+        updates_done: int,
     ) -> None: ...
 
 
 def adamw_update(
-    bucket: OptimizerStates,
+    states: OptimizerStates,
     grads: torch.Tensor,
-    places: Sequence[slice],
+    slices: Sequence[slice],
     spec: OptimizerSpec,
     *,
     lr: float,
     weight_decay: float,
-    done: int,
+    updates_done: int,
 ) -> None:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), in fp32 whatever the moments
-    are stored in."""
-    narrow = bucket.exp_avg.dtype != torch.float32
-    if narrow:  # a piece at a time, so that their fp32 copies stay small
-        places = [
-            slice(at, min(at + _PIECE, p.stop))
-            for p in places
-            for at in range(p.start, p.stop, _PIECE)
-        ]
-    for some in [[p] for p in places] if narrow else [list(places)]:
-        stored = [moment[p] for moment in (bucket.exp_avg, bucket.exp_avg_sq) for p in some]
-        moments = [moment.float() for moment in stored]
-        _adamw(bucket, grads, some, moments, spec, lr=lr, weight_decay=weight_decay, done=done)
-        if narrow:
-            for moment, value in zip(stored, moments, strict=True):
-                moment.copy_(value)
+    """Apply AdamW with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    It computes in fp32, whatever the moments are stored in.
+    """
+    is_narrow = states.exp_avg.dtype != torch.float32
+    batches = [[block] for block in _split(slices)] if is_narrow else [list(slices)]
+    for batch in batches:
+        stored_avgs = [states.exp_avg[block] for block in batch]
+        stored_avg_sqs = [states.exp_avg_sq[block] for block in batch]
+        exp_avgs = [stored.float() for stored in stored_avgs]
+        exp_avg_sqs = [stored.float() for stored in stored_avg_sqs]
+        adamw(
+            [states.master[block] for block in batch],
+            [grads[block] for block in batch],
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [torch.tensor(float(updates_done), device=grads.device) for _ in batch],
+            fused=True,
+            amsgrad=False,
+            beta1=spec.beta1,
+            beta2=spec.beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=spec.eps,
+            maximize=False,
+        )
+        if is_narrow:
+            for stored, moment in zip(
+                (*stored_avgs, *stored_avg_sqs), (*exp_avgs, *exp_avg_sqs), strict=True
+            ):
+                stored.copy_(moment)
 
 
-def _adamw(
-    bucket: OptimizerStates,
-    grads: torch.Tensor,
-    places: Sequence[slice],
-    moments: Sequence[torch.Tensor],
-    spec: OptimizerSpec,
-    *,
-    lr: float,
-    weight_decay: float,
-    done: int,
-) -> None:
-    """`moments`: the first and then the second fp32 moments of all places."""
-    adamw(
-        [bucket.master[p] for p in places],
-        [grads[p] for p in places],
-        list(moments[: len(places)]),
-        list(moments[len(places) :]),
-        [],
-        [torch.tensor(float(done), device=grads.device) for _ in places],
-        fused=True,
-        amsgrad=False,
-        beta1=spec.beta1,
-        beta2=spec.beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=spec.eps,
-        maximize=False,
-    )
+def _split(slices: Sequence[slice]) -> Iterator[slice]:
+    for part in slices:
+        for start in range(part.start, part.stop, _BLOCK_NUMEL):
+            yield slice(start, min(start + _BLOCK_NUMEL, part.stop))
 
 
 def sgd_update(
-    bucket: OptimizerStates,
+    states: OptimizerStates,
     grads: torch.Tensor,
-    places: Sequence[slice],
+    slices: Sequence[slice],
     spec: OptimizerSpec,
     *,
     lr: float,
     weight_decay: float,
-    done: int,
+    updates_done: int,
 ) -> None:
-    """w -= lr * (gradient + weight_decay * w). Its curve shows a wrong gradient scale, which
-    AdamW's hides."""
-    for place in places:
-        bucket.master[place].mul_(1 - lr * weight_decay).sub_(grads[place], alpha=lr)
+    """Apply w -= lr * (gradient + weight_decay * w).
+
+    Its curve shows a wrong gradient scale, which AdamW's hides.
+    """
+    for part in slices:
+        states.master[part].mul_(1 - lr * weight_decay).sub_(grads[part], alpha=lr)

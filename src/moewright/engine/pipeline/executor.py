@@ -1,4 +1,4 @@
-"""Runs one rank's rows of the timetable; it knows no schedule by name."""
+"""The executor of one rank's rows of the timetable; it knows no schedule by name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Key = tuple[int, int]  # micro-batch, chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkResult:
-    """What the forward of a chunk gives: the hidden state for the next stage (None on the last),
-    and its scalar share of the loss (None where it has none that depends on a weight).
-    """
+    """What the forward of a chunk gives: the hidden state for the next stage, None on the last, and
+    its scalar share of the loss, None where it has none that depends on a weight."""
 
     hidden: torch.Tensor | None
     loss: torch.Tensor | None
@@ -33,65 +32,76 @@ WeightGradStep = Callable[[Key], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _InFlightChunk:
-    """A chunk between its forward and its backward. The tensors that it handed on are not held,
-    only their place in the graph; `loss` comes last among the roots. A chunk that does nothing has
-    no roots: gradients pass through it.
+    """A chunk between its forward and its backward.
+
+    The tensors that it handed on are not kept, only their place in the graph; `loss` comes last
+    among the roots. A chunk that does nothing has no roots: gradients pass through it.
     """
 
     entry: torch.Tensor | None
-    hands_on: bool
+    has_output: bool
     roots: tuple[GradientEdge, ...]
 
 
 def execute_timetable(
-    stops: Sequence[PipelineAction],
-    wires: P2PChannel,
+    actions: Sequence[PipelineAction],
+    channel: P2PChannel,
     *,
     forward: ForwardStep,
     backward: BackwardStep,
     weight_grad: WeightGradStep,
 ) -> None:
-    """Run the rows in order. Activations live exactly as long as the timetable says; under no_grad
-    none do.
+    """Run the rows in order.
 
-    `forward` gets the hidden state that the stage before made (None on the first); `backward` the
-    roots of a chunk's graph, the gradient of each (None for the loss), and whether its weight
-    gradients are left to `weights`.
+    Activations live exactly as long as the timetable says; under no_grad none do. `forward` gets
+    the hidden state that the stage before made (None on the first); `backward` the roots of a
+    chunk's graph, the gradient of each (None for the loss), and whether its weight gradients are
+    left to `weight_grad`.
     """
-    split = split_backwards([stop.row for stop in stops])
-    live: dict[Key, _InFlightChunk] = {}
-    for place, stop in enumerate(stops):
-        key = stop.row.micro_batch, stop.row.chunk
-        given = wires.receive_input(place)
-        if stop.row.kind is RowKind.F:
-            entry = (
-                given.requires_grad_() if given is not None and torch.is_grad_enabled() else given
-            )
-            made = forward(key, entry)
+    split = split_backwards([action.row for action in actions])
+    in_flight: dict[Key, _InFlightChunk] = {}
+    for index, action in enumerate(actions):
+        key = action.row.micro_batch, action.row.chunk
+        received = channel.receive_input(index)
+        if action.row.kind is RowKind.F:
+            if received is not None and torch.is_grad_enabled():
+                received.requires_grad_()
+            result = forward(key, received)
             if torch.is_grad_enabled():
-                live[key] = _live(entry, made)
-            if made.hidden is not None:
-                wires.send_output(place, made.hidden.detach())
-        elif stop.row.kind is RowKind.B:
-            at = live.pop(key)
-            result = given
-            grads = ((given,) if at.hands_on else ()) + (None,) * (len(at.roots) - at.hands_on)
-            backward(key, at.roots, grads if at.roots else (), key in split)
-            if at.entry is not None:
-                result = at.entry.grad
-            if result is not None:
-                wires.send_output(place, result)
+                in_flight[key] = _keep_roots(received, result)
+            if result.hidden is not None:
+                channel.send_output(index, result.hidden.detach())
+        elif action.row.kind is RowKind.B:
+            grad = _run_backward(key, in_flight.pop(key), received, backward, is_split=key in split)
+            if grad is not None:
+                channel.send_output(index, grad)
         else:
             weight_grad(key)
-    wires.close()
+    channel.close()
 
 
-def _live(entry: torch.Tensor | None, made: ChunkResult) -> _InFlightChunk:
-    hidden = made.hidden
+def _keep_roots(entry: torch.Tensor | None, result: ChunkResult) -> _InFlightChunk:
+    hidden = result.hidden
     if hidden is not None and hidden is entry:
-        if made.loss is None:
-            return _InFlightChunk(entry=None, hands_on=False, roots=())
-        # MTP depths alone: a place in the graph where the gradient that comes back enters.
+        if result.loss is None:
+            return _InFlightChunk(entry=None, has_output=False, roots=())
+        # A chunk of MTP depths alone: the view is where the gradient that comes back enters.
         hidden = entry.view_as(entry)
-    roots = tuple(get_gradient_edge(root) for root in (hidden, made.loss) if root is not None)
-    return _InFlightChunk(entry=entry, hands_on=hidden is not None, roots=roots)
+    roots = tuple(get_gradient_edge(root) for root in (hidden, result.loss) if root is not None)
+    return _InFlightChunk(entry=entry, has_output=hidden is not None, roots=roots)
+
+
+def _run_backward(
+    key: Key,
+    chunk: _InFlightChunk,
+    received: torch.Tensor | None,
+    backward: BackwardStep,
+    *,
+    is_split: bool,
+) -> torch.Tensor | None:
+    """Run the backward of a chunk and return the gradient of its input."""
+    output_grads = (received,) if chunk.has_output else ()
+    loss_grads = (None,) * (len(chunk.roots) - chunk.has_output)
+    grads = output_grads + loss_grads if chunk.roots else ()
+    backward(key, chunk.roots, grads, is_split)
+    return received if chunk.entry is None else chunk.entry.grad

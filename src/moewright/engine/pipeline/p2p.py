@@ -1,99 +1,91 @@
-"""The messages between pipeline ranks, sent and asked for as the itinerary says
-(rules.transfers)."""
+"""The messages between pipeline ranks, sent and received as a rank's actions say (rules.p2p)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
-from moewright.engine.comm.collectives import Group, receive, send
+from moewright.engine.comm.collectives import Group, TimedWork, receive, send
 from moewright.rules.p2p import PipelineAction, output_stage
 from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Layout
 
-
-class PendingTransfer(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> bool: ...
+# Makes an empty tensor of the shape of a micro-batch's messages.
+NewBuffer = Callable[[int], torch.Tensor]
 
 
 class P2PChannel:
-    """Messages of one rank over one itinerary. Nothing blocks but the wait for the input of the row
-    that runs next.
+    """The channel of one rank's messages over its actions.
 
-    `group` carries what goes to higher pipeline ranks, `upstream` what goes to lower ones;
-    `like(micro_batch)` is an empty tensor of the shape of a micro-batch's messages.
+    Nothing blocks but the wait for the input of the row that runs next. `group` carries what goes
+    to higher pipeline ranks, `upstream` what goes to lower ones. Rows are counted from 0.
     """
 
     def __init__(
         self,
         layout: Layout,
-        stops: Sequence[PipelineAction],
+        actions: Sequence[PipelineAction],
         group: Group,
         upstream: Group,
-        like: NewBuffer,
+        new_buffer: NewBuffer,
     ) -> None:
-        self._layout, self._stops = layout, stops
-        self._group, self._upstream, self._like = group, upstream, like
-        self._coming: dict[
-            int, tuple[torch.Tensor, PendingTransfer]
-        ] = {}  # by the place of the row that needs it
-        self._going: dict[
-            int, tuple[torch.Tensor, PendingTransfer]
-        ] = {}  # by the place of the row that made it
-        self._here: dict[
-            tuple[RowKind, int, int], torch.Tensor
-        ] = {}  # what the next stage, on this rank, will take
+        self._layout = layout
+        self._actions = actions
+        self._group = group
+        self._upstream = upstream
+        self._new_buffer = new_buffer
+        # By the row that needs it.
+        self._receiving: dict[int, tuple[torch.Tensor, TimedWork]] = {}
+        # By the row that made it.
+        self._sending: dict[int, tuple[torch.Tensor, TimedWork]] = {}
+        # What the next virtual stage, on this rank, will take.
+        self._local: dict[tuple[RowKind, int, int], torch.Tensor] = {}
 
-    def receive_input(self, place: int) -> torch.Tensor | None:
-        """The input of the row at `place`, None where it has none; lets go of what others have
-        taken by now."""
-        stop = self._stops[place]
-        for asked in stop.recvs_to_post:
-            self._ask(asked)
-        if stop.source is None:
+    def receive_input(self, index: int) -> torch.Tensor | None:
+        """Return the input of row `index`, None where it has none.
+
+        This lets go of what others have received by now.
+        """
+        action = self._actions[index]
+        for row in action.recvs_to_post:
+            self._post_receive(row)
+        if action.source is None:
             return None
-        if stop.source == self._group.index:
-            return self._here.pop((stop.row.kind, stop.row.micro_batch, stop.stage))
-        tensor, work = self._coming.pop(place)
+        if action.source == self._group.index:
+            return self._local.pop((action.row.kind, action.row.micro_batch, action.stage))
+        tensor, work = self._receiving.pop(index)
         work.wait()
-        for taken in stop.sends_completed:
-            self._settle(taken)
+        for row in action.sends_completed:
+            self._finish_send(row)
         return tensor
 
-    def send_output(self, place: int, result: torch.Tensor) -> None:
-        """Hand on what the row at `place` made."""
-        stop = self._stops[place]
-        if stop.target is None:
+    def send_output(self, index: int, result: torch.Tensor) -> None:
+        """Hand on what row `index` made."""
+        action = self._actions[index]
+        if action.target is None:
             return
-        if stop.target == self._group.index:
-            stage = output_stage(self._layout, stop.row.kind, stop.stage)
+        if action.target == self._group.index:
+            stage = output_stage(self._layout, action.row.kind, action.stage)
             assert stage is not None  # it has a target
-            self._here[stop.row.kind, stop.row.micro_batch, stage] = result
+            self._local[action.row.kind, action.row.micro_batch, stage] = result
             return
-        group = self._group if stop.target > self._group.index else self._upstream
+        group = self._group if action.target > self._group.index else self._upstream
         result = result.contiguous()
-        self._going[place] = result, send(result, group, to=stop.target)
+        self._sending[index] = result, send(result, group, to=action.target)
 
     def close(self) -> None:
-        """Wait until everything sent has been taken."""
-        for place in tuple(self._going):
-            self._settle(place)
+        """Wait until everything sent has been received."""
+        for index in tuple(self._sending):
+            self._finish_send(index)
 
-    def _ask(self, place: int) -> None:
-        stop = self._stops[place]
-        assert stop.source is not None  # only rows with an input are asked for
-        group = self._group if stop.source < self._group.index else self._upstream
-        out = self._like(stop.row.micro_batch)
-        self._coming[place] = out, receive(out, group, source=stop.source)
+    def _post_receive(self, index: int) -> None:
+        action = self._actions[index]
+        assert action.source is not None  # only rows with an input are received for
+        group = self._group if action.source < self._group.index else self._upstream
+        out = self._new_buffer(action.row.micro_batch)
+        self._receiving[index] = out, receive(out, group, source=action.source)
 
-    def _settle(self, place: int) -> None:
-        _, work = self._going.pop(place)
+    def _finish_send(self, index: int) -> None:
+        _, work = self._sending.pop(index)
         work.wait()
-
-
-class NewBuffer(Protocol):
-    def __call__(self, micro_batch: int) -> torch.Tensor: ...

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from moewright.engine.data.micro_batch import MicroBatch
+from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.transformer import ModelOutput, Transformer
 from moewright.engine.pipeline.executor import (
     BackwardStep,
@@ -27,18 +27,19 @@ from moewright.spec.layout import Layout
 
 
 def train_batch(
-    run: Runtime,
+    runtime: Runtime,
     batches: Sequence[MicroBatch],
     *,
     forward: ForwardStep,
     backward: BackwardStep,
     weight_grad: WeightGradStep,
 ) -> None:
-    """Every forward and backward of `batches`, which are all micro-batches of the step."""
-    stops = _stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
+    """Run every forward and backward of `batches`, which are all micro-batches of the step."""
+    mesh = runtime.mesh
+    actions = _training_actions(mesh.layout, len(batches), mesh.coordinate("pp"))
     execute_timetable(
-        stops,
-        _wires(run, stops, batches),
+        actions,
+        _open_channel(runtime, actions, batches),
         forward=forward,
         backward=backward,
         weight_grad=weight_grad,
@@ -47,54 +48,67 @@ def train_batch(
 
 @torch.no_grad()
 def evaluate_batch(
-    run: Runtime,
+    runtime: Runtime,
     model: Transformer,
     batches: Sequence[MicroBatch],
-    see: Callable[[Key, ModelOutput], None],
+    on_output: Callable[[Key, ModelOutput], None],
     *,
     needs_logits: bool = False,
 ) -> None:
-    """Every forward of `batches`; `see` gets what each chunk on this rank made of each of them,
-    with whole logits where they are asked for.
+    """Run every forward of `batches`.
+
+    `on_output` gets what each chunk on this rank made of each of them, with all logits where they
+    are needed.
     """
-    stops = _forward_stops(run.mesh.layout, len(batches), run.mesh.coordinate("pp"))
+    mesh = runtime.mesh
+    actions = _forward_actions(mesh.layout, len(batches), mesh.coordinate("pp"))
 
     def forward(key: Key, hidden: torch.Tensor | None) -> ChunkResult:
-        out = model(batches[key[0]], chunk=key[1], hidden_tH=hidden, logits=needs_logits)
-        see(key, out)
-        return ChunkResult(
-            hidden=None if model.chunks[key[1]].has_loss else out.hidden_tH, loss=None
-        )
+        micro_batch, chunk = key
+        out = model(batches[micro_batch], chunk=chunk, hidden_tH=hidden, needs_logits=needs_logits)
+        on_output(key, out)
+        is_last = model.chunks[chunk].has_loss
+        return ChunkResult(hidden=None if is_last else out.hidden_tH, loss=None)
 
     execute_timetable(
-        stops, _wires(run, stops, batches), forward=forward, backward=_never, weight_grad=_never
+        actions,
+        _open_channel(runtime, actions, batches),
+        forward=forward,
+        backward=_never,
+        weight_grad=_never,
     )
 
 
 def _never(*_: object) -> None:
-    raise AssertionError("a course of forwards has no backward")
+    raise AssertionError("an evaluation has no backward")
 
 
-def _wires(
-    run: Runtime, stops: Sequence[PipelineAction], batches: Sequence[MicroBatch]
+def _open_channel(
+    runtime: Runtime, actions: Sequence[PipelineAction], batches: Sequence[MicroBatch]
 ) -> P2PChannel:
-    layout, mesh = run.mesh.layout, run.mesh
+    mesh = runtime.mesh
+    layout = mesh.layout
 
-    def like(micro_batch: int) -> torch.Tensor:
+    def new_buffer(micro_batch: int) -> torch.Tensor:
         tokens = batches[micro_batch].inputs.numel() // (layout.tp if layout.sp else 1)
-        return torch.empty(tokens, run.model.hidden_size, dtype=run.dtype, device=run.device)
+        hidden_size = runtime.model.hidden_size
+        return torch.empty(tokens, hidden_size, dtype=runtime.dtype, device=runtime.device)
 
-    return P2PChannel(layout, stops, mesh.group("pp"), mesh.upstream, like)
+    return P2PChannel(layout, actions, mesh.group("pp"), mesh.upstream, new_buffer)
 
 
-@lru_cache(maxsize=4)  # the same every step but under a ramp of the batch
-def _stops(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[PipelineAction, ...]:
+@lru_cache(maxsize=4)  # the same every step but under a batch ramp-up
+def _training_actions(
+    layout: Layout, micro_batches: int, pp_rank: int
+) -> tuple[PipelineAction, ...]:
     return pipeline_actions(layout, timetable(layout, micro_batches), pp_rank)
 
 
 @lru_cache(maxsize=4)
-def _forward_stops(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[PipelineAction, ...]:
-    table = [
+def _forward_actions(
+    layout: Layout, micro_batches: int, pp_rank: int
+) -> tuple[PipelineAction, ...]:
+    forwards = [
         [row for row in rows if row.kind is RowKind.F] for rows in timetable(layout, micro_batches)
     ]
-    return pipeline_actions(layout, table, pp_rank)
+    return pipeline_actions(layout, forwards, pp_rank)

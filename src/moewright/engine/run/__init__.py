@@ -1,0 +1,1 @@
+"""Running a job: launching ranks, training, verifying, and dry runs."""

@@ -1,5 +1,7 @@
-"""The shape of a batch file, read from its header alone and without torch, for refusals that should
-not wait for it."""
+"""The shape of a batch file, read from its header alone.
+
+It needs no torch, so that refusals do not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +16,41 @@ BATCH_TENSORS = ("input_ids", "labels")
 
 
 def read_batch_workload(batch: Path, *, steps: int, optimizer: OptimizerSpec) -> Workload:
-    """What a batch file [N,B,T] asks for in a step, in fp32 and without auxiliary losses.
+    """Return what a batch file [N,B,T] asks for in a step, in fp32 and without auxiliary losses.
 
-    Raises BadInput when the file does not hold input_ids and labels of one such shape.
+    Raises:
+        BadInput: when the file does not hold input_ids and labels of one such shape.
     """
-    if not batch.is_file():
-        raise BadInput(Reason(field=str(batch), rule="no such file"))
-    try:
-        with safe_open(str(batch), framework="numpy") as file:
-            stored = set(file.keys())
-            for name in BATCH_TENSORS:
-                if name not in stored:
-                    raise BadInput(Reason(field=f"{batch}: {name}", rule="is missing"))
-            shapes = [
-                (file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape()))
-                for name in BATCH_TENSORS
-            ]
-    except SafetensorError as error:
-        raise BadInput(Reason(field=str(batch), rule=f"is no safetensors file: {error}")) from None
-    ids = shapes[0][1]
-    for name, (dtype, shape) in zip(BATCH_TENSORS, shapes, strict=True):
-        if not dtype.startswith(("I", "U")) or len(shape) != 3 or shape != ids or 0 in shape:
-            rule = "must be integers [N, B, T], the same shape for input_ids and labels"
-            raise BadInput(
-                Reason(field=f"{batch}: {name}", value=f"{dtype} {list(shape)}", rule=rule)
-            )
-    _, rows, length = ids
+    (_, sequences, seq_len), *_ = _read_shapes(batch)
     return Workload(
-        seq_len=length,
-        global_batch=rows,
+        seq_len=seq_len,
+        global_batch=sequences,
         steps=steps,
         precision=Dtype.FP32,
         optimizer=optimizer,
         loss=LossSpec(),
     )
+
+
+def _read_shapes(batch: Path) -> list[tuple[int, ...]]:
+    if not batch.is_file():
+        raise BadInput(Reason(field=str(batch), rule="no such file"))
+    headers: list[tuple[str, tuple[int, ...]]] = []
+    try:
+        with safe_open(str(batch), framework="numpy") as file:
+            stored_names = set(file.keys())
+            for name in BATCH_TENSORS:
+                if name not in stored_names:
+                    raise BadInput(Reason(field=f"{batch}: {name}", rule="is missing"))
+                tensor = file.get_slice(name)
+                headers.append((tensor.get_dtype(), tuple(tensor.get_shape())))
+    except SafetensorError as error:
+        raise BadInput(Reason(field=str(batch), rule=f"is no safetensors file: {error}")) from None
+    shapes = [shape for _, shape in headers]
+    for name, (dtype, shape) in zip(BATCH_TENSORS, headers, strict=True):
+        is_integer = dtype.startswith(("I", "U"))
+        if not is_integer or len(shape) != 3 or shape != shapes[0] or 0 in shape:
+            rule = "must be integers [N, B, T], the same shape for input_ids and labels"
+            value = f"{dtype} {list(shape)}"
+            raise BadInput(Reason(field=f"{batch}: {name}", value=value, rule=rule))
+    return shapes

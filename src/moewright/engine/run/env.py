@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from moewright.spec.errors import BadInput, Reason
 
-MAX_WORLD_SIZE, MAX_PORT = 1_000_000, 65535
-_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# What decides how a product or a sum is rounded, or how NCCL cuts a message, by the manuals of
-# CUDA, cuBLAS, oneDNN,
-# MKL, NCCL, PyTorch and Triton. Ranks that differ in one compute copies that differ, or wait for
-# each other for ever.
+MAX_WORLD_SIZE = 1_000_000
+MAX_PORT = 65535
+_TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Variables that decide how a product or a sum is rounded, or how NCCL cuts a message, by the
+# manuals of CUDA, cuBLAS, oneDNN, MKL, NCCL, PyTorch and Triton. Ranks that differ in one compute
+# replicas that differ, or wait for each other for ever.
 _SHARED_SETTINGS = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -35,9 +35,10 @@ _SHARED_SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchrunEnv:
-    """This process as torchrun, or whoever sets its variables, started it. The ranks meet at
-    `host`:`port`, where rank 0 opens a store unless torchrun has one there (`store_open`);
-    `attempt` counts its restarts. `local_world` is 0 where nobody said.
+    """This process as torchrun, or whoever sets its variables, started it.
+
+    The ranks meet at `host`:`port`, where rank 0 opens a store unless torchrun has opened one
+    (`store_is_open`); `attempt` counts the restarts. `local_world_size` is 0 where nobody set it.
     """
 
     rank: int
@@ -51,66 +52,62 @@ class TorchrunEnv:
 
 
 def read_torchrun_env() -> TorchrunEnv | None:
-    """The rank that torchrun made of this process, or None. Raises BadInput when only some
-    variables are there."""
-    given = {key: os.environ[key] for key in _KEYS if key in os.environ}
-    if "RANK" not in given or "WORLD_SIZE" not in given:
+    """Read which rank torchrun made of this process; None where it did not start it.
+
+    Raises:
+        BadInput: when only some of the variables are set, or one has no legal value.
+    """
+    values = {key: os.environ[key] for key in _TORCHRUN_KEYS if key in os.environ}
+    if "RANK" not in values or "WORLD_SIZE" not in values:
         _refuse_bare_srun()
         return None
-    for key in _KEYS:
-        if key not in given:
-            raise BadInput(
-                Reason(
-                    field=key,
-                    rule="is not set, but RANK and WORLD_SIZE are",
-                    nearest="start by torchrun",
-                )
-            )
-    numbers = {
-        key: _parse_whole_number(key, given[key])
-        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
-    local_world = _parse_whole_number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    # Port 0 lets the system choose, which a world of one may.
-    for key, low, high in (("WORLD_SIZE", 1, MAX_WORLD_SIZE), ("MASTER_PORT", 0, MAX_PORT)):
-        if not low <= numbers[key] <= high:
-            close = str(min(max(numbers[key], low), high))
-            raise BadInput(
-                Reason(
-                    field=key,
-                    value=given[key][:60],
-                    rule=f"must be in {low}..{high}",
-                    nearest=close,
-                )
-            )
-    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+    for key in _TORCHRUN_KEYS:
+        if key not in values:
+            rule = "is not set, but RANK and WORLD_SIZE are"
+            raise BadInput(Reason(field=key, rule=rule, nearest="start by torchrun"))
+    rank = _parse_whole_number("RANK", values["RANK"])
+    world_size = _parse_whole_number("WORLD_SIZE", values["WORLD_SIZE"])
+    local_rank = _parse_whole_number("LOCAL_RANK", values["LOCAL_RANK"])
+    port = _parse_whole_number("MASTER_PORT", values["MASTER_PORT"])
+    local_world_size = _parse_whole_number(
+        "LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "0")
+    )
+    _require_range("WORLD_SIZE", world_size, 1, MAX_WORLD_SIZE)
+    # Port 0 lets the system choose, which a world of one rank may.
+    _require_range("MASTER_PORT", port, 0, MAX_PORT)
+    if rank >= world_size:
         raise BadInput(
             Reason(
                 field="RANK",
-                value=given["RANK"],
-                rule=f"must be below WORLD_SIZE={given['WORLD_SIZE']}",
-                nearest=str(numbers["WORLD_SIZE"] - 1),
+                value=values["RANK"],
+                rule=f"must be below WORLD_SIZE={values['WORLD_SIZE']}",
+                nearest=str(world_size - 1),
             )
         )
     return TorchrunEnv(
-        rank=numbers["RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_rank=numbers["LOCAL_RANK"],
-        host=given["MASTER_ADDR"],
-        port=numbers["MASTER_PORT"],
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        host=values["MASTER_ADDR"],
+        port=port,
         store_is_open=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        local_world_size=local_world,
+        local_world_size=local_world_size,
     )
 
 
 def read_shared_settings() -> dict[str, str]:
-    """Variables that are set here and that all ranks need alike."""
+    """Return the variables that are set here and that all ranks need alike."""
     return {key: os.environ[key] for key in _SHARED_SETTINGS if key in os.environ}
 
 
+def is_triton_interpreted() -> bool:
+    """Tell whether Triton's kernels run in its interpreter, which needs no GPU."""
+    return os.environ.get("TRITON_INTERPRET", "") == "1"
+
+
 def _refuse_bare_srun() -> None:
-    """Each of several tasks of one srun would start the whole job."""
+    """Refuse several tasks of one srun, each of which would start the whole job."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdecimal() and int(tasks) > 1:
         rule = "srun started so many tasks, none of which is told its RANK"
@@ -122,13 +119,20 @@ def _refuse_bare_srun() -> None:
 
 def _parse_whole_number(key: str, text: str) -> int:
     if not text.isdecimal():
-        close = "29500" if key == "MASTER_PORT" else "0"
+        nearest = "29500" if key == "MASTER_PORT" else "0"
         raise BadInput(
-            Reason(field=key, value=text[:60], rule="must be a whole number", nearest=close)
+            Reason(field=key, value=text[:60], rule="must be a whole number", nearest=nearest)
         )
     return int(text)
 
 
-def is_triton_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, which needs no GPU."""
-    return os.environ.get("TRITON_INTERPRET", "") == "1"
+def _require_range(key: str, number: int, low: int, high: int) -> None:
+    if not low <= number <= high:
+        raise BadInput(
+            Reason(
+                field=key,
+                value=os.environ[key][:60],
+                rule=f"must be in {low}..{high}",
+                nearest=str(min(max(number, low), high)),
+            )
+        )

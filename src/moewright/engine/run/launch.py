@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -41,11 +42,12 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
 _POLL_S = 0.2
-_SETTLE_S = 0.7  # after the first failure: time for its cause to show, when that was a consequence
-_GRACE_S = 1.0  # between SIGTERM and SIGKILL for the ranks that are left
-_HANG_MARGIN_S = (
-    3.0  # past the collective timeout, so that a rank that times out by itself is heard first
-)
+# Time after the first failure for its cause to show, when that failure was a consequence.
+_SETTLE_S = 0.7
+# Time between SIGTERM and SIGKILL for the ranks that are left.
+_GRACE_S = 1.0
+# Time past the collective timeout, so that a rank that times out by itself is heard first.
+_HANG_MARGIN_S = 3.0
 
 
 def launch(
@@ -57,16 +59,20 @@ def launch(
     timeouts: Timeouts | None = None,
     before_start: Callable[[], None] = lambda: None,
 ) -> ExitCode:
-    """Run `worker` on `nproc` ranks and return the job's exit code; holds `run_dir` locked
-    meanwhile.
+    """Run `worker` on `nproc` ranks and return the job's exit code.
 
-    `first` is called once a job, when the lock is held and no rank has started.
+    `run_dir` is locked meanwhile; `before_start` is called once a job, when the lock is held and no
+    rank has started.
 
     Ranks are forked for CPU (one thread each; the caller has not initialised CUDA) and spawned for
     CUDA, where `worker` must be importable. Under torchrun the worker runs in this process. Main
-    thread only, Linux only. A rank that fails ends all: its own error comes first on stderr,
-    RANK_FAILED is returned; a BadInput of a rank is raised here. SIGTERM and SIGINT are handed to
-    every rank; STOPPED means that they agreed and saved.
+    thread only, Linux only.
+
+    A rank that fails ends all: its own error comes first on stderr, and RANK_FAILED is returned.
+    SIGTERM and SIGINT are handed to every rank; STOPPED means that they agreed and saved.
+
+    Raises:
+        BadInput: what a rank refused, or a number of ranks that cannot be started here.
     """
     timeouts = timeouts or Timeouts()
     env = read_torchrun_env()
@@ -87,7 +93,7 @@ def launch(
         )
     with lock_run_dir(run_dir), _launch_folder(run_dir) as folder:
         before_start()
-        seats = [
+        infos = [
             RankInfo(
                 rank=rank,
                 local_rank=rank,
@@ -98,7 +104,7 @@ def launch(
             )
             for rank in range(nproc)
         ]
-        failure_or_exit = _run_ranks(worker, seats, folder)
+        failure_or_exit = _run_ranks(worker, infos, folder)
     if isinstance(failure_or_exit, ExitCode):
         return failure_or_exit
     return _report(failure_or_exit)
@@ -114,7 +120,7 @@ def _run_in_process(
     timeouts: Timeouts,
     before_start: Callable[[], None],
 ) -> ExitCode:
-    """This process is a rank already: torchrun watches it."""
+    """Run the worker here: this process is a rank already, and torchrun watches it."""
     if nproc != env.world_size:
         raise BadInput(
             Reason(
@@ -124,43 +130,45 @@ def _run_in_process(
                 nearest=str(env.world_size),
             )
         )
-    door = Rendezvous(
+    rendezvous = Rendezvous(
         host=env.host,
         port=env.port,
         hosts_store=env.rank == 0 and not env.store_is_open,
         attempt=env.attempt,
     )
-    seat = RankInfo(
+    info = RankInfo(
         rank=env.rank,
         local_rank=env.local_rank,
         world_size=env.world_size,
         timeouts=timeouts,
         device=device,
-        rendezvous=door,
+        rendezvous=rendezvous,
     )
-    heart = Heartbeat(None)
+    heartbeat = Heartbeat(None)
     with lock_run_dir(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
         if env.rank == 0:
             before_start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
-            outcome = worker(RankContext(info=seat, stop=stop, beat=heart.beat))
+            outcome = worker(RankContext(info=info, stop=stop, beat=heartbeat.beat))
         except BadInput as error:
             if env.local_rank == 0:
                 raise
-            # The command line speaks for the first rank of a machine alone; this may be found by
-            # one rank only.
+            # The command line speaks only for the first rank of a machine, and this refusal may be
+            # another rank's alone.
             print(f"rank {env.rank}: {error}", file=sys.stderr, flush=True)
             return ExitCode.BAD_INPUT
         except Exception as error:
-            return _report(failure_from_error(error, rank=env.rank, step=heart.step))
+            return _report(failure_from_error(error, rank=env.rank, step=heartbeat.step))
     return ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
 
 
 @contextmanager
 def _launch_folder(run_dir: Path) -> Iterator[Path]:
-    """A fresh folder for store, heartbeats and failure notes; one left by a killed launcher is
-    removed."""
+    """Make a fresh folder for store, heartbeats and failure notes, and remove it in the end.
+
+    One that a killed launcher left is removed first.
+    """
     folder = run_dir.absolute() / ".launch"
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -187,36 +195,63 @@ class _RankProcess:
     def note_path(self, kind: str) -> Path:
         return rank_file_path(self.folder, kind, self.info.rank)
 
+    def last_step(self) -> int:
+        """Return the step of the last heartbeat; 0 before the first step."""
+        beat = read_last_beat(self.note_path("beat"))
+        return beat[0] if beat else 0
 
-def _run_ranks(worker: Worker, seats: Sequence[RankInfo], folder: Path) -> ExitCode | RankFailure:
-    forks = seats[0].device is DeviceKind.CPU
-    context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
+    def silence_s(self, started_s: float) -> float:
+        """Return the time since the last heartbeat, or since the start."""
+        beat = read_last_beat(self.note_path("beat"))
+        return time.monotonic() - (beat[1] if beat else started_s)
+
+    def patience_s(self) -> float:
+        """Return how long the rank may be silent before it is taken to hang."""
+        timeouts = self.info.timeouts
+        if read_last_beat(self.note_path("beat")) is None:
+            return timeouts.rendezvous_s + _HANG_MARGIN_S
+        return timeouts.collective_s + _HANG_MARGIN_S
+
+    def is_suspended(self) -> bool:
+        """Tell whether Linux reports state T; the state follows the last ")" of the stat line."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def _run_ranks(worker: Worker, infos: Sequence[RankInfo], folder: Path) -> ExitCode | RankFailure:
+    context: ForkContext | SpawnContext
+    if infos[0].device is DeviceKind.CPU:
+        context = multiprocessing.get_context("fork")
+    else:
+        context = multiprocessing.get_context("spawn")
     ranks: list[_RankProcess] = []
     with _stop_flag() as stop:
         try:
-            for seat in seats:
+            for info in infos:
                 process = context.Process(
-                    target=run_child, args=(worker, seat, folder, os.getpid())
+                    target=run_child, args=(worker, info, folder, os.getpid())
                 )
                 process.start()
-                ranks.append(_RankProcess(info=seat, process=process, folder=folder))
+                ranks.append(_RankProcess(info=info, process=process, folder=folder))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             failure = _watch_ranks(ranks, stop)
         finally:
             _end_ranks(ranks)
     if failure is not None:
         return failure
-    return (
-        ExitCode.STOPPED
-        if any(rank.process.exitcode == ExitCode.STOPPED for rank in ranks)
-        else ExitCode.DONE
-    )
+    stopped = any(rank.process.exitcode == ExitCode.STOPPED for rank in ranks)
+    return ExitCode.STOPPED if stopped else ExitCode.DONE
 
 
 @contextmanager
 def _stop_flag() -> Iterator[StopFlag]:
-    """This process's own flag. Stop signals start blocked: ranks inherit that and unblock when
-    theirs is in place."""
+    """Install this process's own stop flag.
+
+    Stop signals start blocked: ranks inherit that, and unblock them when their flag is in place.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     stop = StopFlag()
@@ -230,99 +265,80 @@ def _stop_flag() -> Iterator[StopFlag]:
 
 
 def _watch_ranks(ranks: Sequence[_RankProcess], stop: StopFlag) -> RankFailure | None:
-    """Wait until all ranks are done, or one has failed or hangs: then say which, and how."""
+    """Wait until all ranks are done, or one has failed or hangs; return that rank's failure."""
     started_s = time.monotonic()
-    forwarded = False
+    has_forwarded_stop = False
     while live := [rank for rank in ranks if rank.is_alive]:
-        if stop.requested and not forwarded:
+        if stop.requested and not has_forwarded_stop:
             _send_signal(live, signal.SIGTERM)
-            forwarded = True
+            has_forwarded_stop = True
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
         if any(rank.has_failed for rank in ranks):
             break
-        if any(_silence_s(rank, started_s) > _patience_s(rank) for rank in live):
+        if any(rank.silence_s(started_s) > rank.patience_s() for rank in live):
             return _blame_hanging_rank(live, started_s)
     return _find_first_failure(ranks, started_s)
 
 
 def _find_first_failure(ranks: Sequence[_RankProcess], started_s: float) -> RankFailure | None:
-    """The failure to blame, once the ranks have had time to settle; None when no rank has
-    failed."""
-    settled_s = time.monotonic() + _SETTLE_S
+    """Return the failure to blame, once ranks have had time to settle; None when none failed."""
+    deadline_s = time.monotonic() + _SETTLE_S
     while True:
         failures = [_describe_failure(rank) for rank in ranks if rank.has_failed]
         live = [rank for rank in ranks if rank.is_alive]
-        first = min(failures, key=lambda failure: (failure.blame, failure.at_s), default=None)
-        if first is None or first.blame is FailureKind.CAUSE or not live:
+        first = min(failures, key=lambda failure: (failure.kind, failure.time_s), default=None)
+        if first is None or first.kind is FailureKind.CAUSE or not live:
             return first
-        if time.monotonic() > settled_s:
-            return (
-                _blame_hanging_rank(live, started_s)
-                if first.blame is FailureKind.PEER_LOST
-                else first
-            )
+        if time.monotonic() > deadline_s:
+            if first.kind is FailureKind.PEER_LOST:
+                return _blame_hanging_rank(live, started_s)
+            return first
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
 
 
 def _describe_failure(rank: _RankProcess) -> RankFailure:
-    """What is known of a rank that has failed: its own note, else its exit code."""
-    seat, code = rank.info, rank.process.exitcode or 0
+    """Return what a failed rank noted itself, else what its exit code says."""
     note = read_failure(rank.note_path("failure"))
     if note is not None:
         return note
-    killer = signal.Signals(-code).name if code < 0 else ""
-    beat = read_last_beat(rank.note_path("beat"))
+    code = rank.process.exitcode or 0
+    kind = FailureKind.CAUSE
+    event = f"exited with code {code}"
+    if code < 0:
+        killer = signal.Signals(-code)
+        event = f"was killed by {killer.name}"
+        if killer is signal.SIGABRT:
+            kind = FailureKind.ABORT
     return RankFailure(
-        rank=seat.rank,
-        step=beat[0] if beat else 0,
-        at_s=time.monotonic(),
-        blame=FailureKind.ABORT if killer == "SIGABRT" else FailureKind.CAUSE,
-        what=f"was killed by {killer}" if killer else f"exited with code {code}",
+        rank=rank.info.rank,
+        step=rank.last_step(),
+        time_s=time.monotonic(),
+        kind=kind,
+        event=event,
     )
 
 
 def _blame_hanging_rank(live: Sequence[_RankProcess], started_s: float) -> RankFailure:
-    """Blame one of the ranks that still live: a suspended one, one that never came to meet the
-    others, else the one silent for longest.
+    """Blame one of the ranks that still live.
+
+    That is a suspended one, else one that never came to meet the others, else the one that has been
+    silent for longest.
     """
-    rank = max(
-        live,
-        key=lambda each: (
-            _is_suspended(each),
-            not each.note_path("met").exists(),
-            _silence_s(each, started_s),
-        ),
-    )
-    beat = read_last_beat(rank.note_path("beat"))
-    how = "it is suspended (SIGSTOP)" if _is_suspended(rank) else "the others wait for it"
+
+    def suspicion(rank: _RankProcess) -> tuple[bool, bool, float]:
+        has_met = rank.note_path("met").exists()
+        return rank.is_suspended(), not has_met, rank.silence_s(started_s)
+
+    rank = max(live, key=suspicion)
+    cause = "it is suspended (SIGSTOP)" if rank.is_suspended() else "the others wait for it"
     return RankFailure(
         rank=rank.info.rank,
-        step=beat[0] if beat else 0,
-        at_s=time.monotonic(),
-        blame=FailureKind.CAUSE,
-        what="stopped answering",
-        error=f"{how}, silent for {_silence_s(rank, started_s):.0f} s",
+        step=rank.last_step(),
+        time_s=time.monotonic(),
+        kind=FailureKind.CAUSE,
+        event="stopped answering",
+        error=f"{cause}, silent for {rank.silence_s(started_s):.0f} s",
     )
-
-
-def _silence_s(rank: _RankProcess, started_s: float) -> float:
-    beat = read_last_beat(rank.note_path("beat"))
-    return time.monotonic() - (beat[1] if beat else started_s)
-
-
-def _patience_s(rank: _RankProcess) -> float:
-    timeouts = rank.info.timeouts
-    started = read_last_beat(rank.note_path("beat")) is not None
-    return (timeouts.collective_s if started else timeouts.rendezvous_s) + _HANG_MARGIN_S
-
-
-def _is_suspended(rank: _RankProcess) -> bool:
-    """Linux process state T; the state follows the last ")" of the stat line."""
-    try:
-        stat = Path(f"/proc/{rank.process.pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _send_signal(ranks: Sequence[_RankProcess], number: signal.Signals) -> None:
@@ -343,7 +359,7 @@ def _end_ranks(ranks: Sequence[_RankProcess]) -> None:
 
 
 def _report(failure: RankFailure) -> ExitCode:
-    """Say what failed, the first line first; a BadInput goes on to the caller."""
+    """Print what failed, the first line first; a BadInput is raised for the caller to print."""
     if failure.reasons:
         raise BadInput(*failure.reasons)
     with suppress(OSError, ValueError):

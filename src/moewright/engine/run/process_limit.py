@@ -1,5 +1,7 @@
-"""How many processes this machine takes. No torch: what asks for more is refused before that is
-imported."""
+"""How many processes this machine takes.
+
+It needs no torch: what asks for more processes is refused before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,20 @@ _RANKS_PER_CORE = 8
 
 
 def count_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Count the processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def refuse_too_many_processes(nproc: int, *, field: str = "nproc") -> None:
-    """Raise BadInput for more processes than a machine survives: each holds a torch and takes a
-    share of a core."""
-    most = _RANKS_PER_CORE * count_cores()
-    if not 1 <= nproc <= most:
-        rule = f"must be in 1..{most} on a machine of {count_cores()} cores"
-        raise BadInput(
-            Reason(field=field, value=str(nproc), rule=rule, nearest=str(min(max(nproc, 1), most)))
-        )
+    """Raise BadInput for more processes than a machine survives.
+
+    Each process holds a torch of its own and takes a share of a core.
+    """
+    cores = count_cores()
+    limit = _RANKS_PER_CORE * cores
+    if not 1 <= nproc <= limit:
+        rule = f"must be in 1..{limit} on a machine of {cores} cores"
+        nearest = str(min(max(nproc, 1), limit))
+        raise BadInput(Reason(field=field, value=str(nproc), rule=rule, nearest=nearest))

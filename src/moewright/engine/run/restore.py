@@ -28,56 +28,57 @@ from moewright.spec.workload import DocumentMasking, Dtype, Workload
 
 
 def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
-    """What a checkpoint and the job that continues it must share: everything that decides the next
-    update.
+    """Return what a checkpoint and the job that continues it must share.
 
-    The layout is not part of it: any layout continues any other.
+    That is everything that decides the next update. The layout is not part of it: any layout
+    continues any other.
     """
-    work = plan.workload
-    return {
-        "model": to_data(plan.model),
-        "train": {
-            "seq_len": work.seq_len,
-            "global_batch": work.global_batch,
-            "seed": work.seed,
-            "precision": to_data(work.precision),
-            "decay_steps": work.optimizer.decay_steps or work.steps,
-            "optimizer": {
-                k: v
-                for k, v in to_data(work.optimizer).items()
-                if k not in ("decay_steps", "bucket_elements")
-            },
-            "loss": to_data(work.loss),
-            "router": to_data(work.router),
-            **({"scaling": to_data(work.scaling)} if work.precision is Dtype.FP16 else {}),
-            **({"ramp": to_data(work.ramp)} if work.ramp.ramp_start else {}),
-        },
-        "data": {
-            "fingerprint": data_fingerprint,
-            **(
-                {}
-                if work.data.documents is DocumentMasking.JOINED
-                else {"documents": to_data(work.data.documents)}
-            ),
-        },
+    workload = plan.workload
+    optimizer = dict(to_data(workload.optimizer))
+    del optimizer["decay_steps"]
+    del optimizer["bucket_elements"]
+    train: dict[str, Any] = {
+        "seq_len": workload.seq_len,
+        "global_batch": workload.global_batch,
+        "seed": workload.seed,
+        "precision": to_data(workload.precision),
+        "decay_steps": workload.optimizer.decay_steps or workload.steps,
+        "optimizer": optimizer,
+        "loss": to_data(workload.loss),
+        "router": to_data(workload.router),
     }
+    if workload.precision is Dtype.FP16:
+        train["scaling"] = to_data(workload.scaling)
+    if workload.ramp.ramp_start:
+        train["ramp"] = to_data(workload.ramp)
+    data: dict[str, Any] = {"fingerprint": data_fingerprint}
+    if workload.data.documents is not DocumentMasking.JOINED:
+        data["documents"] = to_data(workload.data.documents)
+    return {"model": to_data(plan.model), "train": train, "data": data}
 
 
-def _identity_defaults(model: ModelSpec, work: Workload) -> Mapping[str, Any]:
-    """What a field of the identity means in a checkpoint older than the field."""
-    parts = {"optimizer": work.optimizer, "loss": work.loss, "router": work.router}
-    parts |= {"scaling": work.scaling, "ramp": work.ramp}
+def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any]:
+    """Return what each field of the identity means in a checkpoint older than the field."""
     return {
         "model": default_values(model),
-        "train": {name: default_values(part) for name, part in parts.items()},
+        "train": {
+            "optimizer": default_values(workload.optimizer),
+            "loss": default_values(workload.loss),
+            "router": default_values(workload.router),
+            "scaling": default_values(workload.scaling),
+            "ramp": default_values(workload.ramp),
+        },
         "data": {"documents": to_data(DocumentMasking.JOINED)},
     }
 
 
 def read_steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
-    """Updates that the last checkpoint stands for, once it is known to be of this very job.
+    """Return the updates that the last checkpoint stands for, once it is known to be of this job.
 
-    Where there is none, the weights to start from are known to be of this model. Raises BadInput.
+    Where there is no checkpoint, the weights to start from are known to be of this model.
+
+    Raises:
+        BadInput: when the checkpoint or the weights are of another job.
     """
     checkpoint, passed_over = find_resume_point(run_dir / "checkpoints")
     if checkpoint is None:
@@ -87,10 +88,8 @@ def read_steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> i
     index = read_index(checkpoint)
     refuse_mismatch(index.extra, identity, defaults=_identity_defaults(plan.model, plan.workload))
     for path in passed_over:
-        print(
-            f"{path} is not a committed checkpoint: going on from {checkpoint.name}",
-            file=sys.stderr,
-        )
+        message = f"{path} is not a committed checkpoint: going on from {checkpoint.name}"
+        print(message, file=sys.stderr)
     return index.step
 
 
@@ -99,51 +98,54 @@ def _refuse_other_model(model: ModelSpec, weights: Path) -> None:
     if is_hf_folder(weights):
         build_name_table(model, open_hf_folder(weights))
         return
-    found = read_index(find_checkpoint(weights)).extra.get("model", {})
-    theirs, ours = (
-        {k: v for k, v in data.items() if k != "name"} for data in (found, to_data(model))
-    )
+    saved = dict(read_index(find_checkpoint(weights)).extra.get("model", {}))
+    expected = dict(to_data(model))
+    saved.pop("name", None)
+    expected.pop("name", None)
     refuse_mismatch(
-        {"model": theirs},
-        {"model": ours},
+        {"model": saved},
+        {"model": expected},
         field="model.weights",
         defaults={"model": default_values(model)},
     )
 
 
-def restore(job: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator) -> int:
-    """Load the last checkpoint, or the weights to start from, if any; returns the number of updates
-    made so far."""
-    checkpoint, weights = find_latest(run_dir / "checkpoints"), job.runtime.workload.weights
+def restore(
+    state: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
+) -> int:
+    """Load the last checkpoint, or the weights to start from, if there are any.
+
+    Returns the number of updates made so far.
+    """
+    runtime = state.runtime
+    checkpoint = find_latest(run_dir / "checkpoints")
     if checkpoint is None:
-        if weights:
-            _load_initial_weights(job, Path(weights), comm)
+        if runtime.workload.weights:
+            _load_initial_weights(state, Path(runtime.workload.weights), comm)
         return 0
     index = read_index(checkpoint)
-    refuse_mismatch(
-        index.extra, identity, defaults=_identity_defaults(job.runtime.model, job.runtime.workload)
-    )
-    load_checkpoint(checkpoint, shards=job.local_shards(), comm=comm)
-    job.optimizer.all_gather_params()
+    defaults = _identity_defaults(runtime.model, runtime.workload)
+    refuse_mismatch(index.extra, identity, defaults=defaults)
+    load_checkpoint(checkpoint, shards=state.local_shards(), comm=comm)
+    state.optimizer.all_gather_params()
     return index.step
 
 
-def _load_initial_weights(job: TrainState, weights: Path, comm: Coordinator) -> None:
-    """Take up weights: of a Hugging Face folder, of which each rank reads its part, or of a
-    checkpoint of ours."""
+def _load_initial_weights(state: TrainState, weights: Path, comm: Coordinator) -> None:
+    """Load weights: each rank reads its part of a Hugging Face folder or of a checkpoint."""
     if is_hf_folder(weights):
-        run_on_all_ranks(
-            comm, lambda: _fill_from_hf(job.weight_shards(), weights, job.runtime.model)
-        )
+        shards = state.weight_shards()
+        run_on_all_ranks(comm, lambda: _fill_from_hf(shards, weights, state.runtime.model))
     else:
-        load_checkpoint(find_checkpoint(weights), shards=job.weight_shards(), comm=comm)
-    job.optimizer.all_gather_params()
+        load_checkpoint(find_checkpoint(weights), shards=state.weight_shards(), comm=comm)
+    state.optimizer.all_gather_params()
 
 
-def _fill_from_hf(pieces: Sequence[LocalShard], weights: Path, model: ModelSpec) -> None:
+def _fill_from_hf(shards: Sequence[LocalShard], weights: Path, model: ModelSpec) -> None:
     folder = open_hf_folder(weights)
     table = build_name_table(model, folder)
     with HfReader(folder) as reader:
-        for piece in pieces:
-            if piece.tensor.numel():
-                piece.tensor.copy_(read_parameter_box(reader, table[piece.name], *piece.box))
+        for shard in shards:
+            if shard.tensor.numel():
+                box = read_parameter_box(reader, table[shard.name], *shard.box)
+                shard.tensor.copy_(box)

@@ -1,5 +1,6 @@
-"""Upcycling: the tensors of a dense model as those of one with experts, layer by layer
-(rules.upcycling says which).
+"""Upcycling: the tensors of a dense model become those of one with experts, layer by layer.
+
+rules.upcycling says which tensor becomes which.
 
 Why the default changes nothing (docs/adr/0014): the hidden units of a gated MLP do not mix, so the
 sum over slices of down_g(silu(gate_g x) * up_g x) is the MLP. All slices of a copy have one logit,
@@ -39,45 +40,63 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import CheckpointSpec
 
-ReadParameter = Callable[[Param], torch.Tensor]  # a parameter of the dense model, whole, fp32
+# Reads a parameter of the dense model: all of it, in fp32.
+ReadParameter = Callable[[Param], torch.Tensor]
 
-_MLP, _EXPERTS = ".mlp.", ".moe.experts."
+_DENSE_MLP = ".mlp."
+_MOE_EXPERTS = ".moe.experts."
 
 
 def read_checkpoint_model(path: Path) -> ModelSpec:
-    """The model of our newest checkpoint at `path`. Raises BadInput when there is none."""
+    """Read which model the newest checkpoint at `path` is of.
+
+    Raises:
+        BadInput: when there is no checkpoint, or it does not say so.
+    """
     checkpoint = find_checkpoint(path)
-    found = read_index(checkpoint).extra.get("model")
-    if found is None:
+    data = read_index(checkpoint).extra.get("model")
+    if data is None:
         raise BadInput(Reason(field=str(checkpoint), rule="does not say which model it is of"))
-    return from_data(ModelSpec, found, where=str(checkpoint))
+    return from_data(ModelSpec, data, where=str(checkpoint))
 
 
 @contextmanager
 def open_checkpoint_parameters(path: Path) -> Iterator[ReadParameter]:
-    """Parameters of our newest checkpoint at `path`, once the checksum of every file holds. Raises
-    BadInput."""
+    """Open the newest checkpoint at `path`, once the checksum of every file holds.
+
+    Raises:
+        BadInput: when there is no checkpoint, or it is damaged.
+    """
     checkpoint = find_checkpoint(path)
     index = read_index(checkpoint)
     for file in index.files:
         verify_file(checkpoint, file)
     tensors = {tensor.name: tensor for tensor in index.tensors}
     with PayloadReader(checkpoint) as reader:
-        yield lambda param: read_tensor_box(
-            reader, tensors[param.name], (0,) * len(param.shape), param.shape
-        )
+
+        def read_parameter(param: Param) -> torch.Tensor:
+            offsets = (0,) * len(param.shape)
+            return read_tensor_box(reader, tensors[param.name], offsets, param.shape)
+
+        yield read_parameter
 
 
 @contextmanager
 def open_hf_parameters(model: ModelSpec, path: Path) -> Iterator[ReadParameter]:
-    """Parameters of a Hugging Face folder, once it is known to be of this model. Raises
-    BadInput."""
+    """Open a Hugging Face folder, once it is known to be of this model.
+
+    Raises:
+        BadInput: when it is not.
+    """
     folder = open_hf_folder(path)
     table = names.build_name_table(model, folder)
     with HfReader(folder) as reader:
-        yield lambda param: names.read_parameter_box(
-            reader, table[param.name], (0,) * len(param.shape), param.shape
-        )
+
+        def read_parameter(param: Param) -> torch.Tensor:
+            offsets = (0,) * len(param.shape)
+            return names.read_parameter_box(reader, table[param.name], offsets, param.shape)
+
+        yield read_parameter
 
 
 def upcycle(
@@ -89,52 +108,51 @@ def upcycle(
     seed: int,
     out: Path,
 ) -> Path:
-    """Write `model`, which `choice` makes of `dense`, as a checkpoint in `out`; its path.
+    """Write `model`, which `choice` makes of `dense`, as a checkpoint in `out`; return its path.
 
-    A file a layer; what is in memory at a time is one tensor of the dense model and one copy of it.
+    There is a file for each layer. In memory at a time are one tensor of the dense model and one
+    copy of it.
     """
-    ours = {param.name: param for param in parameters(dense)}
-    theirs = {param.name: param for param in parameters(model)}
-    up, down = choice.weight_factors
+    dense_params = {param.name: param for param in parameters(dense)}
+    params = {param.name: param for param in parameters(model)}
+    up_factor, down_factor = choice.weight_factors
 
-    def made(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
-        param = theirs[tensor.name]
-        if param.name in ours:
-            return read_parameter(ours[param.name])
+    def build_box(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
+        param = params[tensor.name]
+        if param.name in dense_params:
+            return read_parameter(dense_params[param.name])
         if not param.is_expert:
             return _build_router(model, param, choice, seed)
-        whole = read_parameter(ours[param.name.replace(_EXPERTS, _MLP)])  # [2,F,H] or [H,F]
-        return whole.unflatten(1, (choice.granularity, -1)).transpose(0, 1) * (
-            down if whole.dim() == 2 else up
-        )
+        dense_name = param.name.replace(_MOE_EXPERTS, _DENSE_MLP)
+        weight = read_parameter(dense_params[dense_name])  # gate_up [2,F,H] or down [H,F]
+        factor = down_factor if weight.dim() == 2 else up_factor
+        return weight.unflatten(1, (choice.granularity, -1)).transpose(0, 1) * factor
 
-    order = SaveRequest(
+    request = SaveRequest(
         path=checkpoint_path(out, 0),
         step=0,
         extra={"model": to_data(model)},
-        tensors=tuple(_plan_shards(param, choice) for param in theirs.values()),
-        pieces=(),
+        tensors=tuple(_plan_shards(param, choice) for param in params.values()),
+        shards=(),
         retention=CheckpointSpec(),
     )
-    return write_single_process(order, made)
+    return write_single_process(request, build_box)
 
 
 def _plan_shards(param: Param, choice: UpcyclingSpec) -> TensorEntry:
-    """A box a copy of an MLP, and one for any other tensor."""
+    """Plan a box for each copy of an MLP, and one for any other tensor."""
     rows = choice.granularity if param.is_expert else param.shape[0]
+    file = payload_file_name(param.layer + 1)  # the embedding's layer is -1
+    inner_offsets = (0,) * (len(param.shape) - 1)
     shards = (
-        StoredShard(
-            box=((first, *(0,) * (len(param.shape) - 1)), (rows, *param.shape[1:])),
-            file=payload_file_name(param.layer + 1),  # the embedding's is -1
-        )
+        StoredShard(box=((first, *inner_offsets), (rows, *param.shape[1:])), file=file)
         for first in range(0, param.shape[0], rows)
     )
     return TensorEntry(name=param.name, dtype="F32", shape=param.shape, shards=tuple(shards))
 
 
 def _build_router(model: ModelSpec, param: Param, choice: UpcyclingSpec, seed: int) -> torch.Tensor:
-    """[E,H]: a random row a copy, the same for all of its slices."""
-    rows = draw_normal(
-        seed, param.name, (choice.copies, model.hidden_size), model.initializer_range
-    )
+    """Build [E,H]: a random row for each copy, the same for all of its slices."""
+    shape = (choice.copies, model.hidden_size)
+    rows = draw_normal(seed, param.name, shape, model.initializer_range)
     return rows.repeat_interleave(choice.granularity, 0)

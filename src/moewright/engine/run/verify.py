@@ -1,9 +1,8 @@
-"""Verify: run a Hugging Face checkpoint on given batches in a layout, and write what came out in
-its own names.
+"""Verify: run a Hugging Face checkpoint on given batches in a layout, and write what came out.
 
-It is the trainer's model, step and optimizer, in fp32, without auxiliary losses; its own are only
-the data, the first weights and, if asked, a plain SGD update. Whoever has another implementation
-can hold the two against each other.
+The results have the checkpoint's own names, so that whoever has another implementation can hold the
+two against each other. It is the trainer's model, step and optimizer, in fp32, without auxiliary
+losses; only the data, the first weights and, if asked, a plain SGD update are its own.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from moewright.engine.checkpoint import (
     single_process,
 )
 from moewright.engine.comm import collectives
-from moewright.engine.data.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.data.sampler import micro_batch_rows
 from moewright.engine.hf.folder import HfFolder, HfReader, open_hf_folder, open_safetensors
 from moewright.engine.hf.names import (
@@ -40,13 +38,14 @@ from moewright.engine.hf.names import (
     to_hf_tensors,
 )
 from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.router import list_routers
 from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.observe.record import clamp_to_finite
 from moewright.engine.optim.update_rules import adamw_update, sgd_update
 from moewright.engine.pipeline.executor import Key
 from moewright.engine.pipeline.run_batch import evaluate_batch
-from moewright.engine.run.batch_file import BATCH_TENSORS, read_batch_workload
+from moewright.engine.run.batch_file import read_batch_workload
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import PhaseClock, TrainState, apply_update, forward_backward
@@ -54,7 +53,8 @@ from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
 from moewright.rules.context_parallel import rank_positions
 from moewright.rules.engine_limits import require_runnable
-from moewright.rules.legality import micro_batches
+from moewright.rules.job import Job
+from moewright.rules.micro_batches import micro_batches
 from moewright.rules.parameters import parameters, selection_bias_name
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
@@ -62,18 +62,20 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.workload import OptimizerSpec, Workload
 
 _IGNORED_LABEL = -100
-_GATHER_FOLDER = ".verify"  # a checkpoint through which the ranks' parts become whole tensors
+# A checkpoint through which the ranks' parts become whole tensors.
+_GATHER_FOLDER = ".verify"
 
 
 class UpdateKind(StrEnum):
+    """How weights are updated."""
+
     SGD = "sgd"
     ADAMW = "adamw"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyJob:
-    """What to run. `lr` is constant; `optimizer` gives the other numbers; `weights` is the
-    folder."""
+    """What to run: `weights` is the folder, `lr` is constant, `optimizer` has the other numbers."""
 
     model: ModelSpec
     weights: Path
@@ -87,50 +89,54 @@ class VerifyJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedBatches:
-    """Batches [N,B,T] in order, the first again after the last; targets are the labels one to the
-    left."""
+    """Batches [N,B,T] in order, the first again after the last."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        rows = local_rows(run, micro_batch)
+    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        rows = local_rows(runtime, micro_batch)
         batch = step % len(self.inputs)
-        inputs, targets = (x[batch, rows.start : rows.stop] for x in (self.inputs, self.targets))
-        return build_micro_batch(run, inputs, targets, None)
+        inputs_BS = self.inputs[batch, rows.start : rows.stop]
+        targets_BS = self.targets[batch, rows.start : rows.stop]
+        return build_micro_batch(runtime, inputs_BS, targets_BS, None)
 
 
-def local_rows(run: Runtime, micro_batch: int) -> range:
-    """Rows of the global batch in a micro-batch of this rank."""
-    layout = run.mesh.layout
+def local_rows(runtime: Runtime, micro_batch: int) -> range:
+    """Return the rows of the global batch in a micro-batch of this rank."""
+    layout = runtime.mesh.layout
     return micro_batch_rows(
-        global_batch=run.workload.global_batch,
+        global_batch=runtime.workload.global_batch,
         dp=layout.dp,
-        dp_rank=run.mesh.coordinate("dp"),
+        dp_rank=runtime.mesh.coordinate("dp"),
         mbs=layout.mbs,
         micro_batch=micro_batch,
     )
 
 
 def verify(job: VerifyJob, out: Path) -> ExitCode:
-    """Write `out`/tensors.safetensors (logits, nll, grad/<their name> of the first batch) and
-    `out`/curve.json.
+    """Write tensors.safetensors and curve.json in `out`.
 
-    Raises BadInput before any process starts for what is not legal, not of the checkpoint, or not
-    run by the engine.
+    The first has the logits, the nll and the gradients (grad/<name>) of the first batch.
+
+    Raises:
+        BadInput: before any process starts, for what is not legal, not of the checkpoint, or not
+            run by the engine.
     """
-    work = read_batch_workload(job.batch, steps=job.steps, optimizer=job.optimizer)
+    workload = read_batch_workload(job.batch, steps=job.steps, optimizer=job.optimizer)
     batches = read_batches(job.batch, vocab_size=job.model.vocab_size)
     folder = open_hf_folder(job.weights)
-    job = _without_absent_mtp(job, folder)
-    require_runnable(job.model, work, job.layout)
+    job = _drop_absent_mtp(job, folder)
+    require_runnable(Job(model=job.model, workload=workload, layout=job.layout))
     build_name_table(job.model, folder)
     return launch(
-        partial(_verify_rank, job, work, batches, out), nproc=job.layout.world_size, run_dir=out
+        partial(_verify_rank, job, workload, batches, out),
+        nproc=job.layout.world_size,
+        run_dir=out,
     )
 
 
-def _without_absent_mtp(job: VerifyJob, folder: HfFolder) -> VerifyJob:
+def _drop_absent_mtp(job: VerifyJob, folder: HfFolder) -> VerifyJob:
     model = drop_absent_mtp(job.model, folder.tensors.keys())
     if model is not job.model:
         print(f"{job.weights}: holds no MTP layer; it is left out", file=sys.stderr)
@@ -138,152 +144,165 @@ def _without_absent_mtp(job: VerifyJob, folder: HfFolder) -> VerifyJob:
 
 
 def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
-    """input_ids and labels of a file whose header `workload_of` has read; -100 in labels is no
-    target.
+    """Read input_ids and labels of a file whose header `read_batch_workload` has read.
 
-    Raises BadInput for an id that is not of the vocabulary.
+    Targets are the labels one to the left; -100 in labels is no target.
+
+    Raises:
+        BadInput: for an id that is not of the vocabulary.
     """
     with open_safetensors(path) as file:
-        ids, labels = (file.get_tensor(name) for name in BATCH_TENSORS)
-    for name, tensor, low in zip(BATCH_TENSORS, (ids, labels), (0, _IGNORED_LABEL), strict=True):
-        wrong = (tensor >= vocab_size) | ((tensor < 0) & (tensor != low))
-        if wrong.any():
-            value = str(int(tensor[wrong][0]))
-            raise BadInput(
-                Reason(
-                    field=f"{path}: {name}", value=value, rule=f"ids must be in 0..{vocab_size - 1}"
-                )
-            )
+        ids = file.get_tensor("input_ids")
+        labels = file.get_tensor("labels")
+    _check_ids(f"{path}: input_ids", ids, vocab_size)
+    _check_ids(f"{path}: labels", labels[labels != _IGNORED_LABEL], vocab_size)
     targets = torch.full_like(ids, _IGNORED_LABEL, dtype=torch.int64)
     targets[:, :, :-1] = labels[:, :, 1:]
     return FixedBatches(inputs=ids.long(), targets=targets)
 
 
+def _check_ids(field: str, ids: torch.Tensor, vocab_size: int) -> None:
+    wrong = ids[(ids >= vocab_size) | (ids < 0)]
+    if wrong.numel():
+        rule = f"ids must be in 0..{vocab_size - 1}"
+        raise BadInput(Reason(field=field, value=str(int(wrong[0])), rule=rule))
+
+
 def _verify_rank(
-    job: VerifyJob, work: Workload, batches: FixedBatches, out: Path, seat: RankContext
+    job: VerifyJob, workload: Workload, batches: FixedBatches, out: Path, context: RankContext
 ) -> RankOutcome:
-    device = init_distributed(seat)
-    folder = open_hf_folder(job.weights)
-    table = build_name_table(job.model, folder)
-    with HfReader(folder) as reader:
-
-        def stored(slot: NamedParameter, run: Runtime) -> torch.Tensor:
-            return read_local_part(reader, table[slot.name], slot.placement)
-
-        rule = sgd_update if job.update_kind is UpdateKind.SGD else adamw_update
-        here = build_train_state(
-            job.model,
-            work,
-            job.layout,
-            batches,
-            rank=seat.rank,
-            device=device,
-            initial_value=stored,
-            update_rule=rule,
-        )
-        for router in list_routers(here.model):
-            if router.selection_bias is not None:
-                bias = table[selection_bias_name(router.layer_number)]
-                router.selection_bias.copy_(
-                    read_parameter_box(reader, bias, (0,), router.selection_bias.shape)
-                )
-    pieces = _compute_outputs(here, batches)
+    device = init_distributed(context)
+    state = _load_state(job, workload, batches, context.rank, device)
+    outputs = _compute_outputs(state, batches)
+    comm = Coordinator(
+        rank=context.rank, world_size=context.world_size, gather=collectives.gather_json
+    )
     curve: list[tuple[float, float]] = []
     for step in range(1, job.steps + 1):
-        seat.beat(step)
+        context.beat(step)
         clock = PhaseClock()
-        found = forward_backward(here, clock, step=step)
+        backward = forward_backward(state, clock, step=step)
         if step == 1:
-            comm = Coordinator(
-                rank=seat.rank, world_size=seat.world_size, gather=collectives.gather_json
-            )
-            whole = save_checkpoint(
+            gathered = save_checkpoint(
                 out / _GATHER_FOLDER,
                 step=1,
-                shards=[*pieces, *here.optimizer.gradient_shards()],
+                shards=[*outputs, *state.optimizer.gradient_shards()],
                 extra={},
                 keep=1,
                 comm=comm,
             )
-        apply_update(here, clock, found, lr=job.lr)
-        curve.append((clamp_to_finite(found.loss), clamp_to_finite(found.grad_norm)))
-    if seat.rank == 0:
-        _write_results(job, whole, curve, out)
-    here.optimizer.finish_pending()
+        apply_update(state, clock, backward, lr=job.lr)
+        curve.append((clamp_to_finite(backward.loss), clamp_to_finite(backward.grad_norm)))
+    if context.rank == 0:
+        _write_results(job, gathered, curve, out)
+    state.optimizer.finish_pending()
     collectives.leave_world()
     return RankOutcome.DONE
 
 
-def _compute_outputs(here: TrainState, batches: FixedBatches) -> list[LocalShard]:
-    """Logits and token losses of the first batch: this rank's rows and part of the vocabulary, if
-    it has the head."""
-    run = here.runtime
-    rows, length, vocab = run.workload.global_batch, run.workload.seq_len, run.model.vocab_size
-    cp = run.mesh.layout.cp
-    parts = rank_positions(length, cp, run.mesh.coordinate("cp"))
-    found = []
+def _load_state(
+    job: VerifyJob, workload: Workload, batches: FixedBatches, rank: int, device: torch.device
+) -> TrainState:
+    folder = open_hf_folder(job.weights)
+    table = build_name_table(job.model, folder)
+    with HfReader(folder) as reader:
 
-    def see(key: Key, out: ModelOutput) -> None:
-        if not here.model.chunks[key[1]].has_loss:
+        def read_weight(parameter: NamedParameter, runtime: Runtime) -> torch.Tensor:
+            return read_local_part(reader, table[parameter.name], parameter.placement)
+
+        state = build_train_state(
+            Job(model=job.model, workload=workload, layout=job.layout),
+            batches,
+            rank=rank,
+            device=device,
+            initial_value=read_weight,
+            update_rule=sgd_update if job.update_kind is UpdateKind.SGD else adamw_update,
+        )
+        for router in list_routers(state.model):
+            bias = router.selection_bias
+            if bias is not None:
+                stored = table[selection_bias_name(router.layer_number)]
+                bias.copy_(read_parameter_box(reader, stored, (0,), bias.shape))
+    return state
+
+
+def _compute_outputs(state: TrainState, batches: FixedBatches) -> list[LocalShard]:
+    """Compute logits and token losses of the first batch.
+
+    A rank that has the output head returns its rows and its part of the vocabulary; the others
+    return nothing.
+    """
+    runtime = state.runtime
+    layout = runtime.mesh.layout
+    global_batch = runtime.workload.global_batch
+    seq_len = runtime.workload.seq_len
+    vocab_size = runtime.model.vocab_size
+    positions = rank_positions(seq_len, layout.cp, runtime.mesh.coordinate("cp"))
+    shards = []
+
+    def keep_outputs(key: Key, out: ModelOutput) -> None:
+        micro_batch, chunk = key
+        if not state.model.chunks[chunk].has_loss:
             return
-        first = local_rows(run, key[0]).start
-        width = out.logits.shape[1]
-        start = run.mesh.coordinate("tp") * width
-        logits = out.logits.unflatten(0, (-1, length // cp))[:, :, : max(0, vocab - start)].float()
-        nll = out.nll.unflatten(0, (-1, length // cp))
-        for place, part in enumerate(parts):
-            columns = slice(place * len(part), (place + 1) * len(part))
-            found.append(
+        first_row = local_rows(runtime, micro_batch).start
+        first_id = runtime.mesh.coordinate("tp") * out.logits.shape[1]
+        local_vocab = max(0, vocab_size - first_id)  # without padding
+        logits = out.logits.unflatten(0, (-1, seq_len // layout.cp))[:, :, :local_vocab].float()
+        nll = out.nll.unflatten(0, (-1, seq_len // layout.cp))
+        start = 0
+        for part in positions:
+            columns = slice(start, start + len(part))
+            start += len(part)
+            shards.append(
                 LocalShard(
                     name="logits",
-                    global_shape=(rows, length, vocab),
-                    offsets=(first, part.start, start),
+                    global_shape=(global_batch, seq_len, vocab_size),
+                    offsets=(first_row, part.start, first_id),
                     tensor=logits[:, columns].contiguous(),
                 )
             )
-            found.append(
+            shards.append(
                 LocalShard(
                     name="nll",
-                    global_shape=(rows, length),
-                    offsets=(first, part.start),
+                    global_shape=(global_batch, seq_len),
+                    offsets=(first_row, part.start),
                     tensor=nll[:, columns].contiguous(),
                 )
             )
 
-    count = micro_batches(run.workload, run.mesh.layout)
-    evaluate_batch(
-        run,
-        here.model,
-        [batches.micro_batch(run, 0, number) for number in range(count)],
-        see,
-        needs_logits=True,
-    )
-    return found
+    batch = [
+        batches.micro_batch(runtime, 0, number)
+        for number in range(micro_batches(runtime.workload, layout))
+    ]
+    evaluate_batch(runtime, state.model, batch, keep_outputs, needs_logits=True)
+    return shards
 
 
 def _write_results(
-    job: VerifyJob, whole: Path, curve: Sequence[tuple[float, float]], out: Path
+    job: VerifyJob, gathered: Path, curve: Sequence[tuple[float, float]], out: Path
 ) -> None:
-    """The gathered tensors in their names, and the curve; the gathering folder goes."""
-    tensors = {entry.name: torch.empty(entry.shape) for entry in read_index(whole).tensors}
-    load_checkpoint(
-        whole,
-        shards=[
-            LocalShard(name=name, global_shape=tuple(t.shape), offsets=(0,) * t.dim(), tensor=t)
-            for name, t in tensors.items()
-        ],
-        comm=single_process(),
-    )
-    given = {"logits": tensors["logits"], "nll": tensors["nll"][:, :-1].contiguous()}
+    """Write the gathered tensors in the checkpoint's names, and the curve.
+
+    The folder through which they were gathered is removed.
+    """
+    tensors = {entry.name: torch.empty(entry.shape) for entry in read_index(gathered).tensors}
+    shards = [
+        LocalShard(
+            name=name, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor
+        )
+        for name, tensor in tensors.items()
+    ]
+    load_checkpoint(gathered, shards=shards, comm=single_process())
+    results = {"logits": tensors["logits"], "nll": tensors["nll"][:, :-1].contiguous()}
     table = build_name_table(job.model, open_hf_folder(job.weights))
-    for param in parameters(job.model):
-        for name, grad in to_hf_tensors(tensors[f"grad/{param.name}"], table[param.name]):
-            given[f"grad/{name}"] = grad
-    part = out / "tensors.safetensors.part"
-    save_file(given, str(part))
-    part.rename(out / "tensors.safetensors")
+    for parameter in parameters(job.model):
+        gradient = tensors[f"grad/{parameter.name}"]
+        for name, part in to_hf_tensors(gradient, table[parameter.name]):
+            results[f"grad/{name}"] = part
+    temporary = out / "tensors.safetensors.part"
+    save_file(results, str(temporary))
+    temporary.rename(out / "tensors.safetensors")
     losses, norms = zip(*curve, strict=True)
-    (out / "curve.json").write_text(
-        json.dumps({"loss": losses, "grad_norm": norms}) + "\n", "utf-8"
-    )
-    shutil.rmtree(whole.parent)
+    text = json.dumps({"loss": losses, "grad_norm": norms}) + "\n"
+    (out / "curve.json").write_text(text, "utf-8")
+    shutil.rmtree(gathered.parent)

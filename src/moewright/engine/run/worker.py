@@ -1,5 +1,4 @@
-"""What a rank has besides its model: a stop flag, a heartbeat, a store to meet the others, a note
-when it fails."""
+"""What a rank has besides its model: who it is, a stop flag, a heartbeat, a note when it fails."""
 
 from __future__ import annotations
 
@@ -20,19 +19,17 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch._C._distributed_c10d import (
-    FileStore,
-    Store,
-)  # torch.distributed re-exports them, unseen by type checkers
+
+# torch.distributed re-exports these, but type checkers do not see it.
+from torch._C._distributed_c10d import FileStore, Store
 
 from moewright.engine.run.rendezvous import Rendezvous, open_rendezvous
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_BEAT = struct.Struct(
-    "<qd"
-)  # step, seconds of the monotonic clock (one clock for all processes of a machine)
+# A heartbeat: the step, and seconds of the monotonic clock, which all processes of a machine share.
+_BEAT = struct.Struct("<qd")
 _PEER_LOST = (
     "closed by peer",
     "reset by peer",
@@ -47,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ExitCode(IntEnum):
-    """Exit codes of a job."""
+    """The exit codes of a job."""
 
     DONE = 0
     BAD_INPUT = 2
@@ -66,8 +63,8 @@ class RankOutcome(StrEnum):
 class Timeouts:
     """How long ranks wait for each other; the only place that says so.
 
-    `collective_s` is the timeout of every process group, and a rank that has not beaten for so long
-    and a margin is taken to hang: a worker calls `beat` at least that often, in evaluation and
+    `collective_s` is the timeout of every process group. A rank that has not beaten for that long
+    and a margin is taken to hang, so a worker calls `beat` at least that often, in evaluation and
     start-up too.
     """
 
@@ -76,8 +73,10 @@ class Timeouts:
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT, polled by the trainer; more signals change nothing, so a save is
-    not interrupted."""
+    """A flag that SIGTERM or SIGINT sets and the trainer polls.
+
+    More signals change nothing, so a save is not interrupted.
+    """
 
     def __init__(self) -> None:
         self._requested = False
@@ -89,6 +88,7 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
+        """Whether this process was asked to stop."""
         return self._requested
 
     def _request(self, number: int, frame: FrameType | None) -> None:
@@ -96,26 +96,28 @@ class StopFlag:
 
 
 class Heartbeat:
-    """Writes the step that a rank is on, and when, for the launcher to read."""
+    """A file that tells the launcher which step a rank is on, and since when."""
 
     def __init__(self, path: Path | None) -> None:
-        self._handle = (
-            None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        )
+        self._handle: int | None = None
+        if path is not None:
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._step = 0
 
     @property
     def step(self) -> int:
+        """The step of the last beat."""
         return self._step
 
     def beat(self, step: int) -> None:
+        """Note that the rank starts a step now."""
         self._step = step
         if self._handle is not None:
             os.pwrite(self._handle, _BEAT.pack(step, time.monotonic()), 0)
 
 
 def read_last_beat(path: Path) -> tuple[int, float] | None:
-    """Step and monotonic second of the last beat, or None before the first."""
+    """Return the step and the monotonic second of the last beat, or None before the first."""
     try:
         return _BEAT.unpack(path.read_bytes())
     except (FileNotFoundError, struct.error):
@@ -124,8 +126,10 @@ def read_last_beat(path: Path) -> tuple[int, float] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """What a rank is told before it starts. Ranks meet over a file of the launcher, or at the door
-    of torchrun."""
+    """What a rank is told before it starts.
+
+    Ranks meet over a file of the launcher, or at the address that torchrun gives.
+    """
 
     rank: int
     local_rank: int
@@ -136,14 +140,16 @@ class RankInfo:
 
 
 def rank_file_path(folder: Path, kind: str, rank: int) -> Path:
-    """The file of a rank in the launcher's folder; `kind` is "beat", "met" or "failure"."""
+    """Return the file of a rank in the launcher's folder: its "beat", "met" or "failure"."""
     return folder / f"{kind}-{rank:05d}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """Handed to the worker. `beat(step)` at the start of every step; `stop.requested` is this
-    rank's own flag."""
+    """What a worker is called with.
+
+    It calls `beat(step)` at the start of every step; `stop.requested` is this rank's own flag.
+    """
 
     info: RankInfo
     stop: StopFlag
@@ -166,15 +172,17 @@ class RankContext:
         return self.info.timeouts
 
     def open_store(self) -> Store:
-        """Where the ranks meet. Call once."""
-        meeting, patience_s = self.info.rendezvous, self.timeouts.rendezvous_s
-        if isinstance(meeting, Rendezvous):
+        """Open the store over which the ranks meet; to be called once."""
+        rendezvous = self.info.rendezvous
+        timeout_s = self.timeouts.rendezvous_s
+        if isinstance(rendezvous, Rendezvous):
             return open_rendezvous(
-                meeting, rank=self.rank, world_size=self.world_size, timeout_s=patience_s
+                rendezvous, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s
             )
-        rank_file_path(meeting.parent, "met", self.rank).touch()  # whoever lacks one is waited for
-        store = FileStore(str(meeting), self.world_size)
-        store.set_timeout(timedelta(seconds=patience_s))
+        # The launcher blames a rank that lacks this file: the others wait for it.
+        rank_file_path(rendezvous.parent, "met", self.rank).touch()
+        store = FileStore(str(rendezvous), self.world_size)
+        store.set_timeout(timedelta(seconds=timeout_s))
         return store
 
 
@@ -191,85 +199,89 @@ class FailureKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """How a rank ended: `what` it did ("was killed by SIGKILL"), the `error` in one line, `detail`
-    for the log."""
+    """How a rank failed.
+
+    `event` is what it did ("was killed by SIGKILL"), `error` one line, `detail` text for the log.
+    """
 
     rank: int
     step: int
-    at_s: float  # on the monotonic clock
-    blame: FailureKind
-    what: str
+    time_s: float  # on the monotonic clock
+    kind: FailureKind
+    event: str
     error: str = ""
     detail: str = ""
     reasons: tuple[Reason, ...] = ()  # of a BadInput
 
     def __str__(self) -> str:
-        where = f"at step {self.step}" if self.step else "before its first step"
-        return f"rank {self.rank} {self.what} {where}" + (f": {self.error}" if self.error else "")
+        when = f"at step {self.step}" if self.step else "before its first step"
+        cause = f": {self.error}" if self.error else ""
+        return f"rank {self.rank} {self.event} {when}{cause}"
 
 
 def write_failure(path: Path, failure: RankFailure) -> None:
-    with suppress(OSError):  # a full disk must not hide the first error
+    """Write the note of a failure; a full disk must not hide the failure itself."""
+    with suppress(OSError):
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(failure)), "utf-8")
         part.rename(path)
 
 
 def read_failure(path: Path) -> RankFailure | None:
+    """Read the note of a failure, or return None where there is none."""
     if not path.exists():
         return None
     data = json.loads(path.read_text("utf-8"))
-    return RankFailure(
-        **{
-            **data,
-            "blame": FailureKind(data["blame"]),
-            "reasons": tuple(Reason(**reason) for reason in data["reasons"]),
-        }
-    )
+    data["kind"] = FailureKind(data["kind"])
+    data["reasons"] = tuple(Reason(**reason) for reason in data["reasons"])
+    return RankFailure(**data)
 
 
 def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure:
+    """Describe an exception that a worker raised."""
     text = " ".join(str(error).split())
+    name = type(error).__name__
+    lost_peer = any(sign in text for sign in _PEER_LOST)
     return RankFailure(
         rank=rank,
         step=step,
-        at_s=time.monotonic(),
-        blame=FailureKind.PEER_LOST
-        if any(sign in text for sign in _PEER_LOST)
-        else FailureKind.CAUSE,
-        what="failed",
-        error=f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        time_s=time.monotonic(),
+        kind=FailureKind.PEER_LOST if lost_peer else FailureKind.CAUSE,
+        event="failed",
+        error=f"{name}: {text}" if text else name,
         detail="".join(traceback.format_exception(error)),
         reasons=error.reasons if isinstance(error, BadInput) else (),
     )
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent `parent` ends, however it ends (Linux)."""
+    """Have the kernel kill this process when process `parent` ends, however it ends (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(ExitCode.RANK_FAILED)
 
 
 def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int) -> None:
-    """The life of a launched rank; never returns. Stop signals arrive blocked and open once the
-    flag is in place."""
+    """Live the life of a launched rank; this never returns.
+
+    Stop signals arrive blocked, and are unblocked once the flag is in place.
+    """
     die_with_parent(parent)
     stop = StopFlag()
     stop.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    heart = Heartbeat(rank_file_path(folder, "beat", info.rank))
-    heart.beat(0)
+    heartbeat = Heartbeat(rank_file_path(folder, "beat", info.rank))
+    heartbeat.beat(0)
     if info.device is DeviceKind.CPU:
         torch.set_num_threads(1)  # ranks share the cores
     code = ExitCode.RANK_FAILED
     try:
-        outcome = worker(RankContext(info=info, stop=stop, beat=heart.beat))
+        outcome = worker(RankContext(info=info, stop=stop, beat=heartbeat.beat))
         code = ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
     except Exception as error:
-        failure = failure_from_error(error, rank=info.rank, step=heart.step)
+        failure = failure_from_error(error, rank=info.rank, step=heartbeat.step)
         code = ExitCode.BAD_INPUT if failure.reasons else ExitCode.RANK_FAILED
         write_failure(rank_file_path(folder, "failure", info.rank), failure)
     for stream in (sys.stdout, sys.stderr):

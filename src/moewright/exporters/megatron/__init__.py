@@ -1,0 +1,1 @@
+"""Plans as launch scripts of Megatron-LM."""

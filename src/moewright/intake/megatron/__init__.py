@@ -1,0 +1,1 @@
+"""The reader of launch scripts and logs of Megatron-LM."""

@@ -1,4 +1,4 @@
-"""The options of a command, asked for one after another."""
+"""The options of a launch command, and which of them were read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from moewright.spec.errors import BadInput, Reason
 
 
 class Arguments:
-    """The options of a command; remembers which were asked for, so that the others can be named."""
+    """A command's options; it remembers which were read, so that the others can be named.
+
+    The values are checked against the parser's types before (see options.find_launch). Reading one
+    that is only known when the script runs raises BadInput.
+    """
 
     def __init__(self, options: Mapping[str, tuple[str, ...]]) -> None:
         self.options = options
@@ -19,16 +23,37 @@ class Arguments:
         self.read_names.add(name)
         return name in self.options
 
+    def ignore(self, *names: str) -> None:
+        """Count options as read that change nothing by themselves."""
+        self.read_names.update(names)
+
+    def refuse_unplanned(self, meanings: Mapping[str, str]) -> None:
+        """Refuse the options in `meanings`, which says what each asks for.
+
+        Raises:
+            BadInput: one of them is there.
+        """
+        for name, meaning in meanings.items():
+            if self.has(name):
+                raise BadInput(Reason(field=name, rule=f"{meaning} cannot be planned here"))
+
     def values(self, name: str, *default: str) -> tuple[str, ...]:
-        """Its values; BadInput where one of them is only known when the script runs."""
+        """Return all values of an option.
+
+        Raises:
+            BadInput: one of them is only known when the script runs.
+        """
         if not self.has(name):
             return default
         for value in self.options[name]:
-            if lacking := UNKNOWN_VALUE.search(value):
-                rule = f"takes the value of {lacking[1]}, which only running the script tells; set it in the environment"
-                raise BadInput(
-                    Reason(field=name, rule=rule, nearest=f"{lacking[1]}=... before this command")
+            if unknown := UNKNOWN_VALUE.search(value):
+                variable = unknown[1]
+                rule = (
+                    f"takes the value of {variable}, which only running the script tells; "
+                    "set it in the environment"
                 )
+                nearest = f"{variable}=... before this command"
+                raise BadInput(Reason(field=name, rule=rule, nearest=nearest))
         return self.options[name]
 
     def text(self, name: str, default: str = "") -> str:
@@ -42,5 +67,4 @@ class Arguments:
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """Options that nothing here asked for."""
         return tuple(name for name in self.options if name not in self.read_names)

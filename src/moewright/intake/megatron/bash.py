@@ -1,9 +1,9 @@
-"""Launch scripts, read and never run: the part of bash that they are written in.
+"""An interpreter of launch scripts that starts nothing: the part of bash they are written in.
 
-Assignments, arrays, exports, quotes, continued lines, ${X:-default}, $((arithmetic)), if, case, &&
-and ||, `eval` and `bash -c`; loops only to see that they do not run. What only running would tell
-(command substitutions, positional parameters, variables set elsewhere) stands in the words as its
-name between zero bytes, so that whoever needs the value can say which one is missing.
+It reads assignments, arrays, exports, quotes, continued lines, ${X:-default}, $((arithmetic)), if,
+case, && and ||, `eval` and `bash -c`; and loops only to see that they do not run. What only running
+would tell (the output of commands, positional parameters, variables set elsewhere) stands in the
+words as its name between zero bytes, so that whoever needs the value can say which one is missing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ from moewright.intake.megatron.bash_tokens import (
 
 UNKNOWN_VALUE = re.compile("\0([^\0]*)\0")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ASSIGN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.DOTALL)
-_DECLARING = ("export", "declare", "local", "readonly", "typeset")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.DOTALL)
+_WHOLE_ARRAY = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[@\]\}|\$(@)")
+_PARAMETER = re.compile(
+    r"([A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-])"  # its name
+    r"(\[[@*0-9]+\])?"  # which elements of an array
+    r"(?:(:?[-=+?])(.*))?",  # what to do where it is not set, and the word for it
+    re.DOTALL,
+)
+_TERNARY = re.compile(r"([^?]+)\?([^:?]+):([^:?]+)")  # a ? b : c
+_DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
+_TESTS = ("[", "[[", "test")
 _ARITHMETIC = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -35,7 +44,7 @@ _ARITHMETIC = {
     ast.Div: operator.floordiv,  # bash divides whole numbers
     ast.Mod: operator.mod,
 }
-_COMPARED = {
+_COMPARISONS = {
     ast.Gt: operator.gt,
     ast.Lt: operator.lt,
     ast.GtE: operator.ge,
@@ -43,15 +52,16 @@ _COMPARED = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-_CHOICE = re.compile(r"([^?]+)\?([^:?]+):([^:?]+)")  # a ? b : c
-_OUTPUT = "output-of-"
-_DEEPEST = 8  # evals and bash -c inside each other
+_OUTPUT_PREFIX = "output-of-"
+_MAX_DEPTH = 8  # of evals and bash -c inside each other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A command as bash would start it: the variables that stand before it, its words, and its line
-    in the script."""
+    """A command as bash would start it: its words, its environment and its line in the script.
+
+    `exported` are the exported variables and those that stand before the command.
+    """
 
     words: tuple[str, ...]
     exported: tuple[tuple[str, str], ...]
@@ -61,51 +71,56 @@ class Command:
 def read_commands(
     text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> tuple[Command, ...]:
-    """Every command of a script that bash would reach, with its words expanded; BadInput names a
-    line it cannot read.
+    """Return every command of a script that bash would reach, with its words expanded.
 
     Variables come from the script, then from `environment`; `arguments` are what stands behind the
     script's name.
+
+    Raises:
+        BadInput: names a line that cannot be read.
     """
-    found: list[Command] = []
+    commands: list[Command] = []
     try:
         for command in _Interpreter(environment, arguments).run(text, first_line=1, depth=0):
-            found.append(command)
+            commands.append(command)
     except _ScriptExit:
         pass
-    return tuple(found)
+    return tuple(commands)
 
 
 class _ScriptExit(Exception):
-    """The script ends here."""
+    """The script has reached `exit`."""
 
 
 class _Interpreter:
-    """Variables while the script is read from top to bottom; every variable is an array."""
+    """The variables of a script while it is read from top to bottom; every variable is an array.
+
+    `status` is whether the last command succeeded, which `if`, && and || ask.
+    """
 
     def __init__(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
+        self.status = True
+        self.exported: dict[str, None] = {}
         self.variables: dict[str, tuple[str, ...]] = {
             name: (value,) for name, value in environment.items()
         }
-        self.variables |= {str(place): (value,) for place, value in enumerate(arguments, 1)}
+        self.variables |= {str(number): (value,) for number, value in enumerate(arguments, 1)}
         self.variables |= {
             "#": (str(len(arguments)),),
             "@": tuple(arguments),
             "*": tuple(arguments),
         }
-        self.exported: dict[str, None] = {}
 
     def run(self, text: str, *, first_line: int, depth: int) -> Iterator[Command]:
-        if depth > _DEEPEST:
-            raise syntax_refusal(first_line, f"starts shells more than {_DEEPEST} deep")
+        if depth > _MAX_DEPTH:
+            raise syntax_refusal(first_line, f"starts shells more than {_MAX_DEPTH} deep")
         reader = TokenReader(tuple(tokenize(text, first_line)))
         yield from self._block(reader, (), True, depth)
 
     def _block(
         self, reader: TokenReader, ends: tuple[str, ...], live: bool, depth: int
     ) -> Iterator[Command]:
-        """Statements up to one of the words in `ends`; those of a branch that is not taken are read
-        past."""
+        """Run the statements up to one of the words in `ends`, or skip them where not `live`."""
         while (token := reader.peek()) is not None:
             if (token.text if token.is_operator else token.unquoted) in ends:
                 return
@@ -118,8 +133,9 @@ class _Interpreter:
             elif token.unquoted == "case":
                 yield from self._case(reader, live, depth)
             elif token.unquoted == "{" or reader.skip_function_header():
+                is_group = token.unquoted == "{"  # the body of a function is skipped
                 reader.take()
-                yield from self._block(reader, ("}",), live and token.unquoted == "{", depth)
+                yield from self._block(reader, ("}",), live and is_group, depth)
                 reader.expect("}")
             else:
                 yield from self._list(reader, live, depth)
@@ -128,263 +144,277 @@ class _Interpreter:
 
     def _if(self, reader: TokenReader, live: bool, depth: int) -> Iterator[Command]:
         reader.take()
-        done = not live
+        is_open = live  # no branch has been taken yet
         while True:
-            held = list(self._block(reader, ("then",), not done, depth)) if not done else None
-            if held is None:
-                list(self._block(reader, ("then",), False, depth))
-            taken = not done and self.status
+            for _ in self._block(reader, ("then",), is_open, depth):
+                pass  # a condition counts by its status, not by what it would start
+            is_taken = is_open and self.status
             reader.expect("then")
-            yield from self._block(reader, ("elif", "else", "fi"), taken, depth)
-            done = done or taken
-            word = reader.take().unquoted
-            if word == "fi":
+            yield from self._block(reader, ("elif", "else", "fi"), is_taken, depth)
+            is_open = is_open and not is_taken
+            keyword = reader.take().unquoted
+            if keyword == "fi":
                 return
-            if word == "else":
-                yield from self._block(reader, ("fi",), not done, depth)
+            if keyword == "else":
+                yield from self._block(reader, ("fi",), is_open, depth)
                 reader.expect("fi")
                 return
 
     def _loop(self, reader: TokenReader, live: bool, depth: int) -> Iterator[Command]:
-        """A loop that ends before it begins, such as one over arguments that nobody gives; others
-        are refused."""
-        token, runs = reader.take(), False
-        if token.unquoted in ("while", "until"):
+        """Skip a loop that does not run, such as one over arguments that nobody gives.
+
+        Raises:
+            BadInput: the loop runs.
+        """
+        keyword = reader.take()
+        if keyword.unquoted in ("while", "until"):
             yield from self._block(reader, ("do",), live, depth)
-            runs = self.status == (token.unquoted == "while")
-        else:
-            reader.take()
-            while (word := reader.take()).unquoted != "do":
-                runs = runs or (
-                    word.unquoted != "in" and not word.is_operator and bool(self.fields(word))
-                )
-        if token.unquoted in ("while", "until"):
+            runs = self.status == (keyword.unquoted == "while")
             reader.expect("do")
+        else:
+            runs = self._has_items(reader)
         if live and runs:
-            raise syntax_refusal(
-                token.line, f"`{token.unquoted}` is not read; write the commands out"
-            )
+            rule = f"`{keyword.unquoted}` is not read; write the commands out"
+            raise syntax_refusal(keyword.line, rule)
         yield from self._block(reader, ("done",), False, depth)
         reader.expect("done")
         self.status = True
 
+    def _has_items(self, reader: TokenReader) -> bool:
+        """Take the head of `for name in items; do`; return whether it has items."""
+        reader.take()
+        has_items = False
+        while (token := reader.take()).unquoted != "do":
+            if not has_items and token.unquoted != "in" and not token.is_operator:
+                has_items = bool(self.expand(token))
+        return has_items
+
     def _case(self, reader: TokenReader, live: bool, depth: int) -> Iterator[Command]:
-        line, word = reader.take().line, reader.take()
-        value = self._asked(" ".join(self.fields(word)), line) if live else ""
+        line = reader.take().line
+        subject = reader.take()
+        value = self._require_known(" ".join(self.expand(subject)), line) if live else ""
         reader.expect("in")
         while True:
             while (token := reader.peek()) is not None and (
                 token.is_separator or token.text == "("
             ):
                 reader.take()
-            if (token := reader.take()).unquoted == "esac":
+            token = reader.take()
+            if token.unquoted == "esac":
                 return
-            fits = False
+            matches = False
             while token.text != ")" or not token.is_operator:
-                fits = fits or (
-                    not token.is_operator and fnmatchcase(value, "".join(self.fields(token)))
-                )
+                if not matches and not token.is_operator:
+                    matches = fnmatchcase(value, "".join(self.expand(token)))
                 token = reader.take()
-            yield from self._block(reader, (";;", "esac"), live and fits, depth)
-            live = live and not fits
-
-    status = True  # of the last command: what `if`, && and || ask
+            yield from self._block(reader, (";;", "esac"), live and matches, depth)
+            live = live and not matches
 
     def _list(self, reader: TokenReader, live: bool, depth: int) -> Iterator[Command]:
-        """Commands joined by && and ||; of a pipe the first counts."""
-        wanted = live
+        """Run commands joined by && and ||, and the first of a pipe: the others train nothing."""
+        is_run = live
         while True:
             words = reader.take_command()
-            if wanted and words:
-                yield from self._simple(words, depth)
+            if is_run and words:
+                yield from self._command(words, depth)
             joint = reader.peek()
             if joint is None or joint.text not in ("&&", "||", "|"):
                 return
             reader.take()
-            # What reads another's output trains nothing.
-            wanted = joint.text != "|" and live and self.status == (joint.text == "&&")
+            is_run = joint.text != "|" and live and self.status == (joint.text == "&&")
 
-    def _simple(self, words: list[ShellToken], depth: int) -> Iterator[Command]:
+    def _command(self, words: list[ShellToken], depth: int) -> Iterator[Command]:
         self.status = True
-        line = words[0].line
-        if words[0].unquoted == "!":
-            yield from self._simple(words[1:], depth) if len(words) > 1 else ()
+        first = words[0]
+        if first.unquoted == "!":
+            if len(words) > 1:
+                yield from self._command(words[1:], depth)
             self.status = not self.status
-            return
-        if words[0].unquoted in ("[", "[[", "test"):
-            self.status = self._test(words)
-            return
-        if words[0].unquoted == "exit":
+        elif first.unquoted in _TESTS:
+            self.status = self._evaluate_test(words)
+        elif first.unquoted == "exit":
             raise _ScriptExit
-        if words[0].unquoted in _DECLARING:
-            for word in words[1:]:
-                if self._assign(word) and words[0].unquoted == "export":
-                    self._export(word.text)
-            return
-        before = []
-        while words and (match := _ASSIGN.fullmatch(words[0].text)) and words[0].is_assignment:
-            before.append((match[1], self.variables.get(match[1], ())))
+        elif first.unquoted in _DECLARATIONS:
+            self._declare(words[1:], is_export=first.unquoted == "export")
+        else:
+            yield from self._start(words, depth)
+
+    def _declare(self, words: list[ShellToken], *, is_export: bool) -> None:
+        for word in words:
+            if self._assign(word) and is_export:
+                self.exported[_NAME.match(word.text)[0]] = None  # type: ignore[index]
+
+    def _start(self, words: list[ShellToken], depth: int) -> Iterator[Command]:
+        """Yield a command with the variables before it, or set these where no command follows."""
+        line = words[0].line
+        previous = []
+        while words and (match := _ASSIGNMENT.fullmatch(words[0].text)) and words[0].is_assignment:
+            previous.append((match[1], self.variables.get(match[1], ())))
             self._assign(words.pop(0))
         if not words:
             return
-        own = {name: self._one(name) for name, _ in before}
-        exported = {name: self._one(name) for name in self.exported} | own
-        for name, value in before:
+        own = {name: self._first_value(name) for name, _ in previous}
+        exported = {name: self._first_value(name) for name in self.exported} | own
+        for name, value in previous:
             self.variables[name] = value
-        flat = [field for word in words for field in self.fields(word)]
-        if not flat:
+        expanded = [text for word in words for text in self.expand(word)]
+        if not expanded:
             return
-        inner = _inner(flat)
+        inner = _inner_script(expanded)
         if inner:
             yield from self.run(inner, first_line=line, depth=depth + 1)
         else:
-            yield Command(words=tuple(flat), exported=tuple(exported.items()), line=line)
-
-    def _export(self, text: str) -> None:
-        self.exported[_NAME.match(text)[0]] = None  # type: ignore[index]
+            yield Command(words=tuple(expanded), exported=tuple(exported.items()), line=line)
 
     def _assign(self, word: ShellToken) -> bool:
-        """Set what the word assigns; a bare name after `export` keeps its value."""
-        match = _ASSIGN.fullmatch(word.text)
+        """Set what the word assigns; a bare name, as after `export`, keeps its value.
+
+        Return whether the word is an assignment or a name.
+        """
+        match = _ASSIGNMENT.fullmatch(word.text)
         if not match:
             return _NAME.fullmatch(word.text) is not None
-        name, more, value = match.groups()
-        if value.startswith("(") and value.endswith(")"):
-            inside = [token for token in tokenize(value[1:-1], word.line) if not token.is_separator]
-            new: tuple[str, ...] = tuple(field for token in inside for field in self.fields(token))
-        else:
-            new = ("".join(self._parts(value, word.line, quoted=True)),)
-        old = self.variables.get(name, ())
-        if more and not value.startswith("("):
-            new = ((old[0] if old else "") + new[0], *old[1:])
-        elif more:
-            new = (*old, *new)
-        self.variables[name] = new
+        name, appends, text = match.groups()
+        if text.startswith("(") and text.endswith(")"):
+            tokens = [token for token in tokenize(text[1:-1], word.line) if not token.is_separator]
+            items = tuple(item for token in tokens for item in self.expand(token))
+            old = self.variables.get(name, ()) if appends else ()
+            self.variables[name] = (*old, *items)
+            return True
+        value = self._substitute(text, word.line)
+        old = self.variables.get(name, ()) if appends else ()
+        self.variables[name] = ("".join(old[:1]) + value, *old[1:])
         return True
 
-    def _one(self, name: str) -> str:
+    def _first_value(self, name: str) -> str:
         return next(iter(self.variables.get(name, ())), "")
 
-    def fields(self, word: ShellToken) -> list[str]:
-        """The words that bash makes of one: quotes removed, values in, unquoted values split at
-        blanks."""
-        found: list[str] = []
+    def expand(self, word: ShellToken) -> list[str]:
+        """Return the words that bash makes of one.
+
+        Quotes are removed, expressions replaced by their values, and unquoted values split at
+        blanks.
+        """
+        words: list[str] = []
         current: str | None = None
-        for kind, text in word.pieces:
-            if kind == "single":
+        for quoting, text in word.pieces:
+            if quoting == "single":
                 current = (current or "") + text
                 continue
-            whole = _array(text) if kind != "bare" or text.startswith("$") else None
-            if kind == "double" and whole is not None:
-                values = list(self.variables.get(whole, ()))
+            array = _whole_array_name(text) if quoting == "double" else None
+            if array is not None:
+                values = list(self.variables.get(array, ()))
                 if values:
-                    found.append((current or "") + values[0])
-                    found += values[1:]
-                    current = found.pop()
+                    words += [(current or "") + values[0], *values[1:]]
+                    current = words.pop()
                 continue
-            parts = list(self._parts(text, word.line, quoted=kind == "double"))
-            if kind == "double" or text[0] not in "$`":
-                current = (current or "") + "".join(parts)
+            value = self._substitute(text, word.line)
+            if quoting == "double" or text[0] not in "$`":
+                current = (current or "") + value
                 continue
-            joined = "".join(parts)
-            pieces = joined.split()
-            if not pieces:
+            split = value.split()
+            if not split:
                 continue
-            if current is not None and joined[:1].isspace():
-                found.append(current)
+            if current is not None and value[:1].isspace():
+                words.append(current)
                 current = None
-            found += [(current or "") + pieces[0], *pieces[1:]]
-            current = None if joined[-1].isspace() else found.pop()
-        return found if current is None else [*found, current]
+            words += [(current or "") + split[0], *split[1:]]
+            current = None if value[-1].isspace() else words.pop()
+        return words if current is None else [*words, current]
 
-    def _parts(self, text: str, line: int, *, quoted: bool) -> Iterator[str]:
-        """Text with $-expressions replaced; an assignment's value still has its quotes."""
+    def _substitute(self, text: str, line: int) -> str:
+        """Return the text with its expressions replaced; an assigned value's quotes go too."""
+        parts = []
         for kind, piece in split_expressions(text, line):
             if kind == "text":
-                yield piece
+                parts.append(piece)
             elif kind == "arithmetic":
-                yield self._number(piece, line)
+                parts.append(self._evaluate_arithmetic(piece, line))
             elif kind == "command":
-                yield f"\0{_OUTPUT}{next(iter(piece.split()), '')[:40]}\0"
+                program = next(iter(piece.split()), "")[:40]
+                parts.append(f"\0{_OUTPUT_PREFIX}{program}\0")
             else:
-                yield self._value(piece, line)
+                parts.append(self._expand_parameter(piece, line))
+        return "".join(parts)
 
-    def _value(self, body: str, line: int) -> str:
-        """The value of ${body}."""
-        match = re.fullmatch(
-            r"([A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-])(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?",
-            body,
-            re.DOTALL,
-        )
+    def _expand_parameter(self, body: str, line: int) -> str:
+        """Return the value of ${body}."""
+        match = _PARAMETER.fullmatch(body)
         if not match:
             return f"\0{''.join(body[:40].split())}\0"
         name, index, operation, word = match.groups()
-        values = self.variables.get(name)
-        if values is not None:
-            index = "[@]" if name in ("@", "*") else index
-            at = 0 if index is None else None if index[1] in "@*" else int(index[1:-1])
-            value = " ".join(values) if at is None else values[at] if at < len(values) else ""
-        else:
-            value = None
-        empty = value is None or (value == "" and bool(operation) and operation.startswith(":"))
-        if operation and operation.endswith("+"):
-            return "" if empty else self._text(word, line)
-        if operation and operation[-1] in "-=" and empty:
-            value = self._text(word, line)
+        value = self._indexed_value(name, index)
+        if not operation:
+            return f"\0{name}\0" if value is None else value
+        is_empty = value is None or (value == "" and operation.startswith(":"))
+        if operation.endswith("+"):
+            return "" if is_empty else self._expand_text(word, line)
+        if operation[-1] in "-=" and is_empty:
+            value = self._expand_text(word, line)
             if operation.endswith("="):
                 self.variables[name] = (value,)
         return f"\0{name}\0" if value is None else value
 
-    def _text(self, word: str, line: int) -> str:
-        return (
-            "".join("".join(self.fields(token)) for token in tokenize(word, line)) if word else ""
-        )
+    def _indexed_value(self, name: str, index: str | None) -> str | None:
+        """Return an element of a variable, or all of them for @ and *; None if it is not set."""
+        values = self.variables.get(name)
+        if values is None:
+            return None
+        if name in ("@", "*") or (index is not None and index[1] in "@*"):
+            return " ".join(values)
+        position = int(index[1:-1]) if index is not None else 0
+        return values[position] if position < len(values) else ""
 
-    def _number(self, text: str, line: int) -> str:
-        plain = "".join(self._parts(text, line, quoted=True))
-        if lacking := UNKNOWN_VALUE.search(plain):
-            return lacking[0]
-        plain = _NAME.sub(lambda match: self._one(match[0]) or f"\0{match[0]}\0", plain)
-        if lacking := UNKNOWN_VALUE.search(plain):
-            return lacking[0]
-        if match := _CHOICE.fullmatch(plain):
-            plain = f"({match[2]}) if ({match[1]}) else ({match[3]})"
+    def _expand_text(self, text: str, line: int) -> str:
+        return "".join("".join(self.expand(token)) for token in tokenize(text, line))
+
+    def _evaluate_arithmetic(self, text: str, line: int) -> str:
+        expression = self._substitute(text, line)
+        if unknown := UNKNOWN_VALUE.search(expression):
+            return unknown[0]
+        expression = _NAME.sub(
+            lambda match: self._first_value(match[0]) or f"\0{match[0]}\0", expression
+        )
+        if unknown := UNKNOWN_VALUE.search(expression):
+            return unknown[0]
+        if match := _TERNARY.fullmatch(expression):
+            expression = f"({match[2]}) if ({match[1]}) else ({match[3]})"
         try:
-            return str(_computed(ast.parse(plain.strip(), mode="eval").body))
+            return str(_compute(ast.parse(expression.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             raise syntax_refusal(line, f"$(({text.strip()[:40]})) is not read") from None
 
-    def _test(self, words: list[ShellToken]) -> bool:
-        """[ ... ]: comparisons of texts and numbers, -z, -n, !, and of files none."""
-        line, plain = words[0].line, []
-        for word in words[1:]:
-            fields = self.fields(word)
-            plain.append(fields[0] if len(fields) == 1 else " ".join(fields))
-        plain = [word for word in plain if word not in ("]", "]]")]
+    def _evaluate_test(self, words: list[ShellToken]) -> bool:
+        """Return the truth of [ ... ]; no file exists for it."""
+        line = words[0].line
+        operands = [" ".join(self.expand(word)) for word in words[1:]]
+        operands = [operand for operand in operands if operand not in ("]", "]]")]
         for joint in ("-o", "||", "-a", "&&"):
-            if joint in plain:
-                at = plain.index(joint)
-                sides = [self._compare(part, line) for part in (plain[:at], plain[at + 1 :])]
-                return any(sides) if joint in ("-o", "||") else all(sides)
-        return self._compare(plain, line)
+            if joint in operands:
+                middle = operands.index(joint)
+                left = self._compare(operands[:middle], line)
+                right = self._compare(operands[middle + 1 :], line)
+                return (left or right) if joint in ("-o", "||") else (left and right)
+        return self._compare(operands, line)
 
-    def _asked(self, text: str, line: int) -> str:
-        """A text that decides what is run next: variables without value are empty; BadInput for
-        what programs print."""
+    def _require_known(self, text: str, line: int) -> str:
+        """Return a text that decides what runs next, where variables without value are empty.
+
+        Raises:
+            BadInput: it depends on what a program prints.
+        """
         text = UNKNOWN_VALUE.sub(
-            lambda match: match[0] if match[1].startswith(_OUTPUT) else "", text
+            lambda match: match[0] if match[1].startswith(_OUTPUT_PREFIX) else "", text
         )
-        if found := UNKNOWN_VALUE.search(text):
-            raise syntax_refusal(
-                line, f"what follows depends on the {found[1]}, which only running tells"
-            )
+        if output := UNKNOWN_VALUE.search(text):
+            rule = f"what follows depends on the {output[1]}, which only running tells"
+            raise syntax_refusal(line, rule)
         return text
 
-    def _compare(self, plain: list[str], line: int) -> bool:
-        if plain[:1] == ["!"]:
-            return not self._compare(plain[1:], line)
-        texts = [self._asked(word, line) for word in plain]
-        match texts:
+    def _compare(self, operands: list[str], line: int) -> bool:
+        if operands[:1] == ["!"]:
+            return not self._compare(operands[1:], line)
+        match [self._require_known(operand, line) for operand in operands]:
             case ["-z", value]:
                 return value == ""
             case ["-n", value] | [value]:
@@ -395,45 +425,47 @@ class _Interpreter:
                 return left == right
             case [left, "!=", right]:
                 return left != right
-            case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as name, right]:
+            case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as comparison, right]:
                 try:
-                    compared: bool = getattr(operator, name[1:])(int(left), int(right))
+                    return bool(getattr(operator, comparison[1:])(int(left), int(right)))
                 except ValueError:
-                    raise syntax_refusal(
-                        line, f"{left!r} {name} {right!r} compares no numbers"
-                    ) from None
-                return compared
+                    rule = f"{left!r} {comparison} {right!r} compares no numbers"
+                    raise syntax_refusal(line, rule) from None
         raise syntax_refusal(line, "the test is not read; write the branch out")
 
 
-def _inner(words: list[str]) -> str:
-    """The command line that `eval ...` and `bash -c '...'` would read again; "" for another
-    command."""
+def _inner_script(words: list[str]) -> str:
+    """Return the text that `eval ...` and `bash -c '...'` read again; "" for another command."""
     if words[0] == "eval":
         return " ".join(words[1:])
-    for at, word in enumerate(words[:-2]):
-        if word.rpartition("/")[2] in ("bash", "sh") and words[at + 1] in ("-c", "-lc", "-ec"):
-            return words[at + 2]
+    for position, word in enumerate(words[:-2]):
+        is_shell = word.rpartition("/")[2] in ("bash", "sh")
+        if is_shell and words[position + 1] in ("-c", "-lc", "-ec"):
+            return words[position + 2]
     return ""
 
 
-def _array(text: str) -> str | None:
-    match = re.fullmatch(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[@\]\}|\$(@)", text)
+def _whole_array_name(text: str) -> str | None:
+    """Return the name in "${name[@]}" or "$@"; None for another text."""
+    match = _WHOLE_ARRAY.fullmatch(text)
     return (match[1] or match[2]) if match else None
 
 
-def _computed(node: ast.expr) -> int:
+def _compute(node: ast.expr) -> int:
+    """Return the value of an arithmetic expression.
+
+    Raises:
+        ValueError: it holds something else.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        number: int = _ARITHMETIC[type(node.op)](_computed(node.left), _computed(node.right))
-        return number
+        return int(_ARITHMETIC[type(node.op)](_compute(node.left), _compute(node.right)))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand)
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
-        return int(
-            _COMPARED[type(node.ops[0])](_computed(node.left), _computed(node.comparators[0]))
-        )
+        return -_compute(node.operand)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+        compare = _COMPARISONS[type(node.ops[0])]
+        return int(compare(_compute(node.left), _compute(node.comparators[0])))
     if isinstance(node, ast.IfExp):
-        return _computed(node.body if _computed(node.test) else node.orelse)
+        return _compute(node.body if _compute(node.test) else node.orelse)
     raise ValueError("not arithmetic")

@@ -1,29 +1,32 @@
-"""Words of a shell script: where one ends, which parts of it are quoted, and what stands behind its
-dollars."""
+"""The words of a shell script: where one ends, what of it is quoted, what its dollars stand for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from moewright.spec.errors import BadInput, Reason
 
 _OPERATORS = (";;", "&&", "||", "\n", ";", "&", "|", "(", ")")
 _BLANKS = " \t\r"
+_CLOSING = {"(": ")", "{": "}"}
+
+Quoting = Literal["bare", "single", "double"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShellToken:
-    """A word or an operator; `pieces` are (bare | double | single, text) without the quotes."""
+    """A word or an operator; `pieces` are its parts, each with how it is quoted and its text."""
 
     text: str
-    pieces: tuple[tuple[str, str], ...]
+    pieces: tuple[tuple[Quoting, str], ...]
     line: int
     is_operator: bool = False
 
     @property
     def unquoted(self) -> str:
-        """The word where nothing in it is quoted: keywords are bare."""
+        """The word where nothing in it is quoted, else "": keywords are not quoted."""
         return self.text if len(self.pieces) == 1 and self.pieces[0][0] == "bare" else ""
 
     @property
@@ -41,200 +44,90 @@ class ShellToken:
 
 
 def tokenize(text: str, line: int) -> Iterator[ShellToken]:
-    """Words and operators; comments and continued lines are gone. BadInput for quotes and brackets
-    left open."""
-    at = 0
-    while at < len(text):
-        if text.startswith("\\\n", at):
-            at, line = at + 2, line + 1
-        elif text.startswith("\\\r\n", at):
-            at, line = at + 3, line + 1
-        elif text[at] in _BLANKS:
-            at += 1
-        elif text[at] == "#":
-            at = _line_end(text, at)
-        elif found := next((word for word in _OPERATORS if text.startswith(word, at)), ""):
-            yield ShellToken(text=found, pieces=(), line=line, is_operator=True)
-            at, line = at + len(found), line + found.count("\n")
+    """Yield the words and operators of a text that starts at `line`.
+
+    Comments and the ends of continued lines are left out.
+
+    Raises:
+        BadInput: a quote or a bracket is left open.
+    """
+    position = 0
+    while position < len(text):
+        operator = next((word for word in _OPERATORS if text.startswith(word, position)), "")
+        if text.startswith("\\\n", position):
+            position += 2
+            line += 1
+        elif text.startswith("\\\r\n", position):
+            position += 3
+            line += 1
+        elif text[position] in _BLANKS:
+            position += 1
+        elif text[position] == "#":
+            position = _line_end(text, position)
+        elif operator:
+            yield ShellToken(text=operator, pieces=(), line=line, is_operator=True)
+            position += len(operator)
+            line += operator.count("\n")
         else:
-            token, end = _word(text, at, line)
+            token, end = _read_word(text, position, line)
             yield token
-            line += text.count("\n", at, end)
-            at = end
-
-
-def _line_end(text: str, at: int) -> int:
-    end = text.find("\n", at)
-    return len(text) if end < 0 else end
-
-
-def _word(text: str, start: int, line: int) -> tuple[ShellToken, int]:
-    pieces: list[tuple[str, str]] = []
-    at, bare, spelled = start, "", ""
-
-    def close() -> None:
-        nonlocal bare
-        if bare:
-            pieces.append(("bare", bare))
-            bare = ""
-
-    while (
-        at < len(text)
-        and text[at] not in " \t\r\n;|)"
-        and not (text[at] == "&" and not bare.endswith((">", "<")))
-    ):
-        letter = text[at]
-        if text.startswith("\\\n", at):
-            at += 2
-            continue
-        if letter == "\\" and at + 1 < len(text):
-            close()
-            pieces.append(("single", text[at + 1]))
-            end = at + 2
-        elif letter == "'":
-            close()
-            end = _find(text, "'", at + 1, line) + 1
-            pieces.append(("single", text[at + 1 : end - 1]))
-        elif letter == '"':
-            close()
-            end = _double(text, at, line)
-            pieces.append(("double", text[at + 1 : end - 1]))
-        elif letter in "$`":
-            end = _dollar(text, at, line)
-            close()
-            pieces.append(("bare", text[at:end]))
-        elif letter == "(":
-            if not bare.endswith("="):
-                break
-            end = _closed(text, at, line)
-            bare += text[at:end]
-        else:
-            end = at + 1
-            bare += letter
-        spelled += text[at:end]
-        at = end
-    close()
-    return ShellToken(text=spelled, pieces=tuple(pieces), line=line), at
-
-
-def _find(text: str, letter: str, at: int, line: int) -> int:
-    end = text.find(letter, at)
-    if end < 0:
-        raise BadInput(Reason(field=f"line {line}", rule=f"the quote {letter} is not closed"))
-    return end
-
-
-def _double(text: str, at: int, line: int) -> int:
-    """Past the double-quoted text that starts at `at`."""
-    end = at + 1
-    while end < len(text) and text[end] != '"':
-        if text[end] == "\\":
-            end += 2
-        elif text[end] in "$`":
-            end = _dollar(text, end, line)
-        else:
-            end += 1
-    if end >= len(text):
-        raise BadInput(Reason(field=f"line {line}", rule='the quote " is not closed'))
-    return end + 1
-
-
-def _dollar(text: str, at: int, line: int) -> int:
-    """Past the expression that starts with the dollar or the back-quote at `at`."""
-    if text[at] == "`":
-        return _find(text, "`", at + 1, line) + 1
-    after = text[at + 1 : at + 2]
-    if after in ("(", "{"):
-        return _closed(text, at + 1, line)
-    if after.isalpha() or after == "_":
-        end = at + 2
-        while end < len(text) and (text[end].isalnum() or text[end] == "_"):
-            end += 1
-        return end
-    return at + 2 if after and (after.isdigit() or after in "@*#?$!-") else at + 1
-
-
-def _closed(text: str, at: int, line: int) -> int:
-    """Past the bracket that closes the one at `at`; those in quotes and comments do not count."""
-    pairs, held, end = {"(": ")", "{": "}"}, [], at
-    while end < len(text):
-        letter = text[end]
-        if letter == "\\":
-            end += 1
-        elif letter == "'":
-            end = _find(text, "'", end + 1, line)
-        elif letter == '"':
-            end = _double(text, end, line) - 1
-        elif letter == "#" and text[end - 1] in " \t\n":
-            end = _line_end(text, end) - 1
-        elif letter in pairs:
-            held.append(pairs[letter])
-        elif held and letter == held[-1]:
-            held.pop()
-            if not held:
-                return end + 1
-        end += 1
-    raise BadInput(Reason(field=f"line {line}", rule=f"the bracket {text[at]} is not closed"))
+            line += text.count("\n", position, end)
+            position = end
 
 
 def split_expressions(text: str, line: int) -> Iterator[tuple[str, str]]:
-    """(text | variable | command | arithmetic, body) of a text; quotes that an assigned value still
-    has are removed."""
-    at, plain, quote = 0, "", ""
-    while at < len(text):
-        letter = text[at]
-        if letter == "\\" and at + 1 < len(text) and quote != "'":
-            if text[at + 1] == "\n":
-                plain += ""
-            elif quote == '"' and text[at + 1] not in '$`"\\':
-                plain += text[at : at + 2]
-            else:
-                plain += text[at + 1]
-            at += 2
+    """Yield (text | variable | command | arithmetic, body) for the parts of a text.
+
+    Quotes that an assigned value still has are removed.
+    """
+    position = 0
+    plain = ""
+    quote = ""
+    while position < len(text):
+        letter = text[position]
+        if letter == "\\" and position + 1 < len(text) and quote != "'":
+            plain += _unescape(text[position + 1], quote)
+            position += 2
         elif letter in "'\"" and quote in ("", letter):
             quote = "" if quote else letter
-            at += 1
+            position += 1
         elif letter in "$`" and quote != "'":
-            end = _dollar(text, at, line)
-            body = text[at:end]
+            end = _expression_end(text, position, line)
             if plain:
                 yield "text", plain
                 plain = ""
-            yield _kind(body)
-            at = end
+            yield _classify_expression(text[position:end])
+            position = end
         else:
             plain += letter
-            at += 1
+            position += 1
     if plain:
         yield "text", plain
 
 
-def _kind(body: str) -> tuple[str, str]:
-    if body.startswith("$((") and body.endswith("))"):
-        return "arithmetic", body[3:-2]
-    if body.startswith("$("):
-        return "command", body[2:-1]
-    if body.startswith("`"):
-        return "command", body[1:-1]
-    if body.startswith("${"):
-        return "variable", body[2:-1]
-    return ("variable", body[1:]) if len(body) > 1 else ("text", "$")
-
-
 class TokenReader:
-    """Tokens, taken one after another."""
+    """A script's tokens, taken one after another."""
 
-    def __init__(self, held: tuple[ShellToken, ...]) -> None:
-        self.tokens, self.position = held, 0
+    def __init__(self, tokens: tuple[ShellToken, ...]) -> None:
+        self.tokens = tokens
+        self.position = 0
 
     @property
     def line(self) -> int:
-        return self.tokens[min(self.position, len(self.tokens) - 1)].line if self.tokens else 1
+        if not self.tokens:
+            return 1
+        return self.tokens[min(self.position, len(self.tokens) - 1)].line
 
     def peek(self) -> ShellToken | None:
+        """Return the next token without taking it; None at the end."""
         return self.tokens[self.position] if self.position < len(self.tokens) else None
 
     def take(self) -> ShellToken:
+        """Take the next token.
+
+        Raises:
+            BadInput: the script has ended.
+        """
         token = self.peek()
         if token is None:
             raise syntax_refusal(self.line, "the script ends inside a statement")
@@ -242,42 +135,197 @@ class TokenReader:
         return token
 
     def expect(self, word: str) -> None:
+        """Take the next token, which must be the keyword `word`.
+
+        Raises:
+            BadInput: it is another.
+        """
         if self.take().unquoted != word:
             raise syntax_refusal(self.line, f"`{word}` is missing")
 
     def skip_function_header(self) -> bool:
-        """Whether `name() {` or `function name {` starts here; if so, the next token is its
-        brace."""
-        rest = [token.text for token in self.tokens[self.position : self.position + 5]]
-        for head in (1 + (rest[:1] == ["function"]),):
-            after = rest[head:]
-            parenthesised = rest[head - 1 : head] and rest[head - 1].endswith("()")
-            if after[:2] == ["(", ")"] and after[2:3] == ["{"]:
-                self.position += head + 2
-                return True
-            if after[:1] == ["{"] and (parenthesised or rest[0] == "function"):
-                self.position += head
-                return True
+        """Skip `name()` or `function name` where a function starts here; return whether one does.
+
+        The next token is the function's brace then.
+        """
+        texts = [token.text for token in self.tokens[self.position : self.position + 5]]
+        has_keyword = texts[:1] == ["function"]
+        name_end = 2 if has_keyword else 1
+        name = "".join(texts[name_end - 1 : name_end])
+        after = texts[name_end:]
+        if after[:3] == ["(", ")", "{"]:
+            self.position += name_end + 2
+            return True
+        if after[:1] == ["{"] and (has_keyword or name.endswith("()")):
+            self.position += name_end
+            return True
         return False
 
     def take_command(self) -> list[ShellToken]:
-        """The words of one command, without redirections."""
+        """Take the words of one command, without its redirections."""
         words: list[ShellToken] = []
         while (token := self.peek()) is not None and not token.is_operator:
             self.position += 1
             if token.is_redirection:
-                if (
-                    token.text.endswith((">", "<", "&"))
-                    and (after := self.peek())
-                    and not after.is_operator
-                ):
-                    self.position += 1
+                self._skip_redirection_target(token)
             else:
                 words.append(token)
-        if not words and (token := self.peek()) is not None and token.text in ("(", ")"):
+        if not words and token is not None and token.text in ("(", ")"):
             self.position += 1
         return words
 
+    def _skip_redirection_target(self, redirection: ShellToken) -> None:
+        """Skip the file of `> file`; that of `>file` is part of the token."""
+        target = self.peek()
+        if redirection.text.endswith((">", "<", "&")) and target and not target.is_operator:
+            self.position += 1
+
 
 def syntax_refusal(line: int, rule: str) -> BadInput:
+    """Build the error for a line that cannot be read."""
     return BadInput(Reason(field=f"line {line}", rule=rule))
+
+
+def _line_end(text: str, position: int) -> int:
+    end = text.find("\n", position)
+    return len(text) if end < 0 else end
+
+
+def _read_word(text: str, start: int, line: int) -> tuple[ShellToken, int]:
+    """Read the word at `start`; return it and where it ends."""
+    pieces: list[tuple[Quoting, str]] = []
+    position = start
+    bare = ""
+    spelled = ""
+
+    def close_bare() -> None:
+        nonlocal bare
+        if bare:
+            pieces.append(("bare", bare))
+            bare = ""
+
+    while position < len(text) and not _ends_word(text[position], bare):
+        letter = text[position]
+        if text.startswith("\\\n", position):
+            position += 2
+            continue
+        if letter == "\\" and position + 1 < len(text):
+            close_bare()
+            end = position + 2
+            pieces.append(("single", text[position + 1]))
+        elif letter == "'":
+            close_bare()
+            end = _find_quote(text, "'", position + 1, line) + 1
+            pieces.append(("single", text[position + 1 : end - 1]))
+        elif letter == '"':
+            close_bare()
+            end = _double_quote_end(text, position, line)
+            pieces.append(("double", text[position + 1 : end - 1]))
+        elif letter in "$`":
+            end = _expression_end(text, position, line)
+            close_bare()
+            pieces.append(("bare", text[position:end]))
+        elif letter == "(":
+            if not bare.endswith("="):  # only an array stands in brackets inside a word
+                break
+            end = _bracket_end(text, position, line)
+            bare += text[position:end]
+        else:
+            end = position + 1
+            bare += letter
+        spelled += text[position:end]
+        position = end
+    close_bare()
+    return ShellToken(text=spelled, pieces=tuple(pieces), line=line), position
+
+
+def _ends_word(letter: str, bare: str) -> bool:
+    """Whether the letter ends a word; the & of >& does not."""
+    return letter in " \t\r\n;|)" or (letter == "&" and not bare.endswith((">", "<")))
+
+
+def _find_quote(text: str, quote: str, position: int, line: int) -> int:
+    end = text.find(quote, position)
+    if end < 0:
+        raise BadInput(Reason(field=f"line {line}", rule=f"the quote {quote} is not closed"))
+    return end
+
+
+def _double_quote_end(text: str, position: int, line: int) -> int:
+    """Return the position behind the double-quoted text that starts at `position`."""
+    end = position + 1
+    while end < len(text) and text[end] != '"':
+        if text[end] == "\\":
+            end += 2
+        elif text[end] in "$`":
+            end = _expression_end(text, end, line)
+        else:
+            end += 1
+    if end >= len(text):
+        raise BadInput(Reason(field=f"line {line}", rule='the quote " is not closed'))
+    return end + 1
+
+
+def _expression_end(text: str, position: int, line: int) -> int:
+    """Return the position behind the expression that starts with a dollar or a back-quote."""
+    if text[position] == "`":
+        return _find_quote(text, "`", position + 1, line) + 1
+    after = text[position + 1 : position + 2]
+    if after in ("(", "{"):
+        return _bracket_end(text, position + 1, line)
+    if after.isalpha() or after == "_":
+        end = position + 2
+        while end < len(text) and (text[end].isalnum() or text[end] == "_"):
+            end += 1
+        return end
+    is_special = after.isdigit() or (after != "" and after in "@*#?$!-")
+    return position + 2 if is_special else position + 1
+
+
+def _bracket_end(text: str, position: int, line: int) -> int:
+    """Return the position behind the bracket that closes the one at `position`.
+
+    Brackets in quotes and comments do not count.
+    """
+    open_brackets: list[str] = []
+    end = position
+    while end < len(text):
+        letter = text[end]
+        if letter == "\\":
+            end += 1
+        elif letter == "'":
+            end = _find_quote(text, "'", end + 1, line)
+        elif letter == '"':
+            end = _double_quote_end(text, end, line) - 1
+        elif letter == "#" and text[end - 1] in " \t\n":
+            end = _line_end(text, end) - 1
+        elif letter in _CLOSING:
+            open_brackets.append(_CLOSING[letter])
+        elif open_brackets and letter == open_brackets[-1]:
+            open_brackets.pop()
+            if not open_brackets:
+                return end + 1
+        end += 1
+    rule = f"the bracket {text[position]} is not closed"
+    raise BadInput(Reason(field=f"line {line}", rule=rule))
+
+
+def _unescape(letter: str, quote: str) -> str:
+    """Return what a back-slash before `letter` means inside `quote`."""
+    if letter == "\n":
+        return ""
+    if quote == '"' and letter not in '$`"\\':
+        return f"\\{letter}"
+    return letter
+
+
+def _classify_expression(text: str) -> tuple[str, str]:
+    if text.startswith("$((") and text.endswith("))"):
+        return "arithmetic", text[3:-2]
+    if text.startswith("$("):
+        return "command", text[2:-1]
+    if text.startswith("`"):
+        return "command", text[1:-1]
+    if text.startswith("${"):
+        return "variable", text[2:-1]
+    return ("variable", text[1:]) if len(text) > 1 else ("text", "$")

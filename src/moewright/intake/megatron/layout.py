@@ -1,12 +1,13 @@
-"""Degrees, stages, memory and overlap of a Megatron-LM command as a Layout."""
+"""The degrees, memory savers and overlaps of a Megatron-LM command as a Layout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.stages import read_stages
 from moewright.rules.context_parallel import cp_factors
-from moewright.rules.stages import check_stages, parse_stages, pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CapacityFill,
@@ -17,7 +18,6 @@ from moewright.spec.layout import (
     Offload,
     Overlap,
     Recompute,
-    Schedule,
 )
 from moewright.spec.model import ModelSpec
 
@@ -28,266 +28,154 @@ _NOT_PLANNED = {
     "--expert-tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
     "--moe-expert-rank-capacity-factor": "a budget of rows a rank",
 }
+_FSDP_ZERO = {"no_shard": 0, "optim": 1, "optim_grads_params": 3}
+_DEPRECATED_GRAPHS = {"--external-cuda-graph": "transformer_engine", "--enable-cuda-graph": "local"}
 
 
 def read_layout(
     arguments: Arguments, model: ModelSpec, world_size: int, zero: int | None
 ) -> tuple[Layout, tuple[str, ...]]:
-    """The layout over `world` ranks, and notes on defaults that surprise. `zero`: what a DeepSpeed
-    config says.
+    """Return the layout over `world_size` ranks, and notes on defaults that surprise.
 
-    Whether it is legal for the model is rules.legality's question. Raises BadInput for what is not
-    planned here and for options that Megatron-LM itself does not take together.
+    `zero` is what a DeepSpeed config says, None where there is none. Whether the layout is legal
+    for the model is a question for rules.legality.
+
+    Raises:
+        BadInput: an option is not planned here, or Megatron-LM itself refuses a combination.
     """
-    for name, what in _NOT_PLANNED.items():
-        if arguments.has(name):
-            raise BadInput(Reason(field=name, rule=f"{what} cannot be planned here"))
-    tp, pp = (
-        arguments.integer("--tensor-model-parallel-size", 1),
-        arguments.integer("--pipeline-model-parallel-size", 1),
-    )
-    notes = []
+    arguments.refuse_unplanned(_NOT_PLANNED)
+    tp = arguments.integer(LAYOUT_OPTIONS["tp"], 1)
     layout = Layout(
         world_size=world_size,
         tp=tp,
-        sp=arguments.has("--sequence-parallel") and tp > 1,
-        cp=arguments.integer("--context-parallel-size", 1),
-        pp=pp,
-        mbs=_micro_batch(arguments),
-        zero=_zero(arguments) if zero is None else zero,
+        sp=arguments.has(LAYOUT_OPTIONS["sp"]) and tp > 1,
+        cp=arguments.integer(LAYOUT_OPTIONS["cp"], 1),
+        pp=arguments.integer(LAYOUT_OPTIONS["pp"], 1),
+        mbs=_read_micro_batch(arguments),
+        zero=_read_zero(arguments) if zero is None else zero,
     )
-    layout = _context(arguments, layout)
+    layout = _read_context_parallel(arguments, layout)
+    notes: tuple[str, ...] = ()
     if model.moe is not None:
-        layout = _experts(arguments, layout)
-        if not arguments.has("--expert-tensor-parallel-size") and tp > 1:
-            notes.append(
-                "--expert-tensor-parallel-size is not given, so it is the tensor-parallel size: experts are cut in "
-                f"{tp}; 1 keeps them whole"
-            )
-        if not arguments.has("--moe-token-dispatcher-type") and not arguments.has(
-            "--moe-enable-deepep"
-        ):
-            notes.append(
-                "--moe-token-dispatcher-type is not given, so it is allgather; alltoall is what training wants"
-            )
-    layout = _stages(arguments, model, layout)
-    layout = replace(
-        layout, vpp_group=arguments.integer("--microbatch-group-size-per-virtual-pipeline-stage")
-    )
-    block, span, recompute = _recompute(arguments)
-    layout = replace(layout, recompute=recompute, recompute_block=block, recompute_span=span)
-    fraction, offload = _offload(arguments)
-    graphs, said = _graphs(arguments)
-    return (
-        replace(
-            layout,
-            offload=offload,
-            offload_fraction=fraction,
-            overlap=_overlap(arguments, layout),
-            graphs=graphs,
-        ),
-        (*notes, *said),
-    )
+        layout = _read_experts(arguments, layout)
+        notes = _note_expert_defaults(arguments, tp)
+    layout = read_stages(arguments, model, layout)
+    layout = replace(layout, vpp_group=arguments.integer(LAYOUT_OPTIONS["vpp_group"]))
+    layout = _read_recompute(arguments, layout)
+    layout = _read_offload(arguments, layout)
+    layout = replace(layout, overlap=_read_overlap(arguments, layout))
+    graphs, graph_notes = _read_graphs(arguments)
+    return replace(layout, graphs=graphs), (*notes, *graph_notes)
 
 
-def _micro_batch(given: Arguments) -> int:
-    if given.has("--batch-size"):
-        raise BadInput(Reason(field="--batch-size", rule="is gone", nearest="--micro-batch-size"))
-    if given.has("--model-parallel-size"):
-        raise BadInput(
-            Reason(
-                field="--model-parallel-size",
-                rule="is gone",
-                nearest="--tensor-model-parallel-size",
-            )
-        )
-    if not given.has("--micro-batch-size"):
+def _read_micro_batch(arguments: Arguments) -> int:
+    name = LAYOUT_OPTIONS["mbs"]
+    for old, new in (("--batch-size", name), ("--model-parallel-size", LAYOUT_OPTIONS["tp"])):
+        if arguments.has(old):
+            raise BadInput(Reason(field=old, rule="is gone", nearest=new))
+    if not arguments.has(name):
         rule = "is missing, and Megatron-LM has no default for it"
-        raise BadInput(Reason(field="--micro-batch-size", rule=rule, nearest="1"))
-    return given.integer("--micro-batch-size")
+        raise BadInput(Reason(field=name, rule=rule, nearest="1"))
+    return arguments.integer(name)
 
 
-def _zero(given: Arguments) -> int:
-    sharded = given.has("--use-distributed-optimizer")
-    if given.integer("--num-distributed-optimizer-instances", 1) > 1:
+def _read_zero(arguments: Arguments) -> int:
+    is_sharded = arguments.has("--use-distributed-optimizer")
+    instances = "--num-distributed-optimizer-instances"
+    if arguments.integer(instances, 1) > 1:
         rule = "optimizer states sharded within several groups cannot be planned here"
-        raise BadInput(
-            Reason(field="--num-distributed-optimizer-instances", rule=rule, nearest="1")
-        )
-    if given.has("--use-torch-fsdp2"):
+        raise BadInput(Reason(field=instances, rule=rule, nearest="1"))
+    if arguments.has("--use-torch-fsdp2"):
         return 3
-    strategy = given.text("--data-parallel-sharding-strategy", "optim_grads_params")
-    given.has("--ckpt-format")
-    if not given.has("--use-megatron-fsdp"):
-        return int(sharded)
+    strategy = arguments.text("--data-parallel-sharding-strategy", "optim_grads_params")
+    arguments.ignore("--ckpt-format")
+    if not arguments.has("--use-megatron-fsdp"):
+        return int(is_sharded)
     if strategy == "optim_grads":
-        rule = "sharded gradients beside whole weights (ZeRO-2) cannot be planned here"
         raise BadInput(
             Reason(
                 field="--data-parallel-sharding-strategy",
                 value=strategy,
-                rule=rule,
+                rule="sharded gradients beside whole weights (ZeRO-2) cannot be planned here",
                 nearest="optim_grads_params",
             )
         )
-    return {"no_shard": 0, "optim": 1, "optim_grads_params": 3}[strategy]
+    return _FSDP_ZERO[strategy]
 
 
-def _context(given: Arguments, layout: Layout) -> Layout:
-    kinds = set(given.values("--cp-comm-type", "p2p"))
+def _read_context_parallel(arguments: Arguments, layout: Layout) -> Layout:
+    name = LAYOUT_OPTIONS["cp_comm"]
+    kinds = set(arguments.values(name, "p2p"))
     if len(kinds) > 1:
         rule = "layers that exchange keys in different ways cannot be planned here"
-        raise BadInput(
-            Reason(field="--cp-comm-type", value=" ".join(sorted(kinds)), rule=rule, nearest="p2p")
-        )
-    kind, legal = kinds.pop(), [member.value for member in CpComm]
+        value = " ".join(sorted(kinds))
+        raise BadInput(Reason(field=name, value=value, rule=rule, nearest="p2p"))
+    kind = kinds.pop()
+    legal = [member.value for member in CpComm]
     if kind not in legal:
         rule = f"is one of {', '.join(legal)}"
-        raise BadInput(
-            Reason(field="--cp-comm-type", value=kind[:60], rule=rule, nearest=CpComm.P2P)
-        )
+        raise BadInput(Reason(field=name, value=kind[:60], rule=rule, nearest=CpComm.P2P))
     layout = replace(layout, cp_comm=CpComm(kind) if layout.cp > 1 else CpComm.P2P)
-    sizes = tuple(map(int, given.values("--hierarchical-context-parallel-sizes")))
+    levels = "--hierarchical-context-parallel-sizes"
+    sizes = tuple(int(size) for size in arguments.values(levels))
     if layout.cp_comm is CpComm.A2A_P2P and sizes != cp_factors(layout):
         inner, outer = cp_factors(layout)
-        rule = f"two levels of {layout.cp} ranks are planned here as {inner} x {outer}"
         raise BadInput(
             Reason(
-                field="--hierarchical-context-parallel-sizes",
+                field=levels,
                 value=" ".join(map(str, sizes)),
-                rule=rule,
+                rule=f"two levels of {layout.cp} ranks are planned here as {inner} x {outer}",
                 nearest=f"{inner} {outer}",
             )
         )
     return layout
 
 
-def _experts(given: Arguments, layout: Layout) -> Layout:
-    kind = given.text("--moe-token-dispatcher-type", "allgather")
-    backend = given.text("--moe-flex-dispatcher-backend", "deepep")
-    if given.has("--moe-enable-deepep"):
-        kind, backend = "flex", "deepep"
+def _read_experts(arguments: Arguments, layout: Layout) -> Layout:
+    kind = arguments.text(LAYOUT_OPTIONS["dispatcher"], "allgather")
+    backend = arguments.text("--moe-flex-dispatcher-backend", "deepep")
+    if arguments.has("--moe-enable-deepep"):
+        kind = "flex"
+        backend = "deepep"
     if kind == "flex" and backend == "ncclep":
-        rule = "NCCL-EP cannot be planned here"
         raise BadInput(
             Reason(
-                field="--moe-flex-dispatcher-backend", value=backend, rule=rule, nearest="hybridep"
+                field="--moe-flex-dispatcher-backend",
+                value=backend,
+                rule="NCCL-EP cannot be planned here",
+                nearest="hybridep",
             )
         )
+    is_padded = arguments.has(LAYOUT_OPTIONS["capacity_fill"])
     return replace(
         layout,
-        ep=given.integer("--expert-model-parallel-size", 1),
-        etp=given.integer("--expert-tensor-parallel-size", layout.tp),
+        ep=arguments.integer(LAYOUT_OPTIONS["ep"], 1),
+        etp=arguments.integer(LAYOUT_OPTIONS["etp"], layout.tp),
         dispatcher=DispatcherKind(backend if kind == "flex" else kind),
-        capacity=given.number("--moe-expert-capacity-factor"),
-        capacity_fill=CapacityFill.PADDED
-        if given.has("--moe-pad-expert-input-to-capacity")
-        else CapacityFill.USED,
+        capacity=arguments.number(LAYOUT_OPTIONS["capacity"]),
+        capacity_fill=CapacityFill.PADDED if is_padded else CapacityFill.USED,
     )
 
 
-def _stages(given: Arguments, model: ModelSpec, layout: Layout) -> Layout:
-    """vpp, and a layout string where the split is not one that a Layout has without."""
-    ways = (
-        "--num-layers-per-virtual-pipeline-stage",
-        "--num-virtual-stages-per-pipeline-rank",
-        "--pipeline-model-parallel-layout",
-    )
-    said = [name for name in ways if given.has(name)]
-    if len(said) > 1:
-        raise BadInput(
-            Reason(field=said[1], rule=f"excludes {said[0]}", nearest=f"{said[0]} alone")
+def _note_expert_defaults(arguments: Arguments, tp: int) -> tuple[str, ...]:
+    notes = []
+    if not arguments.has(LAYOUT_OPTIONS["etp"]) and tp > 1:
+        notes.append(
+            f"{LAYOUT_OPTIONS['etp']} is not given, so it is the tensor-parallel size: "
+            f"experts are cut in {tp}; 1 keeps them whole"
         )
-    text = given.text("--pipeline-model-parallel-layout")
-    if text:
-        count = len(parse_stages(text))
-        if count % layout.pp:
-            rule = f"spells {count} stages, which --pipeline-model-parallel-size {layout.pp} does not divide"
-            raise BadInput(
-                Reason(field="--pipeline-model-parallel-layout", value=text[:60], rule=rule)
-            )
-        return _scheduled(replace(layout, stages=text, vpp=count // layout.pp))
-    ends = (
-        int(given.has("--account-for-embedding-in-pipeline-split")),
-        int(given.has("--account-for-loss-in-pipeline-split")),
-    )
-    outer = (
-        given.integer("--decoder-first-pipeline-num-layers", -1),
-        given.integer("--decoder-last-pipeline-num-layers", -1),
-    )
-    if layout.pp == 1:
-        return layout
-    a_rank = _layers_a_rank(model, layout, ends, outer)
-    vpp = given.integer("--num-virtual-stages-per-pipeline-rank", 1)
-    if given.has("--num-layers-per-virtual-pipeline-stage"):
-        each = given.integer("--num-layers-per-virtual-pipeline-stage")
-        if max(outer) >= 0:
-            raise BadInput(
-                Reason(field=said[0], rule="excludes uneven first and last ranks", nearest=ways[1])
-            )
-        if not each or a_rank[0] % each:
-            rule = f"must divide the {a_rank[0]} layers of a pipeline rank"
-            raise BadInput(Reason(field=said[0], value=str(each), rule=rule, nearest="1"))
-        vpp = a_rank[0] // each
-    for count in set(a_rank):
-        if not vpp or count % vpp:
-            rule = f"must divide the {count} layers of a pipeline rank (embedding and loss as they are counted)"
-            raise BadInput(Reason(field=ways[1], value=str(vpp), rule=rule, nearest="1"))
-    layout = _scheduled(replace(layout, vpp=vpp))
-    counts = [a_rank[stage % layout.pp] // vpp for stage in range(layout.pp * vpp)]
-    counts[0] -= ends[0]
-    counts[-1] -= ends[1]
-    if not check_stages(model, layout) and counts == [
-        len(chunk.layers) for chunk in pipeline_chunks(model, layout)
-    ]:
-        return layout
-    return replace(layout, stages=_spelled(counts, model.mtp_layers))
-
-
-def _layers_a_rank(
-    model: ModelSpec, layout: Layout, ends: tuple[int, int], outer: tuple[int, int]
-) -> tuple[int, ...]:
-    """Layers of every pipeline rank, embedding and loss among them where they are counted."""
-    pp, first, last = layout.pp, *outer
-    if max(outer) >= 0 and max(ends):
-        rule = "excludes --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
-        raise BadInput(Reason(field="--decoder-first-pipeline-num-layers", rule=rule))
-    middle = pp - (first >= 0) - (last >= 0)
-    left = model.layers + sum(ends) - max(first, 0) - max(last, 0)
-    if left < 0 or (left % middle if middle else left):
-        rule = f"{left} layers do not divide over {middle} pipeline ranks"
-        close = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-        fits = (model.layers + 2) % pp == 0
-        raise BadInput(
-            Reason(
-                field="--num-layers",
-                value=str(model.layers),
-                rule=rule,
-                nearest=close if fits else "",
-            )
+    has_dispatcher = arguments.has(LAYOUT_OPTIONS["dispatcher"])
+    if not has_dispatcher and not arguments.has("--moe-enable-deepep"):
+        notes.append(
+            f"{LAYOUT_OPTIONS['dispatcher']} is not given, so it is allgather; "
+            "alltoall is what training wants"
         )
-    each = left // middle if middle else 0
-    head, tail = ((first,) if first >= 0 else ()), ((last,) if last >= 0 else ())
-    return (*head, *(each,) * middle, *tail)
+    return tuple(notes)
 
 
-def _spelled(counts: list[int], mtp: int) -> str:
-    words = [("t" * count if count < 2 else f"t*{count}") for count in counts]
-    words[0] = "E" + words[0]
-    words[-1] += ("m" * mtp) + "L"
-    return "|".join(words)
-
-
-def _scheduled(layout: Layout) -> Layout:
-    return replace(
-        layout, schedule=Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
-    )
-
-
-def _recompute(given: Arguments) -> tuple[int, int, tuple[Recompute, ...]]:
-    """Layers of a block (0: all), layers a checkpoint, and the modules."""
-    granularity = given.text("--recompute-granularity")
-    if given.has("--checkpoint-activations"):
+def _read_recompute(arguments: Arguments, layout: Layout) -> Layout:
+    granularity = arguments.text("--recompute-granularity")
+    if arguments.has("--checkpoint-activations"):
         raise BadInput(
             Reason(
                 field="--checkpoint-activations",
@@ -295,112 +183,104 @@ def _recompute(given: Arguments) -> tuple[int, int, tuple[Recompute, ...]]:
                 nearest="--recompute-granularity full",
             )
         )
-    if given.has("--recompute-activations"):
-        granularity = "selective"  # what it means, whatever else is said
-    method, number = given.text("--recompute-method"), given.integer("--recompute-num-layers", 1)
-    modules = given.values("--recompute-modules", "core_attn")
-    more = (Recompute.MOE,) if given.has("--moe-layer-recompute") else ()
+    if arguments.has("--recompute-activations"):
+        granularity = "selective"  # whatever else is said
+    method = arguments.text("--recompute-method")
+    layers = arguments.integer("--recompute-num-layers", 1)
+    modules = arguments.values(LAYOUT_OPTIONS["recompute"], "core_attn")
+    moe_layer = (Recompute.MOE,) if arguments.has("--moe-layer-recompute") else ()
     if granularity == "full":
-        if not method:
-            rule = "needs --recompute-method: uniform over all layers, or block for the first of each stage"
-            raise BadInput(
-                Reason(
-                    field="--recompute-granularity full",
-                    rule=rule,
-                    nearest="--recompute-method uniform",
-                )
-            )
-        return (
-            (number, 1, (Recompute.FULL,)) if method == "block" else (0, number, (Recompute.FULL,))
-        )
-    if granularity == "selective":
+        if method == "block":
+            return replace(layout, recompute=(Recompute.FULL,), recompute_block=layers)
         if method:
-            rule = "stands with full recompute alone; selective names modules: --recompute-modules"
-            raise BadInput(
-                Reason(field="--recompute-method", value=method, rule=rule, nearest="leave it out")
+            return replace(layout, recompute=(Recompute.FULL,), recompute_span=layers)
+        raise BadInput(
+            Reason(
+                field="--recompute-granularity full",
+                rule="needs --recompute-method: uniform over all layers, "
+                "or block for the first of each stage",
+                nearest="--recompute-method uniform",
             )
-        return 0, 1, tuple(sorted({*map(_module, modules), *more}))
-    return 0, 1, more
+        )
+    if granularity != "selective":
+        return replace(layout, recompute=moe_layer)
+    if method:
+        rule = "stands with full recompute alone; selective names modules: --recompute-modules"
+        raise BadInput(
+            Reason(field="--recompute-method", value=method, rule=rule, nearest="leave it out")
+        )
+    recomputed = {*map(_read_recompute_module, modules), *moe_layer}
+    return replace(layout, recompute=tuple(sorted(recomputed)))
 
 
-def _module(name: str) -> Recompute:
+def _read_recompute_module(name: str) -> Recompute:
     modules = [
         module.value for module in Recompute if module not in (Recompute.FULL, Recompute.LOSS)
     ]
     if name not in modules:
-        legal = ", ".join(modules)
+        rule = f"is one of {', '.join(modules)}"
         raise BadInput(
-            Reason(
-                field="--recompute-modules",
-                value=name,
-                rule=f"is one of {legal}",
-                nearest="moe_act",
-            )
+            Reason(field=LAYOUT_OPTIONS["recompute"], value=name, rule=rule, nearest="moe_act")
         )
     return Recompute(name)
 
 
-def _offload(given: Arguments) -> tuple[float, tuple[Offload, ...]]:
-    found = []
-    if given.integer("--cpu-offloading-num-layers"):
+def _read_offload(arguments: Arguments, layout: Layout) -> Layout:
+    if arguments.integer("--cpu-offloading-num-layers"):
         rule = "whole layers on the host cannot be planned here"
         raise BadInput(
-            Reason(field="--cpu-offloading-num-layers", rule=rule, nearest="--offload-modules")
+            Reason(
+                field="--cpu-offloading-num-layers", rule=rule, nearest=LAYOUT_OPTIONS["offload"]
+            )
         )
-    if given.has("--fine-grained-activation-offloading"):
-        for name in given.values("--offload-modules"):
-            if name not in [module.value for module in Offload if module is not Offload.OPTIMIZER]:
-                raise BadInput(
-                    Reason(
-                        field="--offload-modules", value=name, rule="is no module that can be moved"
-                    )
-                )
-            found.append(Offload(name))
-    if given.number("--activation-offload-fraction", 1.0) != 1.0:
+    modules: list[Offload] = []
+    if arguments.has("--fine-grained-activation-offloading"):
+        modules += map(_read_offload_module, arguments.values(LAYOUT_OPTIONS["offload"]))
+    if arguments.number("--activation-offload-fraction", 1.0) != 1.0:
         rule = "a part of a module's activations on the host cannot be planned here"
         raise BadInput(Reason(field="--activation-offload-fraction", rule=rule, nearest="1"))
-    fraction = given.number("--optimizer-offload-fraction", 1.0)
-    if not given.has("--optimizer-cpu-offload") or not fraction:
-        return 1.0, tuple(sorted(found))
-    return fraction, tuple(sorted((*found, Offload.OPTIMIZER)))
+    fraction = arguments.number(LAYOUT_OPTIONS["offload_fraction"], 1.0)
+    if not arguments.has("--optimizer-cpu-offload") or not fraction:
+        return replace(layout, offload=tuple(sorted(modules)), offload_fraction=1.0)
+    offload = tuple(sorted((*modules, Offload.OPTIMIZER)))
+    return replace(layout, offload=offload, offload_fraction=fraction)
 
 
-def _overlap(given: Arguments, layout: Layout) -> tuple[Overlap, ...]:
-    flags = {
-        "--overlap-grad-reduce": Overlap.GRAD,
-        "--overlap-param-gather": Overlap.PARAM,
-        "--tp-comm-overlap": Overlap.TP,
-        "--overlap-moe-expert-parallel-comm": Overlap.EP,
-        "--delay-wgrad-compute": Overlap.WGRAD,
-        "--moe-shared-expert-overlap": Overlap.SHARED,
-    }
-    found = [overlap for name, overlap in flags.items() if given.has(name)]
-    alone = given.has("--no-overlap-p2p-communication")
-    if layout.vpp > 1 and layout.pp > 1 and not alone:
-        found.append(Overlap.P2P)
-    return tuple(sorted(found))
+def _read_offload_module(name: str) -> Offload:
+    if name not in [module.value for module in Offload if module is not Offload.OPTIMIZER]:
+        rule = "is no module that can be moved"
+        raise BadInput(Reason(field=LAYOUT_OPTIONS["offload"], value=name, rule=rule))
+    return Offload(name)
 
 
-def _graphs(given: Arguments) -> tuple[tuple[CudaGraphScope, ...], tuple[str, ...]]:
-    impl = given.text("--cuda-graph-impl", "none")
+def _read_overlap(arguments: Arguments, layout: Layout) -> tuple[Overlap, ...]:
+    overlaps = [overlap for overlap, name in OVERLAP_OPTIONS.items() if arguments.has(name)]
+    is_p2p_alone = arguments.has("--no-overlap-p2p-communication")
+    if layout.vpp > 1 and layout.pp > 1 and not is_p2p_alone:
+        overlaps.append(Overlap.P2P)
+    return tuple(sorted(overlaps))
+
+
+def _read_graphs(arguments: Arguments) -> tuple[tuple[CudaGraphScope, ...], tuple[str, ...]]:
+    """Return what CUDA graphs capture, and notes on deprecated options."""
+    name = LAYOUT_OPTIONS["graphs"]
+    implementation = arguments.text("--cuda-graph-impl", "none")
+    modules = arguments.values(name) or arguments.values("--cuda-graph-scope")
     notes: tuple[str, ...] = ()
-    modules = given.values("--cuda-graph-modules") or given.values("--cuda-graph-scope")
-    for name, means in (
-        ("--external-cuda-graph", "transformer_engine"),
-        ("--enable-cuda-graph", "local"),
-    ):
-        if given.has(name):
-            impl, notes = (
-                means,
-                (f"{name} is deprecated: --cuda-graph-impl {means}, and --cuda-graph-modules",),
-            )
-    if impl == "none":
+    for old, meaning in _DEPRECATED_GRAPHS.items():
+        if arguments.has(old):
+            implementation = meaning
+            notes = (f"{old} is deprecated: --cuda-graph-impl {meaning}, and {name}",)
+    if implementation == "none":
         return (), notes
-    if impl == "full_iteration" or "full_iteration" in modules:
+    if implementation == "full_iteration" or "full_iteration" in modules:
         return (CudaGraphScope.FULL,), notes
-    legal = [part.value for part in CudaGraphScope if part is not CudaGraphScope.FULL]
-    words = [word for module in modules for word in module.replace(",", " ").split()]
-    if not words or not set(words) <= set(legal):
-        rule = f"graphs of {', '.join(words) or 'whole layers'} cannot be planned here; of {', '.join(legal)} they can"
-        raise BadInput(Reason(field="--cuda-graph-modules", rule=rule, nearest="attn"))
-    return tuple(sorted(map(CudaGraphScope, words))), notes
+    legal = [scope.value for scope in CudaGraphScope if scope is not CudaGraphScope.FULL]
+    scopes = [word for module in modules for word in module.replace(",", " ").split()]
+    if not scopes or not set(scopes) <= set(legal):
+        rule = (
+            f"graphs of {', '.join(scopes) or 'whole layers'} cannot be planned here; "
+            f"of {', '.join(legal)} they can"
+        )
+        raise BadInput(Reason(field=name, rule=rule, nearest="attn"))
+    return tuple(sorted(map(CudaGraphScope, scopes))), notes

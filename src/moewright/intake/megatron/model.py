@@ -1,5 +1,4 @@
-"""A Megatron-LM command read back: model, workload and layout, with the defaults that its own
-parser has."""
+"""The model of a Megatron-LM command, with the defaults that its own parser has."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ _POSITIONS = {
     "learned_absolute": PositionKind.LEARNED,
     "none": PositionKind.NONE,
 }
-_MLA_ORIGINAL, _LLAMA3_ORIGINAL = (
-    4096,
-    8192,
-)  # positions that its latent attention and its llama3 scaling are fixed to
+# The positions that Megatron-LM's latent attention and its llama3 scaling are fixed to.
+_MLA_ORIGINAL_POSITIONS = 4096
+_LLAMA3_ORIGINAL_POSITIONS = 8192
+_MAX_PATTERN_LENGTH = 10_000
 _NOT_PLANNED = {
     "--hybrid-layer-pattern": "layers that are no attention",
     "--hybrid-override-pattern": "layers that are no attention",
@@ -50,52 +49,34 @@ _NOT_PLANNED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptModel:
+    """The model of a command, and a note on where it comes from."""
+
     model: ModelSpec
     note: str
 
 
 def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptModel:
-    """The model that the flags shape: a known one's by its name. `named` stands in where they give
-    no sizes.
+    """Return the model that the options shape, under its name where it is a known one.
 
-    Raises BadInput for what is not planned here, and for sizes that are missing or contradict
-    `named`.
+    `named_model` stands in where the options give no sizes.
+
+    Raises:
+        BadInput: an option is not planned here, or sizes are missing or contradict `named_model`.
     """
-    for name, what in _NOT_PLANNED.items():
-        if arguments.has(name):
-            raise BadInput(Reason(field=name, rule=f"{what} cannot be planned here"))
+    arguments.refuse_unplanned(_NOT_PLANNED)
     if not arguments.has("--num-layers"):
-        if named_model is None:
-            rule = "is missing: the model is not in the script; give its name or config.json before --from-flags"
-            raise BadInput(
-                Reason(
-                    field="--num-layers",
-                    rule=rule,
-                    nearest="estimate Qwen3-30B-A3B --from-flags ...",
-                )
-            )
-        return ScriptModel(
-            model=named_model, note=f"model {named_model.name}: the script gives no sizes"
-        )
-    shaped = _shape(arguments)
+        return _use_named_model(named_model)
+    shaped = _read_shape(arguments)
     if named_model is not None:
-        for name, wanted in (
-            ("--num-layers", named_model.layers),
-            ("--hidden-size", named_model.hidden_size),
-        ):
-            if arguments.integer(name) != wanted:
-                rule = f"{named_model.name} has {wanted}"
-                raise BadInput(
-                    Reason(field=name, value=arguments.text(name), rule=rule, nearest=str(wanted))
-                )
+        _check_sizes(arguments, named_model)
         return ScriptModel(model=named_model, note=f"model {named_model.name} (given)")
-    known = [
-        model for model in map(catalogue.model, catalogue.model_names()) if _same(shaped, model)
-    ]
-    known.sort(key=lambda model: model.max_position != shaped.max_position)
-    if known:
+    models = map(catalogue.model, catalogue.model_names())
+    matches = [model for model in models if _may_be(shaped, model)]
+    matches.sort(key=lambda model: model.max_position != shaped.max_position)
+    if matches:
+        match = matches[0]
         return ScriptModel(
-            model=_own(shaped, known[0]), note=f"model {known[0].name}, by its sizes"
+            model=_with_script_settings(match, shaped), note=f"model {match.name}, by its sizes"
         )
     if not shaped.vocab_size:
         rule = "is missing, and the tokenizer that would tell it is not read"
@@ -103,40 +84,45 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
     return ScriptModel(model=shaped, note="model of the script's own sizes, none that is known")
 
 
-def _same(shaped: ModelSpec, known: ModelSpec) -> bool:
-    """Whether the flags could be this model's: they do not say names, and not everything that a
-    config does."""
-    if shaped.layers != known.layers or shaped.hidden_size != known.hidden_size:
+def _use_named_model(named_model: ModelSpec | None) -> ScriptModel:
+    if named_model is None:
+        rule = (
+            "is missing: the model is not in the script; "
+            "give its name or config.json before --from-flags"
+        )
+        nearest = "estimate Qwen3-30B-A3B --from-flags ..."
+        raise BadInput(Reason(field="--num-layers", rule=rule, nearest=nearest))
+    note = f"model {named_model.name}: the script gives no sizes"
+    return ScriptModel(model=named_model, note=note)
+
+
+def _check_sizes(arguments: Arguments, model: ModelSpec) -> None:
+    for name, size in (("--num-layers", model.layers), ("--hidden-size", model.hidden_size)):
+        if arguments.integer(name) != size:
+            value = arguments.text(name)
+            rule = f"{model.name} has {size}"
+            raise BadInput(Reason(field=name, value=value, rule=rule, nearest=str(size)))
+
+
+def _may_be(shaped: ModelSpec, model: ModelSpec) -> bool:
+    """Whether the options could be this model's.
+
+    They do not say its name, nor everything that a config does.
+    """
+    if shaped.layers != model.layers or shaped.hidden_size != model.hidden_size:
         return False
-    longest = max(shaped.max_position, known.max_position)
-    return _plain(
-        replace(shaped, vocab_size=shaped.vocab_size or known.vocab_size), longest
-    ) == _plain(known, longest)
+    longest = max(shaped.max_position, model.max_position)
+    filled = replace(shaped, vocab_size=shaped.vocab_size or model.vocab_size)
+    return _comparable(filled, longest) == _comparable(model, longest)
 
 
-def _own(shaped: ModelSpec, known: ModelSpec) -> ModelSpec:
-    """The known model with what a script may set otherwise: how weights are drawn, whether chosen
-    scores sum to 1."""
-    model = replace(known, initializer_range=shaped.initializer_range)
-    if (
-        shaped.moe is None
-        or known.moe is None
-        or shaped.moe.router.renormalize == known.moe.router.renormalize
-    ):
-        return model
-    said = shaped.moe.router
-    router = replace(known.moe.router, renormalize=said.renormalize, pre_softmax=said.pre_softmax)
-    return replace(model, moe=replace(known.moe, router=router))
-
-
-def _plain(model: ModelSpec, longest: int) -> ModelSpec:
-    """The model without what flags cannot tell apart."""
+def _comparable(model: ModelSpec, longest: int) -> ModelSpec:
+    """Return the model without what options cannot tell apart."""
     moe = model.moe
     if moe is not None:
-        router = moe.router
         router = replace(
-            router,
-            group_scores=router.scores_per_group if router.groups > 1 else 0,
+            moe.router,
+            group_scores=moe.router.scores_per_group if moe.router.groups > 1 else 0,
             pre_softmax=False,
             renormalize=True,
         )
@@ -145,7 +131,8 @@ def _plain(model: ModelSpec, longest: int) -> ModelSpec:
     if rope.scaling == "default":
         rope = RopeSpec(theta=rope.theta, interleaved=rope.interleaved)
     elif rope.scaling == "llama3":
-        rope = replace(rope, original_max_position=rope.original_max_position or _LLAMA3_ORIGINAL)
+        original = rope.original_max_position or _LLAMA3_ORIGINAL_POSITIONS
+        rope = replace(rope, original_max_position=original)
     return replace(
         model,
         name="",
@@ -158,176 +145,191 @@ def _plain(model: ModelSpec, longest: int) -> ModelSpec:
     )
 
 
-def _shape(given: Arguments) -> ModelSpec:
-    layers, hidden = given.integer("--num-layers"), _needed(given, "--hidden-size")
-    heads = _needed(given, "--num-attention-heads")
-    biased = not given.has("--disable-bias-linear")
-    gated = given.has("--swiglu") or given.has("--quick-geglu")
-    for name in ("--squared-relu", "--openai-gelu"):
-        given.has(name)
-    usual = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
-    ffn = given.integer("--ffn-hidden-size")
-    moe_layers = _moe_layers(given, layers)
-    position = given.text("--position-embedding-type", "learned_absolute")
-    if given.has("--use-rotary-position-embeddings"):
-        position = "rope"
-    if position not in _POSITIONS:
-        rule = "positions of this kind cannot be planned here"
-        raise BadInput(
-            Reason(field="--position-embedding-type", value=position, rule=rule, nearest="rope")
-        )
-    given.has("--padded-vocab-size")
-    given.has("--null-tokenizer-eod-id")
+def _with_script_settings(model: ModelSpec, shaped: ModelSpec) -> ModelSpec:
+    """Return a known model with what a script may set otherwise.
+
+    That is how weights are drawn, and whether the chosen scores sum to 1.
+    """
+    model = replace(model, initializer_range=shaped.initializer_range)
+    if shaped.moe is None or model.moe is None:
+        return model
+    script_router = shaped.moe.router
+    router = model.moe.router
+    if script_router.renormalize == router.renormalize:
+        return model
+    router = replace(
+        router, renormalize=script_router.renormalize, pre_softmax=script_router.pre_softmax
+    )
+    return replace(model, moe=replace(model.moe, router=router))
+
+
+def _read_shape(arguments: Arguments) -> ModelSpec:
+    """Read the model with the defaults that Megatron-LM's parser has."""
+    layers = arguments.integer("--num-layers")
+    hidden = _require_integer(arguments, "--hidden-size")
+    heads = _require_integer(arguments, "--num-attention-heads")
+    has_biases = not arguments.has("--disable-bias-linear")
+    is_gated = arguments.has("--swiglu") or arguments.has("--quick-geglu")
+    arguments.ignore("--squared-relu", "--openai-gelu")
+    default_ffn = int(4 * hidden * 2 / 3) // 64 * 64 if is_gated else 4 * hidden
+    ffn = arguments.integer("--ffn-hidden-size")
+    moe_layers = _read_moe_layers(arguments, layers)
+    dense_ffn = 0 if all(moe_layers) else default_ffn
+    position = _read_position(arguments)
+    arguments.ignore("--padded-vocab-size", "--null-tokenizer-eod-id")
+    is_rms_norm = arguments.text("--normalization", "LayerNorm") == "RMSNorm"
     return ModelSpec(
         name="script",
         family="",
         hidden_size=hidden,
         layers=layers,
-        vocab_size=given.integer("--vocab-size"),
-        attention=_attention(given, hidden, heads, biased, position),
-        dense_ffn_size=ffn or (0 if all(moe_layers) else usual),
-        moe=_moe(given, ffn or usual, biased) if any(moe_layers) else None,
+        vocab_size=arguments.integer("--vocab-size"),
+        attention=_read_attention(arguments, hidden, heads, has_biases, position),
+        dense_ffn_size=ffn or dense_ffn,
+        moe=_read_moe(arguments, ffn or default_ffn, has_biases) if any(moe_layers) else None,
         moe_layers=moe_layers,
-        gated=gated,
-        mlp_bias=biased,
-        norm=NormKind.RMS
-        if given.text("--normalization", "LayerNorm") == "RMSNorm"
-        else NormKind.LAYER,
-        norm_eps=given.number("--norm-epsilon", 1e-5),
+        gated=is_gated,
+        mlp_bias=has_biases,
+        norm=NormKind.RMS if is_rms_norm else NormKind.LAYER,
+        norm_eps=arguments.number("--norm-epsilon", 1e-5),
         position=_POSITIONS[position],
-        max_position=given.integer("--max-position-embeddings"),
-        tie_embeddings=not given.has("--untie-embeddings-and-output-weights"),
-        mtp_layers=given.integer("--mtp-num-layers"),
-        initializer_range=given.number("--init-method-std", 0.02),
+        max_position=arguments.integer("--max-position-embeddings"),
+        tie_embeddings=not arguments.has("--untie-embeddings-and-output-weights"),
+        mtp_layers=arguments.integer("--mtp-num-layers"),
+        initializer_range=arguments.number("--init-method-std", 0.02),
     )
 
 
-def _needed(given: Arguments, name: str) -> int:
-    if not given.has(name):
+def _require_integer(arguments: Arguments, name: str) -> int:
+    if not arguments.has(name):
         raise BadInput(Reason(field=name, rule="is missing, and Megatron-LM has no default for it"))
-    return given.integer(name)
+    return arguments.integer(name)
 
 
-def _attention(
-    given: Arguments, hidden: int, heads: int, biased: bool, position: str
+def _read_position(arguments: Arguments) -> str:
+    name = "--position-embedding-type"
+    position = arguments.text(name, "learned_absolute")
+    if arguments.has("--use-rotary-position-embeddings"):
+        position = "rope"
+    if position not in _POSITIONS:
+        rule = "positions of this kind cannot be planned here"
+        raise BadInput(Reason(field=name, value=position, rule=rule, nearest="rope"))
+    return position
+
+
+def _read_attention(
+    arguments: Arguments, hidden: int, heads: int, has_biases: bool, position: str
 ) -> AttentionSpec:
-    normed = given.has("--qk-layernorm")
-    window, every = _window(given)
-    common = {
-        "heads": heads,
-        "qkv_bias": biased or given.has("--add-qkv-bias"),
-        "out_bias": biased,
-        "sinks": given.text("--softmax-type", "vanilla") == "learnable",
-        "sliding_window": window,
-        "window_every": every,
-    }
-    if given.has("--multi-latent-attention"):
-        nope, turned = (
-            given.integer("--qk-head-dim", 128),
-            given.integer("--qk-pos-emb-head-dim", 64),
-        )
+    has_qk_norm = arguments.has("--qk-layernorm")
+    window, every = _read_window(arguments)
+    has_qkv_bias = has_biases or arguments.has("--add-qkv-bias")
+    has_sinks = arguments.text("--softmax-type", "vanilla") == "learnable"
+    if arguments.has("--multi-latent-attention"):
+        nope = arguments.integer("--qk-head-dim", 128)
+        rope = arguments.integer("--qk-pos-emb-head-dim", 64)
         return AttentionSpec(
-            **common,  # type: ignore[arg-type]
             kind=AttentionKind.MLA,
+            heads=heads,
             kv_heads=heads,
-            head_dim=nope + turned,
-            v_head_dim=given.integer("--v-head-dim", 128),
-            q_lora_rank=given.integer("--q-lora-rank"),
-            kv_lora_rank=given.integer("--kv-lora-rank", 32),
+            head_dim=nope + rope,
+            v_head_dim=arguments.integer("--v-head-dim", 128),
+            q_lora_rank=arguments.integer("--q-lora-rank"),
+            kv_lora_rank=arguments.integer("--kv-lora-rank", 32),
             qk_nope_head_dim=nope,
-            qk_rope_head_dim=turned,
-            rope=_latent_rope(given),
+            qk_rope_head_dim=rope,
+            rope=_read_latent_rope(arguments),
+            qkv_bias=has_qkv_bias,
+            out_bias=has_biases,
+            sinks=has_sinks,
+            sliding_window=window,
+            window_every=every,
         )
-    width = given.integer("--kv-channels", hidden // heads)
-    groups = (
-        given.integer("--num-query-groups", 1) if given.has("--group-query-attention") else heads
-    )
+    width = arguments.integer("--kv-channels", hidden // heads)
+    kv_heads = heads
+    if arguments.has("--group-query-attention"):
+        kv_heads = arguments.integer("--num-query-groups", 1)
     return AttentionSpec(
-        **common,  # type: ignore[arg-type]
         kind=AttentionKind.GQA,
-        kv_heads=groups,
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=width,
         v_head_dim=width,
-        qk_norm=QkNorm.PER_HEAD if normed else QkNorm.NONE,
-        rope=_rope(given, position),
+        qk_norm=QkNorm.PER_HEAD if has_qk_norm else QkNorm.NONE,
+        rope=_read_rope(arguments, position),
+        qkv_bias=has_qkv_bias,
+        out_bias=has_biases,
+        sinks=has_sinks,
+        sliding_window=window,
+        window_every=every,
     )
 
 
-def _window(given: Arguments) -> tuple[int, int]:
-    """Width of sliding windows, this token included, and every how many layers one is."""
-    if not given.has("--window-size"):
+def _read_window(arguments: Arguments) -> tuple[int, int]:
+    """Read (the width of sliding windows with this token, every how many layers one is)."""
+    name = "--window-size"
+    if not arguments.has(name):
         return 0, 0
-    left = given.text("--window-size").strip("() ").partition(",")[0].strip()
+    left = arguments.text(name).strip("() ").partition(",")[0].strip()
     if not left.isdigit():
-        raise BadInput(
-            Reason(
-                field="--window-size", value=left[:60], rule="is two whole numbers", nearest="127,0"
-            )
-        )
-    skip = given.text("--window-attn-skip-freq", "")
+        rule = "is two whole numbers"
+        raise BadInput(Reason(field=name, value=left[:60], rule=rule, nearest="127,0"))
+    frequency = "--window-attn-skip-freq"
+    skip = arguments.text(frequency, "")
     if skip not in ("", "2"):
         rule = "only all layers or every other one can be planned with windows here"
-        raise BadInput(Reason(field="--window-attn-skip-freq", value=skip, rule=rule, nearest="2"))
+        raise BadInput(Reason(field=frequency, value=skip, rule=rule, nearest="2"))
     return int(left) + 1, 2 if skip else 1
 
 
-def _latent_rope(given: Arguments) -> RopeSpec:
-    theta, factor = (
-        given.number("--rotary-base", 10000.0),
-        given.number("--rotary-scaling-factor", 1.0),
-    )
-    mscale, all_dim = given.number("--mscale", 1.0), given.number("--mscale-all-dim", 0.0)
-    if given.text("--rope-type", "yarn") == "rope" or factor == 1:
+def _read_latent_rope(arguments: Arguments) -> RopeSpec:
+    theta = arguments.number("--rotary-base", 10000.0)
+    factor = arguments.number("--rotary-scaling-factor", 1.0)
+    mscale = arguments.number("--mscale", 1.0)
+    mscale_all_dim = arguments.number("--mscale-all-dim", 0.0)
+    if arguments.text("--rope-type", "yarn") == "rope" or factor == 1:
         return RopeSpec(theta=theta, interleaved=True)
     return RopeSpec(
         theta=theta,
         scaling="yarn",
         factor=factor,
-        original_max_position=_MLA_ORIGINAL,
+        original_max_position=_MLA_ORIGINAL_POSITIONS,
         mscale=mscale,
-        mscale_all_dim=all_dim,
+        mscale_all_dim=mscale_all_dim,
         interleaved=True,
     )
 
 
-def _rope(given: Arguments, position: str) -> RopeSpec:
-    theta, interleaved = given.number("--rotary-base", 10000.0), given.has("--rotary-interleaved")
+def _read_rope(arguments: Arguments, position: str) -> RopeSpec:
+    theta = arguments.number("--rotary-base", 10000.0)
+    is_interleaved = arguments.has("--rotary-interleaved")
     if position == "yarn":
         return RopeSpec(
             theta=theta,
             scaling="yarn",
-            factor=given.number("--rotary-scaling-factor", 1.0),
-            original_max_position=given.integer("--yarn-original-max-position-embeddings"),
-            beta_fast=given.number("--yarn-beta-fast", 32.0),
-            beta_slow=given.number("--yarn-beta-slow", 1.0),
-            interleaved=interleaved,
+            factor=arguments.number("--rotary-scaling-factor", 1.0),
+            original_max_position=arguments.integer("--yarn-original-max-position-embeddings"),
+            beta_fast=arguments.number("--yarn-beta-fast", 32.0),
+            beta_slow=arguments.number("--yarn-beta-slow", 1.0),
+            interleaved=is_interleaved,
         )
-    if given.has("--use-rope-scaling"):
-        factor = given.number("--rope-scaling-factor", 8.0)
+    if arguments.has("--use-rope-scaling"):
         return RopeSpec(
             theta=theta,
             scaling="llama3",
-            factor=factor,
-            original_max_position=_LLAMA3_ORIGINAL,
-            interleaved=interleaved,
+            factor=arguments.number("--rope-scaling-factor", 8.0),
+            original_max_position=_LLAMA3_ORIGINAL_POSITIONS,
+            interleaved=is_interleaved,
         )
-    return RopeSpec(theta=theta, interleaved=interleaved)
+    return RopeSpec(theta=theta, interleaved=is_interleaved)
 
 
-def _moe_layers(given: Arguments, layers: int) -> tuple[bool, ...]:
-    if not given.integer("--num-experts"):
+def _read_moe_layers(arguments: Arguments, layers: int) -> tuple[bool, ...]:
+    if not arguments.integer("--num-experts"):
         return (False,) * layers
-    text = given.text("--moe-layer-freq", "1")
+    text = arguments.text("--moe-layer-freq", "1")
     if text.isdigit() and int(text):
         return tuple(layer % int(text) == 0 for layer in range(layers))
-    try:
-        pattern = (
-            _pattern(ast.parse(text, mode="eval").body)
-            if re.fullmatch(r"[\d\[\]()+*, ]+", text)
-            else None
-        )
-    except (SyntaxError, RecursionError):
-        pattern = None
+    pattern = _parse_pattern(text)
     if not isinstance(pattern, list) or len(pattern) != layers:
         rule = f"must be a number or a list of {layers} zeros and ones"
         raise BadInput(
@@ -336,48 +338,56 @@ def _moe_layers(given: Arguments, layers: int) -> tuple[bool, ...]:
     return tuple(bool(item) for item in pattern)
 
 
-def _pattern(node: ast.expr) -> list[int] | int | None:
-    """Lists of whole numbers joined by + and repeated by *, at most a model's layers long."""
+def _parse_pattern(text: str) -> list[int] | int | None:
+    """Return the value of an expression such as ([0]*3+[1]*58); None for anything else."""
+    if not re.fullmatch(r"[\d\[\]()+*, ]+", text):
+        return None
+    try:
+        return _evaluate_pattern(ast.parse(text, mode="eval").body)
+    except (SyntaxError, RecursionError):
+        return None
+
+
+def _evaluate_pattern(node: ast.expr) -> list[int] | int | None:
+    """Return lists of whole numbers, joined by + and repeated by *, at most 10,000 long."""
     match node:
         case ast.Constant(value=int(value)):
             return value
-        case ast.List(elts=items):
-            inside = [_pattern(item) for item in items]
-            return [item for item in inside if isinstance(item, int)]
+        case ast.List(elts=nodes):
+            items = [_evaluate_pattern(item) for item in nodes]
+            return [item for item in items if isinstance(item, int)]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            first, second = _pattern(left), _pattern(right)
-            return first + second if isinstance(first, list) and isinstance(second, list) else None
+            first = _evaluate_pattern(left)
+            second = _evaluate_pattern(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            first, second = _pattern(left), _pattern(right)
-            if (
-                isinstance(first, list)
-                and isinstance(second, int)
-                and len(first) * second <= 10_000
-            ):
-                return first * second
+            items_to_repeat = _evaluate_pattern(left)
+            times = _evaluate_pattern(right)
+            if isinstance(items_to_repeat, list) and isinstance(times, int):
+                is_short = len(items_to_repeat) * times <= _MAX_PATTERN_LENGTH
+                return items_to_repeat * times if is_short else None
     return None
 
 
-def _moe(given: Arguments, ffn: int, biased: bool) -> MoeSpec:
-    score = ScoreFunction(given.text("--moe-router-score-function", "softmax"))
-    before = given.has("--moe-router-pre-softmax")
-    groups = given.integer("--moe-router-num-groups", 1)
+def _read_moe(arguments: Arguments, default_ffn: int, has_biases: bool) -> MoeSpec:
+    is_pre_softmax = arguments.has("--moe-router-pre-softmax")
     router = RouterSpec(
-        top_k=given.integer("--moe-router-topk", 2),
-        score=score,
-        pre_softmax=before,
-        renormalize=not before,
-        scaling_factor=given.number("--moe-router-topk-scaling-factor", 1.0),
-        groups=groups,
-        top_groups=given.integer("--moe-router-group-topk", 1),
-        selection_bias=given.has("--moe-router-enable-expert-bias"),
+        top_k=arguments.integer("--moe-router-topk", 2),
+        score=ScoreFunction(arguments.text("--moe-router-score-function", "softmax")),
+        pre_softmax=is_pre_softmax,
+        renormalize=not is_pre_softmax,
+        scaling_factor=arguments.number("--moe-router-topk-scaling-factor", 1.0),
+        groups=arguments.integer("--moe-router-num-groups", 1),
+        top_groups=arguments.integer("--moe-router-group-topk", 1),
+        selection_bias=arguments.has("--moe-router-enable-expert-bias"),
     )
     return MoeSpec(
-        experts=given.integer("--num-experts"),
-        ffn_size=given.integer("--moe-ffn-hidden-size", ffn),
+        experts=arguments.integer("--num-experts"),
+        ffn_size=arguments.integer("--moe-ffn-hidden-size", default_ffn),
         router=router,
-        shared_ffn_size=given.integer("--moe-shared-expert-intermediate-size"),
-        shared_gate=given.has("--moe-shared-expert-gate"),
-        expert_bias=biased,
-        latent_size=given.integer("--moe-latent-size"),
+        shared_ffn_size=arguments.integer("--moe-shared-expert-intermediate-size"),
+        shared_gate=arguments.has("--moe-shared-expert-gate"),
+        expert_bias=has_biases,
+        latent_size=arguments.integer("--moe-latent-size"),
     )

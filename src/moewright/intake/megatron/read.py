@@ -7,23 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moewright.codec import read_json_data, read_text
+from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment
+from moewright.intake.megatron.launch import LaunchCommand, find_launch
 from moewright.intake.megatron.layout import read_layout
 from moewright.intake.megatron.model import read_model
-from moewright.intake.megatron.options import LaunchCommand, find_launch
 from moewright.intake.megatron.workload import read_workload
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_GLOBAL_BATCH = WORKLOAD_OPTIONS["global_batch"]
+_DATA_PARALLEL = "--data-parallel-size"
+_ACCUMULATION_STEPS = "--gradient-accumulation-steps"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptJob:
-    """A job as a script says it; `notes` are what was taken otherwise than written, one line
-    each."""
+    """A job as a script says it; `notes` are lines on what is not taken as it is written."""
 
     model: ModelSpec
     workload: Workload
@@ -34,146 +39,184 @@ class ScriptJob:
 def read_launch(
     script: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> LaunchCommand:
-    """The training command of a script, its variables from the script, then from `environment`.
-    Raises BadInput."""
+    """Return the training command of a script.
+
+    Variables come from the script, then from `environment`; `arguments` stand behind its name.
+
+    Raises:
+        BadInput: the script cannot be read, or starts no training.
+    """
     return find_launch(read_commands(read_text(script), environment, arguments))
 
 
 def interpret_launch(
     command: LaunchCommand, *, world_size: int, folder: Path, named_model: ModelSpec | None = None
 ) -> ScriptJob:
-    """The job of a training command over `world` ranks. `folder`: where a DeepSpeed config would
-    lie.
+    """Return the job of a training command over `world_size` ranks.
 
-    Raises BadInput for options that contradict each other or cannot be planned here.
+    `folder` is where a DeepSpeed config would lie; `named_model` stands in where the command gives
+    no sizes.
+
+    Raises:
+        BadInput: options contradict each other or cannot be planned here.
     """
-    old = tuple(_old(command))
-    given = Arguments({**command.options, **{name: () for _, names in old for name in names}})
-    found = read_model(given, named_model)
-    pipelined = given.integer("--pipeline-model-parallel-size", 1) > 1
-    zero = _deepspeed(command, folder, pipelined=pipelined)
-    layout, notes = read_layout(given, found.model, world_size, zero)
-    notes += tuple(_queues(command.exported.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), layout))
-    batch, counted = _batch(given, command, layout)
-    workload, said = read_workload(given, layout, batch)
-    past = f"not part of a plan: {' '.join(given.unread_names)}" if given.unread_names else ""
-    lines = (found.note, *command.notes, *(line for line, _ in old), *notes, *counted, *said, past)
+    replacements = dict(_read_foreign_options(command))
+    replaced = {name: () for names in replacements.values() for name in names}
+    arguments = Arguments({**command.options, **replaced})
+    script_model = read_model(arguments, named_model)
+    is_pipelined = arguments.integer(LAYOUT_OPTIONS["pp"], 1) > 1
+    zero = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
+    layout, layout_notes = read_layout(arguments, script_model.model, world_size, zero)
+    queue_notes = _check_queues(command.exported.get(_QUEUES, ""), layout)
+    _check_data_parallel(command, layout)
+    batch, batch_notes = _read_global_batch(arguments, command, layout)
+    workload, workload_notes = read_workload(arguments, layout, batch)
+    unread = " ".join(arguments.unread_names)
+    notes = (
+        script_model.note,
+        *command.notes,
+        *replacements,
+        *layout_notes,
+        *queue_notes,
+        *batch_notes,
+        *workload_notes,
+        f"not part of a plan: {unread}" if unread else "",
+    )
     return ScriptJob(
-        model=found.model,
+        model=script_model.model,
         workload=workload,
         layout=layout,
-        notes=tuple(line for line in lines if line),
+        notes=tuple(note for note in notes if note),
     )
 
 
-def _old(command: LaunchCommand) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """A note on every option that is not Megatron-LM's, and the options that say it today."""
+def _read_foreign_options(command: LaunchCommand) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a note on every option that is not Megatron-LM's, and the options that say it today."""
     for name in command.foreign_options:
-        old = FOREIGN_OPTIONS[name]
-        if old.treatment is Treatment.REFUSE:
-            raise BadInput(Reason(field=name, rule=old.reason))
-        means = f": read as {' '.join(old.replacements)}" if old.replacements else ""
-        yield f"{name} {old.reason}{means}", old.replacements
+        option = FOREIGN_OPTIONS[name]
+        if option.treatment is Treatment.REFUSE:
+            raise BadInput(Reason(field=name, rule=option.reason))
+        note = f"{name} {option.reason}"
+        if option.replacements:
+            note += f": read as {' '.join(option.replacements)}"
+        yield note, option.replacements
 
 
-def _queues(said: str, layout: Layout) -> Iterator[str]:
-    """Whether the hardware queues that the script sets suit what it overlaps. BadInput where
-    Megatron-LM stops."""
-    name, overlapped = "CUDA_DEVICE_MAX_CONNECTIONS", Overlap.EP in layout.overlap
-    if layout.zero == 3 and said == "1":
+def _check_queues(queues: str, layout: Layout) -> tuple[str, ...]:
+    """Return a note where the hardware queues that the script sets do not suit what it overlaps.
+
+    Raises:
+        BadInput: Megatron-LM stops.
+    """
+    overlaps_experts = Overlap.EP in layout.overlap
+    if layout.zero == 3 and queues == "1":
         rule = "Megatron-FSDP needs more hardware queues than one"
-        raise BadInput(Reason(field=name, value=said, rule=rule, nearest="32"))
-    if overlapped and said == "1":
-        yield f"{name}=1 leaves little of --overlap-moe-expert-parallel-comm: 32"
-    elif layout.tp * layout.cp > 1 and said != "1" and layout.zero != 3 and not overlapped:
-        yield f"{name} is not 1: before Blackwell Megatron-LM stops at tensor or context parallelism without"
-
-
-def _whole(command: LaunchCommand, name: str) -> int:
-    """The value of a number that Megatron-LM derives by itself; 0 when nobody gives it."""
-    value = next(iter(command.foreign_options.get(name, ())), "")
-    if name in command.foreign_options and not (value.isdigit() and int(value)):
-        raise BadInput(
-            Reason(field=name, value=value[:60].strip("\0"), rule="must be a whole number above 0")
+        raise BadInput(Reason(field=_QUEUES, value=queues, rule=rule, nearest="32"))
+    if overlaps_experts and queues == "1":
+        return (f"{_QUEUES}=1 leaves little of {OVERLAP_OPTIONS[Overlap.EP]}: 32",)
+    needs_one_queue = layout.tp * layout.cp > 1 and layout.zero != 3 and not overlaps_experts
+    if needs_one_queue and queues != "1":
+        return (
+            f"{_QUEUES} is not 1: before Blackwell Megatron-LM stops at tensor or context "
+            "parallelism without",
         )
-    return int(value or 0)
+    return ()
 
 
-def _batch(given: Arguments, command: LaunchCommand, layout: Layout) -> tuple[int, tuple[str, ...]]:
-    """The global batch, held against whatever else the script says of it."""
+def _read_derived_number(command: LaunchCommand, name: str) -> int:
+    """Return a number that Megatron-LM derives by itself; 0 where the command does not give it."""
+    if name not in command.foreign_options:
+        return 0
+    value = next(iter(command.foreign_options[name]), "")
+    if not value.isdigit() or not int(value):
+        shown = value[:60].strip("\0")
+        raise BadInput(Reason(field=name, value=shown, rule="must be a whole number above 0"))
+    return int(value)
+
+
+def _check_data_parallel(command: LaunchCommand, layout: Layout) -> None:
+    """Check that the degrees fill the ranks, and data parallelism as the script may give it."""
+    degrees = f"tensor {layout.tp} x context {layout.cp} x pipeline {layout.pp}"
     model_ranks = layout.tp * layout.cp * layout.pp
     if layout.world_size % model_ranks:
-        rule = (
-            f"tensor {layout.tp} x context {layout.cp} x pipeline {layout.pp} = {model_ranks} ranks do not divide "
-            f"{layout.world_size}"
-        )
+        rule = f"{degrees} = {model_ranks} ranks do not divide {layout.world_size}"
+        raise BadInput(Reason(field=LAYOUT_OPTIONS["pp"], value=str(layout.pp), rule=rule))
+    data_parallel = _read_derived_number(command, _DATA_PARALLEL)
+    if data_parallel and data_parallel != layout.dp:
         raise BadInput(
-            Reason(field="--pipeline-model-parallel-size", value=str(layout.pp), rule=rule)
+            Reason(
+                field=_DATA_PARALLEL,
+                value=str(data_parallel),
+                rule=f"{layout.world_size} ranks / ({degrees}) = {layout.dp}",
+                nearest=str(layout.dp),
+            )
         )
-    dp, mbs = layout.dp, layout.mbs
-    said = _whole(command, "--data-parallel-size")
-    if said and said != dp:
-        rule = f"{layout.world_size} ranks / (tensor {layout.tp} x context {layout.cp} x pipeline {layout.pp}) = {dp}"
-        raise BadInput(
-            Reason(field="--data-parallel-size", value=str(said), rule=rule, nearest=str(dp))
-        )
-    steps = _whole(command, "--gradient-accumulation-steps")
-    if not given.has("--global-batch-size"):
+
+
+def _read_global_batch(
+    arguments: Arguments, command: LaunchCommand, layout: Layout
+) -> tuple[int, tuple[str, ...]]:
+    """Return the global batch, and a note where it follows from other sizes."""
+    dp = layout.dp
+    mbs = layout.mbs
+    steps = _read_derived_number(command, _ACCUMULATION_STEPS)
+    if not arguments.has(_GLOBAL_BATCH):
         count = steps or 1
-        return mbs * dp * count, (
-            f"global batch {mbs * dp * count} = micro-batch {mbs} x data-parallel {dp} x {count}",
-        )
-    batch = given.integer("--global-batch-size")
+        batch = mbs * dp * count
+        note = f"global batch {batch} = micro-batch {mbs} x data-parallel {dp} x {count}"
+        return batch, (note,)
+    batch = arguments.integer(_GLOBAL_BATCH)
     if batch < 1 or batch % (mbs * dp):
-        near = max(1, round(batch / (mbs * dp))) * mbs * dp
+        nearest = max(1, round(batch / (mbs * dp))) * mbs * dp
         rule = f"micro-batch {mbs} x data-parallel {dp} = {mbs * dp} must divide it"
         raise BadInput(
-            Reason(field="--global-batch-size", value=str(batch), rule=rule, nearest=str(near))
+            Reason(field=_GLOBAL_BATCH, value=str(batch), rule=rule, nearest=str(nearest))
         )
     if steps and steps * mbs * dp != batch:
         rule = (
-            f"{steps} x micro-batch {mbs} x data-parallel {dp} = {steps * mbs * dp}, not --global-batch-size {batch}; "
-            f"Megatron-LM derives {batch} / ({mbs} x {dp})"
+            f"{steps} x micro-batch {mbs} x data-parallel {dp} = {steps * mbs * dp}, "
+            f"not {_GLOBAL_BATCH} {batch}; Megatron-LM derives {batch} / ({mbs} x {dp})"
         )
-        right = str(batch // (mbs * dp))
+        nearest = batch // (mbs * dp)
         raise BadInput(
-            Reason(
-                field="--gradient-accumulation-steps", value=str(steps), rule=rule, nearest=right
-            )
+            Reason(field=_ACCUMULATION_STEPS, value=str(steps), rule=rule, nearest=str(nearest))
         )
     return batch, ()
 
 
-def _deepspeed(command: LaunchCommand, folder: Path, *, pipelined: bool) -> int | None:
-    """ZeRO as DeepSpeed's options say it; None when there are none."""
-    names = [
-        name
-        for name in command.foreign_options
-        if FOREIGN_OPTIONS[name].treatment is Treatment.SHARDING
-    ]
-    if not names:
-        return None
+def _read_deepspeed_zero(command: LaunchCommand, folder: Path, *, is_pipelined: bool) -> int | None:
+    """Return ZeRO as DeepSpeed's options say it; None where there are none."""
     values = {
-        name.replace("_", "-"): next(iter(command.foreign_options[name]), "") for name in names
+        name.replace("_", "-"): next(iter(value), "")
+        for name, value in command.foreign_options.items()
+        if FOREIGN_OPTIONS[name].treatment is Treatment.SHARDING
     }
-    stage, where = values.get("--zero-stage", ""), "--zero-stage"
-    if config := values.get("--deepspeed-config"):
-        where, path = f"--deepspeed_config {config}"[:80], folder / config.strip("\0")
-        if not path.is_file():
-            rule = "Megatron-LM takes no DeepSpeed config, and no such file tells its ZeRO stage: 1 is "
-            rule += "--use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
-            raise BadInput(Reason(field=where, rule=rule, nearest="--use-distributed-optimizer"))
-        section = read_json_data(path)
-        zero = section.get("zero_optimization", {}) if isinstance(section, dict) else {}
-        stage = str(zero.get("stage", 0)) if isinstance(zero, dict) else "0"
+    stage = values.get("--zero-stage", "")
+    field = "--zero-stage"
+    config = values.get("--deepspeed-config")
+    if config:
+        field = f"--deepspeed_config {config}"[:80]
+        stage = _read_zero_stage(folder / config.strip("\0"), field)
     if stage not in ("", "0", "1", "2", "3"):
-        raise BadInput(
-            Reason(field=where, value=stage[:20], rule="a ZeRO stage is 0, 1, 2 or 3", nearest="1")
-        )
-    if stage in ("2", "3") and pipelined:
+        rule = "a ZeRO stage is 0, 1, 2 or 3"
+        raise BadInput(Reason(field=field, value=stage[:20], rule=rule, nearest="1"))
+    if stage in ("2", "3") and is_pipelined:
         rule = f"DeepSpeed combines ZeRO-{stage} with no pipeline; with one, shard the optimizer"
-        raise BadInput(Reason(field=where, rule=rule, nearest="--use-distributed-optimizer"))
+        raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
     if stage == "2":
         rule = "sharded gradients beside whole weights (ZeRO-2) cannot be planned here"
-        raise BadInput(Reason(field=where, rule=rule, nearest="--use-distributed-optimizer"))
+        raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
     return int(stage) if stage else None
+
+
+def _read_zero_stage(path: Path, field: str) -> str:
+    """Return the ZeRO stage of a DeepSpeed config."""
+    if not path.is_file():
+        rule = (
+            "Megatron-LM takes no DeepSpeed config, and no such file tells its ZeRO stage: "
+            "1 is --use-distributed-optimizer, 3 is --use-megatron-fsdp (without pipelines)"
+        )
+        raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
+    config = read_json_data(path)
+    section = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
+    return str(section.get("stage", 0)) if isinstance(section, dict) else "0"

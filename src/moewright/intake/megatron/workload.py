@@ -1,9 +1,8 @@
-"""Batches, precision, optimizer and data of a Megatron-LM command as a Workload."""
+"""The batches, precision, optimizer and data of a Megatron-LM command as a Workload."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from moewright.codec.megatron_options import WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
 from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
@@ -26,45 +25,43 @@ from moewright.spec.workload import (
     Workload,
 )
 
-_BUCKET, _BUCKET_A_RANK = (
-    40_000_000,
-    1_000_000,
-)  # Megatron-LM's own bucket: the larger of the first and dp * cp * this
-_LOSSES = {
+# Megatron-LM's own bucket is the larger of the first and dp * cp times the second.
+_BUCKET_ELEMENTS = 40_000_000
+_BUCKET_ELEMENTS_PER_RANK = 1_000_000
+_BALANCE_COEFFICIENTS = {
     "aux_loss": "aux_coeff",
     "seq_aux_loss": "seq_aux_coeff",
     "global_aux_loss": "global_aux_coeff",
 }
-_MOST_STEPS = 10**9
+_MAX_STEPS = 10**9
+_DEFAULT_EVAL_BATCHES = 8
+_BALANCING = "--moe-router-load-balancing-type"
 
 
 def read_workload(
     arguments: Arguments, layout: Layout, global_batch: int
 ) -> tuple[Workload, tuple[str, ...]]:
-    """The workload, its global batch as checked, and notes on what it cannot hold. BadInput as for
-    the layout."""
-    notes: list[str] = []
-    seq_len = arguments.integer("--seq-length") or arguments.integer("--encoder-seq-length")
+    """Return the workload with a global batch that was checked, and notes on what it cannot hold.
+
+    Raises:
+        BadInput: an option is not planned here, or Megatron-LM itself refuses a combination.
+    """
+    seq_len = arguments.integer(WORKLOAD_OPTIONS["seq_len"])
+    seq_len = seq_len or arguments.integer("--encoder-seq-length")
     if not seq_len:
-        raise BadInput(
-            Reason(field="--seq-length", rule="is missing, and Megatron-LM has no default for it")
-        )
-    ramp = BatchRampSpec()
-    if arguments.has("--rampup-batch-size"):
-        start, more, samples = map(int, arguments.values("--rampup-batch-size"))
-        ramp = BatchRampSpec(ramp_start=start, ramp_increment=more, ramp_samples=samples)
-        if arguments.has("--train-iters"):
-            rule = "goes with --train-samples; --train-iters excludes it"
-            raise BadInput(
-                Reason(field="--rampup-batch-size", rule=rule, nearest="--train-samples")
-            )
+        rule = "is missing, and Megatron-LM has no default for it"
+        raise BadInput(Reason(field=WORKLOAD_OPTIONS["seq_len"], rule=rule))
+    ramp = _read_ramp(arguments)
+    # Steps of a growing batch can be counted in this workload.
     timed = Workload(seq_len=seq_len, global_batch=global_batch, ramp=ramp)
-    steps = arguments.integer("--train-iters") or _steps(
-        timed, arguments.integer("--train-samples")
-    )
-    precision, grad_dtype = _precision(arguments)
-    every = arguments.integer("--save-interval") if arguments.has("--save") else 0
-    data, eval_batches = _data(arguments, notes)
+    steps = arguments.integer("--train-iters")
+    steps = steps or _count_steps(timed, arguments.integer("--train-samples"))
+    precision, grad_dtype = _read_precision(arguments)
+    save_interval = arguments.integer("--save-interval") if arguments.has("--save") else 0
+    is_async = arguments.has("--async-save") and save_interval
+    data, data_notes = _read_data(arguments)
+    eval_batches = arguments.integer("--eval-iters", 100)
+    optimizer = _read_optimizer(arguments, timed, layout, steps)
     workload = Workload(
         seq_len=seq_len,
         global_batch=global_batch,
@@ -73,200 +70,212 @@ def read_workload(
         precision=precision,
         grad_dtype=grad_dtype,
         eval_every_steps=arguments.integer("--eval-interval") if data.heldout else 0,
-        eval_batches=eval_batches,
-        optimizer=_optimizer(arguments, timed, layout, steps, notes),
-        loss=_loss(arguments),
-        router=_router(arguments),
-        scaling=_scaling(arguments, precision),
+        eval_batches=eval_batches if data.heldout and eval_batches else _DEFAULT_EVAL_BATCHES,
+        optimizer=optimizer,
+        loss=_read_losses(arguments),
+        router=_read_router(arguments),
+        scaling=_read_scaling(arguments, precision),
         ramp=ramp,
         data=data,
         checkpoint=CheckpointSpec(
-            every_steps=every,
-            mode=SaveMode.ASYNC if arguments.has("--async-save") and every else SaveMode.SYNC,
+            every_steps=save_interval, mode=SaveMode.ASYNC if is_async else SaveMode.SYNC
         ),
     )
-    return workload, tuple(notes)
+    return workload, (*data_notes, *_note_decay_style(arguments))
 
 
-def _steps(workload: Workload, samples: int) -> int:
-    """Steps that so many sequences last, the last one whole."""
-    low, high = 0, _MOST_STEPS
+def _read_ramp(arguments: Arguments) -> BatchRampSpec:
+    name = WORKLOAD_OPTIONS["ramp_start"]
+    if not arguments.has(name):
+        return BatchRampSpec()
+    start, increment, samples = (int(value) for value in arguments.values(name))
+    if arguments.has("--train-iters"):
+        rule = "goes with --train-samples; --train-iters excludes it"
+        raise BadInput(Reason(field=name, rule=rule, nearest="--train-samples"))
+    return BatchRampSpec(ramp_start=start, ramp_increment=increment, ramp_samples=samples)
+
+
+def _count_steps(workload: Workload, samples: int) -> int:
+    """Return how many steps so many sequences last, the last one whole."""
     if not workload.ramp.ramp_start:
         return -(-samples // workload.global_batch)
+    low = 0
+    high = _MAX_STEPS
     while low < high:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle) if step_samples(workload, middle).first >= samples else (middle + 1, high)
-        )
+        if step_samples(workload, middle).first >= samples:
+            high = middle
+        else:
+            low = middle + 1
     return low
 
 
-def _precision(given: Arguments) -> tuple[Dtype, Dtype]:
-    """What is computed in, and what gradients are summed in."""
-    half, brain, eight = given.has("--fp16"), given.has("--bf16"), given.text("--fp8-format")
-    if half and brain:
+def _read_precision(arguments: Arguments) -> tuple[Dtype, Dtype]:
+    """Return what is computed in, and what gradients are summed in."""
+    is_fp16 = arguments.has("--fp16")
+    is_bf16 = arguments.has("--bf16")
+    fp8_format = arguments.text("--fp8-format")
+    if is_fp16 and is_bf16:
         raise BadInput(Reason(field="--fp16", rule="excludes --bf16", nearest="--bf16 alone"))
-    four, blocks = given.text("--fp4-format"), given.text("--fp4-recipe", "nvfp4")
-    if four and (not brain or eight or blocks != "nvfp4"):
+    fp4_format = arguments.text("--fp4-format")
+    fp4_recipe = arguments.text("--fp4-recipe", "nvfp4")
+    if fp4_format and (not is_bf16 or fp8_format or fp4_recipe != "nvfp4"):
         rule = "is planned with --bf16, without --fp8-format, in the nvfp4 recipe"
-        raise BadInput(
-            Reason(field="--fp4-format", value=four, rule=rule, nearest="--bf16 --fp4-recipe nvfp4")
-        )
-    wide = given.has("--accumulate-allreduce-grads-in-fp32")
-    narrow = (
-        given.has("--grad-reduce-in-bf16") or given.text("--main-grads-dtype", "fp32") == "bf16"
-    )
-    recipe = given.text("--fp8-recipe", "delayed")
-    if half:
-        return Dtype.FP16, Dtype.FP32 if wide else Dtype.FP16
-    if not brain:
-        if eight:
+        nearest = "--bf16 --fp4-recipe nvfp4"
+        raise BadInput(Reason(field="--fp4-format", value=fp4_format, rule=rule, nearest=nearest))
+    sums_in_fp32 = arguments.has("--accumulate-allreduce-grads-in-fp32")
+    main_grads = arguments.text("--main-grads-dtype", "fp32")
+    sums_in_bf16 = arguments.has("--grad-reduce-in-bf16") or main_grads == "bf16"
+    fp8_recipe = arguments.text("--fp8-recipe", "delayed")
+    if is_fp16:
+        return Dtype.FP16, Dtype.FP32 if sums_in_fp32 else Dtype.FP16
+    if not is_bf16:
+        if fp8_format:
             raise BadInput(Reason(field="--fp8-format", rule="goes with --bf16", nearest="--bf16"))
         return Dtype.FP32, Dtype.FP32
-    gradients = Dtype.BF16 if narrow else Dtype.FP32
-    if four:
-        return Dtype.NVFP4, gradients
-    if not eight:
-        return Dtype.BF16, gradients
-    return (Dtype.MXFP8 if recipe in ("mxfp8", "blockwise") else Dtype.FP8), gradients
+    grad_dtype = Dtype.BF16 if sums_in_bf16 else Dtype.FP32
+    if fp4_format:
+        return Dtype.NVFP4, grad_dtype
+    if not fp8_format:
+        return Dtype.BF16, grad_dtype
+    has_block_scales = fp8_recipe in ("mxfp8", "blockwise")
+    return Dtype.MXFP8 if has_block_scales else Dtype.FP8, grad_dtype
 
 
-def _optimizer(
-    given: Arguments, timed: Workload, layout: Layout, steps: int, notes: list[str]
+def _note_decay_style(arguments: Arguments) -> tuple[str, ...]:
+    style = arguments.text("--lr-decay-style", "linear")
+    if style == "cosine":
+        return ()
+    return (
+        f"--lr-decay-style {style} is taken for cosine: no prediction depends on it, "
+        "training here would",
+    )
+
+
+def _read_optimizer(
+    arguments: Arguments, timed: Workload, layout: Layout, steps: int
 ) -> OptimizerSpec:
-    kind = given.text("--optimizer", "adam")
+    kind = arguments.text("--optimizer", "adam")
     if kind != "adam":
         rule = "its states cannot be planned here"
         raise BadInput(Reason(field="--optimizer", value=kind, rule=rule, nearest="adam"))
-    style = given.text("--lr-decay-style", "linear")
-    if style != "cosine":
-        notes.append(
-            f"--lr-decay-style {style} is taken for cosine: no prediction depends on it, training here would"
-        )
-    usual = OptimizerSpec()
-    lr = given.number("--lr", usual.lr)
-    decay = given.integer("--lr-decay-iters") or _steps(timed, given.integer("--lr-decay-samples"))
-    warmup = given.integer("--lr-warmup-iters") or _steps(
-        timed, given.integer("--lr-warmup-samples")
-    )
-    if given.has("--lr-warmup-fraction"):
-        warmup = int(given.number("--lr-warmup-fraction") * (decay or steps))
-    moments = given.text("--exp-avg-dtype", "fp32")
-    if moments != given.text("--exp-avg-sq-dtype", "fp32"):
-        rule = "both moments are planned in one type"
-        raise BadInput(Reason(field="--exp-avg-sq-dtype", rule=rule, nearest=moments))
-    if moments != "fp32" and not given.has("--use-precision-aware-optimizer"):
-        rule = "goes with --use-precision-aware-optimizer"
-        raise BadInput(Reason(field="--exp-avg-dtype", value=moments, rule=rule, nearest="fp32"))
-    given.has("--use-precision-aware-optimizer")
-    bucket = given.integer("--ddp-bucket-size") or max(
-        _BUCKET, _BUCKET_A_RANK * layout.dp * layout.cp
-    )
+    lr = arguments.number("--lr", OptimizerSpec().lr)
+    decay = arguments.integer("--lr-decay-iters")
+    decay = decay or _count_steps(timed, arguments.integer("--lr-decay-samples"))
+    warmup = arguments.integer("--lr-warmup-iters")
+    warmup = warmup or _count_steps(timed, arguments.integer("--lr-warmup-samples"))
+    if arguments.has("--lr-warmup-fraction"):
+        warmup = int(arguments.number("--lr-warmup-fraction") * (decay or steps))
+    default_bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * layout.dp * layout.cp)
     return OptimizerSpec(
         lr=lr,
-        min_lr_fraction=float(f"{given.number('--min-lr') / lr:.10g}") if lr else 0.0,
+        min_lr_fraction=float(f"{arguments.number('--min-lr') / lr:.10g}") if lr else 0.0,
         warmup_steps=warmup,
         decay_steps=0 if decay == steps else decay,
-        beta1=given.number("--adam-beta1", 0.9),
-        beta2=given.number("--adam-beta2", 0.999),
-        eps=given.number("--adam-eps", 1e-8),
-        weight_decay=given.number("--weight-decay", 0.01),
-        clip_norm=given.number("--clip-grad", 1.0),
-        moment_dtype=Dtype(moments),
-        bucket_elements=bucket,
+        beta1=arguments.number("--adam-beta1", 0.9),
+        beta2=arguments.number("--adam-beta2", 0.999),
+        eps=arguments.number("--adam-eps", 1e-8),
+        weight_decay=arguments.number("--weight-decay", 0.01),
+        clip_norm=arguments.number("--clip-grad", 1.0),
+        moment_dtype=_read_moment_dtype(arguments),
+        bucket_elements=arguments.integer("--ddp-bucket-size") or default_bucket,
     )
 
 
-def _loss(given: Arguments) -> LossSpec:
-    kinds = given.values("--moe-router-load-balancing-type", "aux_loss")
-    coeffs = [float(value) for value in given.values("--moe-aux-loss-coeff", "0")]
+def _read_moment_dtype(arguments: Arguments) -> Dtype:
+    first = arguments.text("--exp-avg-dtype", "fp32")
+    if first != arguments.text("--exp-avg-sq-dtype", "fp32"):
+        rule = "both moments are planned in one type"
+        raise BadInput(Reason(field="--exp-avg-sq-dtype", rule=rule, nearest=first))
+    is_precision_aware = arguments.has("--use-precision-aware-optimizer")
+    if first != "fp32" and not is_precision_aware:
+        rule = "goes with --use-precision-aware-optimizer"
+        raise BadInput(Reason(field="--exp-avg-dtype", value=first, rule=rule, nearest="fp32"))
+    return Dtype(first)
+
+
+def _read_losses(arguments: Arguments) -> LossSpec:
+    kinds = arguments.values(_BALANCING, "aux_loss")
+    coefficients = [float(value) for value in arguments.values("--moe-aux-loss-coeff", "0")]
     if "quantile_balancing" in kinds:
         rule = "this way to balance cannot be planned here"
-        raise BadInput(
-            Reason(
-                field="--moe-router-load-balancing-type",
-                value=kinds[0],
-                rule=rule,
-                nearest="aux_loss",
-            )
-        )
-    if len(coeffs) != len(kinds) and len(kinds) > 1:
-        rule = f"gives {len(coeffs)} for {len(kinds)} --moe-router-load-balancing-type"
+        raise BadInput(Reason(field=_BALANCING, value=kinds[0], rule=rule, nearest="aux_loss"))
+    if len(coefficients) != len(kinds) and len(kinds) > 1:
+        rule = f"gives {len(coefficients)} for {len(kinds)} {_BALANCING}"
         raise BadInput(Reason(field="--moe-aux-loss-coeff", rule=rule, nearest="one each"))
-    on = {
-        _LOSSES[kind]: coeff for kind, coeff in zip(kinds, coeffs, strict=False) if kind in _LOSSES
+    by_field = {
+        _BALANCE_COEFFICIENTS[kind]: coefficient
+        for kind, coefficient in zip(kinds, coefficients, strict=False)
+        if kind in _BALANCE_COEFFICIENTS
     }
-    usual = LossSpec()
     return LossSpec(
-        aux_coeff=on.get("aux_coeff", 0.0),
-        seq_aux_coeff=on.get("seq_aux_coeff", 0.0),
-        global_aux_coeff=on.get("global_aux_coeff", 0.0),
-        z_coeff=given.number("--moe-z-loss-coeff"),
-        mtp_coeff=given.number("--mtp-loss-scaling-factor", usual.mtp_coeff),
+        aux_coeff=by_field.get("aux_coeff", 0.0),
+        seq_aux_coeff=by_field.get("seq_aux_coeff", 0.0),
+        global_aux_coeff=by_field.get("global_aux_coeff", 0.0),
+        z_coeff=arguments.number("--moe-z-loss-coeff"),
+        mtp_coeff=arguments.number("--mtp-loss-scaling-factor", LossSpec().mtp_coeff),
     )
 
 
-def _router(given: Arguments) -> RouterTraining:
-    usual = RouterTraining()
-    force = (
-        RouterForce.BALANCED if given.has("--moe-router-force-load-balancing") else RouterForce.NONE
-    )
-    skewed = given.has("--moe-router-force-biased")
-    balance = given.values("--moe-router-load-balancing-type")
+def _read_router(arguments: Arguments) -> RouterTraining:
+    default = RouterTraining()
+    is_sinkhorn = "sinkhorn" in arguments.values(_BALANCING)
+    force = RouterForce.NONE
+    if arguments.has("--moe-router-force-load-balancing"):
+        force = RouterForce.BALANCED
+    if arguments.has("--moe-router-force-biased"):
+        force = RouterForce.SKEWED
     return RouterTraining(
-        bias_update_rate=given.number("--moe-router-bias-update-rate", usual.bias_update_rate),
-        force=RouterForce.SKEWED if skewed else force,
-        force_std=given.number("--moe-router-force-biased", usual.force_std),
-        drop_policy=DropPolicy(given.text("--moe-token-drop-policy", "probs")),
-        router_dtype=RouterDtype(given.text("--moe-router-dtype", "fp32")),
-        assignment=RouterAssignment.SINKHORN if "sinkhorn" in balance else RouterAssignment.TOP_K,
-        jitter_eps=given.number("--moe-input-jitter-eps"),
+        bias_update_rate=arguments.number(
+            "--moe-router-bias-update-rate", default.bias_update_rate
+        ),
+        force=force,
+        force_std=arguments.number("--moe-router-force-biased", default.force_std),
+        drop_policy=DropPolicy(arguments.text("--moe-token-drop-policy", "probs")),
+        router_dtype=RouterDtype(arguments.text("--moe-router-dtype", "fp32")),
+        assignment=RouterAssignment.SINKHORN if is_sinkhorn else RouterAssignment.TOP_K,
+        jitter_eps=arguments.number("--moe-input-jitter-eps"),
     )
 
 
-def _scaling(given: Arguments, precision: Dtype) -> LossScalingSpec:
-    """fp16 alone scales its loss; Megatron-LM starts from 2**32."""
+def _read_scaling(arguments: Arguments, precision: Dtype) -> LossScalingSpec:
+    """Return how the loss is scaled, which fp16 alone needs; Megatron-LM starts from 2**32."""
     if precision is not Dtype.FP16:
         return LossScalingSpec()
-    given.has("--hysteresis")
+    arguments.ignore("--hysteresis")
     return LossScalingSpec(
-        initial_loss_scale=given.number("--initial-loss-scale", 2.0**32),
-        min_loss_scale=given.number("--min-loss-scale", 1.0),
-        loss_scale_window=int(given.number("--loss-scale-window", 1000.0)),
+        initial_loss_scale=arguments.number("--initial-loss-scale", 2.0**32),
+        min_loss_scale=arguments.number("--min-loss-scale", 1.0),
+        loss_scale_window=int(arguments.number("--loss-scale-window", 1000.0)),
     )
 
 
-def _data(given: Arguments, notes: list[str]) -> tuple[DataSpec, int]:
-    """Prefixes of data, one each, and batches of an evaluation."""
-    train = _prefix(given, "--train-data-path", notes) or _prefix(given, "--data-path", notes)
-    heldout = _prefix(given, "--valid-data-path", notes)
-    given.has("--split")
-    given.has("--mock-data")
-    bounded = given.has("--reset-attention-mask") or given.has(
+def _read_data(arguments: Arguments) -> tuple[DataSpec, tuple[str, ...]]:
+    """Return where data lies and how documents are kept apart, and notes on what is not taken."""
+    notes: list[str] = []
+    train = _read_prefix(arguments, "--train-data-path", notes)
+    train = train or _read_prefix(arguments, "--data-path", notes)
+    heldout = _read_prefix(arguments, "--valid-data-path", notes)
+    arguments.ignore("--split", "--mock-data", "--eod-mask-loss")
+    is_bounded = arguments.has("--reset-attention-mask") or arguments.has(
         "--dataloader-inter-document-masking"
     )
-    given.has("--eod-mask-loss")
-    documents = DocumentMasking.BOUNDED if bounded else DocumentMasking.JOINED
-    if given.has("--reset-position-ids") and bounded:
+    documents = DocumentMasking.BOUNDED if is_bounded else DocumentMasking.JOINED
+    if arguments.has("--reset-position-ids") and is_bounded:
         documents = DocumentMasking.RESTARTED
-    batches = given.integer("--eval-iters", 100)
-    return DataSpec(
-        train=train, heldout=heldout, documents=documents
-    ), batches if heldout and batches else 8
+    return DataSpec(train=train, heldout=heldout, documents=documents), tuple(notes)
 
 
-def _prefix(given: Arguments, name: str, notes: list[str]) -> str:
-    """One prefix; of a blend none, and a word on it. Where data lies changes no prediction."""
-    if not given.has(name):
+def _read_prefix(arguments: Arguments, name: str, notes: list[str]) -> str:
+    """Return the prefix of a dataset; of a blend none, and a note on it.
+
+    Where data lies changes no prediction.
+    """
+    if not arguments.has(name):
         return ""
-    words = tuple(_known(given.options[name]))
+    words = tuple(word for word in arguments.options[name] if "\0" not in word)
     if len(words) == 1:
         return words[0]
-    notes.append(
-        f"{name} is not taken: {'a blend' if words else 'its value is only known when the script runs'}"
-    )
+    reason = "a blend" if words else "its value is only known when the script runs"
+    notes.append(f"{name} is not taken: {reason}")
     return ""
-
-
-def _known(values: tuple[str, ...]) -> Iterator[str]:
-    yield from (value for value in values if "\0" not in value)

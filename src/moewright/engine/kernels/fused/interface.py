@@ -1,9 +1,10 @@
-"""The seam between the model and whoever works on what lies between its products and attention.
+"""The interface between the model and whoever computes what lies between its products and
+attention.
 
 Implementations give the same numbers up to rounding, and the model keeps the same tensors for
-backward with each, so the ledger does not ask which one ran. But for `weigh`, nothing here is
-differentiated: the model's autograd functions call one method forward and one backward. Shapes: T
-tokens, k experts a token, E experts, R routed rows, H hidden, F expert width, K any width, V
+backward with each, so the ledger does not ask which one ran. But for `route_tokens`, nothing here
+is differentiated: the model's autograd functions call one method forward and one backward. Shapes:
+T tokens, k experts a token, E experts, R routed rows, H hidden, F expert width, K any width, V
 vocabulary, B batch, S sequence, D head dim.
 """
 
@@ -17,22 +18,26 @@ from moewright.spec.model import RouterSpec
 
 
 class KernelSet(Protocol):
-    def permute(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
-        """Row i is x[tokens[i]]: [R,H]."""
+    """The kernels that a job runs, by one implementation."""
 
-    def unpermute(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
-        """The sum of each token's own rows in their fixed order, in fp32: [T,H]; rows_Tk holds R
-        where a slot has no row, which is nowhere so where `full`.
+    def permute(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
+        """Copy tokens to their rows: row i is x[tokens[i]], [R,H]."""
+
+    def unpermute(
+        self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, is_complete: bool
+    ) -> torch.Tensor:
+        """Sum each token's own rows in their fixed order, in fp32: [T,H].
+
+        rows_Tk holds R where a slot has no row, which is nowhere so where `is_complete`.
         """
 
     def swiglu(
         self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
     ) -> torch.Tensor:
-        """silu(gate) * up * weight for x = (gate, up), in fp32: [R,F]; `weight` fp32, or None for
-        ones.
+        """Return silu(gate) * up * weight for x = (gate, up), in fp32: [R,F].
 
-        `clamped` is gpt-oss's: g * sigmoid(1.702 g) * (u + 1) * weight, g = min(gate, 7) and u = up
-        within -7..7.
+        `weight` is fp32, or None for ones. `clamped` is gpt-oss's: g * sigmoid(1.702 g) * (u + 1) *
+        weight, g = min(gate, 7) and u = up within -7..7.
         """
 
     def swiglu_backward(
@@ -42,13 +47,16 @@ class KernelSet(Protocol):
         weight_R: torch.Tensor | None,
         clamped: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients of x and, where there is one, of weight."""
+        """Return the gradients of x and, where there is one, of weight."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [...,K] times its scale 1 / sqrt(mean(x^2) + eps), rounded, times weight [K]; the scale
-        [...,1] fp32."""
+        """Norm x [...,K] and return it with its scale.
+
+        The result is x times its scale 1 / sqrt(mean(x^2) + eps), rounded, times weight [K]; the
+        scale is [...,1] fp32.
+        """
 
     def rms_norm_backward(
         self,
@@ -57,22 +65,26 @@ class KernelSet(Protocol):
         weight: torch.Tensor,
         eps: float,
         scale: torch.Tensor | None,
-        mine: slice,
+        weight_rows: slice,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of x and of weight, the latter of the rows `mine` of all [N,K]; the scale is
-        made again if None."""
+        """Return the gradients of x and of weight, the latter from `weight_rows` of all rows [N,K].
+
+        The scale is computed again where it is None.
+        """
 
     def rotate(self, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x with its halves (first, second) turned: first * cos - second * sin, second * cos +
-        first * sin, in fp32; cos and sin [S, D/2] or [B, S, D/2] fp32.
+        """Rotate x by position, in fp32.
+
+        Its halves (first, second) become first * cos - second * sin and second * cos + first * sin;
+        cos and sin are [S, D/2] or [B, S, D/2] fp32.
         """
 
     def cross_entropy(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        """Negative log-likelihood [T] fp32 of targets; anything finite where a target is
+        """Return the negative log-likelihood [T] fp32 of targets; anything finite where a target is
         negative."""
 
-    def sum_exp(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
-        """sum over V of exp(logit - top): [T] fp32."""
+    def sum_exp(self, logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
+        """Return the sum over V of exp(logit - max): [T] fp32."""
 
     def cross_entropy_backward(
         self,
@@ -82,7 +94,9 @@ class KernelSet(Protocol):
         log_sum_T: torch.Tensor | None,
         size: int,
     ) -> torch.Tensor:
-        """(exp(logit - log_sum) - 1 at the target's column) * grad, 0 from column `size` on: [T,V].
+        """Return (exp(logit - log_sum) - 1 at the target's column) * grad, 0 from column `size` on:
+        [T,V].
+
         A column of -1 is none of these; log_sum [T] fp32 is that of all V where it is None.
         """
 
@@ -93,8 +107,9 @@ class KernelSet(Protocol):
         bias_E: torch.Tensor | None,
         forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Experts [T,k] int64, by score plus bias or the `forced` ones, their weights [T,k] and all
-        scores [T,E], the last two differentiable. Kept for backward are scores and experts, two
-        numbers a weight and sum where weights are renormalised, and the logits of a score that
-        needs them (rules.recompute).
+        """Choose experts by score plus bias, or take the forced ones, and weigh them.
+
+        Returns experts [T,k] int64, their weights [T,k] and all scores [T,E], the last two
+        differentiable. Kept for backward are scores and experts, two numbers a weight and sum where
+        weights are renormalised, and the logits of a score that needs them (rules.recompute).
         """

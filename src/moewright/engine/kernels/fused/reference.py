@@ -1,4 +1,4 @@
-"""The seam's reference: operations of torch, on any device."""
+"""The reference kernels: operations of torch, on any device."""
 
 from __future__ import annotations
 
@@ -10,31 +10,38 @@ import torch.nn.functional as F
 from moewright.rules.row_blocks import MAX_LOSS_ROWS, rows_per_block
 from moewright.spec.model import RouterSpec, ScoreFunction
 
-# Of gpt-oss (its modeling code in transformers): the slope of the sigmoid, and what gate and up are
+# gpt-oss (its modeling code in transformers): the slope of the sigmoid, and what gate and up are
 # clamped to.
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
 SCORE_SUM_EPS = 1e-20  # under a sum of independent scores, all of which may be zero
 
 
 class TorchKernels:
-    """See seam.Kernels. A function does all that it does to about `at_a_time` numbers of a tensor
-    before it goes on to the next ones; 0 takes all at once.
+    """A KernelSet that works through a tensor block by block.
+
+    A method does all that it does to about `block_numel` numbers of a tensor before it goes on to
+    the next ones; 0 takes all at once.
     """
 
-    def __init__(self, at_a_time: int = 0) -> None:
-        self._at_a_time = at_a_time
+    def __init__(self, block_numel: int = 0) -> None:
+        self._block_numel = block_numel
 
-    def _parts(self, count: int, width: int, *, most: int = 0) -> Iterator[slice]:
-        """Of `count` rows of `width`; `most` rows where all would be taken."""
-        step = rows_per_block(width, self._at_a_time) if self._at_a_time else most or max(1, count)
-        return (slice(start, min(start + step, count)) for start in range(0, count, step))
+    def _row_blocks(self, rows: int, width: int, *, max_rows: int = 0) -> Iterator[slice]:
+        """Return the blocks of `rows` rows of `width`; of `max_rows` where all would be taken."""
+        step = max_rows or max(1, rows)
+        if self._block_numel:
+            step = rows_per_block(width, self._block_numel)
+        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
     def permute(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
         return x_TH.index_select(0, tokens_R)
 
-    def unpermute(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
-        """Deterministic, unlike a scatter-add."""
-        if not full:
+    def unpermute(
+        self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, is_complete: bool
+    ) -> torch.Tensor:
+        """Sum by embedding_bag, which is deterministic, unlike a scatter-add."""
+        if not is_complete:
             rows_RH = torch.cat((rows_RH, rows_RH.new_zeros((1, *rows_RH.shape[1:]))))
         return F.embedding_bag(rows_Tk, rows_RH, mode="sum")
 
@@ -42,14 +49,15 @@ class TorchKernels:
         self, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
     ) -> torch.Tensor:
         out = x_R2F.new_empty((len(x_R2F), x_R2F.shape[1] // 2))
-        for part in self._parts(*x_R2F.shape):
-            gate, up = x_R2F[part].float().chunk(2, -1)
+        for block in self._row_blocks(*x_R2F.shape):
+            gate, up = x_R2F[block].float().chunk(2, -1)
             if clamped:
-                gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+                gate = gate.clamp(max=SWIGLU_LIMIT)
+                up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
                 act = torch.sigmoid(SWIGLU_ALPHA * gate).mul_(gate).mul_(up)
             else:
                 act = F.silu(gate).mul_(up)
-            out[part] = act if weight_R is None else act.mul_(weight_R[part, None])
+            out[block] = act if weight_R is None else act.mul_(weight_R[block, None])
         return out
 
     def swiglu_backward(
@@ -61,40 +69,44 @@ class TorchKernels:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         grad_x = torch.empty_like(x_R2F)
         grad_weight = None if weight_R is None else torch.empty_like(weight_R)
-        for part in self._parts(*x_R2F.shape):
-            gate, up = whole_gate, whole_up = x_R2F[part].float().chunk(2, -1)
-            wide = grad_RF[part].float()
+        for block in self._row_blocks(*x_R2F.shape):
+            raw_gate, raw_up = x_R2F[block].float().chunk(2, -1)
+            gate, up = raw_gate, raw_up
+            grad = grad_RF[block].float()
             if clamped:
-                gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
-                opened = torch.sigmoid(SWIGLU_ALPHA * gate)
-                act = opened * gate
+                gate = raw_gate.clamp(max=SWIGLU_LIMIT)
+                up = raw_up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+                sigmoid = torch.sigmoid(SWIGLU_ALPHA * gate)
+                act = sigmoid * gate
             else:
                 act = F.silu(gate)
-            of_act = wide * up
+            grad_act = grad * up
             if weight_R is not None and grad_weight is not None:
-                grad_weight[part] = (of_act * act).sum(-1)
-                of_act.mul_(weight_R[part, None])
-                act.mul_(weight_R[part, None])
-            of_gate, of_up = grad_x[part].chunk(2, -1)
+                grad_weight[block] = (grad_act * act).sum(-1)
+                grad_act.mul_(weight_R[block, None])
+                act.mul_(weight_R[block, None])
+            grad_gate, grad_up = grad_x[block].chunk(2, -1)
             if clamped:
-                slope = (1 - opened).mul_(gate).mul_(SWIGLU_ALPHA).add_(1).mul_(opened)
-                of_gate.copy_(slope.mul_(of_act).mul_(whole_gate <= SWIGLU_LIMIT))
-                of_up.copy_(act.mul_(wide).mul_(whole_up.abs() <= SWIGLU_LIMIT))
+                slope = (1 - sigmoid).mul_(gate).mul_(SWIGLU_ALPHA).add_(1).mul_(sigmoid)
+                grad_gate.copy_(slope.mul_(grad_act).mul_(raw_gate <= SWIGLU_LIMIT))
+                grad_up.copy_(act.mul_(grad).mul_(raw_up.abs() <= SWIGLU_LIMIT))
             else:
-                of_gate.copy_(torch.ops.aten.silu_backward(of_act, gate))
-                torch.mul(act, wide, out=of_up)
+                grad_gate.copy_(torch.ops.aten.silu_backward(grad_act, gate))
+                torch.mul(act, grad, out=grad_up)
         return grad_x, grad_weight
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, out = x.flatten(0, -2), torch.empty_like(x, memory_format=torch.contiguous_format)
+        x_NK = x.flatten(0, -2)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out_NK = out.flatten(0, -2)
         scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        for part in self._parts(*rows.shape):
-            wide = rows[part].float()
-            found = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-            scale.view(-1, 1)[part] = found
-            torch.mul((wide * found).to(x.dtype), weight, out=out.flatten(0, -2)[part])
+        for block in self._row_blocks(*x_NK.shape):
+            wide = x_NK[block].float()
+            block_scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            scale.view(-1, 1)[block] = block_scale
+            torch.mul((wide * block_scale).to(x.dtype), weight, out=out_NK[block])
         return out, scale
 
     def rms_norm_backward(
@@ -104,55 +116,57 @@ class TorchKernels:
         weight: torch.Tensor,
         eps: float,
         scale: torch.Tensor | None,
-        mine: slice,
+        weight_rows: slice,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
+        x_NK = x.flatten(0, -2)
+        grad_NK = grad.flatten(0, -2)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        start, stop, _ = mine.indices(len(rows))
-        wide_weight, grad_weight = (
-            weight.float(),
-            weight.new_zeros(weight.shape, dtype=torch.float32),
-        )
-        for part in self._parts(*rows.shape):
-            normed, wide = rows[part].float(), grads[part].float()
+        start, stop, _ = weight_rows.indices(len(x_NK))
+        wide_weight = weight.float()
+        grad_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
+        for block in self._row_blocks(*x_NK.shape):
+            normed = x_NK[block].float()
+            wide = grad_NK[block].float()
             if scale is None:
-                found = torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
+                block_scale = torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
             else:
-                found = scale.view(-1, 1)[part]
-            normed = normed * found
+                block_scale = scale.view(-1, 1)[block]
+            normed = normed * block_scale
             product = wide * normed
-            first, last = max(part.start, start), min(part.stop, stop)
+            first = max(block.start, start)
+            last = min(block.stop, stop)
             if first < last:
-                grad_weight += product[first - part.start : last - part.start].sum(0)
+                grad_weight += product[first - block.start : last - block.start].sum(0)
             mean = product.mul_(wide_weight).mean(-1, keepdim=True)
             torch.mul(wide, wide_weight, out=product)
-            product.sub_(normed.mul_(mean)).mul_(found)
-            grad_x.flatten(0, -2)[part] = product
+            product.sub_(normed.mul_(mean)).mul_(block_scale)
+            grad_x.flatten(0, -2)[block] = product
         return grad_x, grad_weight.to(weight.dtype)
 
     def rotate(self, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
         cos, sin = (x.expand(len(x_BSHD), *x.shape[-2:]).unsqueeze(-2) for x in (cos, sin))
-        for sequence, turned, c, s in zip(x_BSHD, out, cos, sin, strict=True):
-            for part in self._parts(len(sequence), sequence[0].numel()):
-                first, second = sequence[part].float().chunk(2, -1)
-                low, high = turned[part].chunk(2, -1)
-                low.copy_((first * c[part]).addcmul_(second, s[part], value=-1))
-                high.copy_((second * c[part]).addcmul_(first, s[part]))
+        for x_SHD, out_SHD, c, s in zip(x_BSHD, out, cos, sin, strict=True):
+            for block in self._row_blocks(len(x_SHD), x_SHD[0].numel()):
+                first, second = x_SHD[block].float().chunk(2, -1)
+                out_first, out_second = out_SHD[block].chunk(2, -1)
+                out_first.copy_((first * c[block]).addcmul_(second, s[block], value=-1))
+                out_second.copy_((second * c[block]).addcmul_(first, s[block]))
         return out
 
     def cross_entropy(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(len(targets_T), device=targets_T.device)
-        for part in self._parts(*logits_TV.shape, most=MAX_LOSS_ROWS):
-            log_probs = torch.log_softmax(logits_TV[part].float(), -1)
-            found[part] = log_probs.gather(1, targets_T[part].clamp(min=0)[:, None])[:, 0].neg_()
-        return found
+        losses = torch.empty(len(targets_T), device=targets_T.device)
+        for block in self._row_blocks(*logits_TV.shape, max_rows=MAX_LOSS_ROWS):
+            log_probs = torch.log_softmax(logits_TV[block].float(), -1)
+            columns = targets_T[block].clamp(min=0)[:, None]
+            losses[block] = log_probs.gather(1, columns)[:, 0].neg_()
+        return losses
 
-    def sum_exp(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
-        found = torch.empty_like(top_T)
-        for part in self._parts(*logits_TV.shape, most=MAX_LOSS_ROWS):
-            found[part] = (logits_TV[part].float() - top_T[part, None]).exp_().sum(-1)
-        return found
+    def sum_exp(self, logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
+        sums = torch.empty_like(max_T)
+        for block in self._row_blocks(*logits_TV.shape, max_rows=MAX_LOSS_ROWS):
+            sums[block] = (logits_TV[block].float() - max_T[block, None]).exp_().sum(-1)
+        return sums
 
     def cross_entropy_backward(
         self,
@@ -163,16 +177,17 @@ class TorchKernels:
         size: int,
     ) -> torch.Tensor:
         out = torch.empty_like(logits_TV)
-        columns, minus = columns_T.clamp(min=0)[:, None], -(columns_T >= 0).float()[:, None]
-        for part in self._parts(*logits_TV.shape, most=MAX_LOSS_ROWS):
-            wide = logits_TV[part].float()
-            probs = (
-                torch.softmax(wide, -1)
-                if log_sum_T is None
-                else (wide - log_sum_T[part, None]).exp_()
-            )
+        columns = columns_T.clamp(min=0)[:, None]
+        minus_one = -(columns_T >= 0).float()[:, None]
+        for block in self._row_blocks(*logits_TV.shape, max_rows=MAX_LOSS_ROWS):
+            wide = logits_TV[block].float()
+            if log_sum_T is None:
+                probs = torch.softmax(wide, -1)
+            else:
+                probs = (wide - log_sum_T[block, None]).exp_()
             probs[:, size:] = 0.0
-            out[part] = probs.scatter_add_(1, columns[part], minus[part]).mul_(grad_T[part, None])
+            probs.scatter_add_(1, columns[block], minus_one[block])
+            out[block] = probs.mul_(grad_T[block, None])
         return out
 
     def route_tokens(
@@ -187,16 +202,16 @@ class TorchKernels:
         weights = scores.gather(1, experts)
         if spec.renormalize:
             total = weights.sum(-1, keepdim=True)
-            weights = weights / (
-                total if spec.score is ScoreFunction.SOFTMAX else total + SCORE_SUM_EPS
-            )
+            if spec.score is not ScoreFunction.SOFTMAX:
+                total = total + SCORE_SUM_EPS
+            weights = weights / total
         if spec.scaling_factor != 1.0:
             weights = weights * spec.scaling_factor
         return experts, weights, scores
 
 
 def compute_scores(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
-    """Scores [T,E]: of all experts together (softmax), or of each alone."""
+    """Compute the scores [T,E] of all experts together (softmax), or of each alone."""
     if score is ScoreFunction.SOFTMAX:
         return torch.softmax(logits_TE, -1)
     if score is ScoreFunction.SIGMOID:
@@ -208,17 +223,15 @@ def compute_scores(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tenso
 def choose_experts(
     scores_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Ids [T,k] of the experts with the highest scores plus bias, inside each token's best groups
-    of experts."""
-    wanted = scores_TE if bias_E is None else scores_TE + bias_E
+    """Return the ids [T,k] of the experts with the highest scores plus bias.
+
+    They are chosen inside each token's best groups of experts.
+    """
+    biased = scores_TE if bias_E is None else scores_TE + bias_E
     if spec.top_groups < spec.groups:
-        of_group = wanted.unflatten(1, (spec.groups, -1))
-        best = (
-            of_group.topk(spec.scores_per_group, -1)
-            .values.sum(-1)
-            .topk(spec.top_groups, -1)
-            .indices
-        )
-        shut = torch.ones_like(of_group[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
-        wanted = of_group.masked_fill(shut[:, :, None], float("-inf")).flatten(1)
-    return wanted.topk(spec.top_k, -1).indices
+        grouped = biased.unflatten(1, (spec.groups, -1))
+        group_scores = grouped.topk(spec.scores_per_group, -1).values.sum(-1)
+        best_groups = group_scores.topk(spec.top_groups, -1).indices
+        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best_groups, False)
+        biased = grouped.masked_fill(excluded[:, :, None], float("-inf")).flatten(1)
+    return biased.topk(spec.top_k, -1).indices

@@ -1,4 +1,4 @@
-"""The seam in Triton. Importing this imports Triton."""
+"""The Triton implementation of the kernels. Importing this imports Triton."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from moewright.spec.model import RouterSpec
 
 
 class TritonKernels:
-    """See seam.Kernels."""
+    """A KernelSet of Triton kernels, for CUDA devices and Triton's interpreter."""
 
     permute = staticmethod(triton_rows.permute)
 
-    def unpermute(self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, full: bool) -> torch.Tensor:
+    def unpermute(
+        self, rows_RH: torch.Tensor, rows_Tk: torch.Tensor, is_complete: bool
+    ) -> torch.Tensor:
         return triton_rows.unpermute(rows_RH, rows_Tk)
 
     swiglu = staticmethod(triton_rows.swiglu)
@@ -33,9 +35,8 @@ class TritonKernels:
         bias_E: torch.Tensor | None,
         forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where groups of experts shut others out, the choice is made as the reference makes it."""
+        """Choose as the reference does where groups of experts exclude others, then weigh."""
         if forced_Tk is None and spec.top_groups < spec.groups:
-            forced_Tk = reference.choose_experts(
-                reference.compute_scores(logits_TE.detach(), spec.score), spec, bias_E
-            )
+            scores = reference.compute_scores(logits_TE.detach(), spec.score)
+            forced_Tk = reference.choose_experts(scores, spec, bias_E)
         return RouteTokens.apply(logits_TE, spec, bias_E, forced_Tk)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from moewright.engine.kernels.fused.triton_rows import flatten_rows, tile_shape
 
-_WIDEST = 4096  # columns held at a time
+_MAX_COLUMNS = 4096  # held at a time
 
 
 @triton.jit
@@ -26,17 +26,18 @@ def _rows(count, ROWS: tl.constexpr):
 
 @triton.jit
 def _max_and_sum_exp(logits, row, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each row the largest logit, and the sum of exp(logit - largest)."""
-    top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    """Return each row's largest logit, and its sum of exp(logit - largest)."""
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
         x = tl.load(logits + row[:, None] * stride + column, column < width, float("-inf")).to(
             tl.float32
         )
-        higher = tl.maximum(top, tl.max(x, 1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
-        top = higher
-    return top, total
+        higher = tl.maximum(row_max, tl.max(x, 1))
+        total = total * tl.exp(row_max - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+        row_max = higher
+    return row_max, total
 
 
 @triton.jit
@@ -44,22 +45,23 @@ def _cross_entropy(
     logits, targets, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = _rows(count, ROWS)
-    top, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
+    row_max, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
     target = tl.maximum(tl.load(targets + row), 0)
     chosen = tl.load(logits + row * stride + target).to(tl.float32)
-    tl.store(out + row, tl.log(total) - (chosen - top))
+    tl.store(out + row, tl.log(total) - (chosen - row_max))
 
 
 @triton.jit
-def _sum_exp(logits, tops, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_exp(logits, row_maxes, out, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = _rows(count, ROWS)
-    top, total = tl.load(tops + row), tl.zeros((ROWS, BLOCK), tl.float32)
+    row_max = tl.load(row_maxes + row)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
         x = tl.load(logits + row[:, None] * stride + column, column < width, float("-inf")).to(
             tl.float32
         )
-        total += tl.exp(x - top[:, None])
+        total += tl.exp(x - row_max[:, None])
     tl.store(out + row, tl.sum(total, 1))
 
 
@@ -70,39 +72,42 @@ def _cross_entropy_backward(
 ):  # fmt: skip
     row = _rows(count, ROWS)
     if SUMMED:
-        top, total = tl.load(log_sums + row), tl.full((ROWS,), 1.0, tl.float32)
+        row_max = tl.load(log_sums + row)
+        total = tl.full((ROWS,), 1.0, tl.float32)
     else:
-        top, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
-    wide, target = tl.load(grad + row), tl.load(columns + row)
+        row_max, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
+    wide = tl.load(grad + row)
+    target = tl.load(columns + row)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
         x = tl.load(logits + row[:, None] * stride + column, column < size, float("-inf")).to(
             tl.float32
         )
-        prob = tl.exp(x - top[:, None]) / total[:, None]
+        prob = tl.exp(x - row_max[:, None]) / total[:, None]
         back = (prob - tl.where(column == target[:, None], 1.0, 0.0)) * wide[:, None]
         tl.store(out + row[:, None] * width + column, back, column < width)
 
 
 def cross_entropy(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-    """seam.Kernels.losses."""
-    return _one_a_row(_cross_entropy, logits_TV, targets_T)
+    """Compute KernelSet.cross_entropy."""
+    return _reduce_rows(_cross_entropy, logits_TV, targets_T)
 
 
-def sum_exp(logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
-    """seam.Kernels.sums."""
-    return _one_a_row(_sum_exp, logits_TV, top_T)
+def sum_exp(logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
+    """Compute KernelSet.sum_exp."""
+    return _reduce_rows(_sum_exp, logits_TV, max_T)
 
 
-def _one_a_row(kernel: Any, logits_TV: torch.Tensor, beside_T: torch.Tensor) -> torch.Tensor:
-    """One fp32 number of each row of logits and what stands beside it: [T]."""
-    logits, (count, width) = flatten_rows(logits_TV), logits_TV.shape
+def _reduce_rows(kernel: Any, logits_TV: torch.Tensor, operand_T: torch.Tensor) -> torch.Tensor:
+    """Run a kernel that makes one fp32 number of each row of logits and its `operand`: [T]."""
+    logits = flatten_rows(logits_TV)
+    count, width = logits_TV.shape
     out = torch.empty(count, device=logits.device)
     if count:
-        rows, block = tile_shape(width, _WIDEST)
+        rows, block = tile_shape(width, _MAX_COLUMNS)
         kernel[(triton.cdiv(count, rows),)](
             logits,
-            beside_T.contiguous(),
+            operand_T.contiguous(),
             out,
             count,
             width,
@@ -120,11 +125,12 @@ def cross_entropy_backward(
     log_sum_T: torch.Tensor | None,
     size: int,
 ) -> torch.Tensor:
-    """seam.Kernels.losses_backward."""
-    logits, (count, width) = flatten_rows(logits_TV), logits_TV.shape
+    """Compute KernelSet.cross_entropy_backward."""
+    logits = flatten_rows(logits_TV)
+    count, width = logits_TV.shape
     out = torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
     if out.numel():
-        rows, block = tile_shape(width, _WIDEST)
+        rows, block = tile_shape(width, _MAX_COLUMNS)
         _cross_entropy_backward[(triton.cdiv(count, rows),)](
             grad_T.contiguous(),
             logits,

@@ -13,9 +13,8 @@ import triton.language as tl
 
 from moewright.engine.kernels.fused.triton_rows import flatten_rows, tile_shape
 
-_WIDEST = (
-    512  # columns held at a time: the more rows, the fewer partial sums of the weight's gradient
-)
+# Columns held at a time: the more rows, the fewer partial sums of the weight's gradient.
+_MAX_COLUMNS = 512
 
 
 @triton.jit
@@ -29,26 +28,28 @@ def _rms_norm(
         inside = (row < count)[:, None] & (column < width)[None, :]
         wide = tl.load(x + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
         squares += wide * wide
-    found = tl.rsqrt(tl.sum(squares, 1) / width + eps)
-    tl.store(scale + row, found, row < count)
+    row_scale = tl.rsqrt(tl.sum(squares, 1) / width + eps)
+    tl.store(scale + row, row_scale, row < count)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < count)[:, None] & (column < width)[None, :]
         wide = tl.load(x + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
-        normed = (wide * found[:, None]).to(x.dtype.element_ty).to(tl.float32)
+        normed = (wide * row_scale[:, None]).to(x.dtype.element_ty).to(tl.float32)
         factor = tl.load(weight + column, column < width, 0.0).to(tl.float32)
         tl.store(out + row[:, None] * width + column[None, :], normed * factor[None, :], inside)
 
 
 @triton.jit
 def _rms_norm_backward(
-    grad, x, weight, scale, grad_x, of_weight, count, width, grad_stride, stride, eps, first, last,
+    grad, x, weight, scale, grad_x, grad_weights,
+    count, width, grad_stride, stride, eps, first, last,
     SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`of_weight` [programs, width]: what the program's rows from `first` to `last` add to the
-    weight's gradient."""
+    """Write grad_x, and into the program's row of `grad_weights` [programs, width] what its rows
+    from `first` to `last` add to the weight's gradient."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    squares, products = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    products = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < count)[:, None] & (column < width)[None, :]
@@ -61,37 +62,40 @@ def _rms_norm_backward(
         if not SCALED:
             squares += wide * wide
     if SCALED:
-        found = tl.load(scale + row, row < count, 0.0)
+        row_scale = tl.load(scale + row, row < count, 0.0)
     else:
-        found = tl.rsqrt(tl.sum(squares, 1) / width + eps)
-    mean = tl.sum(products, 1) / width * found
+        row_scale = tl.rsqrt(tl.sum(squares, 1) / width + eps)
+    mean = tl.sum(products, 1) / width * row_scale
     counted = ((row >= first) & (row < last))[:, None]
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < count)[:, None] & (column < width)[None, :]
         normed = (
             tl.load(x + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
-            * found[:, None]
+            * row_scale[:, None]
         )
         back = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(
             tl.float32
         )
         factor = tl.load(weight + column, column < width, 0.0).to(tl.float32)
-        of_x = (back * factor[None, :] - normed * mean[:, None]) * found[:, None]
-        tl.store(grad_x + row[:, None] * width + column[None, :], of_x, inside)
+        row_grad_x = (back * factor[None, :] - normed * mean[:, None]) * row_scale[:, None]
+        tl.store(grad_x + row[:, None] * width + column[None, :], row_grad_x, inside)
         summed = tl.sum(tl.where(counted, back * normed, 0.0), 0)
-        tl.store(of_weight + tl.program_id(0).to(tl.int64) * width + column, summed, column < width)
+        tl.store(
+            grad_weights + tl.program_id(0).to(tl.int64) * width + column, summed, column < width
+        )
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """seam.Kernels.norm."""
-    x_NK, out = flatten_rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
+    """Compute KernelSet.rms_norm."""
+    x_NK = flatten_rows(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if out.numel():
         count, width = x_NK.shape
-        rows, block = tile_shape(width, _WIDEST)
+        rows, block = tile_shape(width, _MAX_COLUMNS)
         _rms_norm[(triton.cdiv(count, rows),)](
             x_NK,
             weight.contiguous(),
@@ -113,28 +117,28 @@ def rms_norm_backward(
     weight: torch.Tensor,
     eps: float,
     scale: torch.Tensor | None,
-    mine: slice,
+    weight_rows: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """seam.Kernels.norm_backward. The weight's gradient is a sum over programs of what each summed,
-    without atomics."""
-    x_NK, grad_NK, grad_x = (
-        flatten_rows(x),
-        flatten_rows(grad),
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-    )
+    """Compute KernelSet.rms_norm_backward.
+
+    The weight's gradient is a sum over programs of what each summed, without atomics.
+    """
+    x_NK = flatten_rows(x)
+    grad_NK = flatten_rows(grad)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     count, width = x_NK.shape
-    rows, block = tile_shape(width, _WIDEST)
+    rows, block = tile_shape(width, _MAX_COLUMNS)
     programs = triton.cdiv(count, rows)
-    of_weight = weight.new_empty((programs, width), dtype=torch.float32)
+    grad_weights = weight.new_empty((programs, width), dtype=torch.float32)
     if programs:
-        first, last, _ = mine.indices(count)
+        first, last, _ = weight_rows.indices(count)
         _rms_norm_backward[(programs,)](
             grad_NK,
             x_NK,
             weight.contiguous(),
-            of_weight if scale is None else scale.contiguous(),
+            grad_weights if scale is None else scale.contiguous(),
             grad_x,
-            of_weight,
+            grad_weights,
             count,
             width,
             grad_NK.stride(0),
@@ -146,4 +150,4 @@ def rms_norm_backward(
             ROWS=rows,
             BLOCK=block,
         )
-    return grad_x, of_weight.sum(0).to(weight.dtype)
+    return grad_x, grad_weights.sum(0).to(weight.dtype)

@@ -1,7 +1,8 @@
-"""The Triton kernel of the router: scores, the best experts, their weights; and back to the logits.
+"""The Triton kernels of the router: scores, the best experts, their weights, and the gradient of
+the logits.
 
-A program holds some tokens with all of their experts. Groups of experts that shut others out are
-not chosen among here: such a choice comes in.
+A program holds some tokens with all of their experts. Groups of experts that exclude
+others are not chosen among here: such a choice comes in.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 from moewright.engine.kernels.fused.reference import SCORE_SUM_EPS
 from moewright.spec.model import RouterSpec, ScoreFunction
 
-_HELD = 4096  # scores that a program holds
+_PROGRAM_SCORES = 4096  # that a program holds
 _SCORE: Mapping[ScoreFunction, int] = MappingProxyType(
     {ScoreFunction.SOFTMAX: 0, ScoreFunction.SIGMOID: 1, ScoreFunction.SQRT_SOFTPLUS: 2}
 )
@@ -25,7 +26,7 @@ _SCORE: Mapping[ScoreFunction, int] = MappingProxyType(
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), to the last digits also where exp(x) vanishes beside 1."""
+    """Return log(1 + exp(x)), to the last digits also where exp(x) vanishes beside 1."""
     small = tl.exp(-tl.abs(x))
     more = 1.0 + small
     log1p = tl.where(
@@ -36,15 +37,18 @@ def _softplus(x):
 
 @triton.jit
 def _route(
-    logits, bias, forced, experts, weights, totals, scores, count, factor: tl.constexpr, tiny: tl.constexpr,
-    EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr, FORCED: tl.constexpr,
-    RENORMALIZED: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr,
+    logits, bias, forced, experts, weights, totals, scores, count,
+    factor: tl.constexpr, sum_eps: tl.constexpr,
+    EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
+    BIASED: tl.constexpr, FORCED: tl.constexpr, RENORMALIZED: tl.constexpr,
+    TOKENS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert, slot = tl.arange(0, WIDE), tl.arange(0, SLOTS)
-    there = (token < count)[:, None] & (expert < EXPERTS)[None, :]
-    at = token[:, None] * EXPERTS + expert[None, :]
-    x = tl.load(logits + at, there, 0.0)
+    expert = tl.arange(0, WIDE)
+    slot = tl.arange(0, SLOTS)
+    inside = (token < count)[:, None] & (expert < EXPERTS)[None, :]
+    address = token[:, None] * EXPERTS + expert[None, :]
+    x = tl.load(logits + address, inside, 0.0)
     if SCORE == 0:
         x = tl.where((expert < EXPERTS)[None, :], x, float("-inf"))
         powers = tl.exp(x - tl.max(x, 1)[:, None])
@@ -53,71 +57,78 @@ def _route(
         score = 1.0 / (1.0 + tl.exp(-x))
     else:
         score = tl.sqrt(_softplus(x))
-    tl.store(scores + at, score, there)
-    wanted = score
+    tl.store(scores + address, score, inside)
+    ranked = score
     if BIASED:
-        wanted = score + tl.load(bias + expert, expert < EXPERTS, 0.0)[None, :]
-    wanted = tl.where((expert < EXPERTS)[None, :], wanted, float("-inf"))
+        ranked = score + tl.load(bias + expert, expert < EXPERTS, 0.0)[None, :]
+    ranked = tl.where((expert < EXPERTS)[None, :], ranked, float("-inf"))
     chosen = tl.zeros((TOKENS, SLOTS), tl.int64)
-    taken = tl.zeros((TOKENS, SLOTS), x.dtype)
+    chosen_scores = tl.zeros((TOKENS, SLOTS), x.dtype)
     for number in tl.static_range(K):
         if FORCED:
             best = tl.load(forced + token * K + number, token < count, 0)
         else:
-            best = tl.argmax(wanted, 1).to(tl.int64)
+            best = tl.argmax(ranked, 1).to(tl.int64)
         is_best = expert[None, :] == best[:, None]
-        wanted = tl.where(is_best, float("-inf"), wanted)
-        here = (slot == number)[None, :]
-        chosen = tl.where(here, best[:, None], chosen)
-        taken = tl.where(here, tl.sum(tl.where(is_best, score, 0.0), 1)[:, None], taken)
+        ranked = tl.where(is_best, float("-inf"), ranked)
+        is_slot = (slot == number)[None, :]
+        chosen = tl.where(is_slot, best[:, None], chosen)
+        chosen_scores = tl.where(
+            is_slot, tl.sum(tl.where(is_best, score, 0.0), 1)[:, None], chosen_scores
+        )
     if RENORMALIZED:
-        total = tl.sum(taken, 1) + tiny
+        total = tl.sum(chosen_scores, 1) + sum_eps
         tl.store(totals + token, total, token < count)
-        taken = taken / total[:, None]
-    place = token[:, None] * K + slot[None, :]
+        chosen_scores = chosen_scores / total[:, None]
+    slot_address = token[:, None] * K + slot[None, :]
     filled = (token < count)[:, None] & (slot < K)[None, :]
-    tl.store(experts + place, chosen, filled)
-    tl.store(weights + place, taken * factor, filled)
+    tl.store(experts + slot_address, chosen, filled)
+    tl.store(weights + slot_address, chosen_scores * factor, filled)
 
 
 @triton.jit
 def _route_backward(
-    grad_weights, grad_scores, logits, scores, experts, weights, totals, grad_logits, count, factor: tl.constexpr,
-    EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, SCORED: tl.constexpr, RENORMALIZED: tl.constexpr,
+    grad_weights, grad_scores, logits, scores, experts, weights, totals, grad_logits, count,
+    factor: tl.constexpr,
+    EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
+    SCORED: tl.constexpr, RENORMALIZED: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert, slot = tl.arange(0, WIDE), tl.arange(0, SLOTS)
-    there = (token < count)[:, None] & (expert < EXPERTS)[None, :]
-    at = token[:, None] * EXPERTS + expert[None, :]
-    score = tl.load(scores + at, there, 0.0)
-    place = token[:, None] * K + slot[None, :]
+    expert = tl.arange(0, WIDE)
+    slot = tl.arange(0, SLOTS)
+    inside = (token < count)[:, None] & (expert < EXPERTS)[None, :]
+    address = token[:, None] * EXPERTS + expert[None, :]
+    score = tl.load(scores + address, inside, 0.0)
+    slot_address = token[:, None] * K + slot[None, :]
     filled = (token < count)[:, None] & (slot < K)[None, :]
-    grad = tl.load(grad_weights + place, filled, 0.0) * factor
+    grad = tl.load(grad_weights + slot_address, filled, 0.0) * factor
     if RENORMALIZED:
-        # of w = factor s / sum(s): (factor g - sum(g w)) / sum(s)
-        shared = tl.sum(grad * tl.load(weights + place, filled, 0.0), 1) / factor
+        # The gradient through w = factor s / sum(s) is (factor g - sum(g w)) / sum(s).
+        shared = tl.sum(grad * tl.load(weights + slot_address, filled, 0.0), 1) / factor
         grad = (grad - shared[:, None]) / tl.load(totals + token, token < count, 1.0)[:, None]
     grad_score = tl.zeros((TOKENS, WIDE), score.dtype)
     if SCORED:
-        grad_score = tl.load(grad_scores + at, there, 0.0)
+        grad_score = tl.load(grad_scores + address, inside, 0.0)
     for number in tl.static_range(K):
         best = tl.load(experts + token * K + number, token < count, 0)
-        of_best = tl.sum(tl.where((slot == number)[None, :], grad, 0.0), 1)
-        grad_score += tl.where(expert[None, :] == best[:, None], of_best[:, None], 0.0)
+        slot_grad = tl.sum(tl.where((slot == number)[None, :], grad, 0.0), 1)
+        grad_score += tl.where(expert[None, :] == best[:, None], slot_grad[:, None], 0.0)
     if SCORE == 0:
         back = score * (grad_score - tl.sum(grad_score * score, 1)[:, None])
     elif SCORE == 1:
         back = grad_score * score * (1.0 - score)
     else:
-        x = tl.load(logits + at, there, 0.0)
-        back = grad_score / (1.0 + tl.exp(-x)) / (2.0 * tl.where(there, score, 1.0))
-    tl.store(grad_logits + at, back, there)
+        x = tl.load(logits + address, inside, 0.0)
+        back = grad_score / (1.0 + tl.exp(-x)) / (2.0 * tl.where(inside, score, 1.0))
+    tl.store(grad_logits + address, back, inside)
 
 
 class RouteTokens(torch.autograd.Function):
-    """seam.Kernels.weigh; `forced` may be None where experts have no groups that shut others
-    out."""
+    """The autograd function of KernelSet.route_tokens.
+
+    `forced` may be None where experts have no groups that exclude others.
+    """
 
     @staticmethod
     def forward(
@@ -127,13 +138,15 @@ class RouteTokens(torch.autograd.Function):
         bias_E: torch.Tensor | None,
         forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits, (tokens, extent) = logits_TE.contiguous(), logits_TE.shape
+        logits = logits_TE.contiguous()
+        tokens, num_experts = logits_TE.shape
         experts = torch.empty((tokens, spec.top_k), dtype=torch.int64, device=logits.device)
-        weights, totals = logits.new_empty((tokens, spec.top_k)), logits.new_empty(tokens)
+        weights = logits.new_empty((tokens, spec.top_k))
+        totals = logits.new_empty(tokens)
         scores = torch.empty_like(logits)
-        tiny = 0.0 if spec.score is ScoreFunction.SOFTMAX else SCORE_SUM_EPS
+        sum_eps = 0.0 if spec.score is ScoreFunction.SOFTMAX else SCORE_SUM_EPS
         if tokens:
-            _route[_grid(tokens, extent)](
+            _route[_grid(tokens, num_experts)](
                 logits,
                 logits if bias_E is None else bias_E.contiguous(),
                 experts if forced_Tk is None else forced_Tk.contiguous(),
@@ -143,14 +156,14 @@ class RouteTokens(torch.autograd.Function):
                 scores,
                 tokens,
                 factor=spec.scaling_factor,
-                tiny=tiny,
-                EXPERTS=extent,
+                sum_eps=sum_eps,
+                EXPERTS=num_experts,
                 K=spec.top_k,
                 SCORE=_SCORE[spec.score],
                 BIASED=bias_E is not None,
                 FORCED=forced_Tk is not None,
                 RENORMALIZED=spec.renormalize,
-                **_blocks(extent, spec.top_k),
+                **_blocks(num_experts, spec.top_k),
             )
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)
@@ -168,11 +181,13 @@ class RouteTokens(torch.autograd.Function):
         ctx: Any, _: None, grad_weights: torch.Tensor | None, grad_scores: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None]:
         scores, experts, weights, totals, logits = ctx.saved_tensors
-        spec, (tokens, extent), out = ctx.spec, scores.shape, torch.empty_like(scores)
+        spec = ctx.spec
+        tokens, num_experts = scores.shape
+        out = torch.empty_like(scores)
         if grad_weights is None:
             grad_weights = scores.new_zeros(experts.shape)
         if tokens:
-            _route_backward[_grid(tokens, extent)](
+            _route_backward[_grid(tokens, num_experts)](
                 grad_weights.contiguous(),
                 scores if grad_scores is None else grad_scores.contiguous(),
                 scores if logits is None else logits,
@@ -183,27 +198,27 @@ class RouteTokens(torch.autograd.Function):
                 out,
                 tokens,
                 factor=spec.scaling_factor,
-                EXPERTS=extent,
+                EXPERTS=num_experts,
                 K=spec.top_k,
                 SCORE=_SCORE[spec.score],
                 SCORED=grad_scores is not None,
                 RENORMALIZED=spec.renormalize,
-                **_blocks(extent, spec.top_k),
+                **_blocks(num_experts, spec.top_k),
             )
         return out, None, None, None
 
 
 def _grid(tokens: int, experts: int) -> tuple[int]:
-    return (triton.cdiv(tokens, _tokens(experts)),)
+    return (triton.cdiv(tokens, _tokens_per_program(experts)),)
 
 
-def _tokens(experts: int) -> int:
-    return max(1, _HELD // triton.next_power_of_2(experts))
+def _tokens_per_program(experts: int) -> int:
+    return max(1, _PROGRAM_SCORES // triton.next_power_of_2(experts))
 
 
 def _blocks(experts: int, top_k: int) -> dict[str, int]:
     return {
-        "TOKENS": _tokens(experts),
+        "TOKENS": _tokens_per_program(experts),
         "WIDE": triton.next_power_of_2(experts),
         "SLOTS": triton.next_power_of_2(top_k),
     }

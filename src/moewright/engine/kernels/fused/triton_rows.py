@@ -13,9 +13,10 @@ import triton.language as tl
 
 from moewright.engine.kernels.fused.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 
-_HELD = 4096  # elements that a program holds at a time
-_WIDEST = 1024  # columns of them
-_SLOPE, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
+_PROGRAM_NUMEL = 4096  # elements that a program holds at a time
+_MAX_COLUMNS = 1024  # of them
+_ALPHA = tl.constexpr(SWIGLU_ALPHA)
+_LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -24,14 +25,14 @@ def _permute(x, tokens, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constex
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < width)[None, :]
     token = tl.load(tokens + row, row < count, 0)
-    found = tl.load(x + token[:, None] * width + column[None, :], inside, 0.0)
-    tl.store(out + row[:, None] * width + column[None, :], found, inside)
+    value = tl.load(x + token[:, None] * width + column[None, :], inside, 0.0)
+    tl.store(out + row[:, None] * width + column[None, :], value, inside)
 
 
 @triton.jit
 def _unpermute(
     rows,
-    rows_of,
+    row_of_slot,
     out,
     count,
     tokens,
@@ -45,15 +46,15 @@ def _unpermute(
     inside = (token < tokens)[:, None] & (column < width)[None, :]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for slot in range(SLOTS):
-        row = tl.load(rows_of + token * SLOTS + slot, token < tokens, 0)
-        there = inside & (row < count)[:, None]
-        total += tl.load(rows + row[:, None] * width + column[None, :], there, 0.0).to(tl.float32)
+        row = tl.load(row_of_slot + token * SLOTS + slot, token < tokens, 0)
+        has_row = inside & (row < count)[:, None]
+        total += tl.load(rows + row[:, None] * width + column[None, :], has_row, 0.0).to(tl.float32)
     tl.store(out + token[:, None] * width + column[None, :], total, inside)
 
 
 @triton.jit
 def _clamp(x, least, most):
-    """As in torch a NaN stays one, which the minimum and maximum of a GPU drop."""
+    """Clamp as torch does: a NaN stays one, which the minimum and maximum of a GPU drop."""
     return tl.where(x > most, most, tl.where(x < least, least, x))
 
 
@@ -72,12 +73,13 @@ def _swiglu(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < width)[None, :]
-    at = row[:, None] * 2 * width + column[None, :]
-    gate = tl.load(x + at, inside, 0.0).to(tl.float32)
-    up = tl.load(x + at + width, inside, 0.0).to(tl.float32)
+    address = row[:, None] * 2 * width + column[None, :]
+    gate = tl.load(x + address, inside, 0.0).to(tl.float32)
+    up = tl.load(x + address + width, inside, 0.0).to(tl.float32)
     if CLAMPED:
-        gate, up = _clamp(gate, float("-inf"), _LIMIT), _clamp(up, -_LIMIT, _LIMIT) + 1.0
-        act = gate / (1.0 + tl.exp(gate * -_SLOPE)) * up
+        gate = _clamp(gate, float("-inf"), _LIMIT)
+        up = _clamp(up, -_LIMIT, _LIMIT) + 1.0
+        act = gate / (1.0 + tl.exp(gate * -_ALPHA)) * up
     else:
         act = gate / (1.0 + tl.exp(-gate)) * up
     if WEIGHTED:
@@ -90,68 +92,75 @@ def _swiglu_backward(
     grad, x, weight, grad_x, grad_weight, count, width,
     CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All columns of the rows: the gradient of a weight is a sum over them."""
+    """Go over all columns of some rows: the gradient of a weight is a sum over them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    of_weight = tl.zeros((ROWS, BLOCK), tl.float32)
+    weight_sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (row < count)[:, None] & (column < width)[None, :]
-        at = row[:, None] * 2 * width + column[None, :]
-        whole_gate = tl.load(x + at, inside, 0.0).to(tl.float32)
-        whole_up = tl.load(x + at + width, inside, 0.0).to(tl.float32)
+        address = row[:, None] * 2 * width + column[None, :]
+        raw_gate = tl.load(x + address, inside, 0.0).to(tl.float32)
+        raw_up = tl.load(x + address + width, inside, 0.0).to(tl.float32)
         wide = tl.load(grad + row[:, None] * width + column[None, :], inside, 0.0).to(tl.float32)
         if CLAMPED:
-            gate, up = (
-                _clamp(whole_gate, float("-inf"), _LIMIT),
-                _clamp(whole_up, -_LIMIT, _LIMIT) + 1.0,
-            )
-            opened = 1.0 / (1.0 + tl.exp(gate * -_SLOPE))
-            act = gate * opened
-            slope = opened + act * (1.0 - opened) * _SLOPE
+            gate = _clamp(raw_gate, float("-inf"), _LIMIT)
+            up = _clamp(raw_up, -_LIMIT, _LIMIT) + 1.0
+            sigmoid = 1.0 / (1.0 + tl.exp(gate * -_ALPHA))
+            act = gate * sigmoid
+            slope = sigmoid + act * (1.0 - sigmoid) * _ALPHA
         else:
-            gate, up = whole_gate, whole_up
-            opened = 1.0 / (1.0 + tl.exp(-gate))
-            act = gate * opened
-            slope = opened * (1.0 + gate * (1.0 - opened))
+            gate = raw_gate
+            up = raw_up
+            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+            act = gate * sigmoid
+            slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
         if WEIGHTED:
-            of_weight += wide * act * up
+            weight_sums += wide * act * up
             wide = wide * tl.load(weight + row, row < count, 0.0)[:, None]
-        of_gate, of_up = wide * up * slope, wide * act
+        grad_gate = wide * up * slope
+        grad_up = wide * act
         if CLAMPED:
-            of_gate = tl.where(whole_gate > _LIMIT, 0.0, of_gate)
-            of_up = tl.where(tl.abs(whole_up) > _LIMIT, 0.0, of_up)
-        tl.store(grad_x + at, of_gate, inside)
-        tl.store(grad_x + at + width, of_up, inside)
+            grad_gate = tl.where(raw_gate > _LIMIT, 0.0, grad_gate)
+            grad_up = tl.where(tl.abs(raw_up) > _LIMIT, 0.0, grad_up)
+        tl.store(grad_x + address, grad_gate, inside)
+        tl.store(grad_x + address + width, grad_up, inside)
     if WEIGHTED:
-        tl.store(grad_weight + row, tl.sum(of_weight, 1), row < count)
+        tl.store(grad_weight + row, tl.sum(weight_sums, 1), row < count)
 
 
 @triton.jit
 def _rotate(
-    x, cos, sin, out, count, tokens, heads, half, of_sequence, of_token, of_head, of_angles,
+    x, cos, sin, out, count, tokens, heads, half,
+    sequence_stride, token_stride, head_stride, angle_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row is a head of a token; x comes with the strides of its sequences, tokens and heads, the
-    angles with that of a sequence.
+    """Rotate rows, each a head of a token.
+
+    x comes with the strides of its sequences, tokens and heads, the angles with that of a sequence.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < half)[None, :]
-    sequence, place = (row // heads // tokens).to(tl.int64), (row // heads % tokens).to(tl.int64)
+    sequence = (row // heads // tokens).to(tl.int64)
+    position = (row // heads % tokens).to(tl.int64)
     head = (row % heads).to(tl.int64)
-    at = (sequence * of_sequence + place * of_token + head * of_head)[:, None] + column[None, :]
-    angle = (sequence * of_angles + place * half)[:, None] + column[None, :]
-    c, s = tl.load(cos + angle, inside, 0.0), tl.load(sin + angle, inside, 0.0)
-    first = tl.load(x + at, inside, 0.0).to(tl.float32)
-    second = tl.load(x + at + half, inside, 0.0).to(tl.float32)
-    into = row.to(tl.int64)[:, None] * 2 * half + column[None, :]
-    tl.store(out + into, first * c - second * s, inside)
-    tl.store(out + into + half, second * c + first * s, inside)
+    address = (sequence * sequence_stride + position * token_stride + head * head_stride)[
+        :, None
+    ] + column[None, :]
+    angle = (sequence * angle_stride + position * half)[:, None] + column[None, :]
+    c = tl.load(cos + angle, inside, 0.0)
+    s = tl.load(sin + angle, inside, 0.0)
+    first = tl.load(x + address, inside, 0.0).to(tl.float32)
+    second = tl.load(x + address + half, inside, 0.0).to(tl.float32)
+    out_address = row.to(tl.int64)[:, None] * 2 * half + column[None, :]
+    tl.store(out + out_address, first * c - second * s, inside)
+    tl.store(out + out_address + half, second * c + first * s, inside)
 
 
 def permute(x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
-    """seam.Kernels.spread."""
-    x, out = x_TH.contiguous(), x_TH.new_empty((len(tokens_R), x_TH.shape[1]))
+    """Compute KernelSet.permute."""
+    x = x_TH.contiguous()
+    out = x_TH.new_empty((len(tokens_R), x_TH.shape[1]))
     if out.numel():
         rows, block = tile_shape(x.shape[1])
         grid = (triton.cdiv(len(out), rows), triton.cdiv(x.shape[1], block))
@@ -160,8 +169,10 @@ def permute(x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
 
 
 def unpermute(rows_RH: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
-    """seam.Kernels.sum_slots; slots without a row are told by their number."""
-    routed, (tokens, slots), width = rows_RH.contiguous(), rows_Tk.shape, rows_RH.shape[1]
+    """Compute KernelSet.unpermute; slots without a row are told by their number."""
+    routed = rows_RH.contiguous()
+    tokens, slots = rows_Tk.shape
+    width = rows_RH.shape[1]
     out = routed.new_empty((tokens, width))
     if out.numel():
         rows, block = tile_shape(width)
@@ -181,15 +192,24 @@ def unpermute(rows_RH: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) -> torch.Tensor:
-    """seam.Kernels.swiglu."""
-    x, (count, width) = x_R2F.contiguous(), (len(x_R2F), x_R2F.shape[1] // 2)
+    """Compute KernelSet.swiglu."""
+    x = x_R2F.contiguous()
+    count, width = len(x_R2F), x_R2F.shape[1] // 2
     out = x.new_empty((count, width))
     if out.numel():
-        weight, weighted = (x, False) if weight_R is None else (weight_R.contiguous(), True)
+        weight = x if weight_R is None else weight_R.contiguous()
         rows, block = tile_shape(width)
         grid = (triton.cdiv(count, rows), triton.cdiv(width, block))
         _swiglu[grid](
-            x, weight, out, count, width, CLAMPED=clamped, WEIGHTED=weighted, ROWS=rows, BLOCK=block
+            x,
+            weight,
+            out,
+            count,
+            width,
+            CLAMPED=clamped,
+            WEIGHTED=weight_R is not None,
+            ROWS=rows,
+            BLOCK=block,
         )
     return out
 
@@ -197,24 +217,22 @@ def swiglu(x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) ->
 def swiglu_backward(
     grad_RF: torch.Tensor, x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """seam.Kernels.swiglu_backward."""
-    x, grad, (count, width) = x_R2F.contiguous(), grad_RF.contiguous(), grad_RF.shape
-    grad_x, grad_weight = torch.empty_like(x), None
-    weight, of_weight = x, x
+    """Compute KernelSet.swiglu_backward."""
+    x = x_R2F.contiguous()
+    grad = grad_RF.contiguous()
+    count, width = grad_RF.shape
+    grad_x = torch.empty_like(x)
+    grad_weight = None
     if weight_R is not None:
-        weight, of_weight = (
-            weight_R.contiguous(),
-            torch.empty_like(weight_R, memory_format=torch.contiguous_format),
-        )
-        grad_weight = of_weight
+        grad_weight = torch.empty_like(weight_R, memory_format=torch.contiguous_format)
     if grad.numel():
         rows, block = tile_shape(width)
         _swiglu_backward[(triton.cdiv(count, rows),)](
             grad,
             x,
-            weight,
+            x if weight_R is None else weight_R.contiguous(),
             grad_x,
-            of_weight,
+            x if grad_weight is None else grad_weight,
             count,
             width,
             CLAMPED=clamped,
@@ -226,15 +244,15 @@ def swiglu_backward(
 
 
 def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """seam.Kernels.rotate."""
+    """Compute KernelSet.rotate."""
     x = x_BSHD if x_BSHD.stride(-1) == 1 else x_BSHD.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
         _, tokens, heads, width = x.shape
         count, half = out.numel() // width, width // 2
         rows, block = tile_shape(half)
-        # of an element a program has two numbers, two angles and their addresses: more do not fit
-        # registers
+        # A program has two numbers, two angles and their addresses of an element: more do not fit
+        # registers.
         rows //= 2
         cos, sin = (angles.contiguous().expand(len(x), tokens, half) for angles in (cos, sin))
         _rotate[(triton.cdiv(count, rows), triton.cdiv(half, block))](
@@ -254,14 +272,14 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return out
 
 
-def tile_shape(width: int, widest: int = _WIDEST) -> tuple[int, int]:
-    """Rows and columns that a program holds of rows of `width`."""
-    block = min(widest, triton.next_power_of_2(width))
-    return _HELD // block, block
+def tile_shape(width: int, max_columns: int = _MAX_COLUMNS) -> tuple[int, int]:
+    """Return how many rows and columns a program holds of rows of `width`."""
+    block = min(max_columns, triton.next_power_of_2(width))
+    return _PROGRAM_NUMEL // block, block
 
 
 def flatten_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [...,K] as [N,K] with columns side by side: it is copied only where that, and one stride of
-    rows, is not so."""
+    """Return x [...,K] as [N,K] with adjacent columns and one stride of rows, as a view if it can
+    be."""
     rows = x.flatten(0, -2)
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,0 +1,47 @@
+"""The Python face: what the verbs of the command line do, as functions that return records.
+
+Every name is reached as `import moewright as mw; mw.plan(...)`. The records print as short tables,
+show as tables in notebooks, and convert with `to_dict()` and `to_rows()`.
+"""
+
+from moewright.api.catalogues import HardwareTable, ModelTable, hardware, model, models
+from moewright.api.diagnosing import Diagnosis, diagnose, read_run
+from moewright.api.launch_scripts import ScriptPlan, read_flags
+from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
+from moewright.api.planning import (
+    PlanComparison,
+    Plans,
+    WhyNot,
+    compare,
+    estimate,
+    plan,
+    why_not,
+)
+from moewright.api.running import export, train
+
+__all__ = [
+    "Diagnosis",
+    "FitResult",
+    "HardwareTable",
+    "ModelTable",
+    "PlanComparison",
+    "Plans",
+    "ScriptPlan",
+    "SweepResult",
+    "WhyNot",
+    "compare",
+    "diagnose",
+    "estimate",
+    "export",
+    "fit",
+    "hardware",
+    "model",
+    "models",
+    "plan",
+    "read_flags",
+    "read_run",
+    "sweep",
+    "train",
+    "validate",
+    "why_not",
+]

@@ -1,0 +1,243 @@
+"""Why a run is slow: the walls, the evidence and the fixes of a run, a trace or a log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from moewright.api.launch_scripts import read_flags, read_logged_flags
+from moewright.codec import read_json
+from moewright.codec import read_run as read_run_folder
+from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
+from moewright.diagnosis.priced_fixes import PricedJob, price_findings
+from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
+from moewright.diagnosis.traces.kineto import read_traces
+from moewright.diagnosis.traces.log_findings import diagnose_log
+from moewright.diagnosis.traces.megatron_log import MegatronLog, read_log
+from moewright.diagnosis.traces.megatron_timers import measure_parts
+from moewright.diagnosis.traces.nsight import read_nsight
+from moewright.diagnosis.traces.rank_skew import measure_rank_skew
+from moewright.diagnosis.traces.trace_findings import (
+    build_trace_waterfall,
+    diagnose_traces,
+    find_peak_rate,
+)
+from moewright.diagnosis.waterfall import build_log_waterfall
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.finding import Finding, Waterfall
+from moewright.spec.hardware import Hardware
+from moewright.spec.plan import Plan
+from moewright.spec.record import Record, Row
+from moewright.spec.run import RunRecord
+
+PLAN_FILE = "plan.json"  # of a run's folder
+TRACE_FOLDER = "trace"
+MERGED_TRACE_FILE = "trace.json"
+_SQLITE = b"SQLite format 3\0"
+
+
+class DiagnosisSource(StrEnum):
+    """What was diagnosed: a run of this engine, traces of a profiler, or a console log."""
+
+    RUN = "run"
+    TRACE = "trace"
+    LOG = "log"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Diagnosis(Record):
+    """The walls of a run, largest first, and where its step goes.
+
+    `waterfall` is None where the job is not known; `notes` say what was assumed or is missing.
+    """
+
+    source: DiagnosisSource
+    findings: tuple[Finding, ...]
+    waterfall: Waterfall | None
+    job: PricedJob | None
+    notes: tuple[str, ...] = ()
+    breakdowns: tuple[Breakdown, ...] = ()  # of traces, one a rank
+    log: MegatronLog | None = None
+
+    @property
+    def model_flops_per_device(self) -> float:
+        """Return the model FLOPs of a step on one device; 0 where the job is not known."""
+        if self.job is None:
+            return 0.0
+        return self.job.estimate.model_flops_per_step / self.job.layout.world_size
+
+    def title(self) -> str:
+        """Return the first finding in one line."""
+        first = self.findings[0] if self.findings else None
+        if first is None:
+            return "no wall found"
+        return f"{first.wall} wall: {first.title} ({first.share:.0%})"
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each finding, with the first fix."""
+        return [
+            {
+                "wall": finding.wall,
+                "cause": finding.cause,
+                "share": finding.share,
+                "title": finding.title,
+                "fix": finding.fixes[0].text if finding.fixes else "",
+            }
+            for finding in self.findings
+        ]
+
+
+def diagnose(
+    path: Path | str,
+    *,
+    plan: Plan | None = None,
+    script: Path | str | None = None,
+    on: str | Hardware = "",
+    model: str = "",
+) -> Diagnosis:
+    """Name the walls that hold a run back, with evidence, a waterfall and priced fixes.
+
+    Args:
+        path: the folder of a run of this engine; a PyTorch profiler trace or a folder of them,
+            one a rank; an Nsight Systems export (.sqlite); or a console log of Megatron-LM.
+        plan: the job of a trace or a log, as `estimate` returns it; it prices the fixes.
+        script: the Megatron-LM launch script of a trace or a log, in place of a plan.
+        on: the hardware of the script or of the log.
+        model: the model of a script or a log that gives no sizes.
+
+    Raises:
+        BadInput: there is nothing to read, or the options contradict each other.
+
+    Example:
+        >>> import moewright as mw
+        >>> diagnosis = mw.diagnose("runs/quickstart")
+        >>> diagnosis.findings[0].wall in ("memory", "communication", "host", "compute")
+        True
+    """
+    path = Path(path)
+    if (path / PLAN_FILE).exists():
+        return _diagnose_engine_run(path)
+    notes: tuple[str, ...] = ()
+    job = price_plan(plan) if plan else None
+    if script is not None:
+        if plan is not None:
+            rule = "states the job, and so does the plan"
+            raise BadInput(Reason(field="script", value=str(script), rule=rule))
+        reading = read_flags(script, on=on, model=model)
+        notes = reading.notes
+        job = price_plan(reading.plan)
+    if not path.exists():
+        raise BadInput(Reason(field=str(path), rule="no such run folder, trace or log"))
+    if path.name == MERGED_TRACE_FILE and (path.parent / TRACE_FOLDER).is_dir():
+        path = path.parent / TRACE_FOLDER  # the same, rank by rank
+    if job is None and (path.parent / PLAN_FILE).exists():
+        job = price_plan(read_json(Plan, path.parent / PLAN_FILE))
+    if path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path):
+        return _diagnose_traces(path, job, notes)
+    return _diagnose_log(path, job, notes, model=model, on=on)
+
+
+def price_plan(plan: Plan) -> PricedJob:
+    """Return the job of a plan, for pricing fixes."""
+    return PricedJob(
+        model=plan.model,
+        workload=plan.workload,
+        hardware=plan.hardware,
+        layout=plan.layout,
+        estimate=plan.estimate,
+    )
+
+
+def _is_sqlite(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_SQLITE)) == _SQLITE
+
+
+def _diagnose_engine_run(folder: Path) -> Diagnosis:
+    record = read_run_folder(folder)
+    findings = diagnose_run(record)
+    if not findings:
+        rule = "holds no finished steps to diagnose"
+        raise BadInput(Reason(field=str(folder), rule=rule, nearest="a run that trained"))
+    job = price_plan(record.plan)
+    return Diagnosis(
+        source=DiagnosisSource.RUN,
+        findings=price_findings(findings, job),
+        waterfall=build_run_waterfall(record, find_critical_rank(record), job),
+        job=job,
+    )
+
+
+def _diagnose_traces(path: Path, job: PricedJob | None, notes: tuple[str, ...]) -> Diagnosis:
+    is_nsight = path.is_file() and _is_sqlite(path)
+    captures = read_nsight(path) if is_nsight else read_traces(path)
+    if not captures:
+        rule = "holds neither a run (plan.json) nor traces (.json, .json.gz)"
+        raise BadInput(Reason(field=str(path), rule=rule))
+    layout = job.layout if job else None
+    breakdowns = tuple(break_down_step(capture, layout) for capture in captures)
+    skew = measure_rank_skew(captures, breakdowns, layout)
+    peak = find_peak_rate(breakdowns, job)
+    waterfall = build_trace_waterfall(breakdowns, skew, job, peak)
+    if waterfall is None:
+        missing = f"{peak.note}, or no shapes were recorded"
+        notes = (*notes, f"no waterfall: {missing}; say the job with --model, --on, --layout")
+    return Diagnosis(
+        source=DiagnosisSource.TRACE,
+        findings=diagnose_traces(breakdowns, skew, job, peak),
+        waterfall=waterfall,
+        job=job,
+        notes=notes,
+        breakdowns=breakdowns,
+    )
+
+
+def _diagnose_log(
+    path: Path, job: PricedJob | None, notes: tuple[str, ...], *, model: str, on: str | Hardware
+) -> Diagnosis:
+    log = read_log(path)
+    if job is None and log.arguments and on:
+        job, reasons = _read_logged_job(log, path, model=model, on=on)
+        notes = (*notes, *reasons)
+    waterfall = None
+    if job is None:
+        untold = "what nobody timed" if log.timers else "a wall of time"
+        options = "--on (and --model, --layout, or --script)"
+        notes = (*notes, f"the log alone does not tell {untold}: say {options}")
+    elif log.step_s:
+        waterfall = build_log_waterfall(job, log.step_s, measure_parts(log.timers))
+    return Diagnosis(
+        source=DiagnosisSource.LOG,
+        findings=diagnose_log(log, job),
+        waterfall=waterfall,
+        job=job,
+        notes=notes,
+        log=log,
+    )
+
+
+def _read_logged_job(
+    log: MegatronLog, path: Path, *, model: str, on: str | Hardware
+) -> tuple[PricedJob | None, tuple[str, ...]]:
+    """Return the job by the arguments that the log printed, or the reason why there is none."""
+    try:
+        reading = read_logged_flags(log.arguments, path, model=model, on=on)
+    except BadInput as error:
+        return None, (f"the log's arguments make no job that can be planned: {error}",)
+    return (price_plan(reading.plan) if reading else None), ()
+
+
+def read_run(folder: Path | str) -> RunRecord:
+    """Read back what a run of this engine recorded: plan, steps, evaluations, ledgers.
+
+    Raises:
+        BadInput: the folder holds no run, or a file of it is damaged.
+
+    Example:
+        >>> import moewright as mw
+        >>> run = mw.read_run("runs/quickstart")
+        >>> run.steps[0].step
+        1
+    """
+    return read_run_folder(Path(folder))

@@ -1,0 +1,193 @@
+"""Megatron-LM launch scripts as plans: the job of a script, on hardware it does not name."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moewright.api.planning import summarize_plan
+from moewright.api.requests import read_hardware, translate_fields
+from moewright.codec import format_layout
+from moewright.intake import catalogue
+from moewright.intake.megatron.bash import read_commands
+from moewright.intake.megatron.logged_arguments import rebuild_command
+from moewright.intake.megatron.launch import LaunchCommand, find_launch
+from moewright.intake.megatron.read import interpret_launch, read_launch
+from moewright.search.search import build_plan, search
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
+from moewright.spec.plan import Plan, Verdict
+from moewright.spec.record import Record, Row
+
+_ALTERNATIVES = 3  # of the planner's layouts beside the script's
+_OPTIONS = {
+    "layout.tp": "--tensor-model-parallel-size",
+    "layout.sp": "--sequence-parallel",
+    "layout.cp": "--context-parallel-size",
+    "layout.cp_comm": "--cp-comm-type",
+    "layout.pp": "--pipeline-model-parallel-size",
+    "layout.vpp": "--num-virtual-stages-per-pipeline-rank",
+    "layout.vpp_group": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "layout.ep": "--expert-model-parallel-size",
+    "layout.etp": "--expert-tensor-parallel-size",
+    "layout.mbs": "--micro-batch-size",
+    "layout.stages": "--pipeline-model-parallel-layout",
+    "layout.dispatcher": "--moe-token-dispatcher-type",
+    "layout.capacity": "--moe-expert-capacity-factor",
+    "layout.recompute": "--recompute-modules",
+    "layout.offload": "--offload-modules",
+    "layout.graphs": "--cuda-graph-modules",
+    "layout.world_size": "--on",
+    "workload.seq_len": "--seq-length",
+    "workload.global_batch": "--global-batch-size",
+    "workload.ramp_start": "--rampup-batch-size",
+    "workload.ramp_increment": "--rampup-batch-size",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ScriptPlan(Record):
+    """The plan that a launch script states; `notes` say what was read otherwise than written."""
+
+    plan: Plan
+    notes: tuple[str, ...]
+
+    def title(self) -> str:
+        """Return the notes and the title of the plan."""
+        return "\n".join((*self.notes, self.plan.title()))
+
+    def to_rows(self) -> list[Row]:
+        """Return the rows of the plan."""
+        return self.plan.to_rows()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class BetterLayouts(Record):
+    """The planner's best layouts for the job of a plan, with the plan's own among them.
+
+    `advice` is one sentence: what the best layout gains over the plan's.
+    """
+
+    own: Plan
+    plans: tuple[Plan, ...]
+    advice: str
+
+    def title(self) -> str:
+        """Return the advice."""
+        return self.advice
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each plan."""
+        return [summarize_plan(plan) for plan in self.plans]
+
+
+def read_flags(
+    script: Path | str,
+    *,
+    on: str | Hardware = "",
+    model: str = "",
+    arguments: str = "",
+) -> ScriptPlan:
+    """Read a Megatron-LM launch script into a plan, estimated on some hardware.
+
+    Args:
+        script: the file; variables that it does not set are taken from the environment.
+        on: count x device, or the device alone: the script states the count.
+        model: stands in where the script gives no sizes.
+        arguments: what stands behind the script's name, as a shell reads it.
+
+    Raises:
+        BadInput: an option cannot be read, or the job cannot be planned.
+
+    Example:
+        >>> import moewright as mw
+        >>> mw.read_flags("run.sh", on="H100").plan.layout.world_size
+        8
+    """
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        reason = Reason(
+            field="--script-args", value=arguments[:60], rule=f"cannot be read: {error}"
+        )
+        raise BadInput(reason) from None
+    path = Path(script)
+    return plan_launch(read_launch(path, os.environ, words), path, model=model, on=on)
+
+
+def read_logged_flags(
+    arguments: Sequence[tuple[str, str]], log: Path, *, model: str, on: str | Hardware
+) -> ScriptPlan | None:
+    """Read the arguments that a log printed into a plan; None when they do not say the ranks."""
+    text = rebuild_command(arguments)
+    if not text:
+        return None
+    return plan_launch(find_launch(read_commands(text, {})), log, model=model, on=on)
+
+
+def plan_launch(
+    command: LaunchCommand, script: Path, *, model: str, on: str | Hardware
+) -> ScriptPlan:
+    """Return the plan of a training command, estimated on the hardware `on`.
+
+    Raises:
+        BadInput: the hardware is not named or has another count than the command's ranks.
+    """
+    if not on:
+        rule = "is needed: a script does not name its devices"
+        raise BadInput(Reason(field="--on", rule=rule, nearest="--on H100"))
+    hardware = read_hardware(on)
+    states_count = isinstance(on, Hardware) or on.strip()[0].isdigit()
+    if command.world_size and not states_count:
+        hardware = replace(hardware, count=command.world_size)
+    if command.world_size not in (0, hardware.count):
+        ranks = f"{command.nodes} x {command.ranks_per_node} = {command.world_size} ranks"
+        raise BadInput(
+            Reason(
+                field="--on",
+                value=str(on)[:60],
+                rule=f"the script starts {ranks}",
+                nearest=f"{command.world_size}x...",
+            )
+        )
+    named = catalogue.model(model) if model else None
+    job = interpret_launch(
+        command, world_size=hardware.count, folder=script.parent, named_model=named
+    )
+    with translate_fields(to_script_options(script)):
+        plan = build_plan(job.model, job.workload, hardware, job.layout)
+    return ScriptPlan(plan=plan, notes=job.notes)
+
+
+def to_script_options(script: Path) -> Callable[[str], str]:
+    """Spell fields as the options of a script that state them."""
+    return lambda field: f"{script.name}: {_OPTIONS.get(field, field)}"
+
+
+def find_better_layouts(plan: Plan) -> BetterLayouts:
+    """Search the layouts of a plan's job; the plan's own stays among the best."""
+    found = search(plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES).plans
+    if not found:
+        advice = f"nothing: no layout fits {plan.hardware.count} devices"
+        return BetterLayouts(own=plan, plans=(), advice=advice)
+    own = next((other for other in found if other.layout == plan.layout), plan)
+    plans = found if own in found else (*found, own)
+    return BetterLayouts(own=own, plans=plans, advice=_advise(plan, found[0]))
+
+
+def _advise(plan: Plan, best: Plan) -> str:
+    """Say what the best layout gains over the plan's own."""
+    if best.layout == plan.layout:
+        return "nothing that is planned here: the script's layout comes first"
+    name = format_layout(best.layout)
+    if plan.estimate.verdict is Verdict.OOM:
+        return f"{name} fits, the script's layout does not"
+    gain = plan.estimate.step_s / best.estimate.step_s - 1
+    if gain > 0:
+        change = f"{gain:.1%} more tokens/s"
+    else:
+        change = f"{-gain:.1%} fewer tokens/s, but it fits"
+    return f"{name}: {change} than the script's, by estimate"

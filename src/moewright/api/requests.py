@@ -1,0 +1,239 @@
+"""What every question to the planner begins with: a model or a job, the hardware, the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from moewright.intake import catalogue
+from moewright.intake.expert_load import read_expert_load
+from moewright.intake.job import read_job
+from moewright.intake.job_workload import MAX_BATCH, MAX_SEQ_LEN
+from moewright.rules.job import Job
+from moewright.rules.routing import check_load_histogram
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import DocumentMasking, Dtype, Routing, Workload
+
+DEFAULT_SEQ_LEN = 4096
+DEFAULT_SEQUENCES_PER_DEVICE = 16  # as in the published 256-GPU measurements: global batch 4096
+
+
+class Purpose(StrEnum):
+    """What a plan is for: a job is trained by this engine, a model may go to any trainer."""
+
+    PLAN = "plan"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What is to be planned; `defaults` are the values nobody gave, one line each."""
+
+    model: ModelSpec
+    workload: Workload
+    hardware: Hardware
+    layout_text: str  # layout keys that must hold, as layout text
+    purpose: Purpose
+    defaults: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadOptions:
+    """What the caller says of the workload; None leaves it to the job or to the default."""
+
+    seq_len: int | None = None  # tokens
+    global_batch: int | None = None  # sequences a step
+    precision: Dtype | None = None
+    load: Path | None = None  # measured tokens of each expert
+
+
+def read_plan_request(
+    model: str | Path | ModelSpec, on: str | Hardware, options: WorkloadOptions
+) -> PlanRequest:
+    """Read a model (a catalogue name, a config.json or its folder, a record) or a job .toml.
+
+    `on` is hardware as count x device; a job brings its own.
+
+    Raises:
+        BadInput: a name, file or number cannot be used; fields are named as options
+            ("--seq-len").
+    """
+    is_job = isinstance(model, str | Path) and Path(model).suffix == ".toml"
+    if is_job:
+        request = _read_job_request(Path(str(model)), on, options)
+    else:
+        request = _read_model_request(model, on, options)
+    if options.load is None:
+        return request
+    return replace(request, workload=_add_measured_load(request, options.load))
+
+
+def _add_measured_load(request: PlanRequest, path: Path) -> Workload:
+    """Return the workload with the tokens of each expert that `path` holds."""
+    if not request.model.moe_layer_count:
+        rule = f"{request.model.name} has no experts"
+        raise BadInput(Reason(field="--load", value=str(path), rule=rule))
+    histogram = read_expert_load(path)
+    workload = replace(request.workload, routing=Routing.MEASURED, load_histogram=histogram)
+    job = Job(model=request.model, workload=workload, layout=Layout(world_size=1))
+    reasons = check_load_histogram(job)
+    if reasons:
+        option = f"--load {path}"
+        raise BadInput(
+            *(
+                replace(reason, field=reason.field.replace("workload.load_histogram", option))
+                for reason in reasons
+            )
+        )
+    return workload
+
+
+def _read_model_request(
+    model: str | Path | ModelSpec, on: str | Hardware, options: WorkloadOptions
+) -> PlanRequest:
+    if not on:
+        rule = "is needed with a model: count x device"
+        raise BadInput(Reason(field="--on", rule=rule, nearest="--on 8xH100"))
+    defaults = []
+    if isinstance(model, ModelSpec):
+        spec = model
+    else:
+        spec = catalogue.model(str(model))
+        if skipped := catalogue.skipped_fields(str(model)):
+            defaults.append(f"skipped in {model}, not known here: {', '.join(skipped)}")
+    hardware = read_hardware(on)
+    seq_len = options.seq_len
+    if seq_len is None:
+        seq_len = DEFAULT_SEQ_LEN
+        defaults.append(f"sequence length {seq_len} (default; --seq-len)")
+    global_batch = options.global_batch
+    if global_batch is None:
+        global_batch = DEFAULT_SEQUENCES_PER_DEVICE * hardware.count
+        rule = f"{DEFAULT_SEQUENCES_PER_DEVICE} sequences a device"
+        defaults.append(f"global batch {global_batch} ({rule}; --global-batch)")
+    precision = options.precision
+    if precision is None:
+        precision = Dtype.BF16
+        defaults.append(f"precision {precision} (default; --precision)")
+    _check_range("--seq-len", seq_len, MAX_SEQ_LEN)
+    _check_range("--global-batch", global_batch, MAX_BATCH)
+    workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=precision)
+    return PlanRequest(
+        model=spec,
+        workload=workload,
+        hardware=hardware,
+        layout_text="",
+        purpose=Purpose.PLAN,
+        defaults=tuple(defaults),
+    )
+
+
+def _check_range(field: str, value: int, highest: int) -> None:
+    if 1 <= value <= highest:
+        return
+    nearest = str(min(max(value, 1), highest))
+    raise BadInput(
+        Reason(field=field, value=str(value), rule=f"must be in 1..{highest}", nearest=nearest)
+    )
+
+
+def read_hardware(on: str | Hardware) -> Hardware:
+    """Return the hardware that `on` names as count x device; a refusal names --on."""
+    if isinstance(on, Hardware):
+        return on
+    with translate_fields(lambda field: "--on" if field == "hardware" else field):
+        return catalogue.hardware(on)
+
+
+def _read_job_request(path: Path, on: str | Hardware, options: WorkloadOptions) -> PlanRequest:
+    values = {
+        "seq_len": options.seq_len,
+        "global_batch": options.global_batch,
+        "precision": options.precision,
+    }
+    changes = [f"train.{key}={value}" for key, value in values.items() if value is not None]
+    job = read_job(path, changes)
+    defaults: tuple[str, ...] = ()
+    if on:
+        hardware = read_hardware(on)
+    else:
+        hardware = catalogue.hardware(f"{job.nproc}x{job.hardware}")
+        defaults = (f"hardware {job.nproc}x{job.hardware} (from {path}; --on)",)
+    return PlanRequest(
+        model=job.model,
+        workload=fill_attended_share(job.workload),
+        hardware=hardware,
+        layout_text=job.layout_text,
+        purpose=Purpose.TRAIN,
+        defaults=defaults,
+    )
+
+
+def fill_attended_share(workload: Workload) -> Workload:
+    """Return the workload with the share of attention that its packed documents leave.
+
+    The share is read from the training files, unless the job states it.
+    """
+    data = workload.data
+    if (
+        data.documents is DocumentMasking.JOINED
+        or data.attended_share != 1
+        or not Path(f"{data.train}.idx").is_file()
+    ):
+        return workload
+    from moewright.engine.data.indexed import open_indexed  # needs no torch, but takes a moment
+    from moewright.engine.data.sampler import attended_share
+
+    share = attended_share(open_indexed(Path(data.train)), seq_len=workload.seq_len)
+    return replace(workload, data=replace(data, attended_share=share))
+
+
+@contextmanager
+def translate_fields(spell: Callable[[str], str]) -> Iterator[None]:
+    """Let refusals name their fields as the user wrote them: `spell` turns "layout.ep" into it."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(
+            *(replace(reason, field=spell(reason.field)) for reason in error.reasons)
+        ) from None
+
+
+_JOB_KEYS = {
+    "dp": "layout.dp",
+    "layout.stages": "layout.layout",
+    "layout.world_size": "train.nproc",
+}
+_JOB_SECTIONS = ("model", "data", "layout", "train")
+
+
+def to_job_keys(job: Path) -> Callable[[str], str]:
+    """Spell fields as keys of a job file: "job.toml: train.global_batch"."""
+
+    def spell(field: str) -> str:
+        key = _JOB_KEYS.get(field, field.replace("workload.", "train."))
+        return f"{job.name}: {key}" if key.split(".")[0] in _JOB_SECTIONS else field
+
+    return spell
+
+
+def to_options(option: str) -> Callable[[str], str]:
+    """Spell fields as options: "--global-batch", and "--layout ep" where `option` is --layout."""
+    spellings: Mapping[str, str] = {
+        "layout": option,
+        "layout.stages": f"{option} layout",
+        "layout.world_size": "--on",
+    }
+
+    def spell(field: str) -> str:
+        if field.startswith("workload."):
+            return f"--{field.removeprefix('workload.').replace('_', '-')}"
+        return spellings.get(field, f"{option} {field.removeprefix('layout.')}")
+
+    return spell

@@ -1,0 +1,94 @@
+"""What plans are turned into: launch files of other trainers, and runs of this engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from moewright.codec import read_run
+from moewright.exporters.bridge import render_bridge_recipe
+from moewright.exporters.kubernetes import render_train_job
+from moewright.exporters.megatron.script import render_megatron_script
+from moewright.exporters.slurm import render_slurm_script
+from moewright.exporters.torchrun import render_engine_command
+from moewright.exporters.torchtitan import render_torchtitan_config
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.plan import Plan
+from moewright.spec.run import RunRecord
+
+Target = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
+_TRAINERS = ("megatron", "bridge", "torchtitan")
+
+
+def export(plan: Plan, *, to: Target, job: str = "", image: str = "", run_dir: str = ".") -> str:
+    """Render a plan as the launch file of a trainer; what the target cannot say is refused.
+
+    Args:
+        plan: what is to run.
+        to: megatron: a Megatron-LM launch script; bridge: a Megatron Bridge recipe; torchtitan:
+            its configuration; slurm: a batch script; k8s: a TrainJob of Kubeflow Trainer;
+            torchrun: the line that starts our own engine.
+        job: the job file of the plan; torchrun needs it, slurm and k8s start our engine with it
+            and Megatron-LM without.
+        image: the container image of k8s.
+        run_dir: the folder of the run.
+
+    Raises:
+        BadInput: the target is unknown, or cannot say the plan.
+
+    Example:
+        >>> import moewright as mw
+        >>> plan = mw.estimate("Qwen3-30B-A3B", "ep8,recompute=full", on="8xH100")
+        >>> "--expert-model-parallel-size 8" in mw.export(plan, to="megatron")
+        True
+    """
+    if to not in get_args(Target):
+        names = ", ".join(get_args(Target))
+        raise BadInput(Reason(field="--to", value=to, rule=f"must be one of {names}"))
+    if job and to in _TRAINERS:
+        rule = f"says nothing to {to}"
+        raise BadInput(Reason(field="--job", value=job, rule=rule, nearest="leave it out"))
+    match to:
+        case "megatron":
+            return render_megatron_script(plan)
+        case "bridge":
+            return render_bridge_recipe(plan)
+        case "torchtitan":
+            return render_torchtitan_config(plan)
+        case "slurm":
+            return render_slurm_script(plan, job=job, run_dir=run_dir)
+        case "k8s":
+            return render_train_job(plan, job=job, run_dir=run_dir, image=image)
+        case "torchrun":
+            if not job:
+                rule = "is needed for torchrun: the job file of the plan"
+                raise BadInput(Reason(field="--job", rule=rule))
+            return render_engine_command(plan, job=job, run_dir=run_dir) + "\n"
+
+
+def train(plan: Plan, out: Path | str, *, extend: bool = False) -> RunRecord:
+    """Train a plan on this machine and return what the run recorded.
+
+    A run goes on where its folder stands. The engine extra is needed (torch).
+
+    Args:
+        plan: the job; `moewright.plan` of a job file makes one that this engine runs.
+        out: the folder of the run.
+        extend: do as many steps again when all are done.
+
+    Raises:
+        BadInput: the plan cannot be run here.
+        RuntimeError: a rank failed, or the run was stopped.
+
+    Example:
+        >>> import moewright as mw
+        >>> mw.train.__name__  # examples/train_and_change_layout.py runs one
+        'train'
+    """
+    from moewright.engine.run.train import train as train_plan
+
+    folder = Path(out)
+    code = int(train_plan(plan, folder, extend=extend))
+    if code != 0:
+        raise RuntimeError(f"the run in {folder} ended with exit code {code}")
+    return read_run(folder)

@@ -1,2 +1,0 @@
-"""What `bench peers` runs: one process for each contestant, in turns, on the same model and
-tokens."""

@@ -1,0 +1,284 @@
+"""A row of a table of measured runs, as model, workload, hardware and layout, with its figures.
+
+A fact that a source does not state stays unknown: the default is taken, and the column is listed
+with the row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moewright.calibration import cells as cell
+from moewright.calibration.cells import MeasuredPeak
+from moewright.calibration.software_facts import (
+    apply_software_facts,
+    facts_for,
+    fill_implied,
+    fill_stated,
+    find_device_name,
+)
+from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_without_mtp
+from moewright.calibration.unstated import enumerate_readings, find_unstated_columns
+from moewright.cost.estimate import estimate
+from moewright.intake import catalogue
+from moewright.rules.legality import check_legality
+from moewright.rules.stages import parse_stages
+from moewright.spec.errors import BadInput
+from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout, Overlap, Schedule
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Routing, Workload
+
+_REQUIRED = ("model", "hardware", "num_gpus", "seq_len", "mbs")
+_SPEEDS = ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
+_NO_LAYOUT_STRING = ("", "custom layout string")
+_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRow:
+    """A run: what it was, as far as its source says, and what it measured.
+
+    `unstated` names the columns that decide its speed or memory and are not stated;
+    `assumed_least` those taken at the values that need least memory (out-of-memory rows alone);
+    `duplicate_of` is the earlier row that reports the same measurement ("" for none).
+    """
+
+    id: str
+    cells: Mapping[str, str]
+    model: ModelSpec
+    workload: Workload
+    hardware: Hardware
+    layout: Layout
+    speed: MeasuredSpeed | None
+    peak: MeasuredPeak | None
+    oom: bool
+    unstated: tuple[str, ...]
+    assumed_least: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    duplicate_of: str = ""
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Return the names of model and hardware, within which layouts are ranked."""
+        return self.model.name, self.hardware.name
+
+    @property
+    def release_family(self) -> str:
+        """Return the software family of the run.
+
+        It is the release up to its second number for dated releases, else the kind of source.
+        """
+        dated = re.match(r"\d\d\.\d\d", self.cells["date_release"])
+        return dated[0] if dated else self.id.rpartition("-")[0]
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the source states all that decides speed and memory."""
+        return not self.unstated
+
+
+def parse_row(cells: Mapping[str, str], user_hardware: Sequence[Hardware]) -> MeasuredRow:
+    """Parse a row whose cells are in canonical spelling.
+
+    Raises:
+        BadInput: the reason why the row cannot be scored.
+    """
+    if cells["oom"] == "true":
+        return _parse_least_reading(cells, user_hardware)
+    return _parse_reading(cells, user_hardware)
+
+
+def _parse_least_reading(
+    cells: Mapping[str, str], user_hardware: Sequence[Hardware]
+) -> MeasuredRow:
+    """Parse an out-of-memory row; what it leaves open is taken where it needs least memory."""
+    model = catalogue.model(cells["model"])
+    facts = facts_for(cells, model)
+    stated = fill_stated(cells, facts)
+    implied = fill_implied(stated, facts)
+    columns = find_unstated_columns(stated, implied, is_moe=model.moe is not None)
+    least: tuple[int, MeasuredRow] | None = None
+    refusal: BadInput | None = None
+    for reading in enumerate_readings(cells, columns):
+        try:
+            row = _parse_reading(reading, user_hardware)
+        except BadInput as error:
+            refusal = refusal or error
+            continue
+        peak_bytes = estimate(row.model, row.workload, row.hardware, row.layout).peak_bytes
+        if least is None or peak_bytes < least[0]:
+            least = peak_bytes, row
+    if least is None:
+        raise refusal or cell.cell_error("id", cells["id"], "has no legal layout")
+    return replace(least[1], cells=stated, assumed_least=tuple(sorted(columns)))
+
+
+def _parse_reading(cells: Mapping[str, str], user_hardware: Sequence[Hardware]) -> MeasuredRow:
+    """Parse a row of which every needed cell is filled."""
+    _require_needed_cells(cells)
+    devices = cell.parse_whole_number("num_gpus", cells["num_gpus"])
+    seq_len = cell.parse_whole_number("seq_len", cells["seq_len"])
+    model = catalogue.model(cells["model"])
+    facts = facts_for(cells, model)
+    cells = fill_stated(cells, facts)
+    if cells["vpp"] == cell.VPP_ON:
+        rule = "the source switches VPP on and does not state its degree"
+        raise cell.cell_error("vpp", "", rule)
+    notes = []
+    if trained_without_mtp(cells, model, seq_len):
+        model = replace(model, mtp_layers=0)
+        notes.append("trained without MTP")
+    unstated = list(_find_unstated(cells, model))
+    cells = fill_implied(cells, facts)
+    layout = _parse_layout(cells, model, devices)
+    if layout.stages and cells["pp_layout"] in _NO_LAYOUT_STRING:
+        unstated.append("pp_layout")
+    global_batch = _parse_global_batch(cells, layout)
+    workload = _parse_workload(cells, seq_len, global_batch)
+    job = apply_software_facts(cells, model, workload, layout, facts)
+    hardware = cell.parse_hardware(cells["hardware"], devices, user_hardware)
+    reasons = check_legality(model, job.workload, layout)
+    if reasons:
+        raise BadInput(*reasons)
+    return MeasuredRow(
+        id=cells["id"],
+        cells=cells,
+        model=model,
+        workload=job.workload,
+        hardware=replace(hardware, constants=(*hardware.constants, *job.constants)),
+        layout=layout,
+        speed=read_speed(cells, model, seq_len=seq_len, gbs=global_batch, devices=devices),
+        peak=cell.parse_peak(cells),
+        oom=cells["oom"] == "true",
+        unstated=tuple(unstated),
+        notes=(*notes, *job.notes),
+    )
+
+
+def _require_needed_cells(cells: Mapping[str, str]) -> None:
+    if cells["task"] not in ("", "pretrain"):
+        raise cell.cell_error("task", cells["task"], "only pre-training is modelled")
+    for column in _REQUIRED:
+        if not cells[column]:
+            raise cell.cell_error(column, "", "is not stated")
+    if not (_has_speed(cells) or cells["peak_memory_gb"] or cells["oom"] == "true"):
+        raise cell.cell_error("id", cells["id"], "states neither speed nor memory")
+
+
+def _has_speed(cells: Mapping[str, str]) -> bool:
+    return any(cells[column] for column in _SPEEDS)
+
+
+def _parse_layout(cells: Mapping[str, str], model: ModelSpec, devices: int) -> Layout:
+    is_fsdp = cells["fsdp"] not in ("", "none")
+    for column in ("tp", "pp"):
+        if not cells[column] and not is_fsdp:
+            raise cell.cell_error(column, "", "is not stated")
+    if model.moe and not cells["ep"]:
+        raise cell.cell_error("ep", "", "is not stated")
+    tp, cp, pp, vpp, ep, etp, mbs = (
+        cell.parse_whole_number(column, cells[column] or "1") for column in _DEGREES
+    )
+    stages = cell.parse_stage_text(cells["pp_layout"], model, pp)
+    if stages and not cells["vpp"]:
+        vpp = max(1, len(parse_stages(stages)) // pp)
+    is_interleaved = pp > 1 and vpp > 1
+    granularity = cells["recompute_granularity"]
+    modules = cells["recompute_modules"]
+    overlaps = cell.parse_overlaps(cells)
+    layout = Layout(
+        world_size=devices,
+        tp=tp,
+        sp=tp > 1 and cells["sp"] != "false",
+        cp=cp,
+        pp=pp,
+        vpp=vpp if pp > 1 else 1,
+        ep=ep if model.moe else 1,
+        etp=etp if model.moe else 1,
+        mbs=mbs,
+        zero=_parse_zero_stage(cells, is_fsdp=is_fsdp),
+        schedule=Schedule.INTERLEAVED if is_interleaved else Schedule.ONE_F_ONE_B,
+        recompute=cell.parse_recompute(granularity, modules),
+        recompute_block=cell.parse_recompute_layers(granularity, modules, "block") or 0,
+        recompute_span=cell.parse_recompute_layers(granularity, modules, "uniform") or 1,
+        offload=cell.parse_offload(cells["offload"]),
+        offload_fraction=cell.parse_offload_fraction(cells["offload"]),
+        dispatcher=cell.parse_dispatcher(cells["dispatcher"] if model.moe else ""),
+        capacity=_parse_capacity(cells),
+        overlap=tuple(overlap for overlap in overlaps if overlap is not Overlap.TP or tp > 1),
+        graphs=cell.parse_graphs(cells["cuda_graph"]),
+        stages=stages,
+    )
+    if cells["dp"] and cell.parse_whole_number("dp", cells["dp"]) != layout.dp:
+        rule = f"{devices} devices leave {layout.dp} after tp*cp*pp"
+        raise cell.cell_error("dp", cells["dp"], rule)
+    return cell.spread_layers(model, layout)
+
+
+def _parse_zero_stage(cells: Mapping[str, str], *, is_fsdp: bool) -> int:
+    if is_fsdp:
+        return 3
+    return 0 if cells["zero1"] == "false" else 1
+
+
+def _parse_capacity(cells: Mapping[str, str]) -> float:
+    text = cells["capacity_factor"]
+    return cell.parse_number("capacity_factor", text) if text else 0.0
+
+
+def _parse_workload(cells: Mapping[str, str], seq_len: int, global_batch: int) -> Workload:
+    optimizer, grad_dtype = cell.parse_optimizer(cells["optimizer"])
+    return Workload(
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=cell.parse_precision(cells["precision"]),
+        grad_dtype=grad_dtype,
+        routing=Routing.LEARNED if _has_natural_routing(cells) else Routing.BALANCED,
+        optimizer=optimizer,
+    )
+
+
+def _parse_global_batch(cells: Mapping[str, str], layout: Layout) -> int:
+    """Return the batch, or for a row that states memory alone one that keeps the pipeline full.
+
+    The peak does not depend on more micro-batches than that.
+    """
+    if cells["gbs"]:
+        return cell.parse_whole_number("gbs", cells["gbs"])
+    if _has_speed(cells):
+        raise cell.cell_error("gbs", "", "is not stated")
+    return 2 * layout.pp * layout.mbs * layout.dp
+
+
+def _find_unstated(cells: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
+    """Yield the columns that decide speed or memory and are empty.
+
+    What no part of this layout uses is not asked for; a switch that an otherwise full row leaves
+    open is off.
+    """
+    is_moe = model.moe is not None
+    is_natural = _has_natural_routing(cells)
+    deciding = ["precision", "recompute_granularity", "cuda_graph"]
+    if is_moe and not is_natural:
+        deciding.append("force_balance")
+    if is_moe and cells["ep"] not in ("", "1") and not cells["cuda_graph"]:
+        deciding.append("dispatcher")
+    for column in deciding:
+        if not cells[column]:
+            yield column
+    if cells["recompute_granularity"] == "selective" and not cells["recompute_modules"]:
+        yield "recompute_modules"
+    if is_moe and is_natural:
+        yield "expert_load"
+    if find_device_name(cells["hardware"]):
+        yield "hardware"
+    if cells["cuda_graph"] == "on" or cells["cuda_graph"].startswith("on "):
+        yield "cuda_graph"
+
+
+def _has_natural_routing(cells: Mapping[str, str]) -> bool:
+    """Return whether the router decides where tokens go, rather than a forced balance."""
+    return cells["force_balance"] == "false"

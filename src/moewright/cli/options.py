@@ -1,0 +1,177 @@
+"""Options that verbs share with their help, and records of options that belong together.
+
+A record is one parameter of a verb; its fields are options of the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from moewright.spec.workload import Dtype
+
+if TYPE_CHECKING:
+    from moewright.api.requests import WorkloadOptions
+
+# An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
+SetOption = Annotated[list[str] | None, Parameter(name="--set", negative="")]
+JsonOption = Annotated[Path | None, Parameter(name="--json")]
+Flag = Annotated[bool, Parameter(negative="")]
+ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchOptions:
+    """What a verb is told of the workload.
+
+    Parameters
+    ----------
+    seq_len
+        Tokens a sequence; 4096 when neither this nor a job says it.
+    global_batch
+        Sequences a step; 16 a device when neither this nor a job says it.
+    precision
+        Compute precision; bf16 when neither this nor a job says it.
+    """
+
+    seq_len: int | None = None
+    global_batch: int | None = None
+    precision: Dtype | None = None
+
+    def to_workload_options(self) -> WorkloadOptions:
+        """Return the options as the face of the package takes them."""
+        from moewright.api.requests import WorkloadOptions
+
+        return WorkloadOptions(
+            seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanningOptions(BatchOptions):
+    """What a planning verb is told of the workload, the measured load of its experts included.
+
+    Parameters
+    ----------
+    load
+        Tokens an expert of each layer, measured: a .json list of layers, a .csv with a line of
+        counts a layer (or the columns layer,expert,tokens), or the folder of a run. Memory and
+        time are then those of the hottest rank.
+    """
+
+    load: Path | None = None
+
+    def to_workload_options(self) -> WorkloadOptions:
+        """Return the options as the face of the package takes them."""
+        from moewright.api.requests import WorkloadOptions
+
+        return WorkloadOptions(
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            precision=self.precision,
+            load=self.load,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchScriptOptions:
+    """A launch script of Megatron-LM that stands in place of a job or a plan.
+
+    Parameters
+    ----------
+    from_flags
+        A launch script of Megatron-LM: it says layout, batches and precision. Variables that it
+        does not set are taken from the environment.
+    script_args
+        What stands behind the script's name, in quotes: "dlc A22B 1 2048".
+    """
+
+    from_flags: Path | None = None
+    script_args: str = ""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineJobOptions:
+    """How an exported launch file starts the engine instead of Megatron-LM.
+
+    Parameters
+    ----------
+    job
+        The job file of the plan; torchrun needs it, slurm and k8s start our own engine with it and
+        Megatron-LM without.
+    image
+        The container image of k8s.
+    """
+
+    job: Path | None = None
+    image: str = ""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpcyclingOptions:
+    """The model that a dense one becomes.
+
+    Parameters
+    ----------
+    experts
+        Experts of a layer: copies of its MLP times --granularity.
+    top_k
+        Experts a token: a multiple of --granularity.
+    granularity
+        Slices that each MLP is cut into; experts are that much narrower.
+    dense_first
+        How many layers at the start stay dense.
+    every
+        Of the others, those whose number this divides get experts.
+    scaling
+        exact keeps the function; published spreads the factor over gate, up and down, which keeps
+        it only about.
+    router
+        post-softmax: the weights of the chosen experts sum to 1; pre-softmax: they are shares of
+        all.
+    """
+
+    experts: int
+    top_k: Annotated[int, Parameter(name="--top-k")]
+    granularity: int = 1
+    dense_first: int = 0
+    every: int = 1
+    scaling: Literal["exact", "published"] = "exact"
+    router: Literal["post-softmax", "pre-softmax"] = "post-softmax"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateOptions:
+    """The update rule of `verify`, at a constant learning rate.
+
+    Parameters
+    ----------
+    optimizer
+        Plain SGD or AdamW, at a constant rate.
+    lr
+        Learning rate.
+    betas
+        AdamW's two decay rates, as one value: 0.9,0.95.
+    eps
+        AdamW's epsilon.
+    weight_decay
+        Decoupled weight decay of matrices; norm weights never decay.
+    clip
+        Largest gradient norm; 0: no clipping.
+    """
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.01
+    betas: str = "0.9,0.95"
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 0.0

@@ -1,0 +1,183 @@
+"""Collectives of tensor and context parallelism of one rank in one step: payload and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moewright.cost.collective_calls import FP32_BYTES, CallSum, repeats_forward
+from moewright.cost.routed_rows import is_moe_layer
+from moewright.rules.context_parallel import cp_factors
+from moewright.rules.job import Job
+from moewright.rules.recompute import activation_nbytes
+from moewright.rules.stages import Chunk, chunk_layers
+from moewright.spec.hardware import Collective
+from moewright.spec.layout import CpComm, Layout, Recompute
+from moewright.spec.model import AttentionKind, ModelSpec, QkNorm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TensorWork:
+    """What sequence parallelism moves in one micro-batch of some chunks.
+
+    `gathered` and `scattered` have the width of each tensor of T tokens; `norm_sums` and `losses`
+    count the reductions of a number a token; `mtp_exchanges` count the exchanges of columns for
+    tokens.
+    """
+
+    gathered: list[int]
+    scattered: list[int]
+    attention_layers: int
+    norm_sums: int
+    losses: int
+    mtp_exchanges: int
+
+
+def tensor_parallel_calls(
+    job: Job, chunks: Sequence[Chunk], micro_batches: int
+) -> Iterator[CallSum]:
+    """Yield the collectives over the TP group.
+
+    Under sequence parallelism each dense MLP gathers its input (again for its weight gradient) and
+    reduce-scatters its output, with the transposed pair in backward; attention likewise; the head
+    gathers, the embedding scatters. The loss all-reduces the top of the logits, then their sum and
+    the target's; norms of queries and keys over all heads their mean square, and a mean again in
+    backward. Without sequence parallelism nothing is gathered, and what would be scattered is
+    all-reduced. More ranks than key heads gather the parts of those.
+    """
+    model = job.model
+    layout = job.layout
+    T = job.tp_group_tokens
+    c = activation_nbytes(job.workload)
+    work = _tensor_work(job, chunks)
+    repeats = repeats_forward(layout)
+    gathered = work.gathered
+    scattered = work.scattered
+    mtp_exchanges = work.mtp_exchanges
+    if not layout.sp:
+        reduced_bytes = micro_batches * sum(scattered) * c * T
+        yield Collective.ALL_REDUCE, "tp", reduced_bytes, micro_batches * len(scattered)
+        # All ranks need all columns of an MTP projection: they gather them, and each keeps its part
+        # of their gradients.
+        mtp_depths = sum(chunk.mtp_layers for chunk in chunks)
+        gathered = mtp_depths * (1 + repeats) * [model.hidden_size]
+        scattered = []
+        mtp_exchanges = 0
+    if model.attention.kind is AttentionKind.GQA and layout.tp > model.attention.kv_heads:
+        keys_and_values = work.attention_layers * [2 * model.attention.kv_width]
+        gathered = gathered + (1 + repeats) * keys_and_values
+        scattered = scattered + keys_and_values
+    gathered_bytes = micro_batches * sum(gathered) * c * T // layout.tp
+    yield Collective.ALL_GATHER, "tp", gathered_bytes, micro_batches * len(gathered)
+    scattered_bytes = micro_batches * sum(scattered) * c * T
+    yield Collective.REDUCE_SCATTER, "tp", scattered_bytes, micro_batches * len(scattered)
+    exchanges = micro_batches * mtp_exchanges
+    exchanged_bytes = exchanges * c * T * model.hidden_size // layout.tp
+    yield Collective.ALL_TO_ALL, "tp", exchanged_bytes, exchanges
+    number_bytes = FP32_BYTES * T * (work.norm_sums + 3 * work.losses)
+    number_calls = work.norm_sums + 2 * work.losses
+    yield Collective.ALL_REDUCE, "tp", micro_batches * number_bytes, micro_batches * number_calls
+
+
+def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
+    model = job.model
+    layout = job.layout
+    h = job.model.hidden_size
+    has_shared_experts = model.moe is not None and model.moe.shared_ffn_size > 0
+    repeats_layer = repeats_forward(layout)
+    repeats_mlp = repeats_forward(layout, Recompute.MLP)
+    repeats_shared = repeats_forward(layout, Recompute.MOE, Recompute.SHARED_EXPERTS)
+    attention_gathers, attention_scatters = _attention_widths(model, layout)
+    gathered: list[int] = []
+    scattered: list[int] = []
+    attention_layers = losses = mtp_depths = 0
+    for chunk in chunks:
+        layers = chunk_layers(model, chunk)
+        moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
+        dense_mlps = len(layers) - moe_layers
+        shared_mlps = has_shared_experts * moe_layers
+        mlps = dense_mlps + shared_mlps
+        repeated_mlps = repeats_mlp * dense_mlps + repeats_shared * shared_mlps
+        heads = chunk.has_loss + chunk.mtp_layers
+        embeddings = chunk.has_embedding + chunk.mtp_layers
+        gathered += len(layers) * attention_gathers
+        gathered += (3 * mlps + repeated_mlps + 2 * heads + embeddings) * [h]
+        # An MTP depth gathers both its inputs side by side, and again for the weight gradient.
+        gathered += (2 + repeats_layer) * chunk.mtp_layers * [2 * h]
+        scattered += len(layers) * attention_scatters
+        scattered += (2 * mlps + repeated_mlps + heads + embeddings) * [h]
+        scattered += chunk.mtp_layers * [2 * h]
+        attention_layers += len(layers)
+        losses += heads
+        mtp_depths += chunk.mtp_layers
+    norm_sums = 0
+    if model.attention.qk_norm is QkNorm.FULL:
+        norm_sums = attention_layers * (4 + 2 * repeats_layer)
+    return _TensorWork(
+        gathered=gathered,
+        scattered=scattered,
+        attention_layers=attention_layers,
+        norm_sums=norm_sums,
+        losses=losses,
+        mtp_exchanges=(2 + repeats_layer) * mtp_depths,
+    )
+
+
+def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list[int]]:
+    """Return the widths of what an attention layer gathers and scatters over TP.
+
+    Its input is gathered for the products and again for their weight gradients; latent attention
+    gathers its latents instead, and the rotated part of the keys. The output's gradient is
+    gathered; the output and the gradients of what was gathered are summed and scattered.
+    """
+    spec, h = model.attention, model.hidden_size
+    product_inputs = [h]
+    rotated_keys: list[int] = []
+    if spec.kind is AttentionKind.MLA:
+        product_inputs = [spec.q_lora_rank or h, spec.kv_lora_rank]
+        rotated_keys = [spec.qk_rope_head_dim]
+    forward = product_inputs + rotated_keys
+    repeated = repeats_forward(layout, Recompute.MLA_UP_PROJ) * forward
+    gathered = [*forward, *product_inputs, h, *repeated]
+    scattered = [h, *forward, *repeats_forward(layout) * [h]]
+    return gathered, scattered
+
+
+def context_parallel_calls(
+    job: Job, chunks: Sequence[Chunk], micro_batches: int
+) -> Iterator[CallSum]:
+    """Yield the collectives of every attention layer over the CP group.
+
+    Ranks that exchange heads for tokens hand over queries, keys, values and the output, and in
+    backward their gradients. Between the others go keys and values: sent on by all ranks but one
+    (or gathered once) in forward and in backward, where their gradients, summed in fp32, go all
+    the way round (or are reduced and scattered).
+    """
+    spec = job.model.attention
+    layout = job.layout
+    T = job.tp_group_tokens
+    tp = layout.tp
+    c = activation_nbytes(job.workload)
+    is_mla = spec.kind is AttentionKind.MLA
+    passes = micro_batches * sum(len(chunk_layers(job.model, chunk)) for chunk in chunks)
+    head_ranks, ring_ranks = cp_factors(layout)
+    all_key_heads = spec.heads if is_mla else spec.kv_heads
+    key_heads = max(1, all_key_heads // tp, head_ranks)
+    block = T * key_heads * (spec.head_dim + spec.v_head_dim)
+    input_bytes = c * (T * spec.q_width // tp + block)
+    input_calls = 2 if is_mla else 3
+    input_passes = passes * (2 + repeats_forward(layout, Recompute.MLA_UP_PROJ))
+    yield Collective.ALL_TO_ALL, "cp_a2a", input_passes * input_bytes, input_passes * input_calls
+    output_passes = passes * (2 + repeats_forward(layout))
+    output_bytes = output_passes * c * T * spec.out_width // tp
+    yield Collective.ALL_TO_ALL, "cp_a2a", output_bytes, output_passes
+    kv_passes = passes * (2 + repeats_forward(layout, Recompute.CORE_ATTN))
+    if layout.cp_comm is CpComm.ALL_GATHER:
+        gradient_bytes = passes * ring_ranks * FP32_BYTES * block
+        yield Collective.ALL_GATHER, "cp_kv", kv_passes * c * block, kv_passes
+        yield Collective.REDUCE_SCATTER, "cp_kv", gradient_bytes, passes
+    else:
+        kv_sends = (ring_ranks - 1) * kv_passes
+        gradient_sends = ring_ranks * passes
+        yield Collective.P2P, "cp_kv", kv_sends * c * block, kv_sends
+        yield Collective.P2P, "cp_kv", gradient_sends * FP32_BYTES * block, gradient_sends

@@ -1,0 +1,130 @@
+"""Differentiable row functions: rows are copied, summed, selected and reordered.
+
+Each is an own autograd Function, so that what is kept for backward is the same on every device, and
+is exactly what the memory model says. Shapes: T tokens, k slots a token, R routed rows, K width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moewright.engine.kernels.fused.interface import KernelSet
+
+
+class Permute(torch.autograd.Function):
+    """A copy of each token to its routed rows: x [T,K] -> [R,K]; the transpose of Unpermute.
+
+    Row i holds token tokens[i]; slot j of token t is row rows[t,j], or R where the slot has none,
+    which is nowhere so where `is_complete`. Keeps `rows`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        tokens_R: torch.Tensor,
+        rows_Tk: torch.Tensor,
+        is_complete: bool,
+        kernels: KernelSet,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_Tk)
+        ctx.is_complete = is_complete
+        ctx.kernels = kernels
+        return kernels.permute(x_TK, tokens_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (rows_Tk,) = ctx.saved_tensors
+        return ctx.kernels.unpermute(grad, rows_Tk, ctx.is_complete), None, None, None, None
+
+
+class Unpermute(torch.autograd.Function):
+    """The sum of each token's routed rows: [R,K] -> [T,K]; the transpose of Permute.
+
+    Keeps `tokens`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RK: torch.Tensor,
+        tokens_R: torch.Tensor,
+        rows_Tk: torch.Tensor,
+        is_complete: bool,
+        kernels: KernelSet,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens_R)
+        ctx.kernels = kernels
+        return kernels.unpermute(rows_RK, rows_Tk, is_complete)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (tokens_R,) = ctx.saved_tensors
+        return ctx.kernels.permute(grad, tokens_R), None, None, None, None
+
+
+def count_ids(ids: torch.Tensor, extent: int) -> torch.Tensor:
+    """Count how often each of 0..extent-1 stands in `ids`: [extent] int64.
+
+    Unlike torch.bincount this does not wait for the device.
+    """
+    flat = ids.flatten()
+    counts = torch.zeros(extent, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
+
+
+class ReorderRows(torch.autograd.Function):
+    """The rows of x in the order of a permutation; keeps its inverse, by which backward selects."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+class SelectRows(torch.autograd.Function):
+    """The rows of x at `places`; the transpose of ScatterRows. Keeps `places`.
+
+    Each place may occur once; of a place that occurs more often backward takes one gradient alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _scatter_rows(grad, places, ctx.rows), None
+
+
+class ScatterRows(torch.autograd.Function):
+    """Row i of x as row places[i] of `rows` rows, the others zero; the transpose of SelectRows.
+
+    Keeps `places`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return _scatter_rows(x, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+def _scatter_rows(x: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    return x.new_zeros((rows, *x.shape[1:])).index_copy_(0, places, x)

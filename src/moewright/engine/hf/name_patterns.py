@@ -1,0 +1,132 @@
+"""The names that families of Hugging Face checkpoints give to the parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+HF_HEAD = "lm_head.weight"
+HF_EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamePattern:
+    """The names of one parameter: one for all of it, or one for its gate and one for its up.
+
+    "{}" in a name is the expert's number. A name for all experts has our dims in another
+    `dim_order`, after which dim `merged_dim` and the next are one. With `families`, the names are
+    of these families alone, and stand before the others.
+    """
+
+    names: tuple[str, ...]
+    dim_order: tuple[int, ...] = ()
+    merged_dim: int | None = None
+    families: tuple[str, ...] = ()
+
+
+def _patterns(*names: str) -> tuple[NamePattern, ...]:
+    return tuple(NamePattern(names=(name,)) for name in names)
+
+
+_GPT_OSS = ("gpt_oss",)
+# Names of the tensors that are of no layer.
+TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding.weight": HF_EMBEDDING,
+        "final_norm.weight": "model.norm.weight",
+        "head.weight": HF_HEAD,
+    }
+)
+# Names of the tensors of a layer: ours below "layers.N.", theirs below "model.layers.N.".
+LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
+    {
+        "input_norm.weight": _patterns("input_layernorm.weight"),
+        "post_norm.weight": _patterns("post_attention_layernorm.weight"),
+        **{
+            f"attention.{part}.weight": _patterns(f"self_attn.{part}_proj.weight")
+            for part in "qkvo"
+        },
+        **{f"attention.{part}.bias": _patterns(f"self_attn.{part}_proj.bias") for part in "qkvo"},
+        "attention.q_down.weight": _patterns("self_attn.q_a_proj.weight"),
+        "attention.q_down_norm.weight": _patterns("self_attn.q_a_layernorm.weight"),
+        "attention.q_up.weight": _patterns("self_attn.q_b_proj.weight"),
+        "attention.kv_down.weight": _patterns("self_attn.kv_a_proj_with_mqa.weight"),
+        "attention.kv_norm.weight": _patterns("self_attn.kv_a_layernorm.weight"),
+        "attention.kv_up.weight": _patterns("self_attn.kv_b_proj.weight"),
+        "attention.q_norm.weight": _patterns("self_attn.q_norm.weight"),
+        "attention.k_norm.weight": _patterns("self_attn.k_norm.weight"),
+        "attention.sinks": _patterns("self_attn.sinks"),
+        "mlp.gate_up.weight": (NamePattern(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),),
+        "mlp.gate_up.bias": (NamePattern(names=("mlp.gate_proj.bias", "mlp.up_proj.bias")),),
+        "mlp.down.weight": _patterns("mlp.down_proj.weight"),
+        "mlp.down.bias": _patterns("mlp.down_proj.bias"),
+        "moe.router.weight": (
+            NamePattern(names=("block_sparse_moe.gate.weight",), families=("mixtral",)),
+            NamePattern(names=("mlp.router.weight",), families=_GPT_OSS),
+            *_patterns("mlp.gate.weight"),
+        ),
+        "moe.router.bias": _patterns("mlp.router.bias"),
+        "moe.router.selection_bias": _patterns("mlp.gate.e_score_correction_bias"),
+        "moe.shared.gate_up.weight": (
+            NamePattern(
+                names=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+                families=("qwen2_moe",),
+            ),
+            NamePattern(
+                names=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
+            ),
+        ),
+        "moe.shared.down.weight": (
+            NamePattern(names=("mlp.shared_expert.down_proj.weight",), families=("qwen2_moe",)),
+            *_patterns("mlp.shared_experts.down_proj.weight"),
+        ),
+        "moe.shared.gate.weight": _patterns("mlp.shared_expert_gate.weight"),
+        "moe.experts.gate_up.weight": (
+            NamePattern(
+                names=(
+                    "block_sparse_moe.experts.{}.w1.weight",
+                    "block_sparse_moe.experts.{}.w3.weight",
+                ),
+                families=("mixtral",),
+            ),
+            # gate and up take turns in the columns
+            NamePattern(
+                names=("mlp.experts.gate_up_proj",),
+                dim_order=(0, 3, 2, 1),
+                merged_dim=2,
+                families=_GPT_OSS,
+            ),
+            NamePattern(names=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
+            NamePattern(names=("mlp.experts.gate_up_proj",), dim_order=(0, 1, 2, 3), merged_dim=1),
+        ),
+        "moe.experts.down.weight": (
+            NamePattern(names=("block_sparse_moe.experts.{}.w2.weight",), families=("mixtral",)),
+            NamePattern(names=("mlp.experts.down_proj",), dim_order=(0, 2, 1), families=_GPT_OSS),
+            NamePattern(names=("mlp.experts.{}.down_proj.weight",)),
+            NamePattern(names=("mlp.experts.down_proj",)),
+        ),
+        "moe.experts.gate_up.bias": (
+            NamePattern(
+                names=("mlp.experts.gate_up_proj_bias",),
+                dim_order=(0, 2, 1),
+                merged_dim=1,
+                families=_GPT_OSS,
+            ),
+        ),
+        "moe.experts.down.bias": _patterns("mlp.experts.down_proj_bias"),
+    }
+)
+# Names of the tensors of an MTP depth besides its layer; Hugging Face has it as one more layer.
+MTP_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "embed_norm.weight": "enorm.weight",
+        "hidden_norm.weight": "hnorm.weight",
+        "proj.weight": "eh_proj.weight",
+        "final_norm.weight": "shared_head.norm.weight",
+    }
+)
+# Names of tensors of an MTP depth that are copies of tensors of ours.
+MTP_DUPLICATES: Mapping[str, str] = MappingProxyType(
+    {"embed_tokens.weight": "embedding.weight", "shared_head.head.weight": "head.weight"}
+)

@@ -1,0 +1,73 @@
+"""The transformer layer: attention, then an MLP or a MoE layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moewright.engine.memory.saved_tensors import RoutingDecisions
+from moewright.engine.model.layers import Attention, AttentionContext, Mlp, Norm
+from moewright.engine.model.mla import LatentAttention
+from moewright.engine.model.moe import MoeLayer
+from moewright.engine.runtime import Runtime
+from moewright.spec.layout import Offload, Recompute
+from moewright.spec.ledger import Module
+from moewright.spec.model import AttentionKind
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and MLP or MoE, each added to the residual stream [t,H]."""
+
+    def __init__(self, runtime: Runtime, layer_number: int) -> None:
+        super().__init__()
+        model = runtime.model
+        is_latent = model.attention.kind is AttentionKind.MLA
+        self._runtime = runtime
+        self._recomputes_norms = runtime.recomputes(Recompute.LAYERNORM)
+        # Fused into the QKV projection for GQA in the stacks that the rules are held against: only
+        # MLA recomputes it.
+        self._recomputes_input_norm = is_latent and self._recomputes_norms
+        self.input_norm = Norm(
+            runtime,
+            model.hidden_size,
+            recompute=self._recomputes_input_norm,
+            on_hidden_states=True,
+        )
+        self.attention = LatentAttention(runtime) if is_latent else Attention(runtime, layer_number)
+        self.post_norm = Norm(
+            runtime, model.hidden_size, recompute=self._recomputes_norms, on_hidden_states=True
+        )
+        # MTP depths are like the last layer.
+        self._is_moe = model.moe_layers[min(layer_number, model.layers - 1)]
+        if self._is_moe:
+            self.moe = MoeLayer(runtime, layer_number)
+        else:
+            self.mlp = Mlp(runtime, model.dense_ffn_size, Module.DENSE_MLP)
+
+    def forward(
+        self, decisions: RoutingDecisions | None, context: AttentionContext, x_tH: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the new hidden state; after a MoE layer, its auxiliary losses and counts too.
+
+        `decisions` are those of the checkpointed block that this is part of, None outside of one.
+        """
+        runtime = self._runtime
+        manager = runtime.saved_tensors
+        with manager.offload(x_tH, enabled=runtime.offloads(Offload.ATTN_NORM)):
+            with runtime.counters.scopes.enter(Module.NORM):
+                normed = self.input_norm(x_tH)
+            with manager.discard_and_recompute(
+                normed, self.input_norm, x_tH, enabled=self._recomputes_input_norm
+            ):
+                attended = self.attention(normed, context)
+        x_tH = x_tH + attended
+        with manager.offload(x_tH, enabled=runtime.offloads(Offload.MLP_NORM)):
+            with runtime.counters.scopes.enter(Module.NORM):
+                normed = self.post_norm(x_tH)
+            with manager.discard_and_recompute(
+                normed, self.post_norm, x_tH, enabled=self._recomputes_norms
+            ):
+                if not self._is_moe:
+                    return (x_tH + self.mlp(normed),)
+                out, aux_losses, sent_counts = self.moe(normed, decisions, context.first_sequence)
+                return x_tH + out, aux_losses, sent_counts

@@ -1,0 +1,147 @@
+"""FLOPs of the operations that torch dispatches, from the shapes of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
+from moewright.spec.ledger import FlopOp
+
+_aten = torch.ops.aten
+
+_Args = tuple[Any, ...]
+_Kwargs = Mapping[str, Any]
+_FlopRule = Callable[[_Args, _Kwargs], int]
+
+
+def _mm_flops(args: _Args, kwargs: _Kwargs) -> int:
+    a, b = args[0], args[1]
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
+
+
+def _linear_flops(args: _Args, kwargs: _Kwargs) -> int:
+    x, weight = args[0], args[1]
+    return 2 * int(x.shape[0]) * int(x.shape[1]) * int(weight.shape[0])
+
+
+def _grouped_mm_flops(args: _Args, kwargs: _Kwargs) -> int:
+    """Count a grouped product.
+
+    [R,K] x [E,K,N] multiplies each row once; [M,R] x [R,N] (a weight gradient) contracts over all
+    rows once.
+    """
+    a, b = args[0], args[1]
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[-1])
+
+
+def _bmm_flops(args: _Args, kwargs: _Kwargs) -> int:
+    a, b = args[0], args[1]
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(a.shape[2]) * int(b.shape[2])
+
+
+def _attention_flops(args: _Args, kwargs: _Kwargs, *, causal: bool) -> int:
+    """Count the scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv].
+
+    All pairs of a query and a key count, or the causal half of them, or those that a mask leaves.
+    """
+    q, v = args[0], args[2]
+    batch, heads, queries, q_dim = q.shape
+    v_dim = getattr(v, "true_width", v.shape[3])
+    twice_pairs = (1 if causal else 2) * int(queries) * int(v.shape[2])
+    if kwargs.get("attn_mask") is not None:
+        twice_pairs = kwargs["attn_mask"].twice_pairs
+    return twice_pairs * int(batch) * int(heads) * (int(q_dim) + int(v_dim))
+
+
+def _attention_forward(args: _Args, kwargs: _Kwargs) -> int:
+    # torch leaves out an argument that has its default value.
+    return _attention_flops(args, kwargs, causal=len(args) > 4 and args[4])
+
+
+def _attention_backward_on_cpu(args: _Args, kwargs: _Kwargs) -> int:
+    """Count twice the forward: model FLOPs by convention leave out the recomputed scores."""
+    return 2 * _attention_flops(args[1:], kwargs, causal=args[7])
+
+
+def _attention_backward(args: _Args, kwargs: _Kwargs) -> int:
+    return 2 * _attention_flops(args[1:], kwargs, causal=args[11])
+
+
+def _varlen_attention_flops(
+    q: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, kwargs: _Kwargs, *, causal: bool
+) -> int:
+    """Count the attention of each segment of queries to its segment of keys.
+
+    All pairs of a segment count, or the causal half of them, or a window's part of either.
+    Shapes: q [T,heads,Dq], v [K,kv_heads,Dv], cu_seqlens [segments + 1].
+    """
+    v_dim = getattr(v, "true_width", v.shape[2])
+    queries = cu_seqlens_q.diff().long()
+    keys = cu_seqlens_k.diff().long()
+    twice_pairs = (1 if causal else 2) * queries * keys
+    window_left = kwargs.get("window_size_left")
+    if window_left is not None:
+        # So many keys are too far from the last query, and one fewer from each query before it.
+        far_keys = (keys - window_left - 1).clamp(min=0)
+        cut_queries = torch.minimum(far_keys, queries)
+        twice_pairs = twice_pairs - 2 * cut_queries * far_keys + cut_queries * (cut_queries - 1)
+    return int(twice_pairs.sum()) * int(q.shape[1]) * (int(q.shape[2]) + int(v_dim))
+
+
+def _varlen_attention_forward(args: _Args, kwargs: _Kwargs) -> int:
+    q, _, v, cu_seqlens_q, cu_seqlens_k = args[:5]
+    return _varlen_attention_flops(q, v, cu_seqlens_q, cu_seqlens_k, kwargs, causal=args[8])
+
+
+def _varlen_attention_backward(args: _Args, kwargs: _Kwargs) -> int:
+    _, q, _, v, _, _, cu_seqlens_q, cu_seqlens_k = args[:8]
+    return 2 * _varlen_attention_flops(q, v, cu_seqlens_q, cu_seqlens_k, kwargs, causal=args[11])
+
+
+_FLOP_RULES: tuple[tuple[str, FlopOp, _FlopRule], ...] = (
+    ("mm", FlopOp.GEMM, _mm_flops),
+    ("bmm", FlopOp.GEMM, _bmm_flops),
+    ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm_flops),
+    ("_scaled_dot_product_flash_attention_for_cpu", FlopOp.ATTENTION, _attention_forward),
+    (
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        FlopOp.ATTENTION,
+        _attention_backward_on_cpu,
+    ),
+    ("_scaled_dot_product_flash_attention", FlopOp.ATTENTION, _attention_forward),
+    ("_scaled_dot_product_flash_attention_backward", FlopOp.ATTENTION, _attention_backward),
+    ("_flash_attention_forward", FlopOp.ATTENTION, _varlen_attention_forward),
+    ("_flash_attention_backward", FlopOp.ATTENTION, _varlen_attention_backward),
+)
+
+
+class FlopCounter(TorchDispatchMode):
+    """A dispatch mode that reports the FLOPs of every operation it has a rule for."""
+
+    def __init__(self, report: Callable[[FlopOp, int], None]) -> None:
+        super().__init__()
+        self._report = report
+        self._rules: dict[Any, tuple[FlopOp, _FlopRule]] = {
+            getattr(_aten, name): (op, rule)
+            for name, op, rule in _FLOP_RULES
+            if hasattr(_aten, name)
+        }
+        self._rules[CPU_GROUPED_MATMUL] = (FlopOp.GROUPED_GEMM, _grouped_mm_flops)
+        self._rules[ONEDNN_LINEAR] = (FlopOp.GEMM, _linear_flops)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Wrapping __torch_dispatch__ against a compiler would import the compiler: two seconds in
+        # every rank.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counted = self._rules.get(func.overloadpacket)
+        if counted is not None:
+            op, rule = counted
+            self._report(op, rule(args, kwargs or {}))
+        return func(*args, **(kwargs or {}))

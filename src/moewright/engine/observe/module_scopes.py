@@ -1,0 +1,72 @@
+"""The module that runs now, to which the counters and the memory meter attribute what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from moewright.spec.ledger import Module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """A module that work is attributed to, alone or as a part of an MTP depth."""
+
+    module: Module
+    in_mtp_depth: bool
+
+
+class ModuleScopes:
+    """A stack of scopes that follows the model as it runs, one for each rank."""
+
+    def __init__(self) -> None:
+        self._stack = [Scope(module=Module.OTHER, in_mtp_depth=False)]
+        self._is_on_host = False
+
+    @property
+    def current(self) -> Scope:
+        """The scope of what runs now; backward hands it to `enter` to come back to it."""
+        return self._stack[-1]
+
+    @property
+    def module(self) -> Module:
+        """The module of the current scope."""
+        return self.current.module
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether tensors that are made now lie in host memory (see `on_host`)."""
+        return self._is_on_host
+
+    @contextmanager
+    def enter(self, scope: Module | Scope) -> Iterator[None]:
+        """Attribute what runs inside to a module.
+
+        Everything in an MTP depth is attributed to the depth, except its router.
+        """
+        if isinstance(scope, Module):
+            scope = self._nest(scope)
+        self._stack.append(scope)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def _nest(self, module: Module) -> Scope:
+        in_mtp_depth = self.current.in_mtp_depth or module is Module.MTP
+        if in_mtp_depth and module is not Module.ROUTER:
+            module = Module.MTP
+        return Scope(module=module, in_mtp_depth=in_mtp_depth)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Declare that tensors made inside lie in host memory.
+
+        A dry run needs it: there the CPU stands for a device with a memory of its own.
+        """
+        self._is_on_host = True
+        try:
+            yield
+        finally:
+            self._is_on_host = False

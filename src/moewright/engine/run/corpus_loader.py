@@ -1,0 +1,81 @@
+"""The sources of micro-batches; the one of a run is a mapped corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+
+from moewright.engine.data.indexed import IndexedDataset
+from moewright.engine.data.sampler import (
+    Int64s,
+    Sampler,
+    document_ends,
+    micro_batch_rows,
+    read_samples,
+)
+from moewright.engine.kernels.attention import Segments
+from moewright.engine.model.micro_batch import IGNORED_TARGET, MicroBatch, build_micro_batch
+from moewright.engine.runtime import Runtime
+from moewright.rules.batch_rampup import step_samples
+from moewright.spec.workload import BatchRampSpec, DocumentMasking
+
+
+class BatchSource(Protocol):
+    """A source of micro-batches."""
+
+    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int, /) -> MicroBatch:
+        """Return this rank's part of a micro-batch of a step, counted from 0."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusLoader:
+    """A mapped corpus and the order in which it is read.
+
+    With `follows_rampup` its global batches grow as the workload says, else all are alike.
+    """
+
+    dataset: IndexedDataset
+    sampler: Sampler
+    follows_rampup: bool
+
+    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        """Return this rank's part of a micro-batch of a step, counted from 0."""
+        layout = runtime.mesh.layout
+        workload = runtime.workload
+        ramped = workload if self.follows_rampup else replace(workload, ramp=BatchRampSpec())
+        samples = step_samples(ramped, step)
+        rows = micro_batch_rows(
+            global_batch=samples.size,
+            dp=layout.dp,
+            dp_rank=runtime.mesh.coordinate("dp"),
+            mbs=layout.mbs,
+            micro_batch=micro_batch,
+        )
+        ids = self.sampler.sample_ids(samples.first + rows.start, len(rows))
+        tokens = read_samples(
+            self.dataset, ids, seq_len=workload.seq_len, vocab_size=runtime.model.vocab_size
+        )
+        inputs_BS = torch.from_numpy(tokens[:, :-1])
+        targets_BS = torch.from_numpy(tokens[:, 1:].copy())
+        segments = None
+        if workload.data.documents is not DocumentMasking.JOINED:
+            segments = self._split_documents(runtime, ids, targets_BS)
+        return build_micro_batch(runtime, inputs_BS, targets_BS, segments)
+
+    def _split_documents(self, runtime: Runtime, ids: Int64s, targets_BS: torch.Tensor) -> Segments:
+        """Return the documents of samples `ids`; their last tokens lose their targets."""
+        seq_len = runtime.workload.seq_len
+        lengths: list[int] = []
+        for row, sample in enumerate(ids.tolist()):
+            ends = document_ends(self.dataset, sample, seq_len=seq_len)
+            targets_BS[row, [end - 1 for end in ends]] = IGNORED_TARGET
+            edges = sorted({0, *ends, seq_len})
+            lengths += [stop - start for start, stop in pairwise(edges)]
+        cu_seqlens = torch.tensor(
+            [0, *accumulate(lengths)], dtype=torch.int32, device=runtime.device
+        )
+        return Segments(lengths=tuple(lengths), cu_seqlens=cu_seqlens)

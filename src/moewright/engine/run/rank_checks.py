@@ -1,0 +1,67 @@
+"""What must hold on this machine and between ranks before a job trains."""
+
+from __future__ import annotations
+
+import torch
+
+from moewright.engine.checkpoint import Coordinator
+from moewright.engine.kernels.fused.select import implementation_name
+from moewright.engine.run.env import read_shared_settings, read_torchrun_env
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.plan import Plan
+from moewright.version import __version__
+
+
+def missing_devices(plan: Plan) -> tuple[Reason, ...]:
+    """Return why this machine has too few GPUs for the ranks that start here, if it has."""
+    if plan.hardware.device.kind is not DeviceKind.CUDA:
+        return ()
+    needed = _count_local_ranks(plan)
+    available = torch.cuda.device_count()
+    if available >= needed:
+        return ()
+    rule = f"needs {needed} CUDA devices on this machine, which has {available}"
+    if available:
+        field = "train.nproc"
+        nearest = str(available)
+    else:
+        field = "train.hardware"
+        nearest = "the .toml of `moewright bench machine`"
+    return (Reason(field=field, value=plan.hardware.name, rule=rule, nearest=nearest),)
+
+
+def _count_local_ranks(plan: Plan) -> int:
+    env = read_torchrun_env()
+    if env is None:
+        return plan.layout.world_size
+    return env.local_world_size or env.local_rank + 1
+
+
+def refuse_different_ranks(plan: Plan, comm: Coordinator) -> None:
+    """Refuse a job whose ranks have different plans, code or settings.
+
+    They would train different models. Every rank of the world calls this.
+
+    Raises:
+        BadInput: on every rank that differs from another one.
+    """
+    own = {
+        "plan": plan.fingerprint,
+        "moewright": __version__,
+        "torch": torch.__version__,
+        "fused_kernels": implementation_name(
+            plan.workload.fused_kernels, plan.hardware.device.kind
+        ),
+        **read_shared_settings(),
+    }
+    for rank, other in enumerate(comm.gather(own)):
+        for field in dict.fromkeys((*own, *other)):
+            own_value = own.get(field, "none")
+            other_value = other.get(field, "none")
+            if own_value != other_value:
+                rule = (
+                    f"rank {rank} has {other_value}, rank {comm.rank} has {own_value}; "
+                    "all ranks need the same"
+                )
+                raise BadInput(Reason(field=field, rule=rule))

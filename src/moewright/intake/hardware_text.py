@@ -1,0 +1,75 @@
+"""Hardware as people write it: how many devices, and which."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moewright.codec import closest_match
+from moewright.intake.devices import MAX_DEVICES, device_names, find_device
+from moewright.spec.errors import BadInput, Reason
+
+# 8xH100, 8 x H100, 8*H100, 8 H100. Any number is read here, so that a wrong count can be named.
+_COUNT_FIRST = re.compile(r"([+-]?[\d.,_]*\d(?:e[+-]?\d+)?)(?:\s*[xX×*]\s*|\s+)(.*\S)")
+# H100x8, H100 x 8, H100*8, H100:8
+_COUNT_LAST = re.compile(r"(.*\S)\s*[xX×*:]\s*([\d_]+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareText:
+    """What a text says of hardware: the name of a device or the path of a file, and a count.
+
+    The count is None where the text has none.
+    """
+
+    name: str
+    count: int | None
+
+    @property
+    def is_file(self) -> bool:
+        return _is_file(self.name)
+
+
+def parse_hardware_text(text: str) -> HardwareText:
+    """Split "8xH100", "H100x8", "2xpath/machine.toml" or "NVIDIA H20" into a count and a name.
+
+    Raises:
+        BadInput: the count is not a whole number in 1..MAX_DEVICES.
+    """
+    plain = text.strip()
+    if find_device(plain) is not None:
+        return HardwareText(name=plain, count=None)
+    first = _COUNT_FIRST.fullmatch(plain)
+    if first is not None:
+        return HardwareText(name=first[2], count=_parse_device_count(first[1], first[2], text))
+    last = _COUNT_LAST.fullmatch(plain)
+    # A number behind an x may belong to the name: RTX4090 is not 4,090 devices of a kind RT.
+    if last is not None and _resembles_hardware(last[1]):
+        return HardwareText(name=last[1], count=_parse_device_count(last[2], last[1], text))
+    return HardwareText(name=plain, count=None)
+
+
+def _is_file(name: str) -> bool:
+    return name.casefold().endswith(".toml")
+
+
+def _resembles_hardware(name: str) -> bool:
+    return (
+        _is_file(name) or find_device(name) is not None or bool(closest_match(name, device_names()))
+    )
+
+
+def _parse_device_count(count: str, name: str, text: str) -> int:
+    try:
+        value = float(count.replace("_", ""))
+    except ValueError:
+        raise _refusal(text, "the count is not a number", f"1x{name[:60]}") from None
+    legal = int(min(max(value, 1), MAX_DEVICES))
+    if value != legal:
+        rule = f"the count must be a whole number in 1..{MAX_DEVICES}"
+        raise _refusal(text, rule, f"{legal}x{name[:60]}")
+    return legal
+
+
+def _refusal(text: str, rule: str, nearest: str) -> BadInput:
+    return BadInput(Reason(field="hardware", value=text[:80], rule=rule, nearest=nearest))

@@ -1,0 +1,214 @@
+"""The sections [train], [data] and [checkpoint] of a job file as a Workload."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from moewright.codec import closest_match, from_data
+from moewright.intake.devices import MAX_DEVICES
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import (
+    BatchRampSpec,
+    CheckpointSpec,
+    DataSpec,
+    Dtype,
+    LossScalingSpec,
+    LossSpec,
+    OptimizerSpec,
+    ProfileSpec,
+    RouterTraining,
+    Workload,
+)
+
+MAX_SEQ_LEN = 2**24
+MAX_BATCH = 2**24
+MAX_STEPS = 10**9
+
+# Keys of [train] that say where the job runs and are no fields of a Workload.
+LAUNCH_KEYS = ("nproc", "hardware")
+
+# Records of a Workload whose fields are keys of [train] itself.
+_FLAT_RECORDS: Mapping[str, type] = {
+    "optimizer": OptimizerSpec,
+    "loss": LossSpec,
+    "router": RouterTraining,
+    "scaling": LossScalingSpec,
+    "ramp": BatchRampSpec,
+}
+# Records with a section or a table of their own.
+_SECTION_RECORDS = ("data", "checkpoint", "profile")
+_REQUIRED_KEYS = ("seq_len", "global_batch")
+
+_Range = tuple[str, float, float, float]  # key, value, lowest and highest legal value
+
+
+def read_workload(
+    tables: Mapping[str, Mapping[str, Any]], weights: str, path: Path, where: str
+) -> Workload:
+    """Read the workload of a job file's sections; `weights` are what training starts from.
+
+    Raises:
+        BadInput: names file, section and key of every fault.
+    """
+    train = tables["train"]
+    keys = {
+        name: tuple(field.name for field in fields(record))
+        for name, record in _FLAT_RECORDS.items()
+    }
+    top_keys = tuple(
+        field.name
+        for field in fields(Workload)
+        if field.name not in (*_FLAT_RECORDS, *_SECTION_RECORDS, "weights")
+    )
+    _check_keys(train, [*top_keys, *(key for group in keys.values() for key in group)], where)
+    train_where = f"{where}: train"
+    values = _pick(train, top_keys) | {"weights": weights}
+    for name, record in _FLAT_RECORDS.items():
+        values[name] = _as_fields(from_data(record, _pick(train, keys[name]), where=train_where))
+    values["data"] = _read_data(tables["data"], path, where)
+    profile = from_data(ProfileSpec, train.get("profile", {}), where=f"{train_where}.profile")
+    values["profile"] = _as_fields(profile)
+    values["checkpoint"] = _as_fields(
+        from_data(CheckpointSpec, tables["checkpoint"], where=f"{where}: checkpoint")
+    )
+    workload = from_data(Workload, values, where=train_where)
+    faults = (*_range_faults(workload, where), *_dtype_faults(workload, where))
+    if faults:
+        raise BadInput(*faults)
+    return workload
+
+
+def resolve_beside(path: Path, value: str) -> str:
+    """Return a path that starts at the job file's folder as one from here; "" stays ""."""
+    return os.path.normpath(path.parent / value) if value else ""
+
+
+def _check_keys(train: Mapping[str, Any], workload_keys: list[str], where: str) -> None:
+    legal = [*workload_keys, *LAUNCH_KEYS, "profile"]
+    for key in train:
+        if key not in legal:
+            nearest = closest_match(key, legal)
+            rule = "unknown key" if nearest else f"unknown key; known here: {', '.join(legal)}"
+            raise BadInput(Reason(field=f"{where}: train.{key[:60]}", rule=rule, nearest=nearest))
+    for key in _REQUIRED_KEYS:
+        if key not in train:
+            raise BadInput(Reason(field=f"{where}: train.{key}", rule="is missing"))
+
+
+def _pick(table: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: table[key] for key in keys if key in table}
+
+
+def _as_fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def _read_data(table: Mapping[str, Any], path: Path, where: str) -> dict[str, Any]:
+    data = from_data(DataSpec, table, where=f"{where}: data")
+    paths = {
+        name: resolve_beside(path, getattr(data, name))
+        for name in ("train", "heldout", "tokenizer")
+    }
+    return _as_fields(data) | paths
+
+
+def _range_faults(workload: Workload, where: str) -> Iterator[Reason]:
+    ranges = (
+        *_workload_ranges(workload),
+        *_profile_ranges(workload.profile),
+        *_optimizer_ranges(workload.optimizer),
+        *_loss_ranges(workload.loss),
+        *_router_ranges(workload.router),
+        *_scaling_ranges(workload.scaling),
+        *_ramp_ranges(workload.ramp, workload.global_batch),
+        ("data.attended_share", workload.data.attended_share, 1e-9, 1),
+        *_checkpoint_ranges(workload.checkpoint),
+    )
+    for key, value, low, high in ranges:
+        if not low <= value <= high:
+            nearest = f"{min(max(value, low), high):.12g}"
+            rule = f"must be in {low:.12g}..{high:.12g}"
+            yield Reason(field=f"{where}: {key}", value=f"{value:.12g}", rule=rule, nearest=nearest)
+
+
+def _workload_ranges(workload: Workload) -> Iterator[_Range]:
+    yield "train.seq_len", workload.seq_len, 1, MAX_SEQ_LEN
+    yield "train.global_batch", workload.global_batch, 1, MAX_BATCH
+    yield "train.steps", workload.steps, 0, MAX_STEPS
+    yield "train.seed", workload.seed, 0, 2**62
+    yield "train.load_factor", workload.load_factor, 1, 1e6
+    yield "train.load_skew", workload.load_skew, 0, 1e6
+    yield "train.eval_every_steps", workload.eval_every_steps, 0, MAX_STEPS
+    yield "train.router_log_every_steps", workload.router_log_every_steps, 0, MAX_STEPS
+    yield "train.eval_batches", workload.eval_batches, 1, MAX_STEPS
+    yield "train.ledger_step", workload.ledger_step, 0, MAX_STEPS
+    yield "train.gc_every_steps", workload.gc_every_steps, 0, MAX_STEPS
+
+
+def _profile_ranges(profile: ProfileSpec) -> Iterator[_Range]:
+    first_start = 1 if profile.end else 0
+    first_end = profile.start + 1 if profile.start else 0
+    yield "train.profile.start", profile.start, first_start, MAX_STEPS
+    yield "train.profile.end", profile.end, first_end, MAX_STEPS
+    yield "train.profile.ranks", min(profile.ranks, default=-1), 0, MAX_DEVICES
+
+
+def _optimizer_ranges(optimizer: OptimizerSpec) -> Iterator[_Range]:
+    yield "train.lr", optimizer.lr, 0, 1e3
+    yield "train.min_lr_fraction", optimizer.min_lr_fraction, 0, 1
+    yield "train.warmup_steps", optimizer.warmup_steps, 0, MAX_STEPS
+    yield "train.decay_steps", optimizer.decay_steps, 0, MAX_STEPS
+    yield "train.beta1", optimizer.beta1, 0, 1 - 1e-9
+    yield "train.beta2", optimizer.beta2, 0, 1 - 1e-9
+    yield "train.eps", optimizer.eps, 1e-30, 1
+    yield "train.weight_decay", optimizer.weight_decay, 0, 1e3
+    yield "train.clip_norm", optimizer.clip_norm, 0, 1e9
+    yield "train.bucket_elements", optimizer.bucket_elements, 1, 2**40
+
+
+def _loss_ranges(loss: LossSpec) -> Iterator[_Range]:
+    yield "train.aux_coeff", loss.aux_coeff, 0, 1e3
+    yield "train.seq_aux_coeff", loss.seq_aux_coeff, 0, 1e3
+    yield "train.global_aux_coeff", loss.global_aux_coeff, 0, 1e3
+    yield "train.z_coeff", loss.z_coeff, 0, 1e3
+    yield "train.mtp_coeff", loss.mtp_coeff, 0, 1e3
+
+
+def _router_ranges(router: RouterTraining) -> Iterator[_Range]:
+    yield "train.bias_update_rate", router.bias_update_rate, 0, 1
+    yield "train.force_std", router.force_std, 0, 1e3
+    yield "train.sinkhorn_iterations", router.sinkhorn_iterations, 0, 10**6
+    yield "train.jitter_eps", router.jitter_eps, 0, 0.999
+
+
+def _scaling_ranges(scaling: LossScalingSpec) -> Iterator[_Range]:
+    yield "train.initial_loss_scale", scaling.initial_loss_scale, 1, 2.0**40
+    yield "train.min_loss_scale", scaling.min_loss_scale, 1, scaling.initial_loss_scale
+    yield "train.loss_scale_window", scaling.loss_scale_window, 1, MAX_STEPS
+
+
+def _ramp_ranges(ramp: BatchRampSpec, global_batch: int) -> Iterator[_Range]:
+    yield "train.ramp_start", ramp.ramp_start, 0, global_batch
+    yield "train.ramp_increment", ramp.ramp_increment, 1 if ramp.ramp_start else 0, global_batch
+    yield "train.ramp_samples", ramp.ramp_samples, 0, 2**40
+
+
+def _checkpoint_ranges(checkpoint: CheckpointSpec) -> Iterator[_Range]:
+    yield "checkpoint.every_steps", checkpoint.every_steps, 0, MAX_STEPS
+    yield "checkpoint.keep", checkpoint.keep, 1, 10**6
+    yield "checkpoint.keep_every_steps", checkpoint.keep_every_steps, 0, MAX_STEPS
+
+
+def _dtype_faults(workload: Workload, where: str) -> Iterator[Reason]:
+    accumulators = (
+        ("grad_dtype", workload.grad_dtype),
+        ("moment_dtype", workload.optimizer.moment_dtype),
+    )
+    for key, dtype in accumulators:
+        if dtype is Dtype.FP16:
+            rule = "fp16 has too little range to accumulate in"
+            yield Reason(field=f"{where}: train.{key}", value=dtype, rule=rule, nearest=Dtype.FP32)

@@ -1,0 +1,209 @@
+"""The command of a script that starts pretrain_gpt.py, taken apart as its own parser would."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moewright.codec import closest_match
+from moewright.intake.megatron.bash import UNKNOWN_VALUE, Command
+from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS
+from moewright.intake.megatron.options import check_values, option_table, take_values
+from moewright.spec.errors import BadInput, Reason
+
+_PROGRAMS = ("torchrun", "python", "python3", "deepspeed")
+_PRINTERS = ("echo", "printf", "which")
+_LAUNCHER_SWITCHES = (
+    "--standalone",
+    "--no-python",
+    "--module",
+    "--use-env",
+    "--use_env",
+    "-m",
+    "-u",
+)
+_LAUNCHER_OPTION = re.compile(
+    r"--(nnodes|nproc[-_]per[-_]node|node[-_]rank|master[-_]addr|master[-_]port|rdzv[-_]\w+"
+    r"|max[-_]restarts|log[-_]dir|redirects|tee|monitor[-_]interval|start[-_]method|role"
+    r"|local[-_]addr|local[-_]ranks[-_]filter)"
+)
+# A command with one of these trains.
+_TRAINING_OPTIONS = (
+    "--num-layers",
+    "--tensor-model-parallel-size",
+    "--micro-batch-size",
+    "--seq-length",
+    "--global-batch-size",
+)
+_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+_ELLIPSIS = "..."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchCommand:
+    """A training command: its ranks, its environment and its options with their values.
+
+    Nodes and ranks are 0 where only running tells; `foreign_options` are those that Megatron-LM's
+    parser does not have.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    exported: Mapping[str, str]
+    options: Mapping[str, tuple[str, ...]]
+    foreign_options: Mapping[str, tuple[str, ...]]
+    notes: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def find_launch(commands: Sequence[Command]) -> LaunchCommand:
+    """Return the command that trains, out of all commands of a script.
+
+    Raises:
+        BadInput: no command does, or one of its options is not legal.
+    """
+    for command in commands:
+        arguments = _program_arguments(command.words)
+        names = {word.partition("=")[0] for word in command.words}
+        if arguments is not None and not names.isdisjoint(_TRAINING_OPTIONS):
+            parser = _LaunchParser(arguments)
+            parser.parse()
+            return parser.build(dict(command.exported))
+    rule = "no command here starts pretrain_gpt.py: torchrun or python with Megatron-LM's options"
+    raise BadInput(Reason(field="script", rule=rule))
+
+
+def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
+    """Return the words behind torchrun, python or deepspeed; None for another command."""
+    if words[0] in _PRINTERS:
+        return None
+    for position, word in enumerate(words):
+        if word.rpartition("/")[2] in _PROGRAMS:
+            return list(words[position + 1 :])
+    return None
+
+
+class _LaunchParser:
+    """The words of a launch command, sorted one after another into options and their values."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        self.position = 0
+        self.table = option_table()
+        self.launcher_options: dict[str, str] = {}
+        self.options: dict[str, tuple[str, ...]] = {}
+        self.foreign_options: dict[str, tuple[str, ...]] = {}
+        self.notes: list[str] = []
+        self.faults: list[Reason] = []
+
+    def parse(self) -> None:
+        """Sort all words.
+
+        Raises:
+            BadInput: one Reason a word or value that Megatron-LM's parser does not take.
+        """
+        while self.position < len(self.words):
+            word = self.words[self.position]
+            self.position += 1
+            if not word.startswith("-") or _NEGATIVE_NUMBER.match(word):
+                self._take_stray_word(word)
+            else:
+                self._take_option(word)
+        if self.faults:
+            raise BadInput(*self.faults)
+
+    def build(self, exported: Mapping[str, str]) -> LaunchCommand:
+        """Return the command with the environment it is started in.
+
+        Raises:
+            BadInput: the number of nodes or ranks is no number.
+        """
+        return LaunchCommand(
+            nodes=self._launcher_count("nnodes", "1"),
+            ranks_per_node=self._launcher_count("nproc-per-node", ""),
+            exported=exported,
+            options=self.options,
+            foreign_options=self.foreign_options,
+            notes=tuple(self.notes),
+        )
+
+    def _take_stray_word(self, word: str) -> None:
+        """Take a word that is no option's value: the trainer, a module's name, or a fault."""
+        previous = self.words[self.position - 2] if self.position > 1 else ""
+        is_variable = not UNKNOWN_VALUE.sub("", word)
+        if is_variable or word.endswith(".py") or previous == "-m" or "pretrain" in word:
+            return
+        if word == _ELLIPSIS:
+            self.notes.append(
+                "`...` leaves options out: those it stands for are taken at their defaults"
+            )
+        else:
+            rule = f"stands behind {previous[:60] or 'the program'} and no option takes it"
+            self.faults.append(Reason(field=word[:60], rule=rule))
+
+    def _take_option(self, word: str) -> None:
+        name, equals, value = word.partition("=")
+        if name in _LAUNCHER_SWITCHES:
+            return
+        inline = value if equals else None
+        dashed = name.replace("_", "-")
+        launcher_option = _LAUNCHER_OPTION.fullmatch(name)
+        if name in self.table:
+            self._take_megatron_option(name, inline)
+        elif launcher_option:
+            self._take_launcher_option(launcher_option[1], inline)
+        elif name in FOREIGN_OPTIONS or dashed in FOREIGN_OPTIONS:
+            self._take_foreign_option(name if name in FOREIGN_OPTIONS else dashed, inline)
+        else:
+            nearest = closest_match(dashed, [*self.table, *FOREIGN_OPTIONS])
+            rule = "is no option of Megatron-LM"
+            self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
+
+    def _take_launcher_option(self, name: str, inline: str | None) -> None:
+        if inline is None:
+            inline = next(iter(self.words[self.position : self.position + 1]), "")
+            self.position += 1
+        self.launcher_options[name.replace("_", "-")] = inline
+
+    def _take_megatron_option(self, name: str, inline: str | None) -> None:
+        option = self.table[name]
+        if inline is None:
+            values = take_values(option, self._following_words())
+            self.position += len(values)
+        else:
+            values = [inline]
+        self.options[name] = tuple(values)
+        self.faults += check_values(option, values)
+
+    def _take_foreign_option(self, name: str, inline: str | None) -> None:
+        if inline is None:
+            values = self._following_words()[: FOREIGN_OPTIONS[name].value_count]
+            self.position += len(values)
+        else:
+            values = [inline]
+        self.foreign_options[name] = tuple(values)
+
+    def _following_words(self) -> list[str]:
+        """Return the words up to the next option."""
+        end = self.position
+        while end < len(self.words) and not _ends_values(self.words[end]):
+            end += 1
+        return self.words[self.position : end]
+
+    def _launcher_count(self, name: str, default: str) -> int:
+        """Return a number of torchrun's; 0 where the script does not tell."""
+        value = self.launcher_options.get(name, default)
+        if value.isdigit():
+            return int(value)
+        if value and not UNKNOWN_VALUE.search(value) and value not in ("gpu", "auto"):
+            rule = "must be a whole number: the layout does not change while training"
+            raise BadInput(Reason(field=f"--{name}", value=value[:60], rule=rule))
+        return 0
+
+
+def _ends_values(word: str) -> bool:
+    return word.startswith("--") or word == _ELLIPSIS

@@ -1,0 +1,131 @@
+"""The pipeline stages of a Megatron-LM command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moewright.codec.megatron_options import LAYOUT_OPTIONS
+from moewright.intake.megatron.arguments import Arguments
+from moewright.rules.stages import check_stages, parse_stages, pipeline_chunks
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.layout import Layout, Schedule
+from moewright.spec.model import ModelSpec
+
+_LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
+_STAGES_PER_RANK = LAYOUT_OPTIONS["vpp"]
+_STAGE_TEXT = LAYOUT_OPTIONS["stages"]
+_FIRST_RANK_LAYERS = "--decoder-first-pipeline-num-layers"
+_LAST_RANK_LAYERS = "--decoder-last-pipeline-num-layers"
+_COUNT_EMBEDDING = "--account-for-embedding-in-pipeline-split"
+_COUNT_LOSS = "--account-for-loss-in-pipeline-split"
+
+
+def read_stages(arguments: Arguments, model: ModelSpec, layout: Layout) -> Layout:
+    """Return the layout with its virtual stages.
+
+    It gets a layout string where the split is not one that a Layout has without.
+
+    Raises:
+        BadInput: layers do not divide, or options exclude each other.
+    """
+    spellings = (_LAYERS_PER_STAGE, _STAGES_PER_RANK, _STAGE_TEXT)
+    given = [name for name in spellings if arguments.has(name)]
+    if len(given) > 1:
+        rule = f"excludes {given[0]}"
+        raise BadInput(Reason(field=given[1], rule=rule, nearest=f"{given[0]} alone"))
+    text = arguments.text(_STAGE_TEXT)
+    if text:
+        return _read_stage_text(text, layout)
+    counts_embedding = int(arguments.has(_COUNT_EMBEDDING))
+    counts_loss = int(arguments.has(_COUNT_LOSS))
+    first = arguments.integer(_FIRST_RANK_LAYERS, -1)
+    last = arguments.integer(_LAST_RANK_LAYERS, -1)
+    if layout.pp == 1:
+        return layout
+    counted = counts_embedding + counts_loss
+    rank_layers = _split_over_ranks(model, layout.pp, counted, first, last)
+    vpp = _read_vpp(arguments, rank_layers, is_uneven=max(first, last) >= 0)
+    layout = _with_vpp(layout, vpp)
+    stage_layers = [rank_layers[stage % layout.pp] // vpp for stage in range(layout.pp * vpp)]
+    stage_layers[0] -= counts_embedding
+    stage_layers[-1] -= counts_loss
+    if not check_stages(model, layout):
+        chunks = pipeline_chunks(model, layout)
+        if stage_layers == [len(chunk.layers) for chunk in chunks]:
+            return layout
+    return replace(layout, stages=_format_stages(stage_layers, model.mtp_layers))
+
+
+def _read_stage_text(text: str, layout: Layout) -> Layout:
+    count = len(parse_stages(text))
+    if count % layout.pp:
+        rule = f"spells {count} stages, which {LAYOUT_OPTIONS['pp']} {layout.pp} does not divide"
+        raise BadInput(Reason(field=_STAGE_TEXT, value=text[:60], rule=rule))
+    return _with_vpp(replace(layout, stages=text), count // layout.pp)
+
+
+def _split_over_ranks(
+    model: ModelSpec, pp: int, counted: int, first: int, last: int
+) -> tuple[int, ...]:
+    """Return the layers of every pipeline rank.
+
+    Embedding and loss are among them where they are counted as layers (`counted` of them); `first`
+    and `last` are the layers of the outer ranks, -1 where they are not given.
+    """
+    if max(first, last) >= 0 and counted:
+        rule = f"excludes {_COUNT_EMBEDDING} and {_COUNT_LOSS}"
+        raise BadInput(Reason(field=_FIRST_RANK_LAYERS, rule=rule))
+    head = (first,) if first >= 0 else ()
+    tail = (last,) if last >= 0 else ()
+    middle_ranks = pp - len(head) - len(tail)
+    middle_layers = model.layers + counted - sum(head) - sum(tail)
+    is_even = middle_layers % middle_ranks == 0 if middle_ranks else middle_layers == 0
+    if middle_layers < 0 or not is_even:
+        divides_counted = (model.layers + 2) % pp == 0
+        raise BadInput(
+            Reason(
+                field="--num-layers",
+                value=str(model.layers),
+                rule=f"{middle_layers} layers do not divide over {middle_ranks} pipeline ranks",
+                nearest=f"{_COUNT_EMBEDDING} {_COUNT_LOSS}" if divides_counted else "",
+            )
+        )
+    each = middle_layers // middle_ranks if middle_ranks else 0
+    return (*head, *(each,) * middle_ranks, *tail)
+
+
+def _read_vpp(arguments: Arguments, rank_layers: tuple[int, ...], *, is_uneven: bool) -> int:
+    """Return the virtual stages of a pipeline rank."""
+    vpp = arguments.integer(_STAGES_PER_RANK, 1)
+    if arguments.has(_LAYERS_PER_STAGE):
+        stage_layers = arguments.integer(_LAYERS_PER_STAGE)
+        if is_uneven:
+            rule = "excludes uneven first and last ranks"
+            raise BadInput(Reason(field=_LAYERS_PER_STAGE, rule=rule, nearest=_STAGES_PER_RANK))
+        if not stage_layers or rank_layers[0] % stage_layers:
+            rule = f"must divide the {rank_layers[0]} layers of a pipeline rank"
+            raise BadInput(
+                Reason(field=_LAYERS_PER_STAGE, value=str(stage_layers), rule=rule, nearest="1")
+            )
+        vpp = rank_layers[0] // stage_layers
+    for count in set(rank_layers):
+        if not vpp or count % vpp:
+            rule = (
+                f"must divide the {count} layers of a pipeline rank "
+                "(embedding and loss as they are counted)"
+            )
+            raise BadInput(Reason(field=_STAGES_PER_RANK, value=str(vpp), rule=rule, nearest="1"))
+    return vpp
+
+
+def _format_stages(stage_layers: list[int], mtp_layers: int) -> str:
+    """Return the layout string of stages with so many layers each."""
+    words = ["t" * count if count < 2 else f"t*{count}" for count in stage_layers]
+    words[0] = "E" + words[0]
+    words[-1] += "m" * mtp_layers + "L"
+    return "|".join(words)
+
+
+def _with_vpp(layout: Layout, vpp: int) -> Layout:
+    schedule = Schedule.INTERLEAVED if vpp > 1 else Schedule.ONE_F_ONE_B
+    return replace(layout, vpp=vpp, schedule=schedule)

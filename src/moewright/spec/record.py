@@ -1,0 +1,126 @@
+"""The base of the records that the Python interface returns: short to print, easy to take apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from html import escape
+from pathlib import PurePath
+from typing import Any, cast
+
+Row = Mapping[str, object]
+
+_MAX_LINES = 25
+_MAX_CELL = 100  # characters of one cell
+
+
+class Record:
+    """A frozen record that prints as a short table and converts to plain data.
+
+    A dataclass that derives from it is declared with `repr=False`.
+    """
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as dicts, lists, strings and numbers, as JSON files hold them."""
+        return cast(dict[str, Any], to_plain_data(self))
+
+    def to_rows(self) -> list[Row]:
+        """Return the rows of the table that stands for the record, a mapping each."""
+        return [
+            {"field": name, "value": value}
+            for name, value in list_changed_fields(self)
+            if not isinstance(value, tuple | Mapping) and not is_dataclass(value)
+        ]
+
+    def title(self) -> str:
+        """Return the line above the table."""
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        lines = [*self.title().splitlines(), *format_table(self.to_rows())]
+        if len(lines) > _MAX_LINES:
+            left_out = len(lines) - _MAX_LINES + 1
+            lines = [*lines[: _MAX_LINES - 1], f"... {left_out} more rows in .to_rows()"]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return render_html_table(self.title(), self.to_rows())
+
+
+def to_plain_data(value: object) -> object:
+    """Return a dataclass as a dict, a sequence as a list, an enum as its value, a path as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain_data(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {to_plain_data(key): to_plain_data(item) for key, item in value.items()}
+    if isinstance(value, tuple | list | frozenset | set):
+        return [to_plain_data(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def list_changed_fields(record: object) -> list[tuple[str, object]]:
+    """Return name and value of each field of a dataclass whose value is not the default."""
+    changed = []
+    for field in fields(cast(Any, record)):
+        value = getattr(record, field.name)
+        if field.default is MISSING or value != field.default:
+            changed.append((field.name, value))
+    return changed
+
+
+def format_table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a text table: a head of column names, then a line for each row."""
+    columns = list_columns(rows)
+    if not columns:
+        return []
+    cells = [columns, *([format_cell(row.get(name, "")) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    is_number = [all(isinstance(row.get(name, 0), int | float) for row in rows) for name in columns]
+    return [_join_cells(line, widths, is_number) for line in cells]
+
+
+def _join_cells(cells: Iterable[str], widths: Iterable[int], is_number: Iterable[bool]) -> str:
+    aligned = (
+        cell.rjust(width) if right else cell.ljust(width)
+        for cell, width, right in zip(cells, widths, is_number, strict=True)
+    )
+    return "  ".join(aligned).rstrip()
+
+
+def render_html_table(title: str, rows: Sequence[Row]) -> str:
+    """Return an HTML table with a caption, as notebooks show it."""
+    columns = list_columns(rows)
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{escape(format_cell(row.get(name, '')))}</td>" for name in columns)
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><caption>{escape(title)}</caption><tr>{head}</tr>{body}</table>"
+
+
+def list_columns(rows: Iterable[Row]) -> list[str]:
+    """Return the names of all columns, in the order in which the rows bring them."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def format_cell(value: object) -> str:
+    """Return a value as the text of a cell: floats with four digits, a tuple as "a+b"."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    if isinstance(value, tuple):
+        value = "+".join(format_cell(item) for item in value)
+    text = str(value)
+    return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 3]}..."
