@@ -252,9 +252,7 @@ def offloaded_activations(
     if not modules.any():
         return OffloadedActivations(bytes=0.0 * modules, modules=modules)
     layer = context.model.moe_layers.index(is_moe)
-    part = LayerPart(
-        kind=layer_kind(context.model, layer), layer=layer, position=0, is_mtp=False
-    )
+    part = LayerPart(kind=layer_kind(context.model, layer), layer=layer, position=0, is_mtp=False)
     sent = layer_activations(context, policies, part, load=load).offloaded
     return OffloadedActivations(bytes=sent, modules=modules)
 

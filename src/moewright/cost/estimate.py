@@ -19,7 +19,6 @@ from moewright.cost.routed_rows import (
     ExpertRows,
     count_expert_rows,
     is_moe_layer,
-    rank_chunks,
     recomputed_layers,
 )
 from moewright.cost.snapshots import rank_table
@@ -38,7 +37,7 @@ from moewright.cost.step_time import (
     step_time,
 )
 from moewright.cost.symbols import Symbols, build_symbols
-from moewright.rules import flops, routing, schedule, stages
+from moewright.rules import flops, routing, stages
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.legality import check_legality, check_precision, micro_batches
 from moewright.spec.errors import BadInput, Reason

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from moewright.cost.activations import (
-    MODULES,
     ActivationContext,
     ActivationPolicies,
     activation_context,
@@ -87,7 +86,9 @@ def layer_memory(
     even = routing.routed_rows(size.model, size.workload, size.layout, 1.0)
     load = size.R / even if even else 1.0
     kept = layer_activations(context, policies, part, load=load)
-    transient = layer_gradient_bytes(size, part.layer) + kept.recomputed * size.layout.recompute_span
+    transient = (
+        layer_gradient_bytes(size, part.layer) + kept.recomputed * size.layout.recompute_span
+    )
     saved = kept.saved + mtp_bytes(context) if part.is_mtp else kept.saved
     return LayerMemory(saved=saved, transient=transient, offloaded=kept.offloaded)
 
@@ -185,9 +186,7 @@ def model_memory(
     return join_memory(constants, size, parts, layers)
 
 
-def activation_rows(
-    memory: ModelMemory, counts: Array, table: RankTable
-) -> tuple[MemoryRow, ...]:
+def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tuple[MemoryRow, ...]:
     """Return the memory rows at the fullest moment of a rank, under the first policy.
 
     `counts` [chunks, parts] is what the rank holds. Logits that live shortly are booked as logits,
@@ -258,9 +257,7 @@ def rank_memory(
     ]
     return RankMemory(
         rows=tuple(
-            sorted(
-                (row for row in rows if row.bytes), key=lambda row: (row.component, row.module)
-            )
+            sorted((row for row in rows if row.bytes), key=lambda row: (row.component, row.module))
         ),
         sd_bytes=device.sd_bytes,
     )
@@ -269,7 +266,8 @@ def rank_memory(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOverhead:
     """Bytes that a device holds beyond what is allocated, and the standard deviation of the
-    whole."""
+    whole.
+    """
 
     reserved_bytes: Any  # floats, or arrays of one shape
     communication_bytes: Any
@@ -280,7 +278,8 @@ def runtime_overhead(
     constants: Constants, allocated: Any, *, groups: Any, buffers: int
 ) -> RuntimeOverhead:
     """Of so many allocated bytes and communicating process groups, which may be arrays of one
-    shape, beside the buffers that a dispatcher registers."""
+    shape, beside the buffers that a dispatcher registers.
+    """
     deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (
         groups * constants["communicator_bytes_sd"]
     ) ** 2
@@ -295,7 +294,8 @@ def runtime_overhead(
 
 def add_low_precision_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:
     """States with the 8-bit copies of linear weights, `share` of the weights, that stay for all
-    micro-batches."""
+    micro-batches.
+    """
     for row in states:
         copied = row.component is Component.WEIGHTS and row.module in LINEAR_MODULES
         yield replace(row, bytes=round(row.bytes * (1 + share))) if copied else row
@@ -304,7 +304,8 @@ def add_low_precision_copies(states: Sequence[MemoryRow], share: float) -> Itera
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadBytes:
     """Short-lived bytes of one pass through the head, while its forward ends and while its backward
-    runs."""
+    runs.
+    """
 
     forward: int
     backward: int
@@ -341,7 +342,8 @@ def head_bytes(constants: Constants, size: Symbols) -> HeadBytes:
 def layer_gradient_bytes(size: Symbols, layer: int) -> int:
     """Gradients of the first projection's output, of the activation and of the rows that enter the
     MLP; the gathered hidden state (twice under TP); rows as ETP ranks gather them; and what delayed
-    weight gradients wait with."""
+    weight gradients wait with.
+    """
     model, layout = size.model, size.layout
     wide = 3 if model.gated else 2
     gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
@@ -365,7 +367,8 @@ def layer_gradient_bytes(size: Symbols, layer: int) -> int:
 def delayed_gradient_bytes(size: Symbols) -> int:
     """Output gradients of attention's projections and of shared experts, until their weight
     gradients follow in the next layer; their inputs are those of the layer that overlapped expert
-    communication holds more."""
+    communication holds more.
+    """
     model, layout, spec = size.model, size.layout, size.model.attention
     if spec.kind is AttentionKind.MLA:
         cut = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
@@ -416,7 +419,8 @@ def placeholder_bytes(size: Symbols, has_experts: Collection[bool]) -> int:
 
 def count_communicators(layout: Layout) -> int:
     """Process groups that move data: each keeps buffers of its own. A pipeline has three (stages,
-    model, embedding), expert parallelism two (with and without tensor parallelism)."""
+    model, embedding), expert parallelism two (with and without tensor parallelism).
+    """
     sizes = (
         (layout.tp, 1),
         (layout.cp, 1),

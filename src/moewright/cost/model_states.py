@@ -1,5 +1,6 @@
 """Bytes of weights, gradients, master weights and moments on one rank, exactly as flat buffers hold
-them."""
+them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def bucket_sets(
     model: ModelSpec, workload: Workload, layout: Layout, rank: int
 ) -> tuple[BucketSet, ...]:
     """By the group that reduces them (rules.shards), in that order, what several pipeline ranks
-    hold apart."""
+    hold apart.
+    """
     held = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
     return _sets(held, model, workload, layout, rank)
 
@@ -129,7 +131,8 @@ def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
 
 def sharded_states(zero: int) -> frozenset[Component]:
     """zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0
-    nothing."""
+    nothing.
+    """
     if zero == 0:
         return frozenset()
     owned = frozenset({Component.MASTER, Component.MOMENTS})

@@ -1,5 +1,6 @@
 """The pipeline: from the seconds of one micro-batch on each rank or virtual stage to the seconds of
-a step."""
+a step.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class TimetableEnd(Protocol):
 
     def end_s(self, seconds: np.ndarray) -> float:
         """`seconds` [2 * virtual stages] of the forwards of one micro-batch, then of its
-        backwards."""
+        backwards.
+        """
         ...
 
 
@@ -144,7 +146,8 @@ def _flat(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimetablePaths:
     """Some paths through a timetable: how often each passes every forward and backward [paths, 2 *
-    virtual stages]."""
+    virtual stages].
+    """
 
     counts: np.ndarray
 

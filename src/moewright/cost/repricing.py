@@ -1,9 +1,9 @@
 """One layout worked out once, so that its step can be priced again and again under other
-constants."""
+constants.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 

@@ -50,7 +50,10 @@ def rank_table(layout: Layout, micro_batches: int, pp_rank: int) -> RankTable:
     is_forward[:ahead] = True
     is_forward[ahead : 2 * count - ahead : 2] = True
     micro_batch, chunk = np.empty((2, 2 * count), dtype=int)
-    for direction, chunks in ((is_forward, order[:, 1]), (~is_forward, layout.vpp - 1 - order[:, 1])):
+    for direction, chunks in (
+        (is_forward, order[:, 1]),
+        (~is_forward, layout.vpp - 1 - order[:, 1]),
+    ):
         micro_batch[direction] = order[:, 0]
         chunk[direction] = chunks
     kind = np.where(is_forward, _FORWARD, _BACKWARD)
@@ -102,9 +105,7 @@ def take_snapshots(table: RankTable, held: Array, item: Array) -> Snapshots:
     item each row is: its chunk, or its micro-batch and chunk where micro-batches differ.
     """
     of_row = held[item]
-    kept = np.cumsum(
-        of_row * (table.is_forward.astype(float) - table.frees)[:, None], axis=0
-    )
+    kept = np.cumsum(of_row * (table.is_forward.astype(float) - table.frees)[:, None], axis=0)
     paired = np.flatnonzero(table.is_paired)
     alone = np.ones(len(item), dtype=bool)
     alone[paired] = alone[paired + 1] = False

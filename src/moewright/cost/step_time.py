@@ -1,5 +1,6 @@
 """Seconds of a training step: layers and outside work on each pipeline rank, the pipeline, and the
-tail."""
+tail.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from moewright.cost.activations import (
     policy_of,
 )
 from moewright.cost.collective_time import CollectiveModel
+from moewright.cost.constants import Constants
 from moewright.cost.head_ops import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.layer_time import (
     DeviceTime,
@@ -41,7 +43,6 @@ from moewright.cost.layer_time import (
 from moewright.cost.op_time import DeviceRates, OpRow
 from moewright.cost.ops import LayerOps, expert_ops, layer_ops
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
-from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import Array, LayerKind, StageParts, layer_kind
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, routing

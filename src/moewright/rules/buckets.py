@@ -60,7 +60,11 @@ def lay_parameter(
 
 
 def plan_buckets(
-    params: Sequence[tuple[str, int]], *, shards: int, bucket_elements: int, align: int = _ALIGN_ELEMENTS
+    params: Sequence[tuple[str, int]],
+    *,
+    shards: int,
+    bucket_elements: int,
+    align: int = _ALIGN_ELEMENTS,
 ) -> tuple[Bucket, ...]:
     """Lay (name, numel) pairs out in order, each start a multiple of `align` elements.
 
@@ -85,9 +89,7 @@ def plan_buckets(
         if numel < 1:
             rule = "a parameter has at least one element"
             raise BadInput(Reason(field=name, value=str(numel), rule=rule))
-        start, end, closes = lay_parameter(
-            end, numel, bucket_elements=bucket_elements, align=align
-        )
+        start, end, closes = lay_parameter(end, numel, bucket_elements=bucket_elements, align=align)
         entries.append(BucketEntry(name=name, start=start, numel=numel))
         if closes:
             buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))

@@ -25,7 +25,8 @@ Key = TypeVar("Key")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """A layout with its seconds a step and device bytes by closed forms; at the end of a search the
-    pipelines of those that are left have been run row by row."""
+    pipelines of those that are left have been run row by row.
+    """
 
     layout: Layout
     step_s: float
@@ -81,7 +82,8 @@ class CandidatePool:
 
     def screen_all(self, cuts: Collection[LayerDegrees] | None = None) -> None:
         """Go through the whole space, or the groups of these cuts alone, and simulate what is
-        left."""
+        left.
+        """
         for group in degree_groups(self._space):
             if cuts is not None and layer_degrees(group.layout) not in cuts:
                 continue

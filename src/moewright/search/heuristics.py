@@ -22,7 +22,8 @@ _LONG_TOKENS = 8192  # from where attention's activations are said to dominate
 
 class GuidelineScope(Enum):
     """What of a layout a habit is about: what tells groups of candidates apart, or one of their
-    axes."""
+    axes.
+    """
 
     DEGREES = ()
     PIPELINE = (0,)

@@ -151,7 +151,9 @@ class PipelineBatch:
 
     def fullest_moments(self, of_moments: Array) -> Array:
         """Return the highest of each rank: [moments, ...] -> [ranks, ...]."""
-        return np.asarray(_highest(of_moments, self._moment_turns).take(self.moments_of_rank, axis=0))
+        return np.asarray(
+            _highest(of_moments, self._moment_turns).take(self.moments_of_rank, axis=0)
+        )
 
     def fullest_ranks(self, of_ranks: Array, more: Array, pipelines: Array) -> Array:
         """Return the highest sum of some pipelines: [ranks, ...] and [ranks] -> [some, ...]."""

@@ -324,9 +324,7 @@ class Screener:
                 vpp=int(batch.vpp[first]),
             )
 
-    def _price(
-        self, priced: _PricedGroup, is_worth: Array, below_s: float
-    ) -> tuple[Array, Array]:
+    def _price(self, priced: _PricedGroup, is_worth: Array, below_s: float) -> tuple[Array, Array]:
         """Return the seconds of a step where it is worth it, and whether with overlapped sums."""
         variants = [priced]
         if self._overlaps_sums:

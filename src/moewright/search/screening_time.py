@@ -44,9 +44,7 @@ class TimingClass:
 class ScreeningTimes:
     """Prices the layouts of one space; what groups have in common is priced once."""
 
-    def __init__(
-        self, space: SearchSpace, parts: StageParts, policies: ActivationPolicies
-    ) -> None:
+    def __init__(self, space: SearchSpace, parts: StageParts, policies: ActivationPolicies) -> None:
         self.space, self.parts, self.policies = space, parts, policies
         self.rates = DeviceRates(space.hardware)
         self.links = CollectiveModel(space.hardware, self.rates.constants)

@@ -1,5 +1,6 @@
 """The search: every legal layout priced by closed forms, the best ones estimated in full, ranked by
-step time."""
+step time.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def search_near(
     result: SearchResult, hardware: Hardware, *, fixed: str, allowed: Objections
 ) -> Candidate | None:
     """The fastest layout on another hardware among all that cut a layer like one of the best on
-    this one."""
+    this one.
+    """
     first = result.plans[0]
     space = build_search_space(first.model, first.workload, hardware, fixed, allowed=allowed)
     best = CandidatePool(space, Screener(space), keep=_SPARE, extra_bytes=())
@@ -116,7 +118,8 @@ def search_near(
 
 def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:
     """A plan of one layout on the nodes of a hardware, with its full estimate. Raises BadInput when
-    it is illegal."""
+    it is illegal.
+    """
     layout = with_fabric_nodes(layout, hardware.fabric.domain_size)
     return Plan(
         model=model,
@@ -130,7 +133,8 @@ def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout:
 
 def _departures(plan: Plan, best: CandidatePool, space: SearchSpace) -> Iterator[str]:
     """What keeping to the habits that the plan departs from would take, a sentence for each layout
-    that does."""
+    that does.
+    """
     usual = [(habit.text, best.usual.get(habit)) for habit in find_departures(plan.layout, space)]
     if 0 < best.least < model_parallel_size(plan.layout):
         said = f"{LEAST_PARALLELISM}: tp x cp x pp of {best.least}, not {model_parallel_size(plan.layout)}"

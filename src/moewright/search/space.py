@@ -1,5 +1,6 @@
 """The layouts worth pricing, lazily: degrees and pipelines by divisors, and the choices that go
-with them."""
+with them.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class PipelineShapes:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DegreeGroup:
     """Candidates that cut a layer alike and take the same micro-batch. `layout` has no pipeline and
-    no choices."""
+    no choices.
+    """
 
     layout: Layout
     pipelines: PipelineShapes
@@ -102,7 +104,8 @@ class SearchSpace:
 
     def permits(self, **fields: Any) -> bool:
         """Whether nothing speaks against these values of themselves, whatever else a layout
-        holds."""
+        holds.
+        """
         if self.allowed is no_objections:
             return True
         reasons = self.allowed(Layout(world_size=self.hardware.count, **fields))
@@ -119,7 +122,8 @@ def build_search_space(
     allowed: Objections = no_objections,
 ) -> SearchSpace:
     """The space around `fixed`, layout text whose keys are pinned. Raises BadInput when the text is
-    wrong."""
+    wrong.
+    """
     return SearchSpace(
         allowed=allowed,
         model=model,
@@ -177,7 +181,8 @@ def _sent_away(
     space: SearchSpace, recompute: tuple[Recompute, ...]
 ) -> Iterator[tuple[Offload, ...]]:
     """Activations on the host: none, or of the largest that the recompute leaves, of experts or of
-    attention."""
+    attention.
+    """
     if "offload" in space.fixed:
         yield tuple(item for item in space.base.offload if item is not Offload.OPTIMIZER)
         return
@@ -316,7 +321,8 @@ def _expert_tensor(space: SearchSpace) -> tuple[int, ...]:
 
 def _pipes(space: SearchSpace) -> Iterator[PipelineShape]:
     """Every split that comes out even, and layout strings whose ends hold more or fewer layers than
-    the middle."""
+    the middle.
+    """
     world, model, base = space.hardware.count, space.model, space.base
     string_stages = len(parse_stages(base.stages)) if base.stages else 0
     for pp in _axis(space, "pp", divisors(world)):

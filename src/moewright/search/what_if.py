@@ -1,5 +1,6 @@
 """What would change the best plan: more memory, a faster network, overlapped expert
-communication."""
+communication.
+"""
 
 from __future__ import annotations
 
