@@ -1,4 +1,4 @@
-"""Saved activations: what a layer keeps, frees and sends to the host, and what a rank holds at most.
+"""Saved activations: what layers keep, free and send to the host, and what a rank holds at most.
 
 Bytes are arrays over activation policies, ways to recompute and offload that are weighed side by
 side: one for an estimate, all that are searched for a search.
@@ -82,7 +82,7 @@ class ActivationPolicy:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ActivationPolicies:
-    """Policies side by side, the policy axis of arrays, and what each does to the tensors of a layer.
+    """Policies side by side, the policy axis of arrays, and what each does to a layer's tensors.
 
     `masks` caches, by the tensors of a layer, which of them each policy keeps.
     """
@@ -142,16 +142,16 @@ class ActivationContext:
     input_ratio: float | None
 
 
-def activation_context(constants: Constants, size: Symbols) -> ActivationContext:
+def activation_context(constants: Constants, sym: Symbols) -> ActivationContext:
     """Return the context of a layout under the constants of its hardware."""
     input_ratio: float | None = None
-    if size.is_low_precision:
-        input_ratio = constants.low_precision_bytes("input", size.dtype) / size.c
+    if sym.is_low_precision:
+        input_ratio = constants.low_precision_bytes("input", sym.dtype) / sym.c
     return ActivationContext(
-        model=size.model,
-        workload=size.workload,
-        layout=size.layout,
-        is_fused=size.is_fused,
+        model=sym.model,
+        workload=sym.workload,
+        layout=sym.layout,
+        is_fused=sym.is_fused,
         input_ratio=input_ratio,
     )
 
@@ -292,7 +292,7 @@ def quantised_bytes(
 
 
 def outside_bytes(context: ActivationContext) -> Array:
-    """Return what embedding, head and an MTP depth's input keep [3, modules], as StageParts orders."""
+    """Return what embedding, head and an MTP depth's input keep [3, modules], in that order."""
     tokens = routing.micro_batch_tokens(context.workload, context.layout)
     hidden = recompute.activation_nbytes(context.workload) * tokens * context.model.hidden_size
     return np.array(
@@ -301,7 +301,7 @@ def outside_bytes(context: ActivationContext) -> Array:
 
 
 def mtp_bytes(context: ActivationContext) -> Array:
-    """Return what an MTP depth keeps besides its layer [modules]: it embeds and has a head's pass."""
+    """Return what an MTP depth keeps besides its layer [modules]: an embedding's and a head's."""
     return _embedding_bytes(context) + _head_bytes(context)
 
 
@@ -410,7 +410,7 @@ def _held_bytes(
 
 
 def saved_rows(live: Array, *, logits: int, transient: int) -> tuple[MemoryRow, ...]:
-    """Book bytes by module [modules] as rows: the head's as logits, with what else the logits take."""
+    """Book bytes of modules [modules] as rows: the head's as logits, with `logits` more."""
     sums = {
         (Component.LOGITS, Module.HEAD): logits,
         (Component.TRANSIENT, Module.OTHER): transient,

@@ -14,10 +14,9 @@ from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
-# DeepEP's defaults: channels (two SMs each), tokens that a peer may have under way inside the node
-# and between nodes,
-# and what travels beside a token's hidden state (routing, weights, scales).
-# deep_ep/csrc/config.hpp.
+# DeepEP's defaults (deep_ep/csrc/config.hpp): channels (two SMs each), tokens that a peer may have
+# under way inside the node and between nodes, and what travels beside a token's hidden state
+# (routing, weights, scales).
 _DEEPEP_PEERS = 8
 _DEEPEP_CHANNELS = 10
 _DEEPEP_TOKENS_INSIDE = 256
@@ -27,18 +26,18 @@ _DEEPEP_BESIDE_BYTES = 2064
 _GATHERED_LAYERS = 2  # the layer at work and the one after it
 
 
-def dispatcher_bytes(size: Symbols) -> int:
-    """What a dispatcher keeps registered whatever it sends.
+def dispatcher_bytes(sym: Symbols) -> int:
+    """Return what a dispatcher keeps registered whatever it sends.
 
     DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP: room for
     every token of its group going to one rank, once each way (assumed: its buffers are not
     documented). All-to-all and all-gather keep nothing.
     """
-    layout, token = size.layout, size.c * size.model.expert_width
-    if size.model.moe is None or layout.ep == 1:
+    layout, token = sym.layout, sym.c * sym.model.expert_width
+    if sym.model.moe is None or layout.ep == 1:
         return 0
     if layout.dispatcher is DispatcherKind.HYBRIDEP:
-        return 2 * layout.ep * size.t * token
+        return 2 * layout.ep * sym.t * token
     if layout.dispatcher is not DispatcherKind.DEEPEP:
         return 0
     nodes = ceil(layout.ep / _DEEPEP_PEERS)
@@ -63,7 +62,7 @@ def graph_bytes(
 
 
 def gathered_bytes(workload: Workload, layer_numel: Array) -> Array:
-    """Return the whole weights and gradients of the layers that ZeRO-3 has gathered at once [ranks].
+    """Return the whole weights and gradients of the layers that ZeRO-3 holds gathered [ranks].
 
     `layer_numel` [ranks, layers] are the elements of every layer of a rank before ZeRO cuts them.
     """

@@ -80,15 +80,13 @@ class LayerMemory:
 
 
 def layer_memory(
-    context: ActivationContext, size: Symbols, policies: ActivationPolicies, part: LayerPart
+    context: ActivationContext, sym: Symbols, policies: ActivationPolicies, part: LayerPart
 ) -> LayerMemory:
     """Count what a layer takes under the load that the symbols expect."""
-    even = routing.routed_rows(size.model, size.workload, size.layout, 1.0)
-    load = size.R / even if even else 1.0
+    even = routing.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
+    load = sym.R / even if even else 1.0
     kept = layer_activations(context, policies, part, load=load)
-    transient = (
-        layer_gradient_bytes(size, part.layer) + kept.recomputed * size.layout.recompute_span
-    )
+    transient = layer_gradient_bytes(sym, part.layer) + kept.recomputed * sym.layout.recompute_span
     saved = kept.saved + mtp_bytes(context) if part.is_mtp else kept.saved
     return LayerMemory(saved=saved, transient=transient, offloaded=kept.offloaded)
 
@@ -102,7 +100,7 @@ class ModelMemory:
     """
 
     constants: Constants
-    size: Symbols
+    sym: Symbols
     parts: StageParts
     layers: tuple[LayerMemory, ...]
     saved: Array
@@ -131,7 +129,7 @@ class ModelMemory:
             np.maximum(short, (backward[:, column, None] > 0) * layer.transient, out=short)
         if beside.any():
             short += np.floor(beside @ self.saved_bytes / self.parts.count_layers(beside)[:, None])
-        return short
+        return np.asarray(short)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,29 +159,29 @@ def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentC
 
 
 def join_memory(
-    constants: Constants, size: Symbols, parts: StageParts, layers: Sequence[LayerMemory]
+    constants: Constants, sym: Symbols, parts: StageParts, layers: Sequence[LayerMemory]
 ) -> ModelMemory:
     """Join the memory of the layers of a model with that of its other parts."""
-    context = activation_context(constants, size)
+    context = activation_context(constants, sym)
     policies = len(layers[0].saved)
     outside = np.repeat(outside_bytes(context)[:, None], policies, axis=1)
     return ModelMemory(
         constants=constants,
-        size=size,
+        sym=sym,
         parts=parts,
         layers=tuple(layers),
         saved=np.concatenate([np.stack([layer.saved for layer in layers]), outside]),
-        head=head_bytes(constants, size),
+        head=head_bytes(constants, sym),
     )
 
 
 def model_memory(
-    constants: Constants, size: Symbols, parts: StageParts, policies: ActivationPolicies
+    constants: Constants, sym: Symbols, parts: StageParts, policies: ActivationPolicies
 ) -> ModelMemory:
     """Count what every part of a model takes under each policy."""
-    context = activation_context(constants, size)
-    layers = [layer_memory(context, size, policies, part) for part in parts.layers]
-    return join_memory(constants, size, parts, layers)
+    context = activation_context(constants, sym)
+    layers = [layer_memory(context, sym, policies, part) for part in parts.layers]
+    return join_memory(constants, sym, parts, layers)
 
 
 def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tuple[MemoryRow, ...]:
@@ -216,30 +214,30 @@ def rank_memory(
 
     It holds `counts` [chunks, parts] and the parameters of bucket `sets`, and runs `table`.
     """
-    size, constants = memory.size, memory.constants
-    model, workload, layout = size.model, size.workload, size.layout
+    sym, constants = memory.sym, memory.constants
+    model, workload, layout = sym.model, sym.workload, sym.layout
     states = list(state_rows(workload, layout, sets))
     on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
     states += replica_rows(model, workload, layout, pp_rank)
     if workload.precision.is_narrow:
-        share = constants.low_precision_bytes("weight_copies", size.dtype) / size.c
+        share = constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
         states = list(add_low_precision_copies(states, share))
     allocated = [*states, *activation_rows(memory, counts, table)]
     held = np.flatnonzero(counts[:, : len(memory.parts.layers)].any(axis=0))
     has_experts = {memory.parts.layers[column].kind.is_moe for column in held}
-    resident = placeholder_bytes(size, has_experts) + round(constants["workspace_bytes"])
+    resident = placeholder_bytes(sym, has_experts) + round(constants["workspace_bytes"])
     if layout.zero == 3:
         layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
         resident += int(gathered_bytes(workload, layer_numel)[0])
     copied = checkpoint_copy_bytes(workload, layout, sets)
-    if size.is_fused:
+    if sym.is_fused:
         on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))
     else:
         resident += copied  # a CPU's memory is the host's
     total = sum(row.bytes for row in allocated) + resident
     device = runtime_overhead(
-        constants, total, groups=count_communicators(layout), buffers=dispatcher_bytes(size)
+        constants, total, groups=count_communicators(layout), buffers=dispatcher_bytes(sym)
     )
     transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
     allowances = (
@@ -265,9 +263,7 @@ def rank_memory(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOverhead:
-    """Bytes that a device holds beyond what is allocated, and the standard deviation of the
-    whole.
-    """
+    """What a device holds beyond what is allocated, and the standard deviation of the whole."""
 
     reserved_bytes: Any  # floats, or arrays of one shape
     communication_bytes: Any
@@ -277,8 +273,9 @@ class RuntimeOverhead:
 def runtime_overhead(
     constants: Constants, allocated: Any, *, groups: Any, buffers: int
 ) -> RuntimeOverhead:
-    """Of so many allocated bytes and communicating process groups, which may be arrays of one
-    shape, beside the buffers that a dispatcher registers.
+    """Return the overhead of allocated bytes and of communicating process groups.
+
+    Both may be arrays of one shape. `buffers` are what a dispatcher registers.
     """
     deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (
         groups * constants["communicator_bytes_sd"]
@@ -293,8 +290,9 @@ def runtime_overhead(
 
 
 def add_low_precision_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:
-    """States with the 8-bit copies of linear weights, `share` of the weights, that stay for all
-    micro-batches.
+    """Yield the states with 8-bit copies of linear weights, `share` of the weights.
+
+    The copies stay for all micro-batches.
     """
     for row in states:
         copied = row.component is Component.WEIGHTS and row.module in LINEAR_MODULES
@@ -303,73 +301,75 @@ def add_low_precision_copies(states: Sequence[MemoryRow], share: float) -> Itera
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadBytes:
-    """Short-lived bytes of one pass through the head, while its forward ends and while its backward
-    runs.
-    """
+    """Short-lived bytes of a pass through the head, as its forward ends and its backward runs."""
 
     forward: int
     backward: int
 
 
-def head_bytes(constants: Constants, size: Symbols) -> HeadBytes:
-    """Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in
+def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
+    """Return what a pass through the head holds for a short time.
+
+    Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in
     forward, or the logits' gradient, the head's weight gradient and the gathered input in backward,
     the larger booked to forward. The engine's own cross-entropy keeps the logits as a saved
     activation and makes their gradient. Under recompute=loss both hold a piece of the logits, in
     backward its gradient too, and sum that of the head's input in fp32.
     """
-    layout = size.layout
-    logits = size.T * size.model.vocab_size // layout.tp
-    head_input = size.c * size.T * size.model.hidden_size
-    head_weight = _BF16_BYTES * size.model.vocab_size * size.model.hidden_size // layout.tp
+    layout = sym.layout
+    logits = sym.T * sym.model.vocab_size // layout.tp
+    head_input = sym.c * sym.T * sym.model.hidden_size
+    head_weight = _BF16_BYTES * sym.model.vocab_size * sym.model.hidden_size // layout.tp
     if Recompute.LOSS in layout.recompute:
-        piece = size.T * recompute.loss_chunk_columns(size.model, layout)
-        summed = 4 * size.T * size.model.hidden_size
-        if not size.is_fused:
+        piece = sym.T * recompute.loss_chunk_columns(sym.model, layout)
+        summed = 4 * sym.T * sym.model.hidden_size
+        if not sym.is_fused:
             return HeadBytes(
-                forward=size.c * piece, backward=2 * size.c * piece + head_weight + summed
+                forward=sym.c * piece, backward=2 * sym.c * piece + head_weight + summed
             )
         fused = max(
             round(constants["logit_bytes"] * piece), 4 * piece + head_weight + head_input + summed
         )
         return HeadBytes(forward=fused, backward=0)
-    if not size.is_fused:
-        return HeadBytes(forward=0, backward=size.c * logits + head_weight)
+    if not sym.is_fused:
+        return HeadBytes(forward=0, backward=sym.c * logits + head_weight)
     fused = max(round(constants["logit_bytes"] * logits), 2 * logits + head_weight + head_input)
     return HeadBytes(forward=fused, backward=0)
 
 
-def layer_gradient_bytes(size: Symbols, layer: int) -> int:
-    """Gradients of the first projection's output, of the activation and of the rows that enter the
+def layer_gradient_bytes(sym: Symbols, layer: int) -> int:
+    """Return the gradients that the backward of a layer holds.
+
+    These are of the first projection's output, of the activation and of the rows that enter the
     MLP; the gathered hidden state (twice under TP); rows as ETP ranks gather them; and what delayed
     weight gradients wait with.
     """
-    model, layout = size.model, size.layout
+    model, layout = sym.model, sym.layout
     wide = 3 if model.gated else 2
-    gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
+    gathered = sym.c * sym.T * model.hidden_size * (2 if layout.tp > 1 else 1)
     if is_moe_layer(model, layer) and model.moe is not None:
-        gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.expert_width)
+        gradients = sym.c * sym.R * (wide * model.moe.ffn_size // layout.etp + model.expert_width)
         if layout.etp > 1:
             gradients += (
-                size.c
-                * model.expert_width
-                * routing.etp_gathered_rows(size.workload, layout, size.R)
+                sym.c * model.expert_width * routing.etp_gathered_rows(sym.workload, layout, sym.R)
             )
     else:
-        gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
+        gradients = sym.c * sym.T * wide * model.dense_ffn_size // layout.tp
     return (
         gradients
         + gathered
-        + (delayed_gradient_bytes(size) if Overlap.WGRAD in layout.overlap else 0)
+        + (delayed_gradient_bytes(sym) if Overlap.WGRAD in layout.overlap else 0)
     )
 
 
-def delayed_gradient_bytes(size: Symbols) -> int:
-    """Output gradients of attention's projections and of shared experts, until their weight
-    gradients follow in the next layer; their inputs are those of the layer that overlapped expert
+def delayed_gradient_bytes(sym: Symbols) -> int:
+    """Return the output gradients that delayed weight gradients wait with.
+
+    They are those of attention's projections and of shared experts, until their weight gradients
+    follow in the next layer; their inputs are those of the layer that overlapped expert
     communication holds more.
     """
-    model, layout, spec = size.model, size.layout, size.model.attention
+    model, layout, spec = sym.model, sym.layout, sym.model.attention
     if spec.kind is AttentionKind.MLA:
         cut = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         whole = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim
@@ -377,19 +377,19 @@ def delayed_gradient_bytes(size: Symbols) -> int:
         cut, whole = spec.q_width + 2 * spec.kv_width, 0
     shared = model.moe.shared_ffn_size if model.moe else 0
     cut += (2 if model.gated else 1) * shared
-    outputs = (2 if shared else 1) * size.T * model.hidden_size
-    return size.c * (size.T * cut // layout.tp + size.t * whole + outputs)
+    outputs = (2 if shared else 1) * sym.T * model.hidden_size
+    return sym.c * (sym.T * cut // layout.tp + sym.t * whole + outputs)
 
 
-def placeholder_bytes(size: Symbols, has_experts: Collection[bool]) -> int:
-    """Return one bf16 gradient placeholder a distinct weight shape, which fused linear layers cache.
+def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
+    """Return the gradient placeholders that fused linear layers cache, in bf16.
 
-    `has_experts` tells which kinds of layer a rank holds: with experts, without, or both. CUDA
-    stacks only.
+    There is one for each distinct weight shape, in CUDA stacks only. `has_experts` tells which
+    kinds of layer a rank holds: with experts, without, or both.
     """
-    if not size.is_fused or not has_experts:
+    if not sym.is_fused or not has_experts:
         return 0
-    model, layout, spec, h = size.model, size.layout, size.model.attention, size.model.hidden_size
+    model, layout, spec, h = sym.model, sym.layout, sym.model.attention, sym.model.hidden_size
     wide = 2 if model.gated else 1
     shapes = {(h, spec.out_width // layout.tp)}
     if spec.kind is AttentionKind.GQA:
@@ -418,8 +418,10 @@ def placeholder_bytes(size: Symbols, has_experts: Collection[bool]) -> int:
 
 
 def count_communicators(layout: Layout) -> int:
-    """Process groups that move data: each keeps buffers of its own. A pipeline has three (stages,
-    model, embedding), expert parallelism two (with and without tensor parallelism).
+    """Count the process groups that move data, each of which keeps buffers of its own.
+
+    A pipeline has three (stages, model, embedding), expert parallelism two (with and without tensor
+    parallelism).
     """
     sizes = (
         (layout.tp, 1),
@@ -433,7 +435,7 @@ def count_communicators(layout: Layout) -> int:
 
 
 def memory_verdict(margin_bytes: float, spread_bytes: float) -> Verdict:
-    """Uncertain within one standard deviation of the limit."""
+    """Judge a margin; it is uncertain within one standard deviation of the limit."""
     if abs(margin_bytes) < spread_bytes:
         return Verdict.UNCERTAIN
     return Verdict.FITS if margin_bytes >= 0 else Verdict.OOM

@@ -1,6 +1,4 @@
-"""Bytes of weights, gradients, master weights and moments on one rank, exactly as flat buffers hold
-them.
-"""
+"""Bytes of weights, gradients, master weights and moments, exactly as flat buffers hold them."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketSet:
-    """The buckets of a rank's parameters that one group reduces, and the slice of them that is the
-    rank's.
+    """The buckets of parameters that one group reduces, and the slice that a rank owns.
 
     `group_size`: ranks that share their states, all of the group unless sharding is hybrid.
     `holders`: pipeline ranks that then sum their slices.
@@ -48,15 +45,16 @@ class BucketSet:
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """The elements of all buckets, padding included."""
         return sum(bucket.numel for bucket in self.buckets)
 
 
 def bucket_sets(
     model: ModelSpec, workload: Workload, layout: Layout, rank: int
 ) -> tuple[BucketSet, ...]:
-    """By the group that reduces them (rules.shards), in that order, what several pipeline ranks
-    hold apart.
+    """Return the bucket sets of a rank by the group that reduces them, in rules.shards' order.
+
+    What several pipeline ranks hold is apart.
     """
     held = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
     return _sets(held, model, workload, layout, rank)
@@ -65,7 +63,7 @@ def bucket_sets(
 def stage_bucket_sets(
     model: ModelSpec, workload: Workload, layout: Layout
 ) -> tuple[tuple[BucketSet, ...], ...]:
-    """`bucket_sets` of the first rank of every pipeline stage."""
+    """Return `bucket_sets` of the first rank of every pipeline stage."""
     stage = layout.world_size // layout.pp
     held = shards.parameters_by_stage(model, layout)
     return tuple(
@@ -120,7 +118,7 @@ def _bucket_set(
 
 
 def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
-    """Bytes that one parameter takes in each state."""
+    """Return the bytes that one parameter takes in each state."""
     return {
         Component.WEIGHTS: activation_nbytes(workload),
         Component.GRADIENTS: workload.grad_dtype.nbytes,
@@ -130,8 +128,9 @@ def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
 
 
 def sharded_states(zero: int) -> frozenset[Component]:
-    """zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0
-    nothing.
+    """Return the states that a level of ZeRO shards.
+
+    zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0 nothing.
     """
     if zero == 0:
         return frozenset()
@@ -142,8 +141,10 @@ def sharded_states(zero: int) -> frozenset[Component]:
 def fsdp_rows(
     workload: Workload, layout: Layout, units: Sequence[fsdp.FsdpUnit]
 ) -> tuple[MemoryRow, ...]:
-    """Memory rows of what fully_shard cuts: the part of a rank is the fp32 master; room without
-    rows is OTHER's. With an offloaded optimizer all of it is in host memory, gradients too.
+    """Return the memory rows of what fully_shard cuts: a rank's part is the fp32 master.
+
+    Room without rows is OTHER's. With an offloaded optimizer all of it is in host memory, gradients
+    too.
     """
     sums: dict[tuple[Component, Module], int] = {}
     away = Offload.OPTIMIZER in layout.offload
@@ -227,14 +228,14 @@ def copied_elements(layout: Layout, group: str, numel: Any, holders: Any) -> Any
 
 
 def checkpoint_bytes(workload: Workload, elements: Any) -> Any:
-    """Return what so many elements take in host memory for a checkpoint; 0 where it is written at once."""
+    """Return what so many elements take for a checkpoint written beside training, else 0."""
     if workload.checkpoint.mode is SaveMode.SYNC:
         return 0 * elements
     return elements * (MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes)
 
 
 def _overlaps(bucket_set: BucketSet, *, whole: bool) -> Iterator[tuple[Module, int]]:
-    """Elements by module: of all buckets, or of the rank's slices."""
+    """Yield elements by module: of all buckets, or of the rank's slices."""
     modules = dict(bucket_set.modules)
     sums: dict[Module, int] = {}
     total = 0

@@ -1,8 +1,8 @@
 """Buckets of many ranks at once: ranks that lay the same parameters first share the work.
 
-A rank lays the parameters of its layers one after another into buckets (rules.buckets). Sequences of
-layers form a tree; under one way to cut parameters every node of it is laid once, and the buckets of
-any rank are those along the path to its node.
+A rank lays the parameters of its layers one after another into buckets (rules.buckets). Sequences
+of layers form a tree; under one way to cut parameters every node of it is laid once, and the
+buckets of any rank are those along the path to its node.
 """
 
 from __future__ import annotations

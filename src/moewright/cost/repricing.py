@@ -1,6 +1,4 @@
-"""One layout worked out once, so that its step can be priced again and again under other
-constants.
-"""
+"""One layout worked out once, so that its step can be priced again under other constants."""
 
 from __future__ import annotations
 
@@ -34,10 +32,10 @@ _LONGER = 1.4  # about as far as fitted constants move what one piece takes agai
 
 
 class RepriceableStep:
-    """Rows of work, layers of each stage and held parameters of one layout: all that its constants
-    do not change.
+    """What constants do not change of one layout: rows of work, parts of stages, parameters.
 
-    Raises BadInput when the layout is illegal.
+    Raises:
+        BadInput: The layout is illegal.
     """
 
     __slots__ = (
@@ -47,10 +45,9 @@ class RepriceableStep:
         "_parts",
         "_pipeline",
         "_shares",
-        "_size",
+        "_sym",
         "_transfers",
         "_work",
-        "_workload",
     )
 
     def __init__(
@@ -58,36 +55,37 @@ class RepriceableStep:
     ) -> None:
         if reasons := check_legality(model, workload, layout):
             raise BadInput(*reasons)
-        self._hardware, self._layout, self._workload = hardware, layout, workload
-        self._size = expected_symbols(
+        self._hardware, self._layout = hardware, layout
+        self._sym = expected_symbols(
             model, workload, hardware, layout, DeviceRates(hardware).constants
         )
-        self._work = model_ops(self._size)
+        self._work = model_ops(self._sym)
         self._parts = list_parts(model, layout)
         chunks = stages.pipeline_chunks(model, layout)
         self._counts = count_parts(model, layout, self._parts, chunks)
         self._shares = {
             count_rank_parameters(of_rank) for of_rank in stage_bucket_sets(model, workload, layout)
         }
-        self._transfers = float(exposed_transfers(layout.pp, layout.vpp, self._size.m))
+        self._transfers = float(exposed_transfers(layout.pp, layout.vpp, self._sym.m))
         _, _, times = self._priced(())
         held = self._counts.any(axis=0)
         forward, backward = (
             self._counts[:, held] @ around.T
             for around in _around(times.forward_s[held], times.backward_s[held])
         )
-        self._pipeline = build_pipeline(layout, self._size.m).restrict_to_longest_paths(
+        self._pipeline = build_pipeline(layout, self._sym.m).restrict_to_longest_paths(
             forward, backward
         )
 
     def step_s(self, constants: tuple[Constant, ...]) -> float:
-        """Seconds of a step under these constants, which win over the hardware's own; the pipeline
-        by the paths that take longest where pieces take about as long as under the hardware's own.
+        """Return the seconds of a step under these constants, which win over the hardware's own.
+
+        The pipeline is priced by the paths that take longest where parts take about as long as
+        under the hardware's own constants.
         """
-        rates, links, times = self._priced(constants)
+        rates, collectives, times = self._priced(constants)
         last = max(
-            step_tail(rates, links, self._workload, self._size, self._layout, share).total_s
-            for share in self._shares
+            step_tail(rates, collectives, self._sym, share).total_s for share in self._shares
         )
         moving = self._pipeline.total_s(
             self._counts @ times.forward_s, self._counts @ times.backward_s
@@ -100,19 +98,21 @@ class RepriceableStep:
         rates = DeviceRates(
             replace(self._hardware, constants=(*self._hardware.constants, *constants))
         )
-        links = CollectiveModel(self._hardware, rates.constants)
+        collectives = CollectiveModel(self._hardware, rates.constants)
         return (
             rates,
-            links,
+            collectives,
             Pricer(
-                links, self._size, price_model_ops(rates, links, self._size, self._work)
+                collectives, self._sym, price_model_ops(rates, collectives, self._sym, self._work)
             ).part_times(self._layout, self._parts),
         )
 
 
 def _around(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[columns, pieces]: the seconds as they are, with those of some kinds of piece longer than of
-    the others, and with all backwards shorter and longer.
+    """Return seconds near these [columns, parts].
+
+    They are the seconds as they are, with those of some parts longer than of the others, and with
+    all backwards shorter and longer.
     """
     some = 1 + (_LONGER - 1) * np.array(list(product((0, 1), repeat=len(forward))))[:-1]
     same, backwards = np.ones((2, len(forward))), np.array([[1 / _LONGER], [_LONGER]])

@@ -1,9 +1,9 @@
 """The moments at which the memory of a pipeline rank can be fullest, from its timetable as arrays.
 
 A rank holds what its forwards kept until the backward of the same micro-batch and chunk, or its
-weight gradients where these have rows of their own, have ended. Where expert communication overlaps,
-a forward runs layer by layer beside the backward of another micro-batch, which frees a layer for
-each that it keeps: the two hold one layer more, not a chunk.
+weight gradients where these have rows of their own, have ended. Where expert communication
+overlaps, a forward runs layer by layer beside the backward of another micro-batch, which frees a
+layer for each that it keeps: the two hold one layer more, not a chunk.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
 class Snapshots:
     """What lives at each moment [snapshots, columns], and which items run then, -1 where none does.
 
-    `forward` ends its forward then, `backward` runs its backward; of `beside` another layer is held.
+    `forward` ends its forward, `backward` runs its backward; of `beside` another layer is held.
     """
 
     live: Array

@@ -37,7 +37,7 @@ def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPart:
-    """Layers that take the same bytes and seconds; one layer and its position stand for them all."""
+    """Layers that take the same bytes and seconds, which one layer and its position stand for."""
 
     kind: LayerKind
     layer: int
@@ -81,7 +81,7 @@ class StageParts:
 
     def count_layers(self, counts: Array) -> Array:
         """Return the layers of each row of `counts` [..., parts], and 1 where there are none."""
-        return np.maximum(1, counts[..., : len(self.layers)].sum(axis=-1))
+        return np.asarray(np.maximum(1, counts[..., : len(self.layers)].sum(axis=-1)))
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:

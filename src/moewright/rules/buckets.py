@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 from moewright.spec.errors import BadInput, Reason
 
@@ -40,18 +41,19 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def padded_numel(end: int, shards: int) -> int:
+def padded_numel(end: Any, shards: int) -> Any:
     """Return the elements of a bucket that ends at `end`, padded so that it splits into shards.
 
     `end` may be an array.
     """
-    return _round_up(end, lcm(shards, _PAD_ELEMENTS))
+    multiple = lcm(shards, _PAD_ELEMENTS)
+    return -(-end // multiple) * multiple
 
 
 def lay_parameter(
     end: int, numel: int, *, bucket_elements: int, align: int = _ALIGN_ELEMENTS
 ) -> tuple[int, int, bool]:
-    """Lay a parameter behind the `end` of a bucket: return its start, its end, and if it closes it.
+    """Lay a parameter behind the `end` of a bucket; return its start, its end, and if it closes it.
 
     A bucket closes when it holds `bucket_elements` or more, alignment gaps included.
     """

@@ -27,7 +27,7 @@ from moewright.spec.model import ModelSpec
 class DistinctRanks:
     """The ranks of one pipeline that differ: `first` is the first rank that holds each.
 
-    `chunks` [ranks, chunks, parts] is what they hold, `multiplicity` [ranks] how many hold the same.
+    `chunks` [ranks, chunks, parts] is what they hold; `multiplicity` [ranks] ranks hold the same.
     """
 
     chunks: Array
@@ -67,7 +67,7 @@ def find_distinct_ranks(
 def fullest_moments(
     ranks: DistinctRanks, parts: StageParts, layout: Layout, micro_batches: int
 ) -> tuple[MomentCounts, ...]:
-    """Return the moments at which each of the ranks can be fullest, under the layout's timetable."""
+    """Return the moments at which each rank can be fullest, under the layout's timetable."""
     return tuple(
         _undominated(parts, count_moments(parts, chunks, rank_table(layout, micro_batches, rank)))
         for chunks, rank in zip(ranks.chunks, ranks.first, strict=True)
@@ -180,7 +180,7 @@ class PipelineBatch:
 
 
 def _take_turns(starts: Array, count: int) -> list[Array]:
-    """Return the first row of every run, then the second, and so on, of runs that begin at `starts`.
+    """Return the first row of every run, then the second, and so on; runs begin at `starts`.
 
     A short run ends with its last again and again. The highest of each run is taken over these: far
     faster than ufunc.reduceat.

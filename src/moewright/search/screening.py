@@ -1,8 +1,8 @@
 """Seconds and bytes of all candidates of a group at once: the cost floor over arrays.
 
 The parts of a model are priced once for all pipelines, numbers of micro-batches and ways to hold
-states that go with them. Bytes are those of an estimate; seconds are too but for the bubble, which a
-closed form gives instead of the timetable's rows (tests/search/test_screening.py).
+states that go with them. Bytes are those of an estimate; seconds are too but for the bubble, which
+a closed form gives instead of the timetable's rows (tests/search/test_screening.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GroupScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PricedGroup:
-    """A group whose parts are priced: its pipelines, their timing classes, and its `base` layout."""
+    """A group whose parts are priced, with its pipelines and their timing classes."""
 
     base: Layout
     batch: PipelineBatch
@@ -122,8 +122,8 @@ class Screener:
         than a standard deviation, and of pipelines that take `below_s` or more even without
         recompute.
         """
-        size = self.times.size(group.layout)
-        memory = self._memory.model_memory(size)
+        sym = self.times.symbols(group.layout)
+        memory = self._memory.model_memory(sym)
         times = self.times.price_group(group.layout, memory)
         fits = True
         for overlap in self._expert_overlaps(group.layout):
@@ -167,7 +167,9 @@ class Screener:
             if floor_s < below_s:
                 is_worth &= ~self._is_needless(legal, peak, sd)
                 step, dp_overlap = self._price(replace(priced, base=base), is_worth, below_s)
-            peak = peak + (dispatcher_bytes(self.times.size(base)) - dispatcher_bytes(memory.size))
+            peak = peak + (
+                dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
+            )
         return GroupScores(
             pipelines=priced.batch.pipelines,
             base=base,
@@ -195,7 +197,7 @@ class Screener:
         return np.asarray(needless.transpose(0, 2, 1))
 
     def stall_s(self, layout: Layout) -> float:
-        """Return the seconds that the timetable's rows take beyond the closed form that scores them.
+        """Return the seconds that the timetable's rows take beyond the closed form of the scores.
 
         It is 0 for schedules that split backwards, whose tables are too long to run for any but the
         plans shown.
@@ -213,10 +215,10 @@ class Screener:
             by_rank.sum(),
             pp=layout.pp,
             vpp=layout.vpp,
-            micro_batches=pricer.size.m,
+            micro_batches=pricer.sym.m,
             transfer_s=0.0,
         )
-        return build_pipeline(layout, pricer.size.m).total_s(forward, backward) - float(closed)
+        return build_pipeline(layout, pricer.sym.m).total_s(forward, backward) - float(closed)
 
     def layout(self, scores: GroupScores, pipeline: int, activations: int, states: int) -> Layout:
         """Return the layout of one entry of the arrays."""
@@ -237,7 +239,7 @@ class Screener:
 
         The last also delays weight gradients for it.
         """
-        hides = self.times.links.constants["ep_overlap_hidden"] > 0
+        hides = self.times.collectives.constants["ep_overlap_hidden"] > 0
         if "overlap" in self._space.fixed or cut.ep == 1 or not hides:
             return [cut.overlap]
         overlaps = ((Overlap.EP,), (Overlap.EP, Overlap.WGRAD))
@@ -295,7 +297,10 @@ class Screener:
             batch = batch_pipelines(
                 group.pipelines,
                 layouts,
-                [self._pipelines.ranks(shape, layout) for shape, layout in zip(shapes, layouts)],
+                [
+                    self._pipelines.ranks(shape, layout)
+                    for shape, layout in zip(shapes, layouts, strict=True)
+                ],
                 [
                     self._pipelines.moments(shape, layout, count)
                     for shape, layout, count in zip(shapes, layouts, micro_batches, strict=True)
@@ -306,8 +311,8 @@ class Screener:
         return self._batches[key]
 
     def _timing_classes(self, cut: Layout, batch: PipelineBatch) -> Iterator[TimingClass]:
-        sizes = [self.times.size(replace(cut, pp=pp)) for pp in batch.degrees]
-        likes = [int(size.is_steady) if size.is_fused else size.m for size in sizes]
+        symbols = [self.times.symbols(replace(cut, pp=pp)) for pp in batch.degrees]
+        likes = [int(sym.is_steady) if sym.is_fused else sym.m for sym in symbols]
         like = np.array(likes)[batch.degree]
         synced = (batch.pp > 1) & (batch.vpp == 1)
         # Full recompute of the first layers of each chunk takes a share that the stages decide.
@@ -369,7 +374,7 @@ class Screener:
         if key not in self._transfers:
             layout = replace(base, pp=pp)
             self._transfers[key] = stage_transfer_s(
-                self.times.links, self.times.size(layout), layout
+                self.times.collectives, self.times.symbols(layout), layout
             )
         return self._transfers[key]
 
@@ -403,20 +408,20 @@ class Screener:
         columns = [_DENSE, _EXPERT]
         held = np.concatenate([elements.numel[:, columns], elements.calls[:, columns]], axis=1)
         pp = batch.pp[batch.pipeline_of_rank]
-        sizes: dict[int, Symbols] = {}
+        symbols: dict[int, Symbols] = {}
         seconds = []
         for rank_pp, numbers in zip(
             pp[ranks].tolist(), held[ranks].astype(np.int64).tolist(), strict=True
         ):
             key = same, rank_pp, *numbers
             if key not in self._tails:
-                if rank_pp not in sizes:
-                    sizes[rank_pp] = self.times.size(replace(base, pp=rank_pp))
-                self._tails[key] = self._one_tail_s(sizes[rank_pp], numbers)
+                if rank_pp not in symbols:
+                    symbols[rank_pp] = self.times.symbols(replace(base, pp=rank_pp))
+                self._tails[key] = self._one_tail_s(symbols[rank_pp], numbers)
             seconds.append(self._tails[key])
         return seconds
 
-    def _one_tail_s(self, size: Symbols, numbers: Sequence[int]) -> float:
+    def _one_tail_s(self, sym: Symbols, numbers: Sequence[int]) -> float:
         dense, expert, dense_calls, expert_calls = numbers
         held = RankParameters(
             dense=dense,
@@ -425,7 +430,7 @@ class Screener:
             expert_calls=max(1, expert_calls),
         )
         times = self.times
-        tail = step_tail(times.rates, times.links, size.workload, size, size.layout, held)
+        tail = step_tail(times.rates, times.collectives, sym, held)
         return tail.total_s
 
 
@@ -504,6 +509,6 @@ def _recomputed(recompute: Collection[Recompute]) -> frozenset[Recompute]:
 
 
 def _with_dp_overlap(layout: Layout) -> Layout:
-    """Return the layout with gradient sums under backward, and weight gathers where there are any."""
+    """Return the layout with overlapped gradient sums, and weight gathers where there are any."""
     added = {Overlap.GRAD} if layout.zero == 0 else {Overlap.GRAD, Overlap.PARAM}
     return replace(layout, overlap=tuple(sorted({*layout.overlap, *added})))

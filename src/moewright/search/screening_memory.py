@@ -73,23 +73,23 @@ class ScreeningMemory:
         self._resident: dict[tuple[object, ...], Array] = {}
         self._block_numel: dict[tuple[int, int, int], Array] = {}
 
-    def model_memory(self, size: Symbols) -> memory.ModelMemory:
+    def model_memory(self, sym: Symbols) -> memory.ModelMemory:
         """Return what the parts of a model take under some degrees, whatever their pipeline."""
-        context, cut = activation_context(self._constants, size), size.layout
+        context, cut = activation_context(self._constants, sym), sym.layout
         layers = []
         for column, part in enumerate(self._parts.layers):
             key = column, cut.tp, cut.cp, cut.mbs
             layer = self._dense_layers.get(key)
             if layer is None:
-                layer = memory.layer_memory(context, size, self._policies, part)
+                layer = memory.layer_memory(context, sym, self._policies, part)
                 if not part.kind.is_moe:  # EP and ETP change nothing of it
                     self._dense_layers[key] = layer
             layers.append(layer)
-        return memory.join_memory(self._constants, size, self._parts, layers)
+        return memory.join_memory(self._constants, sym, self._parts, layers)
 
     def delay_weight_gradients(self, taken: memory.ModelMemory) -> memory.ModelMemory:
         """Return the same with delayed weight gradients, and what they wait with."""
-        waiting = memory.delayed_gradient_bytes(taken.size)
+        waiting = memory.delayed_gradient_bytes(taken.sym)
         layers = [replace(layer, transient=layer.transient + waiting) for layer in taken.layers]
         return replace(taken, layers=tuple(layers))
 
@@ -104,10 +104,10 @@ class ScreeningMemory:
         backward, beside, moment = batch.transients
         short = taken.transient_bytes(backward, beside)
         held = taken.live_bytes(batch.live)
-        # In place: a fresh array of this size costs the system more than its sum.
+        # In place: a fresh array of this sym costs the system more than its sum.
         held += short.take(moment, axis=0)
         activations = batch.fullest_moments(held)
-        resident = self._resident_bytes(taken.size, batch)
+        resident = self._resident_bytes(taken.sym, batch)
         allocated = np.zeros((*is_searched.shape, len(self._policies.each)))
         for column in range(len(self._state_policies)):
             some = np.flatnonzero(is_searched[:, column])
@@ -116,8 +116,8 @@ class ScreeningMemory:
         device = memory.runtime_overhead(
             self._constants,
             allocated,
-            groups=self._count_communicators(taken.size.layout, batch)[:, None, None],
-            buffers=dispatcher_bytes(taken.size),
+            groups=self._count_communicators(taken.sym.layout, batch)[:, None, None],
+            buffers=dispatcher_bytes(taken.sym),
         )
         return allocated + device.reserved_bytes + device.communication_bytes, device.sd_bytes
 
@@ -182,13 +182,13 @@ class ScreeningMemory:
             checkpointed=checkpointed,
         )
 
-    def _resident_bytes(self, size: Symbols, batch: PipelineBatch) -> Array:
+    def _resident_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return what lives all step long [ranks, state policies]: states, copies, buffers."""
-        cut = size.layout
+        cut = sym.layout
         key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp
         if key not in self._resident:
             resident = np.repeat(
-                self._placeholder_bytes(size, batch)[:, None], len(self._state_policies), axis=1
+                self._placeholder_bytes(sym, batch)[:, None], len(self._state_policies), axis=1
             )
             for column, policy in enumerate(self._state_policies):
                 is_searched = np.array(
@@ -196,15 +196,15 @@ class ScreeningMemory:
                 )
                 ranks = np.flatnonzero(is_searched[batch.pipeline_of_rank])
                 if len(ranks):
-                    resident[ranks, column] += self._states_bytes(size, policy, batch, ranks)
+                    resident[ranks, column] += self._states_bytes(sym, policy, batch, ranks)
             self._resident[key] = resident
         return self._resident[key]
 
     def _states_bytes(
-        self, size: Symbols, policy: StatePolicy, batch: PipelineBatch, ranks: Array
+        self, sym: Symbols, policy: StatePolicy, batch: PipelineBatch, ranks: Array
     ) -> Array:
         """Return the states of some ranks, and what stays on the device with them [some ranks]."""
-        workload, cut = size.workload, size.layout
+        workload, cut = sym.workload, sym.layout
         layout = replace(cut, zero=policy.zero, offload=policy.offload)
         elements = self.elements(cut, policy.zero, batch)
         sizes = model_states.state_bytes(
@@ -214,8 +214,8 @@ class ScreeningMemory:
             (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),
             start=np.zeros(len(ranks)),
         )
-        if size.is_low_precision:
-            copies = self._constants.low_precision_bytes("weight_copies", size.dtype)
+        if sym.is_low_precision:
+            copies = self._constants.low_precision_bytes("weight_copies", sym.dtype)
             is_sharded = Component.WEIGHTS in model_states.sharded_states(policy.zero)
             linear = elements.own_linear if is_sharded else elements.linear
             total += copies * linear[ranks]
@@ -224,16 +224,16 @@ class ScreeningMemory:
         if policy.zero == 3:
             total += gathered_bytes(workload, self._layer_numel(cut, batch, ranks))
         if layout.spare:
-            total += self._replica_bytes(size, batch)[ranks]
+            total += self._replica_bytes(sym, batch)[ranks]
         return total
 
-    def _placeholder_bytes(self, size: Symbols, batch: PipelineBatch) -> Array:
+    def _placeholder_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return gradient placeholders and workspaces [ranks]."""
-        key = size.layout.tp, size.layout.etp
+        key = sym.layout.tp, sym.layout.etp
         if key not in self._placeholders:
             held = ((), (_WITHOUT_EXPERTS,), (_WITH_EXPERTS,), (_WITHOUT_EXPERTS, _WITH_EXPERTS))
             self._placeholders[key] = np.array(
-                [memory.placeholder_bytes(size, kinds) for kinds in held], dtype=float
+                [memory.placeholder_bytes(sym, kinds) for kinds in held], dtype=float
             )
         layers = batch.ranks[:, : len(self._parts.layers)]
         is_moe = np.array([part.kind.is_moe for part in self._parts.layers])
@@ -259,15 +259,15 @@ class ScreeningMemory:
         counts = batch.count_blocks(ranks, len(blocks))
         return np.concatenate([self._block_numel[key] * (counts > n) for n in (0, 1)], axis=1)
 
-    def _replica_bytes(self, size: Symbols, batch: PipelineBatch) -> Array:
+    def _replica_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return weights and gradients of expert replicas, with 8-bit copies of weights [ranks]."""
         copies = 1.0
-        if size.is_low_precision:
-            share = self._constants.low_precision_bytes("weight_copies", size.dtype) / size.c
+        if sym.is_low_precision:
+            share = self._constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
             copies += share
         found = []
-        for layout, pp_rank in batch.rank_layouts(size.layout):
-            rows = replica_rows(size.model, size.workload, layout, pp_rank)
+        for layout, pp_rank in batch.rank_layouts(sym.layout):
+            rows = replica_rows(sym.model, sym.workload, layout, pp_rank)
             sizes = {row.component: row.bytes for row in rows if row.module is Module.EXPERTS}
             weights = sizes.get(Component.WEIGHTS, 0)
             found.append(copies * weights + sizes.get(Component.GRADIENTS, 0))

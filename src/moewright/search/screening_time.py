@@ -1,4 +1,4 @@
-"""Seconds of the parts of a group's layouts, and which dispatcher and exchange of context are fastest."""
+"""Seconds of the parts of a group's layouts, and the fastest dispatcher and exchange of context."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ScreeningTimes:
     def __init__(self, space: SearchSpace, parts: StageParts, policies: ActivationPolicies) -> None:
         self.space, self.parts, self.policies = space, parts, policies
         self.rates = DeviceRates(space.hardware)
-        self.links = CollectiveModel(space.hardware, self.rates.constants)
+        self.collectives = CollectiveModel(space.hardware, self.rates.constants)
         # Policies that recompute alike and differ in what they send to the host share a price.
         alike = [(policy.recompute, policy.graphs) for policy in policies.each]
         distinct = list(dict.fromkeys(alike))
@@ -64,7 +64,7 @@ class ScreeningTimes:
         counts[[self.parts.embedding, self.parts.head]] = 1
         return counts
 
-    def size(self, layout: Layout) -> Symbols:
+    def symbols(self, layout: Layout) -> Symbols:
         """Return the symbols of a layout of the space."""
         space = self.space
         return expected_symbols(
@@ -73,11 +73,11 @@ class ScreeningTimes:
 
     def pricer(self, layout: Layout) -> Pricer:
         """Return the prices of layouts with these degrees, micro-batch and dispatcher."""
-        size = self.size(layout)
+        sym = self.symbols(layout)
         # An eager stack sums the gradients of a whole layer in one row, which comes once a step
         # otherwise.
-        if not size.is_fused:
-            return self._price(size)
+        if not sym.is_fused:
+            return self._price(sym)
         key = (
             layout.tp,
             layout.cp,
@@ -86,12 +86,12 @@ class ScreeningTimes:
             Overlap.TP in layout.overlap,
         )
         if key not in self._known:
-            self._known[key] = self._price(size)
-        return self._known[key].with_experts(self.rates, size)
+            self._known[key] = self._price(sym)
+        return self._known[key].with_experts(self.rates, sym)
 
-    def _price(self, size: Symbols) -> Pricer:
-        priced = price_model_ops(self.rates, self.links, size, model_ops(size))
-        return Pricer(self.links, size, priced)
+    def _price(self, sym: Symbols) -> Pricer:
+        priced = price_model_ops(self.rates, self.collectives, sym, model_ops(sym))
+        return Pricer(self.collectives, sym, priced)
 
     def price_group(self, cut: Layout, memory: ModelMemory) -> GroupTimes:
         """Return the prices of a cut whose layers keep and send to the host what `memory` says."""
@@ -129,11 +129,11 @@ class ScreeningTimes:
         return _fastest(layouts, times, timing)
 
     def _with_tensor_overlap(self, cut: Layout) -> Layout:
-        """Return the layout with the overlap of tensor parallelism where it hides a share of its time.
+        """Return the layout with overlapped tensor parallelism where that hides some time.
 
         It costs nothing that is priced.
         """
-        hides = self.links.constants["tp_overlap_hidden"] > 0
+        hides = self.collectives.constants["tp_overlap_hidden"] > 0
         if "overlap" in self.space.fixed or not (
             cut.sp and hides and self.space.permits(overlap=(Overlap.TP,))
         ):
@@ -209,7 +209,9 @@ class GroupTimes:
         first, *_, last = dispatcher_choices(times.space, self._cut)
         plain, dedup = (
             price_collectives(
-                times.links, times.size(replace(self._cut, dispatcher=dispatcher)), moe=True
+                times.collectives,
+                times.symbols(replace(self._cut, dispatcher=dispatcher)),
+                moe=True,
             )
             for dispatcher in (first, last)
         )
