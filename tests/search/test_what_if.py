@@ -44,7 +44,7 @@ def test_gains_are_what_a_changed_machine_brings() -> None:
             if one.fits_surely
         )
         told = found[change].step_s if change in found else before
-        assert told == pytest.approx(after, rel=3e-3), change
+        assert told == pytest.approx(after, rel=1e-9), change
     assert any(gain.step_s < before for gain in found.values())
 
 
