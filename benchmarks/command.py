@@ -1,4 +1,4 @@
-"""How a benchmark becomes a command: options, refusals and exit codes as `moewright` has them."""
+"""Benchmarks as commands, with the options, refusals and exit codes of `moewright`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the engine costs beside a plain PyTorch loop over the same modules, and what overlap gains.
+"""The cost of the engine beside a plain PyTorch loop, and the gain of overlapped collectives.
 
-Both train the same model on the same tokens in fp32, in one process with no feature on, step by
-step in turn, so that what else the machine does hits both. The plain loop is what one would write
-without the engine: forward, backward, gradients accumulated by autograd, a clipped norm, torch's
-fused AdamW.
+Engine and loop train the same modules on the same tokens in fp32, in one process with no feature
+on, step by step in turn, so that what else the machine does hits both. The plain loop is what one
+would write without the engine: forward, backward, gradients accumulated by autograd, a clipped
+norm, torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TrainStep = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """What the two loops took: medians over REPEATS pairs of steps.
+    """The times of engine and plain loop, medians over REPEATS pairs of steps.
 
     The `outside` times are those of the host in a step outside of torch's operations.
     """

@@ -1,4 +1,4 @@
-"""What every contestant's process shares: its request, the tokens, and how it takes its turns."""
+"""The code that contestants share: the request, the tokens, and the turns they take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Turn = Callable[[int], TimedWork]
 
 
 class ContestPart(StrEnum):
-    """What is timed: the whole training step, or forward and backward of one MoE layer."""
+    """The part that is timed: a training step, or forward and backward of one MoE layer."""
 
     STEP = "step"
     LAYER = "layer"
@@ -33,7 +33,7 @@ class ContestPart(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContestRequest:
-    """What a contestant is started for.
+    """The request that a contestant is started with.
 
     `dtype` is that of the compute; states of the optimizer are fp32 in any case.
     """

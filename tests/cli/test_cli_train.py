@@ -89,10 +89,17 @@ class Stage:
         return out
 
 
+def replace_search(monkeypatch: pytest.MonkeyPatch, search: Callable[..., object]) -> None:
+    """Replace the search where it is defined and where the face has imported it."""
+    # The face comes first: were it imported later, it would keep the replacement.
+    monkeypatch.setattr("moewright.api.planning.search", search)
+    monkeypatch.setattr("moewright.search.search.search", search)
+
+
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage()
-    monkeypatch.setattr("moewright.search.search.search", stage.search)
+    replace_search(monkeypatch, stage.search)
     monkeypatch.setattr("moewright.engine.run.train.train", stage.run)
     monkeypatch.setattr("moewright.engine.data.preflight.check_data", stage.check_data)
     monkeypatch.setattr("moewright.bench.machine.measure_machine", stage.measure)
@@ -263,7 +270,7 @@ def test_pins_that_leave_no_layout_are_named(
     change: str, message: str, stage: Stage, start: Start, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("moewright.search.search.search", SEARCH)
+    replace_search(monkeypatch, SEARCH)
     assert start("--set", change) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -279,7 +286,7 @@ def test_a_machine_is_not_measured_for_a_job_without_a_layout(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("moewright.search.search.search", SEARCH)
+    replace_search(monkeypatch, SEARCH)
     (tmp_path / "machine.toml").unlink()
     assert start("--nproc", "3") == 2
     assert "layout.ep=2: etp * ep = 2 must divide the 3 ranks" in capsys.readouterr().err

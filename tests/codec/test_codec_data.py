@@ -1,3 +1,5 @@
+"""Records to and from plain data, and refusals that name the place of a fault."""
+
 from __future__ import annotations
 
 import json
@@ -41,9 +43,9 @@ selections = st.builds(Selection, step=counts, counts=st.lists(st.just((((1, 2),
 
 
 @given(st.one_of(workloads, curves, rows, selections))
-def test_data_reads_back_to_the_same_noun(noun: object) -> None:
-    text = json.dumps(to_data(noun))
-    assert from_data(type(noun), json.loads(text), where="") == noun
+def test_data_reads_back_to_the_same_record(record: object) -> None:
+    text = json.dumps(to_data(record))
+    assert from_data(type(record), json.loads(text), where="") == record
 
 
 def test_tuples_are_lists_and_enums_their_values() -> None:
@@ -62,7 +64,7 @@ ROUTER = {"top_k": 2, "score": "softmax"}
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (
             {"moe": {"experts": 8, "ffn_size": 4, "ruoter": ROUTER}},
@@ -84,7 +86,8 @@ ROUTER = {"top_k": 2, "score": "softmax"}
         ),
         (
             {"moe": {"experts": 8, "ffn_size": 4, "router": {**ROUTER, "score": "softmx"}}},
-            'moe.router.score="softmx": must be one of softmax, sigmoid, sqrtsoftplus; nearest legal value: softmax',
+            'moe.router.score="softmx": must be one of softmax, sigmoid, sqrtsoftplus; '
+            "nearest legal value: softmax",
         ),
         (
             {
@@ -111,10 +114,10 @@ ROUTER = {"top_k": 2, "score": "softmax"}
         (None, "must be a table"),
     ],
 )
-def test_faults_are_located(data: object, said: str) -> None:
+def test_faults_are_located(data: object, message: str) -> None:
     with pytest.raises(BadInput) as refusal:
         from_data(_Holder, data, where="job")
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_every_fault_is_reported_unknown_keys_first() -> None:
@@ -144,25 +147,33 @@ def test_endless_nesting_is_refused() -> None:
 
 def test_measured_numbers_may_be_infinite() -> None:
     step = StepRecord(
-        step=1, loss=math.inf, aux_loss=0.0, lr=0.0, grad_norm=math.inf, tokens=1, step_s=1.0,
-        tokens_per_s_per_rank=1.0, tflops_per_rank=0.0, mfu=0.0, skipped=True, phases=(), loads=(),
-    )  # fmt: skip
+        step=1,
+        loss=math.inf,
+        aux_loss=0.0,
+        lr=0.0,
+        grad_norm=math.inf,
+        tokens=1,
+        step_s=1.0,
+        tokens_per_s_per_rank=1.0,
+        tflops_per_rank=0.0,
+        mfu=0.0,
+        skipped=True,
+        phases=(),
+        loads=(),
+    )
     assert from_data(StepRecord, to_data(step), where="", floats=FloatPolicy.NON_FINITE) == step
     with pytest.raises(BadInput):
         from_data(StepRecord, to_data(step), where="")
 
 
-def test_fingerprint_tells_nouns_apart() -> None:
-    one, other = Layout(world_size=2), Layout(world_size=2, ep=2)
-    assert fingerprint(one) == fingerprint(Layout(world_size=2))
-    assert (
-        len(
-            {fingerprint(one), fingerprint(other), fingerprint(one, other), fingerprint(other, one)}
-        )
-        == 4
-    )
-    assert len(fingerprint(one)) == 16
-    int(fingerprint(one), 16)
+def test_fingerprint_tells_records_apart() -> None:
+    plain = Layout(world_size=2)
+    folded = Layout(world_size=2, ep=2)
+    assert fingerprint(plain) == fingerprint(Layout(world_size=2))
+    different = ((plain,), (folded,), (plain, folded), (folded, plain))
+    assert len({fingerprint(*records) for records in different}) == 4
+    assert len(fingerprint(plain)) == 16
+    int(fingerprint(plain), 16)
 
 
 def test_nearest() -> None:

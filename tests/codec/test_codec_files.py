@@ -1,3 +1,5 @@
+"""JSON and TOML files: they read back, faults are one line, writes are whole."""
+
 from __future__ import annotations
 
 import json
@@ -33,7 +35,7 @@ def test_json_and_toml_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b'{"seq_len": 1, "seq_len": 2}', 'key "seq_len" stands twice'),
         (b"[" * 200_000, "nested too deeply"),
@@ -50,18 +52,18 @@ def test_json_and_toml_read_back(tmp_path: Path) -> None:
         (b"3", "must be a table"),
     ],
 )
-def test_malformed_json_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+def test_malformed_json_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "w.json"
     path.write_bytes(content)
     with pytest.raises(BadInput) as refusal:
         read_json(Workload, path)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"a = 1\na = 2\n", "is not TOML"),
         (b"a = " + b"[" * 100_000, "nested too deeply"),
@@ -72,12 +74,12 @@ def test_malformed_json_is_one_line(tmp_path: Path, content: bytes, said: str) -
         (b"seq_len = 1\nglobal_batch = 1979-05-27\n", "must be a whole number"),
     ],
 )
-def test_malformed_toml_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+def test_malformed_toml_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "w.toml"
     path.write_bytes(content)
     with pytest.raises(BadInput) as refusal:
         read_toml(Workload, path)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -92,10 +94,10 @@ def test_missing_folder_and_special_files(tmp_path: Path) -> None:
         (Path("a\0b"), "a"),
         (tmp_path / ("n" * 300), "n"),
     ]
-    for path, said in cases:
+    for path, message in cases:
         with pytest.raises(BadInput) as refusal:
             read_toml_data(path)
-        assert said in str(refusal.value)
+        assert message in str(refusal.value)
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:

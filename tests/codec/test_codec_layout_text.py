@@ -1,3 +1,5 @@
+"""Layout text: spellings, refusals, and texts that read back."""
+
 from __future__ import annotations
 
 import pytest
@@ -59,7 +61,7 @@ def test_text_reads_back_to_the_same_layout(layout: Layout) -> None:
 
 
 def _refusal(text: str) -> str:
-    """What is said against `text`; "" when it is a layout, which then reads back to itself."""
+    """Return the refusal of `text`; "" when it is a layout, which then reads back to itself."""
     try:
         layout = parse_layout(text, world_size=64)
     except BadInput as refusal:
@@ -68,12 +70,13 @@ def _refusal(text: str) -> str:
     return ""
 
 
-KEYS = ("tp", "ep", "vpp", "capacity", "recompute", "sp", "layout", "dp")
+SAMPLE_KEYS = ("tp", "ep", "vpp", "capacity", "recompute", "sp", "layout", "dp")
 
 
 @given(
     st.one_of(
-        st.text(max_size=60), st.builds("{}={}".format, st.sampled_from(KEYS), st.text(max_size=20))
+        st.text(max_size=60),
+        st.builds("{}={}".format, st.sampled_from(SAMPLE_KEYS), st.text(max_size=20)),
     )
 )
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
@@ -126,7 +129,7 @@ def test_spellings(text: str, field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("tpp2", "nearest legal value: tp"),
         ("recompue=moe", "nearest legal value: recompute"),
@@ -158,10 +161,10 @@ def test_spellings(text: str, field: str, value: object) -> None:
         ("tp2,,ep2", "empty place between commas"),
     ],
 )
-def test_refusals(text: str, said: str) -> None:
+def test_refusals(text: str, message: str) -> None:
     with pytest.raises(BadInput) as refusal:
         parse_layout(text, world_size=64)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_every_fault_is_reported() -> None:
@@ -170,6 +173,6 @@ def test_every_fault_is_reported() -> None:
     assert [reason.field for reason in refusal.value.reasons] == ["tp", "foo", "ep"]
 
 
-def test_given_fields_leave_defaults_out() -> None:
+def test_explicit_fields_leave_defaults_out() -> None:
     assert explicit_fields("tp2, vpp=2, layout='E|t|L', dp4") == {"tp", "vpp", "stages"}
     assert explicit_fields("") == frozenset()

@@ -1,3 +1,5 @@
+"""Run folders: they read back, and torn, repeated and damaged lines are told."""
+
 from __future__ import annotations
 
 import math
@@ -20,40 +22,86 @@ from moewright.spec.workload import Workload
 ONE = Sourced(value=1.0, kind=SourceKind.ASSUMED, source="a test")
 PLAN = Plan(
     model=ModelSpec(
-        name="m", family="", hidden_size=8, layers=1, vocab_size=16, dense_ffn_size=8, moe=None, moe_layers=(False,),
-        attention=AttentionSpec(kind=AttentionKind.GQA, heads=2, kv_heads=1, head_dim=4, v_head_dim=4),
+        name="m",
+        family="",
+        hidden_size=8,
+        layers=1,
+        vocab_size=16,
+        dense_ffn_size=8,
+        moe=None,
+        moe_layers=(False,),
+        attention=AttentionSpec(
+            kind=AttentionKind.GQA, heads=2, kv_heads=1, head_dim=4, v_head_dim=4
+        ),
     ),
     workload=Workload(seq_len=8, global_batch=2),
     hardware=Hardware(
-        name="h", count=1,
-        device=Device(name="d", kind=DeviceKind.CPU, memory_bytes=ONE, memory_Bps=ONE, peaks=(), rates=()),
+        name="h",
+        count=1,
+        device=Device(
+            name="d", kind=DeviceKind.CPU, memory_bytes=ONE, memory_Bps=ONE, peaks=(), rates=()
+        ),
         fabric=Fabric(
-            domain_size=1, devices_per_node=1, domain_Bps=ONE, network_Bps=ONE, domain_latency_s=ONE,
+            domain_size=1,
+            devices_per_node=1,
+            domain_Bps=ONE,
+            network_Bps=ONE,
+            domain_latency_s=ONE,
             network_latency_s=ONE,
         ),
     ),
     layout=Layout(world_size=1),
     estimate=Estimate(
-        ledgers=(), peak_rank=0, peak_bytes=1, capacity_bytes=2, verdict=Verdict.FITS, margin_bytes=1,
-        peak_sd_bytes=1, step_sd=0.1, largest="", step_s=1.0, shares=(), micro_batches=2,
-        bubble_fraction=0.0, tokens_per_s_per_device=1.0,
-        model_flops_per_step=1.0, tflops_per_device=1.0, mfu=0.5, hfu=0.5, assumptions=(),
+        ledgers=(),
+        peak_rank=0,
+        peak_bytes=1,
+        capacity_bytes=2,
+        verdict=Verdict.FITS,
+        margin_bytes=1,
+        peak_sd_bytes=1,
+        step_sd=0.1,
+        largest="",
+        step_s=1.0,
+        shares=(),
+        micro_batches=2,
+        bubble_fraction=0.0,
+        tokens_per_s_per_device=1.0,
+        model_flops_per_step=1.0,
+        tflops_per_device=1.0,
+        mfu=0.5,
+        hfu=0.5,
+        assumptions=(),
     ),
     fingerprint="0" * 16,
-)  # fmt: skip
+)
 PLAN = replace(PLAN, fingerprint=fingerprint(PLAN.model, PLAN.workload, PLAN.hardware, PLAN.layout))
 STEP = StepRecord(
-    step=1, loss=2.0, aux_loss=0.0, lr=0.1, grad_norm=1.0, tokens=16, step_s=1.0, tokens_per_s_per_rank=16.0,
-    tflops_per_rank=0.0, mfu=0.0, skipped=False, phases=(), loads=(),
-)  # fmt: skip
+    step=1,
+    loss=2.0,
+    aux_loss=0.0,
+    lr=0.1,
+    grad_norm=1.0,
+    tokens=16,
+    step_s=1.0,
+    tokens_per_s_per_rank=16.0,
+    tflops_per_rank=0.0,
+    mfu=0.0,
+    skipped=False,
+    phases=(),
+    loads=(),
+)
 EVAL = EvalRecord(step=2, heldout_loss=1.5, unigram_entropy=2.0, tokens=16)
 
 
 def _session(first_step: int) -> Session:
     return Session(
-        first_step=first_step, started="2026-01-01T00:00:00Z", world_size=1, torch_version="2.13.0",
-        device_name="cpu", threads_per_rank=1,
-    )  # fmt: skip
+        first_step=first_step,
+        started="2026-01-01T00:00:00Z",
+        world_size=1,
+        torch_version="2.13.0",
+        device_name="cpu",
+        threads_per_rank=1,
+    )
 
 
 def _write(directory: Path, steps: str) -> None:
@@ -93,7 +141,7 @@ def test_a_torn_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
     assert record.ledgers == ()
 
 
-def test_steps_done_over_are_superseded(tmp_path: Path) -> None:
+def test_repeated_steps_are_superseded(tmp_path: Path) -> None:
     lost = [replace(STEP, step=step, loss=9.0) for step in (1, 2, 3, 4)]
     redone = replace(STEP, step=3, loss=1.0)
     records = [
@@ -112,7 +160,7 @@ def test_steps_done_over_are_superseded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{}", "steps.jsonl:2: kind=None: must be one of"),
         ('{"kind": "stepp"}', "must be one of session, step, eval"),
@@ -121,14 +169,14 @@ def test_steps_done_over_are_superseded(tmp_path: Path) -> None:
         ("[]", "must be one of"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     _write(tmp_path, format_record(_session(1)) + line + "\n" + format_record(STEP))
     with pytest.raises(BadInput) as refusal:
         read_run(tmp_path)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
-def test_no_run_there(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(BadInput, match="no such"):
             read_run(path)

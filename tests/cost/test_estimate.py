@@ -10,9 +10,10 @@ from moewright.codec import from_data, parse_layout, to_data
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
-from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.hardware import Constant, DeviceKind, Hardware
 from moewright.spec.ledger import FlopOp, StepPhase
 from moewright.spec.plan import Estimate, TimePart
+from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import (
     DataSpec,
     DocumentMasking,
@@ -134,6 +135,20 @@ def test_overlap_hides_and_graphs_spare_the_host() -> None:
     )
     assert exposed.hidden_s == pytest.approx(share * seconds(plain, TimePart.EP_COMM))
     assert exposed.seconds + exposed.hidden_s == pytest.approx(seconds(plain, TimePart.EP_COMM))
+
+
+def test_a_recomputed_moe_block_takes_its_share_of_the_host() -> None:
+    hardware = catalogue.hardware("16xH100")
+    seconds_by_share = []
+    for share in (0.0, 0.6, 1.0):
+        value = Sourced(value=share, kind=SourceKind.ASSUMED, source="test")
+        constant = Constant(name="host_recomputed_moe_share", value=value)
+        changed = replace(hardware, constants=(*hardware.constants, constant))
+        result = estimate_layout("ep8,recompute=moe", hardware=changed)
+        seconds_by_share.append(seconds(result, TimePart.RECOMPUTE))
+    default = estimate_layout("ep8,recompute=moe", hardware=hardware)
+    assert seconds_by_share[0] < seconds_by_share[1] < seconds_by_share[2]
+    assert seconds(default, TimePart.RECOMPUTE) == seconds_by_share[1]
 
 
 def test_nothing_overlaps_on_a_cpu() -> None:

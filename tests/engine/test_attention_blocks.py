@@ -32,9 +32,7 @@ def list_pairs(
 ) -> Pairs:
     """List the positions of every query and key that attend; those of both sides by place."""
     return [
-        pair
-        for block in blocks
-        for pair in list_block_pairs(block, query_positions, key_positions)
+        pair for block in blocks for pair in list_block_pairs(block, query_positions, key_positions)
     ]
 
 

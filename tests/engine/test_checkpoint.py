@@ -1,5 +1,4 @@
-"""Checkpoints: any sharding to any other, damage and forgery named, nothing lost when a save
-fails."""
+"""Checkpoints: any sharding to any other, damage is named, nothing is lost when a save fails."""
 
 import json
 import os
@@ -38,7 +37,7 @@ from tiny_jobs import plan, workload
 EXTRA = {"step": 5, "seed": 1234, "fingerprints": {"model": "ab12", "data": "cd34"}, "lr": 0.1}
 
 
-def saved(
+def save_sharded(
     directory: Path, *, step: int = 5, layout: str = "rows", world: int = 2, keep: int = 9
 ) -> Path:
     state = full_state(step)
@@ -57,15 +56,15 @@ def saved(
     return directory / f"step-{step:08d}"
 
 
-def refusal(checkpoint: Path) -> str:
-    """The one line with which all ranks of two refuse to load, their tensors untouched."""
+def refused_load(checkpoint: Path) -> str:
+    """Return the one line with which both ranks refuse to load, their tensors untouched."""
     untouched = [blank(pieces_of(full_state(), "columns", rank, 2)) for rank in range(2)]
-    wanted = [blank(pieces) for pieces in untouched]
+    targets = [blank(shards) for shards in untouched]
     results = on_ranks(
-        2, lambda comm: load_checkpoint(checkpoint, shards=wanted[comm.rank], comm=comm)
+        2, lambda comm: load_checkpoint(checkpoint, shards=targets[comm.rank], comm=comm)
     )
     assert all(isinstance(result, BadInput) for result in results), results
-    assert [bits(pieces) for pieces in wanted] == [bits(pieces) for pieces in untouched]
+    assert [bits(shards) for shards in targets] == [bits(shards) for shards in untouched]
     (text,) = {str(result) for result in results}
     assert "\n" not in text
     return text
@@ -77,19 +76,19 @@ def refusal(checkpoint: Path) -> str:
 def test_any_sharding_loads_into_any_other_bit_for_bit(
     tmp_path: Path, source: str, target: str, before: int, after: int
 ) -> None:
-    checkpoint = saved(tmp_path, layout=source, world=before)
+    checkpoint = save_sharded(tmp_path, layout=source, world=before)
     truth = full_state(5)
-    wanted = [blank(pieces_of(truth, target, rank, after)) for rank in range(after)]
+    targets = [blank(pieces_of(truth, target, rank, after)) for rank in range(after)]
     extras = on_ranks(
-        after, lambda comm: load_checkpoint(checkpoint, shards=wanted[comm.rank], comm=comm)
+        after, lambda comm: load_checkpoint(checkpoint, shards=targets[comm.rank], comm=comm)
     )
     assert extras == [EXTRA] * after
     for rank in range(after):
-        assert bits(wanted[rank]) == bits(pieces_of(truth, target, rank, after))
+        assert bits(targets[rank]) == bits(pieces_of(truth, target, rank, after))
 
 
 def test_what_every_rank_holds_is_written_once_and_shared_out(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, layout="replicated", world=4)
+    checkpoint = save_sharded(tmp_path, layout="replicated", world=4)
     index = read_index(checkpoint)
     payload = sum(tensor.nbytes for tensor in full_state(5).values())
     stored = [load_file(checkpoint / file.name) for file in index.files]
@@ -99,10 +98,10 @@ def test_what_every_rank_holds_is_written_once_and_shared_out(tmp_path: Path) ->
 
 
 def test_payload_is_plain_safetensors(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, layout="rows", world=2)
-    found = load_file(checkpoint / "rank-00001.safetensors")
+    checkpoint = save_sharded(tmp_path, layout="rows", world=2)
+    payloads = load_file(checkpoint / "rank-00001.safetensors")
     truth = full_state(5)["layers.0.moe.experts.gate_up.weight"][2:]
-    assert torch.equal(found["layers.0.moe.experts.gate_up.weight@2,0,0,0"], truth)
+    assert torch.equal(payloads["layers.0.moe.experts.gate_up.weight@2,0,0,0"], truth)
 
 
 @pytest.mark.parametrize("name", [f"rank-0000{rank}.safetensors" for rank in range(4)])
@@ -110,7 +109,7 @@ def test_payload_is_plain_safetensors(tmp_path: Path) -> None:
     "fault", ["truncated", "longer", "flipped", "zeroed", "deleted", "swapped", "linked"]
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, fault: str) -> None:
-    checkpoint = saved(tmp_path, world=4)
+    checkpoint = save_sharded(tmp_path, world=4)
     path = checkpoint / name
     data = path.read_bytes()
     if fault == "deleted":
@@ -132,7 +131,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, fault: str
                 "zeroed": bytes(len(data)),
             }[fault]
         )
-    assert name in refusal(checkpoint)
+    assert name in refused_load(checkpoint)
 
 
 def test_a_flipped_bit_in_any_byte_of_the_index_is_refused(tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def forge(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda b: b["files"][0].update(name="../../../etc/passwd"), "file name"),
         (lambda b: b["files"][0].update(name="/etc/passwd"), "file name"),
@@ -190,32 +189,32 @@ def forge(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ],
 )
 def test_a_forged_index_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    checkpoint = saved(tmp_path)
+    checkpoint = save_sharded(tmp_path)
     forge(checkpoint, change)
-    text = refusal(checkpoint)
-    assert said in text
+    text = refused_load(checkpoint)
+    assert message in text
     assert "index.json" in text
 
 
 def test_an_index_that_disagrees_with_its_file_is_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path)
+    checkpoint = save_sharded(tmp_path)
     forge(
         checkpoint,
         lambda b: next(t for t in b["tensors"] if t["name"] == "final_norm.weight").update(
             dtype="I32"
         ),
     )
-    assert "final_norm.weight (dtype)" in refusal(checkpoint)
-    wanted = LocalShard(
+    assert "final_norm.weight (dtype)" in refused_load(checkpoint)
+    targets = LocalShard(
         name="final_norm.weight",
         global_shape=(7,),
         offsets=(0,),
         tensor=torch.zeros(7, dtype=torch.int32),
     )
     with pytest.raises(BadInput, match=r"rank-0000\d\.safetensors.* is F32"):
-        load_checkpoint(checkpoint, shards=[wanted], comm=single_process())
+        load_checkpoint(checkpoint, shards=[targets], comm=single_process())
 
 
 @pytest.mark.parametrize(
@@ -231,9 +230,9 @@ def test_an_index_that_disagrees_with_its_file_is_refused(tmp_path: Path) -> Non
     ],
 )
 def test_text_that_is_no_index_is_refused(tmp_path: Path, text: str) -> None:
-    checkpoint = saved(tmp_path)
+    checkpoint = save_sharded(tmp_path)
     (checkpoint / "index.json").write_text(text)
-    assert "index.json" in refusal(checkpoint)
+    assert "index.json" in refused_load(checkpoint)
 
 
 class Canary:
@@ -251,18 +250,18 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
     for name in (".metadata", "__0_0.distcp", "model.pt", "pytorch_model.bin"):
         (foreign / name).write_bytes(pickle.dumps(Canary(canary)))
     torch.save({"w": Canary(canary)}, foreign / "zipped.pt")
-    assert "is not a checkpoint" in refusal(foreign)
-    assert "is a file" in refusal(foreign / "model.pt")
+    assert "is not a checkpoint" in refused_load(foreign)
+    assert "is a file" in refused_load(foreign / "model.pt")
     (foreign / "index.json").write_bytes(pickle.dumps(Canary(canary)))
-    assert "index.json" in refusal(foreign)
-    checkpoint = saved(tmp_path)
+    assert "index.json" in refused_load(foreign)
+    checkpoint = save_sharded(tmp_path)
     payload = pickle.dumps(Canary(canary))
     (checkpoint / "rank-00000.safetensors").write_bytes(payload)
     digest = index_module.hashlib.sha256(payload).hexdigest()
     forge(checkpoint, lambda b: b["files"][0].update(bytes=len(payload), sha256=digest))
-    wanted = [blank(pieces_of(full_state(), "rows", rank, 2)) for rank in range(2)]
+    targets = [blank(pieces_of(full_state(), "rows", rank, 2)) for rank in range(2)]
     results = on_ranks(
-        2, lambda comm: load_checkpoint(checkpoint, shards=wanted[comm.rank], comm=comm)
+        2, lambda comm: load_checkpoint(checkpoint, shards=targets[comm.rank], comm=comm)
     )
     assert all("rank-00000.safetensors" in str(result) for result in results)
     assert not canary.exists()
@@ -274,8 +273,8 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
 def test_the_newest_committed_checkpoint_is_found_among_strays(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     assert find_latest(directory) is None
-    saved(directory, step=20)
-    good = saved(directory, step=30)
+    save_sharded(directory, step=20)
+    good = save_sharded(directory, step=30)
     (directory / ".saving-step-00000040").mkdir()
     (directory / "step-00000050").mkdir()
     (directory / "step-00000050" / "rank-00000.safetensors").write_bytes(b"half")
@@ -284,7 +283,7 @@ def test_the_newest_committed_checkpoint_is_found_among_strays(tmp_path: Path) -
     (directory / "notes.txt").write_text("stray")
     assert find_latest(directory) == good
     assert find_latest(directory / "notes.txt") is None
-    later = saved(directory, step=50)  # replaces the half-written one
+    later = save_sharded(directory, step=50)  # replaces the half-written one
     assert find_latest(directory) == later
     assert not (directory / ".saving-step-00000040").exists()
 
@@ -292,7 +291,7 @@ def test_the_newest_committed_checkpoint_is_found_among_strays(tmp_path: Path) -
 def test_what_is_newer_than_the_newest_checkpoint_is_told(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     assert find_resume_point(directory) == (None, ())
-    good = saved(directory, step=30)
+    good = save_sharded(directory, step=30)
     assert find_resume_point(directory) == (good, ())
     (directory / ".saving-step-00000040").mkdir()
     half = directory / "step-00000050"
@@ -307,7 +306,8 @@ def test_what_is_newer_than_the_newest_checkpoint_is_told(tmp_path: Path) -> Non
 def test_what_is_offered_in_place_of_a_checkpoint_is_refused_unopened(
     tmp_path: Path, name: str
 ) -> None:
-    directory, canary = tmp_path / "checkpoints", tmp_path / "canary"
+    directory = tmp_path / "checkpoints"
+    canary = tmp_path / "canary"
     path = directory / name
     path.parent.mkdir(parents=True)
     path.write_bytes(pickle.dumps(Canary(canary)))
@@ -318,13 +318,13 @@ def test_what_is_offered_in_place_of_a_checkpoint_is_refused_unopened(
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    saved(directory, step=3).rename(directory / "step-00000009")
+    save_sharded(directory, step=3).rename(directory / "step-00000009")
     with pytest.raises(BadInput, match=r"holds step 3; nearest legal value: .*step-00000003"):
         find_resume_point(directory)
 
 
 def test_a_checkpoint_that_lost_its_index_is_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path / "checkpoints", step=3)
+    checkpoint = save_sharded(tmp_path / "checkpoints", step=3)
     (checkpoint / "index.json").unlink()
     with pytest.raises(BadInput, match=r"it has no index\.json but rank-00000"):
         find_resume_point(checkpoint.parent)
@@ -332,17 +332,16 @@ def test_a_checkpoint_that_lost_its_index_is_refused(tmp_path: Path) -> None:
 
 def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        saved(tmp_path, step=step, keep=2)
+        save_sharded(tmp_path, step=step, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
-    saved(
-        tmp_path, step=1, keep=1
-    )  # an earlier step than those there: kept, being the one just written
+    # An earlier step than those in the folder is kept, being the one just written.
+    save_sharded(tmp_path, step=1, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
 
 
 def failed_save(directory: Path) -> str:
-    """The line with which both ranks give up saving step 6."""
+    """Return the line with which both ranks give up saving step 6."""
     state = full_state(6)
     results = on_ranks(
         2,
@@ -363,7 +362,7 @@ def failed_save(directory: Path) -> str:
 def test_a_disk_that_is_full_beforehand_or_midway_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = saved(tmp_path)
+    old = save_sharded(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(
             shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100)
@@ -379,9 +378,9 @@ def test_a_disk_that_is_full_beforehand_or_midway_leaves_the_old_checkpoint(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "no room" in text
     assert [path.name for path in tmp_path.iterdir()] == [old.name]
-    wanted = blank(pieces_of(full_state(5), "flat", 0, 1))
-    load_checkpoint(old, shards=wanted, comm=single_process())
-    assert bits(wanted) == bits(pieces_of(full_state(5), "flat", 0, 1))
+    targets = blank(pieces_of(full_state(5), "flat", 0, 1))
+    load_checkpoint(old, shards=targets, comm=single_process())
+    assert bits(targets) == bits(pieces_of(full_state(5), "flat", 0, 1))
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -392,8 +391,8 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_saving_a_step_again_keeps_it_and_another_job_is_refused(tmp_path: Path) -> None:
-    before = (saved(tmp_path) / "index.json").stat()
-    assert (saved(tmp_path) / "index.json").stat() == before
+    before = (save_sharded(tmp_path) / "index.json").stat()
+    assert (save_sharded(tmp_path) / "index.json").stat() == before
     with pytest.raises(BadInput, match="same step of another job"):
         save_checkpoint(
             tmp_path, step=5, shards=[], extra={"seed": 2}, keep=1, comm=single_process()
@@ -401,7 +400,7 @@ def test_saving_a_step_again_keeps_it_and_another_job_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("piece", "said"),
+    ("shard", "message"),
     [
         (
             LocalShard(name="absent", global_shape=(3,), offsets=(0,), tensor=torch.zeros(3)),
@@ -424,9 +423,11 @@ def test_saving_a_step_again_keeps_it_and_another_job_is_refused(tmp_path: Path)
         ),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, piece: LocalShard, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        load_checkpoint(saved(tmp_path), shards=[piece], comm=single_process())
+def test_a_tensor_that_does_not_fit_is_named(
+    tmp_path: Path, shard: LocalShard, message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        load_checkpoint(save_sharded(tmp_path), shards=[shard], comm=single_process())
 
 
 def box(
@@ -438,7 +439,7 @@ def box(
 
 
 @pytest.mark.parametrize(
-    ("by_rank", "said"),
+    ("by_rank", "message"),
     [
         ([[box("w", 0, 2)], [box("w", 3, 1)]], "w: boxes cover 3 of 4"),
         ([[box("w", 0, 2)], []], "w: boxes cover 2 of 4"),
@@ -450,7 +451,7 @@ def box(
     ],
 )
 def test_pieces_that_do_not_tile_a_tensor_are_refused_on_every_rank(
-    tmp_path: Path, by_rank: list[list[LocalShard]], said: str
+    tmp_path: Path, by_rank: list[list[LocalShard]], message: str
 ) -> None:
     results = on_ranks(
         2,
@@ -459,7 +460,7 @@ def test_pieces_that_do_not_tile_a_tensor_are_refused_on_every_rank(
         ),
     )
     for result in results:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             raise result
     assert not (tmp_path / "c").exists()
 
@@ -503,8 +504,7 @@ def test_a_mismatch_names_each_differing_field() -> None:
 
 
 def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Path) -> None:
-    """Fields of the model, of a part of it, and of what trains it; a ramp and ends of documents
-    that nobody said."""
+    """Fields of the model, of a part of it and of training are absent, and so are documents."""
     job = plan(workload(DataSpec()), "", world_size=1)
     extra = json.loads(json.dumps(build_identity(job, "ab")))
     for lacking in (
@@ -515,16 +515,16 @@ def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Pat
     ):
         *folders, name = lacking.split(".")
         reduce(lambda data, part: data[part], folders, extra).pop(name)
-    pieces = pieces_of(full_state(5), "rows", 0, 1)
+    shards = pieces_of(full_state(5), "rows", 0, 1)
     save_checkpoint(
-        tmp_path / "checkpoints", step=5, shards=pieces, extra=extra, keep=1, comm=single_process()
+        tmp_path / "checkpoints", step=5, shards=shards, extra=extra, keep=1, comm=single_process()
     )
     as_then = replace(
         job, workload=replace(job.workload, loss=replace(job.workload.loss, z_coeff=0.0))
     )
     assert read_steps_done(as_then, tmp_path, build_identity(as_then, "ab")) == 5
     work = as_then.workload
-    for other, said in (
+    for other, message in (
         (job, "train.loss.z_coeff is 0.0 in the checkpoint and 0.001 in the job"),
         (
             replace(as_then, model=replace(job.model, mlp_bias=True)),
@@ -539,7 +539,7 @@ def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Pat
     ):
         with pytest.raises(BadInput) as refused:
             read_steps_done(other, tmp_path, build_identity(other, "ab"))
-        assert str(refused.value).startswith(f"resume: {said}")
+        assert str(refused.value).startswith(f"resume: {message}")
         assert ";" not in str(refused.value).split(" in the job")[0]
 
 

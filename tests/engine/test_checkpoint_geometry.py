@@ -22,21 +22,21 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:
-    """Flat numbers of the elements in a box, row-major."""
+    """Return the flat numbers of the elements in a box, row-major."""
     numbers = torch.arange(prod(shape)).view(shape)
     for dim, (offset, size) in enumerate(zip(*box, strict=True)):
         numbers = numbers.narrow(dim, offset, size)
-    found: list[int] = numbers.reshape(-1).tolist()
-    return found
+    numbers_found: list[int] = numbers.reshape(-1).tolist()
+    return numbers_found
 
 
 @given(ranges())
 def test_boxes_are_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
-    found = [
+    numbers_found = [
         number for box in flat_range_boxes(shape, start, stop) for number in elements(shape, box)
     ]
-    assert found == list(range(start, stop))
+    assert numbers_found == list(range(start, stop))
 
 
 @given(ranges())
@@ -76,19 +76,25 @@ def test_an_overlap_that_makes_up_for_a_gap_is_found() -> None:
 
 
 @given(ranges())
-def test_flat_pieces_write_through_to_the_flat_buffer(
+def test_flat_shards_write_through_to_the_flat_buffer(
     case: tuple[tuple[int, ...], int, int],
 ) -> None:
     shape, start, stop = case
     flat = torch.zeros(stop - start, dtype=torch.int64)
-    wide = tuple(extent + 2 for extent in shape)
-    shard = torch.arange(prod(shape)).view(shape)
-    pieces = flat_range_shards(
-        "w", global_shape=wide, offsets=(1,) * len(shape), local_shape=shape, start=start, flat=flat
+    global_shape = tuple(extent + 2 for extent in shape)
+    numbers = torch.arange(prod(shape)).view(shape)
+    shards = flat_range_shards(
+        "w",
+        global_shape=global_shape,
+        offsets=(1,) * len(shape),
+        local_shape=shape,
+        start=start,
+        flat=flat,
     )
-    for piece in pieces:
-        inner = tuple(offset - 1 for offset in piece.offsets)
-        piece.tensor.copy_(
-            shard[tuple(slice(a, a + n) for a, n in zip(inner, piece.tensor.shape, strict=True))]
+    for shard in shards:
+        box = tuple(
+            slice(offset - 1, offset - 1 + size)
+            for offset, size in zip(shard.offsets, shard.tensor.shape, strict=True)
         )
+        shard.tensor.copy_(numbers[box])
     assert flat.tolist() == list(range(start, stop))

@@ -1,5 +1,4 @@
-"""`moewright convert`: what goes in comes out byte for byte, from any layout, and what is wrong is
-named."""
+"""`moewright convert`: what goes in comes out byte for byte, and what is wrong is named."""
 
 from __future__ import annotations
 
@@ -16,32 +15,31 @@ from safetensors.torch import load_file, save_file
 from hf_families import FAMILIES, write_fused, write_model
 from moewright.cli.main import main
 from moewright.engine.checkpoint import read_index
-from moewright.engine.hf import import_weights, names
+from moewright.engine.hf import import_weights, name_patterns, names
 from moewright.intake.hf import read_config
 
 transformers = pytest.importorskip("transformers")
 
 
-def there_and_back(source: Path, folder: Path) -> Path:
+def round_trip(source: Path, folder: Path) -> Path:
     assert main(("convert", "import", str(source), "--out", str(folder / "ours"))) == 0
     assert main(("convert", "export", str(folder / "ours"), "--out", str(folder / "back"))) == 0
     return folder / "back"
 
 
-def assert_same_bytes(found: Path, wanted: Path) -> None:
-    names = {path.name for path in wanted.iterdir()}
-    assert {path.name for path in found.iterdir()} == names
+def assert_same_bytes(result: Path, expected: Path) -> None:
+    names = {path.name for path in expected.iterdir()}
+    assert {path.name for path in result.iterdir()} == names
     for name in names:
-        assert (found / name).read_bytes() == (wanted / name).read_bytes(), name
+        assert (result / name).read_bytes() == (expected / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_the_same_bytes(family: str, tmp_path: Path) -> None:
-    """In bf16 (of DeepSeek-V3 the selection biases in fp32), and in shards that cut through
-    layers."""
+    """Weights are bf16 (DeepSeek-V3's selection biases fp32), in shards that cut through layers."""
     write_model(family, tmp_path / "hf", dtype=torch.bfloat16, shard_bytes=20_000)
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
-    assert_same_bytes(there_and_back(tmp_path / "hf", tmp_path), tmp_path / "hf")
+    assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
 
 
 def test_fused_experts_and_names_of_later_dialects(tmp_path: Path) -> None:
@@ -53,21 +51,19 @@ def test_fused_experts_and_names_of_later_dialects(tmp_path: Path) -> None:
     config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     (tmp_path / "fused" / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path / "fused").attention == read_config(tmp_path / "apart").attention
-    back = there_and_back(tmp_path / "fused", tmp_path)
+    back = round_trip(tmp_path / "fused", tmp_path)
     assert (back / "config.json").read_bytes() == (tmp_path / "fused" / "config.json").read_bytes()
-    found, wanted = (
-        load_file(back / "model.safetensors"),
-        load_file(tmp_path / "fused" / "model.safetensors"),
-    )
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    result = load_file(back / "model.safetensors")
+    expected = load_file(tmp_path / "fused" / "model.safetensors")
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_without_a_history_is_loaded_by_transformers(
     family: str, tmp_path: Path
 ) -> None:
-    """With a dtype asked for, names, shards and config.json are made anew, as for a run."""
+    """With a dtype given, names, shards and config.json are made anew, as for a run."""
     write_model(family, tmp_path / "hf")
     assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
     assert (
@@ -87,27 +83,26 @@ def test_a_checkpoint_without_a_history_is_loaded_by_transformers(
     ids = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(5))
     logits = []
     for folder in ("hf", "new"):
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / folder,
             attn_implementation="eager",
             dtype=torch.float32,
             output_loading_info=True,
         )
-        assert not told["missing_keys"]
-        assert not told["unexpected_keys"]
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
         logits.append(model(ids).logits)
     assert torch.equal(*logits)
 
 
 def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
-    """MXFP4, as gpt-oss is published; what they stand for comes back in bf16, which holds it
-    exactly."""
+    """MXFP4, as gpt-oss is published, comes back in bf16, which holds it exactly."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     write_model("gpt_oss", tmp_path / "hf", hidden_size=64, intermediate_size=32)
     path = tmp_path / "hf" / "model.safetensors"
     stored = load_file(path)
     dice = torch.Generator().manual_seed(3)
-    wanted = {}
+    expected = {}
     for name in [
         name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
     ]:
@@ -117,7 +112,7 @@ def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
         )
         scales = torch.randint(119, 125, blocks.shape[:3], generator=dice, dtype=torch.uint8)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        wanted[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+        expected[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     save_file(stored, path)
     assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
     assert (
@@ -134,9 +129,9 @@ def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
         )
         == 0
     )
-    found = load_file(tmp_path / "new" / "model.safetensors")
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+    result = load_file(tmp_path / "new" / "model.safetensors")
+    for name, tensor in expected.items():
+        assert torch.equal(result[name], tensor), name
     assert "quantization_config" not in json.loads((tmp_path / "new" / "config.json").read_text())
     del stored["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(stored, path)
@@ -171,13 +166,15 @@ def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
         json.dumps(config | {"num_nextn_predict_layers": 1})
     )
     (tmp_path / "hf" / "generation_config.json").unlink(missing_ok=True)
-    assert_same_bytes(there_and_back(tmp_path / "hf", tmp_path), tmp_path / "hf")
-    held = {tensor.name for tensor in read_index(tmp_path / "ours" / "step-00000000").tensors}
+    assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
+    stored_names = {
+        tensor.name for tensor in read_index(tmp_path / "ours" / "step-00000000").tensors
+    }
     assert {
         "mtp.0.proj.weight",
         "mtp.0.layer.moe.router.weight",
         "layers.3.moe.router.selection_bias",
-    } <= held
+    } <= stored_names
     depth["model.layers.2.embed_tokens.weight"][0, 0] += 1
     save_file(stored | depth, path)
     with pytest.raises(
@@ -192,10 +189,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     write_model("mixtral", tmp_path / "hf", shard_bytes=20_000)
     index = tmp_path / "hf" / "model.safetensors.index.json"
     data = json.loads(index.read_text())
-    expert, gate = (
-        "model.layers.1.block_sparse_moe.experts.2.w2.weight",
-        "model.layers.0.block_sparse_moe.gate.weight",
-    )
+    expert = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    gate = "model.layers.0.block_sparse_moe.gate.weight"
 
     def refused(out: str = "ours") -> str:
         assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / out))) == 2
@@ -259,14 +254,14 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    for source, out, said in (
+    for source, out, message in (
         ("ours", "full", "exists and is not empty"),
         ("hf", "new", "holds no checkpoint of moewright"),
     ):
         assert (
             main(("convert", "export", str(tmp_path / source), "--out", str(tmp_path / out))) == 2
         )
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     payload = next((tmp_path / "ours" / "step-00000000").glob("rank-*"))
     spoiled = bytearray(payload.read_bytes())
     spoiled[-1] ^= 1
@@ -282,64 +277,69 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(
     write_model("qwen3", tmp_path / "hf")
     model = read_config(tmp_path / "hf")
     good = dict(names.LAYER_PATTERNS)
-    same, half = names.NamePattern, name_patterns._patterns
-    for part, wrong, said in (
+    pattern = name_patterns.NamePattern
+    patterns = name_patterns._patterns
+    for part, wrong, message in (
         (
             "attention.k.weight",
-            half("self_attn.v_proj.weight"),
+            patterns("self_attn.v_proj.weight"),
             "self_attn.v_proj.weight.*would be read for two",
         ),
-        ("mlp.gate_up.weight", half("mlp.gate_proj.weight"), "gate_proj.weight.*has shape"),
+        ("mlp.gate_up.weight", patterns("mlp.gate_proj.weight"), "gate_proj.weight.*has shape"),
         (
             "mlp.gate_up.weight",
-            (same(names=("mlp.gate_proj.weight",) * 2),),
+            (pattern(names=("mlp.gate_proj.weight",) * 2),),
             "would be read for two tensors",
         ),
         (
             "mlp.down.weight",
-            (same(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),),
+            (pattern(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),),
             "would not be written exactly once",
         ),
     ):
         monkeypatch.setattr(names, "LAYER_PATTERNS", good | {part: wrong})
-        with pytest.raises(names.BadInput, match=said):
+        with pytest.raises(names.BadInput, match=message):
             import_weights.plan_import(tmp_path / "hf", model, tmp_path / "ours")
 
 
-# In a process of its own, whose memory holds nothing of other tests: the peak above the start, in
-# bytes, of each way.
-# Anonymous memory alone: pages of files come and go as the kernel likes.
+# The peak of memory above the start, in bytes, of an import and of an export. It runs in a process
+# of its own, whose memory holds nothing of other tests, and looks at anonymous memory alone: pages
+# of files come and go as the kernel likes.
 _PEAKS = """
 import sys, threading
 from pathlib import Path
 from moewright.cli.main import main
 
-def held():
-    return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+def anonymous_bytes():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return 1024 * int(line.split()[1])
 
-def ways(source, folder):
-    for verb, given, out in (("import", source, "ours"), ("export", folder / "ours", "back")):
-        before, seen, done = held(), [0], threading.Event()
+def measure_peaks(hf, folder):
+    for verb, source, out in (("import", hf, "ours"), ("export", folder / "ours", "back")):
+        before = anonymous_bytes()
+        samples = [0]
+        done = threading.Event()
 
-        def look():
+        def sample():
             while not done.wait(0.001):
-                seen.append(held())
+                samples.append(anonymous_bytes())
 
-        looking = threading.Thread(target=look)
-        looking.start()
-        assert main(("convert", verb, str(given), "--out", str(folder / out))) == 0
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        assert main(("convert", verb, str(source), "--out", str(folder / out))) == 0
         done.set()
-        looking.join()
-        yield max(seen) - before
+        sampler.join()
+        yield max(samples) - before
 
 folder = Path(sys.argv[1])
-list(ways(folder / "hf", folder / "warm"))  # libraries, their threads and pools are no weights
-print(*ways(folder / "hf", folder))
+list(measure_peaks(folder / "hf", folder / "warm"))  # libraries, threads and pools are no weights
+print(*measure_peaks(folder / "hf", folder))
 """
 
 
 def test_memory_holds_about_one_file(tmp_path: Path) -> None:
-    """Thirteen files of 8.4 MB, of bf16 weights: the peak above the start on both ways."""
+    """Thirteen files of 8.4 MB, of bf16 weights, are imported and exported."""
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=512,
@@ -352,11 +352,10 @@ def test_memory_holds_about_one_file(tmp_path: Path) -> None:
     )
     shard = max(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
     assert sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors")) > 10 * shard
-    returned = os.environ | {
-        "MALLOC_MMAP_THRESHOLD_": "65536"
-    }  # what is freed goes back to the system at once
-    told = [sys.executable, "-c", _PEAKS, str(tmp_path)]
-    run = subprocess.run(told, capture_output=True, text=True, check=False, env=returned)
+    # With it, what is freed goes back to the system at once.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", _PEAKS, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     into, back = (int(peak) / shard for peak in run.stdout.splitlines()[-1].split())
     # A file as it is read and as it is written; on the way back tensors one by one.

@@ -1,5 +1,4 @@
-"""Text in, corpus out: the split, the counts, what is skipped, what is refused, and when a corpus
-is used again."""
+"""Text in, corpus out: split, counts, skipped files, refusals, and when a corpus is used again."""
 
 from __future__ import annotations
 
@@ -76,19 +75,17 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
         )
         assert int((data.tokens == tokenizer.end_of_document).sum()) == split.documents
     texts = {path.read_text("utf-8") for path in folder.glob("*/*.txt")}
-    held = open_indexed(Path(report.data.heldout))
+    heldout_data = open_indexed(Path(report.data.heldout))
     start = 0
-    for length in held.lengths.tolist():
-        assert tokenizer.decode(held.tokens[start : start + length].tolist()) in texts
+    for length in heldout_data.lengths.tolist():
+        assert tokenizer.decode(heldout_data.tokens[start : start + length].tolist()) in texts
         start += length
 
 
 def test_entropy_by_hand(folder: Path, tmp_path: Path) -> None:
     report = build_corpus(folder, tmp_path / "out", tokenizer=TokenizerKind.BYTES)
-    train, heldout = (
-        open_indexed(tmp_path / "out" / "train"),
-        open_indexed(tmp_path / "out" / "heldout"),
-    )
+    train = open_indexed(tmp_path / "out" / "train")
+    heldout = open_indexed(tmp_path / "out" / "heldout")
     counts = Counter(train.tokens.tolist())
     total = train.token_count + 257
     nats = (

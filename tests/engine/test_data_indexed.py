@@ -1,5 +1,4 @@
-"""The Megatron pair: what is written is read back, and every kind of damage is refused by the name
-of the file."""
+"""The Megatron pair: what is written is read back, and damage is refused by the file's name."""
 
 from __future__ import annotations
 
@@ -131,7 +130,8 @@ def test_every_flipped_bit_is_noticed(prefix: Path, name: str) -> None:
 def test_two_names_swapped(prefix: Path, sealed: bool) -> None:
     if not sealed:
         (prefix.parent / "train.seal.json").unlink()
-    bin_path, idx_path = prefix.parent / "train.bin", prefix.parent / "train.idx"
+    bin_path = prefix.parent / "train.bin"
+    idx_path = prefix.parent / "train.idx"
     other = prefix.parent / "other"
     bin_path.rename(other)
     idx_path.rename(bin_path)
@@ -183,7 +183,8 @@ def test_fingerprint_follows_content_and_not_place(prefix: Path, tmp_path: Path)
 def test_large_files_are_sampled_from_end_to_end(
     prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bin_path, idx_path = prefix.parent / "train.bin", prefix.parent / "train.idx"
+    bin_path = prefix.parent / "train.bin"
+    idx_path = prefix.parent / "train.idx"
     bin_path.write_bytes(bytes(2000))
     monkeypatch.setattr(indexed, "WHOLE_FILE_BYTES", 640)
     monkeypatch.setattr(indexed, "SAMPLE_BYTES", 10)

@@ -54,16 +54,19 @@ def test_damage_is_named(data: DataSpec, name: str, damage: str) -> None:
 
 
 def test_swapped_pairs(data: DataSpec) -> None:
-    train, heldout = Path(f"{data.train}.bin"), Path(f"{data.heldout}.bin")
-    held = heldout.read_bytes()
+    train = Path(f"{data.train}.bin")
+    heldout = Path(f"{data.heldout}.bin")
+    heldout_bytes = heldout.read_bytes()
     train.rename(heldout)
-    train.write_bytes(held)
+    train.write_bytes(heldout_bytes)
     assert "train.bin" in refusal(data)
 
 
 def test_a_vocabulary_larger_than_the_models(data: DataSpec) -> None:
-    said = refusal(data, vocab_size=256)
-    assert "corpus.json: its vocabulary has 257 ids, more than the model's vocab_size 256" in said
+    message = refusal(data, vocab_size=256)
+    assert (
+        "corpus.json: its vocabulary has 257 ids, more than the model's vocab_size 256" in message
+    )
     assert check_data(replace(tiny_jobs.MODEL, vocab_size=257), tiny_jobs.workload(data))
 
 

@@ -1,5 +1,4 @@
-"""Sample conservation (every sample once an epoch, whatever the layout or the resumes) and the
-fetched tokens."""
+"""Every sample comes once an epoch, whatever the layout or the resumes; tokens are read right."""
 
 from __future__ import annotations
 
@@ -60,11 +59,10 @@ def test_each_epoch_holds_every_sample_once(
 def test_layouts_share_one_order(
     seed: int, dp: int, mbs: int, micro_batches: int, samples: int
 ) -> None:
-    """Over several resumes and epoch edges, the union of all ranks' rows is the sequence that one
-    process sees."""
+    """The union of all ranks' rows is what one process sees, over resumes and edges of epochs."""
     global_batch = dp * mbs * micro_batches
-    one = Sampler(samples=samples, seed=seed)
-    expected = one.sample_ids(0, 5 * global_batch)
+    single_process = Sampler(samples=samples, seed=seed)
+    expected = single_process.sample_ids(0, 5 * global_batch)
     seen = []
     for step in range(5):
         resumed = Sampler(samples=samples, seed=seed)

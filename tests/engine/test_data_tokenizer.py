@@ -1,5 +1,4 @@
-"""Both tokenizers give any text back, end documents, and cannot be tricked into ending one
-early."""
+"""Both tokenizers give any text back, end documents, and are not tricked into ending one early."""
 
 from __future__ import annotations
 
@@ -63,10 +62,10 @@ def test_saved_and_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
         tokenizer.end_of_document,
     )
     texts = [*TEXTS, f"x{END_OF_DOCUMENT}"]
-    for ours, theirs in zip(
+    for ids, loaded_ids in zip(
         tokenizer.encode_documents(texts), again.encode_documents(texts), strict=True
     ):
-        assert ours.tolist() == theirs.tolist()
+        assert ids.tolist() == loaded_ids.tolist()
     assert [entry.name for entry in tmp_path.iterdir()] == ["tokenizer.json"]
 
 

@@ -34,11 +34,11 @@ def build_segments(*lengths: int) -> Segments:
 
 
 def gradients(
-    model: Transformer, ids: torch.Tensor, targets: torch.Tensor, runs: Segments | None
+    model: Transformer, ids: torch.Tensor, targets: torch.Tensor, segments: Segments | None
 ) -> list[torch.Tensor]:
-    """Loss of every token that has a target, in order, and every gradient of their sum."""
+    """Return the loss of every token that has a target, in order, and every gradient of the sum."""
     model.zero_grad()
-    nll = model(build_micro_batch(model._runtime, ids, targets, runs)).nll
+    nll = model(build_micro_batch(model._runtime, ids, targets, segments)).nll
     nll.sum().backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [nll.detach()[targets.flatten() >= 0], *(grad.clone() for grad in grads)]
@@ -47,18 +47,20 @@ def gradients(
 @pytest.mark.parametrize("documents", [DocumentMasking.BOUNDED, DocumentMasking.RESTARTED])
 @pytest.mark.parametrize("latent", [False, True])
 def test_packed_documents_equal_each_alone(documents: DocumentMasking, latent: bool) -> None:
-    """Alone: each document first in a row of its own, behind it other tokens that have no
-    target."""
+    """Alone, each document is first in a row of its own; after it come tokens without a target."""
     spec = replace(MODEL, attention=LATENT) if latent else MODEL
     model = single_process_model(spec, workload(DataSpec(documents=documents)))
-    dice = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, MODEL.vocab_size, (len(LENGTHS), 33), generator=dice)
-    inputs, targets, alone, alone_targets = ids[:, :-1], ids[:, 1:].clone(), [], []
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, MODEL.vocab_size, (len(LENGTHS), 33), generator=generator)
+    inputs = ids[:, :-1]
+    targets = ids[:, 1:].clone()
+    alone = []
+    alone_targets = []
     for row, lengths in enumerate(LENGTHS):
         start = 0
         for length in lengths:
             targets[row, start + length - 1] = -1  # the next token is of another document
-            alone.append(torch.randint(0, MODEL.vocab_size, (32,), generator=dice))
+            alone.append(torch.randint(0, MODEL.vocab_size, (32,), generator=generator))
             alone[-1][:length] = inputs[row, start : start + length]
             alone_targets.append(torch.full((32,), -1))
             alone_targets[-1][:length] = targets[row, start : start + length]
@@ -66,22 +68,25 @@ def test_packed_documents_equal_each_alone(documents: DocumentMasking, latent: b
     packed = gradients(
         model, inputs, targets, build_segments(*(n for lengths in LENGTHS for n in lengths))
     )
-    wanted = gradients(model, torch.stack(alone), torch.stack(alone_targets), None)
-    for ours, theirs in zip(packed, wanted, strict=True):
-        assert float((ours - theirs).norm() / theirs.norm()) < 2e-5
-    joined = gradients(model, inputs, targets, None)
-    assert float((joined[0] - wanted[0]).norm() / wanted[0].norm()) > 1e-2  # the test can fail
+    expected = gradients(model, torch.stack(alone), torch.stack(alone_targets), None)
+    for result, reference in zip(packed, expected, strict=True):
+        assert float((result - reference).norm() / reference.norm()) < 2e-5
+    joined_losses = gradients(model, inputs, targets, None)[0]
+    losses = expected[0]
+    assert float((joined_losses - losses).norm() / losses.norm()) > 1e-2  # the test can fail
 
 
 def test_attention_works_inside_documents_alone() -> None:
     model = single_process_model(MODEL, workload(DataSpec(documents=DocumentMasking.BOUNDED)))
-    books, attention = model._runtime.counters, FlopOp.ATTENTION
+    counters = model._runtime.counters
     ids = torch.zeros(2, 32, dtype=torch.int64)
     counted = []
-    for runs in (build_segments(8, 24, 16, 16), None):
-        with books.counting():
-            model(build_micro_batch(model._runtime, ids, ids, runs)).nll.sum().backward()
-        counted.append(sum(flops for (op, _), flops in books.flops.items() if op is attention))
+    for segments in (build_segments(8, 24, 16, 16), None):
+        with counters.counting():
+            model(build_micro_batch(model._runtime, ids, ids, segments)).nll.sum().backward()
+        counted.append(
+            sum(flops for (op, _), flops in counters.flops.items() if op is FlopOp.ATTENTION)
+        )
     assert counted[0] * (32 * 32 * 2) == counted[1] * (8 * 8 + 24 * 24 + 2 * 16 * 16)
 
 

@@ -1,5 +1,4 @@
-"""A dry run holds, sends and computes what is predicted, rank by rank, on layouts that no machine
-here could hold."""
+"""A dry run holds, sends and computes what is predicted, on layouts of any size."""
 
 from __future__ import annotations
 
@@ -25,20 +24,20 @@ from moewright.spec.workload import DataSpec, DropPolicy, Dtype, LossSpec, Route
 
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
-    found = dry_run(Job(model=model, workload=workload, layout=layout), rank=rank)
+    counted = dry_run(Job(model=model, workload=workload, layout=layout), rank=rank)
     selection = round_robin_selection(Job(model=model, workload=workload, layout=layout))
     comparison = compare_ledgers(
-        predict_rank_ledger(model, workload, layout, rank=rank, selection=selection), found.ledger
+        predict_rank_ledger(model, workload, layout, rank=rank, selection=selection), counted.ledger
     )
-    wrong = [
+    unequal = [
         line
         for line in comparison.lines
         if line.section is not Section.TIME and line.status is not LineStatus.EQUAL
     ]
-    assert not wrong, wrong
+    assert not unequal, unequal
     saved = (Component.ACTIVATIONS, Component.LOGITS)
-    assert sum(size for _, size in found.peak_by_module) > sum(
-        r.bytes for r in found.ledger.memory if r.component in saved
+    assert sum(size for _, size in counted.peak_by_module) > sum(
+        r.bytes for r in counted.ledger.memory if r.component in saved
     )
     assert not dist.is_initialized()
 
@@ -91,8 +90,7 @@ def test_two_layers_of_qwen3_235b_at_full_width() -> None:
 
 
 def test_the_fullest_moment_is_that_of_real_tensors() -> None:
-    """By hand: a product's two operands, its output and a copy of it live at once, beside
-    nothing."""
+    """By hand: a product's two operands, its output and a copy of it live at once."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from moewright.engine.observe.memory_meter import MemoryMeter
@@ -112,8 +110,7 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
 
 
 def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> None:
-    """As fully_shard treats gathered weights: of two of 8 floats one at a time, beside the 16 that
-    they come from."""
+    """As with fully_shard: of two gathered weights of 8 floats one lives at a time."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from moewright.engine.observe.memory_meter import MemoryMeter
@@ -138,10 +135,8 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
 
 
 def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:
-    work, layout = (
-        tiny_jobs.workload(DataSpec()),
-        parse_layout("ep8,dispatcher=dedup,capacity0.5", world_size=8),
-    )
+    work = tiny_jobs.workload(DataSpec())
+    layout = parse_layout("ep8,dispatcher=dedup,capacity0.5", world_size=8)
     with pytest.raises(
         BadInput, match=r"train.drop_policy=probs: .* nearest legal value: position"
     ):

@@ -5,7 +5,7 @@ import pytest
 from moewright.engine.run.env import read_torchrun_env
 from moewright.spec.errors import BadInput
 
-GIVEN = {
+TORCHRUN = {
     "RANK": "1",
     "WORLD_SIZE": "2",
     "LOCAL_RANK": "1",
@@ -14,13 +14,13 @@ GIVEN = {
 }
 
 
-def variables(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
-    for key, value in (GIVEN | changes).items():
+def set_variables(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    for key, value in (TORCHRUN | changes).items():
         monkeypatch.setenv(key, value)
 
 
 def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables(monkeypatch)
+    set_variables(monkeypatch)
     env = read_torchrun_env()
     assert env is not None
     assert (env.rank, env.world_size, env.local_rank, env.host, env.port) == (
@@ -38,7 +38,7 @@ def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("RANK", "2", "RANK=2: must be below WORLD_SIZE=2; nearest legal value: 1"),
         ("RANK", "-1", "RANK=-1: must be a whole number"),
@@ -53,16 +53,16 @@ def test_what_torchrun_sets_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_it_cannot_have_set_is_refused(
-    monkeypatch: pytest.MonkeyPatch, key: str, value: str, said: str
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str, message: str
 ) -> None:
-    variables(monkeypatch, **{key: value})
+    set_variables(monkeypatch, **{key: value})
     with pytest.raises(BadInput) as refused:
         read_torchrun_env()
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables(monkeypatch)
+    set_variables(monkeypatch)
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(BadInput, match="MASTER_PORT: is not set"):
         read_torchrun_env()

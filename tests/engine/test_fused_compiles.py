@@ -21,31 +21,30 @@ TOKENS, WIDTH, HEADS, HEAD, EXPERTS, VOCABULARY = 24, 96, 3, 64, 8, 5000
 
 
 def call_all() -> None:
-    """Every kernel in bf16, and each of its branches."""
+    """Call every kernel in bf16, and each of its branches."""
     from moewright.engine.kernels.fused.triton import TritonKernels
 
-    kernels, make = TritonKernels(), torch.Generator().manual_seed(0)
-    x, weight = (
-        torch.randn(TOKENS, WIDTH, generator=make).bfloat16(),
-        torch.ones(WIDTH, dtype=torch.bfloat16),
-    )
-    ids, one = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(TOKENS)
+    kernels = TritonKernels()
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.ones(WIDTH, dtype=torch.bfloat16)
+    ids = torch.zeros(TOKENS, dtype=torch.int64)
+    ones = torch.ones(TOKENS)
     kernels.permute(x, ids)
     kernels.unpermute(x, ids[:, None], True)
-    for of_rows, clamped in ((None, False), (one, True)):
-        kernels.swiglu(x, of_rows, clamped)
-        kernels.swiglu_backward(x[:, : WIDTH // 2], x, of_rows, clamped)
+    for row_weights, clamped in ((None, False), (ones, True)):
+        kernels.swiglu(x, row_weights, clamped)
+        kernels.swiglu_backward(x[:, : WIDTH // 2], x, row_weights, clamped)
     kernels.rms_norm(x, weight, 1e-6)
-    for scale in (None, one[:, None]):
+    for scale in (None, ones[:, None]):
         kernels.rms_norm_backward(x, x, weight, 1e-6, scale, slice(1, 9))
     angle = torch.zeros(TOKENS // 2, HEAD // 2)
     for heads in (1, HEADS):
         kernels.rotate(torch.zeros(2, TOKENS // 2, heads, HEAD, dtype=torch.bfloat16), angle, angle)
     logits = torch.zeros(TOKENS, VOCABULARY, dtype=torch.bfloat16)
     kernels.cross_entropy(logits, ids)
-    kernels.sum_exp(logits[:, :-3], one)
-    for log_sum in (None, one):
-        kernels.cross_entropy_backward(one, logits, ids, log_sum, VOCABULARY - 3)
+    kernels.sum_exp(logits[:, :-3], ones)
+    for log_sum in (None, ones):
+        kernels.cross_entropy_backward(ones, logits, ids, log_sum, VOCABULARY - 3)
     for score in ScoreFunction:
         scores = torch.zeros(TOKENS, EXPERTS, requires_grad=True)
         _, weights, scored = kernels.route_tokens(
@@ -55,7 +54,7 @@ def call_all() -> None:
 
 
 def compile_all() -> None:
-    """Each kernel that is launched is compiled instead."""
+    """Compile each kernel that is launched, instead of running it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -70,11 +69,12 @@ def compile_all() -> None:
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    compiled, run = set(), JITFunction.run
+    compiled = set()
+    run = JITFunction.run
 
     def compile_only(kernel: JITFunction, *args: Any, **settings: Any) -> None:
-        found = run(kernel, *args, **{**settings, "warmup": True})
-        assert found.asm["cubin"]
+        result = run(kernel, *args, **{**settings, "warmup": True})
+        assert result.asm["cubin"]
         compiled.add(kernel.__name__)
 
     triton.runtime.driver.set_active(H100())
@@ -99,18 +99,18 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
-        "_losses",
-        "_losses_backward",
-        "_norm",
-        "_norm_backward",
+        "_cross_entropy",
+        "_cross_entropy_backward",
+        "_permute",
+        "_rms_norm",
+        "_rms_norm_backward",
         "_rotate",
-        "_spread",
-        "_sum_slots",
-        "_sums",
+        "_route",
+        "_route_backward",
+        "_sum_exp",
         "_swiglu",
         "_swiglu_backward",
-        "_weigh",
-        "_weigh_backward",
+        "_unpermute",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Whose kernels a job gets: asked for but not to be had is refused in a line, before anything
+"""Which kernels a job gets; those that it cannot have are refused in a line, before anything
 starts."""
 
 from __future__ import annotations
@@ -20,48 +20,47 @@ CPU, CUDA = DeviceKind.CPU, DeviceKind.CUDA
 
 
 @pytest.mark.parametrize(
-    ("installed", "interpreted", "asked", "device", "said", "given"),
+    ("installed", "interpreted", "choice", "device", "refusal", "implementation"),
     [
         (
             False,
-            "1",
+            True,
             FusedKernels.TRITON,
             CUDA,
             "needs the package triton, which is not installed here",
             None,
         ),
-        (True, "0", FusedKernels.TRITON, CPU, "needs CUDA devices", None),
-        (True, "1", FusedKernels.TRITON, CPU, "", "triton"),
-        (True, "0", FusedKernels.TRITON, CUDA, "", "triton"),
-        (True, "0", FusedKernels.AUTO, CUDA, "", "triton"),
-        (False, "0", FusedKernels.AUTO, CUDA, "", "plain"),
-        (True, "1", FusedKernels.AUTO, CPU, "", "plain"),
-        (True, "1", FusedKernels.PLAIN, CUDA, "", "plain"),
+        (True, False, FusedKernels.TRITON, CPU, "needs CUDA devices", None),
+        (True, True, FusedKernels.TRITON, CPU, "", "triton"),
+        (True, False, FusedKernels.TRITON, CUDA, "", "triton"),
+        (True, False, FusedKernels.AUTO, CUDA, "", "triton"),
+        (False, False, FusedKernels.AUTO, CUDA, "", "plain"),
+        (True, True, FusedKernels.AUTO, CPU, "", "plain"),
+        (True, True, FusedKernels.PLAIN, CUDA, "", "plain"),
     ],
 )
 def test_what_a_job_gets(
     installed: bool,
-    interpreted: str,
-    asked: FusedKernels,
+    interpreted: bool,
+    choice: FusedKernels,
     device: DeviceKind,
-    said: str,
-    given: str | None,
+    refusal: str,
+    implementation: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     monkeypatch.setattr(select, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(select, "version", lambda name: "3.7")
-    rules = [reason.rule for reason in select.unavailable_reasons(asked, device)]
-    assert len(rules) == bool(said)
-    assert all(rule.startswith(said) for rule in rules)
-    if given is not None:
-        assert select.implementation_name(asked, device).split()[0] == given
+    reasons = select.unavailable_reasons(choice, device, interpreted=interpreted)
+    assert len(reasons) == bool(refusal)
+    assert all(reason.rule.startswith(refusal) for reason in reasons)
+    if implementation is not None:
+        assert select.implementation_name(choice, device).split()[0] == implementation
 
 
 def test_the_reference_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "find_spec", lambda name: None)
-    for asked, device in product((FusedKernels.AUTO, FusedKernels.PLAIN), DeviceKind):
-        assert isinstance(select.build_kernels(asked, device), TorchKernels)
+    for choice, device in product((FusedKernels.AUTO, FusedKernels.PLAIN), DeviceKind):
+        assert isinstance(select.build_kernels(choice, device), TorchKernels)
 
 
 def test_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,15 +35,15 @@ def _on_device() -> Iterator[None]:
         yield
 
 
-def dice(seed: int) -> torch.Generator:
+def build_generator(seed: int) -> torch.Generator:
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = CLOSE) -> None:
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    if wanted.numel():
-        assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+def assert_close(result: torch.Tensor, expected: torch.Tensor, tolerance: float = CLOSE) -> None:
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    if expected.numel():
+        assert float((result - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,16 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = C
 )
 def test_rows_are_copied_and_summed(tokens: int, slots: int, width: int) -> None:
     """Slots without a row among them; more columns than a program holds; no token at all."""
-    make, rows = dice(tokens), max(1, tokens * slots - 2)
-    x, routed = torch.randn(tokens, width, generator=make), torch.randn(rows, width, generator=make)
-    of_row = torch.randint(0, max(1, tokens), (rows if tokens else 0,), generator=make)
-    assert torch.equal(FUSED.permute(x, of_row), PLAIN.permute(x, of_row))
-    of_slot = torch.randint(0, rows + 1, (tokens, slots), generator=make)
-    assert_close(FUSED.unpermute(routed, of_slot, False), PLAIN.unpermute(routed, of_slot, False))
-    of_slot.clamp_(max=rows - 1)
-    assert_close(FUSED.unpermute(routed, of_slot, True), PLAIN.unpermute(routed, of_slot, True))
+    generator = build_generator(tokens)
+    rows = max(1, tokens * slots - 2)
+    x = torch.randn(tokens, width, generator=generator)
+    routed = torch.randn(rows, width, generator=generator)
+    token_of_row = torch.randint(0, max(1, tokens), (rows if tokens else 0,), generator=generator)
+    assert torch.equal(FUSED.permute(x, token_of_row), PLAIN.permute(x, token_of_row))
+    row_of_slot = torch.randint(0, rows + 1, (tokens, slots), generator=generator)
+    assert_close(FUSED.unpermute(routed, row_of_slot, False), PLAIN.unpermute(routed, row_of_slot, False))
+    row_of_slot.clamp_(max=rows - 1)
+    assert_close(FUSED.unpermute(routed, row_of_slot, True), PLAIN.unpermute(routed, row_of_slot, True))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(20, 1100), (7, 24), (1, 1), (0, 8)])
@@ -66,21 +68,19 @@ def test_rows_are_copied_and_summed(tokens: int, slots: int, width: int) -> None
 @pytest.mark.parametrize("clamped", [True, False])
 def test_gated_activations(rows: int, width: int, weighted: bool, clamped: bool) -> None:
     """With gates and ups on both sides of gpt-oss's limits."""
-    make = dice(rows)
-    x, grad = (
-        4 * torch.randn(rows, 2 * width, generator=make),
-        torch.randn(rows, width, generator=make),
-    )
-    weight = torch.rand(rows, generator=make) if weighted else None
+    generator = build_generator(rows)
+    x = 4 * torch.randn(rows, 2 * width, generator=generator)
+    grad = torch.randn(rows, width, generator=generator)
+    weight = torch.rand(rows, generator=generator) if weighted else None
     assert_close(FUSED.swiglu(x, weight, clamped), PLAIN.swiglu(x, weight, clamped))
-    (of_x, of_weight), (wanted_x, wanted_weight) = (
+    (grad_x, grad_weight), (expected_x, expected_weight) = (
         k.swiglu_backward(grad, x, weight, clamped) for k in (FUSED, PLAIN)
     )
-    assert_close(of_x, wanted_x)
-    assert (of_weight is None) == (weight is None)
-    if of_weight is not None and wanted_weight is not None:
+    assert_close(grad_x, expected_x)
+    assert (grad_weight is None) == (weight is None)
+    if grad_weight is not None and expected_weight is not None:
         # a sum of `width` products, which may cancel: the error is of their sizes, not of the sum's
-        assert_close(of_weight, wanted_weight, 8 * CLOSE)
+        assert_close(grad_weight, expected_weight, 8 * CLOSE)
 
 
 def test_a_clamped_activation_hides_no_nan() -> None:
@@ -92,38 +92,37 @@ def test_a_clamped_activation_hides_no_nan() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("cut", [True, False])
 def test_norms(shape: tuple[int, ...], kept: bool, cut: bool) -> None:
-    """Of heads and of whole rows, which may be parts of longer ones; the weight's gradient of some
-    rows, too."""
-    make, (*outer, width) = dice(len(shape)), shape
+    """Norms of heads and of whole rows, which may be parts of longer ones; the weight's gradient of
+    some rows, too."""
+    generator = build_generator(len(shape))
+    *outer, width = shape
     extra = 3 if cut else 0
-    x, grad = (torch.randn(*outer, width + extra, generator=make)[..., :width] for _ in range(2))
-    weight = 1 + torch.randn(width, generator=make)
-    (found, scale), (wanted, wanted_scale) = (k.rms_norm(x, weight, 1e-5) for k in (FUSED, PLAIN))
-    assert_close(found, wanted)
-    assert_close(scale, wanted_scale)
+    x, grad = (torch.randn(*outer, width + extra, generator=generator)[..., :width] for _ in range(2))
+    weight = 1 + torch.randn(width, generator=generator)
+    (result, scale), (expected, expected_scale) = (k.rms_norm(x, weight, 1e-5) for k in (FUSED, PLAIN))
+    assert_close(result, expected)
+    assert_close(scale, expected_scale)
     rows = math.prod(outer)
-    for mine in (slice(None), slice(rows // 3, rows - rows // 3), slice(rows, rows)):
-        given = (grad, x, weight, 1e-5, wanted_scale if kept else None, mine)
-        (of_x, of_weight), (wanted_x, wanted_weight) = (
-            k.rms_norm_backward(*given) for k in (FUSED, PLAIN)
+    for weight_rows in (slice(None), slice(rows // 3, rows - rows // 3), slice(rows, rows)):
+        inputs = (grad, x, weight, 1e-5, expected_scale if kept else None, weight_rows)
+        (grad_x, grad_weight), (expected_x, expected_weight) = (
+            k.rms_norm_backward(*inputs) for k in (FUSED, PLAIN)
         )
-        assert_close(of_x, wanted_x)
-        assert_close(of_weight, wanted_weight, 8 * CLOSE)
-        assert torch.equal(of_weight, FUSED.rms_norm_backward(*given)[1])
+        assert_close(grad_x, expected_x)
+        assert_close(grad_weight, expected_weight, 8 * CLOSE)
+        assert torch.equal(grad_weight, FUSED.rms_norm_backward(*inputs)[1])
 
 
 def test_a_norm_rounds_before_its_weight() -> None:
     """As the reference does; without it a quarter of these numbers round to a neighbour."""
-    make = dice(3)
-    x, weight = (
-        torch.randn(9, 256, generator=make).half(),
-        (1 + torch.randn(256, generator=make) / 8).half(),
-    )
-    found, wanted = (k.rms_norm(x, weight, 1e-5)[0] for k in (FUSED, PLAIN))
-    assert found.dtype == torch.float16
-    assert float((found != wanted).float().mean()) < 0.01
+    generator = build_generator(3)
+    x = torch.randn(9, 256, generator=generator).half()
+    weight = (1 + torch.randn(256, generator=generator) / 8).half()
+    result, expected = (k.rms_norm(x, weight, 1e-5)[0] for k in (FUSED, PLAIN))
+    assert result.dtype == torch.float16
+    assert float((result != expected).float().mean()) < 0.01
     once = (x * PLAIN.rms_norm(x, weight, 1e-5)[1] * weight).half()
-    assert float((once != wanted).float().mean()) > 0.1
+    assert float((once != expected).float().mean()) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -135,21 +134,21 @@ def test_a_norm_rounds_before_its_weight() -> None:
     "laid", ["whole", "part of a projection", "heads first", "every other column"]
 )
 def test_rotations(batch: int, tokens: int, heads: int, width: int, angles: str, laid: str) -> None:
-    make = dice(width)
+    generator = build_generator(width)
     if laid == "heads first":
-        x = torch.randn(batch, heads, tokens, width, generator=make).transpose(1, 2)
+        x = torch.randn(batch, heads, tokens, width, generator=generator).transpose(1, 2)
     elif laid == "part of a projection":
-        x = torch.randn(batch, tokens, heads, width + 3, generator=make)[..., 3:]
+        x = torch.randn(batch, tokens, heads, width + 3, generator=generator)[..., 3:]
     elif laid == "every other column":
-        x = torch.randn(batch, tokens, heads, 2 * width, generator=make)[..., ::2]
+        x = torch.randn(batch, tokens, heads, 2 * width, generator=generator)[..., ::2]
     else:
-        x = torch.randn(batch, tokens, heads, width, generator=make)
+        x = torch.randn(batch, tokens, heads, width, generator=generator)
     angle = 9 * torch.randn(
-        *((batch,) if angles == "of each" else ()), tokens, width // 2, generator=make
+        *((batch,) if angles == "of each" else ()), tokens, width // 2, generator=generator
     )
-    found, wanted = (k.rotate(x, angle.cos(), angle.sin()) for k in (FUSED, PLAIN))
-    assert_close(found, wanted)
-    assert found.is_contiguous()
+    result, expected = (k.rotate(x, angle.cos(), angle.sin()) for k in (FUSED, PLAIN))
+    assert_close(result, expected)
+    assert result.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -157,26 +156,27 @@ def test_rotations(batch: int, tokens: int, heads: int, width: int, angles: str,
     [(7, 37, 0), (7, 37, 5), (3, 9001, 0), (3, 9001, 1), (1, 1, 0), (0, 9, 0)],
 )
 def test_losses(tokens: int, width: int, pads: int) -> None:
-    """Of large logits, of tokens without a target, and of a part of a vocabulary with columns that
-    are nobody's."""
-    make, size = dice(width), width - pads
-    logits = 40 * torch.randn(tokens, width, generator=make)
-    targets = torch.randint(0, size, (tokens,), generator=make)
+    """Losses of large logits, of tokens without a target, and of a part of a vocabulary with
+    padding columns."""
+    generator = build_generator(width)
+    size = width - pads
+    logits = 40 * torch.randn(tokens, width, generator=generator)
+    targets = torch.randint(0, size, (tokens,), generator=generator)
     targets[1::3] = -1
-    grad = torch.randn(tokens, generator=make)
+    grad = torch.randn(tokens, generator=generator)
     meant = targets >= 0
-    found, wanted = (k.cross_entropy(logits, targets) for k in (FUSED, PLAIN))
-    assert_close(found[meant], wanted[meant])
-    assert found.isfinite().all()
+    result, expected = (k.cross_entropy(logits, targets) for k in (FUSED, PLAIN))
+    assert_close(result[meant], expected[meant])
+    assert result.isfinite().all()
     inside = logits[:, :size]
-    top = inside.amax(-1) + torch.rand(tokens, generator=make)
-    found, wanted = (k.sum_exp(inside, top) for k in (FUSED, PLAIN))
-    assert_close(found, wanted)
-    for log_sum in (None, top + wanted.log()):
-        given = (grad, logits, targets, log_sum, size)
-        found, wanted = (k.cross_entropy_backward(*given) for k in (FUSED, PLAIN))
-        assert_close(found, wanted)
-        assert not found[:, size:].any()
+    top = inside.amax(-1) + torch.rand(tokens, generator=generator)
+    result, expected = (k.sum_exp(inside, top) for k in (FUSED, PLAIN))
+    assert_close(result, expected)
+    for log_sum in (None, top + expected.log()):
+        inputs = (grad, logits, targets, log_sum, size)
+        result, expected = (k.cross_entropy_backward(*inputs) for k in (FUSED, PLAIN))
+        assert_close(result, expected)
+        assert not result[:, size:].any()
 
 
 _ROUTERS = [
@@ -189,23 +189,26 @@ _ROUTERS = [
     "spec", [*_ROUTERS, RouterSpec(top_k=2, groups=4, top_groups=2, scaling_factor=1.0)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("given", ["chosen", "biased", "forced", "scores alone", "weights alone"])
-def test_router(spec: RouterSpec, dtype: torch.dtype, given: str) -> None:
+@pytest.mark.parametrize("case", ["chosen", "biased", "forced", "scores alone", "weights alone"])
+def test_router(spec: RouterSpec, dtype: torch.dtype, case: str) -> None:
     """Experts, weights, scores and the gradient of the logits, through weights and through scores;
     and what is kept."""
-    make, experts, tokens = dice(7), 12, 150
-    logits = 4 * torch.randn(tokens, experts, generator=make, dtype=dtype)
-    bias = torch.randn(experts, generator=make) if given == "biased" else None
+    generator = build_generator(7)
+    experts, tokens = 12, 150
+    logits = 4 * torch.randn(tokens, experts, generator=generator, dtype=dtype)
+    bias = torch.randn(experts, generator=generator) if case == "biased" else None
     forced = (
-        torch.rand(tokens, experts, generator=make).topk(spec.top_k).indices
-        if given == "forced"
+        torch.rand(tokens, experts, generator=generator).topk(spec.top_k).indices
+        if case == "forced"
         else None
     )
-    pull = torch.randn(tokens, spec.top_k, generator=make, dtype=dtype) * (given != "scores alone")
-    push = torch.randn(tokens, experts, generator=make, dtype=dtype) * (given != "weights alone")
-    seen, kept = [], []
+    pull = torch.randn(tokens, spec.top_k, generator=generator, dtype=dtype) * (case != "scores alone")
+    push = torch.randn(tokens, experts, generator=generator, dtype=dtype) * (case != "weights alone")
+    results = []
+    saved_bytes = []
     for kernels in (FUSED, PLAIN):
-        leaf, stored = logits.clone().requires_grad_(), {}
+        leaf = logits.clone().requires_grad_()
+        stored = {}
 
         def pack(
             x: torch.Tensor, stored: dict[int, int] = stored, own: torch.Tensor = leaf
@@ -216,15 +219,16 @@ def test_router(spec: RouterSpec, dtype: torch.dtype, given: str) -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             chosen, weights, scores = kernels.route_tokens(leaf, spec, bias, forced)
-        loss = (weights * pull).sum() if given != "scores alone" else 0.0
-        loss = loss + ((scores * push).sum() if given != "weights alone" else 0.0)
+        loss = (weights * pull).sum() if case != "scores alone" else 0.0
+        loss = loss + ((scores * push).sum() if case != "weights alone" else 0.0)
         torch.as_tensor(loss).backward()
-        seen.append((chosen, weights.detach(), scores.detach(), leaf.grad))
-        kept.append(sum(stored.values()))
-    assert torch.equal(seen[0][0], seen[1][0])
-    for found, wanted in zip(seen[0][1:], seen[1][1:], strict=True):
-        assert_close(found, wanted, CLOSE if dtype is torch.float32 else CLOSE * 2.0**-29)
-    assert kept[0] == kept[1]
+        results.append((chosen, weights.detach(), scores.detach(), leaf.grad))
+        saved_bytes.append(sum(stored.values()))
+    fused, plain = results
+    assert torch.equal(fused[0], plain[0])
+    for result, expected in zip(fused[1:], plain[1:], strict=True):
+        assert_close(result, expected, CLOSE if dtype is torch.float32 else CLOSE * 2.0**-29)
+    assert saved_bytes[0] == saved_bytes[1]
 
 
 def test_no_token_is_routed() -> None:

@@ -22,64 +22,67 @@ from moewright.rules.job import Job
 from moewright.spec.workload import DataSpec
 
 
-def arrivals() -> tuple[GradReadyTracker, list[int]]:
+def make_tracker() -> tuple[GradReadyTracker, list[int]]:
     sent: list[int] = []
     return GradReadyTracker([(7, ["a", "b"]), (3, ["c"])], sent.append), sent
 
 
 def test_the_first_step_waits_and_the_next_knows_when_a_bucket_is_full() -> None:
-    made, sent = arrivals()
-    made.begin_step(2)
+    tracker, sent = make_tracker()
+    tracker.begin_step(2)
     for name in "abcabc":
-        made.mark_ready(name)
+        tracker.mark_ready(name)
     assert sent == []
-    made.flush()
+    tracker.flush()
     assert sent == [7, 3]
-    made.begin_step(3)  # another number of micro-batches
+    tracker.begin_step(3)  # another number of micro-batches
     for name in "abcabcab":
-        made.mark_ready(name)
+        tracker.mark_ready(name)
     assert sent == [7, 3, 7]
-    made.mark_ready("c")
+    tracker.mark_ready("c")
     assert sent == [7, 3, 7, 3]
 
 
 def test_a_full_bucket_waits_for_those_before_it_and_an_unused_parameter_for_the_end() -> None:
-    made, sent = arrivals()
-    made.begin_step(1)
-    made.mark_ready("a")
-    made.mark_ready("c")
-    made.flush()
+    tracker, sent = make_tracker()
+    tracker.begin_step(1)
+    tracker.mark_ready("a")
+    tracker.mark_ready("c")
+    tracker.flush()
     sent.clear()
-    made.begin_step(1)
-    made.mark_ready("c")
-    made.mark_ready("a")
+    tracker.begin_step(1)
+    tracker.mark_ready("c")
+    tracker.mark_ready("a")
     assert sent == []
-    made.flush()
+    tracker.flush()
     assert sent == [7, 3]
 
 
 def test_a_gradient_after_the_reduction_is_an_error() -> None:
-    made, _ = arrivals()
-    made.begin_step(1)
+    tracker, _ = make_tracker()
+    tracker.begin_step(1)
     for name in "abc":
-        made.mark_ready(name)
-    made.flush()
-    made.begin_step(1)
+        tracker.mark_ready(name)
+    tracker.flush()
+    tracker.begin_step(1)
     for name in "ab":
-        made.mark_ready(name)
+        tracker.mark_ready(name)
     with pytest.raises(RuntimeError, match="a gradient of b came after its bucket was reduced"):
-        made.mark_ready("b")
+        tracker.mark_ready("b")
 
 
-class _Words:
+class _RandomTokens:
     """Random tokens."""
 
-    def micro_batch(self, run: Runtime, step: int, micro_batch: int) -> MicroBatch:
+    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
         dice = torch.Generator().manual_seed(8 * step + micro_batch)
-        words = torch.randint(
-            0, run.model.vocab_size, (run.mesh.layout.mbs, run.workload.seq_len + 1), generator=dice
+        tokens_BS = torch.randint(
+            0,
+            runtime.model.vocab_size,
+            (runtime.mesh.layout.mbs, runtime.workload.seq_len + 1),
+            generator=dice,
         )
-        return build_micro_batch(run, words[:, :-1], words[:, 1:], None)
+        return build_micro_batch(runtime, tokens_BS[:, :-1], tokens_BS[:, 1:], None)
 
 
 @pytest.mark.parametrize("recompute", ["", ",recompute=full"])
@@ -98,13 +101,15 @@ def test_every_bucket_is_reduced_under_the_last_backward(
     work = tiny_jobs.workload(DataSpec())
     work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
     layout = parse_layout(f"mbs2,overlap=grad{recompute}", world_size=1)
-    arguments: Any = {"rank": 0, "device": torch.device("cpu"), "initial": draw_initial_value}
-    job = build_train_state(
-        Job(model=replace(tiny_jobs.MODEL, tie_embeddings=tied), workload=work, layout=layout), _Words(), **arguments
+    arguments: Any = {"rank": 0, "device": torch.device("cpu"), "initial_value": draw_initial_value}
+    state = build_train_state(
+        Job(model=replace(tiny_jobs.MODEL, tie_embeddings=tied), workload=work, layout=layout),
+        _RandomTokens(),
+        **arguments,
     )
-    buckets = len(job.optimizer.buckets)
+    buckets = len(state.optimizer.buckets)
     assert buckets > 3
-    for step, wanted in ((1, False), (2, True), (3, True)):
+    for step, expected in ((1, False), (2, True), (3, True)):
         inside.clear()
-        forward_backward(job, PhaseClock(), step=step)
-        assert inside == [wanted] * buckets
+        forward_backward(state, PhaseClock(), step=step)
+        assert inside == [expected] * buckets

@@ -1,5 +1,4 @@
-"""Weights in 8 bits with a factor a block: every box of them is what they stand for, and what is
-wrong is named."""
+"""Weights in 8 bits with a factor a block: every box is what they stand for; faults are named."""
 
 from __future__ import annotations
 
@@ -20,30 +19,29 @@ SIZES = (2, 300, 150)  # experts, rows and columns, the last blocks of 128 cut o
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
-def cuts(size: int) -> st.SearchStrategy[slice]:
+def slices_of(size: int) -> st.SearchStrategy[slice]:
     return st.tuples(st.integers(0, size), st.integers(0, size)).map(
         lambda ends: slice(min(ends), max(ends))
     )
 
 
-@given(box=st.tuples(*map(cuts, SIZES)), dims=st.integers(0, 3))
+@given(box=st.tuples(*map(slices_of, SIZES)), dims=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_any_box_is_that_of_the_whole(box: tuple[slice, ...], dims: int) -> None:
     """A power of two for every block says which one each value was multiplied by."""
     ones = torch.ones(SIZES).to(torch.float8_e4m3fn)
-    held = {"x": ones, "x_scale_inv": 2.0 ** torch.arange(12).view(2, 3, 2)}
+    tensors = {"x": ones, "x_scale_inv": 2.0 ** torch.arange(12).view(2, 3, 2)}
     expert, row, column = torch.meshgrid(*map(torch.arange, SIZES), indexing="ij")
-    wanted = 2.0 ** (6 * expert + 2 * (row >= 128) + 2 * (row >= 256) + (column >= 128))
+    expected = 2.0 ** (6 * expert + 2 * (row >= 128) + 2 * (row >= 256) + (column >= 128))
     stored = StoredTensor(file="", dtype=FP8, shape=SIZES, block=(128, 128))
-    found = unpack("x", stored, box[:dims], lambda name, part: held[name][part])
-    assert torch.equal(found, wanted[box[:dims]])
+    result = unpack("x", stored, box[:dims], lambda name, part: tensors[name][part])
+    assert torch.equal(result, expected[box[:dims]])
 
 
 def test_an_import_is_what_the_blocks_stand_for(tmp_path: Path) -> None:
-    """In fp32 bit for bit, and in bf16 where no dtype is asked for, without scales and without a
-    word of them."""
+    """It is equal in fp32 bit for bit, and is bf16 without scales where no dtype is given."""
     write_model("deepseek_v3", tmp_path / "wide")
-    wanted = write_fp8(tmp_path / "wide", tmp_path / "hf", (10, 12))
+    expected = write_fp8(tmp_path / "wide", tmp_path / "hf", (10, 12))
     assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 0
     for name, more, dtype in (
         ("fp32", ("--dtype", "fp32"), torch.float32),
@@ -55,11 +53,11 @@ def test_an_import_is_what_the_blocks_stand_for(tmp_path: Path) -> None:
             )
             == 0
         )
-        found = load_file(tmp_path / name / "model.safetensors")
-        assert found.keys() == wanted.keys()
-        for tensor, value in wanted.items():
+        result = load_file(tmp_path / name / "model.safetensors")
+        assert result.keys() == expected.keys()
+        for tensor, value in expected.items():
             kept_wide = tensor.endswith("e_score_correction_bias")
-            assert torch.equal(found[tensor], value if kept_wide else value.to(dtype)), tensor
+            assert torch.equal(result[tensor], value if kept_wide else value.to(dtype)), tensor
         assert "quantization_config" not in json.loads(
             (tmp_path / name / "config.json").read_text()
         )
@@ -71,12 +69,14 @@ def test_blocks_that_divide_a_tensor_are_scaled_as_transformers_does() -> None:
     for shape in ((256, 384), (3, 256, 128)):
         values = (torch.randn(shape, generator=dice) * 50).to(torch.float8_e4m3fn)
         factors = torch.rand(*shape[:-2], shape[-2] // 128, shape[-1] // 128, generator=dice)
-        for given_as in (factors, factors.bfloat16()):
-            held = {"x": values, "x_scale_inv": given_as}
+        for stored_factors in (factors, factors.bfloat16()):
+            tensors = {"x": values, "x_scale_inv": stored_factors}
             stored = StoredTensor(file="", dtype=FP8, shape=shape, block=(128, 128))
-            found = unpack("x", stored, (), lambda name, part, held=held: held[name][part])
+            result = unpack("x", stored, (), lambda name, box, tensors=tensors: tensors[name][box])
             for dtype in (torch.float32, torch.bfloat16):
-                assert torch.equal(found.to(dtype), rule._dequantize_one(values, given_as, dtype))
+                assert torch.equal(
+                    result.to(dtype), rule._dequantize_one(values, stored_factors, dtype)
+                )
 
 
 def test_what_is_wrong_with_scales_is_named(
@@ -84,13 +84,13 @@ def test_what_is_wrong_with_scales_is_named(
 ) -> None:
     write_model("deepseek_v3", tmp_path / "wide")
     write_fp8(tmp_path / "wide", tmp_path / "hf", (10, 12))
-    path, index = (
-        tmp_path / "hf" / "factors.safetensors",
-        tmp_path / "hf" / "model.safetensors.index.json",
-    )
-    before, placed = load_file(path), json.loads(index.read_text())["weight_map"]
+    path = tmp_path / "hf" / "factors.safetensors"
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    before = load_file(path)
+    placed = json.loads(index.read_text())["weight_map"]
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    factors, norm = f"{EXPERT}_scale_inv", "model.layers.0.input_layernorm.weight_scale_inv"
+    factors = f"{EXPERT}_scale_inv"
+    norm = "model.layers.0.input_layernorm.weight_scale_inv"
 
     def refused(changed: dict[str, torch.Tensor | None], block: object = (10, 12)) -> str:
         stored = {
@@ -101,8 +101,8 @@ def test_what_is_wrong_with_scales_is_named(
             stored, path.name
         )
         index.write_text(json.dumps({"weight_map": kept}))
-        said = {**config, "quantization_config": {"weight_block_size": block}}
-        (tmp_path / "hf" / "config.json").write_text(json.dumps(said))
+        written = {**config, "quantization_config": {"weight_block_size": block}}
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(written))
         assert (
             main(("convert", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours"))) == 2
         )

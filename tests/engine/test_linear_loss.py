@@ -1,5 +1,5 @@
-"""The loss that keeps no logits against the loss of whole ones: values, gradients, and what is
-there at once."""
+"""The loss that keeps no logits against the loss of all logits: values, gradients, and how many
+logits exist at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel
 from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.linear_loss import LinearCrossEntropy
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.model.vocab_parallel import VocabParallelCrossEntropy, VocabShard
@@ -17,93 +18,93 @@ from moewright.spec.ledger import FlopOp, Module
 T, K, VOCABULARY = 12, 16, 37
 
 
-def single_rank_shard(books: Counters, size: int = VOCABULARY) -> VocabShard:
-    """The whole vocabulary, on one rank."""
-    group = Group(name="tp", ranks=(0,), index=0, handle=None, counters=books)
-    return VocabShard(tp=TensorParallel(group=group, sequence_parallel=False), start=0, size=size)
+def single_rank_shard(counters: Counters) -> VocabShard:
+    """Return the shard of one rank, which is the whole vocabulary."""
+    group = Group(name="tp", ranks=(0,), index=0, handle=None, counters=counters)
+    tp = TensorParallel(group=group, sequence_parallel=False)
+    return VocabShard(tp=tp, start=0, size=VOCABULARY)
 
 
 def draw_inputs(
     dtype: torch.dtype, rows: int = VOCABULARY
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, a table with large and small logits, targets of which some are none, and gradients of
-    the losses."""
-    dice = torch.Generator().manual_seed(5)
-    x = torch.randn(T, K, generator=dice).to(dtype).requires_grad_()
-    w = (3 * torch.randn(rows, K, generator=dice)).to(dtype).requires_grad_()
-    targets = torch.randint(0, VOCABULARY, (T,), generator=dice)
+    """Draw inputs, a table with large and small logits, targets of which some are none, and
+    gradients of the losses."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(T, K, generator=generator).to(dtype).requires_grad_()
+    w = (3 * torch.randn(rows, K, generator=generator)).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (T,), generator=generator)
     targets[::5] = -100
-    return x, w, targets, torch.rand(T, generator=dice)
+    return x, w, targets, torch.rand(T, generator=generator)
 
 
 def full_logits_loss(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    books = Counters()
-    part = single_rank_shard(books)
-    (logits,) = ColumnParallelLinear.apply(x, part.tp, books, w)
-    if len(w) == VOCABULARY:
-        return VocabParallelCrossEntropy.apply(logits, targets, part, TorchKernels())
-    return VocabParallelCrossEntropy.apply(logits[:, :VOCABULARY], targets, part, TorchKernels())
+    shard = single_rank_shard(Counters())
+    (logits,) = ColumnParallelLinear.apply(x, shard.tp, WeightGradStore(), w)
+    if len(w) > VOCABULARY:
+        logits = logits[:, :VOCABULARY]
+    return VocabParallelCrossEntropy.apply(logits, targets, shard, TorchKernels())
 
 
-def results(
+def chunked_loss(
+    x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, max_columns: int
+) -> torch.Tensor:
+    shard = single_rank_shard(Counters())
+    return LinearCrossEntropy.apply(x, w, targets, shard, max_columns, TorchKernels())
+
+
+def collect_results(
     loss: torch.Tensor, grad: torch.Tensor, *leaves: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     return loss.detach(), *torch.autograd.grad(loss, leaves, grad)
 
 
-@pytest.mark.parametrize("most", [1, 7, 16, 37, 64])
+@pytest.mark.parametrize("max_columns", [1, 7, 16, 37, 64])
 @pytest.mark.parametrize("rows", [VOCABULARY, VOCABULARY + 9])
-def test_equals_the_loss_of_whole_logits(most: int, rows: int) -> None:
-    """Also where the last rows of the table are padding, which gets no gradient, a whole piece of
+def test_equals_the_loss_of_all_logits(max_columns: int, rows: int) -> None:
+    """Also where the last rows of the table are padding, which gets no gradient, a whole chunk of
     it or part of one."""
     x, w, targets, grad = draw_inputs(torch.float32, rows)
-    books = Counters()
-    wanted = results(full_logits_loss(x, w, targets), grad, x, w)
-    found = results(
-        LinearCrossEntropy.apply(
-            x, w, targets, single_rank_shard(books), most, books, TorchKernels()
-        ),
-        grad,
-        x,
-        w,
-    )
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
-    assert not found[0][targets < 0].any()
-    assert not found[2][VOCABULARY:].any()
+    expected = collect_results(full_logits_loss(x, w, targets), grad, x, w)
+    results = collect_results(chunked_loss(x, w, targets, max_columns), grad, x, w)
+    for result, reference in zip(results, expected, strict=True):
+        assert (result - reference).norm() <= 1e-6 * reference.norm()
+    loss, _, grad_w = results
+    assert not loss[targets < 0].any()
+    assert not grad_w[VOCABULARY:].any()
 
 
-def test_rounds_as_the_loss_of_whole_logits_does() -> None:
-    """bf16, against fp64 of the same values. A kernel that rounds its result rounds the parts of
-    x's gradient once each and then their sum: as far off again, in another direction.
+def test_rounds_as_the_loss_of_all_logits_does() -> None:
+    """In bf16, against fp64 of the same values.
+
+    A kernel that rounds its result rounds the parts of x's gradient once each and then their sum:
+    as far off again, in another direction.
     """
     x, w, targets, grad = draw_inputs(torch.bfloat16)
-    exact_x, exact_w = (each.detach().double().requires_grad_() for each in (x, w))
+    exact_x, exact_w = (leaf.detach().double().requires_grad_() for leaf in (x, w))
     loss = torch.nn.functional.cross_entropy(exact_x @ exact_w.T, targets, reduction="none")
-    exact = results(loss, grad.double(), exact_x, exact_w)
-    books = Counters()
-    wanted = results(full_logits_loss(x, w, targets), grad, x, w)
-    found = results(
-        LinearCrossEntropy.apply(x, w, targets, single_rank_shard(books), 8, books, TorchKernels()),
-        grad,
-        x,
-        w,
-    )
-    for ours, theirs, truth, more in zip(found, wanted, exact, (1.01, 2**0.5, 1.01), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert (ours - truth).norm() <= more * (theirs - truth).norm()
+    exact = collect_results(loss, grad.double(), exact_x, exact_w)
+    references = collect_results(full_logits_loss(x, w, targets), grad, x, w)
+    results = collect_results(chunked_loss(x, w, targets, 8), grad, x, w)
+    slack = (1.01, 2**0.5, 1.01)
+    for result, reference, truth, factor in zip(results, references, exact, slack, strict=True):
+        assert result.dtype == reference.dtype
+        assert (result - truth).norm() <= factor * (reference - truth).norm()
 
 
-def test_keeps_no_logits_and_makes_no_more_than_a_piece_of_them() -> None:
+def test_keeps_no_logits_and_makes_no_more_than_a_chunk_of_them() -> None:
     x, w, targets, grad = draw_inputs(torch.float32)
-    books, most, widths, kept = Counters(), 8, [], []
+    counters = Counters()
+    max_columns = 8
+    widths = []
+    saved = []
 
-    class Seen(TorchKernels):
-        def sums(self, logits_TV: torch.Tensor, top_T: torch.Tensor) -> torch.Tensor:
+    class WatchedKernels(TorchKernels):
+        def sum_exp(self, logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
             widths.append(logits_TV.shape[1])
-            return super().sum_exp(logits_TV, top_T)
+            return super().sum_exp(logits_TV, max_T)
 
-        def losses_backward(
+        def cross_entropy_backward(
             self,
             grad_T: torch.Tensor,
             logits_TV: torch.Tensor,
@@ -115,20 +116,20 @@ def test_keeps_no_logits_and_makes_no_more_than_a_piece_of_them() -> None:
             return super().cross_entropy_backward(grad_T, logits_TV, columns_T, log_sum_T, size)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append((tuple(tensor.shape), tensor.dtype))
+        saved.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
-    with books.counting(), books.scopes.enter(Module.HEAD):
+    with counters.counting(), counters.scopes.enter(Module.HEAD):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = LinearCrossEntropy.apply(
-                x, w, targets, single_rank_shard(books), most, books, Seen()
+                x, w, targets, single_rank_shard(counters), max_columns, WatchedKernels()
             )
         loss.backward(grad)
     assert widths == 2 * [8, 8, 8, 8, 5]
-    assert kept == [
+    assert saved == [
         ((T, K), torch.float32),
         ((VOCABULARY, K), torch.float32),
         ((T,), torch.int64),
         ((T,), torch.float32),
     ]
-    assert books.flops == {(FlopOp.GEMM, Module.HEAD): 4 * 2 * T * K * VOCABULARY}
+    assert counters.flops == {(FlopOp.GEMM, Module.HEAD): 4 * 2 * T * K * VOCABULARY}

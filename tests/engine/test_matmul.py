@@ -1,4 +1,4 @@
-"""Products of row groups and what stands between them, against plain ones; groups of any size, also
+"""Products of row groups and what lies between them, against plain ones; groups of any size, also
 empty ones."""
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moewright.engine.kernels.attention import attention, attention_backward
+from moewright.engine.dispatch.rows import Unpermute
+from moewright.engine.kernels import matmul as matmul_module
+from moewright.engine.kernels.attention import AttentionMask, attention, attention_backward
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
 from moewright.engine.model.activations import SwiGlu
-from moewright.engine.model.autograd import Unpermute
 from moewright.engine.observe.counters import Counters
 from moewright.spec.ledger import FlopOp
 
@@ -21,7 +22,7 @@ SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=6)
 
 @pytest.fixture(params=["MKL", "oneDNN"])
 def _fp32_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an Intel CPU, and as on another."""
+    """Multiply as on an Intel CPU, and as on another."""
     monkeypatch.setattr(matmul_module, "_mkl_is_fast", lambda: request.param == "MKL")
 
 
@@ -31,92 +32,87 @@ def _fp32_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_each_group_is_multiplied_by_its_own_matrix(sizes: list[int]) -> None:
-    """Whatever stands behind a group, and at the end; each row is booked once, those that fill a
-    shape are not."""
-    make = torch.Generator().manual_seed(len(sizes))
-    a, b = (
-        torch.randn(sum(sizes), 24, generator=make),
-        torch.randn(len(sizes), 24, 8, generator=make),
-    )
-    g, ends = (
-        torch.randn(sum(sizes), 12, generator=make),
-        torch.tensor(sizes).cumsum(0).to(torch.int32),
-    )
-    books = Counters()
-    with books.counting():
+    """Whatever comes after a group, and at the end; each row is counted once, padding is not."""
+    generator = torch.Generator().manual_seed(len(sizes))
+    a = torch.randn(sum(sizes), 24, generator=generator)
+    b = torch.randn(len(sizes), 24, 8, generator=generator)
+    g = torch.randn(sum(sizes), 12, generator=generator)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    counters = Counters()
+    with counters.counting():
         out, contracted = grouped_matmul(a, b, ends), grouped_matmul(g.T, a, ends)
     rows = list(zip(a.split(sizes), g.split(sizes), b, strict=True))
     torch.testing.assert_close(out, torch.cat([x @ w for x, _, w in rows]))
     torch.testing.assert_close(contracted, torch.stack([y.T @ x for x, y, _ in rows]))
-    booked = sum(flops for (op, _), flops in books.flops.items() if op is FlopOp.GROUPED_GEMM)
-    assert booked == 2 * sum(sizes) * 24 * (8 + 12)
+    counted = sum(flops for (op, _), flops in counters.flops.items() if op is FlopOp.GROUPED_GEMM)
+    assert counted == 2 * sum(sizes) * 24 * (8 + 12)
 
 
 @pytest.mark.usefixtures("_fp32_by")
-def test_a_large_product_is_fp32_throughout_and_booked() -> None:
-    make = torch.Generator().manual_seed(2)
-    a, b = torch.randn(256, 384, generator=make), torch.randn(96, 384, generator=make)
-    books = Counters()
-    with books.counting():
+def test_a_large_product_is_fp32_throughout_and_counted() -> None:
+    generator = torch.Generator().manual_seed(2)
+    a, b = torch.randn(256, 384, generator=generator), torch.randn(96, 384, generator=generator)
+    counters = Counters()
+    with counters.counting():
         out = matmul(a, b.T)
     wide = a.double() @ b.double().T
     assert (out - wide).norm() <= 1e-6 * wide.norm()
-    assert sum(books.flops.values()) == 2 * 256 * 384 * 96
+    assert sum(counters.flops.values()) == 2 * 256 * 384 * 96
 
 
 @pytest.mark.usefixtures("_fp32_by")
 def test_large_groups_are_multiplied_by_their_own_matrices() -> None:
-    """So large that each product is worth a kernel of oneDNN, and fills up into rows of the next
-    group, or of none."""
+    """So large that each product is worth a kernel of oneDNN, and is padded with rows of the next
+    group, or with none."""
     sizes = [150, 0, 300, 1, 129]
-    make = torch.Generator().manual_seed(4)
-    a, b = torch.randn(580, 256, generator=make), torch.randn(5, 256, 160, generator=make)
-    g, ends = torch.randn(580, 160, generator=make), torch.tensor(sizes).cumsum(0).to(torch.int32)
+    generator = torch.Generator().manual_seed(4)
+    a, b = torch.randn(580, 256, generator=generator), torch.randn(5, 256, 160, generator=generator)
+    g, ends = (
+        torch.randn(580, 160, generator=generator),
+        torch.tensor(sizes).cumsum(0).to(torch.int32),
+    )
     out, contracted = grouped_matmul(a, b, ends), grouped_matmul(g.T, a, ends)
     rows = list(zip(a.double().split(sizes), g.double().split(sizes), b.double(), strict=True))
-    wanted = torch.cat([x @ w for x, _, w in rows]), torch.stack([y.T @ x for x, y, _ in rows])
-    for found, one in zip((out, contracted), wanted, strict=True):
-        assert (found - one).norm() <= 1e-6 * one.norm()
+    expected_out = torch.cat([x @ w for x, _, w in rows])
+    expected_contracted = torch.stack([y.T @ x for x, y, _ in rows])
+    assert (out - expected_out).norm() <= 1e-6 * expected_out.norm()
+    assert (contracted - expected_contracted).norm() <= 1e-6 * expected_contracted.norm()
 
 
 def test_a_bf16_product_is_rounded_once() -> None:
     sizes = [5, 0, 40, 17, 2]
-    make = torch.Generator().manual_seed(3)
-    a, b = (torch.randn(shape, generator=make).bfloat16() for shape in ((64, 32), (5, 32, 8)))
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((64, 32), (5, 32, 8)))
     out = grouped_matmul(a, b, torch.tensor(sizes).cumsum(0).to(torch.int32))
     wide = torch.cat([x.float() @ w.float() for x, w in zip(a.split(sizes), b, strict=True)])
     assert (out.float() - wide).abs().max() <= 2**-8 * wide.abs().max()
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_swiglu_in_parts_has_the_gradients_of_its_formula(weighted: bool) -> None:
-    make = torch.Generator().manual_seed(1)
-    x = torch.randn(1100, 16, generator=make, requires_grad=True)
-    weight = torch.rand(1100, generator=make, requires_grad=True) if weighted else None
-    grad = torch.randn(1100, 8, generator=make)
+def test_swiglu_in_blocks_has_the_gradients_of_its_formula(weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1100, 16, generator=generator, requires_grad=True)
+    weight = torch.rand(1100, generator=generator, requires_grad=True) if weighted else None
+    grad = torch.randn(1100, 8, generator=generator)
     leaves = [leaf for leaf in (x, weight) if leaf is not None]
     gate, up = x.chunk(2, -1)
     plain = torch.sigmoid(gate) * gate * up * (1.0 if weight is None else weight[:, None])
-    ours = SwiGlu.apply(x, weight, TorchKernels(1 << 13))
-    torch.testing.assert_close(ours, plain)
-    for found, wanted in zip(
-        torch.autograd.grad(ours, leaves, grad),
-        torch.autograd.grad(plain, leaves, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, wanted)
+    out = SwiGlu.apply(x, weight, TorchKernels(1 << 13))
+    torch.testing.assert_close(out, plain)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    torch.testing.assert_close(gradients, torch.autograd.grad(plain, leaves, grad))
 
 
 def test_slots_without_a_row_add_nothing() -> None:
     rows = torch.arange(12.0).view(4, 3).requires_grad_()
-    places = torch.tensor([[0, 2], [4, 4], [3, 1]])
-    tokens = torch.tensor([0, 2, 0, 2])
-    out = Unpermute.apply(rows, tokens, places, False, TorchKernels())
+    row_of_slot = torch.tensor([[0, 2], [4, 4], [3, 1]])
+    token_of_row = torch.tensor([0, 2, 0, 2])
+    out = Unpermute.apply(rows, token_of_row, row_of_slot, False, TorchKernels())
     torch.testing.assert_close(
         out, torch.stack((rows[0] + rows[2], torch.zeros(3), rows[3] + rows[1]))
     )
-    (back,) = torch.autograd.grad(out, rows, torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
-    assert back[:, 0].tolist() == [1.0, 3.0, 1.0, 3.0]
+    (gradient,) = torch.autograd.grad(out, rows, torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
+    assert gradient[:, 0].tolist() == [1.0, 3.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -126,31 +122,33 @@ def test_slots_without_a_row_add_nothing() -> None:
 def test_a_window_in_blocks_is_that_window(
     queries: int, keys: int, window: int, causal: bool
 ) -> None:
-    """More queries than a block has; every query attends a key; each pair is booked once, one's own
-    half."""
-    make = torch.Generator().manual_seed(queries)
+    """More queries than a block has; every query attends a key; each pair is counted once, a
+    token with itself half."""
+    generator = torch.Generator().manual_seed(queries)
     inputs = [
-        torch.randn(2, n, h, d, generator=make)
+        torch.randn(2, n, h, d, generator=generator)
         for n, h, d in ((queries, 4, 16), (keys, 2, 16), (keys, 2, 12))
     ]
     q, k, v = (x.double().requires_grad_() for x in inputs)
-    place, other = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
-    seen = (other > place - window) & ((other <= place) if causal else True)
+    query_place = torch.arange(queries)[:, None] + keys - queries
+    key_place = torch.arange(keys)
+    attended = key_place > query_place - window
+    if causal:
+        attended &= key_place <= query_place
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4
-    scores = scores.masked_fill(~seen, float("-inf"))
-    wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.repeat_interleave(2, 2))
-    grad = torch.randn(wanted.shape, generator=make)
-    books = Counters()
-    with books.counting():
-        out, rest = attention(*inputs, causal=causal, window=window)
-        found = attention_backward(grad, *inputs, out, rest, causal=causal, window=window)
-    torch.testing.assert_close(out.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        rest[0].double(), scores.logsumexp(-1).detach(), rtol=1e-5, atol=1e-5
-    )
-    for ours, theirs in zip(
-        found, torch.autograd.grad(wanted, (q, k, v), grad.double()), strict=True
-    ):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
-    pairs = 2 * int(seen.sum()) - (queries if causal else 0)
-    assert sum(books.flops.values()) == 3 * pairs * 2 * 4 * (16 + 12)
+    scores = scores.masked_fill(~attended, float("-inf"))
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.repeat_interleave(2, 2))
+    grad = torch.randn(expected.shape, generator=generator)
+    mask = AttentionMask(causal=causal, window=window)
+    counters = Counters()
+    with counters.counting():
+        out, state = attention(*inputs, mask)
+        gradients = attention_backward(grad, *inputs, out, state, mask)
+    lse = scores.logsumexp(-1).detach()
+    torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state[0].double(), lse, rtol=1e-5, atol=1e-5)
+    expected_gradients = torch.autograd.grad(expected, (q, k, v), grad.double())
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-5)
+    pairs = 2 * int(attended.sum()) - (queries if causal else 0)
+    assert sum(counters.flops.values()) == 3 * pairs * 2 * 4 * (16 + 12)

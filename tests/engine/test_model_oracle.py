@@ -28,27 +28,27 @@ transformers = pytest.importorskip("transformers")
 
 
 def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
-    """The engine's model of one process, weights in place."""
+    """Build the engine's model of one process, weights in place."""
     job = plan(work, "", world_size=1, model=spec)
-    books = Counters()
-    run = Runtime(
+    counters = Counters()
+    runtime = Runtime(
         model=spec,
         workload=work,
-        mesh=build_mesh(job.layout, 0, books),
-        counters=books,
+        mesh=build_mesh(job.layout, 0, counters),
+        counters=counters,
         weight_grads=WeightGradStore(),
-        saved_tensors=SavedTensorManager(books, replaces_tensors=False),
+        saved_tensors=SavedTensorManager(counters, replaces_tensors=False),
         kernels=TorchKernels(),
         device=torch.device("cpu"),
     )
-    model = Transformer(run, pipeline_chunks(spec, job.layout))
-    for slot in list_parameters(model):
-        slot.owner.weight = nn.Parameter(draw_initial_value(slot, run))
+    model = Transformer(runtime, pipeline_chunks(spec, job.layout))
+    for parameter in list_parameters(model):
+        parameter.owner.weight = nn.Parameter(draw_initial_value(parameter, runtime))
     return model
 
 
 def to_hf_names(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that transformers keeps under its own names for one of ours."""
+    """Return what transformers keeps for one of the engine's tensors, by its own names."""
     table = {
         "embedding.weight": "model.embed_tokens.weight",
         "final_norm.weight": "model.norm.weight",
@@ -80,7 +80,7 @@ def to_hf_names(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{base}mlp.experts.down_proj": tensor}
 
 
-def hf_model(spec: ModelSpec, ours: Transformer) -> nn.Module:
+def build_hf_model(spec: ModelSpec, model: Transformer) -> nn.Module:
     assert spec.moe is not None
     config = transformers.Qwen3MoeConfig(
         vocab_size=spec.vocab_size,
@@ -100,14 +100,14 @@ def hf_model(spec: ModelSpec, ours: Transformer) -> nn.Module:
         tie_word_embeddings=spec.tie_embeddings,
         attn_implementation="eager",
     )
-    model = transformers.Qwen3MoeForCausalLM(config).float()
+    hf_model = transformers.Qwen3MoeForCausalLM(config).float()
     state = {}
-    for slot in list_parameters(ours):
-        state |= to_hf_names(slot.name, slot.parameter.detach().clone())
+    for parameter in list_parameters(model):
+        state |= to_hf_names(parameter.name, parameter.parameter.detach().clone())
     if spec.tie_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state)
-    return model
+    hf_model.load_state_dict(state)
+    return hf_model
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -120,23 +120,23 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
         tie_embeddings=tied,
         moe=replace(moe, router=replace(moe.router, renormalize=renormalize)),
     )
-    ours = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
-    theirs = hf_model(spec, ours)
+    model = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
+    hf_model = build_hf_model(spec, model)
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -1
-    out = ours(build_micro_batch(ours._runtime, inputs, targets, None))
+    out = model(build_micro_batch(model._runtime, inputs, targets, None))
     out.nll.sum().backward()
-    logits = theirs(inputs).logits
+    logits = hf_model(inputs).logits
     nll = nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
     )
     nll.sum().backward()
     torch.testing.assert_close(out.nll, nll, rtol=1e-5, atol=1e-5)
-    expected = dict(theirs.named_parameters())
-    for slot in list_parameters(ours):
-        assert slot.parameter.grad is not None, slot.name
-        for name, grad in to_hf_names(slot.name, slot.parameter.grad).items():
+    expected = dict(hf_model.named_parameters())
+    for parameter in list_parameters(model):
+        assert parameter.parameter.grad is not None, parameter.name
+        for name, grad in to_hf_names(parameter.name, parameter.parameter.grad).items():
             reference = expected[name].grad
             assert reference is not None
             error = (grad - reference).norm() / reference.norm()
@@ -144,8 +144,7 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
 
 
 def test_a_depth_predicts_the_token_after_the_next() -> None:
-    """The formula of DeepSeek-V3 (arXiv 2412.19437, 21-25) written out, on the layer that is tested
-    above."""
+    """By the formula of DeepSeek-V3 (arXiv 2412.19437, 21-25) on the layer that is tested above."""
     spec = replace(MODEL, mtp_layers=1)
     model = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
@@ -153,45 +152,41 @@ def test_a_depth_predicts_the_token_after_the_next() -> None:
     targets[0, :5] = -1
     out = model(build_micro_batch(model._runtime, inputs, targets, None))
 
-    def normed(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+    def apply_norm(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * norm.weight
 
     depth = model.mtp["0"]
     ahead = model.embedding.weight[inputs[:, 1:]]  # of the next token; the last position has none
     hidden = out.hidden_tH.unflatten(0, inputs.shape)[:, :-1]
-    joined = torch.cat((normed(ahead, depth.embed_norm), normed(hidden, depth.hidden_norm)), -1)
+    joined = torch.cat(
+        (apply_norm(ahead, depth.embed_norm), apply_norm(hidden, depth.hidden_norm)), -1
+    )
     x = (joined @ depth.proj.weight.T).flatten(0, 1)
-    for_layer = nn.functional.pad(x.unflatten(0, (3, 31)), (0, 0, 0, 1)).flatten(
-        0, 1
-    )  # the model's length
-    x = depth.layer(None, model._contexts.build(3, None, None), for_layer)[0].unflatten(0, (3, 32))[
-        :, :-1
-    ]
-    logits = normed(x, depth.final_norm) @ model.head.weight.T
-    wanted = nn.functional.cross_entropy(
+    padded = nn.functional.pad(x.unflatten(0, (3, 31)), (0, 0, 0, 1)).flatten(0, 1)
+    context = model._contexts.build(3, None, None)
+    x = depth.layer(None, context, padded)[0].unflatten(0, (3, 32))[:, :-1]
+    logits = apply_norm(x, depth.final_norm) @ model.head.weight.T
+    expected = nn.functional.cross_entropy(
         logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-1, reduction="sum"
     )
-    torch.testing.assert_close(out.mtp_nll, wanted)
+    torch.testing.assert_close(out.mtp_nll, expected)
 
 
-def test_the_model_holds_the_inventory() -> None:
-    """Two independent lists of the same parameters: what the planner counts and what the engine
-    builds."""
+def test_the_model_has_the_parameters_that_the_planner_counts() -> None:
+    """The planner and the engine list the same parameters independently."""
     for tied in (False, True):
         spec = replace(MODEL, tie_embeddings=tied, mtp_layers=2 * tied)
         model = single_process_model(spec, workload(DataSpec()))
-        built = [
-            (slot.name, tuple(slot.parameter.shape), slot.module) for slot in list_parameters(model)
-        ]
+        built = [(p.name, tuple(p.parameter.shape), p.module) for p in list_parameters(model)]
         listed = [(p.name, p.shape, p.module) for p in parameters(spec)]
         assert sorted(built) == sorted(listed)
         assert [name for name, _, _ in built] == [p.name for p in parameters(spec)]
-        experts = {slot.name for slot in list_parameters(model) if ".experts." in slot.name}
+        experts = {p.name for p in list_parameters(model) if ".experts." in p.name}
         assert experts == {p.name for p in parameters(spec) if p.is_expert}
         # Drawn by name: no two matrices alike, layers of one shape neither.
         drawn = [
-            slot.parameter.detach().flatten()[:8].tolist()
-            for slot in list_parameters(model)
-            if len(slot.parameter.shape) > 1
+            p.parameter.detach().flatten()[:8].tolist()
+            for p in list_parameters(model)
+            if len(p.parameter.shape) > 1
         ]
         assert len({tuple(values) for values in drawn}) == len(drawn)

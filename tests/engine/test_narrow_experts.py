@@ -27,28 +27,26 @@ assert MODEL.moe is not None
 NARROW = replace(MODEL, moe=replace(MODEL.moe, latent_size=12, shared_ffn_size=16))
 
 
-def layer() -> MoeLayer:
-    """One process, weights drawn wide."""
-    books = Counters()
-    run = Runtime(
+def build_layer() -> MoeLayer:
+    """Build a layer of one process, weights drawn wide."""
+    counters = Counters()
+    runtime = Runtime(
         model=NARROW,
         workload=workload(DataSpec()),
-        mesh=build_mesh(Layout(world_size=1), 0, books),
-        counters=books,
+        mesh=build_mesh(Layout(world_size=1), 0, counters),
+        counters=counters,
         weight_grads=WeightGradStore(),
-        saved_tensors=SavedTensorManager(books, replaces_tensors=False),
+        saved_tensors=SavedTensorManager(counters, replaces_tensors=False),
         device=torch.device("cpu"),
         kernels=TorchKernels(),
     )
-    made, draws = MoeLayer(run, 2), torch.Generator().manual_seed(0)
-    for module in made.modules():
+    layer = MoeLayer(runtime, 2)
+    generator = torch.Generator().manual_seed(0)
+    for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(
-                module,
-                name,
-                torch.nn.Parameter(0.5 * torch.randn(parameter.shape, generator=draws)),
-            )
-    return made
+            value = 0.5 * torch.randn(parameter.shape, generator=generator)
+            setattr(module, name, torch.nn.Parameter(value))
+    return layer
 
 
 def silu_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -56,7 +54,7 @@ def silu_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torc
 
 
 def test_a_layer_equals_the_plain_formula() -> None:
-    moe = layer()
+    moe = build_layer()
     assert moe.latent is not None
     assert moe.shared is not None
     x = torch.randn(
@@ -67,38 +65,37 @@ def test_a_layer_equals_the_plain_formula() -> None:
     best, chosen = probs.topk(MODEL.moe.router.top_k, -1)  # type: ignore[union-attr]
     best = best / best.sum(-1, keepdim=True)
     narrow = x @ moe.latent.down.weight.T
-    each = [
+    expert_outputs = [
         silu_mlp(narrow, moe.experts.gate_up.weight[e], moe.experts.down.weight[e])
         for e in range(MODEL.moe.experts)  # type: ignore[union-attr]
     ]
     mixed = sum(
-        best[:, slot, None] * torch.stack(each)[chosen[:, slot], torch.arange(32)]
+        best[:, slot, None] * torch.stack(expert_outputs)[chosen[:, slot], torch.arange(32)]
         for slot in range(2)
     )
     shared = silu_mlp(x, moe.shared.gate_up.weight, moe.shared.down.weight)
-    wanted = mixed @ moe.latent.up.weight.T + shared
+    expected = mixed @ moe.latent.up.weight.T + shared
     # Sums of large numbers that cancel: the error is of the output's size, not of each number's.
-    assert (out - wanted).norm() <= 1e-6 * wanted.norm()
+    assert (out - expected).norm() <= 1e-6 * expected.norm()
     weights = [
         moe.latent.down.weight,
         moe.latent.up.weight,
         moe.experts.gate_up.weight,
         moe.router.weight,
     ]
-    for ours, plain in zip(
-        torch.autograd.grad(out.square().sum(), weights, retain_graph=True),
-        torch.autograd.grad(wanted.square().sum(), weights),
-        strict=True,
-    ):
-        assert (ours - plain).norm() <= 3e-5 * plain.norm()
+    gradients = torch.autograd.grad(out.square().sum(), weights, retain_graph=True)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), weights)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - expected_gradient).norm() <= 3e-5 * expected_gradient.norm()
 
 
 def test_what_a_narrower_space_takes() -> None:
-    """Two projections [12,32] more a layer with experts, and experts of 12 columns instead of
-    32."""
+    """A layer has two more projections [12,32], and experts of 12 columns instead of 32."""
     plain = replace(NARROW, moe=replace(NARROW.moe, latent_size=0))  # type: ignore[type-var]
-    moe, layers, h = plain.moe, sum(plain.moe_layers), plain.hidden_size
+    moe = plain.moe
     assert moe is not None
+    layers = sum(plain.moe_layers)
+    h = plain.hidden_size
     fewer = 3 * moe.ffn_size * (h - 12)
     projections = 2 * 12 * h
     assert count_parameters(NARROW).total - count_parameters(plain).total == layers * (

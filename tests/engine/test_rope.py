@@ -35,8 +35,8 @@ def hf_frequencies(
         rope_parameters=parameters, head_dim=dim, hidden_size=4 * dim, num_attention_heads=4,
         max_position_embeddings=163840, standardize_rope_params=lambda: None, per_layer_config={},
     )  # fmt: skip
-    found: tuple[torch.Tensor, float] = utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return found
+    frequencies, factor = utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies, factor
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def hf_frequencies(
     ],
 )
 def test_frequencies_and_magnitude(kind: str, table: dict[str, Any], spec: RopeSpec) -> None:
-    wanted, factor = hf_frequencies(kind, table, spec.theta, 64)
-    found, ours = rope_frequencies(spec, 64, rounded=table.get("truncate", True))
-    torch.testing.assert_close(found.float(), wanted, rtol=1e-5, atol=0)
-    assert ours == pytest.approx(factor)
+    expected, expected_factor = hf_frequencies(kind, table, spec.theta, 64)
+    frequencies, factor = rope_frequencies(spec, 64, rounded=table.get("truncate", True))
+    torch.testing.assert_close(frequencies.float(), expected, rtol=1e-5, atol=0)
+    assert factor == pytest.approx(expected_factor)
 
 
 def test_latent_attention_scales_its_softmax_under_yarn() -> None:
-    """DeepSeek-V3: 0.1 ln 40 + 1 = 1.369, squared."""
+    """DeepSeek-V3 scales by 0.1 ln 40 + 1 = 1.369, squared."""
     deepseek = RopeSpec(scaling="yarn", factor=40.0, original_max_position=4096, mscale_all_dim=1.0)
     assert softmax_factor(deepseek) == pytest.approx(1.3689**2, rel=1e-4)
     assert softmax_factor(RopeSpec()) == 1.0

@@ -229,17 +229,18 @@ def gradients(
         value = draw_initial_value(parameter, runtime)
         return torch.zeros_like(value) if flat and "router" in parameter.name else value
 
-    state = build_train_state(
-        Job(model=MODEL, workload=work, layout=chosen),
-        batches(MODEL),
-        rank=0,
-        device=torch.device("cpu"),
-        initial_value=initial,
+    job = Job(
+        model=MODEL,
+        workload=replace(WORK, loss=loss),
+        layout=parse_layout(layout, world_size=1),
     )
-    forward_backward(job, PhaseClock(), step=1)
+    state = build_train_state(
+        job, batches(MODEL), rank=0, device=torch.device("cpu"), initial_value=draw_value
+    )
+    forward_backward(state, PhaseClock(), step=1)
     return {
-        (piece.name, piece.offsets): piece.tensor.clone()
-        for piece in job.optimizer.gradient_shards()
+        (shard.name, shard.offsets): shard.tensor.clone()
+        for shard in state.optimizer.gradient_shards()
     }
 
 

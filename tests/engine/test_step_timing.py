@@ -5,7 +5,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.run import GroupWait, HostTime, RankTiming
 
 
-def pace(rank: int, **seconds: float) -> RankTiming:
+def rank_timing(rank: int, **seconds: float) -> RankTiming:
     waits = tuple(GroupWait(group=group, seconds=spent) for group, spent in seconds.items())
     return RankTiming(rank=rank, steps=3, phases=(), waits=waits, host=HostTime())
 
@@ -13,16 +13,16 @@ def pace(rank: int, **seconds: float) -> RankTiming:
 def test_of_every_call_what_its_last_rank_waited() -> None:
     layout = Layout(world_size=2, ep=2)
     calls = [[{"ep": [100, 900]}] * 3, [{"ep": [800, 200]}] * 3]
-    first, second = add_links(layout, [pace(0, ep=1e-3), pace(1, ep=1e-3)], calls)
+    first, second = add_links(layout, [rank_timing(0, ep=1e-3), rank_timing(1, ep=1e-3)], calls)
     assert first.links == second.links == (GroupWait(group="ep", seconds=3e-4),)
 
 
 def test_groups_meet_by_themselves_and_neighbours_of_a_pipeline_never() -> None:
     layout = Layout(world_size=8, pp=2, ep=2)
-    paces = [pace(rank, ep=1.0, pp=1.0) for rank in range(8)]
+    timings = [rank_timing(rank, ep=1.0, pp=1.0) for rank in range(8)]
     calls = [[{"ep": [1000 * (rank // 2 + 1)], "pp": [5]}] for rank in range(8)]
-    found = add_links(layout, paces, calls)
-    assert [each.links[0].seconds for each in found] == [
+    linked = add_links(layout, timings, calls)
+    assert [timing.links[0].seconds for timing in linked] == [
         1e-3,
         1e-3,
         2e-3,
@@ -32,10 +32,12 @@ def test_groups_meet_by_themselves_and_neighbours_of_a_pipeline_never() -> None:
         4e-3,
         4e-3,
     ]
-    assert {link.group for each in found for link in each.links} == {"ep"}
+    assert {link.group for timing in linked for link in timing.links} == {"ep"}
 
 
 def test_ranks_that_do_not_tell_the_same_calls_tell_no_link() -> None:
     layout = Layout(world_size=2, ep=2)
     calls = [[{"ep": [100, 900]}], [{"ep": [800]}]]
-    assert add_links(layout, [pace(0, ep=1e-3), pace(1, ep=1e-3)], calls)[0].links == ()
+    assert (
+        add_links(layout, [rank_timing(0, ep=1e-3), rank_timing(1, ep=1e-3)], calls)[0].links == ()
+    )

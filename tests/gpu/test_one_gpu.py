@@ -19,6 +19,7 @@ import tiny_jobs
 from benchmarks import overhead
 from layout_proof import WORK, batches
 from moewright.engine.comm import collectives
+from moewright.engine.kernels.attention import AttentionMask
 from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.counters import Counters
@@ -40,7 +41,7 @@ _BF16_EPS = 2.0**-8
 
 
 def first_gradients(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
-    """Loss and gradients of the first step, left in `folder`."""
+    """Leave the loss and gradients of the first step in `folder`."""
     device = init_distributed(seat)
     job = build_train_state(
         plan_job(plan),
@@ -59,7 +60,7 @@ def first_gradients(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
 def gradients(
     precision: Dtype, device: DeviceKind, folder: Path, kernels: FusedKernels = FusedKernels.AUTO
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """With given experts: rounding sends no token elsewhere."""
+    """Return the loss and gradients with forced experts: rounding sends no token elsewhere."""
     folder.mkdir()
     router = RouterTraining(force=RouterForce.BALANCED)
     work = replace(WORK, precision=precision, router=router, fused_kernels=kernels)
@@ -99,13 +100,13 @@ def test_fused_kernels_have_the_gradients_of_the_reference(tmp_path: Path) -> No
 
 
 def test_windows_and_sinks_on_the_gpu_are_those_of_the_cpu() -> None:
-    """The kernel of runs has windows of its own; a CPU masks them."""
+    """The kernel of segments has windows of its own; a CPU masks them."""
     dice = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, 64, heads, 32, generator=dice) for heads in (4, 2, 2, 4))
     found = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         inputs = [x.to(device, dtype).requires_grad_() for x in (q, k, v, torch.ones(4))]
-        out = CausalAttention.apply(*inputs, None, 6, Counters())
+        out = CausalAttention.apply(*inputs, AttentionMask(window=6), Counters())
         out.backward(grad.to(device, dtype))
         found.append([x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in inputs))])
     for wanted, ours in zip(*found, strict=True):
@@ -113,7 +114,7 @@ def test_windows_and_sinks_on_the_gpu_are_those_of_the_cpu() -> None:
 
 
 def all_reduce_over_nccl(path: Path, seat: RankContext) -> RankOutcome:
-    """A group of one rank that NCCL made, and the sum over it."""
+    """Sum over a group of one rank that NCCL made."""
     device = init_distributed(seat)
     collectives.join_world(
         rank=0, world_size=1, store=seat.open_store(), backend="nccl", timeout_s=60.0

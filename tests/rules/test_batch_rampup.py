@@ -1,5 +1,4 @@
-"""Growing global batches: Megatron-LM's sizes, every sample once and in order, and whole
-micro-batches."""
+"""Growing global batches: Megatron-LM's sizes, samples once and in order, whole micro-batches."""
 
 from __future__ import annotations
 
@@ -19,10 +18,14 @@ def growing(start: int, increment: int, samples: int, full: int) -> Workload:
     return Workload(seq_len=32, global_batch=full, ramp=ramp)
 
 
-def megatrons(work: Workload, consumed: int) -> int:
-    """megatron/core/num_microbatches_calculator.py,
-    RampupBatchsizeNumMicroBatchesCalculator.update."""
-    ramp, full = work.ramp, work.global_batch
+def megatron_batch_size(work: Workload, consumed: int) -> int:
+    """Return the global batch as Megatron-LM calculates it.
+
+    Source: RampupBatchsizeNumMicroBatchesCalculator.update in
+    megatron/core/num_microbatches_calculator.py.
+    """
+    ramp = work.ramp
+    full = work.global_batch
     increments = (full - ramp.ramp_start) // ramp.ramp_increment
     per_increment = ramp.ramp_samples / increments if increments else 0.0
     if consumed > ramp.ramp_samples or not increments or not per_increment:
@@ -49,7 +52,8 @@ def test_sizes_are_megatrons_and_samples_follow_each_other(
     for step in range(400):
         batch = step_samples(work, step)
         assert batch.first == consumed
-        assert batch.size == megatrons(work, consumed) == workload_at_step(work, step).global_batch
+        assert batch.size == megatron_batch_size(work, consumed)
+        assert batch.size == workload_at_step(work, step).global_batch
         consumed += batch.size
     assert batch.size == full
 
@@ -60,12 +64,13 @@ def test_without_a_ramp_batches_are_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "increment", "said"),
+    ("start", "increment", "message"),
     [
         (
             6,
             4,
-            "workload.ramp_start=6: must be a multiple of mbs * dp = 4 up to global_batch=16; nearest legal value: 4",
+            "workload.ramp_start=6: must be a multiple of mbs * dp = 4 up to global_batch=16; "
+            "nearest legal value: 4",
         ),
         (
             4,
@@ -76,12 +81,12 @@ def test_without_a_ramp_batches_are_alike() -> None:
     ],
 )
 def test_batches_that_are_no_whole_micro_batches_are_refused(
-    start: int, increment: int, said: str
+    start: int, increment: int, message: str
 ) -> None:
     layout = Layout(world_size=2, mbs=2)
     work = growing(start, increment, 64, 16)
     (reason,) = check_legality(moe_model(), work, layout)
-    assert str(reason).startswith(said)
+    assert str(reason).startswith(message)
     assert not check_legality(
         moe_model(), replace(work, ramp=replace(work.ramp, ramp_start=4, ramp_increment=4)), layout
     )

@@ -29,7 +29,7 @@ def test_every_rank_attends_as_many_pairs(cp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cp", "exchange", "wanted"),
+    ("cp", "exchange", "expected"),
     [
         (8, CpComm.P2P, (1, 8)),
         (8, CpComm.ALL_GATHER, (1, 8)),
@@ -42,17 +42,18 @@ def test_every_rank_attends_as_many_pairs(cp: int) -> None:
     ],
 )
 def test_which_ranks_exchange_heads_and_which_keys(
-    cp: int, exchange: CpComm, wanted: tuple[int, int]
+    cp: int, exchange: CpComm, expected: tuple[int, int]
 ) -> None:
-    assert cp_factors(Layout(world_size=cp, cp=cp, cp_comm=exchange)) == wanted
+    assert cp_factors(Layout(world_size=cp, cp=cp, cp_comm=exchange)) == expected
 
 
 @pytest.mark.parametrize(("cp", "heads"), [(4, 2), (8, 2), (16, 4)])
 def test_the_tokens_of_ranks_that_exchange_heads_are_an_early_and_a_late_run(
     cp: int, heads: int
 ) -> None:
-    """They are to the ranks between which keys go what the tokens of one rank are to all ranks."""
-    length, rings = 64, cp // heads
+    """Their ranks together are laid out like one rank of the ring between which keys travel."""
+    length = 64
+    rings = cp // heads
     for ring in range(rings):
         parts = [rank_positions(length, cp, ring * heads + place) for place in range(heads)]
         chunks = [early for early, _ in parts] + [late for _, late in reversed(parts)]

@@ -1,5 +1,4 @@
-"""What the engine does not run, or not for a model, is refused with the field, the rule and what
-would do."""
+"""What the engine does not run is refused with the field, the rule and the nearest choice."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from moewright.spec.workload import DataSpec, Dtype
 from tiny_jobs import MODEL, workload
 
 
-def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
+def refusals(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
     work = workload(DataSpec(), precision=precision)
     chosen = parse_layout(layout, world_size=8)
     assert not check_legality(MODEL, work, chosen)
@@ -40,22 +39,22 @@ def said(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
     ],
 )
 def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
-    assert said(layout) == []
+    assert refusals(layout) == []
 
 
 @pytest.mark.parametrize(("precision", "refused"), [(Dtype.FP32, False), (Dtype.BF16, True)])
 def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refused: bool) -> None:
     """16 / 4 columns are 16 bytes in fp32 and 8 in bf16."""
-    found = said("etp4", precision=precision)
-    assert bool(found) is refused
-    assert all(
-        "layout.etp=4: leaves 4 of an expert's width; must be a multiple of 8" in reason
-        for reason in found
-    )
+    reasons = refusals("etp4", precision=precision)
+    assert bool(reasons) is refused
+    rule = "layout.etp=4: leaves 4 of an expert's width; must be a multiple of 8"
+    assert all(rule in reason for reason in reasons)
 
 
 def test_what_is_not_built_is_refused() -> None:
-    assert said("graphs=attn")[0].startswith("layout.graphs=attn: the engine does not run this yet")
+    assert refusals("graphs=attn")[0].startswith(
+        "layout.graphs=attn: the engine does not run this yet"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,24 +79,27 @@ def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
 def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
     kind: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (missing,) = said(f"ep4,dispatcher={kind}", precision=Dtype.BF16)
+    (missing,) = refusals(f"ep4,dispatcher={kind}", precision=Dtype.BF16)
     assert missing.startswith(f"layout.dispatcher={kind}: needs the package deep_ep ")
     assert missing.endswith("which is not installed; nearest legal value: dedup")
     stand_in_deep_ep.install(monkeypatch)
-    assert said(f"ep4,dispatcher={kind}", precision=Dtype.BF16) == []
-    assert said(f"ep4,dispatcher={kind}") == [
+    assert refusals(f"ep4,dispatcher={kind}", precision=Dtype.BF16) == []
+    assert refusals(f"ep4,dispatcher={kind}") == [
         f"train.precision=fp32: moves bf16 rows with dispatcher={kind}; nearest legal value: bf16"
     ]
     assert (
-        "dispatches whole experts" in said(f"ep4,etp2,dispatcher={kind}", precision=Dtype.BF16)[0]
+        "dispatches whole experts"
+        in refusals(f"ep4,etp2,dispatcher={kind}", precision=Dtype.BF16)[0]
     )
     monkeypatch.delitem(sys.modules, package)
     assert (
-        f"needs the package {package} " in said(f"ep4,dispatcher={kind}", precision=Dtype.BF16)[0]
+        f"needs the package {package} "
+        in refusals(f"ep4,dispatcher={kind}", precision=Dtype.BF16)[0]
     )
 
 
 def test_a_part_of_the_optimizer_is_not_offloaded_yet() -> None:
-    assert said("offload=optimizer0.5") == [
-        "layout.offload=optimizer0.5: the engine does not run this yet; nearest legal value: optimizer1"
+    assert refusals("offload=optimizer0.5") == [
+        "layout.offload=optimizer0.5: the engine does not run this yet; "
+        "nearest legal value: optimizer1"
     ]

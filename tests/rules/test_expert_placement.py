@@ -1,4 +1,4 @@
-"""Placements of experts: even packing, replicas, and what of them a plan and a layout say."""
+"""Expert placements: balanced packing, replicas, and what plans and layouts tell of them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WORK = Workload(seq_len=32, global_batch=8, load_histogram=(HOT, (1,) * 8))
 def loads(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
     ep = draw(st.sampled_from((1, 2, 4, 8)))
     local = draw(st.integers(1, 8))
-    return tuple(
-        draw(st.lists(st.integers(0, 10**6), min_size=ep * local, max_size=ep * local))
-    ), ep
+    experts = ep * local
+    counts = draw(st.lists(st.integers(0, 10**6), min_size=experts, max_size=experts))
+    return tuple(counts), ep
 
 
 @given(loads())
@@ -33,17 +33,16 @@ def test_a_balanced_placement_holds_every_expert_once_and_is_never_worse_than_bl
     counts, ep = load
     slots = expert_placement.place_balanced(counts, ep)
     assert sorted(slots) == list(range(len(counts)))
-    even, blocks = (
-        expert_placement.balanced_slot_loads(counts, ep),
-        expert_placement.rank_load_factor(counts, ep),
-    )
-    assert expert_placement.rank_load_factor(even, ep) <= blocks
+    slot_loads = expert_placement.balanced_slot_loads(counts, ep)
+    contiguous = expert_placement.rank_load_factor(counts, ep)
+    assert expert_placement.rank_load_factor(slot_loads, ep) <= contiguous
     if sum(counts):
-        # Greedy by size: the hottest rank is over the mean by no more than one expert's load.
-        assert max(expert_placement.rank_loads(even, ep)) <= max(
-            sum(counts) / ep + max(counts),
-            0 if slots != tuple(range(len(counts))) else max(counts) * len(counts),
-        )
+        # Greedy by size: the hottest rank is over the mean by no more than one expert's load,
+        # unless contiguous blocks were better.
+        bound = sum(counts) / ep + max(counts)
+        if slots == tuple(range(len(counts))):
+            bound = max(bound, max(counts) * len(counts))
+        assert max(expert_placement.rank_loads(slot_loads, ep)) <= bound
 
 
 @given(loads(), st.integers(1, 3))
@@ -51,14 +50,15 @@ def test_replicas_fill_every_slot_and_leave_no_expert_out(
     load: tuple[tuple[int, ...], int], spare: int
 ) -> None:
     counts, ep = load
-    found = expert_placement.place_with_replicas(counts, ep, spare)
-    assert len(found.slots) == len(counts) + spare * ep
-    assert set(found.slots) == set(range(len(counts)))
+    placement = expert_placement.place_with_replicas(counts, ep, spare)
+    slots = placement.slots
+    assert len(slots) == len(counts) + spare * ep
+    assert set(slots) == set(range(len(counts)))
     if sum(counts):
-        room = len(found.slots) // ep
-        share = [counts[expert] / found.slots.count(expert) for expert in found.slots]
-        of_rank = [sum(share[rank * room : (rank + 1) * room]) for rank in range(ep)]
-        assert abs(found.load_factor - max(of_rank) * ep / sum(counts)) < 1e-9
+        local = len(slots) // ep
+        share = [counts[expert] / slots.count(expert) for expert in slots]
+        rank_loads = [sum(share[rank * local : (rank + 1) * local]) for rank in range(ep)]
+        assert abs(placement.load_factor - max(rank_loads) * ep / sum(counts)) < 1e-9
 
 
 @given(loads(), st.integers(1, 3), st.data())
@@ -70,17 +70,16 @@ def test_every_replica_gets_what_its_owner_sends_and_every_row_one_slot(
     own = len(counts) // ep
     sent = []
     for rank in range(ep):
-        copies = expert_placement.plan_replica_exchange(slots, ep, rank, spare)
-        assert all(slot < own for slot in copies.sent_slots)
-        mine = expert_placement.rank_experts(slots, ep, rank)
-        sent.append(iter([mine[slot] for slot in copies.sent_slots]))
-        assert copies.receive_counts == tuple(
+        exchange = expert_placement.plan_replica_exchange(slots, ep, rank, spare)
+        assert all(slot < own for slot in exchange.sent_slots)
+        experts = expert_placement.rank_experts(slots, ep, rank)
+        sent.append(iter([experts[slot] for slot in exchange.sent_slots]))
+        assert exchange.receive_counts == tuple(
             expert_placement.plan_replica_exchange(slots, ep, other, spare).send_counts[rank]
             for other in range(ep)
         )
-    for rank in range(
-        ep
-    ):  # what comes is in the order of owners, and fills the slots as they stand
+    # What comes is in the order of owners, and fills the slots in order.
+    for rank in range(ep):
         receive = expert_placement.plan_replica_exchange(slots, ep, rank, spare).receive_counts
         assert [next(sent[other]) for other in range(ep) for _ in range(receive[other])] == list(
             expert_placement.rank_experts(slots, ep, rank)[own:]
@@ -91,40 +90,31 @@ def test_every_replica_gets_what_its_owner_sends_and_every_row_one_slot(
     ]
     rows = routing.slot_rows(sources, slots)
     for expert in range(len(counts)):
-        of_expert = [count for slot, count in zip(slots, rows, strict=True) if slot == expert]
-        assert sum(of_expert) == sum(of_source[expert] for of_source in sources)
-        assert max(of_expert) - min(of_expert) <= ep  # each source is even but for one row
+        slot_rows = [count for slot, count in zip(slots, rows, strict=True) if slot == expert]
+        assert sum(slot_rows) == sum(counts[expert] for counts in sources)
+        assert max(slot_rows) - min(slot_rows) <= ep  # each source is even but for one row
 
 
 def test_one_flooded_expert_is_beyond_packing_and_shared_by_replicas() -> None:
     flooded = (1000, 0, 0, 0, 0, 0, 0, 0)
-    assert (
-        expert_placement.rank_load_factor(expert_placement.balanced_slot_loads(flooded, 4), 4)
-        == 4.0
-    )
+    packed = expert_placement.balanced_slot_loads(flooded, 4)
+    assert expert_placement.rank_load_factor(packed, 4) == 4.0
     assert expert_placement.place_with_replicas(flooded, 4, 1).load_factor == 1.0
     assert expert_placement.place_with_replicas((0,) * 8, 4, 1).load_factor == 1.0
 
 
 def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain() -> None:
     work = replace(WORK, routing=Routing.MEASURED)
-    blocks, even = (
-        parse_layout(text, world_size=2) for text in ("ep2", "ep2,expert_placement=balanced")
-    )
-    assert routing.expected_load_factor(MODEL, work, blocks) == (1430 / 1382.5 + 1) / 2
+    contiguous = parse_layout("ep2", world_size=2)
+    even = parse_layout("ep2,expert_placement=balanced", world_size=2)
     replicas = replace(even, spare=2)
-    assert routing.expected_load_factor(MODEL, work, replicas) < routing.expected_load_factor(
-        MODEL, work, even
-    )
-    assert expert_placement.slot_experts(MODEL, WORK, replicas, 2)[:4] == (
-        0,
-        1,
-        2,
-        3,
-    )  # its own; then two of the other rank
-    assert routing.expected_load_factor(MODEL, work, even) < routing.expected_load_factor(
-        MODEL, work, blocks
-    )
+    load_factors = [
+        routing.expected_load_factor(MODEL, work, layout) for layout in (replicas, even, contiguous)
+    ]
+    assert load_factors[0] < load_factors[1] < load_factors[2]
+    assert load_factors[2] == (1430 / 1382.5 + 1) / 2
+    # The first rank's own experts come first; then two replicas of the other rank's.
+    assert expert_placement.slot_experts(MODEL, WORK, replicas, 2)[:4] == (0, 1, 2, 3)
     assert expert_placement.slot_experts(MODEL, WORK, even, 2) == tuple(range(8))  # even already
     assert "1.02 x the mean in contiguous blocks" in expert_placement.describe_placements(WORK, 2)
 

@@ -15,7 +15,7 @@ from moewright.spec.model import ModelSpec
 QWEN = catalogue.model("Qwen3-235B-A22B")
 
 
-def whole(model: ModelSpec, tokens: int) -> flops.RankShare:
+def whole_share(model: ModelSpec, tokens: int) -> flops.RankShare:
     depths = model.mtp_layers if model.moe_layers[-1] else 0
     top_k = model.moe.router.top_k if model.moe else 0
     return flops.RankShare(
@@ -46,9 +46,10 @@ def test_full_scores_would_add_what_the_convention_trap_says() -> None:
 )
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_rank_shares_add_up(name: str, tp: int) -> None:
-    """TP ranks, two pipeline halves and two halves of the tokens together do the work of the whole
-    model."""
-    model, seq, etp = catalogue.model(name), 2048, 2 if tp > 1 else 1
+    """TP ranks, two pipeline halves and two halves of the tokens together make up the model."""
+    model = catalogue.model(name)
+    seq = 2048
+    etp = 2 if tp > 1 else 1
     layout = Layout(world_size=tp, tp=tp, sp=tp > 1, etp=etp)
     half = model.layers // 2
     total = 0
@@ -64,17 +65,16 @@ def test_rank_shares_add_up(name: str, tp: int) -> None:
             head=last,
             mtp=depths,
         )
-        total += (
-            2
-            * tp
-            * flops.total_model_flops(flops.train_flop_rows(model, layout, share, seq_len=seq))
-        )
+        rows = flops.train_flop_rows(model, layout, share, seq_len=seq)
+        total += 2 * tp * flops.total_model_flops(rows)
     assert total == pytest.approx(flops.model_flops_per_token(model, seq) * seq, rel=1e-9)
 
 
 def test_rows_name_every_module_once_and_keep_the_router_apart() -> None:
     model = catalogue.model("DeepSeek-V3")
-    rows = flops.train_flop_rows(model, Layout(world_size=1), whole(model, 4096), seq_len=4096)
+    rows = flops.train_flop_rows(
+        model, Layout(world_size=1), whole_share(model, 4096), seq_len=4096
+    )
     keys = [(row.op, row.module) for row in rows]
     assert len(set(keys)) == len(keys)
     assert keys == sorted(keys)
@@ -86,7 +86,7 @@ def test_rows_name_every_module_once_and_keep_the_router_apart() -> None:
 
 
 def test_actual_rows_count_not_expected_ones() -> None:
-    share = whole(QWEN, 1024)
+    share = whole_share(QWEN, 1024)
     busy = replace(share, routed_rows=share.routed_rows + 100)
     layout = Layout(world_size=1)
     more = flops.total_model_flops(flops.train_flop_rows(QWEN, layout, busy, seq_len=1024))
@@ -95,7 +95,7 @@ def test_actual_rows_count_not_expected_ones() -> None:
 
 
 def test_forward_is_a_third() -> None:
-    share = whole(QWEN, 512)
+    share = whole_share(QWEN, 512)
     forward = flops.forward_flop_rows(QWEN, Layout(world_size=1), share, seq_len=512)
     both = flops.train_flop_rows(QWEN, Layout(world_size=1), share, seq_len=512)
     assert [3 * row.flops for row in forward] == [row.flops for row in both]
@@ -103,10 +103,11 @@ def test_forward_is_a_third() -> None:
 
 
 def test_window_saves_what_it_does_not_attend() -> None:
-    """The first queries attend fewer than a window has, each itself by half; a long enough one is
-    none."""
+    """The first queries attend fewer keys than the window; a window as long as the text is none."""
     model = catalogue.model("gpt-oss-20b")
-    seq, window, heads = 1024, 128, 64
+    seq = 1024
+    window = 128
+    heads = 64
     windowed = flops.attention_flops(model, 0, seq, seq)
     assert windowed == heads * (64 + 64) * sum(
         2 * min(query + 1, window) - 1 for query in range(seq)
@@ -118,9 +119,9 @@ def test_window_saves_what_it_does_not_attend() -> None:
 
 
 def test_documents_take_from_attention_alone() -> None:
-    """A share of the pairs is that share of the scores; a window that sees less than the documents
-    stays."""
-    seq, scores = 4096, 6 * 8192 * 4096 * 94
+    """A share of the pairs is that share of the scores; a shorter window keeps its own pairs."""
+    seq = 4096
+    scores = 6 * 8192 * 4096 * 94
     causal, bounded = (
         flops.model_flops_per_token(QWEN, seq, attended_share=share) for share in (1.0, 0.25)
     )

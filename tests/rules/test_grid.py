@@ -92,8 +92,7 @@ def test_nodes_cut_the_expert_axis() -> None:
 def test_a_fabric_gives_the_nodes_of_the_expert_axis(
     domain: int, etp: int, ep: int, node: int
 ) -> None:
-    """As many ranks as lie in one fast domain, wherever the group starts; none where the group
-    spans no two."""
+    """A node is the ranks in one fast domain; there are no nodes where a group spans no two."""
     layout = Layout(world_size=etp * ep, etp=etp, ep=ep, dispatcher=DispatcherKind.DEDUP)
     assert with_fabric_nodes(layout, domain).ep_node == node
     named = replace(layout, ep_node=2)

@@ -453,7 +453,7 @@ def test_overlapping_expert_exchange_looks_at_precision_and_mtp() -> None:
     assert "one MTP layer" in only(layout, model=moe_model(mtp=2)).rule
 
 
-def test_every_broken_rule_is_said() -> None:
+def test_every_broken_rule_is_reported() -> None:
     layout = Layout(world_size=8, tp=3, ep=3, vpp=2, overlap=(Overlap.PARAM,))
     fields = {reason.field for reason in broken(layout)}
     assert fields >= {"layout.tp", "layout.ep", "layout.sp", "layout.overlap"}

@@ -178,14 +178,13 @@ def test_decay_is_for_matrices() -> None:
 
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
 def test_shards_of_a_grid_add_up(attention: AttentionSpec) -> None:
-    """Over tp (dense) or etp x ep (experts), shards hold a matrix once, and a replicated tensor on
-    every rank."""
+    """Over tp or etp x ep, shards hold a matrix once, and a replicated tensor on every rank."""
     model = replace(MODEL, attention=attention, mtp_layers=1)
     layout = Layout(world_size=8, tp=4, sp=True, ep=4, etp=2)
     for param in parameters.parameters(model):
         local = prod(shards.local_shape(param, layout))
-        ways = prod({"tp": 4, "ep": 4, "etp": 2}[axis] for axis, _ in param.sharded_dims)
-        assert local * ways == param.numel, param.name
+        shard_count = prod({"tp": 4, "ep": 4, "etp": 2}[axis] for axis, _ in param.sharded_dims)
+        assert local * shard_count == param.numel, param.name
         assert {axis for axis, _ in param.sharded_dims} <= (
             {"ep", "etp"} if param.is_expert else {"tp"}
         )
@@ -234,15 +233,17 @@ def test_shared_embeddings_stand_where_they_are_used() -> None:
     ["tp2,ep8,pp32", "tp2,ep8,pp8", "tp4,ep8,pp8", "tp2,ep32,pp8", "ep8,pp32", "ep8,etp2,pp8"],
 )
 def test_optimizer_state_per_device_does_not_depend_on_the_layout(text: str) -> None:
-    """docs/formulas.md 2: 12 bytes a parameter over all devices, but for what TP ranks hold in
-    common (below 0.2 %)."""
+    """docs/formulas.md 2: 12 bytes a parameter over all devices.
+
+    What TP ranks hold in common is below 0.2 %.
+    """
     model = catalogue.model("Qwen3-235B-A22B")
     layout = parse_layout(text, world_size=256)
-    held = 0.0
+    numel = 0.0
     for rank in range(layout.pp):
         for param in shards.stage_parameters(model, layout, rank):
-            ways = layout.edp if param.is_expert else layout.dp * layout.cp
-            held += prod(shards.local_shape(param, layout)) / ways
-    assert held / layout.pp == pytest.approx(
+            shard_count = layout.edp if param.is_expert else layout.dp * layout.cp
+            numel += prod(shards.local_shape(param, layout)) / shard_count
+    assert numel / layout.pp == pytest.approx(
         parameters.count_parameters(model).total / 256, rel=2e-3
     )

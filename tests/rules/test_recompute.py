@@ -154,8 +154,7 @@ def test_full_keeps_only_the_layer_input_and_the_choice() -> None:
 
 
 def test_axes_divide_the_activations_or_leave_them() -> None:
-    """docs/formulas.md 5: balanced EP leaves a layer's activations as they are; TP with SP and CP
-    divide them."""
+    """docs/formulas.md 5: balanced EP keeps the activations of a layer; TP with SP and CP divide."""
 
     def total(**degrees: int) -> int:
         layout = Layout(world_size=64, sp=degrees.get("tp", 1) > 1, **degrees)

@@ -1,4 +1,4 @@
-"""Capacity, loads and expert placement."""
+"""Loads of experts and ranks: what a plan expects, and what is measured."""
 
 from __future__ import annotations
 
@@ -28,51 +28,18 @@ def test_experts_stand_in_contiguous_blocks() -> None:
     assert [expert for block in blocks for expert in block] == list(range(128))
 
 
-def test_capacity_rounds_up_exactly() -> None:
-    """ceil(T k / E x factor): 4096 * 8 / 128 = 256 rows at factor 1."""
-    assert routing.capacity_rows(4096, 8, 128, 1.0) == 256
-    assert routing.capacity_rows(4096, 8, 128, 1.25) == 320
-    assert routing.capacity_rows(100, 2, 7, 1.0) == 29
-    # 300 * 1.1 is 330 in decimal and 330.00000000000006 in binary.
-    assert routing.capacity_rows(300, 1, 1, 1.1) == 300
-    assert routing.capacity_rows(3000, 1, 10, 1.1) == 330
-    assert routing.capacity_rows(50, 1, 100, 1000.0) == 50
-    assert routing.capacity_rows(50, 4, 8, 0.0) == 50
-
-
-def test_rows_of_a_rank() -> None:
-    """docs/formulas.md 6: lambda x T k, T being the rank's own sequence part; ETP ranks share a
-    group's rows."""
-    layout = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8)
-    assert routing.routed_rows(QWEN, WORKLOAD, layout, 1.0) == 2048 * 8
-    assert routing.routed_rows(QWEN, WORKLOAD, layout, 1.5) == 2048 * 12
-    folded = Layout(world_size=256, tp=2, sp=True, pp=32, ep=4, etp=2)
-    assert routing.routed_rows(QWEN, WORKLOAD, folded, 1.0) == 2048 * 8 * 2
-    capped = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8, capacity=1.0)
-    assert routing.routed_rows(QWEN, WORKLOAD, capped, 3.0) == 2048 * 8
-    assert routing.routed_rows(catalogue.model("Qwen3-8B"), WORKLOAD, layout, 1.0) == 0
-
-
-def test_context_and_micro_batch_scale_tokens() -> None:
-    layout = Layout(world_size=8, cp=2, mbs=4, ep=8)
-    assert routing.micro_batch_tokens(WORKLOAD, layout) == 4096 * 4 // 2
-
-
 def test_expected_load_is_what_the_workload_says() -> None:
     layout = Layout(world_size=8, ep=8)
 
-    def load(**said: Any) -> float:
-        return routing.expected_load_factor(
-            QWEN, Workload(seq_len=1, global_batch=1, **said), layout
-        )
+    def load(**fields: Any) -> float:
+        workload = Workload(seq_len=1, global_batch=1, **fields)
+        return routing.expected_load_factor(QWEN, workload, layout)
 
     assert load() == 1.0
     assert load(routing=Routing.LEARNED, load_factor=1.7) == 1.7
     assert load(routing=Routing.SKEWED, load_skew=0.0) == 1.0
-    even, hot = (
-        (1,) * 128,
-        (2,) * 16 + (1,) * 112,
-    )  # the first of eight ranks gets twice what the others do
+    even = (1,) * 128
+    hot = (2,) * 16 + (1,) * 112  # the first of eight ranks gets twice what the others do
     measured = load(routing=Routing.MEASURED, load_histogram=(even, hot))
     assert measured == pytest.approx((1.0 + 2 * 128 / 144) / 2)
 
@@ -94,9 +61,13 @@ def test_skewed_load_is_that_of_shuffled_experts(ep: int, skew: float) -> None:
 
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 2.0, 5.0])
 def test_a_capacity_cuts_skewed_loads_expert_by_expert(capacity: float) -> None:
-    """Over the balanced load that it keeps; drawn loads of 1000 layers are within 0.02 of their
-    expectation."""
-    draw, sigma, ep = random.Random(7), sqrt(log(1 + 2.0**2)), 8
+    """The result is over the balanced load that a capacity keeps.
+
+    Drawn loads of 1000 layers are within 0.02 of their expectation.
+    """
+    draw = random.Random(7)
+    sigma = sqrt(log(1 + 2.0**2))
+    ep = 8
     hottest = []
     for _ in range(1000):
         loads = [min(draw.lognormvariate(-(sigma**2) / 2, sigma), capacity) for _ in range(128)]
@@ -150,7 +121,7 @@ def test_distinct_places() -> None:
     assert routing.expected_distinct(64, 1) == pytest.approx(1.0)
 
 
-def test_load_of_counts() -> None:
+def test_load_balance_of_counts() -> None:
     load = routing.measure_load_balance([4, 0, 0, 4])
     assert load.max_over_mean == 2.0
     assert load.dead_experts == 2
@@ -183,12 +154,3 @@ def test_load_stays_in_bounds(counts: list[int]) -> None:
     load = routing.measure_load_balance(counts)
     assert 1.0 - 1e-12 <= load.max_over_mean <= len(counts) + 1e-12
     assert -1e-12 <= load.entropy <= 1 + 1e-12
-
-
-@given(st.integers(1, 10_000), st.integers(1, 64), st.integers(1, 512), st.floats(0.01, 10))
-def test_capacity_never_exceeds_tokens_nor_falls_short(
-    tokens: int, top_k: int, experts: int, factor: float
-) -> None:
-    rows = routing.capacity_rows(tokens, top_k, experts, factor)
-    assert 0 < rows <= tokens
-    assert rows == tokens or rows >= tokens * top_k / experts * factor * (1 - 1e-12)

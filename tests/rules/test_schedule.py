@@ -1,14 +1,17 @@
+"""Timetables by hand and against closed forms, and what has no timetable."""
+
+from __future__ import annotations
+
 import pytest
 
 from moewright.rules.schedule import (
-    RowKind,
-    TimetableRow,
     bubble_fraction,
     check_schedule,
     max_in_flight,
     timetable,
 )
 from moewright.rules.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable_row import RowKind, TimetableRow
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Overlap, Schedule
 
@@ -21,12 +24,12 @@ def layout(*, pp: int, vpp: int = 1, group: int = 0, overlap: tuple[Overlap, ...
 
 
 def text(rows: tuple[TimetableRow, ...]) -> str:
-    """F and B with micro-batch, and chunk as a letter: F0a B0a."""
+    """Return each row as kind, micro-batch, and chunk as a letter: F0a B0a."""
     return " ".join(f"{row.kind}{row.micro_batch}{'abcdef'[row.chunk]}" for row in rows)
 
 
 def makespan_s(chosen: Layout, table: tuple[tuple[TimetableRow, ...], ...]) -> float:
-    """With forward, input and weight gradients of a second each."""
+    """Return the makespan for forward, input and weight gradients of a second each."""
     unit = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
     return max(row_end_times(chosen, table, [unit] * (chosen.pp * chosen.vpp)).values())
 
@@ -103,7 +106,8 @@ def test_in_flight_of_the_catalogue(pp: int, vpp: int, factor: float) -> None:
 
 def test_wider_groups_hold_more_and_bubble_the_same() -> None:
     pp, vpp, group, m = 4, 3, 6, 24
-    wide, narrow = layout(pp=pp, vpp=vpp, group=group), layout(pp=pp, vpp=vpp)
+    wide = layout(pp=pp, vpp=vpp, group=group)
+    narrow = layout(pp=pp, vpp=vpp)
     assert max_in_flight(wide, m, 0) == 2 * (pp - 1) + (vpp - 1) * group + 1
     spans = [makespan_s(chosen, timetable(chosen, m)) for chosen in (wide, narrow)]
     assert spans[0] == spans[1]
@@ -111,9 +115,9 @@ def test_wider_groups_hold_more_and_bubble_the_same() -> None:
 
 def test_pipelining_alone_leaves_activation_memory_and_virtual_stages_raise_it() -> None:
     """docs/formulas.md 5: in units of one rank's layers times pp; the penalty falls as v rises."""
-    held = {vpp: max_in_flight(layout(pp=8, vpp=vpp), 64, 0) / vpp / 8 for vpp in (1, 2, 3, 4, 6)}
-    assert held[1] == 1.0
-    assert held[2] > held[3] > held[4] > held[6] > held[1]
+    peak = {vpp: max_in_flight(layout(pp=8, vpp=vpp), 64, 0) / vpp / 8 for vpp in (1, 2, 3, 4, 6)}
+    assert peak[1] == 1.0
+    assert peak[2] > peak[3] > peak[4] > peak[6] > peak[1]
 
 
 def test_one_rank_needs_no_warm_up() -> None:

@@ -91,7 +91,7 @@ def test_grammar(text: str, letters: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "rule"),
     [
         ("E(t|L", "not closed"),
         ("Et)|L", "without"),
@@ -104,14 +104,14 @@ def test_grammar(text: str, letters: tuple[str, ...]) -> None:
         ("(" * 5000, "not closed"),
     ],
 )
-def test_bad_grammar(text: str, says: str) -> None:
-    with pytest.raises(BadInput, match=says) as bad:
+def test_bad_grammar(text: str, rule: str) -> None:
+    with pytest.raises(BadInput, match=rule) as bad:
         parse_stages(text)
     assert len(str(bad.value)) < 300
 
 
 @pytest.mark.parametrize(
-    ("text", "mtp", "says"),
+    ("text", "mtp", "rule"),
     [
         ("ttE|tttttt|L|", 0, "start with E"),
         ("Etttt|Etttt||L", 0, "start with E"),
@@ -127,13 +127,13 @@ def test_bad_grammar(text: str, says: str) -> None:
     ],
 )
 def test_bad_layout_strings_name_the_rule_and_a_string_that_works(
-    text: str, mtp: int, says: str
+    text: str, mtp: int, rule: str
 ) -> None:
     model = moe_model(layers=8, mtp=mtp)
     reasons = check_stages(model, layout(pp=2, vpp=2, stages=text))
-    found = [reason for reason in reasons if says in reason.rule]
-    assert found, reasons
-    assert check_stages(model, layout(pp=2, vpp=2, stages=found[0].nearest)) == ()
+    matching = [reason for reason in reasons if rule in reason.rule]
+    assert matching, reasons
+    assert check_stages(model, layout(pp=2, vpp=2, stages=matching[0].nearest)) == ()
 
 
 def test_the_number_of_stages_is_pp_times_vpp() -> None:

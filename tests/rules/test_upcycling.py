@@ -24,14 +24,14 @@ def test_a_model_keeps_all_but_its_mlps() -> None:
     assert (model.moe.experts, model.moe.ffn_size, model.moe.router.top_k) == (12, 16, 3)
     assert model.moe_layers == (False, True, True)
     assert (model.family, model.dense_ffn_size) == ("qwen3_moe", 48)
-    mine, theirs = (
-        {param.name: param.shape for param in parameters(each)} for each in (model, DENSE)
-    )
-    assert {name for name in mine if mine[name] == theirs.get(name)} == {
-        name for name in theirs if ".mlp." not in name or name.startswith("layers.0.")
+    shapes = {param.name: param.shape for param in parameters(model)}
+    dense_shapes = {param.name: param.shape for param in parameters(DENSE)}
+    unchanged = {name for name, shape in shapes.items() if shape == dense_shapes.get(name)}
+    assert unchanged == {
+        name for name in dense_shapes if ".mlp." not in name or name.startswith("layers.0.")
     }
-    assert mine["layers.1.moe.experts.gate_up.weight"] == (12, 2, 16, 32)
-    assert mine["layers.2.moe.experts.down.weight"] == (12, 32, 16)
+    assert shapes["layers.1.moe.experts.gate_up.weight"] == (12, 2, 16, 32)
+    assert shapes["layers.2.moe.experts.down.weight"] == (12, 32, 16)
 
 
 def test_a_pattern_of_layers() -> None:
@@ -70,7 +70,7 @@ def test_factors(choice: UpcyclingSpec, up: float, down: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense", "choice", "said"),
+    ("dense", "choice", "message"),
     [
         (
             tiny_jobs.MODEL,
@@ -125,6 +125,6 @@ def test_factors(choice: UpcyclingSpec, up: float, down: float) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(dense: ModelSpec, choice: UpcyclingSpec, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_what_cannot_be_is_refused(dense: ModelSpec, choice: UpcyclingSpec, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         upcycle_model(dense, choice)

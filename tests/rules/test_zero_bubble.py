@@ -21,9 +21,9 @@ def layout(schedule: Schedule, pp: int) -> Layout:
 def idle_s(
     chosen: Layout, m: int, *, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0
 ) -> float:
-    """Seconds of the step in which a rank does nothing, every chunk alike."""
-    one = StageSeconds(forward=forward, input_backward=backward, weight_backward=weight)
-    ended = row_end_times(chosen, timetable(chosen, m), [one] * (chosen.pp * chosen.vpp))
+    """Return the seconds of the step in which a rank does nothing, with all chunks alike."""
+    chunk = StageSeconds(forward=forward, input_backward=backward, weight_backward=weight)
+    ended = row_end_times(chosen, timetable(chosen, m), [chunk] * (chosen.pp * chosen.vpp))
     return max(ended.values()) - m * chosen.vpp * (forward + backward + weight)
 
 
@@ -65,17 +65,16 @@ def test_zb_h1_leaves_forward_and_backward_less_weight(
 @pytest.mark.parametrize("schedule", [Schedule.ZBV, Schedule.DUALPIPEV])
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_a_v_leaves_its_fill(schedule: Schedule, pp: int) -> None:
-    """arXiv 2405.15362: with F = B = W only the fill remains, one forward of half a stage a
-    rank."""
+    """See arXiv 2405.15362: with F = B = W only the fill remains, half a stage for each rank."""
     assert idle_s(layout(schedule, pp), 4 * pp) == pp - 1
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_a_rank_of_zbv_never_waits_once_it_has_begun(pp: int) -> None:
     chosen = layout(Schedule.ZBV, pp)
-    one = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
+    chunk = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
     table = timetable(chosen, 4 * pp)
-    ended = row_end_times(chosen, table, [one] * (2 * pp))
+    ended = row_end_times(chosen, table, [chunk] * (2 * pp))
     for rank, rows in enumerate(table):
         own = [
             ended[row.kind, row.micro_batch, virtual_stage(chosen, rank, row.chunk)] for row in rows
@@ -85,8 +84,7 @@ def test_a_rank_of_zbv_never_waits_once_it_has_begun(pp: int) -> None:
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_what_the_ranks_hold(pp: int) -> None:
-    """Every rank of ZB-H1 and ZBV what the first of 1F1B holds (pp stages); DualPipeV half a stage
-    more."""
+    """Every rank of ZB-H1 and ZBV holds what the first of 1F1B holds; DualPipeV half a stage more."""
     m = 4 * pp
     assert {max_in_flight(layout(Schedule.ZB_H1, pp), m, rank) for rank in range(pp)} == {pp}
     assert {max_in_flight(layout(Schedule.ZBV, pp), m, rank) for rank in range(pp)} == {2 * pp}

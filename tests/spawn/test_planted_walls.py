@@ -27,9 +27,9 @@ from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.trace_findings import diagnose_traces, find_peak_rate
 from moewright.engine.comm import collectives
-from moewright.engine.data import corpus_loader
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.run import corpus_loader
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.spec.finding import Cause, Wall

@@ -22,12 +22,12 @@ import torch
 import tiny_jobs
 from moewright.codec import read_json
 from moewright.engine.checkpoint import find_latest
-from moewright.engine.data import corpus_loader
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
 from moewright.engine.data.sampler import Int64s, Sampler, sample_count
 from moewright.engine.model import transformer
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.run import corpus_loader
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.engine.runtime import Runtime

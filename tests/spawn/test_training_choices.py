@@ -120,7 +120,7 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
         if optimizer._runtime.mesh.rank == 1 and step == 2 and not hasattr(optimizer, "spoiled"):
             optimizer.spoiled = True  # type: ignore[attr-defined]
             slot, view = optimizer.buckets[-1].grad_views[0]
-            optimizer._pending.discard(
+            optimizer._stale.discard(
                 slot.name
             )  # the first gradient is added to this, not written over it
             view.fill_(0.0)

@@ -1,5 +1,4 @@
-"""The tuning procedure with runs made up: what is kept, pruned and passed over, when it stops, and
-how it goes on."""
+"""The tuning procedure with simulated runs: what is kept, pruned and passed over, and how it ends."""
 
 import random
 from dataclasses import replace
@@ -59,8 +58,10 @@ def space(axes=AXES, start=BAD_START, memory_bytes=0):
 
 
 def true_s(point):
-    """Seconds of a made-up machine: unlike the planner's, with experts spread and small buckets the
-    faster choice."""
+    """Return the seconds of a simulated machine.
+
+    Unlike the planner's, spread experts and small buckets are the faster choice.
+    """
     layout = point.layout
     seconds = 0.5 + 0.4 / layout.mbs + (0.2 if layout.ep == 1 else 0.0)
     seconds *= {0: 1.0, 2: 1.05}.get(len(layout.recompute), 1.3)
@@ -68,44 +69,48 @@ def true_s(point):
 
 
 class Machine:
-    """Runs points in `true_s` times noise; fails those that `fails` names, and remembers what it
-    ran."""
+    """A machine that runs points in `true_s` times noise, and records what it ran.
+
+    It fails the points that `fails` names.
+    """
 
     def __init__(
         self, noise=0.01, fails=lambda point: TrialFailure.NONE, checks=lambda point: GOOD
     ):
-        self.asked, self.noise, self.fails, self.checks = [], noise, fails, checks
+        self.requests = []
+        self.noise = noise
+        self.fails = fails
+        self.checks = checks
         self.dice = random.Random(5)
 
-    def __call__(self, ask):
-        self.asked.append((ask.point, ask.length, ask.repeat))
-        failure = self.fails(ask.point)
+    def __call__(self, request):
+        self.requests.append((request.point, request.length, request.repeat))
+        failure = self.fails(request.point)
         if failure is not TrialFailure.NONE:
             return TrialOutcome(
                 failure=failure,
                 said="no memory" if failure is TrialFailure.MEMORY else "broke",
                 spent_s=1.0,
             )
-        seconds = true_s(ask.point) * exp(
-            self.noise * NormalDist().inv_cdf(self.dice.uniform(0.001, 0.999))
-        )
+        log_noise = self.noise * NormalDist().inv_cdf(self.dice.uniform(0.001, 0.999))
+        seconds = true_s(request.point) * exp(log_noise)
         walls = (
-            TrialFinding(wall=Wall.COMPUTE, cause=Cause.RECOMPUTE, title="replays", share=0.2),
+            TrialFinding(wall=Wall.COMPUTE, cause=Cause.RECOMPUTE, title="recompute", share=0.2),
         )
-        checks = self.checks(ask.point) if ask.length is TrialLength.VALIDATE else ()
+        checks = self.checks(request.point) if request.length is TrialLength.VALIDATE else ()
         return TrialOutcome(
             step_s=seconds,
             wall_step_s=seconds,
-            steps=ask.length.steps,
-            findings=walls if ask.point.layout.recompute else (),
+            steps=request.length.steps,
+            findings=walls if request.point.layout.recompute else (),
             checks=checks,
             spent_s=1.0,
         )
 
 
-def tuned(machine, where=None, rules=None, budget_s=0.0):
+def tune(machine, tuning_space=None, rules=None, budget_s=0.0):
     return Tuner(
-        where or space(),
+        tuning_space or space(),
         machine,
         rules=rules or AcceptanceRules(),
         budget_s=budget_s,
@@ -115,48 +120,50 @@ def tuned(machine, where=None, rules=None, budget_s=0.0):
 
 @pytest.fixture(scope="module")
 def usual():
-    """A tuning from the bad start, and the machine it ran on."""
+    """Return a tuning from the bad start, and the machine it ran on."""
     machine = Machine()
-    return tuned(machine), machine
+    return tune(machine), machine
 
 
 def rulings(result, ruling):
-    return [one for one in result.decisions if one.ruling is ruling]
+    return [decision for decision in result.decisions if decision.ruling is ruling]
 
 
 def test_a_bad_start_comes_within_a_twentieth_of_the_best_in_a_fifth_of_the_points(usual):
-    where, (result, _) = space(), usual
-    best = min(map(true_s, where.list_points()))
-    assert len(where.list_points()) == 48
+    tuning_space = space()
+    result, _ = usual
+    best = min(map(true_s, tuning_space.list_points()))
+    assert len(tuning_space.list_points()) == 48
     assert true_s(result.winner) <= best / 0.95
     assert result.point_count <= 48 / 5
-    assert result.total.high < 0  # faster than the start beyond noise
+    assert result.total_interval.high < 0  # faster than the start beyond noise
     assert {phase for phase, _ in result.stops} == set(TuningPhase)
 
 
 def test_every_candidate_runs_in_turns_with_the_incumbent(usual):
     result, machine = usual
-    screened = [point for point, length, _ in machine.asked if length is TrialLength.SCREEN]
+    screened = [point for point, length, _ in machine.requests if length is TrialLength.SCREEN]
     assert screened[:3] == [result.start] * 3  # how far runs of one layout differ is seen first
     incumbent = rulings(result, Ruling.START)[0].point
     for decision in result.decisions:
         if decision.interval is not None:
-            places = [place for place, point in enumerate(screened) if point == decision.point]
-            beside = [
-                screened[max(0, place - 1) : place + 2]
-                for place in places[: decision.interval.pairs]
+            indices = [index for index, point in enumerate(screened) if point == decision.point]
+            neighbours = [
+                screened[max(0, index - 1) : index + 2]
+                for index in indices[: decision.interval.pairs]
             ]
-            assert len(beside) == decision.interval.pairs
-            assert all(incumbent in near for near in beside)
+            assert len(neighbours) == decision.interval.pairs
+            assert all(incumbent in runs for runs in neighbours)
         incumbent = decision.point if decision.ruling is Ruling.KEPT else incumbent
 
 
 def test_one_variable_changes_at_a_time_after_scaling(usual):
-    result, incumbent = usual[0], None
+    result, _ = usual
+    incumbent = None
     for decision in result.decisions:
         if decision.phase is TuningPhase.RETUNE:
-            near = {point for _, point in space().neighbours(incumbent)}
-            assert decision.point in near
+            reachable = {point for _, point in space().neighbours(incumbent)}
+            assert decision.point in reachable
         if decision.ruling in (Ruling.START, Ruling.KEPT):
             incumbent = decision.point
 
@@ -171,7 +178,7 @@ def test_constants_are_fitted_to_every_trial():
         watch=lambda _: seen.append(tuning.predictor.fitted_hardware),
     )
     result = tuning.run()
-    assert len({str(each.constants) for each in seen}) > len(rulings(result, Ruling.KEPT))
+    assert len({str(hardware.constants) for hardware in seen}) > len(rulings(result, Ruling.KEPT))
     start = rulings(result, Ruling.START)[0]
     was = abs(log(start.predicted_s / start.step_s))
     assert abs(log(tuning.predictor.predict_step_s(start.point) / start.step_s)) < was
@@ -179,26 +186,26 @@ def test_constants_are_fitted_to_every_trial():
 
 def test_noise_that_hides_a_gain_keeps_the_incumbent():
     flat = (TuningAxis(key="bucket_elements", values=("100000", "40000000")),)
-    result = tuned(
-        Machine(noise=0.5), space(flat)
-    )  # 6 % to be seen through runs that differ by half
+    # 6 % are to be seen through runs that differ by half.
+    result = tune(Machine(noise=0.5), space(flat))
     assert result.winner == result.start
     assert not rulings(result, Ruling.KEPT)
 
 
 def test_what_runs_out_of_memory_prunes_all_that_needs_more():
-    where = space(AXES[1:])  # of two sizes of buckets one at least needs what the other does
+    tuning_space = space(AXES[1:])  # of two sizes of buckets one at least needs what the other does
     machine = Machine(
         fails=lambda point: TrialFailure.MEMORY if point.layout.mbs >= 4 else TrialFailure.NONE
     )
-    result = tuned(machine, where)
-    limits = [one.predicted_peak_bytes for one in rulings(result, Ruling.FAILED)]
+    result = tune(machine, tuning_space)
+    limits = [failed.predicted_peak_bytes for failed in rulings(result, Ruling.FAILED)]
     assert limits
     assert limits == sorted(limits, reverse=True)  # whatever ran after a failure needed less
     pruned = rulings(result, Ruling.PRUNED)
     assert pruned
-    assert all(one.predicted_peak_bytes >= min(limits) and one.run_count == 0 for one in pruned)
-    assert all("ran out" in one.reason for one in pruned)
+    assert all(decision.predicted_peak_bytes >= min(limits) for decision in pruned)
+    assert all(decision.run_count == 0 for decision in pruned)
+    assert all("ran out" in decision.reason for decision in pruned)
     assert result.winner.layout.mbs < 4
     assert result.validated is not None
 
@@ -206,57 +213,56 @@ def test_what_runs_out_of_memory_prunes_all_that_needs_more():
 def test_what_is_predicted_not_to_fit_is_not_run():
     machine = Machine()
     small = space(FEW, memory_bytes=300 * MIB)
-    result = tuned(machine, small)
-    asked = {point for point, _, _ in machine.asked}
-    for decision in rulings(result, Ruling.PRUNED):
-        assert decision.point not in asked
-    assert any("predicted not to fit" in one.reason for one in rulings(result, Ruling.PRUNED))
+    result = tune(machine, small)
+    requested = {point for point, _, _ in machine.requests}
+    pruned = rulings(result, Ruling.PRUNED)
+    assert all(decision.point not in requested for decision in pruned)
+    assert any("predicted not to fit" in decision.reason for decision in pruned)
 
 
 def test_a_fault_that_is_not_of_memory_prunes_nothing_else():
     broken = set_variable(set_variable(space().start, "mbs", "8"), "recompute", "none")
-    result = tuned(
+    result = tune(
         Machine(fails=lambda point: TrialFailure.OTHER if point == broken else TrialFailure.NONE),
         space(FEW),
     )
-    assert [one.point for one in rulings(result, Ruling.FAILED)] in ([broken], [])
+    assert [decision.point for decision in rulings(result, Ruling.FAILED)] in ([broken], [])
     assert not rulings(result, Ruling.PRUNED)
 
 
 def test_a_start_that_does_not_run_gives_way_to_the_planners_own():
     start = space().start
-    result = tuned(
+    result = tune(
         Machine(fails=lambda point: TrialFailure.OTHER if point == start else TrialFailure.NONE),
         space(FEW),
     )
     assert result.decisions[0].ruling is Ruling.FAILED
     assert rulings(result, Ruling.START)[0].point != start
     assert result.winner is not None
-    nothing = tuned(Machine(fails=lambda _: TrialFailure.OTHER))
+    nothing = tune(Machine(fails=lambda _: TrialFailure.OTHER))
     assert nothing.winner is None
     assert nothing.stops == ((TuningPhase.FIT, "no layout of the planner's first ones runs"),)
 
 
 def test_a_winner_that_is_not_valid_gives_way_to_the_incumbent_before_it():
     bad = (ValidationCheck(name="loss", passed=False, said="no number"),)
-    best = tuned(Machine(), space(FEW)).winner
-    result = tuned(Machine(checks=lambda point: bad if point == best else GOOD), space(FEW))
+    best = tune(Machine(), space(FEW)).winner
+    result = tune(Machine(checks=lambda point: bad if point == best else GOOD), space(FEW))
     assert rulings(result, Ruling.INVALID)[0].point == best
     assert result.winner not in (None, best)
-    assert tuned(Machine(checks=lambda _: bad), space(FEW[:1])).winner is None
+    assert tune(Machine(checks=lambda _: bad), space(FEW[:1])).winner is None
 
 
 def test_a_spent_budget_ends_the_trials_and_the_winner_is_validated_all_the_same(usual):
-    whole = usual[0]
+    unlimited, _ = usual
     machine = Machine()
-    result = tuned(
-        machine, budget_s=11.0
-    )  # trials of a second each; a validation of 53 steps takes as long as five
-    assert result.run_count < whole.run_count
+    # Trials take a second each, a validation of 53 steps as long as five of them.
+    result = tune(machine, budget_s=11.0)
+    assert result.run_count < unlimited.run_count
     assert any("budget" in why for _, why in result.stops)
-    assert machine.asked[-1][1] is TrialLength.VALIDATE
+    assert machine.requests[-1][1] is TrialLength.VALIDATE
     assert result.validated is not None
-    least = tuned(Machine(), budget_s=0.5)
+    least = tune(Machine(), budget_s=0.5)
     assert (least.winner, least.run_count) == (least.start, 2)  # one run, and its validation
 
 
@@ -269,27 +275,28 @@ def test_a_killed_tuning_goes_on_where_it_stood(tmp_path):
         pass
 
     def dies(machine, after):
-        def run_one(ask):
-            if len(machine.asked) == after:
+        def run_one(request):
+            if len(machine.requests) == after:
                 raise KilledError
-            return machine(ask)
+            return machine(request)
 
         return run_one
 
-    whole = Machine(noise=0.0)
-    wanted = tuned(Journal(tmp_path / "whole", whole, clock()), space(FEW))
-    first, second = Machine(noise=0.0), Machine(noise=0.0)
+    unbroken = Machine(noise=0.0)
+    expected = tune(Journal(tmp_path / "unbroken", unbroken, clock()), space(FEW))
+    first = Machine(noise=0.0)
+    second = Machine(noise=0.0)
     with pytest.raises(KilledError):
-        tuned(Journal(tmp_path / "cut", dies(first, 6), clock()), space(FEW))
+        tune(Journal(tmp_path / "cut", dies(first, 6), clock()), space(FEW))
     with (tmp_path / "cut" / JOURNAL_FILE).open("a") as stream:
         stream.write('{"point": {"lay')  # killed while it wrote
-    result = tuned(Journal(tmp_path / "cut", second, clock()), space(FEW))
-    assert first.asked + second.asked == whole.asked
-    assert (result.winner, result.decisions) == (wanted.winner, wanted.decisions)
+    result = tune(Journal(tmp_path / "cut", second, clock()), space(FEW))
+    assert first.requests + second.requests == unbroken.requests
+    assert (result.winner, result.decisions) == (expected.winner, expected.decisions)
     again = Machine()
-    assert tuned(Journal(tmp_path / "cut", again, clock()), space(FEW)).winner == wanted.winner
-    assert not again.asked
-    assert len(read_journal(tmp_path / "cut")) == len(whole.asked)
+    assert tune(Journal(tmp_path / "cut", again, clock()), space(FEW)).winner == expected.winner
+    assert not again.requests
+    assert len(read_journal(tmp_path / "cut")) == len(unbroken.requests)
 
 
 def test_a_damaged_journal_is_refused_by_its_line(tmp_path):
@@ -299,12 +306,12 @@ def test_a_damaged_journal_is_refused_by_its_line(tmp_path):
 
 
 def test_predictions_alone_decide_without_runs_of_the_start_or_validation():
-    where = space()
-    result = tuned(predict_outcome, where, rules=PREDICTION_RULES)
+    tuning_space = space()
+    result = tune(predict_outcome, tuning_space, rules=PREDICTION_RULES)
     fastest = min(
-        where.list_points(),
+        tuning_space.list_points(),
         key=lambda point: Tuner(
-            where, predict_outcome, rules=PREDICTION_RULES, budget_s=0, watch=len
+            tuning_space, predict_outcome, rules=PREDICTION_RULES, budget_s=0, watch=len
         ).predictor.predict_step_s(point),
     )
     assert result.winner == fastest
@@ -314,25 +321,26 @@ def test_predictions_alone_decide_without_runs_of_the_start_or_validation():
 
 
 def test_a_job_that_spells_nothing_out_is_searched_by_the_planner():
-    where = space(axes=())
-    result = tuned(predict_outcome, where, rules=PREDICTION_RULES)
-    first, last = rulings(result, Ruling.START)[0], rulings(result, Ruling.KEPT)[-1]
+    tuning_space = space(axes=())
+    result = tune(predict_outcome, tuning_space, rules=PREDICTION_RULES)
+    first = rulings(result, Ruling.START)[0]
+    last = rulings(result, Ruling.KEPT)[-1]
     assert last.predicted_s < first.predicted_s
     with pytest.raises(BadInput, match="spells nothing out"):
-        where.list_points()
+        tuning_space.list_points()
 
 
 def test_the_space_holds_what_its_axes_reach_and_nothing_else():
-    where = space()
-    points = where.list_points()
-    assert all(where.contains(point) for point in points)
-    assert not where.contains(replace(points[0], gc_every_steps=7))
-    assert not where.contains(set_variable(points[0], "mbs", "16"))
-    assert not where.contains(set_variable(points[0], "overlap", "none"))
+    tuning_space = space()
+    points = tuning_space.list_points()
+    assert all(tuning_space.contains(point) for point in points)
+    assert not tuning_space.contains(replace(points[0], gc_every_steps=7))
+    assert not tuning_space.contains(set_variable(points[0], "mbs", "16"))
+    assert not tuning_space.contains(set_variable(points[0], "overlap", "none"))
 
 
 def test_students_t_is_that_of_the_tables():
-    for freedom, wanted in (
+    for degrees_of_freedom, expected in (
         (1, 12.706),
         (2, 4.303),
         (3, 3.182),
@@ -340,19 +348,17 @@ def test_students_t_is_that_of_the_tables():
         (30, 2.042),
         (31, 2.040),
     ):
-        assert t_quantile(0.975, freedom) == pytest.approx(wanted, abs=6e-4)
+        assert t_quantile(0.975, degrees_of_freedom) == pytest.approx(expected, abs=6e-4)
     assert t_quantile(0.975, 100_000) == pytest.approx(NormalDist().inv_cdf(0.975), rel=1e-4)
 
 
 def test_an_interval_narrows_with_pairs_and_widens_with_looks():
     noise = Noise(sd=0.05, degrees_of_freedom=6)
-    one, four = (
-        log_ratio_interval([0.1], noise, looks=1),
-        log_ratio_interval([0.1] * 4, noise, looks=1),
-    )
-    assert one.high - one.low == pytest.approx(2 * (four.high - four.low))
-    assert log_ratio_interval([0.1], noise, looks=5).high > one.high
-    assert one.gain == pytest.approx(1 - exp(0.1))
+    single = log_ratio_interval([0.1], noise, looks=1)
+    four = log_ratio_interval([0.1] * 4, noise, looks=1)
+    assert single.high - single.low == pytest.approx(2 * (four.high - four.low))
+    assert log_ratio_interval([0.1], noise, looks=5).high > single.high
+    assert single.gain == pytest.approx(1 - exp(0.1))
 
 
 def test_a_drift_of_the_machine_is_no_noise():

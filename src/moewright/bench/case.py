@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 class Probe(StrEnum):
-    """What is measured besides the rates and collectives of the hardware file."""
+    """A quantity that is measured besides the rates and collectives of the hardware file."""
 
     # x: bytes read and written; y: bytes/s.
     COPY = "copy"
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def is_communication(self) -> bool:
-        """Whether the case communicates; it is then timed by the wall clock."""
+        """True for a case that communicates, and so is timed by the wall clock."""
         return isinstance(self.op, Collective) or self.op is Probe.LINK
 
 

@@ -64,7 +64,7 @@ _OP_SOURCES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements:
-    """What was measured on a machine, in the units of the hardware file."""
+    """The measurements of a machine, in the units of the hardware file."""
 
     rates: Mapping[tuple[Op, Dtype], CurvePoints]  # by the unit of each op's curve
     copy_Bps: CurvePoints  # by bytes read and written

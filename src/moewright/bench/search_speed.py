@@ -1,4 +1,4 @@
-"""How fast the planner searches: whole searches of large models, on one core."""
+"""The speed of the planner, measured by whole searches of large models."""
 
 from __future__ import annotations
 

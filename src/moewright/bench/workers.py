@@ -53,7 +53,7 @@ class CallClock(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
-    """What every worker is started with."""
+    """The settings that every worker is started with."""
 
     kind: DeviceKind
     ranks: int

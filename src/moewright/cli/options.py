@@ -26,7 +26,7 @@ ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torc
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchOptions:
-    """What a verb is told of the workload.
+    """Options that describe the workload.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class BatchOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningOptions(BatchOptions):
-    """What a planning verb is told of the workload, the measured load of its experts included.
+    """Options that describe the workload, with the measured load of its experts.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class LaunchScriptOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineJobOptions:
-    """How an exported launch file starts the engine instead of Megatron-LM.
+    """Options of a launch file that starts our own engine instead of Megatron-LM.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepJob:
-    """What the rows of a sweep share."""
+    """The job that the rows of a sweep share."""
 
     model: ModelSpec
     workload: Workload

@@ -163,11 +163,7 @@ def read_tuning_request(
         if reasons := space.reasons_against(space.start):
             raise BadInput(*reasons)
     contract = build_contract(
-        job_file.model,
-        workload,
-        hardware,
-        start=space.start,
-        axes=job_file.axes,
+        space,
         label=Label.PREDICTED if predict else choose_label(workload),
         versions=(__version__, torch_version),
         data=data,

@@ -64,6 +64,7 @@ GATED_ACTIVATION = ElementwiseKernel(
 UNGATED_ACTIVATION = ElementwiseKernel(
     fused=(0, 2), forward=(20, 2), backward=(60, 3), calls=(4, 8), exps=(1, 1)
 )
+# Fused copies of rows: a read and a write, 1.2 times (docs/findings.md 2).
 PERMUTE = ElementwiseKernel(
     fused=(0, 2.4), forward=(0, 2), backward=(0, 3), calls=(1, 2), fused_backward=1.0
 )
@@ -186,6 +187,7 @@ def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
             elements /= 2  # fused into the rotation it is one pass more than the rotation's own
         yield kernel_rows(RMS_NORM, "qk_norm", sym, elements)
     if sym.is_low_precision:
+        # 4.5 bytes an element around attention, 1.5 x the usual (docs/findings.md 2).
         elements = sym.t * sym.model.hidden_size + sym.T * spec.out_width / tp
         yield _quantise_rows("quantise", sym, 1.5 * elements)
 

@@ -407,7 +407,7 @@ def pass_times(
     if moe and layout.ep > 1:
         sync_s = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
     group_s = c["host_s_per_recompute_module"]
-    forward_host_s = replay.host_s / 3  # backward launches twice as much
+    forward_host_s = replay.host_s / 3  # backward launches twice as much (docs/findings.md 2)
     backward_host_s = 2 * forward_host_s + group_s * replay.kernel_groups
     copies_host_s = group_s * offloaded.modules
     forward_s = join_times(p, device.forward_s, forward_host_s + copies_host_s) + sync_s

@@ -161,11 +161,10 @@ def _projections(sym: Symbols) -> Iterator[OpRow]:
 def _mlp_gemms(sym: Symbols, name: str, ffn_size: int) -> Iterator[OpRow]:
     h = sym.model.hidden_size
     tp = sym.layout.tp
-    first_linears = 2 if sym.model.gated else 1
     recomputed_by: tuple[Recompute, ...] = (Recompute.SHARED_EXPERTS, Recompute.MOE)
     if name == "mlp":
         recomputed_by = (Recompute.MLP,)
-    first_width = first_linears * ffn_size / tp
+    first_width = _first_linears(sym.model) * ffn_size / tp
     yield gemm_row(f"{name}.gate_up", sym, sym.T, first_width, h, TimePart.DENSE, *recomputed_by)
     yield gemm_row(f"{name}.down", sym, sym.T, h, ffn_size / tp, TimePart.DENSE, *recomputed_by)
 
@@ -195,13 +194,17 @@ def _moe_gemms(sym: Symbols) -> Iterator[OpRow]:
         yield from _mlp_gemms(sym, "shared", spec.shared_ffn_size)
 
 
+def _first_linears(model: ModelSpec) -> int:
+    """Return how many linears read the input of an MLP: gate and up, or one without a gate."""
+    return 2 if model.gated else 1
+
+
 def _expert_gemms(sym: Symbols) -> Iterator[OpRow]:
     spec = sym.model.moe
     if spec is None:
         return
     rows_per_expert = sym.R * sym.layout.ep / spec.experts
-    first_linears = 2 if sym.model.gated else 1
-    for name, linears in (("gate_up", first_linears), ("down", 1)):
+    for name, linears in (("gate_up", _first_linears(sym.model)), ("down", 1)):
         width = linears * spec.ffn_size / sym.layout.etp
         yield OpRow(
             name=f"experts.{name}",
@@ -219,7 +222,7 @@ def expert_numel(model: ModelSpec, layout: Layout) -> int:
     """Return the elements of one layer's routed experts on one rank."""
     if model.moe is None:
         return 0
-    matrices = 3 if model.gated else 2
+    matrices = _first_linears(model) + 1
     matrix_numel = model.expert_width * model.moe.ffn_size
     return matrices * matrix_numel * model.moe.experts // (layout.ep * layout.etp)
 
@@ -267,7 +270,7 @@ def _layer_numel(sym: Symbols, moe: bool) -> int:
     h = model.hidden_size
     sharded, replicated = flops.attention_macs(model)
     numel = sharded // tp + replicated
-    matrices = 3 if model.gated else 2
+    matrices = _first_linears(model) + 1
     if not moe:
         numel += matrices * h * model.dense_ffn_size // tp
     elif model.moe is not None:

@@ -1,9 +1,8 @@
-"""A plan as a TrainJob of Kubeflow Trainer v2 (trainer.kubeflow.org/v1alpha1), which makes a JobSet
-of it.
+"""A plan as a TrainJob of Kubeflow Trainer v2 (trainer.kubeflow.org/v1alpha1).
 
-Its torch runtime gives every pod torchrun's PET_* variables, rendezvous included; the numbers of
-nodes and of ranks on each stand in the TrainJob. Volumes and networks belong to the cluster's
-runtime.
+Kubeflow makes a JobSet of it. Its torch runtime gives every pod torchrun's PET_* variables,
+rendezvous included; the numbers of nodes and of ranks on each stand in the TrainJob. Volumes and
+networks belong to the cluster's runtime.
 """
 
 from __future__ import annotations
@@ -20,25 +19,28 @@ RUNTIME = "torch-distributed"
 
 
 def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
-    """YAML for kubectl apply. `image` holds the trainer. Raises BadInput as `start_of` does, and
-    without an image."""
+    """Return YAML for kubectl apply; `image` holds the trainer.
+
+    Raises:
+        BadInput: as `build_launch_spec` does, and without an image.
+    """
     if not image:
         rule = "is needed for k8s: the container image that holds the trainer"
         raise BadInput(Reason(field="--image", rule=rule, nearest="--image registry/trainer:tag"))
-    start = build_launch_spec(plan, job=job, run_dir=run_dir)
+    launch = build_launch_spec(plan, job=job, run_dir=run_dir)
     trainer: dict[str, Any] = {
         "image": image,
-        "numNodes": start.nodes,
-        "numProcPerNode": start.ranks_per_node,
+        "numNodes": launch.nodes,
+        "numProcPerNode": launch.ranks_per_node,
         "command": ["torchrun"],
-        "args": [word for words in start.lines for word in words],
+        "args": [word for words in launch.lines for word in words],
     }
-    if start.uses_gpus:
+    if launch.uses_gpus:
         trainer["resourcesPerNode"] = {
-            kind: {"nvidia.com/gpu": start.ranks_per_node} for kind in ("requests", "limits")
+            kind: {"nvidia.com/gpu": launch.ranks_per_node} for kind in ("requests", "limits")
         }
-    if start.exported:
-        trainer["env"] = [{"name": name, "value": value} for name, value in start.exported]
+    if launch.exported:
+        trainer["env"] = [{"name": name, "value": value} for name, value in launch.exported]
     runtime = {
         "apiGroup": "trainer.kubeflow.org",
         "kind": "ClusterTrainingRuntime",
@@ -47,28 +49,28 @@ def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
     document = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": start.name, "labels": {"moewright/plan": plan.fingerprint}},
+        "metadata": {"name": launch.name, "labels": {"moewright/plan": plan.fingerprint}},
         "spec": {"runtimeRef": runtime, "trainer": trainer},
     }
-    return "\n".join(_lines(document, 0)) + "\n"
+    return "\n".join(_yaml_lines(document, 0)) + "\n"
 
 
-def _lines(value: Any, depth: int) -> Iterator[str]:
-    """Block YAML. Texts are quoted as in JSON, which YAML 1.2 reads as it is."""
-    pad = "  " * depth
+def _yaml_lines(value: Any, depth: int) -> Iterator[str]:
+    """Yield block YAML; texts are quoted as in JSON, which YAML 1.2 reads as it is."""
+    indent = "  " * depth
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(inner, Mapping | list):
-                yield f"{pad}{key}:"
-                yield from _lines(inner, depth + 1)
+                yield f"{indent}{key}:"
+                yield from _yaml_lines(inner, depth + 1)
             else:
-                yield f"{pad}{key}: {json.dumps(inner, ensure_ascii=False)}"
+                yield f"{indent}{key}: {json.dumps(inner, ensure_ascii=False)}"
         return
     assert isinstance(value, Sequence)
     for item in value:
         if isinstance(item, Mapping):
-            first, *rest = _lines(item, depth + 1)
-            yield f"{pad}- {first.lstrip()}"
-            yield from rest
+            first, *others = _yaml_lines(item, depth + 1)
+            yield f"{indent}- {first.lstrip()}"
+            yield from others
         else:
-            yield f"{pad}- {json.dumps(item, ensure_ascii=False)}"
+            yield f"{indent}- {json.dumps(item, ensure_ascii=False)}"

@@ -1,5 +1,4 @@
-"""What a launch file starts on every node: Megatron-LM with the plan's flags, or our own engine on
-the plan's job."""
+"""What a launch file starts on every node: Megatron-LM, or moewright's own engine on a job file."""
 
 from __future__ import annotations
 
@@ -11,13 +10,16 @@ from moewright.exporters.torchrun import split_into_nodes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 
-_LONGEST_NAME = 40  # Kubernetes puts suffixes of its own behind it and stops at 63
+_LONGEST_NAME = 40  # Kubernetes appends suffixes of its own and stops at 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSpec:
-    """The words behind torchrun, one group a line; what is exported before; nodes, ranks of each,
-    whether on GPUs."""
+    """What is started, and where.
+
+    `lines` are the words behind torchrun, one group a line; `exported` are variables that are set
+    before.
+    """
 
     name: str
     lines: tuple[tuple[str, ...], ...]
@@ -29,14 +31,15 @@ class LaunchSpec:
 
 
 def build_launch_spec(plan: Plan, *, job: str, run_dir: str) -> LaunchSpec:
-    """Our engine when a job file is given, else Megatron-LM. Raises BadInput for what Megatron-LM
-    cannot say, and when the ranks do not fill whole nodes.
+    """Build the launch of moewright's engine where a job file is given, else of Megatron-LM.
+
+    Raises:
+        BadInput: Megatron-LM cannot say the plan, or the ranks do not fill whole nodes.
     """
-    nodes, ranks = split_into_nodes(plan)
+    nodes, ranks_per_node = split_into_nodes(plan)
+    lines: tuple[tuple[str, ...], ...]
     if job:
-        lines: tuple[tuple[str, ...], ...] = (
-            ("--no-python", "moewright", "train", job, "--out", run_dir),
-        )
+        lines = (("--no-python", "moewright", "train", job, "--out", run_dir),)
     else:
         lines = ((TRAINER,), *megatron_flags(plan))
     return LaunchSpec(
@@ -44,17 +47,14 @@ def build_launch_spec(plan: Plan, *, job: str, run_dir: str) -> LaunchSpec:
         lines=lines,
         exported=() if job else environment_variables(plan.layout),
         nodes=nodes,
-        ranks_per_node=ranks,
+        ranks_per_node=ranks_per_node,
         uses_gpus=plan.hardware.device.kind is DeviceKind.CUDA,
         runs_engine=bool(job),
     )
 
 
 def _label(name: str) -> str:
-    """A model's name as schedulers take it: small letters, digits and dashes."""
-    short = (
-        re.sub(r"[^a-z0-9]+", "-", name.rpartition("/")[2].casefold())
-        .strip("-")[:_LONGEST_NAME]
-        .strip("-")
-    )
-    return short if short[:1].isalpha() else f"job-{short}".strip("-")
+    """Return a model's name as schedulers take it: small letters, digits and dashes."""
+    short_name = name.rpartition("/")[2].casefold()
+    label = re.sub(r"[^a-z0-9]+", "-", short_name).strip("-")[:_LONGEST_NAME].strip("-")
+    return label if label[:1].isalpha() else f"job-{label}".strip("-")

@@ -1,5 +1,4 @@
-"""A plan as a Slurm batch script: one torchrun a node, which meet on the first node of the
-allocation."""
+"""A plan as a Slurm batch script: one torchrun a node, which meet on the allocation's first node."""
 
 from __future__ import annotations
 
@@ -10,53 +9,52 @@ from moewright.exporters.launch import LaunchSpec, build_launch_spec
 from moewright.exporters.megatron.script import comment_lines
 from moewright.spec.plan import Plan
 
-_WARNING_S = 120  # before the time limit; our engine saves on SIGTERM
+_WARNING_S = 120  # before the time limit; moewright's engine saves on SIGTERM
 
 
 def render_slurm_script(plan: Plan, *, job: str, run_dir: str) -> str:
-    """For sbatch, which adds partition, account and time. Raises BadInput as `start_of` does."""
-    start = build_launch_spec(plan, job=job, run_dir=run_dir)
-    lines = [" ".join(map(quote, words)) for words in start.lines]
-    command = " \\\n  ".join((" ".join(_torchrun(start)), *lines))
-    exports = (f"export {name}={value}" for name, value in start.exported)
-    said = comment_lines(plan) if not start.runs_engine else iter(())
-    return (
-        "\n".join(
-            (
-                "#!/bin/bash",
-                *_header(start),
-                *said,
-                "set -euo pipefail",
-                *exports,
-                *_meet(start),
-                command,
-            )
-        )
-        + "\n"
+    """Return a script for sbatch, which adds partition, account and time.
+
+    Raises:
+        BadInput: as `build_launch_spec` does.
+    """
+    launch = build_launch_spec(plan, job=job, run_dir=run_dir)
+    lines = [" ".join(map(quote, words)) for words in launch.lines]
+    command = " \\\n  ".join((" ".join(_torchrun_words(launch)), *lines))
+    script = (
+        "#!/bin/bash",
+        *_sbatch_lines(launch),
+        *(() if launch.runs_engine else comment_lines(plan)),
+        "set -euo pipefail",
+        *(f"export {name}={value}" for name, value in launch.exported),
+        *_rendezvous_lines(launch),
+        command,
     )
+    return "\n".join(script) + "\n"
 
 
-def _header(start: LaunchSpec) -> Iterator[str]:
-    yield f"#SBATCH --job-name={start.name}"
-    yield f"#SBATCH --nodes={start.nodes}"
+def _sbatch_lines(launch: LaunchSpec) -> Iterator[str]:
+    yield f"#SBATCH --job-name={launch.name}"
+    yield f"#SBATCH --nodes={launch.nodes}"
     yield "#SBATCH --ntasks-per-node=1"
-    if start.uses_gpus:
-        yield f"#SBATCH --gpus-per-node={start.ranks_per_node}"
+    if launch.uses_gpus:
+        yield f"#SBATCH --gpus-per-node={launch.ranks_per_node}"
     yield "#SBATCH --exclusive"
     yield "#SBATCH --output=%x-%j.log"
-    if start.runs_engine:
+    if launch.runs_engine:
         yield f"#SBATCH --signal=TERM@{_WARNING_S}"
 
 
-def _meet(start: LaunchSpec) -> Iterator[str]:
-    if start.nodes > 1:
+def _rendezvous_lines(launch: LaunchSpec) -> Iterator[str]:
+    if launch.nodes > 1:
         yield 'FIRST_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 
-def _torchrun(start: LaunchSpec) -> Iterator[str]:
+def _torchrun_words(launch: LaunchSpec) -> Iterator[str]:
     yield "srun --kill-on-bad-exit=1 torchrun"
-    if start.nodes == 1:
-        yield f"--standalone --nproc-per-node {start.ranks_per_node}"
+    if launch.nodes == 1:
+        yield f"--standalone --nproc-per-node {launch.ranks_per_node}"
         return
-    yield f"--nnodes {start.nodes} --nproc-per-node {start.ranks_per_node}"
-    yield '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$FIRST_NODE:${MASTER_PORT:-29500}"'
+    yield f"--nnodes {launch.nodes} --nproc-per-node {launch.ranks_per_node}"
+    yield '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID"'
+    yield '--rdzv-endpoint "$FIRST_NODE:${MASTER_PORT:-29500}"'

@@ -1,4 +1,4 @@
-"""What the report says of the plan: time and memory, the job, and every constant's source."""
+"""The sections of the report about the plan: time, memory, the job, and every constant's source."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FactList:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bytes:
-    """What one row of memory was predicted and counted to hold."""
+    """The bytes that one row of memory was predicted and counted to hold."""
 
     key: tuple[str, ...]  # component, module
     predicted: float

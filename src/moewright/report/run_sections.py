@@ -1,4 +1,4 @@
-"""What the report says of the run itself: verdict, loss, ledger lines, expert load."""
+"""The sections of the report about the run itself: verdict, loss, ledger lines, expert load."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _LOAD_SCALE = (
 
 
 class Tone(StrEnum):
-    """Whether a figure is good or bad news, or neither."""
+    """The tone of a figure: good news, bad news, or neither."""
 
     GOOD = "good"
     BAD = "bad"
@@ -148,7 +148,7 @@ class ExpertSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Learning:
-    """Whether the model learned: a clause for the sentence, its tone, and the loss as a tile."""
+    """The finding on whether the model learned: a clause, its tone, and the loss as a tile."""
 
     clause: str
     tone: Tone

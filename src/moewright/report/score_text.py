@@ -1,4 +1,4 @@
-"""How well the planner predicts measured runs, as tables for a terminal."""
+"""The planner's score on measured runs, as tables for a terminal."""
 
 from __future__ import annotations
 

@@ -125,36 +125,38 @@ class Layout:
     """
 
     world_size: int
-    tp: int = 1
-    sp: bool = False
-    cp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    etp: int = 1
-    mbs: int = 1
-    zero: int = 1
+    tp: int = 1  # tensor-parallel degree
+    sp: bool = False  # sequence parallelism; on by default where tp > 1
+    cp: int = 1  # context-parallel degree
+    pp: int = 1  # pipeline-parallel degree
+    vpp: int = 1  # model chunks (virtual stages) on each pipeline rank
+    ep: int = 1  # expert-parallel degree
+    etp: int = 1  # expert tensor-parallel degree
+    mbs: int = 1  # sequences in a micro-batch
+    zero: int = 1  # what data-parallel ranks shard: 0 nothing, 1 optimizer states, 3 weights too
     # ranks of dp x cp over which zero=3 shards, the other ranks hold replicas; 0: all
     shard: int = 0
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    schedule: Schedule = Schedule.ONE_F_ONE_B  # the pipeline timetable
     vpp_group: int = 0  # micro-batches in a group of the interleaved timetable; 0: pp
-    cp_comm: CpComm = CpComm.P2P
-    recompute: tuple[Recompute, ...] = ()
+    cp_comm: CpComm = CpComm.P2P  # how context-parallel ranks exchange keys and values
+    recompute: tuple[Recompute, ...] = ()  # modules whose activations backward computes again
     recompute_block: int = 0  # first layers of each chunk under full recompute; 0: all layers
     recompute_span: int = 1  # layers that one checkpoint of full recompute covers
-    offload: tuple[Offload, ...] = ()
+    offload: tuple[Offload, ...] = ()  # what is kept in host memory
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
+    # how rows travel to the ranks of their experts
     dispatcher: DispatcherKind = DispatcherKind.ALL_TO_ALL
     # ranks of ep in one node, for dispatchers that send to a node before they send to a rank;
     # 0: all
     ep_node: int = 0
-    expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS
+    expert_placement: ExpertPlacement = ExpertPlacement.CONTIGUOUS  # which rank holds which expert
     # expert replicas that a rank holds besides its own experts; with a balanced placement
     spare: int = 0
     capacity: float = 0.0  # 0: dropless
+    # whether experts below capacity are padded to it
     capacity_fill: CapacityFill = CapacityFill.USED
-    overlap: tuple[Overlap, ...] = ()
-    graphs: tuple[CudaGraphScope, ...] = ()
+    overlap: tuple[Overlap, ...] = ()  # communication that runs beside compute
+    graphs: tuple[CudaGraphScope, ...] = ()  # parts of a layer that CUDA graphs replay
     stages: str = ""  # pipeline layout string like "Et*3|(tt|)*29,m|L"; "": even split
 
     def __str__(self) -> str:

@@ -46,16 +46,16 @@ class OptimizerSpec:
     `decay_steps`.
     """
 
-    lr: float = 3e-4
-    min_lr_fraction: float = 0.1
-    warmup_steps: int = 0
+    lr: float = 3e-4  # peak learning rate
+    min_lr_fraction: float = 0.1  # learning rate at the end of the cosine over the peak
+    warmup_steps: int = 0  # steps of linear warm-up from 0
     decay_steps: int = 0  # 0: the run's `steps`
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.95  # decay of the second moment
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # decoupled decay of matrices; norms and biases never decay
     clip_norm: float = 1.0  # 0: no clipping
-    moment_dtype: Dtype = Dtype.FP32
+    moment_dtype: Dtype = Dtype.FP32  # number format of the two moments
     bucket_elements: int = 40_000_000  # a gradient bucket closes when it holds this many
 
 
@@ -67,10 +67,10 @@ class LossSpec:
     with the counts of the global batch so far.
     """
 
-    aux_coeff: float = 0.0
-    seq_aux_coeff: float = 0.0
-    global_aux_coeff: float = 0.0
-    z_coeff: float = 0.0
+    aux_coeff: float = 0.0  # load balance over a micro-batch (Switch Transformer)
+    seq_aux_coeff: float = 0.0  # load balance over each sequence (DeepSeek-V3)
+    global_aux_coeff: float = 0.0  # load balance with the counts of the global batch so far
+    z_coeff: float = 0.0  # router z-loss (ST-MoE)
     mtp_coeff: float = 0.1  # of the mean of the MTP depths' losses, where the model has any
 
 
@@ -114,14 +114,14 @@ class RouterTraining:
     """How training treats the router, besides its losses."""
 
     router_dtype: RouterDtype = RouterDtype.FP32  # of its logits, scores and losses
-    assignment: RouterAssignment = RouterAssignment.TOP_K
+    assignment: RouterAssignment = RouterAssignment.TOP_K  # how experts are chosen by their scores
     sinkhorn_iterations: int = 0  # 0: until it converges
     # the router's input times noise in 1 - eps .. 1 + eps (Switch Transformer); 0: none
     jitter_eps: float = 0.0
     # how far a step moves the selection bias, where the model has one (arXiv 2408.15664)
     bias_update_rate: float = 1e-3
-    force: RouterForce = RouterForce.NONE
-    force_std: float = 1.0
+    force: RouterForce = RouterForce.NONE  # experts that a benchmark dictates
+    force_std: float = 1.0  # spread of the preference of skewed forced routing
     drop_policy: DropPolicy = DropPolicy.PROBS  # where the layout gives a capacity
 
 
@@ -155,9 +155,9 @@ class LossScalingSpec:
     steps in a row.
     """
 
-    initial_loss_scale: float = 65536.0
-    min_loss_scale: float = 1.0
-    loss_scale_window: int = 1000
+    initial_loss_scale: float = 65536.0  # scale of the first step
+    min_loss_scale: float = 1.0  # the scale never falls below this
+    loss_scale_window: int = 1000  # finite steps in a row after which the scale doubles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,9 +168,9 @@ class BatchRampSpec:
     over the first `ramp_samples` sequences. A `ramp_start` of 0 means no ramp.
     """
 
-    ramp_start: int = 0
-    ramp_increment: int = 0
-    ramp_samples: int = 0
+    ramp_start: int = 0  # sequences of the first batches; 0: no ramp
+    ramp_increment: int = 0  # sequences by which a batch grows
+    ramp_samples: int = 0  # sequences over which the batch grows to the full one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,10 +181,12 @@ class DataSpec:
     pairs that whole sequences attend; plans and MFU count these pairs.
     """
 
-    train: str = ""
-    heldout: str = ""
-    tokenizer: str = ""
+    train: str = ""  # prefix of the training .bin/.idx pair, without suffix
+    heldout: str = ""  # prefix of the held-out pair; "": no evaluation
+    tokenizer: str = ""  # the tokenizer.json beside the data; "": none
+    # what the end of a document inside a sequence means
     documents: DocumentMasking = DocumentMasking.JOINED
+    # token pairs attended within documents over those of whole sequences; 1: read from the data
     attended_share: float = 1.0
 
 
@@ -200,7 +202,7 @@ class CheckpointSpec:
     """When checkpoints are written and which are kept."""
 
     every_steps: int = 0  # 0: only at the end and on SIGTERM
-    mode: SaveMode = SaveMode.SYNC
+    mode: SaveMode = SaveMode.SYNC  # whether training waits while a checkpoint is written
     keep: int = 2  # how many of the newest are kept
     keep_every_steps: int = 0  # all at multiples of this step are kept too; 0: none besides `keep`
 
@@ -212,9 +214,9 @@ class ProfileSpec:
     An `end` of 0 means no window. On a GPU a snapshot of the allocator's history goes with it.
     """
 
-    start: int = 0
-    end: int = 0
-    ranks: tuple[int, ...] = (0,)
+    start: int = 0  # first step that is traced
+    end: int = 0  # first step that is traced no more; 0: none is traced
+    ranks: tuple[int, ...] = (0,)  # ranks that trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -225,14 +227,15 @@ class Workload(Record):
     the ramp.
     """
 
-    seq_len: int
-    global_batch: int
-    steps: int = 0
-    seed: int = 1234
+    seq_len: int  # tokens in a sequence
+    global_batch: int  # sequences in a step, over all ranks
+    steps: int = 0  # optimizer steps to train
+    seed: int = 1234  # seed of initial weights and of the order of samples
     precision: Dtype = Dtype.BF16  # compute and stored weights
     grad_dtype: Dtype = Dtype.FP32  # accumulation and reduction
+    # what runs the operations between matrix products
     fused_kernels: FusedKernels = FusedKernels.AUTO
-    routing: Routing = Routing.BALANCED
+    routing: Routing = Routing.BALANCED  # the expert load that plans assume
     load_factor: float = 1.0  # load of the hottest expert rank over the mean
     load_skew: float = 0.0  # standard deviation of an expert's load over the mean
     # tokens of each expert, for each layer that has experts

@@ -1,0 +1,1 @@
+"""Tuning of a job's layout by paired trials, and sweeps over lists of layouts."""

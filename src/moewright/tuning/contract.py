@@ -1,5 +1,4 @@
-"""The contract of a tuning: what stays as it is while layouts are compared, and what its figures
-may be called."""
+"""The contract of a tuning: what all its trials share, and what its figures stand for."""
 
 from __future__ import annotations
 
@@ -9,14 +8,17 @@ from pathlib import Path
 
 from moewright.codec import fingerprint, read_json, write_json
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import Hardware
-from moewright.spec.model import ModelSpec
 from moewright.spec.tuning_axis import TuningAxis
 from moewright.spec.workload import RouterForce, Workload
-from moewright.tuning.space import TuningPoint
+from moewright.tuning.space import TuningPoint, TuningSpace
 from moewright.tuning.trials import SCREEN_STEPS, VALIDATE_STEPS, VALIDATION_WINDOW, WARM_UP_STEPS
 
 CONTRACT_FILE = "contract.json"
+_MEASURED_WINDOW = (
+    f"median of {SCREEN_STEPS} steps after {WARM_UP_STEPS}; "
+    f"to accept, the last {VALIDATION_WINDOW} of {VALIDATE_STEPS}"
+)
+_SHOWN = 80  # letters of a value in a message
 
 
 class Label(StrEnum):
@@ -29,8 +31,11 @@ class Label(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """Everything that a trial shares with the others. `data` is the fingerprint of the training
-    data; `workload` that of the workload without what tuning may change."""
+    """Everything that a trial shares with the others.
+
+    `data` is the fingerprint of the training data, `workload` that of the workload without what
+    tuning may change.
+    """
 
     label: Label
     moewright: str
@@ -52,57 +57,52 @@ class Contract:
 
 
 def build_contract(
-    model: ModelSpec,
-    workload: Workload,
-    hardware: Hardware,
-    *,
-    start: TuningPoint,
-    axes: tuple[TuningAxis, ...],
-    label: Label,
-    versions: tuple[str, str],
-    data: str,
+    space: TuningSpace, *, label: Label, versions: tuple[str, str], data: str
 ) -> Contract:
-    """`versions` are those of moewright and torch; "" for torch where nothing runs."""
-    forced = workload.router.force is not RouterForce.NONE
-    routing = f"forced, {workload.router.force}" if forced else "chosen by the router"
-    places = replace(
-        workload.data, train="", heldout="", tokenizer=""
-    )  # `data` tells what lies there
-    plain = replace(TuningPoint(layout=start.layout).apply_to(workload), data=places)
-    window = (
-        f"median of {SCREEN_STEPS} steps after {WARM_UP_STEPS}; to accept, the last {VALIDATION_WINDOW} of {VALIDATE_STEPS}"
-        if label is not Label.PREDICTED
-        else "none"
-    )
+    """Build the contract of a tuning.
+
+    `versions` are those of moewright and torch, "" for torch where nothing runs; `data` is the
+    fingerprint of the training data.
+    """
+    workload = space.workload
+    routing = "chosen by the router"
+    if workload.router.force is not RouterForce.NONE:
+        routing = f"forced, {workload.router.force}"
+    # Paths are left out: `data` tells what lies there.
+    without_paths = replace(workload.data, train="", heldout="", tokenizer="")
+    default_point = TuningPoint(layout=space.start.layout)
+    fixed_workload = replace(default_point.apply_to(workload), data=without_paths)
     return Contract(
         label=label,
         moewright=versions[0],
         torch=versions[1],
-        hardware=hardware.name,
-        machine=hardware.fingerprint,
-        world_size=hardware.count,
-        model=model.name,
-        parameters=fingerprint(model),
+        hardware=space.hardware.name,
+        machine=space.hardware.fingerprint,
+        world_size=space.hardware.count,
+        model=space.model.name,
+        parameters=fingerprint(space.model),
         data=data,
         routing=routing,
         precision=workload.precision,
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
-        workload=fingerprint(plain),
-        window=window,
-        start=start,
-        axes=axes,
+        workload=fingerprint(fixed_workload),
+        window="none" if label is Label.PREDICTED else _MEASURED_WINDOW,
+        start=space.start,
+        axes=space.axes,
     )
 
 
 def choose_label(workload: Workload) -> Label:
+    """Return what the figures of trials of a workload stand for."""
     return Label.TRAINING if workload.router.force is RouterForce.NONE else Label.BENCHMARK
 
 
 def freeze_contract(contract: Contract, folder: Path) -> None:
-    """Write the contract into the folder of a tuning, or hold it against the one that lies there.
+    """Write the contract into the folder of a tuning, or compare it with the one that is there.
 
-    Raises BadInput that names what has changed: figures under two contracts do not compare.
+    Raises:
+        BadInput: something has changed, and is named; figures under two contracts do not compare.
     """
     path = folder / CONTRACT_FILE
     if not path.exists():
@@ -110,14 +110,16 @@ def freeze_contract(contract: Contract, folder: Path) -> None:
         return
     kept = read_json(Contract, path)
     for field in fields(contract):
-        was, now = getattr(kept, field.name), getattr(contract, field.name)
+        was = getattr(kept, field.name)
+        now = getattr(contract, field.name)
         if was != now:
-            rule = f"holds a tuning under another contract: its {field.name} is {_short(was)}, not {_short(now)}"
+            change = f"its {field.name} is {_shorten(was)}, not {_shorten(now)}"
+            rule = f"holds a tuning under another contract: {change}"
             raise BadInput(
                 Reason(field="--out", value=str(folder), rule=rule, nearest=f"{folder}-2")
             )
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -1,4 +1,4 @@
-"""What a tuning decides, by which rules, and what it comes to."""
+"""The decisions of a tuning, the rules they follow, and the result they add up to."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from moewright.tuning.trials import TrialOutcome
 
 
 class TuningPhase(StrEnum):
+    """The phases of a tuning, in their order."""
+
     FIT = "fit"
     SCALE = "scale"
     RETUNE = "retune"
@@ -20,6 +22,8 @@ class TuningPhase(StrEnum):
 
 
 class Ruling(StrEnum):
+    """What was decided of a point."""
+
     START = "start"
     KEPT = "kept"
     SLOWER = "slower"
@@ -33,11 +37,11 @@ class Ruling(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcceptanceRules:
-    """How gain is told from noise, and when to stop.
+    """Rules that tell a gain from noise, and when to stop.
 
-    A candidate is kept when its interval lies below 0, and given up when it cannot be `min_gain`
-    faster, or is not even ahead after `futile_pairs`; so many candidates in a row without gain end
-    a phase.
+    A candidate is kept when its interval lies below 0. It is given up when it cannot be `min_gain`
+    faster, or is not even ahead after `futile_pairs`. So many candidates in a row without gain as
+    `patience` end a phase.
     """
 
     repeats: int = 3  # of the start, to see how far runs of one layout differ
@@ -45,16 +49,15 @@ class AcceptanceRules:
     futile_pairs: int = 3
     min_gain: float = 0.02
     patience: int = 3  # of scale; retune goes on for twice as many
-    prior_sd: float = (
-        0.07  # of the log ratio of two runs: each differs by 5 %, as repeats do (tune.fit.NOISE)
-    )
+    # of the log ratio of two runs: each differs by 5 %, as repeats do (calibration.fit.RUN_NOISE)
+    prior_sd: float = 0.07
     prior_degrees_of_freedom: int = 2
     # of the planner's error: how much slower than the incumbent a candidate may be predicted
     margin: float = 1.0
     basis: Basis = Basis.MEASURED
 
 
-# Predictions repeat exactly, and are all there is to go by.
+# Predictions repeat exactly, and nothing else is known of a point.
 PREDICTION_RULES = AcceptanceRules(
     repeats=1, max_pairs=1, min_gain=0.005, prior_sd=0.0, margin=0.0, basis=Basis.PREDICTED
 )
@@ -62,8 +65,11 @@ PREDICTION_RULES = AcceptanceRules(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What became of a point. `predicted_s` and `predicted_ratio` (to the incumbent) are by the
-    constants of then; the interval is of the log ratio of measured seconds."""
+    """The decision on a point.
+
+    `predicted_s` and `predicted_ratio` (to the incumbent) are by the constants of that moment; the
+    interval is of the log ratio of measured seconds.
+    """
 
     phase: TuningPhase
     point: TuningPoint
@@ -76,7 +82,7 @@ class Decision:
     step_s: float = 0.0  # geometric mean of its runs
     interval: Interval | None = None
     run_count: int = 0
-    predictor_error: float = 0.0  # of the planner then: root mean square of log ratios of layouts
+    predictor_error: float = 0.0  # at that moment: root mean square of log ratios of layouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +95,10 @@ class IncumbentProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningResult:
-    """A tuning so far; `stops` says why each phase ended, `total` is the winner against the
-    start."""
+    """The result of a tuning so far.
+
+    `stops` says why each phase ended; `total_interval` is the winner against the start.
+    """
 
     decisions: tuple[Decision, ...]
     profiles: tuple[IncumbentProfile, ...]

@@ -1,5 +1,4 @@
-"""Telling a gain from noise: pairs of runs taken in turns, and the interval of their mean log
-ratio.
+"""A test that tells a gain from noise: pairs of runs in turns, and an interval of their log ratio.
 
 Runs next to each other share what the machine does meanwhile, so their ratio is steadier than
 either. How far such a ratio varies by itself is a property of the machine, not of a layout: it is
@@ -16,13 +15,18 @@ from math import atan, cos, exp, pi, sin, sqrt
 from statistics import fmean
 
 CONFIDENCE = 0.95  # of the interval after the last pair, together with all looks before it
-_SHARED = 2 / 3  # consecutive differences share a run: so much of a degree of freedom each
+# Consecutive differences share a run: each is so much of a degree of freedom.
+_FREEDOM_SHARE = 2 / 3
+_LARGEST_T = 1e4
+_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Standard deviation of the log ratio of two neighbouring runs of one point, and how well it is
-    known."""
+    """The standard deviation of the log ratio of two neighbouring runs of one point.
+
+    Its degrees of freedom say how well it is known.
+    """
 
     sd: float
     degrees_of_freedom: int
@@ -30,7 +34,10 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Of log(candidate's seconds / incumbent's): below 0 is faster."""
+    """An interval of log(candidate's seconds / incumbent's): below 0 is faster.
+
+    The gain is 1 - candidate / incumbent; `least_gain` and `most_gain` are its ends.
+    """
 
     mean: float
     low: float
@@ -39,7 +46,6 @@ class Interval:
 
     @property
     def gain(self) -> float:
-        """1 - candidate / incumbent; `least` and `most` are its ends."""
         return 1 - exp(self.mean)
 
     @property
@@ -54,49 +60,56 @@ class Interval:
 def estimate_noise(
     sequences: Iterable[Sequence[float]], *, prior_sd: float, prior_degrees_of_freedom: int
 ) -> Noise:
-    """From the log seconds of each point's runs in the order they ran; the prior counts as
-    `prior_freedom` pairs."""
-    squares = [(after - before) ** 2 for one in sequences for before, after in pairwise(one)]
-    freedom = prior_degrees_of_freedom + int(_SHARED * len(squares))
-    seen = _SHARED * len(squares)
-    total = prior_degrees_of_freedom * prior_sd**2 + _SHARED * sum(squares)
-    return Noise(sd=sqrt(total / (prior_degrees_of_freedom + seen)), degrees_of_freedom=freedom)
+    """Estimate the noise from the log seconds of each point's runs, in the order they ran.
+
+    The prior counts as `prior_degrees_of_freedom` pairs.
+    """
+    squares = [
+        (after - before) ** 2 for sequence in sequences for before, after in pairwise(sequence)
+    ]
+    observed = _FREEDOM_SHARE * len(squares)
+    total = prior_degrees_of_freedom * prior_sd**2 + _FREEDOM_SHARE * sum(squares)
+    return Noise(
+        sd=sqrt(total / (prior_degrees_of_freedom + observed)),
+        degrees_of_freedom=prior_degrees_of_freedom + int(observed),
+    )
 
 
 def log_ratio_interval(ratios: Sequence[float], noise: Noise, *, looks: int) -> Interval:
-    """Of the mean of log ratios. `looks` is how often at most it is looked at: each look is taken
-    at a level that holds LEVEL for all of them together (Bonferroni).
+    """Return the interval of the mean of log ratios.
+
+    `looks` is how often at most it is looked at: each look is taken at a level that holds
+    CONFIDENCE for all of them together (Bonferroni).
     """
     mean = fmean(ratios)
-    half = (
-        t_quantile(1 - (1 - CONFIDENCE) / looks / 2, noise.degrees_of_freedom)
-        * noise.sd
-        / sqrt(len(ratios))
-    )
-    return Interval(mean=mean, low=mean - half, high=mean + half, pairs=len(ratios))
+    probability = 1 - (1 - CONFIDENCE) / looks / 2
+    t = t_quantile(probability, noise.degrees_of_freedom)
+    half_width = t * noise.sd / sqrt(len(ratios))
+    return Interval(mean=mean, low=mean - half_width, high=mean + half_width, pairs=len(ratios))
 
 
 def t_quantile(probability: float, degrees_of_freedom: int) -> float:
-    """Student's t that `share` (above a half) of the distribution does not exceed."""
-    low, high = 0.0, 1e4
-    while high - low > 1e-9 * (1 + high):
+    """Return Student's t that `probability` (above a half) of the distribution does not exceed."""
+    low = 0.0
+    high = _LARGEST_T
+    while high - low > _TOLERANCE * (1 + high):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high)
-            if 0.5 + _inside(middle, degrees_of_freedom) / 2 < probability
-            else (low, middle)
-        )
+        if 0.5 + _central_probability(middle, degrees_of_freedom) / 2 < probability:
+            low = middle
+        else:
+            high = middle
     return (low + high) / 2
 
 
-def _inside(t: float, freedom: int) -> float:
-    """Share within -t .. t (Abramowitz and Stegun 26.7.3, 26.7.4)."""
-    angle = atan(t / sqrt(freedom))
-    if freedom == 1:
+def _central_probability(t: float, degrees_of_freedom: int) -> float:
+    """Return the probability of -t .. t (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    angle = atan(t / sqrt(degrees_of_freedom))
+    if degrees_of_freedom == 1:
         return 2 * angle / pi
-    odd = freedom % 2
-    term = total = cos(angle) if odd else 1.0
-    for k in range(3 if odd else 2, freedom - 1, 2):
+    is_odd = degrees_of_freedom % 2
+    term = cos(angle) if is_odd else 1.0
+    total = term
+    for k in range(3 if is_odd else 2, degrees_of_freedom - 1, 2):
         term *= (k - 1) / k * cos(angle) ** 2
         total += term
-    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+    return 2 / pi * (angle + sin(angle) * total) if is_odd else sin(angle) * total

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from statistics import fmean
 
-from moewright.calibration.fit import FREE_CONSTANTS, MeasuredRun, PriorCentre, fit_constants
+from moewright.calibration.fit import (
+    FREE_CONSTANTS,
+    FreeConstant,
+    MeasuredRun,
+    PriorCentre,
+    fit_constants,
+)
 from moewright.calibration.fit_inputs import apply_fit
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
@@ -23,12 +29,16 @@ from moewright.tuning.space import TuningPoint, TuningSpace
 # in the logarithm.
 _PRIOR_ERROR = 0.2
 _LEAST_ERROR = 0.03
+# A constant is lowered by this factor to see what depends on it: some stand at their upper bound.
+_LOWERED = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointMeasurement:
-    """What a point took, for a fit: the geometric mean of its runs, and the load that its experts
-    had."""
+    """A point's measured step for a fit, with the load that its experts had.
+
+    `step_s` is the geometric mean of its runs.
+    """
 
     point: TuningPoint
     step_s: float
@@ -36,115 +46,123 @@ class PointMeasurement:
 
 
 class StepPredictor:
-    """`error` is the root mean square of log(predicted / measured) over the trials, their mean
-    taken out: what is off for all layouts alike turns no order.
+    """The planner's predictions of points, which every trial corrects.
+
+    `log_error` is the root mean square of log(predicted / measured) over the trials, their mean
+    taken out: what is off for all layouts alike changes no order.
     """
 
     def __init__(self, space: TuningSpace) -> None:
-        self.fitted_hardware: Hardware = space.hardware  # with all constants as fitted
-        self.learnt_hardware: Hardware = (
-            space.hardware
-        )  # with those that the trials told something about
+        # with all constants as fitted
+        self.fitted_hardware: Hardware = space.hardware
+        # with the constants that the trials told something about
+        self.learnt_hardware: Hardware = space.hardware
         self.log_error = _PRIOR_ERROR
         self._space = space
         self._constants: tuple[Constant, ...] = ()
-        self._prepared: dict[tuple[TuningPoint, Workload], RepriceableStep] = {}
+        self._steps: dict[tuple[TuningPoint, Workload], RepriceableStep] = {}
         self._estimates: dict[TuningPoint, Estimate] = {}
-        self._depends: dict[TuningPoint, frozenset[str]] = {}
+        self._relevant: dict[TuningPoint, frozenset[str]] = {}
 
     def refit(self, measurements: Iterable[PointMeasurement]) -> None:
         """Fit the constants anew, to all trials so far."""
-        space = self._space
-        every = tuple(measurements)
-        if not every:
+        measurements = tuple(measurements)
+        if not measurements:
             return
-        runs = []
-        for one in every:
-            work = one.point.apply_to(space.workload)
-            if one.point.layout.ep > 1 and one.load_factor:
-                work = replace(work, routing=Routing.LEARNED, load_factor=one.load_factor)
-            prepared = self._prepare(one.point, work)
-            runs.append(
-                MeasuredRun(
-                    id=str(one.point),
-                    prepared=prepared,
-                    hardware=space.hardware,
-                    measured_s=one.step_s,
-                )
-            )
-        felt = {name for one in every for name in self._felt(one.point)}
-        found = fit_constants(
-            runs,
-            free_constants=tuple(one for one in FREE_CONSTANTS if one.name in felt),
-            centre=PriorCentre.HARDWARE,
-        )
-        self._constants = found.constants_for(space.hardware)
-        named = {constant.name for constant in self._constants}
-        kept = [constant for constant in space.hardware.constants if constant.name not in named]
-        self.fitted_hardware = replace(space.hardware, constants=(*kept, *self._constants))
-        self.learnt_hardware, _ = apply_fit(space.hardware, found, source="trials of one tuning")
+        hardware = self._space.hardware
+        runs = [self._build_run(measurement) for measurement in measurements]
+        relevant = {
+            name
+            for measurement in measurements
+            for name in self._relevant_constants(measurement.point)
+        }
+        free_constants = tuple(free for free in FREE_CONSTANTS if free.name in relevant)
+        fit = fit_constants(runs, free_constants=free_constants, centre=PriorCentre.HARDWARE)
+        self._constants = fit.constants_for(hardware)
+        fitted_names = {constant.name for constant in self._constants}
+        kept = [constant for constant in hardware.constants if constant.name not in fitted_names]
+        self.fitted_hardware = replace(hardware, constants=(*kept, *self._constants))
+        self.learnt_hardware, _ = apply_fit(hardware, fit, source="trials of one tuning")
         self._estimates = {}
-        errors = [log(run.prepared.step_s(self._constants) / run.measured_s) for run in runs]
-        spread = fmean((error - fmean(errors)) ** 2 for error in errors) ** 0.5
-        # Few trials say little of the error: the one expected beforehand counts as one of them.
-        self.log_error = max(
-            _LEAST_ERROR, ((len(errors) * spread**2 + _PRIOR_ERROR**2) / (len(errors) + 1)) ** 0.5
+        self.log_error = self._estimate_log_error(runs)
+
+    def _build_run(self, measurement: PointMeasurement) -> MeasuredRun:
+        point = measurement.point
+        workload = point.apply_to(self._space.workload)
+        if point.layout.ep > 1 and measurement.load_factor:
+            workload = replace(
+                workload, routing=Routing.LEARNED, load_factor=measurement.load_factor
+            )
+        return MeasuredRun(
+            id=str(point),
+            prepared=self._build_step(point, workload),
+            hardware=self._space.hardware,
+            measured_s=measurement.step_s,
         )
+
+    def _estimate_log_error(self, runs: Sequence[MeasuredRun]) -> float:
+        errors = [log(run.prepared.step_s(self._constants) / run.measured_s) for run in runs]
+        mean = fmean(errors)
+        spread = fmean((error - mean) ** 2 for error in errors) ** 0.5
+        # Few trials say little of the error: the one expected beforehand counts as one of them.
+        count = len(errors)
+        mean_square = (count * spread**2 + _PRIOR_ERROR**2) / (count + 1)
+        log_error: float = mean_square**0.5
+        return max(_LEAST_ERROR, log_error)
 
     def predict_step_s(self, point: TuningPoint) -> float:
-        """Predicted seconds of a step. Raises BadInput for an illegal point."""
-        return self._prepare(point, point.apply_to(self._space.workload)).step_s(self._constants)
+        """Predict the seconds of a step.
+
+        Raises:
+            BadInput: the point is illegal.
+        """
+        step = self._build_step(point, point.apply_to(self._space.workload))
+        return step.step_s(self._constants)
 
     def estimate(self, point: TuningPoint) -> Estimate:
-        """The whole estimate, under the fitted constants."""
+        """Return the complete estimate of a point, under the fitted constants."""
         if point not in self._estimates:
-            work = point.apply_to(self._space.workload)
+            workload = point.apply_to(self._space.workload)
             self._estimates[point] = estimate(
-                self._space.model, work, self.fitted_hardware, point.layout
+                self._space.model, workload, self.fitted_hardware, point.layout
             )
         return self._estimates[point]
 
     def build_plan(self, point: TuningPoint, workload: Workload) -> Plan:
-        """What the engine runs: the point under `workload`, which has its steps and records."""
+        """Build what the engine runs: the point under `workload`, which has steps and records."""
         return build_plan(
             self._space.model, point.apply_to(workload), self.fitted_hardware, point.layout
         )
 
-    def rank_points(self, beside: TuningPoint) -> tuple[TuningPoint, ...]:
-        """Layouts with the other choices of `beside`, the fastest expected first."""
-        return tuple(
-            sorted(
-                self._space.candidate_points(beside, self.fitted_hardware),
-                key=lambda one: (self.predict_step_s(one), str(one)),
-            )
-        )
+    def rank_points(self, incumbent: TuningPoint) -> tuple[TuningPoint, ...]:
+        """Return layouts with the other choices of `incumbent`, the fastest expected first."""
+        points = self._space.candidate_points(incumbent, self.fitted_hardware)
+        return tuple(sorted(points, key=lambda point: (self.predict_step_s(point), str(point))))
 
-    def _felt(self, point: TuningPoint) -> frozenset[str]:
-        """Constants that a point's step depends on: the others no trial of it can tell."""
-        if point not in self._depends:
-            prepared = self._prepare(point, point.apply_to(self._space.workload))
-            known, base = Constants(self._space.hardware), prepared.step_s(())
-            self._depends[point] = frozenset(
-                one.name
-                for one in FREE_CONSTANTS
-                if prepared.step_s(
-                    tuple(_nudged(name, known[name]) for name in (one.name, *one.tied_names))
-                )
-                != base
+    def _relevant_constants(self, point: TuningPoint) -> frozenset[str]:
+        """Return the constants that a point's step depends on; its trials tell no others."""
+        if point not in self._relevant:
+            step = self._build_step(point, point.apply_to(self._space.workload))
+            self._relevant[point] = frozenset(
+                free.name for free in FREE_CONSTANTS if self._depends_on(step, free)
             )
-        return self._depends[point]
+        return self._relevant[point]
 
-    def _prepare(self, point: TuningPoint, workload: Workload) -> RepriceableStep:
+    def _depends_on(self, step: RepriceableStep, free: FreeConstant) -> bool:
+        values = Constants(self._space.hardware)
+        names = (free.name, *free.tied_names)
+        lowered = tuple(_constant(name, _LOWERED * values[name]) for name in names)
+        return step.step_s(lowered) != step.step_s(())
+
+    def _build_step(self, point: TuningPoint, workload: Workload) -> RepriceableStep:
         key = (point, workload)
-        if key not in self._prepared:
-            self._prepared[key] = RepriceableStep(
+        if key not in self._steps:
+            self._steps[key] = RepriceableStep(
                 self._space.model, workload, self._space.hardware, point.layout
             )
-        return self._prepared[key]
+        return self._steps[key]
 
 
-def _nudged(name: str, value: float) -> Constant:
-    """The constant, 5 % less: up, some stand at their bound."""
-    return Constant(
-        name=name, value=Sourced(value=0.95 * value, kind=SourceKind.ASSUMED, source="derivative")
-    )
+def _constant(name: str, value: float) -> Constant:
+    sourced = Sourced(value=value, kind=SourceKind.ASSUMED, source="derivative")
+    return Constant(name=name, value=sourced)

@@ -1,5 +1,4 @@
-"""What tuning moves between: a layout and the few choices beside it that change nothing of what is
-trained."""
+"""The space that tuning moves in: layouts, and the other choices that do not change training."""
 
 from __future__ import annotations
 
@@ -33,36 +32,46 @@ _SEARCHED = 16  # of the planner's ranking, where a job spells nothing out
 _VPP = (1, 2, 3, 4)
 _EXPERT_TP = (1, 2, 4, 8)
 _BUCKETS = (1_000_000, 5_000_000, 40_000_000)
+_GC_INTERVALS = (0, 100)
+# Fields of a layout that one key of its text sets besides the field of its name.
+_COMPANION_FIELDS = {
+    "recompute": ("recompute_block", "recompute_span"),
+    "offload": ("offload_fraction",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningPoint:
+    """A layout with the choices of training that tuning may change."""
+
     layout: Layout
     bucket_elements: int = OptimizerSpec().bucket_elements
     gc_every_steps: int = Workload(seq_len=1, global_batch=1).gc_every_steps
 
     def __str__(self) -> str:
-        beside = [
+        changed = [
             f"{key}={getattr(self, key)}"
             for key in TUNABLE_TRAIN_KEYS
-            if getattr(self, key) != _USUAL[key]
+            if getattr(self, key) != _DEFAULTS[key]
         ]
-        return " ".join([format_layout(self.layout), *beside])
+        return " ".join([format_layout(self.layout), *changed])
 
     def apply_to(self, workload: Workload) -> Workload:
-        """The workload with the point's own choices; batches do not grow, so that all steps are
-        alike."""
+        """Return the workload with the point's own choices.
+
+        Batches do not grow, so that all steps are alike.
+        """
         optimizer = replace(workload.optimizer, bucket_elements=self.bucket_elements)
         return replace(
             workload, optimizer=optimizer, gc_every_steps=self.gc_every_steps, ramp=BatchRampSpec()
         )
 
 
-_USUAL = {key: TuningPoint.__dataclass_fields__[key].default for key in TUNABLE_TRAIN_KEYS}
+_DEFAULTS = {key: TuningPoint.__dataclass_fields__[key].default for key in TUNABLE_TRAIN_KEYS}
 
 
 def point_from_job(layout: Layout, workload: Workload) -> TuningPoint:
-    """A layout with the job's own choices."""
+    """Return a layout with the job's own choices."""
     return TuningPoint(
         layout=layout,
         bucket_elements=workload.optimizer.bucket_elements,
@@ -72,10 +81,10 @@ def point_from_job(layout: Layout, workload: Workload) -> TuningPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningSpace:
-    """Where tuning may go from `start`. `axes` as the job spells them out; () stands for what is
-    usual.
+    """The points that tuning may reach from `start`.
 
-    `allowed` gives the reasons against a layout that is legal but cannot be run.
+    `axes` are as the job spells them out; () stands for the default ones. `allowed` returns the
+    reasons against a layout that is legal but cannot be run.
     """
 
     model: ModelSpec
@@ -86,168 +95,182 @@ class TuningSpace:
     allowed: Objections
 
     def reasons_against(self, point: TuningPoint) -> tuple[Reason, ...]:
-        """What speaks against running a point."""
-        return (
-            *check_legality(self.model, point.apply_to(self.workload), point.layout),
-            *self.allowed(point.layout),
-        )
+        """Return what speaks against running a point."""
+        illegal = check_legality(self.model, point.apply_to(self.workload), point.layout)
+        return (*illegal, *self.allowed(point.layout))
 
     def contains(self, point: TuningPoint) -> bool:
-        """Whether a point differs from the start in nothing but the axes, and there by their
-        values."""
+        """Return whether a point differs from the start in the axes alone, and by their values."""
         if not self.axes:
             return True
         reached = self.start
         for axis in self.axes:
-            near = [set_variable(reached, axis.key, value) for value in axis.values]
-            same = [one for one in near if _like(one, point, axis.key)]
-            if not same and not _like(reached, point, axis.key):
+            moved = (set_variable(reached, axis.key, value) for value in axis.values)
+            agreeing = next((other for other in moved if _agree(other, point, axis.key)), None)
+            if agreeing is not None:
+                reached = agreeing
+            elif not _agree(reached, point, axis.key):
                 return False
-            reached = same[0] if same else reached
         return reached == point
 
     def neighbours(self, point: TuningPoint) -> Iterator[tuple[str, TuningPoint]]:
-        """Runnable points that differ in one variable: its name and value, and the point."""
+        """Yield runnable points that differ in one variable, each with its name and value."""
         seen = {point}
         for axis in self.axes or default_axes(self.model, self.workload, self.hardware):
             for value in axis.values:
                 other = set_variable(point, axis.key, value)
-                if (
-                    other not in seen
-                    and not _like(other, point, axis.key)
-                    and not self.reasons_against(other)
-                ):
-                    seen.add(other)
-                    yield f"{axis.key}={value}", other
+                if other in seen or _agree(other, point, axis.key) or self.reasons_against(other):
+                    continue
+                seen.add(other)
+                yield f"{axis.key}={value}", other
 
     def list_points(self) -> tuple[TuningPoint, ...]:
-        """Every runnable point of the axes that the job spells out, the start among them.
+        """Return every runnable point of the axes that the job spells out, the start among them.
 
-        Raises BadInput for more than MAX_POINTS, and where nothing is spelled out.
+        Raises:
+            BadInput: there are more than MAX_POINTS, or nothing is spelled out.
         """
-        size = prod(len(axis.values) for axis in self.axes)
+        size = self._count_points()
         if not self.axes or size > MAX_POINTS:
-            rule = f"spells out {size} points" if self.axes else "spells nothing out"
-            raise BadInput(
-                Reason(field="tune", rule=f"{rule}; it must be 1..{MAX_POINTS} to try all of them")
-            )
-        found = {self.start: None}
+            spelled_out = f"spells out {size} points" if self.axes else "spells nothing out"
+            rule = f"{spelled_out}; it must be 1..{MAX_POINTS} to try all of them"
+            raise BadInput(Reason(field="tune", rule=rule))
+        points = {self.start: None}
         for values in product(*(axis.values for axis in self.axes)):
             point = self.start
             for axis, value in zip(self.axes, values, strict=True):
                 point = set_variable(point, axis.key, value)
             if not self.reasons_against(point):
-                found[point] = None
-        return tuple(found)
+                points[point] = None
+        return tuple(points)
 
-    def candidate_points(self, beside: TuningPoint, hardware: Hardware) -> tuple[TuningPoint, ...]:
-        """Points with the other choices of `beside` worth pricing on `hardware`: all that the job
-        spells out; else the best of the planner's search."""
-        if self.axes and prod(len(axis.values) for axis in self.axes) <= MAX_POINTS:
-            alike = {
+    def candidate_points(
+        self, incumbent: TuningPoint, hardware: Hardware
+    ) -> tuple[TuningPoint, ...]:
+        """Return points with the other choices of `incumbent` that are worth pricing.
+
+        They are all that the job spells out; else the best of the planner's search on `hardware`.
+        """
+        if self.axes and self._count_points() <= MAX_POINTS:
+            points = {
                 replace(
-                    one,
-                    bucket_elements=beside.bucket_elements,
-                    gc_every_steps=beside.gc_every_steps,
+                    point,
+                    bucket_elements=incumbent.bucket_elements,
+                    gc_every_steps=incumbent.gc_every_steps,
                 )
-                for one in self.list_points()
+                for point in self.list_points()
             }
-            return tuple(sorted(alike, key=str))
-        work = beside.apply_to(self.workload)
-        found = search(self.model, work, hardware, top=_SEARCHED, allowed=self._inside)
-        return tuple(replace(beside, layout=plan.layout) for plan in found.plans)
+            return tuple(sorted(points, key=str))
+        workload = incumbent.apply_to(self.workload)
+        ranked = search(self.model, workload, hardware, top=_SEARCHED, allowed=self._object)
+        return tuple(replace(incumbent, layout=plan.layout) for plan in ranked.plans)
 
-    def _inside(self, layout: Layout) -> tuple[Reason, ...]:
+    def _count_points(self) -> int:
+        return prod(len(axis.values) for axis in self.axes)
+
+    def _object(self, layout: Layout) -> tuple[Reason, ...]:
+        """Return the reasons against a layout, those of the job's own axes among them."""
         if self.axes and not self.contains(replace(self.start, layout=layout)):
-            return (
-                Reason(
-                    field="layout",
-                    value=format_layout(layout),
-                    rule="is not in the space of [tune]",
-                ),
-            )
+            rule = "is not in the space of [tune]"
+            return (Reason(field="layout", value=format_layout(layout), rule=rule),)
         return self.allowed(layout)
 
 
 def set_variable(point: TuningPoint, key: str, value: str) -> TuningPoint:
-    """The point with one variable set, and what goes with it: sp with tp, the schedule with
-    pipelines."""
+    """Return the point with one variable set, and what goes with it.
+
+    Sequence parallelism goes with tp, the schedule with pipelines.
+    """
     if key in TUNABLE_TRAIN_KEYS:
         changed: dict[str, Any] = {key: int(value)}
         return replace(point, **changed)
-    text = f"layout='{value.strip(chr(39))}'" if key == "layout" else f"{key}={value}"
-    read = parse_layout(text, world_size=point.layout.world_size)
-    layout = replace(point.layout, **{name: getattr(read, name) for name in explicit_fields(text)})
-    if key == "recompute":
-        layout = replace(
-            layout, recompute_block=read.recompute_block, recompute_span=read.recompute_span
-        )
-    if key == "offload":
-        layout = replace(layout, offload_fraction=read.offload_fraction)
+    text = f"{key}={value}"
+    if key == "layout":
+        pattern = value.strip("'")
+        text = f"layout='{pattern}'"
+    parsed = parse_layout(text, world_size=point.layout.world_size)
+    fields = (*explicit_fields(text), *_COMPANION_FIELDS.get(key, ()))
+    layout = replace(point.layout, **{name: getattr(parsed, name) for name in fields})
     if key == "tp":
         layout = replace(layout, sp=layout.tp > 1)
-    if key in ("pp", "vpp"):
-        layout = _piped(layout, key)
+    elif key == "pp":
+        layout = _with_even_stages(layout, vpp=1)
+    elif key == "vpp":
+        layout = _with_even_stages(layout, vpp=layout.vpp)
     return replace(point, layout=layout)
 
 
-def _piped(layout: Layout, key: str) -> Layout:
-    """A new number of stages goes with an even split; chunks a rank with the schedule that runs so
-    many."""
-    layout = replace(layout, stages="", vpp=1 if key == "pp" else layout.vpp)
-    schedule = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
-    return replace(layout, schedule=schedule, vpp_group=layout.vpp_group if layout.vpp > 1 else 0)
+def _with_even_stages(layout: Layout, *, vpp: int) -> Layout:
+    """Return the layout with an even split, and the schedule that runs so many virtual stages."""
+    if vpp > 1:
+        return replace(layout, stages="", vpp=vpp, schedule=Schedule.INTERLEAVED)
+    return replace(layout, stages="", vpp=vpp, schedule=Schedule.ONE_F_ONE_B, vpp_group=0)
 
 
-def _like(one: TuningPoint, other: TuningPoint, key: str) -> bool:
-    """Whether two points agree in what an axis sets."""
+def _agree(first: TuningPoint, second: TuningPoint, key: str) -> bool:
+    """Return whether two points agree in what an axis sets."""
     if key in TUNABLE_TRAIN_KEYS:
-        return bool(getattr(one, key) == getattr(other, key))
+        return bool(getattr(first, key) == getattr(second, key))
     field = "stages" if key == "layout" else key
-    beside = {"recompute": ("recompute_block", "recompute_span"), "offload": ("offload_fraction",)}
-    names = (field, *beside.get(key, ()))
-    return all(getattr(one.layout, name) == getattr(other.layout, name) for name in names)
+    names = (field, *_COMPANION_FIELDS.get(key, ()))
+    return all(getattr(first.layout, name) == getattr(second.layout, name) for name in names)
 
 
 def default_axes(
     model: ModelSpec, workload: Workload, hardware: Hardware
 ) -> tuple[TuningAxis, ...]:
-    """What may change where the job says nothing: every degree by divisors, and the choices that
-    cost no accuracy."""
-    world, domain = hardware.count, hardware.fabric.domain_size
-    cps = [cp for cp in divisors(world) if cp == 1 or cp * MIN_CP_TOKENS <= workload.seq_len]
-    works_of = activation_policies(build_search_space(model, workload, hardware, ""))
-    recomputes = dict.fromkeys("+".join(work.recompute) or "none" for work in works_of)
-    overlaps = ["none", Overlap.GRAD, f"{Overlap.GRAD}+{Overlap.PARAM}"]
-    parameters = count_parameters(model).total
-    buckets = {min(size, parameters) for size in (*_BUCKETS, workload.optimizer.bucket_elements)}
-    axes: list[tuple[str, Sequence[object]]] = [
-        ("tp", [tp for tp in divisors(world) if tp <= domain]),
-        ("cp", list(cps)),
-        ("cp_comm", list(CpComm) if len(cps) > 1 else []),
-        ("pp", list(divisors(world))),
-        ("vpp", list(_VPP)),
-        ("mbs", list(MICRO_BATCH_SIZES)),
-        ("zero", [1, 3]),
-        ("recompute", list(recomputes)),
-        ("bucket_elements", sorted(buckets)),
-        ("gc_every_steps", [0, 100]),
-    ]
+    """Return what may change where the job says nothing.
+
+    It is every degree by divisors, and the choices that cost no accuracy.
+    """
+    axes = _common_axes(model, workload, hardware)
     if model.moe is not None:
-        axes += [
-            ("ep", list(divisors(world))),
-            ("etp", [etp for etp in _EXPERT_TP if etp <= domain]),
-            ("dispatcher", list(DispatcherKind)),
-        ]
+        axes |= _expert_axes(hardware)
+    overlaps = ["none", Overlap.GRAD, f"{Overlap.GRAD}+{Overlap.PARAM}"]
     if hardware.device.kind is DeviceKind.CUDA:
-        overlaps += [f"{Overlap.EP}+{Overlap.GRAD}+{Overlap.PARAM}"]
-        axes += [
-            ("graphs", ["none", f"{CudaGraphScope.ATTN}+{CudaGraphScope.MOE_ROUTER}"]),
-            ("offload", ["none", "optimizer"]),
-        ]
-    axes.append(("overlap", list(overlaps)))
+        overlaps.append(f"{Overlap.EP}+{Overlap.GRAD}+{Overlap.PARAM}")
+        axes["graphs"] = ["none", f"{CudaGraphScope.ATTN}+{CudaGraphScope.MOE_ROUTER}"]
+        axes["offload"] = ["none", "optimizer"]
+    axes["overlap"] = overlaps
     return tuple(
         TuningAxis(key=key, values=tuple(str(value) for value in values))
-        for key, values in axes
+        for key, values in axes.items()
         if values
     )
+
+
+def _common_axes(
+    model: ModelSpec, workload: Workload, hardware: Hardware
+) -> dict[str, Sequence[object]]:
+    """Return the axes of any model on any hardware."""
+    world_size = hardware.count
+    domain = hardware.fabric.domain_size
+    degrees = divisors(world_size)
+    cps = [cp for cp in degrees if cp == 1 or cp * MIN_CP_TOKENS <= workload.seq_len]
+    policies = activation_policies(build_search_space(model, workload, hardware, ""))
+    recomputes = dict.fromkeys("+".join(policy.recompute) or "none" for policy in policies)
+    parameters = count_parameters(model).total
+    sizes = (*_BUCKETS, workload.optimizer.bucket_elements)
+    buckets = {min(size, parameters) for size in sizes}
+    return {
+        "tp": [tp for tp in degrees if tp <= domain],
+        "cp": cps,
+        "cp_comm": list(CpComm) if len(cps) > 1 else [],
+        "pp": list(degrees),
+        "vpp": list(_VPP),
+        "mbs": list(MICRO_BATCH_SIZES),
+        "zero": [1, 3],
+        "recompute": list(recomputes),
+        "bucket_elements": sorted(buckets),
+        "gc_every_steps": list(_GC_INTERVALS),
+    }
+
+
+def _expert_axes(hardware: Hardware) -> dict[str, Sequence[object]]:
+    """Return the axes of a model with experts."""
+    domain = hardware.fabric.domain_size
+    return {
+        "ep": list(divisors(hardware.count)),
+        "etp": [etp for etp in _EXPERT_TP if etp <= domain],
+        "dispatcher": list(DispatcherKind),
+    }

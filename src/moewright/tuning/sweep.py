@@ -1,4 +1,4 @@
-"""Sweeps: a list of layouts of one job, estimated or run, beside published figures, as one table.
+"""Sweeps: a list of layouts of one job, estimated or run, next to published figures, as tables.
 
 A sweep file holds [job] (model, on, seq_len, global_batch, precision; or `file`, a job to run) and
 [[table]]s with [[table.row]]s: `name` as it stands in the table, `layout`, and `global_batch`,
@@ -10,6 +10,7 @@ is a line of trials.jsonl, and is not run again.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ TRIALS_FILE = "trials.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRowSpec:
-    """One row as the file has it; zeros: nothing was published."""
+    """A row as the file has it; zeros: nothing was published."""
 
     name: str
     layout: str
@@ -51,6 +52,8 @@ class SweepRowSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepTableSpec:
+    """A table of a sweep file."""
+
     title: str
     row: tuple[SweepRowSpec, ...]
     note: str = ""
@@ -58,8 +61,10 @@ class SweepTableSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepJobSpec:
-    """What all rows share. `file` is a job to run, beside the sweep file; else the rest says what
-    to estimate."""
+    """What all rows share.
+
+    `file` is a job to run, in the folder of the sweep file; else the rest says what to estimate.
+    """
 
     model: str = ""
     on: str = ""
@@ -70,6 +75,8 @@ class SweepJobSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepSpec:
+    """The contents of a sweep file."""
+
     title: str
     job: SweepJobSpec
     table: tuple[SweepTableSpec, ...]
@@ -79,7 +86,7 @@ class SweepSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFigures:
-    """Of one step; zeros: not known."""
+    """The figures of one step; zeros: not known."""
 
     time_s: float
     tokens: float
@@ -88,7 +95,10 @@ class StepFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepTrial:
-    """A line of trials.jsonl: a row that was run here. `failed` says why there are no figures."""
+    """A line of trials.jsonl: a row that was run here.
+
+    `failed` says why there are no figures.
+    """
 
     layout: str
     global_batch: int
@@ -100,6 +110,8 @@ class SweepTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRow:
+    """A row with its prediction and what was measured."""
+
     spec: SweepRowSpec
     seq_len: int
     global_batch: int
@@ -111,66 +123,58 @@ class SweepRow:
 
 
 def read_sweep(path: Path) -> SweepSpec:
-    """Raises BadInput that names file and key."""
+    """Read a sweep file.
+
+    Raises:
+        BadInput: the file is no sweep; the error names file and key.
+    """
     spec = from_data(SweepSpec, read_toml_data(path), where=path.name)
-    if not spec.job.file and not (
-        spec.job.model and spec.job.on and spec.job.seq_len and spec.job.global_batch
-    ):
+    job = spec.job
+    if not job.file and not (job.model and job.on and job.seq_len and job.global_batch):
         rule = "needs file, or model, on, seq_len and global_batch"
-        raise BadInput(
-            Reason(field=f"{path.name}: job", rule=rule, nearest='model = "Qwen3-235B-A22B"')
-        )
-    faults = tuple(_wrong_loads(spec, path.name))
+        nearest = 'model = "Qwen3-235B-A22B"'
+        raise BadInput(Reason(field=f"{path.name}: job", rule=rule, nearest=nearest))
+    faults = tuple(
+        fault
+        for table in spec.table
+        for row in table.row
+        for fault in _check_load(row, f'{path.name}: row "{row.name}"')
+    )
     if faults:
         raise BadInput(*faults)
     return spec
 
 
-def _wrong_loads(spec: SweepSpec, where: str) -> Iterator[Reason]:
-    for row in (row for table in spec.table for row in table.row):
-        field = f'{where}: row "{row.name}"'
-        if row.load_factor < 1:
-            yield Reason(
-                field=f"{field}: load_factor",
-                value=f"{row.load_factor:g}",
-                rule="is at least 1",
-                nearest="1",
-            )
-        if row.load_skew < 0:
-            yield Reason(
-                field=f"{field}: load_skew",
-                value=f"{row.load_skew:g}",
-                rule="is at least 0",
-                nearest="0",
-            )
-        if row.load_factor > 1 and row.routing is not Routing.LEARNED:
-            yield Reason(
-                field=f"{field}: load_factor",
-                rule="is used with one routing alone",
-                nearest='routing = "learned"',
-            )
-        if row.load_skew > 0 and row.routing is not Routing.SKEWED:
-            yield Reason(
-                field=f"{field}: load_skew",
-                rule="is used with one routing alone",
-                nearest='routing = "skewed"',
-            )
-        if row.routing is Routing.MEASURED:
-            rule = "stands in a job, with its histogram"
-            yield Reason(
-                field=f"{field}: routing", value=row.routing, rule=rule, nearest=Routing.SKEWED
-            )
+def _check_load(row: SweepRowSpec, where: str) -> Iterator[Reason]:
+    """Yield what is wrong with a row's statements of load."""
+    one_routing = "is used with one routing alone"
+    if row.load_factor < 1:
+        value = f"{row.load_factor:g}"
+        yield Reason(field=f"{where}: load_factor", value=value, rule="is at least 1", nearest="1")
+    if row.load_skew < 0:
+        value = f"{row.load_skew:g}"
+        yield Reason(field=f"{where}: load_skew", value=value, rule="is at least 0", nearest="0")
+    if row.load_factor > 1 and row.routing is not Routing.LEARNED:
+        nearest = 'routing = "learned"'
+        yield Reason(field=f"{where}: load_factor", rule=one_routing, nearest=nearest)
+    if row.load_skew > 0 and row.routing is not Routing.SKEWED:
+        nearest = 'routing = "skewed"'
+        yield Reason(field=f"{where}: load_skew", rule=one_routing, nearest=nearest)
+    if row.routing is Routing.MEASURED:
+        rule = "stands in a job, with its histogram"
+        yield Reason(
+            field=f"{where}: routing", value=row.routing, rule=rule, nearest=Routing.SKEWED
+        )
 
 
 def row_workload(spec: SweepRowSpec, workload: Workload) -> Workload:
-    """The job's workload with the row's own batch, and the load that the row says its experts
-    had."""
-    batch = spec.global_batch or workload.global_batch
+    """Return the job's workload with the row's own batch and the load of its experts."""
+    global_batch = spec.global_batch or workload.global_batch
     if spec.routing is None:
-        return replace(workload, global_batch=batch)
+        return replace(workload, global_batch=global_batch)
     return replace(
         workload,
-        global_batch=batch,
+        global_batch=global_batch,
         routing=spec.routing,
         load_factor=spec.load_factor,
         load_skew=spec.load_skew,
@@ -178,11 +182,11 @@ def row_workload(spec: SweepRowSpec, workload: Workload) -> Workload:
 
 
 def read_trials(folder: Path) -> tuple[SweepTrial, ...]:
-    """What has been run so far; a torn last line is left out, and run again."""
+    """Read what has been run so far; a torn last line is left out, and run again."""
     path = folder / TRIALS_FILE
-    lines = read_complete_lines(path)
     return tuple(
-        from_data(SweepTrial, parse_json(line, where=str(path)), where=str(path)) for line in lines
+        from_data(SweepTrial, parse_json(line, where=str(path)), where=str(path))
+        for line in read_complete_lines(path)
     )
 
 
@@ -198,62 +202,60 @@ def build_row(
     hardware: Hardware,
     trials: tuple[SweepTrial, ...],
 ) -> SweepRow:
-    """The row with its prediction and what was measured: here, else as published."""
-    predicted, refused = None, ""
+    """Build the row with its prediction and what was measured: here, else as published."""
+    predicted = None
+    refusal = ""
     try:
         predicted = estimate(model, workload, hardware, row_layout(spec, hardware))
     except BadInput as error:
-        refused = str(error)
-    trial = next(
-        (each for each in trials if (each.layout, each.global_batch) == trial_key(spec, workload)),
-        None,
-    )
-    published = StepFigures(time_s=spec.time_s, tokens=spec.tokens, tflops=spec.tflops)
-    ran = (
-        StepFigures(time_s=trial.time_s, tokens=trial.tokens, tflops=trial.tflops)
-        if trial
-        else None
-    )
-    measured = (
-        ran
-        if ran and ran.time_s
-        else published
-        if spec.time_s or spec.tokens or spec.tflops
-        else None
-    )
+        refusal = str(error)
+    key = trial_key(spec, workload)
+    trial = next((trial for trial in trials if (trial.layout, trial.global_batch) == key), None)
     return SweepRow(
         spec=spec,
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
         devices=hardware.count,
         predicted=predicted,
-        refusal=refused,
-        measured=measured,
+        refusal=refusal,
+        measured=_measured_figures(spec, trial),
         trial=trial,
     )
 
 
+def _measured_figures(spec: SweepRowSpec, trial: SweepTrial | None) -> StepFigures | None:
+    """Return the figures of a trial that has them, else the published ones; None without any."""
+    if trial and trial.time_s:
+        return StepFigures(time_s=trial.time_s, tokens=trial.tokens, tflops=trial.tflops)
+    if spec.time_s or spec.tokens or spec.tflops:
+        return StepFigures(time_s=spec.time_s, tokens=spec.tokens, tflops=spec.tflops)
+    return None
+
+
 def row_layout(spec: SweepRowSpec, hardware: Hardware) -> Layout:
+    """Return the layout of a row."""
     return parse_layout(spec.layout, world_size=hardware.count)
 
 
 def trial_key(spec: SweepRowSpec, workload: Workload) -> tuple[str, int]:
-    """What tells one trial of a sweep from another."""
+    """Return what tells one trial of a sweep from another."""
     return spec.layout, workload.global_batch
 
 
-def step_figures(found: Estimate) -> StepFigures:
+def step_figures(prediction: Estimate) -> StepFigures:
+    """Return the predicted figures of a step."""
     return StepFigures(
-        time_s=found.step_s, tokens=found.tokens_per_s_per_device, tflops=found.tflops_per_device
+        time_s=prediction.step_s,
+        tokens=prediction.tokens_per_s_per_device,
+        tflops=prediction.tflops_per_device,
     )
 
 
-def peak_memory_by_part(found: Estimate) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Bytes of the fullest pipeline rank by component, then by module."""
-    rows = found.ledgers[found.peak_rank].device_rows
-    for name in ("component", "module"):
-        held: dict[str, int] = {}
+def peak_memory_by_part(prediction: Estimate) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Yield the bytes of the fullest pipeline rank by component, then by module."""
+    rows = prediction.ledgers[prediction.peak_rank].device_rows
+    for kind in ("component", "module"):
+        bytes_of_part: dict[str, int] = defaultdict(int)
         for row in rows:
-            key = str(getattr(row, name))
-            held[key] = held.get(key, 0) + row.bytes
-        yield name, dict(sorted(held.items(), key=lambda pair: -pair[1]))
+            bytes_of_part[str(getattr(row, kind))] += row.bytes
+        yield kind, dict(sorted(bytes_of_part.items(), key=lambda pair: -pair[1]))

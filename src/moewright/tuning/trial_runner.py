@@ -1,4 +1,4 @@
-"""Runs of points, one after the other and in turns with the incumbent, within a budget of time."""
+"""A runner of trials, one after the other and in turns with the incumbent, within a time budget."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ class BudgetSpentError(Exception):
 
 
 def trial_workload(workload: Workload, length: TrialLength) -> Workload:
-    """The job for a trial: the same steps, only fewer; the schedule of the learning rate stays that
-    of the job."""
-    optimizer = replace(
-        workload.optimizer, decay_steps=workload.optimizer.decay_steps or workload.steps
-    )
+    """Return the job for a trial, which has fewer steps under the job's learning-rate schedule."""
+    decay_steps = workload.optimizer.decay_steps or workload.steps
     return replace(
         workload,
         steps=length.steps,
-        optimizer=optimizer,
+        optimizer=replace(workload.optimizer, decay_steps=decay_steps),
         eval_every_steps=0,
         eval_batches=1,
         router_log_every_steps=1,
@@ -45,105 +42,121 @@ def trial_workload(workload: Workload, length: TrialLength) -> Workload:
 
 
 class TrialRunner:
-    """All runs of a tuning. `memory_bytes` is the predicted peak of the smallest layout that ran
-    out of memory."""
+    """All runs of a tuning.
+
+    `oom_bytes` is the predicted peak of the smallest layout that ran out of memory; a `budget_s`
+    of 0 is none.
+    """
 
     def __init__(
         self,
         space: TuningSpace,
-        prices: StepPredictor,
+        predictor: StepPredictor,
         run_one: RunTrial,
         *,
         rules: AcceptanceRules,
         budget_s: float,
     ) -> None:
-        self._space, self._prices, self._run_one = space, prices, run_one
-        self._rules, self._budget_s = rules, budget_s
+        self._space = space
+        self._predictor = predictor
+        self._run_one = run_one
+        self._rules = rules
+        self._budget_s = budget_s
         self._outcomes: dict[TuningPoint, list[TrialOutcome]] = {}
-        self._last: TuningPoint | None = None
+        self._last_point: TuningPoint | None = None
         self.oom_bytes = float("inf")
         self.failed_points: set[TuningPoint] = set()
-        self.run_count, self.spent_s = 0, 0.0
+        self.run_count = 0
+        self.spent_s = 0.0
 
     @property
     def points(self) -> tuple[TuningPoint, ...]:
-        """Those that were run, in the order of their first."""
+        """Return the points that were run, in the order of their first runs."""
         return tuple(self._outcomes)
 
     def count_runs(self, point: TuningPoint) -> int:
         return len(self._outcomes.get(point, ()))
 
     def last_outcome(self, point: TuningPoint) -> TrialOutcome:
-        """The last run of a point."""
+        """Return the last run of a point."""
         return self._outcomes[point][-1]
 
     def last_success(self, point: TuningPoint) -> TrialOutcome:
-        """The last run of a point that did not fail."""
-        return next(
-            one for one in reversed(self._outcomes[point]) if one.failure is TrialFailure.NONE
-        )
+        """Return the last run of a point that did not fail."""
+        latest_first = reversed(self._outcomes[point])
+        return next(outcome for outcome in latest_first if outcome.failure is TrialFailure.NONE)
 
     def mean_step_s(self, point: TuningPoint) -> float:
-        """Geometric mean of a point's runs; 0 where none has a figure."""
-        seen = [one.step_s for one in self._outcomes.get(point, []) if one.step_s]
-        return exp(fmean(map(log, seen))) if seen else 0.0
+        """Return the geometric mean of a point's runs; 0 where none has a figure."""
+        outcomes = self._outcomes.get(point, [])
+        seconds = [outcome.step_s for outcome in outcomes if outcome.step_s]
+        return exp(fmean(map(log, seconds))) if seconds else 0.0
 
     def run_pair(self, point: TuningPoint, incumbent: TuningPoint, number: int) -> float | None:
-        """log(candidate / incumbent) of two runs in a row; the turns change from pair to pair, and
-        an incumbent's run that has just been made is taken. None when the candidate fails.
+        """Return log(candidate / incumbent) of two runs in a row; None when the candidate fails.
+
+        Who runs first changes from pair to pair, and an incumbent's run that has just been made is
+        taken.
         """
-        if number == 0 and self._last == incumbent:
-            beside = self.last_outcome(incumbent)
-            mine = self.run_screen(point)
+        if number == 0 and self._last_point == incumbent:
+            reference = self.last_outcome(incumbent)
+            candidate = self.run_screen(point)
         elif number % 2:
-            beside = self.run_screen(incumbent)
-            mine = self.run_screen(point)
+            reference = self.run_screen(incumbent)
+            candidate = self.run_screen(point)
         else:
-            mine = self.run_screen(point)
-            if mine.failure is not TrialFailure.NONE:
+            candidate = self.run_screen(point)
+            if candidate.failure is not TrialFailure.NONE:
                 return None
-            beside = self.run_screen(incumbent)
-        if TrialFailure.NONE is not mine.failure:
+            reference = self.run_screen(incumbent)
+        if candidate.failure is not TrialFailure.NONE:
             return None
-        if beside.failure is not TrialFailure.NONE:  # it has run before: a fault of the moment
-            beside = self.last_success(incumbent)
-        return log(mine.step_s / beside.step_s)
+        if reference.failure is not TrialFailure.NONE:
+            # It has run before: this is a fault of the moment.
+            reference = self.last_success(incumbent)
+        return log(candidate.step_s / reference.step_s)
 
     def run_screen(self, point: TuningPoint) -> TrialOutcome:
-        """A short run. Raises BudgetSpentError where it and a validation would take longer than
-        there is time."""
+        """Make a short run.
+
+        Raises:
+            BudgetSpentError: it and a validation would take longer than there is time.
+        """
         if self._budget_s and self.run_count and self.spent_s + self._reserve_s() > self._budget_s:
             raise BudgetSpentError
         return self.run(point, TrialLength.SCREEN)
 
     def _reserve_s(self) -> float:
-        """What the next trial and a validation take, by the runs so far."""
-        screen = self.spent_s / self.run_count
-        return screen * (1 + TrialLength.VALIDATE.steps / TrialLength.SCREEN.steps)
+        """Return what the next trial and a validation take, by the runs so far."""
+        mean_run_s = self.spent_s / self.run_count
+        return mean_run_s * (1 + TrialLength.VALIDATE.steps / TrialLength.SCREEN.steps)
 
     def run(self, point: TuningPoint, length: TrialLength) -> TrialOutcome:
-        """A run, whatever the budget."""
-        known = self._outcomes.setdefault(point, []) if length is TrialLength.SCREEN else []
-        plan = self._prices.build_plan(point, trial_workload(self._space.workload, length))
+        """Make a run, whatever the budget."""
+        outcomes: list[TrialOutcome] = []
+        if length is TrialLength.SCREEN:
+            outcomes = self._outcomes.setdefault(point, [])
+        plan = self._predictor.build_plan(point, trial_workload(self._space.workload, length))
         outcome = self._run_one(
-            TrialRequest(point=point, length=length, repeat=len(known) + 1, plan=plan)
+            TrialRequest(point=point, length=length, repeat=len(outcomes) + 1, plan=plan)
         )
         self.run_count += 1
         self.spent_s += outcome.spent_s
         if length is TrialLength.VALIDATE:
             return outcome
-        known.append(outcome)
-        self._last = point
+        outcomes.append(outcome)
+        self._last_point = point
         if outcome.failure is not TrialFailure.NONE:
             self.failed_points.add(point)
-            if outcome.failure is TrialFailure.MEMORY:
-                self.oom_bytes = min(self.oom_bytes, plan.estimate.peak_bytes)
+        if outcome.failure is TrialFailure.MEMORY:
+            self.oom_bytes = min(self.oom_bytes, plan.estimate.peak_bytes)
         return outcome
 
     def estimate_noise(self) -> Noise:
-        """Of the log ratio of two runs of one point in a row."""
+        """Return the noise of the log ratio of two runs of one point in a row."""
         sequences = [
-            [log(one.step_s) for one in found if one.step_s] for found in self._outcomes.values()
+            [log(outcome.step_s) for outcome in outcomes if outcome.step_s]
+            for outcomes in self._outcomes.values()
         ]
         return estimate_noise(
             sequences,
@@ -152,7 +165,7 @@ class TrialRunner:
         )
 
     def measurements(self) -> tuple[PointMeasurement, ...]:
-        """What each point that ran took."""
+        """Return what each point that ran took."""
         return tuple(
             PointMeasurement(
                 point=point,

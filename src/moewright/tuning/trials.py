@@ -1,33 +1,40 @@
-"""Runs of one tuning: what is asked for, and what each showed."""
+"""Trials of a tuning: what is asked for, and what each run showed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
 from statistics import median
 
-from moewright.diagnosis.compare_ledgers import compare_ranks
-from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
+from moewright.diagnosis.compare_ledgers import AgreementRule, compare_ranks
+from moewright.diagnosis.engine_run import (
+    build_run_waterfall,
+    diagnose_run,
+    find_critical_rank,
+)
 from moewright.diagnosis.priced_fixes import PricedJob
 from moewright.diagnosis.thresholds import order_findings
 from moewright.diagnosis.traces.log_findings import predict_findings
 from moewright.diagnosis.waterfall import describe_ideal_step, ideal_step_s, predict_drops
 from moewright.rules.expert_placement import rank_load_factor
 from moewright.rules.steady_steps import steady_steps
-from moewright.spec.finding import Cause, Wall, Waterfall
+from moewright.spec.finding import Cause, Finding, Wall, Waterfall
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
 from moewright.tuning.space import TuningPoint
 
-SCREEN_STEPS = 8  # settled steps of a trial
+SCREEN_STEPS = 8  # steady steps of a trial
 VALIDATE_STEPS = 50
 VALIDATION_WINDOW = 10  # the last so many of them make the figure of a validation
 WARM_UP_STEPS = 3  # two to warm up, and the one on which every op is counted
+_SHOWN_LINES = 3  # of a ledger that differ
 
 
 class TrialLength(StrEnum):
+    """How long a trial runs."""
+
     SCREEN = "screen"
     VALIDATE = "validate"
 
@@ -37,6 +44,8 @@ class TrialLength(StrEnum):
 
 
 class TrialFailure(StrEnum):
+    """Why a trial has no figures."""
+
     NONE = "none"
     MEMORY = "memory"  # what needs more would fail too
     REFUSED = "refused"
@@ -45,7 +54,7 @@ class TrialFailure(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationCheck:
-    """One thing that a winner has to show."""
+    """A check that a winner has to pass."""
 
     name: str
     passed: bool
@@ -64,9 +73,11 @@ class TrialFinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """What a run showed. `step_s` is the median seconds of a settled step as they would be with a
-    core for every rank; `wall_step_s` those of the last WINDOW steps by the clock, other programs
-    of the machine included. Zeros where the run failed.
+    """What a run showed; zeros where it failed.
+
+    `step_s` is the median seconds of a steady step as they would be with a core for every rank;
+    `wall_step_s` those of the last VALIDATION_WINDOW steps by the clock, other programs of the
+    machine included.
     """
 
     step_s: float = 0.0
@@ -95,7 +106,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A line of the journal."""
+    """A line of the journal: a run that was made."""
 
     point: TuningPoint
     length: TrialLength
@@ -108,108 +119,117 @@ RunTrial = Callable[[TrialRequest], TrialOutcome]
 
 
 def build_outcome(record: RunRecord, length: TrialLength) -> TrialOutcome:
-    """What a finished run showed; with the checks of a winner where it was long enough for them."""
-    steps, pace = steady_steps(record), find_critical_rank(record)
-    plan = record.plan
-    known = PricedJob(
+    """Return what a finished run showed, with the checks of a winner where it was a validation."""
+    steps = steady_steps(record)
+    critical = find_critical_rank(record)
+    load_factors = [
+        rank_load_factor(load.rank_counts or load.counts, record.plan.layout.ep)
+        for step in steps
+        for load in step.loads
+    ]
+    return TrialOutcome(
+        step_s=critical.step_s,
+        wall_step_s=median(step.step_s for step in steps[-VALIDATION_WINDOW:]),
+        steps=len(steps),
+        loss=record.steps[-1].loss,
+        peak_bytes=fullest_rank_bytes(record),
+        load_factor=median(load_factors) if load_factors else 0.0,
+        findings=_without_fixes(diagnose_run(record)),
+        waterfall=build_run_waterfall(record, critical, _priced_job(record.plan)),
+        checks=check_winner(record) if length is TrialLength.VALIDATE else (),
+    )
+
+
+def fullest_rank_bytes(record: RunRecord) -> int:
+    """Return the bytes of the fullest rank: as the driver saw a device, else as counted."""
+    samples = [step.device.peak_allocated_bytes for step in record.steps if step.device]
+    return max([*samples, *(ledger.device_bytes for ledger in record.ledgers)], default=0)
+
+
+def check_winner(record: RunRecord) -> tuple[ValidationCheck, ...]:
+    """Check that a run was long enough, healthy, inside its memory, and of the planned layout.
+
+    It was of that layout when what each rank counted is what is predicted of it.
+    """
+    count = len(steady_steps(record))
+    skipped = [step.step for step in record.steps if step.skipped]
+    return (
+        ValidationCheck(
+            name="length", passed=count >= VALIDATE_STEPS, said=f"{count} steady steps"
+        ),
+        _check_loss(record),
+        ValidationCheck(name="skipped steps", passed=not skipped, said=str(len(skipped))),
+        _check_memory(record),
+        _check_ledgers(record),
+    )
+
+
+def _check_loss(record: RunRecord) -> ValidationCheck:
+    broken = [step.step for step in record.steps if not isfinite(step.loss)]
+    if broken:
+        return ValidationCheck(name="loss", passed=False, said=f"no number at step {broken[0]}")
+    first = record.steps[0].loss
+    last = record.steps[-1].loss
+    return ValidationCheck(name="loss", passed=True, said=f"{first:.4f} to {last:.4f}")
+
+
+def _check_memory(record: RunRecord) -> ValidationCheck:
+    peak_bytes = fullest_rank_bytes(record)
+    capacity_bytes = record.plan.estimate.capacity_bytes
+    return ValidationCheck(
+        name="memory",
+        passed=0 < peak_bytes <= capacity_bytes,
+        said=f"{peak_bytes} of {capacity_bytes} bytes held by the fullest rank",
+    )
+
+
+def _check_ledgers(record: RunRecord) -> ValidationCheck:
+    comparisons = compare_ranks(record)
+    lines = [line for comparison in comparisons for line in comparison.lines]
+    broken = [f"{line.section} {line.label}" for line in lines if not line.keeps_rule]
+    promising = [line for line in lines if line.rule is not AgreementRule.LISTED]
+    kept = sum(line.keeps_rule for line in promising)
+    result = f"{kept} rows of {len(comparisons)} ranks as predicted"
+    if broken:
+        result = f"differ: {', '.join(broken[:_SHOWN_LINES])}"
+    has_all_ranks = len(comparisons) == record.plan.layout.world_size
+    passed = not broken and has_all_ranks and kept > 0
+    return ValidationCheck(name="what ran", passed=passed, said=result)
+
+
+def predict_outcome(request: TrialRequest) -> TrialOutcome:
+    """Return the plan's estimate in the place of a run, with the walls that it expects."""
+    plan = request.plan
+    prediction = plan.estimate
+    job = _priced_job(plan)
+    waterfall = Waterfall(
+        ideal_s=ideal_step_s(job),
+        ideal_note=describe_ideal_step(plan.workload, prediction.model_flops_per_step),
+        drops=tuple(predict_drops(job)),
+        measured_s=prediction.step_s,
+    )
+    return TrialOutcome(
+        step_s=prediction.step_s,
+        peak_bytes=prediction.peak_bytes,
+        findings=_without_fixes(order_findings(predict_findings(job))),
+        waterfall=waterfall,
+    )
+
+
+def _priced_job(plan: Plan) -> PricedJob:
+    return PricedJob(
         model=plan.model,
         workload=plan.workload,
         hardware=plan.hardware,
         layout=plan.layout,
         estimate=plan.estimate,
     )
-    factors = [
-        rank_load_factor(load.rank_counts or load.counts, plan.layout.ep)
-        for step in steps
-        for load in step.loads
-    ]
-    found = tuple(
-        TrialFinding(wall=one.wall, cause=one.cause, title=one.title, share=one.share)
-        for one in diagnose_run(record)
-    )
-    return TrialOutcome(
-        step_s=pace.step_s,
-        wall_step_s=median(step.step_s for step in steps[-VALIDATION_WINDOW:]),
-        steps=len(steps),
-        loss=record.steps[-1].loss,
-        peak_bytes=fullest_rank_bytes(record),
-        load_factor=median(factors) if factors else 0.0,
-        findings=found,
-        waterfall=build_run_waterfall(record, pace, known),
-        checks=check_winner(record) if length is TrialLength.VALIDATE else (),
-    )
 
 
-def fullest_rank_bytes(record: RunRecord) -> int:
-    """Bytes of the fullest rank: the driver's word where there is a device, else what was
-    counted."""
-    samples = [step.device.peak_allocated_bytes for step in record.steps if step.device]
-    return max([*samples, *(ledger.device_bytes for ledger in record.ledgers)], default=0)
-
-
-def check_winner(record: RunRecord) -> tuple[ValidationCheck, ...]:
-    """Long enough, healthy, inside its memory, and the layout that was asked for: what each rank
-    counted is what is predicted of that layout."""
-    plan, steps = record.plan, steady_steps(record)
-    broken = [step.step for step in record.steps if not isfinite(step.loss)]
-    skipped = [step.step for step in record.steps if step.skipped]
-    peak, capacity = fullest_rank_bytes(record), plan.estimate.capacity_bytes
-    pairs = compare_ranks(record)
-    lines = [line for pair in pairs for line in pair.lines]
-    bad = [f"{line.section} {line.label}" for line in lines if not line.keeps_rule]
-    kept = sum(line.keeps_rule and line.rule != "listed" for line in lines)
-    books = (
-        f"{kept} rows of {len(pairs)} ranks as predicted"
-        if not bad
-        else f"differ: {', '.join(bad[:3])}"
-    )
-    world = plan.layout.world_size
-    return (
-        ValidationCheck(
-            name="length", passed=len(steps) >= VALIDATE_STEPS, said=f"{len(steps)} settled steps"
-        ),
-        ValidationCheck(
-            name="loss",
-            passed=not broken,
-            said=f"{record.steps[0].loss:.4f} to {record.steps[-1].loss:.4f}"
-            if not broken
-            else f"no number at step {broken[0]}",
-        ),
-        ValidationCheck(name="skipped steps", passed=not skipped, said=str(len(skipped))),
-        ValidationCheck(
-            name="memory",
-            passed=0 < peak <= capacity,
-            said=f"{peak} of {capacity} bytes held by the fullest rank",
-        ),
-        ValidationCheck(
-            name="what ran", passed=not bad and len(pairs) == world and kept > 0, said=books
-        ),
-    )
-
-
-def predict_outcome(ask: TrialRequest) -> TrialOutcome:
-    """The plan's estimate in the place of a run, with the walls that it expects."""
-    plan, found = ask.plan, ask.plan.estimate
-    known = PricedJob(
-        model=plan.model,
-        workload=plan.workload,
-        hardware=plan.hardware,
-        layout=plan.layout,
-        estimate=found,
-    )
-    walls = order_findings(predict_findings(known))
-    fall = Waterfall(
-        ideal_s=ideal_step_s(known),
-        ideal_note=describe_ideal_step(plan.workload, found.model_flops_per_step),
-        drops=tuple(predict_drops(known)),
-        measured_s=found.step_s,
-    )
-    return TrialOutcome(
-        step_s=found.step_s,
-        peak_bytes=found.peak_bytes,
-        findings=tuple(
-            TrialFinding(wall=one.wall, cause=one.cause, title=one.title, share=one.share)
-            for one in walls
-        ),
-        waterfall=fall,
+def _without_fixes(findings: Iterable[Finding]) -> tuple[TrialFinding, ...]:
+    return tuple(
+        TrialFinding(
+            wall=finding.wall, cause=finding.cause, title=finding.title, share=finding.share
+        )
+        for finding in findings
     )

@@ -40,10 +40,14 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 class Counters:
-    """Running counts of one rank; they stand still except inside `counting()`."""
+    """The running counts of one rank, which stand still except inside `counting()`.
 
-    def __init__(self, scopes: ModuleScopes | None = None, *, blocking: bool = True) -> None:
-        self.scopes = scopes or ModuleScopes()
+    `scopes` say what the counts are attributed to. `wait_clock` measures waits for collectives all
+    the time; with `blocking` False it does not.
+    """
+
+    def __init__(self, *, blocking: bool = True) -> None:
+        self.scopes = ModuleScopes()
         self.wait_clock = WaitClock(blocking=blocking)
         self.collectives: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
         self.flops: dict[tuple[FlopOp, Module], int] = defaultdict(int)
