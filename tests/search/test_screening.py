@@ -86,7 +86,7 @@ SPLIT_BACKWARD = (
 
 @st.composite
 def scored(draw: st.DrawFn, cases: tuple[Case, ...]) -> tuple[Case, Layout, float, float]:
-    """Draw a layout of a case with its seconds and bytes, as often with uneven stages as without."""
+    """Draw a layout of a case with its seconds and bytes, half of them with uneven stages."""
     case = draw(st.sampled_from(cases))
     is_uneven = draw(st.booleans())
     group = draw(st.sampled_from(case.groups))
