@@ -87,23 +87,23 @@ class ActivationPolicies:
     `masks` caches, by the tensors of a layer, which of them each policy keeps.
     """
 
-    each: tuple[ActivationPolicy, ...]
+    members: tuple[ActivationPolicy, ...]
     masks: dict[tuple[object, ...], TensorMasks] = field(default_factory=dict, repr=False)
 
     @cached_property
     def graphs(self) -> tuple[tuple[CudaGraphScope, ...], ...]:
         """The CUDA graphs of the policies, each once."""
-        return tuple(dict.fromkeys(policy.graphs for policy in self.each))
+        return tuple(dict.fromkeys(policy.graphs for policy in self.members))
 
     @cached_property
     def graphs_of_policy(self) -> Array:
         """The place among `graphs` of those of each policy [policies]."""
-        return np.array([self.graphs.index(policy.graphs) for policy in self.each])
+        return np.array([self.graphs.index(policy.graphs) for policy in self.members])
 
     @cached_property
     def offloaded_modules(self) -> Array:
         """How many modules of a layer each policy sends to the host [policies]."""
-        return np.array([count_offloaded_modules(policy.offload) for policy in self.each])
+        return np.array([count_offloaded_modules(policy.offload) for policy in self.members])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ def policy_of(layout: Layout) -> ActivationPolicies:
     policy = ActivationPolicy(
         recompute=layout.recompute, offload=layout.offload, graphs=layout.graphs
     )
-    return ActivationPolicies(each=(policy,))
+    return ActivationPolicies(members=(policy,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,13 +215,13 @@ def _tensor_masks(
     names = tuple((tensor.module, tensor.name) for tensor in tensors)
     key = names, position, layout.recompute_block, layout.recompute_span
     if key not in policies.masks:
-        kept, on_device, sent = np.zeros((3, len(policies.each), len(tensors)))
-        for row, policy in enumerate(policies.each):
+        kept, on_device, sent = np.zeros((3, len(policies.members), len(tensors)))
+        for row, policy in enumerate(policies.members):
             left = recompute.kept_tensors(tensors, policy.recompute)
-            here = recompute.layer_kept_tensors(tensors, policy.apply_to(layout), position)
+            on_chunk = recompute.layer_kept_tensors(tensors, policy.apply_to(layout), position)
             away = [is_offloaded(tensor, policy.offload) for tensor in tensors]
             kept[row] = [tensor in left for tensor in tensors]
-            on_device[row] = [tensor in here for tensor in tensors] & ~np.array(away)
+            on_device[row] = [tensor in on_chunk for tensor in tensors] & ~np.array(away)
             sent[row] = kept[row] * away
         policies.masks[key] = TensorMasks(on_device=on_device, sent=sent, recomputed_kept=kept)
     return policies.masks[key]
@@ -357,11 +357,13 @@ def ledger_saved_rows(
     `rows` may differ from one micro-batch and layer to another, as a recorded step's do.
     """
     columns = table_from_rows(context.layout, table)
-    held = _held_bytes(context, rows, chunks, micro_batches=int(columns.micro_batch.max()) + 1)
-    moments = take_snapshots(columns, held, columns.micro_batch * len(chunks) + columns.chunk)
+    kept_bytes = _held_bytes(
+        context, rows, chunks, micro_batches=int(columns.micro_batch.max()) + 1
+    )
+    moments = take_snapshots(columns, kept_bytes, columns.micro_batch * len(chunks) + columns.chunk)
     layers = np.array([max(1, len(chunk_layers(context.model, chunk))) for chunk in chunks])
-    a_layer = held.sum(axis=1)[moments.beside] // layers[moments.beside % len(chunks)]
-    transient = np.where(moments.beside < 0, 0.0, a_layer)
+    a_layer = kept_bytes.sum(axis=1)[moments.paired] // layers[moments.paired % len(chunks)]
+    transient = np.where(moments.paired < 0, 0.0, a_layer)
     peak = int((moments.live.sum(axis=1) + transient).argmax())
     return saved_rows(moments.live[peak], logits=0, transient=int(transient[peak]))
 
@@ -374,22 +376,22 @@ def _held_bytes(
     counts = count_parts(context.model, context.layout, parts, chunks)
     outside = counts[:, len(parts.layers) :] @ outside_bytes(context)
     policies = policy_of(context.layout)
-    known: dict[tuple[object, ...], Array] = {}
+    by_layer: dict[tuple[object, ...], Array] = {}
 
     def layer_bytes(column: int, load: float, dispatch: routing.DispatchCounts | None) -> Array:
         key = column, load, dispatch
-        if key not in known:
+        if key not in by_layer:
             part = parts.layers[column]
-            known[key] = layer_activations(
+            by_layer[key] = layer_activations(
                 context, policies, part, load=load, dispatch=dispatch
             ).saved[0]
             if part.is_mtp:
-                known[key] = known[key] + mtp_bytes(context)
-        return known[key]
+                by_layer[key] = by_layer[key] + mtp_bytes(context)
+        return by_layer[key]
 
     chunk_columns = [layer_columns(context.layout, parts, chunk, context.model) for chunk in chunks]
     batches: dict[tuple[object, ...], list[Array]] = {}
-    held = []
+    kept_bytes = []
     for micro_batch in range(micro_batches):
         batch = rows.rows[micro_batch], rows.dispatches[micro_batch]
         if batch not in batches:
@@ -405,8 +407,8 @@ def _held_bytes(
                 )
                 for chunk, columns in enumerate(chunk_columns)
             ]
-        held += batches[batch]
-    return np.array(held)
+        kept_bytes += batches[batch]
+    return np.array(kept_bytes)
 
 
 def saved_rows(live: Array, *, logits: int, transient: int) -> tuple[MemoryRow, ...]:

@@ -67,8 +67,8 @@ def gathered_bytes(workload: Workload, layer_numel: Array) -> Array:
     `layer_numel` [ranks, layers] are the elements of every layer of a rank before ZeRO cuts them.
     """
     largest = np.sort(layer_numel, axis=1)[:, -_GATHERED_LAYERS:].sum(axis=1)
-    each = recompute.activation_nbytes(workload) + workload.grad_dtype.nbytes
-    return np.asarray(each * largest)
+    element_bytes = recompute.activation_nbytes(workload) + workload.grad_dtype.nbytes
+    return np.asarray(element_bytes * largest)
 
 
 def rank_layer_numel(model: ModelSpec, layout: Layout, pp_rank: int) -> Array:

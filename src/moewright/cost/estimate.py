@@ -69,9 +69,9 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     ]
     priced = price_model_ops(rates, collectives, sym, model_ops(sym))
     part_times = Pricer(collectives, sym, priced).part_times(layout, parts)
-    times = tuple(stage_time(part_times, held.sum(axis=0)) for held in rank_counts)
-    held_parameters = [count_rank_parameters(rank_sets) for rank_sets in sets]
-    tails = [step_tail(rates, collectives, sym, held) for held in held_parameters]
+    times = tuple(stage_time(part_times, counts.sum(axis=0)) for counts in rank_counts)
+    rank_parameters = [count_rank_parameters(rank_sets) for rank_sets in sets]
+    tails = [step_tail(rates, collectives, sym, parameters) for parameters in rank_parameters]
     slowest_tail = max(tails, key=lambda tail: tail.total_s)
     step = step_time(sym, part_times, counts, times, slowest_tail)
     peaks, bytes_per_load = _memory(rates.constants, sym, parts, sets, rank_counts)
@@ -81,7 +81,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     )
     assumptions = (
         *_assumptions(hardware, rates, sym),
-        *_rate_assumptions(rates, sym, held_parameters[0]),
+        *_rate_assumptions(rates, sym, rank_parameters[0]),
     )
     joined = _join(hardware, rates, sym, ledgers, peaks, step, assumptions)
     return replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
@@ -105,13 +105,13 @@ def _check(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Lay
 
 
 def _rate_assumptions(
-    rates: DeviceRates, sym: Symbols, held: RankParameters
+    rates: DeviceRates, sym: Symbols, parameters: RankParameters
 ) -> Iterator[Assumption]:
     """Yield what stands in for rates that the hardware file does not have."""
     optimizer = optimizer_ops(
         sym,
-        numel=held.dense + held.expert,
-        owned_numel=count_owned_parameters(sym.layout, held),
+        numel=parameters.dense + parameters.expert,
+        owned_numel=count_owned_parameters(sym.layout, parameters),
     )
     yield from find_uncovered_rates(rates, (*list_op_rows(sym), *optimizer))
 
@@ -193,7 +193,7 @@ def _ledger(
     sym: Symbols,
     pp_rank: int,
     sets: Sequence[BucketSet],
-    held: tuple[MemoryRow, ...],
+    memory_rows: tuple[MemoryRow, ...],
     phases: tuple[TimeRow, ...],
 ) -> Ledger:
     """Return the ledger of the first rank of a pipeline stage, under the expected expert load."""
@@ -211,7 +211,7 @@ def _ledger(
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
-        memory=held,
+        memory=memory_rows,
         comm=comm_rows(model, workload, layout, rank, rows, sets),
         flops=flop_rows(model, workload, layout, pp_rank, rows),
         time=phases,

@@ -121,14 +121,14 @@ class ModelMemory:
         """Return what is kept at moments, and logits that live shortly [moments, policies]."""
         return np.asarray(live @ self.live_prices)
 
-    def transient_bytes(self, backward: Array, beside: Array) -> Array:
+    def transient_bytes(self, backward: Array, paired: Array) -> Array:
         """Return what is short-lived in backward at moments [moments, policies]."""
         head_passes = backward[:, self.parts.head_columns].sum(axis=1)
         short = np.multiply.outer(self.head.backward * head_passes, np.ones(self.saved.shape[1]))
         for column, layer in enumerate(self.layers):
             np.maximum(short, (backward[:, column, None] > 0) * layer.transient, out=short)
-        if beside.any():
-            short += np.floor(beside @ self.saved_bytes / self.parts.count_layers(beside)[:, None])
+        if paired.any():
+            short += np.floor(paired @ self.saved_bytes / self.parts.count_layers(paired)[:, None])
         return np.asarray(short)
 
 
@@ -138,12 +138,12 @@ class MomentCounts:
 
     `live` [moments, parts + 1] counts the parts that are kept, and last the passes through the head
     of the forward that then ends. `backward` [moments, parts] is the chunk whose backward runs; of
-    `beside` [moments, parts], a chunk whose forward runs layer by layer, a layer more is held.
+    `paired` [moments, parts], a chunk whose forward runs layer by layer, a layer more is held.
     """
 
     live: Array
     backward: Array
-    beside: Array
+    paired: Array
 
 
 def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentCounts:
@@ -154,7 +154,7 @@ def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentC
     return MomentCounts(
         live=np.concatenate([moments.live, head_passes[:, None]], axis=1),
         backward=chunks[moments.backward],
-        beside=chunks[moments.beside],
+        paired=chunks[moments.paired],
     )
 
 
@@ -192,7 +192,7 @@ def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tup
     """
     moments = count_moments(memory.parts, counts, table)
     live = memory.live_bytes(moments.live)[:, 0]
-    transient = memory.transient_bytes(moments.backward, moments.beside)[:, 0]
+    transient = memory.transient_bytes(moments.backward, moments.paired)[:, 0]
     peak = int((live + transient).argmax())
     kept, head_passes = moments.live[peak, :-1], moments.live[peak, -1]
     return saved_rows(
@@ -224,8 +224,8 @@ def rank_memory(
         share = constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
         states = list(add_low_precision_copies(states, share))
     allocated = [*states, *activation_rows(memory, counts, table)]
-    held = np.flatnonzero(counts[:, : len(memory.parts.layers)].any(axis=0))
-    has_experts = {memory.parts.layers[column].kind.is_moe for column in held}
+    columns = np.flatnonzero(counts[:, : len(memory.parts.layers)].any(axis=0))
+    has_experts = {memory.parts.layers[column].kind.is_moe for column in columns}
     resident = placeholder_bytes(sym, has_experts) + round(constants["workspace_bytes"])
     if layout.zero == 3:
         layer_numel = rank_layer_numel(model, layout, pp_rank)[None]

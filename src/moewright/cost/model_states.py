@@ -56,8 +56,8 @@ def bucket_sets(
 
     What several pipeline ranks hold is apart.
     """
-    held = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
-    return _sets(held, model, workload, layout, rank)
+    params = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
+    return _sets(params, model, workload, layout, rank)
 
 
 def stage_bucket_sets(
@@ -65,29 +65,27 @@ def stage_bucket_sets(
 ) -> tuple[tuple[BucketSet, ...], ...]:
     """Return `bucket_sets` of the first rank of every pipeline stage."""
     stage = layout.world_size // layout.pp
-    held = shards.parameters_by_stage(model, layout)
+    params = shards.parameters_by_stage(model, layout)
     return tuple(
-        _sets(mine, model, workload, layout, pp_rank * stage) for pp_rank, mine in enumerate(held)
+        _sets(stage_params, model, workload, layout, pp_rank * stage)
+        for pp_rank, stage_params in enumerate(params)
     )
 
 
 def _sets(
-    held: Sequence[Param], model: ModelSpec, workload: Workload, layout: Layout, rank: int
+    params: Sequence[Param], model: ModelSpec, workload: Workload, layout: Layout, rank: int
 ) -> tuple[BucketSet, ...]:
-    found = []
+    sets = []
     for group in shards.GRADIENT_GROUPS:
-        members = [
-            param
-            for param in reversed(held)
-            if shards.gradient_group(param.sharded_dims, layout) == group
-        ]
-        by_holders = [
-            (shards.holding_pp_ranks(param.name, model, layout), param) for param in members
-        ]
-        for key in sorted({key for key, _ in by_holders}):
-            params = [param for own, param in by_holders if own == key]
-            found.append(_bucket_set(params, workload, layout, rank, group, holders=key))
-    return tuple(found)
+        by_holders: dict[tuple[int, ...], list[Param]] = {}
+        for param in reversed(params):
+            if shards.gradient_group(param.sharded_dims, layout) == group:
+                holders = shards.holding_pp_ranks(param.name, model, layout)
+                by_holders.setdefault(holders, []).append(param)
+        for holders in sorted(by_holders):
+            members = by_holders[holders]
+            sets.append(_bucket_set(members, workload, layout, rank, group, holders=holders))
+    return tuple(sets)
 
 
 def _bucket_set(

@@ -77,8 +77,8 @@ class ParameterTree:
         """Return the block of a layer's parameters that these pipeline ranks hold together."""
         if 0 <= layer < model.layers:
             return None if ranks else self._layer_block(layer, params)
-        held = tuple(param for param in params if tables.get(param.name, ()) == ranks)
-        return self._number(held) if held else None
+        held_params = tuple(param for param in params if tables.get(param.name, ()) == ranks)
+        return self._number(held_params) if held_params else None
 
     def _layer_block(self, layer: int, params: tuple[Param, ...]) -> int:
         key = layer, len(params)

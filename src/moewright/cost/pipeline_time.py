@@ -67,7 +67,7 @@ class TimetableRows:
         turn, rank = np.arange(count), np.arange(pp)[:, None]
         # As if there were micro-batches enough for every warm-up.
         enough = micro_batches + interleaved_group_size(layout) + 2 * pp
-        ahead = np.array([[warmup_forwards(layout, enough, each)] for each in range(pp)])
+        ahead = np.array([[warmup_forwards(layout, enough, pp_rank)] for pp_rank in range(pp)])
         last = vpp - 1
         place = np.empty((micro_batches, vpp), dtype=int)
         place[order[:, 0], chunk] = turn
@@ -96,10 +96,10 @@ class TimetableRows:
         stage = _flat(chunk * pp + rank, (vpp + last - chunk) * pp + rank)
 
         by_wave = np.argsort(wave, kind="stable")
-        found = np.append(np.empty(nothing, dtype=int), nothing)
-        found[by_wave] = np.arange(nothing)
-        self._after = found[_flat(after_forward, after_backward)[by_wave]]
-        self._message = found[_flat(down, up)[by_wave]]
+        place_by_wave = np.append(np.empty(nothing, dtype=int), nothing)
+        place_by_wave[by_wave] = np.arange(nothing)
+        self._after = place_by_wave[_flat(after_forward, after_backward)[by_wave]]
+        self._message = place_by_wave[_flat(down, up)[by_wave]]
         self._stage = stage[by_wave]
         starts = [*np.flatnonzero(np.diff(wave[by_wave], prepend=-1)).tolist(), nothing]
         self._waves = [
@@ -138,7 +138,7 @@ class TimetableRows:
 def _flat(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """Return values of all forwards rank by rank, then of all backwards."""
     both = np.broadcast_arrays(forward, backward)
-    return np.concatenate([each.ravel() for each in both])
+    return np.concatenate([rows.ravel() for rows in both])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,10 +68,10 @@ class RepriceableStep:
         }
         self._transfers = float(exposed_transfers(layout.pp, layout.vpp, self._sym.m))
         _, _, times = self._priced(())
-        held = self._counts.any(axis=0)
+        is_held = self._counts.any(axis=0)
         forward, backward = (
-            self._counts[:, held] @ around.T
-            for around in _around(times.forward_s[held], times.backward_s[held])
+            self._counts[:, is_held] @ around.T
+            for around in _around(times.forward_s[is_held], times.backward_s[is_held])
         )
         self._pipeline = build_pipeline(layout, self._sym.m).restrict_to_longest_paths(
             forward, backward

@@ -89,22 +89,22 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
 class Snapshots:
     """What lives at each moment [snapshots, columns], and which items run then, -1 where none does.
 
-    `forward` ends its forward, `backward` runs its backward; of `beside` another layer is held.
+    `forward` ends its forward, `backward` runs its backward; `paired` holds another layer.
     """
 
     live: Array
     forward: Array
     backward: Array
-    beside: Array
+    paired: Array
 
 
-def take_snapshots(table: RankTable, held: Array, item: Array) -> Snapshots:
+def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
     """Follow what is alive through a timetable, in the order of its rows.
 
-    `held` [items, columns] is what a forward keeps, in whatever unit; `item` [rows] says of which
+    `contents` [items, columns] is what a forward keeps, in whatever unit; `item` [rows] says of which
     item each row is: its chunk, or its micro-batch and chunk where micro-batches differ.
     """
-    of_row = held[item]
+    of_row = contents[item]
     kept = np.cumsum(of_row * (table.is_forward.astype(float) - table.frees)[:, None], axis=0)
     paired = np.flatnonzero(table.is_paired)
     alone = np.ones(len(item), dtype=bool)
@@ -115,13 +115,13 @@ def take_snapshots(table: RankTable, held: Array, item: Array) -> Snapshots:
     live = during[alone]
     forward = np.where(table.is_forward, item, none)[alone]
     backward = np.where(table.is_forward, none, item)[alone]
-    beside = none[alone]
+    paired = none[alone]
     if len(paired):
         both = np.repeat(paired, 2)
         pairs = np.stack([kept[paired] - of_row[paired], kept[paired + 1]], axis=1)
         order = np.argsort(np.concatenate([np.flatnonzero(alone), both]), kind="stable")
-        live = np.concatenate([live, pairs.reshape(-1, held.shape[1])])[order]
+        live = np.concatenate([live, pairs.reshape(-1, contents.shape[1])])[order]
         forward = np.concatenate([forward, item[both]])[order]
         backward = np.concatenate([backward, item[both + 1]])[order]
-        beside = np.concatenate([beside, item[both]])[order]
-    return Snapshots(live=live, forward=forward, backward=backward, beside=beside)
+        paired = np.concatenate([paired, item[both]])[order]
+    return Snapshots(live=live, forward=forward, backward=backward, paired=paired)

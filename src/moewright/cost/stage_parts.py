@@ -92,7 +92,7 @@ class StageParts:
 def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
     """List the parts of a model on any pipeline; of the layout its recompute alone matters."""
     depths = range(model.layers + 1, model.layers + 1 + model.mtp_layers)
-    found: dict[tuple[object, ...], LayerPart] = {}
+    parts: dict[tuple[object, ...], LayerPart] = {}
     columns = np.full((_VARIANTS, model.layers + 1 + model.mtp_layers), -1)
     for layers, is_mtp in ((range(model.layers), False), (depths, True)):
         for layer in layers:
@@ -101,9 +101,9 @@ def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
                 variant = _variant(layout, position)
                 key = is_mtp, kind, variant
                 part = LayerPart(kind=kind, layer=layer, position=position, is_mtp=is_mtp)
-                found.setdefault(key, part)
-                columns[variant, layer] = list(found).index(key)
-    return StageParts(layers=tuple(found.values()), columns=tuple(columns))
+                parts.setdefault(key, part)
+                columns[variant, layer] = list(parts).index(key)
+    return StageParts(layers=tuple(parts.values()), columns=tuple(columns))
 
 
 _VARIANTS = 2

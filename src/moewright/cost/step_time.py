@@ -395,18 +395,18 @@ def pipeline_s(sym: Symbols, times: PartTimes, counts: Array) -> tuple[float, fl
     return still, sending - still
 
 
-def count_owned_parameters(layout: Layout, held: RankParameters) -> int:
+def count_owned_parameters(layout: Layout, parameters: RankParameters) -> int:
     """Count the parameters that a rank updates: its shards of what it holds."""
     if not layout.zero:
-        return held.dense + held.expert
+        return parameters.dense + parameters.expert
     dense, expert = (
         grid.group_size(layout, fsdp.state_group(layout, group)) for group in ("dp_cp", "edp")
     )
-    return held.dense // dense + held.expert // expert
+    return parameters.dense // dense + parameters.expert // expert
 
 
 def step_tail(
-    rates: DeviceRates, collectives: CollectiveModel, sym: Symbols, held: RankParameters
+    rates: DeviceRates, collectives: CollectiveModel, sym: Symbols, parameters: RankParameters
 ) -> StepTail:
     """Return gradient reduction, optimizer and weight gather of a rank with so many parameters.
 
@@ -419,8 +419,8 @@ def step_tail(
     reduce_s, gather_s, copies_s = 0.0, 0.0, 0.0
     beside_reduce_s, beside_gather_s = 0.0, 0.0  # what may run beside computation
     for group, numel, calls in (
-        ("dp_cp", held.dense, held.dense_calls),
-        ("edp", held.expert, held.expert_calls),
+        ("dp_cp", parameters.dense, parameters.dense_calls),
+        ("edp", parameters.expert, parameters.expert_calls),
     ):
         if not numel:
             continue
@@ -433,7 +433,7 @@ def step_tail(
             beside_gather_s = gather_s
     if layout.spare and sym.model.moe is not None:
         span = collectives.span(layout, "ep")
-        replicas = layout.spare * held.expert * layout.ep / sym.model.moe.experts
+        replicas = layout.spare * parameters.expert * layout.ep / sym.model.moe.experts
         reduce_s += collectives.seconds(Collective.ALL_TO_ALL, span, _FP32_BYTES * replicas)
         gather_s += collectives.seconds(Collective.ALL_TO_ALL, span, sym.c * replicas)
     hidden_share = 1 - collectives.constants["overlapped_dp_share"] if sym.is_fused else 0.0
@@ -445,7 +445,7 @@ def step_tail(
     return StepTail(
         reduce_s=reduce_s - hidden_reduce_s + copies_s,
         gather_s=gather_s - hidden_gather_s,
-        optimizer_s=_optimizer_s(rates, sym, held),
+        optimizer_s=_optimizer_s(rates, sym, parameters),
         hidden_s=hidden_reduce_s + hidden_gather_s,
     )
 
@@ -485,11 +485,11 @@ def _state_exchange(
     )
 
 
-def _optimizer_s(rates: DeviceRates, sym: Symbols, held: RankParameters) -> float:
+def _optimizer_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
     """Return the seconds of the optimizer, on the device and on the host, and of the step's end."""
     c, layout = rates.constants, sym.layout
-    owned = count_owned_parameters(layout, held)
-    ops = optimizer_ops(sym, numel=held.dense + held.expert, owned_numel=owned)
+    owned = count_owned_parameters(layout, parameters)
+    ops = optimizer_ops(sym, numel=parameters.dense + parameters.expert, owned_numel=owned)
     on_device_s = sum(rates.seconds(row) for row in ops)
     host_share = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
     on_host_s = owned * c["host_optimizer_s_per_parameter"]

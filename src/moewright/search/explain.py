@@ -123,8 +123,8 @@ def _explain_memory(estimate: Estimate) -> str:
     if estimate.margin_bytes < 0:
         short = f"is {format_bytes(-estimate.margin_bytes)} over"
     peak, capacity = format_bytes(estimate.peak_bytes), format_bytes(estimate.capacity_bytes)
-    held = f"{peak} of {capacity} on pipeline rank {estimate.peak_rank}"
-    return f"{short} the memory: {held}, most of it {estimate.largest}"
+    use = f"{peak} of {capacity} on pipeline rank {estimate.peak_rank}"
+    return f"{short} the memory: {use}, most of it {estimate.largest}"
 
 
 def _compare(other: Estimate, best: Estimate) -> str:

@@ -22,18 +22,30 @@ from moewright.search.space import PipelineShapes
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 
+# Bucket sets of a rank: embedding and head have sets of their own where several ranks hold them.
+_MAX_SETS = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistinctRanks:
     """The ranks of one pipeline that differ: `first` is the first rank that holds each.
 
     `chunks` [ranks, chunks, parts] is what they hold; `multiplicity` [ranks] ranks hold the same.
+    `nodes` and `holders` [ranks, sets] are those of RankSequences, 0 and 1 where a rank has fewer
+    sets; `blocks` [ranks][layers] are its layers.
     """
 
     chunks: Array
     first: tuple[int, ...]
     multiplicity: Array
-    sequences: tuple[RankSequences, ...]
+    nodes: Array
+    holders: Array
+    blocks: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def contents(self) -> Array:
+        """What each rank holds [ranks, parts]."""
+        return np.asarray(self.chunks.sum(axis=1))
 
 
 def find_distinct_ranks(
@@ -49,19 +61,28 @@ def find_distinct_ranks(
         by_rank[chunk.pp_rank, chunk.vpp_rank] = row
     first: dict[object, int] = {}
     multiplicity: dict[object, int] = {}
-    sequences: dict[object, RankSequences] = {}
+    sequences: list[RankSequences] = []
     for rank in range(layout.pp):
-        held = tree.rank_sequences(model, layout, rank)
-        key = rank if layout.schedule.splits_backward else (by_rank[rank].tobytes(), held.nodes)
-        first.setdefault(key, rank)
-        sequences.setdefault(key, held)
+        sequence = tree.rank_sequences(model, layout, rank)
+        key: object = by_rank[rank].tobytes(), sequence.nodes
+        if layout.schedule.splits_backward:
+            key = rank
+        if key not in first:
+            first[key] = rank
+            sequences.append(sequence)
         multiplicity[key] = multiplicity.get(key, 0) + 1
     return DistinctRanks(
         chunks=by_rank[list(first.values())],
         first=tuple(first.values()),
         multiplicity=np.array(list(multiplicity.values())),
-        sequences=tuple(sequences.values()),
+        nodes=np.array([_pad(sequence.nodes, 0) for sequence in sequences]),
+        holders=np.array([_pad(sequence.holders, 1) for sequence in sequences]),
+        blocks=tuple(sequence.layers for sequence in sequences),
     )
+
+
+def _pad(values: tuple[int, ...], filler: int) -> tuple[int, ...]:
+    return values + (filler,) * (_MAX_SETS - len(values))
 
 
 def fullest_moments(
@@ -84,7 +105,7 @@ def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
     kinds = [column for column, part in enumerate(parts.layers) if not part.is_mtp]
     backward[:, kinds] = backward[:, kinds] > 0
     live = moments.live.copy()
-    live[:, :-1] += moments.beside / parts.count_layers(moments.beside)[:, None]
+    live[:, :-1] += moments.paired / parts.count_layers(moments.paired)[:, None]
     keys = np.concatenate([live, backward], axis=1)
     # By their bytes: columns one by one would take far longer. Adding zero leaves one zero.
     whole = np.ascontiguousarray(np.round(keys, 9) + 0.0)
@@ -97,7 +118,7 @@ def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
         left = left[~(keys[left] <= keys[left[0]] + 1e-9).all(axis=1)]
     chosen = index[np.sort(kept)]
     return MomentCounts(
-        live=moments.live[chosen], backward=backward[chosen], beside=moments.beside[chosen]
+        live=moments.live[chosen], backward=backward[chosen], paired=moments.paired[chosen]
     )
 
 
@@ -110,8 +131,8 @@ class PipelineBatch:
     """
 
     pipelines: PipelineShapes
-    layouts: tuple[Layout, ...]  # of single ranks
-    first: tuple[int, ...]  # [ranks] the pipeline rank that each is
+    layouts: tuple[Layout, ...]  # [pipelines] of single ranks
+    distinct: tuple[DistinctRanks, ...]  # [pipelines]
     pp: Array  # [pipelines]
     degrees: tuple[int, ...]  # the values of pp
     degree: Array  # [pipelines] place in `degrees`
@@ -123,23 +144,22 @@ class PipelineBatch:
     pipeline_of_rank: Array  # [ranks]
     nodes: Array  # [ranks, sets] sequences of parameters, 0 for none
     holders: Array  # [ranks, sets]
-    blocks: tuple[tuple[int, ...], ...]  # [ranks][layers]
     live: Array  # [moments, parts + 1]
     backward: Array  # [moments, parts]
-    beside: Array  # [moments, parts]
+    paired: Array  # [moments, parts]
     moment_starts: Array  # [ranks that differ in their moments]
     moments_of_rank: Array  # [ranks] place among those
 
     @cached_property
     def transients(self) -> tuple[Array, Array, Array]:
-        """Return the `backward` and `beside` that differ, and which of them each moment has."""
+        """Return the `backward` and `paired` that differ, and which of them each moment has."""
         parts = self.backward.shape[1]
-        if not self.beside.any():
-            found, place = np.unique(self.backward, axis=0, return_inverse=True)
-            return found, np.zeros_like(found), place.reshape(-1)
-        both = np.concatenate([self.backward, self.beside], axis=1)
-        found, place = np.unique(both, axis=0, return_inverse=True)
-        return found[:, :parts], found[:, parts:], place.reshape(-1)
+        if not self.paired.any():
+            distinct_rows, place = np.unique(self.backward, axis=0, return_inverse=True)
+            return distinct_rows, np.zeros_like(distinct_rows), place.reshape(-1)
+        both = np.concatenate([self.backward, self.paired], axis=1)
+        distinct_rows, place = np.unique(both, axis=0, return_inverse=True)
+        return distinct_rows[:, :parts], distinct_rows[:, parts:], place.reshape(-1)
 
     @cached_property
     def _moment_turns(self) -> list[Array]:
@@ -167,16 +187,17 @@ class PipelineBatch:
 
     def count_blocks(self, ranks: Array, count: int) -> Array:
         """Count the blocks of parameters that some ranks hold [some ranks, blocks]."""
-        return np.array([np.bincount(self.blocks[rank], minlength=count) for rank in ranks])
+        blocks = [layers for distinct in self.distinct for layers in distinct.blocks]
+        return np.array([np.bincount(blocks[rank], minlength=count) for rank in ranks])
 
     def rank_layouts(self, cut: Layout) -> Iterator[tuple[Layout, int]]:
         """Yield the layout and the pipeline rank of each rank, under the degrees of `cut`."""
-        for pipeline, rank in zip(self.pipeline_of_rank.tolist(), self.first, strict=True):
-            alone = self.layouts[pipeline]
+        for alone, distinct in zip(self.layouts, self.distinct, strict=True):
             layout = replace(
                 cut, pp=alone.pp, vpp=alone.vpp, stages=alone.stages, schedule=alone.schedule
             )
-            yield layout, rank
+            for rank in distinct.first:
+                yield layout, rank
 
 
 def _take_turns(starts: Array, count: int) -> list[Array]:
@@ -205,48 +226,37 @@ def batch_pipelines(
     pipelines: PipelineShapes,
     layouts: Sequence[Layout],
     ranks: Sequence[DistinctRanks],
-    moments: Sequence[Sequence[MomentCounts]],
+    moments: Sequence[Array],
+    distinct_moments: Sequence[MomentCounts],
     micro_batches: Sequence[int],
 ) -> PipelineBatch:
     """Join the pipelines of these layouts, each with so many micro-batches.
 
-    Ranks whose moments are one object share them.
+    `moments` [pipelines][ranks] says which of `distinct_moments` each rank has.
     """
     rank_counts = [len(distinct.first) for distinct in ranks]
-    sequences = [held for distinct in ranks for held in distinct.sequences]
-    sets = max(len(held.nodes) for held in sequences)
-    different: dict[int, tuple[int, MomentCounts]] = {}
-    moments_of_rank = [
-        different.setdefault(id(counts), (len(different), counts))[0]
-        for of_pipeline in moments
-        for counts in of_pipeline
-    ]
-    each = [counts for _, counts in different.values()]
+    used, moments_of_rank = np.unique(np.concatenate(moments), return_inverse=True)
+    counts = [distinct_moments[place] for place in used.tolist()]
     pp = np.array([layout.pp for layout in layouts])
     degrees, degree = np.unique(pp, return_inverse=True)
     return PipelineBatch(
         pipelines=pipelines,
         layouts=tuple(layouts),
-        first=tuple(rank for distinct in ranks for rank in distinct.first),
+        distinct=tuple(ranks),
         pp=pp,
         degrees=tuple(int(value) for value in degrees),
         degree=degree,
         vpp=np.array([layout.vpp for layout in layouts]),
         micro_batches=np.array(micro_batches),
-        ranks=np.concatenate([distinct.chunks.sum(axis=1) for distinct in ranks]),
+        ranks=np.concatenate([distinct.contents for distinct in ranks]),
         multiplicity=np.concatenate([distinct.multiplicity for distinct in ranks]),
         rank_starts=np.cumsum([0, *rank_counts[:-1]]),
         pipeline_of_rank=np.repeat(np.arange(len(ranks)), rank_counts),
-        nodes=np.array([_pad(held.nodes, sets, 0) for held in sequences]),
-        holders=np.array([_pad(held.holders, sets, 1) for held in sequences]),
-        blocks=tuple(held.layers for held in sequences),
-        live=np.concatenate([counts.live for counts in each]),
-        backward=np.concatenate([counts.backward for counts in each]),
-        beside=np.concatenate([counts.beside for counts in each]),
-        moment_starts=np.cumsum([0, *(len(counts.live) for counts in each[:-1])]),
-        moments_of_rank=np.array(moments_of_rank),
+        nodes=np.concatenate([distinct.nodes for distinct in ranks]),
+        holders=np.concatenate([distinct.holders for distinct in ranks]),
+        live=np.concatenate([moment.live for moment in counts]),
+        backward=np.concatenate([moment.backward for moment in counts]),
+        paired=np.concatenate([moment.paired for moment in counts]),
+        moment_starts=np.cumsum([0, *(len(moment.live) for moment in counts[:-1])]),
+        moments_of_rank=moments_of_rank,
     )
-
-
-def _pad(values: tuple[int, ...], length: int, filler: int) -> tuple[int, ...]:
-    return values + (filler,) * (length - len(values))

@@ -86,7 +86,7 @@ class Screener:
         self._parts = list_parts(space.model, space.base)
         self.activation_policies = activation_policies(space)
         self.state_policies = state_policies(space)
-        policies = ActivationPolicies(each=self.activation_policies)
+        policies = ActivationPolicies(members=self.activation_policies)
         self.times = ScreeningTimes(space, self._parts, policies)
         self._memory = ScreeningMemory(
             space, self._parts, self.times.rates.constants, policies, self.state_policies
@@ -276,7 +276,9 @@ class Screener:
                 )
                 for policy in self.activation_policies
             ]
-            self._legal_policies[key] = np.array([next(found, None) is None for found in reasons])
+            self._legal_policies[key] = np.array(
+                [next(of_policy, None) is None for of_policy in reasons]
+            )
         return self._legal_policies[key]
 
     def _batch(
@@ -305,6 +307,7 @@ class Screener:
                     self._pipelines.moments(shape, layout, count)
                     for shape, layout, count in zip(shapes, layouts, micro_batches, strict=True)
                 ],
+                self._pipelines.distinct_moments,
                 micro_batches,
             )
             self._batches[key] = batch, tuple(self._timing_classes(cut, batch))
@@ -317,13 +320,13 @@ class Screener:
         synced = (batch.pp > 1) & (batch.vpp == 1)
         # Full recompute of the first layers of each chunk takes a share that the stages decide.
         stage_counts = batch.pp * batch.vpp if cut.recompute_block else np.zeros_like(batch.pp)
-        keys = np.stack([like, stage_counts, synced], axis=1)
-        for key in np.unique(keys, axis=0):
-            is_alike = (keys == key).all(axis=1)
-            first = int(np.argmax(is_alike))
+        keys = list(zip(like.tolist(), stage_counts.tolist(), synced.tolist(), strict=True))
+        for key in sorted(set(keys)):
+            is_alike = np.array([other == key for other in keys])
+            first = keys.index(key)
             yield TimingClass(
-                like=(int(key[0]), int(key[1])),
-                synced=bool(key[2]),
+                like=key[:2],
+                synced=key[2],
                 ranks=is_alike[batch.pipeline_of_rank],
                 pp=int(batch.pp[first]),
                 vpp=int(batch.vpp[first]),
@@ -338,16 +341,16 @@ class Screener:
         # Neither recompute nor the host's work for overlapped sums make the lightest policy any
         # shorter.
         least = self._pipeline_s(priced, np.array([0]))
-        wanted = is_worth & (least < below_s)[:, :, None]
-        needed = np.flatnonzero(wanted.any(axis=(0, 2)))
+        is_wanted = is_worth & (least < below_s)[:, :, None]
+        needed = np.flatnonzero(is_wanted.any(axis=(0, 2)))
         if not len(needed):
             return step, overlapped
         for variant in variants:
             pipeline_s = self._pipeline_s(variant, needed)
-            total = pipeline_s[:, :, None] + self._tail_s(variant, wanted)[:, None, :]
-            found = np.where(wanted[:, needed], total, np.inf)
-            better = found < step[:, needed]
-            step[:, needed] = np.where(better, found, step[:, needed])
+            total = pipeline_s[:, :, None] + self._tail_s(variant, is_wanted)[:, None, :]
+            total_s = np.where(is_wanted[:, needed], total, np.inf)
+            better = total_s < step[:, needed]
+            step[:, needed] = np.where(better, total_s, step[:, needed])
             overlapped[:, needed] = np.where(better, variant is not priced, overlapped[:, needed])
         return step, overlapped
 
@@ -378,7 +381,7 @@ class Screener:
             )
         return self._transfers[key]
 
-    def _tail_s(self, priced: _PricedGroup, wanted: Array) -> Array:
+    def _tail_s(self, priced: _PricedGroup, is_wanted: Array) -> Array:
         """Return the seconds of what a step does once, on the rank that takes longest.
 
         [pipelines, state policies]; 0 where nothing is wanted.
@@ -386,7 +389,7 @@ class Screener:
         batch = priced.batch
         tails = np.zeros((len(batch.pp), len(self.state_policies)))
         for column, policy in enumerate(self.state_policies):
-            pipelines = np.asarray(wanted[:, :, column].any(axis=1))
+            pipelines = np.asarray(is_wanted[:, :, column].any(axis=1))
             ranks = np.flatnonzero(pipelines[batch.pipeline_of_rank])
             if len(ranks):
                 seconds = self._rank_tails_s(priced.base, policy, batch, ranks)
@@ -406,12 +409,14 @@ class Screener:
         same = base.tp, base.cp, base.ep, base.etp, mbs, base.zero, base.offload, overlaps_sums
         elements = self._memory.elements(base, policy.zero, batch)
         columns = [_DENSE, _EXPERT]
-        held = np.concatenate([elements.numel[:, columns], elements.calls[:, columns]], axis=1)
+        parameters = np.concatenate(
+            [elements.numel[:, columns], elements.calls[:, columns]], axis=1
+        )
         pp = batch.pp[batch.pipeline_of_rank]
         symbols: dict[int, Symbols] = {}
         seconds = []
         for rank_pp, numbers in zip(
-            pp[ranks].tolist(), held[ranks].astype(np.int64).tolist(), strict=True
+            pp[ranks].tolist(), parameters[ranks].astype(np.int64).tolist(), strict=True
         ):
             key = same, rank_pp, *numbers
             if key not in self._tails:
@@ -423,14 +428,14 @@ class Screener:
 
     def _one_tail_s(self, sym: Symbols, numbers: Sequence[int]) -> float:
         dense, expert, dense_calls, expert_calls = numbers
-        held = RankParameters(
+        parameters = RankParameters(
             dense=dense,
             expert=expert,
             dense_calls=max(1, dense_calls),
             expert_calls=max(1, expert_calls),
         )
         times = self.times
-        tail = step_tail(times.rates, times.collectives, sym, held)
+        tail = step_tail(times.rates, times.collectives, sym, parameters)
         return tail.total_s
 
 
@@ -442,8 +447,9 @@ class _Pipelines:
         self._parts = list_parts(space.model, space.base)
         self._layouts: dict[tuple[PipelineShape, int, bool], Layout] = {}
         self._ranks: dict[PipelineShape, DistinctRanks] = {}
-        self._moments: dict[tuple[PipelineShape, int, bool], tuple[MomentCounts, ...]] = {}
-        self._interned: dict[bytes, MomentCounts] = {}
+        self._moments: dict[tuple[PipelineShape, int, bool], Array] = {}
+        self._places: dict[bytes, int] = {}
+        self.distinct_moments: list[MomentCounts] = []
 
     def layout(self, shape: PipelineShape, vpp_group: int, *, is_paired: bool) -> Layout:
         """Return a pipeline of single ranks."""
@@ -468,24 +474,22 @@ class _Pipelines:
             )
         return self._ranks[shape]
 
-    def moments(
-        self, shape: PipelineShape, layout: Layout, micro_batches: int
-    ) -> tuple[MomentCounts, ...]:
-        """Return the moments at which the ranks of a pipeline can be fullest."""
+    def moments(self, shape: PipelineShape, layout: Layout, micro_batches: int) -> Array:
+        """Return the places in `distinct_moments` of what the ranks hold when they are fullest."""
         steady = steady_micro_batches(layout, micro_batches)
         key = shape, steady, bool(layout.overlap)
         if key not in self._moments:
-            self._moments[key] = tuple(
-                self._interned.setdefault(_as_bytes(counts), counts)
-                for counts in fullest_moments(
-                    self.ranks(shape, layout), self._parts, layout, steady
-                )
-            )
+            ranks = self.ranks(shape, layout)
+            moments = fullest_moments(ranks, self._parts, layout, steady)
+            self._moments[key] = np.array([self._place(counts) for counts in moments])
         return self._moments[key]
 
-
-def _as_bytes(counts: MomentCounts) -> bytes:
-    return counts.live.tobytes() + counts.backward.tobytes() + counts.beside.tobytes()
+    def _place(self, counts: MomentCounts) -> int:
+        key = counts.live.tobytes() + counts.backward.tobytes() + counts.paired.tobytes()
+        if key not in self._places:
+            self._places[key] = len(self.distinct_moments)
+            self.distinct_moments.append(counts)
+        return self._places[key]
 
 
 def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:

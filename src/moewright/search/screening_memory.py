@@ -101,14 +101,14 @@ class ScreeningMemory:
         Both are [pipelines, activation policies, state policies]; 0 is allocated for state policies
         that are not searched on a pipeline, by `is_searched` [pipelines, state policies].
         """
-        backward, beside, moment = batch.transients
-        short = taken.transient_bytes(backward, beside)
-        held = taken.live_bytes(batch.live)
+        backward, paired, moment = batch.transients
+        short = taken.transient_bytes(backward, paired)
+        fullest = taken.live_bytes(batch.live)
         # In place: a fresh array of this sym costs the system more than its sum.
-        held += short.take(moment, axis=0)
-        activations = batch.fullest_moments(held)
+        fullest += short.take(moment, axis=0)
+        activations = batch.fullest_moments(fullest)
         resident = self._resident_bytes(taken.sym, batch)
-        allocated = np.zeros((*is_searched.shape, len(self._policies.each)))
+        allocated = np.zeros((*is_searched.shape, len(self._policies.members)))
         for column in range(len(self._state_policies)):
             some = np.flatnonzero(is_searched[:, column])
             allocated[some, column] = batch.fullest_ranks(activations, resident[:, column], some)
@@ -231,9 +231,9 @@ class ScreeningMemory:
         """Return gradient placeholders and workspaces [ranks]."""
         key = sym.layout.tp, sym.layout.etp
         if key not in self._placeholders:
-            held = ((), (_WITHOUT_EXPERTS,), (_WITH_EXPERTS,), (_WITHOUT_EXPERTS, _WITH_EXPERTS))
+            fullest = ((), (_WITHOUT_EXPERTS,), (_WITH_EXPERTS,), (_WITHOUT_EXPERTS, _WITH_EXPERTS))
             self._placeholders[key] = np.array(
-                [memory.placeholder_bytes(sym, kinds) for kinds in held], dtype=float
+                [memory.placeholder_bytes(sym, kinds) for kinds in fullest], dtype=float
             )
         layers = batch.ranks[:, : len(self._parts.layers)]
         is_moe = np.array([part.kind.is_moe for part in self._parts.layers])
@@ -265,10 +265,10 @@ class ScreeningMemory:
         if sym.is_low_precision:
             share = self._constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
             copies += share
-        found = []
+        replica_bytes = []
         for layout, pp_rank in batch.rank_layouts(sym.layout):
             rows = replica_rows(sym.model, sym.workload, layout, pp_rank)
             sizes = {row.component: row.bytes for row in rows if row.module is Module.EXPERTS}
             weights = sizes.get(Component.WEIGHTS, 0)
-            found.append(copies * weights + sizes.get(Component.GRADIENTS, 0))
-        return np.array(found, dtype=float)
+            replica_bytes.append(copies * weights + sizes.get(Component.GRADIENTS, 0))
+        return np.array(replica_bytes, dtype=float)

@@ -49,9 +49,9 @@ class ScreeningTimes:
         self.rates = DeviceRates(space.hardware)
         self.collectives = CollectiveModel(space.hardware, self.rates.constants)
         # Policies that recompute alike and differ in what they send to the host share a price.
-        alike = [(policy.recompute, policy.graphs) for policy in policies.each]
+        alike = [(policy.recompute, policy.graphs) for policy in policies.members]
         distinct = list(dict.fromkeys(alike))
-        self.replays = tuple(policies.each[alike.index(replay)] for replay in distinct)
+        self.replays = tuple(policies.members[alike.index(replay)] for replay in distinct)
         self.replay_of_policy = np.array([distinct.index(replay) for replay in alike])
         self.model_counts = self._count_model()
         self._known: dict[tuple[object, ...], Pricer] = {}
@@ -224,7 +224,7 @@ class GroupTimes:
         pricer, times = self._pricer(layout, timing), self._times
         layers = pricer.layer_total_s(
             self._staged(layout, timing),
-            times.policies.each[0],
+            times.policies.members[0],
             self._first_sent,
             synced=timing.synced,
         )

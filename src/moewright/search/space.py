@@ -138,7 +138,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
     """Yield every group with a legal pipeline; rules.legality has the last word on a layout."""
     world = space.hardware.count
     shapes = tuple(_pipeline_shapes(space))
-    known: dict[tuple[PipelineShape, ...], PipelineShapes] = {}
+    by_shapes: dict[tuple[PipelineShape, ...], PipelineShapes] = {}
     for cut in _degrees(space):
         dense, expert = cut.tp * cut.cp, cut.etp * cut.ep
         fitting = [shape for shape in shapes if _fits(world, shape.pp, dense, expert)]
@@ -149,7 +149,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
                 if _has_timetable(space, shape, mbs * world // (dense * shape.pp))
             )
             if kept:
-                pipelines = known.setdefault(kept, PipelineShapes(shapes=kept))
+                pipelines = by_shapes.setdefault(kept, PipelineShapes(shapes=kept))
                 yield DegreeGroup(layout=replace(cut, mbs=mbs), pipelines=pipelines)
 
 
