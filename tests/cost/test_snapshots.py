@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -37,6 +38,53 @@ def test_the_arrays_are_the_timetable(pipeline: tuple[Layout, int]) -> None:
 def _assert_equal(left: RankTable, right: RankTable) -> None:
     for field in fields(RankTable):
         assert np.array_equal(getattr(left, field.name), getattr(right, field.name)), field.name
+
+
+@given(pipelines())
+def test_moments_are_those_of_a_walk(pipeline: tuple[Layout, int]) -> None:
+    """A forward that runs beside a backward is seen twice, with a layer more alive."""
+    layout, micro_batches = pipeline
+    for pp_rank, rows in enumerate(schedule.timetable(layout, micro_batches)):
+        table = rank_table(layout, micro_batches, pp_rank)
+        moments = take_snapshots(table, np.eye(layout.vpp), table.chunk)
+        seen = zip(
+            moments.live.tolist(),
+            moments.forward.tolist(),
+            moments.backward.tolist(),
+            moments.paired.tolist(),
+            strict=True,
+        )
+        assert list(seen) == list(_walk(layout, rows))
+
+
+def _walk(
+    layout: Layout, rows: Sequence[schedule.TimetableRow]
+) -> Iterator[tuple[list[float], int, int, int]]:
+    live = [0.0] * layout.vpp
+    skips = False
+    for row, after in zip(rows, (*rows[1:], None), strict=True):
+        is_forward = row.kind is schedule.RowKind.F
+        if skips:
+            skips = False
+        elif is_forward and after is not None and _runs_beside(layout, row, after):
+            yield [*live], row.chunk, after.chunk, row.chunk
+            live[after.chunk] -= 1
+            live[row.chunk] += 1
+            yield [*live], row.chunk, after.chunk, row.chunk
+            skips = True
+        elif is_forward:
+            live[row.chunk] += 1
+            yield [*live], row.chunk, -1, -1
+        else:
+            yield [*live], -1, row.chunk, -1
+            live[row.chunk] -= 1
+
+
+def _runs_beside(
+    layout: Layout, forward: schedule.TimetableRow, after: schedule.TimetableRow
+) -> bool:
+    own = (forward.micro_batch, forward.chunk) == (after.micro_batch, after.chunk)
+    return Overlap.EP in layout.overlap and after.kind is schedule.RowKind.B and not own
 
 
 @pytest.mark.parametrize("name", [Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV])

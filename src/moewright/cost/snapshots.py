@@ -101,26 +101,27 @@ class Snapshots:
 def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
     """Follow what is alive through a timetable, in the order of its rows.
 
-    `contents` [items, columns] is what a forward keeps, in whatever unit; `item` [rows] says of which
-    item each row is: its chunk, or its micro-batch and chunk where micro-batches differ.
+    `contents` [items, columns] is what a forward keeps, in whatever unit; `item` [rows] says of
+    which item each row is: its chunk, or its micro-batch and chunk where micro-batches differ.
     """
     of_row = contents[item]
     kept = np.cumsum(of_row * (table.is_forward.astype(float) - table.frees)[:, None], axis=0)
-    paired = np.flatnonzero(table.is_paired)
-    alone = np.ones(len(item), dtype=bool)
-    alone[paired] = alone[paired + 1] = False
+    first = np.flatnonzero(table.is_paired)  # the forward of each pair
+    is_alone = np.ones(len(item), dtype=bool)
+    is_alone[first] = is_alone[first + 1] = False
     none = np.full(len(item), -1)
     # A backward still holds what it frees.
     during = kept + of_row * table.frees[:, None]
-    live = during[alone]
-    forward = np.where(table.is_forward, item, none)[alone]
-    backward = np.where(table.is_forward, none, item)[alone]
-    paired = none[alone]
-    if len(paired):
-        both = np.repeat(paired, 2)
-        pairs = np.stack([kept[paired] - of_row[paired], kept[paired + 1]], axis=1)
-        order = np.argsort(np.concatenate([np.flatnonzero(alone), both]), kind="stable")
-        live = np.concatenate([live, pairs.reshape(-1, contents.shape[1])])[order]
+    live = during[is_alone]
+    forward = np.where(table.is_forward, item, none)[is_alone]
+    backward = np.where(table.is_forward, none, item)[is_alone]
+    paired = none[is_alone]
+    if len(first):
+        # Before either row of a pair has ended, and after both.
+        both = np.repeat(first, 2)
+        ends = np.stack([kept[first] - of_row[first], kept[first + 1]], axis=1)
+        order = np.argsort(np.concatenate([np.flatnonzero(is_alone), both]), kind="stable")
+        live = np.concatenate([live, ends.reshape(-1, contents.shape[1])])[order]
         forward = np.concatenate([forward, item[both]])[order]
         backward = np.concatenate([backward, item[both + 1]])[order]
         paired = np.concatenate([paired, item[both]])[order]
