@@ -1,5 +1,5 @@
 # `make train` runs the quickstart from data to report, `make test` checks the whole house, `make bench` measures speed,
-# `make verify-layouts` proves every layout of the sweep equal to one process.
+# `make verify-layouts` proves every layout of the sweep equal to one process, `make docs` builds the site of docs/.
 
 PYTHON ?= python3
 JOB    := recipes/quickstart_2cpu_bf16.toml
@@ -56,6 +56,12 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site of docs/, in site/; the build asks no other host for anything.
+docs: $(VENV)/.docs
+	$(BIN)/python -m docs.tools.job_reference
+	$(BIN)/python -m docs.tools.command_reference
+	$(BIN)/mkdocs build --strict --quiet
+
 $(DATA)/corpus.json: | $(VENV)/.ready
 	$(BIN)/moewright data build --out $(DATA)
 
@@ -79,3 +85,7 @@ $(VENV)/.ready: $(VENV)/constraints.txt pyproject.toml
 $(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $< -e '.[dev]'
 	touch $@ $(VENV)/.ready
+
+$(VENV)/.docs: $(VENV)/constraints.txt pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $< -e '.[docs]'
+	touch $@

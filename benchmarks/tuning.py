@@ -14,18 +14,25 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from benchmarks.command import run_command
-from moewright.cli.tune import NOTHING_VALID, read_tuning_request, run_trial, tune
-from moewright.codec import read_json, write_text
+from moewright.api.tuning import (
+    TrialStoppedError,
+    read_tuning_request,
+    run_trial,
+    tune_by_trials,
+)
+from moewright.codec import write_text
 from moewright.report.console import make_console
 from moewright.report.tuning_markdown import render_exhaustive
 from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.plan import Plan
 from moewright.tuning.journal import Journal, read_journal
 from moewright.tuning.space import TuningPoint, TuningSpace, point_from_job
 from moewright.tuning.trial_runner import trial_workload
 from moewright.tuning.trials import TrialLength, TrialOutcome, TrialRequest
 
+# Exit codes.
+NOTHING_VALID = 1
+STOPPED = 143
 MAX_ROUNDS = 100
 # Pairs in which the winner and the best of all run in turns.
 _PAIRS = 5
@@ -61,10 +68,16 @@ def compare_tuning(
         raise BadInput(Reason(field="--rounds", value=str(rounds), rule=rule, nearest=nearest))
     folder = out or Path("runs") / f"{job.stem}_bench"
     overrides = tuple(set_ or ())
-    space = read_tuning_request(job, on="", predict=False, overrides=overrides).space
-    if code := tune(job, out=folder / "tune", set_=set_):
-        return code
-    plan = read_json(Plan, folder / "tune" / "plan.json")
+    tell = partial(print, flush=True)
+    request = read_tuning_request(job, on="", predict=False, overrides=overrides, tell=tell)
+    space = request.space
+    try:
+        plan = tune_by_trials(request, folder / "tune", budget_minutes=0.0, tell=tell).plan
+    except TrialStoppedError:
+        print(f"stopped; the same command goes on with {folder}", flush=True)
+        return STOPPED
+    if plan is None:
+        return NOTHING_VALID
     winner = point_from_job(plan.layout, plan.workload)
     journal = Journal(folder / "all", partial(run_trial, folder / "all"), time.monotonic)
     points = space.list_points()

@@ -28,7 +28,7 @@ FAMILIES = (
 
 
 def _model(family: str, **more: Any) -> nn.Module:
-    """A tiny random model with wide weights, so that routing has clear margins."""
+    """Return a tiny random model with wide weights, so that routing has clear margins."""
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -42,9 +42,16 @@ def _model(family: str, **more: Any) -> nn.Module:
     torch.manual_seed(7)
     if family == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(
-            **shape, head_dim=16, intermediate_size=48, moe_intermediate_size=16, num_experts=8,
-            num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1], tie_word_embeddings=True,
-        )  # fmt: skip
+            **shape,
+            head_dim=16,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            tie_word_embeddings=True,
+        )
         return transformers.Qwen3MoeForCausalLM(config).float()
     if family == "mixtral":
         config = transformers.MixtralConfig(
@@ -58,43 +65,79 @@ def _model(family: str, **more: Any) -> nn.Module:
         return transformers.OlmoeForCausalLM(config).float()
     if family.startswith("deepseek"):
         latent: dict[str, Any] = {
-            **shape, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-            "v_head_dim": 12, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8,
-            "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+            **shape,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.5,
-        }  # fmt: skip
+        }
         if family == "deepseek_v2":
             config = transformers.DeepseekV2Config(
                 **latent, q_lora_rank=None, topk_method="group_limited_greedy"
             )
             return transformers.DeepseekV2ForCausalLM(config).float()
         yarn = {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
-            "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        }  # fmt: skip
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
         config = transformers.DeepseekV3Config(**latent, q_lora_rank=24, rope_parameters=yarn)
         return transformers.DeepseekV3ForCausalLM(config).float()
     if family == "qwen2_moe":
         config = transformers.Qwen2MoeConfig(
-            **shape, intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=8,
-            num_experts_per_tok=2, mlp_only_layers=[1],
-        )  # fmt: skip
+            **shape,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=24,
+            num_experts=8,
+            num_experts_per_tok=2,
+            mlp_only_layers=[1],
+        )
         return transformers.Qwen2MoeForCausalLM(config).float()
     if family == "gpt_oss":
         rope = {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
-            "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
-        }  # fmt: skip
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        }
         config = transformers.GptOssConfig(
-            **{"intermediate_size": 16, **shape}, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
-            sliding_window=6, max_position_embeddings=64, rope_parameters=rope,
-        )  # fmt: skip
+            **{"intermediate_size": 16, **shape},
+            head_dim=16,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=6,
+            max_position_embeddings=64,
+            rope_parameters=rope,
+        )
         return transformers.GptOssForCausalLM(config).float()
     if family == "llama":
         rope = {
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        }  # fmt: skip
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         config = transformers.LlamaConfig(
             **shape, intermediate_size=48, attention_bias=True, mlp_bias=True, rope_parameters=rope
         )
@@ -111,8 +154,10 @@ def write_model(
     shard_bytes: int = 2**40,
     **more: Any,
 ) -> None:
-    """A model of the family, none of whose weights is a one or a zero: those would hide one that is
-    left out."""
+    """Write a model of the family.
+
+    None of its weights is a one or a zero: those would hide one that is left out.
+    """
     model = _model(family, **more)
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
@@ -125,9 +170,8 @@ def write_model(
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_bytes)
 
 
-def write_fused(source: Path, folder: Path) -> None:
-    """The Qwen3-MoE of `source` with the experts of a layer in one tensor, as later files have
-    it."""
+def write_fused_experts(source: Path, folder: Path) -> None:
+    """Write the Qwen3-MoE of `source` with a layer's experts in one tensor, as later files do."""
     (folder / "config.json").write_text((source / "config.json").read_text())
     apart = load_file(source / "model.safetensors")
     kept = {name: tensor for name, tensor in apart.items() if ".experts." not in name}
@@ -141,9 +185,10 @@ def write_fused(source: Path, folder: Path) -> None:
 
 
 def write_fp8(source: Path, folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """The model of `source` with its matrices in e4m3, a factor a block of rows and columns, as
-    DeepSeek-V3 is published (not those that it keeps wide: embedding, head, routers); factors lie
-    in a file of their own. Returns what the tensors stand for, in fp32.
+    """Write the model of `source` with its matrices in e4m3 and a factor a block.
+
+    DeepSeek-V3 is published so, without those that it keeps wide: embedding, head, routers. Factors
+    lie in a file of their own. Return what the tensors stand for, in fp32.
     """
     folder.mkdir()
     stored = {

@@ -64,8 +64,8 @@ from moewright.spec.workload import (
 
 BATCH, LENGTH, STEPS = 8, 16, 4
 _BATCHES = 4
-_COUNTED = 2  # the step whose books are kept
-_MARGIN = 3e-6  # of routing scores, above what legal rounding moves them by in these few steps
+_COUNTED_STEP = 2  # the step whose books are kept
+_MIN_MARGIN = 3e-6  # of routing scores, above what legal rounding moves them by in these few steps
 _SGD_LR, _ADAMW_LR = 0.05, 2e-3
 # Of every row: within a chunk of 8 ranks, over several, over all, from the edge of one to that of
 # another.
@@ -80,7 +80,7 @@ _DOCUMENTS = (
     (2, 6, 7, 1),
 )
 
-WORK = Workload(
+WORKLOAD = Workload(
     seq_len=LENGTH,
     global_batch=BATCH,
     steps=STEPS,
@@ -93,7 +93,7 @@ WORK = Workload(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
+class StepCurve:
     """Of one rule: (loss, aux loss, gradient norm) by step as one rank saw it, and digests of its
     weights, after every step of SGD and after the last of AdamW.
     """
@@ -103,13 +103,13 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class RankObservation:
     """What one rank reports."""
 
-    pieces: tuple[LocalShard, ...]
-    norm: float
-    sgd: Curve
-    adamw: Curve
+    shards: tuple[LocalShard, ...]
+    grad_norm: float
+    sgd: StepCurve
+    adamw: StepCurve
     margin: float  # least distance of a routing decision
 
 
@@ -119,12 +119,12 @@ class Reference:
     curves."""
 
     seed: int
-    seen: Seen
+    observation: RankObservation
     tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Packed:
+class PackedBatches:
     """Fixed batches whose rows consist of documents; of each, all batches alike, `lengths`
     [B][documents]."""
 
@@ -139,18 +139,18 @@ class Packed:
         return build_micro_batch(run, *tokens, Segments(lengths=lengths, cu_seqlens=starts))
 
 
-def batches_of(work: Workload, model: ModelSpec) -> FixedBatches | Packed:
+def build_batches(work: Workload, model: ModelSpec) -> FixedBatches | PackedBatches:
     """Those of `batches`, or the same in documents, after the last token of which no target
     follows."""
-    fixed = batches(model)
+    fixed = draw_batches(model)
     if work.data.documents is DocumentMasking.JOINED:
         return fixed
     for row, lengths in enumerate(_DOCUMENTS):
         fixed.targets[:, row, [end - 1 for end in accumulated(lengths)]] = -100
-    return Packed(fixed=fixed, lengths=_DOCUMENTS)
+    return PackedBatches(fixed=fixed, lengths=_DOCUMENTS)
 
 
-def batches(model: ModelSpec) -> FixedBatches:
+def draw_batches(model: ModelSpec) -> FixedBatches:
     """Random tokens. In each batch one row has no target at all, and the others different numbers
     of them."""
     dice = torch.Generator().manual_seed(11)
@@ -163,21 +163,21 @@ def batches(model: ModelSpec) -> FixedBatches:
     return FixedBatches(inputs=ids[:, :, :-1], targets=targets)
 
 
-def prove(plan: Plan, folder: Path) -> None:
+def prove_layout(plan: Plan, folder: Path) -> None:
     """Assert that a plan's layout computes what one process computes, and that its ledger is the
     predicted one."""
-    one = reference(
+    one = run_reference(
         plan.model, replace(plan.workload, fused_kernels=FusedKernels.AUTO), plan.layout.mbs
     )
     plan = replace(plan, workload=replace(plan.workload, seed=one.seed))
-    ranks = run(plan, folder)
-    assert_tensors(assemble(ranks), one.tensors)
+    ranks = run_ranks(plan, folder)
+    assert_tensors(assemble_tensors(ranks), one.tensors)
     for rank, seen in enumerate(ranks):
         where = f"rank {rank}"
-        assert_close(seen.norm, one.seen.norm, 1e-5, f"{where}: gradient norm")
-        assert_curve(seen.sgd, one.seen.sgd, 1e-5, f"{where}: SGD")
-        assert_curve(seen.adamw, one.seen.adamw, 1e-4, f"{where}: AdamW")
-    assert_copies_agree(ranks)
+        assert_close(seen.grad_norm, one.observation.grad_norm, 1e-5, f"{where}: gradient norm")
+        assert_curve(seen.sgd, one.observation.sgd, 1e-5, f"{where}: SGD")
+        assert_curve(seen.adamw, one.observation.adamw, 1e-4, f"{where}: AdamW")
+    assert_replicas_agree(ranks)
     assert_ledgers(plan, folder / "ledger")
 
 
@@ -196,7 +196,7 @@ def assert_tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
     assert float((worst / wanted["logits"].abs().amax(2)).max()) <= 3e-5
 
 
-def assert_curve(found: Curve, wanted: Curve, norm_tolerance: float, where: str) -> None:
+def assert_curve(found: StepCurve, wanted: StepCurve, norm_tolerance: float, where: str) -> None:
     for step, (ours, theirs) in enumerate(zip(found.steps, wanted.steps, strict=True), 1):
         for value, reference, tolerance, what in zip(
             ours, theirs, (1e-5, 1e-5, norm_tolerance), ("loss", "aux loss", "norm"), strict=True
@@ -208,7 +208,7 @@ def assert_close(found: float, wanted: float, tolerance: float, what: str) -> No
     assert abs(found - wanted) <= tolerance * abs(wanted), (what, found, wanted)
 
 
-def assert_copies_agree(ranks: list[Seen]) -> None:
+def assert_replicas_agree(ranks: list[RankObservation]) -> None:
     """A part that several ranks hold is the same bits on each, after every step."""
     for rule in ("sgd", "adamw"):
         for looked in range(len(getattr(ranks[0], rule).digests)):
@@ -234,12 +234,12 @@ def assert_equal_lines(predicted: Ledger, counted: Ledger) -> None:
     assert comparison.is_exact
 
 
-def assemble(ranks: list[Seen]) -> dict[str, torch.Tensor]:
+def assemble_tensors(ranks: list[RankObservation]) -> dict[str, torch.Tensor]:
     """Whole tensors from the boxes of all ranks; they cover all of it, and boxes that overlap hold
     the same bits."""
     whole: dict[str, torch.Tensor] = {}
     for seen in ranks:
-        for piece in seen.pieces:
+        for piece in seen.shards:
             full = whole.setdefault(piece.name, torch.full(piece.global_shape, float("nan")))
             box = tuple(
                 slice(start, start + size)
@@ -254,23 +254,23 @@ def assemble(ranks: list[Seen]) -> dict[str, torch.Tensor]:
 
 
 @cache
-def reference(model: ModelSpec, work: Workload, mbs: int) -> Reference:
+def run_reference(model: ModelSpec, work: Workload, mbs: int) -> Reference:
     """One process with the same micro-batches, on which the auxiliary losses depend."""
     for seed in range(20):
         seeded = replace(work, seed=seed)
         with tempfile.TemporaryDirectory() as folder:
-            (seen,) = run(
-                tiny_jobs.plan(seeded, f"mbs{mbs}", world_size=1, model=model), Path(folder)
+            (seen,) = run_ranks(
+                tiny_jobs.build_plan(seeded, f"mbs{mbs}", world_size=1, model=model), Path(folder)
             )
-        if seen.margin > _MARGIN:
-            return Reference(seed=seed, seen=seen, tensors=assemble([seen]))
+        if seen.margin > _MIN_MARGIN:
+            return Reference(seed=seed, observation=seen, tensors=assemble_tensors([seen]))
     raise AssertionError(f"{model.name}: no weights whose routing has a clear margin")
 
 
-def run(plan: Plan, folder: Path) -> list[Seen]:
+def run_ranks(plan: Plan, folder: Path) -> list[RankObservation]:
     """What each rank of the plan saw."""
     assert (
-        launch(partial(_rank, plan, folder), nproc=plan.layout.world_size, run_dir=folder / "run")
+        launch(partial(_run_rank, plan, folder), nproc=plan.layout.world_size, run_dir=folder / "run")
         is ExitCode.DONE
     )
     found = []
@@ -280,10 +280,10 @@ def run(plan: Plan, folder: Path) -> list[Seen]:
     return found
 
 
-def _rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
+def _run_rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
     device = init_distributed(seat)
-    data = batches_of(plan.workload, plan.model)
-    margins = _watch_margins()
+    data = build_batches(plan.workload, plan.model)
+    margins = _record_margins()
 
     def start(rule: UpdateRule, work: Workload) -> TrainState:
         job = build_train_state(
@@ -291,7 +291,7 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
             data,
             rank=seat.rank,
             device=device,
-            initial_value=_initial,
+            initial_value=draw_test_weight,
             update_rule=rule,
         )
         for each in router.list_routers(job.model):
@@ -306,14 +306,14 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
         replace(piece, tensor=piece.tensor.clone()) for piece in job.optimizer.gradient_shards()
     ]
     apply_update(job, PhaseClock(), first, lr=0.0)
-    sgd = _curve(job, _SGD_LR, seat, folder, looked=range(1, STEPS + 1))
+    sgd = _train_curve(job, _SGD_LR, seat, folder, looked=range(1, STEPS + 1))
     clipped = replace(
         plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.grad_norm / 2)
     )
-    adamw = _curve(start(adamw_update, clipped), _ADAMW_LR, seat, folder, looked=(STEPS,))
-    seen = Seen(
-        pieces=tuple(pieces),
-        norm=first.grad_norm,
+    adamw = _train_curve(start(adamw_update, clipped), _ADAMW_LR, seat, folder, looked=(STEPS,))
+    seen = RankObservation(
+        shards=tuple(pieces),
+        grad_norm=first.grad_norm,
         sgd=sgd,
         adamw=adamw,
         margin=min(margins, default=1.0),
@@ -324,9 +324,9 @@ def _rank(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
     return RankOutcome.DONE
 
 
-def _curve(
+def _train_curve(
     job: TrainState, lr: float, seat: RankContext, folder: Path, *, looked: Collection[int]
-) -> Curve:
+) -> StepCurve:
     """STEPS steps; the books of one of them go to `folder`, as training writes them.
 
     Weights are looked at after the steps `looked`, which ends what overlaps: gathers that the next
@@ -336,19 +336,19 @@ def _curve(
     for step in range(1, STEPS + 1):
         seat.beat(step)
         result = train_step(
-            job, step=step, lr=lr, stop_requested=False, count_ledger=step == _COUNTED
+            job, step=step, lr=lr, stop_requested=False, count_ledger=step == _COUNTED_STEP
         )
         assert not result.skipped
         steps.append((result.loss, result.aux_loss, result.grad_norm))
         if step in looked:
             job.optimizer.finish_pending()
-            digests.append(dict(_digests(job)))
-        if step == _COUNTED:
+            digests.append(dict(_digest_weights(job)))
+        if step == _COUNTED_STEP:
             record_ledger(job, folder, step, result, seat)
-    return Curve(steps=tuple(steps), digests=tuple(digests))
+    return StepCurve(steps=tuple(steps), digests=tuple(digests))
 
 
-def _digests(job: TrainState) -> Iterator[tuple[str, bytes]]:
+def _digest_weights(job: TrainState) -> Iterator[tuple[str, bytes]]:
     """Each part of a weight that this rank holds, by name and box, and the biases that move with
     the load."""
     for slot in list_parameters(job.model):
@@ -367,7 +367,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).digest()
 
 
-def _initial(slot: NamedParameter, run: Runtime) -> torch.Tensor:
+def draw_test_weight(slot: NamedParameter, run: Runtime) -> torch.Tensor:
     """As in training, but for norm weights and biases: ones and zeros would hide one that is left
     out."""
     at = slot.placement
@@ -383,7 +383,7 @@ def _initial(slot: NamedParameter, run: Runtime) -> torch.Tensor:
     return torch.cat([whole[box] for box in boxes]) + (1 if slot.name.endswith(".weight") else 0)
 
 
-def _watch_margins() -> list[float]:
+def _record_margins() -> list[float]:
     """The least margin of every choice of experts from now on, in this process."""
     margins: list[float] = []
     choose = reference_kernels.choose_experts

@@ -19,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 
-from layout_proof import WORK
+from layout_proof import WORKLOAD
 from moewright.codec import format_layout, parse_layout
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.legality import check_legality
@@ -45,11 +45,11 @@ from moewright.spec.model import (
 )
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, DocumentMasking, Workload
-from tiny_jobs import DENSE, MODEL, plan
+from tiny_jobs import DENSE, MODEL, build_plan
 
-SWEEP = 56
+SWEEP_SIZE = 56
 _DRAWS = 40_000
-_POOL = 1000
+_POOL_SIZE = 1000
 _MICRO_BATCHES = 4  # of a rank without a pipeline, which learns nothing from more
 
 
@@ -70,11 +70,11 @@ _GROUPED = RouterSpec(
     top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2, group_scores=2,
     selection_bias=True,
 )  # fmt: skip
-_FOUR = (True, False, True, True)
+_THREE_OF_FOUR_MOE = (True, False, True, True)
 
 SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
     {
-        "qwen": replace(MODEL, layers=4, moe_layers=_FOUR),
+        "qwen": replace(MODEL, layers=4, moe_layers=_THREE_OF_FOUR_MOE),
         # Norms over all heads, tied, an odd vocabulary, experts not a power of two.
         "olmoe": replace(
             MODEL, layers=4, moe_layers=(True,) * 4, attention=_gqa(8, 4, QkNorm.FULL), moe=_moe(6, 2),
@@ -92,7 +92,7 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
         ),
         # Two tokens more are predicted ahead, by depths with experts.
         "ahead": replace(
-            MODEL, layers=4, moe_layers=_FOUR, attention=_gqa(4, 4, QkNorm.NONE), mtp_layers=2,
+            MODEL, layers=4, moe_layers=_THREE_OF_FOUR_MOE, attention=_gqa(4, 4, QkNorm.NONE), mtp_layers=2,
             moe=_moe(8, 2, shared_ffn_size=16),
         ),
         # Biases everywhere, sinks, a window in every other layer, a clamped activation.
@@ -114,7 +114,7 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
     }
 )  # fmt: skip
 
-DRAWN = tuple(
+DRAWN_SHAPES = tuple(
     name for name in SHAPES if name != "latent"
 )  # which has corners alone: else it is as the others are
 
@@ -130,8 +130,8 @@ class Case:
     documents: DocumentMasking = DocumentMasking.JOINED
 
     @property
-    def work(self) -> Workload:
-        return replace(WORK, data=DataSpec(documents=self.documents))
+    def workload(self) -> Workload:
+        return replace(WORKLOAD, data=DataSpec(documents=self.documents))
 
     @property
     def id(self) -> str:
@@ -144,8 +144,8 @@ class Case:
     def refusals(self) -> tuple[object, ...]:
         """Why it is not legal, or not run by the engine; () when it is of the space."""
         model = SHAPES[self.shape]
-        broken = check_legality(model, self.work, self.layout)
-        return broken or unsupported_layout(self.layout, model=model, workload=self.work)
+        broken = check_legality(model, self.workload, self.layout)
+        return broken or unsupported_layout(self.layout, model=model, workload=self.workload)
 
 
 def _corner(
@@ -327,17 +327,17 @@ CORNERS = (
 
 
 @cache
-def sweep() -> tuple[Case, ...]:
+def draw_sweep() -> tuple[Case, ...]:
     """SWEEP layouts of the space, chosen one by one for the most pairs of choices not seen
     before."""
-    pool = list(_drawn())
+    pool = list(_draw_cases())
     bits: dict[tuple[str, str], int] = {}
     masks = []
     for case in pool:
-        pairs = combinations(sorted(_choices(case)), 2)
+        pairs = combinations(sorted(_list_choices(case)), 2)
         masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))  # type: ignore[call-overload]
     seen, chosen = 0, []
-    while len(chosen) < min(SWEEP, len(pool)):
+    while len(chosen) < min(SWEEP_SIZE, len(pool)):
         # Small worlds first: a rank more is time more, and shows little that is new.
         best = max(
             range(len(pool)),
@@ -348,7 +348,7 @@ def sweep() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def rotated(cases: Sequence[Case], count: int) -> tuple[Case, ...]:
+def rotate_cases(cases: Sequence[Case], count: int) -> tuple[Case, ...]:
     """`count` of the cases, decided by the source of the package."""
     package = Path(__file__).resolve().parent.parent / "src"
     tree = hashlib.sha256()
@@ -361,13 +361,13 @@ def rotated(cases: Sequence[Case], count: int) -> tuple[Case, ...]:
     )
 
 
-def job(case: Case) -> Plan:
+def plan_case(case: Case) -> Plan:
     """The case as a plan."""
-    made = plan(case.work, "", world_size=case.layout.world_size, model=SHAPES[case.shape])
+    made = build_plan(case.workload, "", world_size=case.layout.world_size, model=SHAPES[case.shape])
     return replace(made, layout=case.layout)
 
 
-def _drawn() -> Iterator[Case]:
+def _draw_cases() -> Iterator[Case]:
     """Different random layouts of the space, without those of CORNERS."""
     dice, found = (
         random.Random(20251121),
@@ -375,21 +375,21 @@ def _drawn() -> Iterator[Case]:
     )
     start = len(found)
     for _ in range(_DRAWS):
-        shape = dice.choice(DRAWN)
-        layout = _draw(dice, SHAPES[shape])
+        shape = dice.choice(DRAWN_SHAPES)
+        layout = _draw_layout(dice, SHAPES[shape])
         documents = dice.choice([DocumentMasking.JOINED, *DocumentMasking])
         case = Case(name="", shape=shape, layout=layout, documents=documents)
-        if not _divides(layout) or (shape, layout, documents) in found or case.refusals:
+        if not _divides_world(layout) or (shape, layout, documents) in found or case.refusals:
             continue
-        if layout.pp == 1 and micro_batches(WORK, layout) > _MICRO_BATCHES:
+        if layout.pp == 1 and micro_batches(WORKLOAD, layout) > _MICRO_BATCHES:
             continue
         found.add((shape, layout, documents))
         yield case
-        if len(found) - start == _POOL:
+        if len(found) - start == _POOL_SIZE:
             return
 
 
-def _divides(layout: Layout) -> bool:
+def _divides_world(layout: Layout) -> bool:
     """The cheap part of legality."""
     return not any(
         layout.world_size % used
@@ -397,7 +397,7 @@ def _divides(layout: Layout) -> bool:
     )
 
 
-def _draw(dice: random.Random, model: ModelSpec) -> Layout:
+def _draw_layout(dice: random.Random, model: ModelSpec) -> Layout:
     """Any layout, most of them not legal."""
     tp, pp = dice.choice((1, 1, 2, 2, 4)), dice.choice((1, 1, 1, 2, 2, 4))
     schedule = dice.choice(list(Schedule)) if pp > 1 else Schedule.ONE_F_ONE_B
@@ -419,12 +419,12 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
         schedule=schedule,
         vpp_group=dice.choice((0, 0, 3, 4)) if schedule is Schedule.INTERLEAVED else 0,
         cp_comm=dice.choice(list(CpComm)) if cp > 1 else CpComm.P2P,
-        recompute=_some(dice, list(Recompute), 0.5),
-        offload=_some(dice, list(Offload), 0.2),
+        recompute=_draw_options(dice, list(Recompute), 0.5),
+        offload=_draw_options(dice, list(Offload), 0.2),
         dispatcher=dice.choice([DispatcherKind.ALL_TO_ALL, *DispatcherKind])
         if model.moe
         else DispatcherKind.ALL_TO_ALL,
-        overlap=_some(dice, list(Overlap), 0.3),
+        overlap=_draw_options(dice, list(Overlap), 0.3),
     )
     if layout.dispatcher is DispatcherKind.DEDUP and layout.ep > 2 and dice.random() < 0.6:
         layout = replace(layout, ep_node=dice.choice((2, 4)))
@@ -434,18 +434,18 @@ def _draw(dice: random.Random, model: ModelSpec) -> Layout:
         block, span = dice.choice(((0, 1), (0, 1), (1, 1), (2, 1), (0, 2)))
         layout = replace(layout, recompute_block=block, recompute_span=span)
     if pp > 1 and dice.random() < 0.4:
-        layout = replace(layout, stages=_stages(dice, model, pp * vpp))
+        layout = replace(layout, stages=_draw_stages(dice, model, pp * vpp))
     return layout
 
 
-def _some(dice: random.Random, choices: list, chance: float) -> tuple:
+def _draw_options(dice: random.Random, choices: list, chance: float) -> tuple:
     """None, or one to three of the choices, in their order."""
     if dice.random() > chance:
         return ()
     return tuple(sorted(dice.sample(choices, dice.choice((1, 1, 2, 3)))))
 
 
-def _stages(dice: random.Random, model: ModelSpec, count: int) -> str:
+def _draw_stages(dice: random.Random, model: ModelSpec, count: int) -> str:
     """Layers spread over stages at random, some of them empty."""
     cuts = sorted(dice.choices(range(model.layers + 1), k=count - 1))
     parts = [
@@ -460,7 +460,7 @@ def _stages(dice: random.Random, model: ModelSpec, count: int) -> str:
     return "|".join(("E" + parts[0], *parts[1:-1], parts[-1] + "L"))
 
 
-def _choices(case: Case) -> Iterator[tuple[str, str]]:
+def _list_choices(case: Case) -> Iterator[tuple[str, str]]:
     """Axes and values of a case, for pairs of them."""
     layout = case.layout
     yield "shape", case.shape

@@ -1,5 +1,6 @@
-"""What Megatron-LM's parser and its checks after parsing accept, written down again for tests
-(arguments.py and transformer_config.py at d98e8a64). Nothing of the exporter is used here.
+"""What Megatron-LM's parser and its checks after parsing accept, written down again for tests.
+
+The source is arguments.py and transformer_config.py at d98e8a64. Nothing of the exporter is used.
 """
 
 import csv
@@ -10,23 +11,25 @@ OPTIONS = {row["flag"]: row for row in csv.DictReader(TABLE.splitlines())}
 
 
 def parse_flags(flags):
-    """Flags as {name: values}; asserts what argparse would: known, once, how many values, their
-    types and choices."""
+    """Return flags as {name: values}, after asserting what argparse would.
+
+    They are known, stand once, and have the right number of values, types and choices.
+    """
     names = [name for name, *_ in flags]
     assert len(names) == len(set(names)), names
-    given = {name: tuple(values) for name, *values in flags}
-    for name, values in given.items():
+    options = {name: tuple(values) for name, *values in flags}
+    for name, values in options.items():
         assert name in OPTIONS, name
         option = OPTIONS[name]
-        wanted = {"": len(values) == 1, "+": len(values) >= 1, "*": True}.get(option["nargs"])
-        assert wanted if wanted is not None else len(values) == int(option["nargs"]), name
+        expected = {"": len(values) == 1, "+": len(values) >= 1, "*": True}.get(option["nargs"])
+        assert expected if expected is not None else len(values) == int(option["nargs"]), name
         for value in values:
             assert value, name
             if option["choices"]:
                 assert value in option["choices"].split(), (name, value)
             if option["type"] in ("int", "float"):
                 {"int": int, "float": float}[option["type"]](value)
-    return given
+    return options
 
 
 def integer(options, name, default):
@@ -34,7 +37,7 @@ def integer(options, name, default):
 
 
 def check_options(options, world_size, environment):
-    """Asserts what Megatron-LM asserts of options together, on a node of Hopper."""
+    """Assert what Megatron-LM asserts of options together, on a node of Hopper."""
     tp, cp, pp = (
         integer(options, f"--{kind}-parallel-size", 1)
         for kind in ("tensor-model", "context", "pipeline-model")
@@ -73,128 +76,128 @@ def check_options(options, world_size, environment):
     assert float(options["--min-lr"][0]) <= float(options["--lr"][0])
 
 
-def check_experts(given, tp, ep):
-    if "--num-experts" not in given:
+def check_experts(options, tp, ep):
+    if "--num-experts" not in options:
         assert ep == 1
-        assert not [name for name in given if name.startswith("--moe-") or "expert" in name]
+        assert not [name for name in options if name.startswith("--moe-") or "expert" in name]
         return
-    number = integer(given, "--num-experts", 0)
+    number = integer(options, "--num-experts", 0)
     assert number % ep == 0
-    assert not (ep > 1 and "--fp16" in given)
-    assert tp == 1 or "--sequence-parallel" in given
-    assert "--moe-grouped-gemm" not in given or "--bf16" in given
-    score = given["--moe-router-score-function"][0]
-    if "--moe-router-enable-expert-bias" in given:
+    assert not (ep > 1 and "--fp16" in options)
+    assert tp == 1 or "--sequence-parallel" in options
+    assert "--moe-grouped-gemm" not in options or "--bf16" in options
+    score = options["--moe-router-score-function"][0]
+    if "--moe-router-enable-expert-bias" in options:
         assert score in ("sigmoid", "sqrtsoftplus")
-    if score == "softmax" and given["--moe-router-topk"] == ("1",):
-        assert "--moe-router-pre-softmax" in given
-    if "--moe-router-num-groups" in given:
+    if score == "softmax" and options["--moe-router-topk"] == ("1",):
+        assert "--moe-router-pre-softmax" in options
+    if "--moe-router-num-groups" in options:
         groups, kept = (
-            integer(given, f"--moe-router-{name}", 0) for name in ("num-groups", "group-topk")
+            integer(options, f"--moe-router-{name}", 0) for name in ("num-groups", "group-topk")
         )
         assert number % groups == 0
         assert kept <= groups
-    kinds = given["--moe-router-load-balancing-type"]
-    assert kinds == ("none",) or len(kinds) == len(given["--moe-aux-loss-coeff"])
-    if "--moe-flex-dispatcher-backend" in given:
-        assert given["--moe-token-dispatcher-type"] == ("flex",)
-    if "--moe-layer-freq" in given:
-        pattern = given["--moe-layer-freq"][0]
+    kinds = options["--moe-router-load-balancing-type"]
+    assert kinds == ("none",) or len(kinds) == len(options["--moe-aux-loss-coeff"])
+    if "--moe-flex-dispatcher-backend" in options:
+        assert options["--moe-token-dispatcher-type"] == ("flex",)
+    if "--moe-layer-freq" in options:
+        pattern = options["--moe-layer-freq"][0]
         assert set(pattern) <= set("0123456789[]()+*,")
-        assert len(eval(pattern)) == integer(given, "--num-layers", 0)
+        assert len(eval(pattern)) == integer(options, "--num-layers", 0)
 
 
-def check_stages(given, pp):
+def check_stages(options, pp):
     ways = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
-    said = [name for name in (*ways, "--pipeline-model-parallel-layout") if name in given]
-    assert len(said) <= 1
+    spellings = [name for name in (*ways, "--pipeline-model-parallel-layout") if name in options]
+    assert len(spellings) <= 1
     counted = sum(
-        f"--account-for-{name}-in-pipeline-split" in given for name in ("embedding", "loss")
+        f"--account-for-{name}-in-pipeline-split" in options for name in ("embedding", "loss")
     )
-    if "--pipeline-model-parallel-layout" in given:
+    if "--pipeline-model-parallel-layout" in options:
         assert not counted
         return
-    virtual = integer(given, "--num-virtual-stages-per-pipeline-rank", 1)
-    layers = integer(given, "--num-layers", 0) + counted
+    virtual = integer(options, "--num-virtual-stages-per-pipeline-rank", 1)
+    layers = integer(options, "--num-layers", 0) + counted
     assert layers % pp == 0
     assert layers // pp % virtual == 0
     if virtual > 1:
-        assert pp > (2 if "--no-overlap-p2p-communication" in given else 1)
-        group = integer(given, "--microbatch-group-size-per-virtual-pipeline-stage", pp)
+        assert pp > (2 if "--no-overlap-p2p-communication" in options else 1)
+        group = integer(options, "--microbatch-group-size-per-virtual-pipeline-stage", pp)
         assert group >= pp
 
 
-def check_batches(given, dp):
-    step = integer(given, "--micro-batch-size", 0) * dp
-    batch = integer(given, "--global-batch-size", 0)
+def check_batches(options, dp):
+    step = integer(options, "--micro-batch-size", 0) * dp
+    batch = integer(options, "--global-batch-size", 0)
     assert batch % step == 0
-    by_steps = {"--train-iters", "--lr-decay-iters", "--lr-warmup-iters"} & set(given)
-    by_samples = {"--train-samples", "--lr-decay-samples", "--lr-warmup-samples"} & set(given)
+    by_steps = {"--train-iters", "--lr-decay-iters", "--lr-warmup-iters"} & set(options)
+    by_samples = {"--train-samples", "--lr-decay-samples", "--lr-warmup-samples"} & set(options)
     assert not (by_steps and by_samples)
-    if "--rampup-batch-size" in given:
-        start, grow, _ = map(int, given["--rampup-batch-size"])
+    if "--rampup-batch-size" in options:
+        start, grow, _ = map(int, options["--rampup-batch-size"])
         assert not by_steps
         assert start % step == 0 == grow % step
         assert (batch - start) % grow == 0
 
 
-def check_memory(given, environment):
-    granularity = given.get("--recompute-granularity", ("",))[0]
+def check_memory(options, environment):
+    granularity = options.get("--recompute-granularity", ("",))[0]
     assert (
         (granularity == "full")
-        == ("--recompute-method" in given)
-        == ("--recompute-num-layers" in given)
+        == ("--recompute-method" in options)
+        == ("--recompute-num-layers" in options)
     )
-    modules = given.get("--recompute-modules", ())
+    modules = options.get("--recompute-modules", ())
     assert bool(modules) == (granularity == "selective")
     if "moe_act" in modules:
-        assert "--moe-grouped-gemm" in given
-    if "--fp8-format" in given and {"moe_act", "layernorm"} & set(modules):
-        assert given["--fp8-recipe"] != ("delayed",)
-    if "--use-megatron-fsdp" in given:
-        assert given["--ckpt-format"] == ("fsdp_dtensor",)
+        assert "--moe-grouped-gemm" in options
+    if "--fp8-format" in options and {"moe_act", "layernorm"} & set(modules):
+        assert options["--fp8-recipe"] != ("delayed",)
+    if "--use-megatron-fsdp" in options:
+        assert options["--ckpt-format"] == ("fsdp_dtensor",)
         assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] != "1"
-    if "--optimizer-cpu-offload" in given:
-        assert "--use-precision-aware-optimizer" in given
-    if "--use-precision-aware-optimizer" in given:
-        assert "--use-distributed-optimizer" in given
-    offloaded = given.get("--offload-modules", ())
-    assert bool(offloaded) == ("--fine-grained-activation-offloading" in given)
+    if "--optimizer-cpu-offload" in options:
+        assert "--use-precision-aware-optimizer" in options
+    if "--use-precision-aware-optimizer" in options:
+        assert "--use-distributed-optimizer" in options
+    offloaded = options.get("--offload-modules", ())
+    assert bool(offloaded) == ("--fine-grained-activation-offloading" in options)
     assert "attn_proj" not in offloaded or "core_attn" in offloaded
     assert not (offloaded and granularity == "full")
     assert not ("moe" in modules and {"expert_fc1", "moe_act"} & set(offloaded))
-    if "--cuda-graph-impl" in given:
+    if "--cuda-graph-impl" in options:
         assert "expandable_segments" not in environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        assert "--te-rng-tracker" in given
-        whole_step = given["--cuda-graph-impl"] == ("full_iteration",)
-        assert whole_step == ("--cuda-graph-modules" not in given)
+        assert "--te-rng-tracker" in options
+        whole_step = options["--cuda-graph-impl"] == ("full_iteration",)
+        assert whole_step == ("--cuda-graph-modules" not in options)
         assert granularity != "full" or whole_step
-        graphed = given.get("--cuda-graph-modules", ())
+        graphed = options.get("--cuda-graph-modules", ())
         assert "moe_preprocess" not in graphed or "moe_router" in graphed
-        assert not whole_step or "--no-check-for-nan-in-loss-and-grad" in given
+        assert not whole_step or "--no-check-for-nan-in-loss-and-grad" in options
 
 
-def check_overlap(given, tp, cp, pp, environment):
-    if "--overlap-param-gather" in given:
-        assert "--overlap-grad-reduce" in given
-        assert "--use-distributed-optimizer" in given
-    if "--tp-comm-overlap" in given:
-        assert "--sequence-parallel" in given
+def check_overlap(options, tp, cp, pp, environment):
+    if "--overlap-param-gather" in options:
+        assert "--overlap-grad-reduce" in options
+        assert "--use-distributed-optimizer" in options
+    if "--tp-comm-overlap" in options:
+        assert "--sequence-parallel" in options
         assert tp > 1
     queues = environment["CUDA_DEVICE_MAX_CONNECTIONS"]
-    moving = "--overlap-moe-expert-parallel-comm" in given
-    if (tp > 1 or cp > 1) and not moving and "--use-megatron-fsdp" not in given:
+    moving = "--overlap-moe-expert-parallel-comm" in options
+    if (tp > 1 or cp > 1) and not moving and "--use-megatron-fsdp" not in options:
         assert queues == "1"
     if moving:
         assert queues != "1"
-        assert integer(given, "--expert-model-parallel-size", 1) > 1
-        assert given["--moe-token-dispatcher-type"][0] in ("alltoall", "flex")
+        assert integer(options, "--expert-model-parallel-size", 1) > 1
+        assert options["--moe-token-dispatcher-type"][0] in ("alltoall", "flex")
         assert pp == 1 or {
             "--num-virtual-stages-per-pipeline-rank",
             "--pipeline-model-parallel-layout",
-        } & set(given)
-        assert given.get("--recompute-granularity") != ("full",)
-        assert "moe" not in given.get("--recompute-modules", ())
-        assert "--bf16" in given or "--fp16" in given
-        assert integer(given, "--mtp-num-layers", 0) <= 1
-        assert not {"moe", "mlp"} & set(given.get("--cuda-graph-modules", ()))
+        } & set(options)
+        assert options.get("--recompute-granularity") != ("full",)
+        assert "moe" not in options.get("--recompute-modules", ())
+        assert "--bf16" in options or "--fp16" in options
+        assert integer(options, "--mtp-num-layers", 0) <= 1
+        assert not {"moe", "mlp"} & set(options.get("--cuda-graph-modules", ()))

@@ -1,5 +1,7 @@
-"""Model shapes for tests of rules: a small MoE to vary, and the published shapes that legality is
-checked on."""
+"""Model shapes for tests of rules.
+
+They are a small MoE to vary, and the published shapes that legality is checked on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def moe_model(
     shared: int = 0,
     mtp: int = 0,
 ) -> ModelSpec:
-    """A decoder with experts in every layer."""
+    """Build a decoder with experts in every layer."""
     return ModelSpec(
         name="shape",
         family="",
@@ -38,11 +40,13 @@ def moe_model(
 
 
 def dense_model(*, layers: int = 4) -> ModelSpec:
-    """The same without experts."""
+    """Build the same decoder without experts."""
     return replace(moe_model(layers=layers), moe=None, moe_layers=(False,) * layers)
 
 
 def qwen3_235b() -> ModelSpec:
-    """Qwen3-235B-A22B as far as legality looks: 94 layers, 64 heads over 4 kv heads, 128 experts of
-    width 1536."""
+    """Build Qwen3-235B-A22B as far as legality looks.
+
+    It has 94 layers, 64 heads over 4 kv heads, 128 experts of width 1536.
+    """
     return moe_model(layers=94, heads=64, kv_heads=4, experts=128, ffn=1536)

@@ -11,9 +11,9 @@ from moewright.spec.layout import Layout, Overlap, Schedule
 _CHUNKS = {Schedule.ONE_F_ONE_B: 1, Schedule.ZB_H1: 1, Schedule.ZBV: 2, Schedule.DUALPIPEV: 2}
 
 
-def tables(pp: int, most: int) -> Iterator[tuple[Layout, int]]:
+def legal_layouts(pp: int, max_micro_batches: int) -> Iterator[tuple[Layout, int]]:
     """Layouts of `pp` ranks with a legal number of micro-batches, up to `most`."""
-    for m in range(1, most + 1):
+    for m in range(1, max_micro_batches + 1):
         for schedule, vpp in _CHUNKS.items():
             yield from _legal(Layout(world_size=pp, pp=pp, vpp=vpp, schedule=schedule), m)
         for vpp in (2, 3):

@@ -46,7 +46,7 @@ LAYERS, EXPERTS, STEPS = 6, 16, 60
 UNIGRAM_ENTROPY = 6.214
 
 
-def measured(value: float, what: str) -> Sourced:
+def measured_value(value: float, what: str) -> Sourced:
     return Sourced(
         value=value, kind=SourceKind.MEASURED, source=f"bench machine, {what}, median of 5"
     )
@@ -83,19 +83,19 @@ def hardware(count: int = 2) -> Hardware:
     device = Device(
         name="one thread of a test processor",
         kind=DeviceKind.CPU,
-        memory_bytes=measured(4 * GIB, "free memory shared by the ranks"),
-        memory_Bps=measured(1.1e10, "copy of 64 MiB"),
-        peaks=(DtypePeak(dtype=Dtype.BF16, rate=measured(7.3e10, "best GEMM")),),
+        memory_bytes=measured_value(4 * GIB, "free memory shared by the ranks"),
+        memory_Bps=measured_value(1.1e10, "copy of 64 MiB"),
+        peaks=(DtypePeak(dtype=Dtype.BF16, rate=measured_value(7.3e10, "best GEMM")),),
         rates=(OpRate(op=Op.GEMM, dtype=Dtype.BF16, curve=rate),),
     )
     fabric = Fabric(
         domain_size=count,
         devices_per_node=count,
-        domain_Bps=measured(2.4e9, "all-to-all of 4 MiB"),
+        domain_Bps=measured_value(2.4e9, "all-to-all of 4 MiB"),
         network_Bps=Sourced(
             value=1.25e9, kind=SourceKind.ASSUMED, source="10 Gbit/s Ethernet; not used here"
         ),
-        domain_latency_s=measured(9e-5, "all-reduce of 8 B"),
+        domain_latency_s=measured_value(9e-5, "all-reduce of 8 B"),
         network_latency_s=Sourced(value=5e-5, kind=SourceKind.ASSUMED, source="usual for TCP"),
     )
     host = Constant(
@@ -144,7 +144,7 @@ SAVED = {
 }
 
 
-def memory(saved_scale: float = 1.0) -> tuple[MemoryRow, ...]:
+def memory_rows(saved_scale: float = 1.0) -> tuple[MemoryRow, ...]:
     sizes = {
         Component.WEIGHTS: 1.0,
         Component.GRADIENTS: 2.0,
@@ -183,10 +183,10 @@ def ledger(rank: int) -> Ledger:
         FlopRow(op=FlopOp.GEMM, module=Module.HEAD, flops=12_884_901_888),
         FlopRow(op=FlopOp.GROUPED_GEMM, module=Module.EXPERTS, flops=43_486_543_872 + rank * 4096),
     )
-    return Ledger(rank=rank, pp_rank=0, memory=memory(), comm=comm, flops=flops, time=phases(1.0))
+    return Ledger(rank=rank, pp_rank=0, memory=memory_rows(), comm=comm, flops=flops, time=time_rows(1.0))
 
 
-def phases(scale: float) -> tuple[TimeRow, ...]:
+def time_rows(scale: float) -> tuple[TimeRow, ...]:
     seconds = {
         StepPhase.DATA: 0.002,
         StepPhase.FORWARD: 0.41,
@@ -199,9 +199,9 @@ def phases(scale: float) -> tuple[TimeRow, ...]:
     return tuple(TimeRow(phase=phase, seconds=value * scale) for phase, value in seconds.items())
 
 
-def counted(rank: int) -> Ledger:
+def counted_ledger(rank: int) -> Ledger:
     note = "saved softmax statistics are fp32 on this device"
-    return replace(ledger(rank), memory=memory(saved_scale=1.013), time=phases(1.08), notes=(note,))
+    return replace(ledger(rank), memory=memory_rows(saved_scale=1.013), time=time_rows(1.08), notes=(note,))
 
 
 def estimate(step_s: float = 1.29) -> Estimate:
@@ -231,7 +231,7 @@ def estimate(step_s: float = 1.29) -> Estimate:
             name="memory_Bps", value="11 GB/s", kind=SourceKind.DATASHEET, source="<vendor> & co"
         ),
     )
-    total = sum(row.bytes for row in memory())
+    total = sum(row.bytes for row in memory_rows())
     return Estimate(
         ledgers=(ledger(0),),
         peak_rank=0,
@@ -267,7 +267,7 @@ def plan(step_s: float = 1.29, **layout: object) -> Plan:
     )
 
 
-def load(layer: int, step: int) -> LayerLoad:
+def layer_load(layer: int, step: int) -> LayerLoad:
     skew = 0.9 * math.exp(-step / 15) + 0.12 + 0.04 * layer
     weights = [
         math.exp(skew * math.sin(1.7 * expert + layer + 0.01 * step)) for expert in range(EXPERTS)
@@ -287,9 +287,9 @@ def load(layer: int, step: int) -> LayerLoad:
     )
 
 
-def step(number: int) -> StepRecord:
+def step_record(number: int) -> StepRecord:
     pace = 1.08 + 0.05 * math.sin(number * 2.3) + (1.4 if number == 1 else 0.0)
-    step_s = sum(row.seconds for row in phases(pace))
+    step_s = sum(row.seconds for row in time_rows(pace))
     return StepRecord(
         step=number,
         loss=3.1 + 5.2 * math.exp(-number / 14) + 0.08 * math.sin(3.7 * number),
@@ -302,8 +302,8 @@ def step(number: int) -> StepRecord:
         tflops_per_rank=0.0733 / step_s,
         mfu=1.004 / step_s,
         skipped=False,
-        phases=phases(pace),
-        loads=tuple(load(layer, number) for layer in range(LAYERS)),
+        phases=time_rows(pace),
+        loads=tuple(layer_load(layer, number) for layer in range(LAYERS)),
     )
 
 
@@ -331,14 +331,14 @@ def record(steps: int = STEPS) -> RunRecord:
     return RunRecord(
         plan=plan(),
         sessions=sessions,
-        steps=tuple(step(number) for number in range(1, steps + 1)),
+        steps=tuple(step_record(number) for number in range(1, steps + 1)),
         evals=evals,
-        ledgers=(counted(0), counted(1)),
+        ledgers=(counted_ledger(0), counted_ledger(1)),
         selection=None,
     )
 
 
-def recomputing(base: Plan) -> Plan:
+def with_recompute(base: Plan) -> Plan:
     return replace(
         base, layout=replace(base.layout, recompute=(Recompute.LAYERNORM, Recompute.MOE_ACT))
     )

@@ -33,7 +33,7 @@ def _share(extent: int, rank: int, world: int) -> tuple[int, int]:
     return start, stop - start
 
 
-def pieces_of(
+def shard_state(
     state: dict[str, torch.Tensor], layout: str, rank: int, world: int
 ) -> list[LocalShard]:
     """What `rank` holds of `state`, as copies: a load into them leaves `state` alone."""
@@ -59,7 +59,7 @@ def pieces_of(
     return pieces
 
 
-def blank(pieces: list[LocalShard]) -> list[LocalShard]:
+def blank_shards(pieces: list[LocalShard]) -> list[LocalShard]:
     """The same boxes, with every byte set."""
     made = []
     for piece in pieces:
@@ -76,7 +76,7 @@ def blank(pieces: list[LocalShard]) -> list[LocalShard]:
     return made
 
 
-def bits(pieces: list[LocalShard]) -> list[bytes]:
+def shard_bytes(pieces: list[LocalShard]) -> list[bytes]:
     """The bytes of each piece: NaN equals NaN, -0 differs from 0."""
     return [
         piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -84,7 +84,7 @@ def bits(pieces: list[LocalShard]) -> list[bytes]:
     ]
 
 
-def on_ranks(world: int, work: Callable[[Coordinator], T]) -> list[T | Exception]:
+def run_on_ranks(world: int, work: Callable[[Coordinator], T]) -> list[T | Exception]:
     """Run `work` on `world` ranks, each a thread, and return what each gave or raised."""
     table: list[Any] = [None] * world
     results: list[Any] = [None] * world

@@ -1,8 +1,7 @@
-"""A module in the place of deep_ep: the calls that the engine makes of it, by exchanges over any
-process group.
+"""A module in the place of deep_ep, which exchanges over any process group.
 
-`Buffer` as in DeepEP 1.2, `HybridEPBuffer` as on its branch hybrid-ep; written after their
-documented shapes.
+It has the calls that the engine makes of deep_ep. `Buffer` as in DeepEP 1.2, `HybridEPBuffer` as on
+its branch hybrid-ep; written after their documented shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 
 def install(patch: pytest.MonkeyPatch, *, wrong: float = 0.0) -> None:
-    """Let `import deep_ep` find this; sums come back with `wrong` added."""
+    """Let `import deep_ep` find this module; sums come back with `wrong` added."""
     for name in ("deep_ep", "hybrid_ep_cpp"):
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
@@ -30,25 +29,27 @@ def install(patch: pytest.MonkeyPatch, *, wrong: float = 0.0) -> None:
 
 
 class _TokenExchange:
-    """Which tokens [T, ranks] go where, and how many come from where."""
+    """An exchange that knows which tokens [T, ranks] go where, and how many come from where."""
 
-    def __init__(self, reached: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self.reached, self.group = reached, group
-        self.send = reached.sum(0)
-        came = torch.empty_like(self.send)
-        dist.all_to_all_single(came, self.send, group=group)
-        self.receive = came
+    def __init__(self, reaches_rank: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.reaches_rank = reaches_rank
+        self.group = group
+        self.send_counts = reaches_rank.sum(0)
+        self.receive_counts = torch.empty_like(self.send_counts)
+        dist.all_to_all_single(self.receive_counts, self.send_counts, group=group)
 
     def send(self, of_token: torch.Tensor) -> torch.Tensor:
-        rows = torch.cat([of_token[to] for to in self.reached.T])
-        return self._exchange(rows, self.send, self.receive)
+        """Send the rows of tokens to the ranks that they reach."""
+        rows = torch.cat([of_token[is_sent] for is_sent in self.reaches_rank.T])
+        return self._exchange(rows, self.send_counts, self.receive_counts)
 
     def sum_back(self, of_copy: torch.Tensor) -> torch.Tensor:
-        """The sum over copies, in the order of ranks."""
-        rows = self._exchange(of_copy, self.receive, self.send).split(self.send.tolist())
-        total = of_copy.new_zeros((len(self.reached), *of_copy.shape[1:]))
-        for to, part in zip(self.reached.T, rows, strict=True):
-            total[to] += part
+        """Send copies back and sum them, in the order of ranks."""
+        rows = self._exchange(of_copy, self.receive_counts, self.send_counts)
+        parts = rows.split(self.send_counts.tolist())
+        total = of_copy.new_zeros((len(self.reaches_rank), *of_copy.shape[1:]))
+        for is_sent, part in zip(self.reaches_rank.T, parts, strict=True):
+            total[is_sent] += part
         return total
 
     def _exchange(
@@ -80,28 +81,30 @@ class Buffer:
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
-        ranks, local = self.group.size(), num_experts // self.group.size()
-        reached = torch.stack([(topk_idx // local == rank).any(1) for rank in range(ranks)], 1)
+        ranks = self.group.size()
+        local = num_experts // ranks
+        reaches_rank = torch.stack([(topk_idx // local == rank).any(1) for rank in range(ranks)], 1)
         chosen = topk_idx[topk_idx >= 0]
-        return reached.sum(0), None, torch.bincount(chosen, minlength=num_experts), reached, None
+        expert_counts = torch.bincount(chosen, minlength=num_experts)
+        return reaches_rank.sum(0), None, expert_counts, reaches_rank, None
 
-    def dispatch(self, x: torch.Tensor, handle: Any = None, **told: Any) -> tuple[Any, ...]:
+    def dispatch(self, x: torch.Tensor, handle: Any = None, **arguments: Any) -> tuple[Any, ...]:
         if handle is not None:
-            assert not told
-            return handle.there(x), None, None, None, None, None
-        way = _TokenExchange(told["is_token_in_rank"], self.group)
-        local = len(told["num_tokens_per_expert"]) // self.group.size()
-        ids = way.send(told["topk_idx"]) - self.group.rank() * local
-        away = (ids < 0) | (ids >= local)
-        weights = way.send(told["topk_weights"]).masked_fill(away, 0.0)
+            assert not arguments
+            return handle.send(x), None, None, None, None, None
+        exchange = _TokenExchange(arguments["is_token_in_rank"], self.group)
+        local = len(arguments["num_tokens_per_expert"]) // self.group.size()
+        ids = exchange.send(arguments["topk_idx"]) - self.group.rank() * local
+        is_elsewhere = (ids < 0) | (ids >= local)
+        weights = exchange.send(arguments["topk_weights"]).masked_fill(is_elsewhere, 0.0)
         counts = [int((ids == expert).sum()) for expert in range(local)]
-        return way.send(x), ids.masked_fill(away, -1), weights, counts, way, None
+        return exchange.send(x), ids.masked_fill(is_elsewhere, -1), weights, counts, exchange, None
 
     def combine(
         self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None
     ) -> tuple[Any, ...]:
-        back = None if topk_weights is None else handle.back(topk_weights)
-        return handle.back(x) + self.wrong, back, None
+        weights = None if topk_weights is None else handle.sum_back(topk_weights)
+        return handle.sum_back(x) + self.wrong, weights, None
 
 
 class HybridEPBuffer:
@@ -116,11 +119,13 @@ class HybridEPBuffer:
         num_of_ranks_per_nvlink_domain: int,
     ) -> None:
         assert group.size() % num_of_ranks_per_nvlink_domain == 0
-        self.group, self.local = group, num_local_experts
-        of_node = num_local_experts * num_of_ranks_per_nvlink_domain
-        first = group.rank() // num_of_ranks_per_nvlink_domain * of_node
-        self.node = slice(first, first + of_node)
-        self.here = slice(group.rank() * num_local_experts, (group.rank() + 1) * num_local_experts)
+        self.group = group
+        self.local = num_local_experts
+        node_experts = num_local_experts * num_of_ranks_per_nvlink_domain
+        first_of_node = group.rank() // num_of_ranks_per_nvlink_domain * node_experts
+        self.node = slice(first_of_node, first_of_node + node_experts)
+        first = group.rank() * num_local_experts
+        self.local_experts = slice(first, first + num_local_experts)
 
     def dispatch(
         self,
@@ -132,23 +137,23 @@ class HybridEPBuffer:
         if handle is None:
             assert routing_map is not None
             assert routing_map.dtype == torch.bool
-            reached = routing_map.unflatten(1, (self.group.size(), self.local)).any(2)
-            way = _TokenExchange(reached, self.group)
-            wanted = way.send(routing_map.to(torch.uint8)).bool()[:, self.here]
-            room = torch.cat(
-                (wanted, torch.ones(3, self.local, dtype=torch.bool))
-            )  # longer than what came
-            handle = (way, None, None, torch.tensor([len(wanted)]), room, len(hidden))
-        way = handle[0]
-        spread = None if probs is None else way.there(probs)[:, self.node]
-        return way.there(hidden), spread, None, handle
+            reaches_rank = routing_map.unflatten(1, (self.group.size(), self.local)).any(2)
+            exchange = _TokenExchange(reaches_rank, self.group)
+            is_local = exchange.send(routing_map.to(torch.uint8)).bool()[:, self.local_experts]
+            # Longer than what came.
+            padded = torch.cat((is_local, torch.ones(3, self.local, dtype=torch.bool)))
+            handle = (exchange, None, None, torch.tensor([len(is_local)]), padded, len(hidden))
+        exchange = handle[0]
+        node_probs = None if probs is None else exchange.send(probs)[:, self.node]
+        return exchange.send(hidden), node_probs, None, handle
 
     def combine(
         self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        way, back = handle[0], None
+        exchange = handle[0]
+        token_probs = None
         if probs is not None:
-            whole = probs.new_zeros(len(probs), self.group.size() * self.local)
-            whole[:, self.node] = probs
-            back = way.back(whole)
-        return way.back(hidden) + self.wrong, back
+            all_probs = probs.new_zeros(len(probs), self.group.size() * self.local)
+            all_probs[:, self.node] = probs
+            token_probs = exchange.sum_back(all_probs)
+        return exchange.sum_back(hidden) + self.wrong, token_probs

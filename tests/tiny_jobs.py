@@ -56,7 +56,7 @@ MODEL = ModelSpec(
 DENSE = replace(MODEL, name="tiny-dense", family="qwen3", moe=None, moe_layers=(False,) * 3)
 
 
-def corpus(folder: Path, *, documents: int = 30, words: int = 400) -> DataSpec:
+def write_corpus(folder: Path, *, documents: int = 30, words: int = 400) -> DataSpec:
     """A small corpus of made-up words, byte tokens; the documents have up to so many words."""
     dice = random.Random(7)
     known = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 8))) for _ in range(200)]
@@ -70,7 +70,7 @@ def corpus(folder: Path, *, documents: int = 30, words: int = 400) -> DataSpec:
     ).data
 
 
-def workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Workload:
+def build_workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Workload:
     """Eight sequences of 32 tokens a step, fp32, no clipping."""
     base = Workload(
         seq_len=32,
@@ -86,11 +86,11 @@ def workload(data: DataSpec, *, steps: int = 4, **changes: object) -> Workload:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def plan(work: Workload, layout: str, *, world_size: int, model: ModelSpec = MODEL) -> Plan:
+def build_plan(workload: Workload, layout: str, *, world_size: int, model: ModelSpec = MODEL) -> Plan:
     """A plan for this machine's CPU; the estimate is empty, which the engine does not read."""
     return Plan(
         model=model,
-        workload=work,
+        workload=workload,
         hardware=_hardware(world_size),
         layout=parse_layout(layout, world_size=world_size),
         estimate=_NO_ESTIMATE,
@@ -98,7 +98,7 @@ def plan(work: Workload, layout: str, *, world_size: int, model: ModelSpec = MOD
     )
 
 
-def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+def read_checkpoint(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Everything a checkpoint holds, as whole tensors by name."""
     whole = {
         t.name: torch.empty(t.shape, dtype=SAFETENSORS_DTYPES[t.dtype])
@@ -112,12 +112,12 @@ def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+def read_state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     """What a run saved after a step."""
-    return whole_state(run_dir / "checkpoints" / f"step-{step:08d}")
+    return read_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}")
 
 
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """What a run logged of each step."""
     lines = map(json.loads, (run_dir / "steps.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "step"]
@@ -125,7 +125,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def assert_first_gradients_equal(here: Path, reference: Path) -> None:
     """After one unclipped step the first moment of AdamW is (1 - beta1) times the gradient."""
-    wanted, found = state(reference, 1), state(here, 1)
+    wanted, found = read_state(reference, 1), read_state(here, 1)
     assert wanted.keys() == found.keys()
     for name, value in wanted.items():
         if name.startswith("optim/exp_avg/"):

@@ -33,8 +33,8 @@ PAGE = Path(__file__).parents[1] / "reference" / "job_file.md"
 
 _INTRODUCTION = """# The job file
 
-A job is one TOML file. `moewright plan`, `estimate`, `train`, `dryrun` and `tune` read it; paths in it
-start at its folder, and `--set section.key=value` changes a key for one call.
+A job is one TOML file. `moewright plan`, `estimate`, `train`, `dryrun` and `tune` read it. Paths
+in it start at its folder, and `--set section.key=value` changes a key for one call.
 
 This page is made from the records in `moewright.spec`; every default is the code's own.
 
@@ -61,15 +61,15 @@ steps = 1000
 
 | key | default | meaning |
 |---|---|---|
-| `config` | | a known model's name (`moewright models`), a config.json, or the folder of one |
-| `weights` | `""` | the folder of checkpoints, or of Hugging Face weights, that the first step starts from |
+| `config` | | a known model's name (`mw.models()` lists them), a config.json or its folder |
+| `weights` | `""` | the folder of checkpoints or of Hugging Face weights to start from |
 | any key of a config.json | | in place of `config`, the model itself |
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A part of the page: the heading, what stands under it, and the records whose fields it has."""
+    """A part of the page: its heading, its text, and the records whose fields it lists."""
 
     heading: str
     text: str
@@ -81,8 +81,8 @@ SECTIONS = (
     Section(heading="[data]", text="", records=(DataSpec,)),
     Section(
         heading="[layout]",
-        text='Keys may be written one by one, or all as `text = "ep2,mbs2"`. What is absent is for the\n'
-        "planner to choose. `dp` and `edp` follow from the other degrees.",
+        text='Keys may be written one by one, or all as `text = "ep2,mbs2"`. What is absent is\n'
+        "for the planner to choose. `dp` and `edp` follow from the other degrees.",
         records=(Layout,),
         left_out=("world_size",),
     ),

@@ -8,7 +8,7 @@ import pytest
 from moewright.diagnosis.compare_ledgers import compare_ledgers
 from moewright.diagnosis.engine_run import diagnose_run
 from moewright.report.report_page import write_report
-from sample_run import counted, ledger, record
+from sample_run import counted_ledger, ledger, record
 
 pytestmark = pytest.mark.browser
 
@@ -54,7 +54,7 @@ def report(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("run") / "report.html"
     write_report(
         run,
-        [compare_ledgers(ledger(rank), counted(rank)) for rank in (0, 1)],
+        [compare_ledgers(ledger(rank), counted_ledger(rank)) for rank in (0, 1)],
         diagnose_run(run),
         path,
     )

@@ -1,5 +1,4 @@
-"""The fit of constants: recovers what made the runs, stays within bounds, and says what it does not
-know."""
+"""The fit of constants recovers what made the runs, stays in bounds, and says what is uncertain."""
 
 from __future__ import annotations
 
@@ -13,6 +12,8 @@ import pytest
 from moewright.calibration.engine_runs import read_engine_runs
 from moewright.calibration.fit import (
     FREE_CONSTANTS,
+    Fit,
+    FittedConstant,
     MeasuredRun,
     PriorCentre,
     fit_constants,
@@ -31,7 +32,8 @@ from moewright.spec.run import LayerLoad, StepRecord
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype, Routing, Workload
 
-MODEL, HARDWARE = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("64xH100")
+MODEL = catalogue.model("Qwen3-30B-A3B")
+HARDWARE = catalogue.hardware("64xH100")
 LAYOUTS = (
     "ep8,mbs1",
     "ep8,mbs4",
@@ -47,88 +49,83 @@ def constant(name: str, value: float) -> Constant:
     return Constant(name=name, value=Sourced(value=value, kind=SourceKind.ASSUMED, source="test"))
 
 
+def by_name(fit: Fit) -> dict[str, FittedConstant]:
+    return {fitted.name: fitted for fitted in fit.fitted_constants("H100")}
+
+
 def runs(layouts: tuple[str, ...] = LAYOUTS, **truth: float) -> tuple[MeasuredRun, ...]:
-    """Runs as a machine with these constants would time them."""
+    """Return runs as a machine with these constants would time them."""
     work = Workload(seq_len=4096, global_batch=1024)
     changed = tuple(constant(name, value) for name, value in truth.items())
-    found = []
+    measured = []
     for text in layouts:
-        prepared = RepriceableStep(MODEL, work, HARDWARE, parse_layout(text, world_size=64))
-        found.append(
-            MeasuredRun(
-                id=text, prepared=prepared, hardware=HARDWARE, measured_s=prepared.step_s(changed)
-            )
-        )
-    return tuple(found)
+        step = RepriceableStep(MODEL, work, HARDWARE, parse_layout(text, world_size=64))
+        seconds = step.step_s(changed)
+        run = MeasuredRun(id=text, prepared=step, hardware=HARDWARE, measured_s=seconds)
+        measured.append(run)
+    return tuple(measured)
 
 
 def test_every_free_constant_is_one_of_the_model_and_its_prior_lies_in_its_bounds() -> None:
-    known = Constants(HARDWARE)
-    for one in FREE_CONSTANTS:
-        assert known[one.name] >= 0
-        assert one.low <= one.prior <= one.high
-        assert one.low <= known[one.name] <= one.high
+    constants = Constants(HARDWARE)
+    for free in FREE_CONSTANTS:
+        assert constants[free.name] >= 0
+        assert free.low <= free.prior <= free.high
+        assert free.low <= constants[free.name] <= free.high
 
 
 def test_recovers_a_host_that_is_half_as_fast() -> None:
     slow = 2 * Constants(HARDWARE)["host_s_per_layer_microbatch"]
-    found = fit_constants(runs(host_s_per_layer_microbatch=slow), centre=PriorCentre.HARDWARE)
-    host = next(
-        one for one in found.fitted_constants("H100") if one.name == "host_s_per_layer_microbatch"
-    )
+    fit = fit_constants(runs(host_s_per_layer_microbatch=slow), centre=PriorCentre.HARDWARE)
+    host = by_name(fit)["host_s_per_layer_microbatch"]
     assert abs(log(host.value / slow)) < 2.5 * host.sd
     assert host.value > 1.4 * host.prior
     assert host.sd < 0.8 * host.prior_sd
 
 
 def test_three_runs_suffice_and_what_they_do_not_show_stays() -> None:
-    found = fit_constants(
+    fit = fit_constants(
         runs(LAYOUTS[:3], alltoall_between_time_scale=1.5), centre=PriorCentre.HARDWARE
     )
-    by_name = {one.name: one for one in found.fitted_constants("H100")}
-    unseen = by_name["ep_overlap_hidden"]
+    fitted = by_name(fit)
+    unseen = fitted["ep_overlap_hidden"]
     assert unseen.value == pytest.approx(unseen.prior)
     assert unseen.sd == pytest.approx(unseen.prior_sd, rel=1e-6)
-    assert (
-        by_name["alltoall_between_time_scale"].value > by_name["alltoall_between_time_scale"].prior
-    )
+    alltoall = fitted["alltoall_between_time_scale"]
+    assert alltoall.value > alltoall.prior
 
 
 def test_values_stay_in_bounds_whatever_was_measured() -> None:
     wild = tuple(replace(run, measured_s=50 * run.measured_s) for run in runs())
-    found = fit_constants(wild)
-    for one, free in zip(
-        sorted(found.fitted_constants("H100"), key=lambda e: e.name),
-        sorted(FREE_CONSTANTS, key=lambda f: f.name),
-        strict=True,
-    ):
-        assert free.low <= one.value <= free.high
+    fit = fit_constants(wild)
+    fitted = by_name(fit)
+    assert set(fitted) == {free.name for free in FREE_CONSTANTS}
+    for free in FREE_CONSTANTS:
+        assert free.low <= fitted[free.name].value <= free.high
 
 
 def test_one_wild_run_does_not_carry_the_fit_away() -> None:
     good = runs()
     spoilt = (replace(good[0], measured_s=3 * good[0].measured_s), *good[1:])
-    found = fit_constants(spoilt, centre=PriorCentre.HARDWARE)
+    fit = fit_constants(spoilt, centre=PriorCentre.HARDWARE)
     errors = [
-        run.prepared.step_s(found.constants_for(HARDWARE)) / run.measured_s - 1 for run in good[1:]
+        run.prepared.step_s(fit.constants_for(HARDWARE)) / run.measured_s - 1 for run in good[1:]
     ]
     assert max(map(abs, errors)) < 0.12
 
 
 def test_a_measured_run_narrows_what_it_shows() -> None:
-    first, last = runs()[:3], runs()[4]
-    found = fit_constants(first, centre=PriorCentre.HARDWARE)
-    promised = {one.name: one.sd for one in found.fitted_constants_after(last, "H100")}["tp_host"]
-    before, now = (
-        {
-            one.name: one.sd
-            for one in fit_constants(some, centre=PriorCentre.HARDWARE).fitted_constants("H100")
-        }["tp_host"]
-        for some in (first, (*first, last))
-    )
-    assert now < before
-    assert promised == pytest.approx(now, rel=0.05)
-    assert found.log_time_sd(last) > 0.5 * found.log_time_sd(first[0])
+    first = runs()[:3]
+    last = runs()[4]
+    before = fit_constants(first, centre=PriorCentre.HARDWARE)
+    after = fit_constants((*first, last), centre=PriorCentre.HARDWARE)
+    expected = {
+        constant.name: constant.sd for constant in before.fitted_constants_after(last, "H100")
+    }
+    now = by_name(after)["tp_host"].sd
+    assert now < by_name(before)["tp_host"].sd
+    assert expected["tp_host"] == pytest.approx(now, rel=0.05)
+    assert before.log_time_sd(last) > 0.5 * before.log_time_sd(first[0])
 
 
 def test_left_out_runs_are_predicted_by_the_others() -> None:
@@ -140,8 +137,9 @@ def test_left_out_runs_are_predicted_by_the_others() -> None:
 
 
 def table(path: Path, count: int) -> Path:
-    columns = "id model hardware num_gpus precision seq_len gbs mbs tp pp ep recompute_granularity cuda_graph"
-    names = [*columns.split(), "dispatcher", "force_balance", "time_per_iter_s"]
+    job = "id model hardware num_gpus precision seq_len gbs mbs tp pp ep"
+    features = "recompute_granularity cuda_graph dispatcher force_balance"
+    names = [*job.split(), *features.split(), "time_per_iter_s"]
     times = (("1", "8", "26.0"), ("2", "8", "42.0"), ("1", "16", "33.0"), ("2", "16", "51.0"))
     with path.open("w", encoding="utf-8", newline="") as file:
         out = csv.writer(file)
@@ -169,19 +167,19 @@ def table(path: Path, count: int) -> Path:
 def test_the_verb_writes_a_hardware_file_that_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "mine.toml"
+    out = tmp_path / "fitted.toml"
     assert main(["fit", str(table(tmp_path / "t.csv", 3)), "--on", "H100", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "next, measure Qwen/Qwen3-30B-A3B in" in said
-    assert "each run left out of its fit" in said
-    mine, stock = catalogue.hardware(f"16x{out}"), catalogue.hardware("16xH100")
-    fitted = [one for one in mine.constants if "t.csv" in one.value.source]
+    printed = capsys.readouterr().out
+    assert "next, measure Qwen/Qwen3-30B-A3B in" in printed
+    assert "each run left out of its fit" in printed
+    written = catalogue.hardware(f"16x{out}")
+    stock = catalogue.hardware("16xH100")
+    fitted = [entry.value for entry in written.constants if "t.csv" in entry.value.source]
     assert fitted
-    assert all(
-        one.value.kind is SourceKind.FITTED and "3 runs" in one.value.source for one in fitted
-    )
-    assert mine.device == stock.device
-    assert mine.fabric == stock.fabric
+    assert all(value.kind is SourceKind.FITTED for value in fitted)
+    assert all("3 runs" in value.source for value in fitted)
+    assert written.device == stock.device
+    assert written.fabric == stock.fabric
 
 
 def test_two_runs_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,11 +189,11 @@ def test_two_runs_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "--on",
         "H100",
         "--out",
-        str(tmp_path / "mine.toml"),
+        str(tmp_path / "fitted.toml"),
     ]
     assert main(arguments) == 2
     assert "a fit needs 3" in capsys.readouterr().err
-    assert not (tmp_path / "mine.toml").exists()
+    assert not (tmp_path / "fitted.toml").exists()
 
 
 CPU_FILE = Path(__file__).parents[1] / "golden" / "machine_2cpu.toml"
@@ -203,18 +201,20 @@ CPU_LAYOUTS = ("ep2,mbs1", "ep2,mbs2", "ep1,mbs4", "tp2,ep2,mbs2")
 
 
 def cpu_runs() -> tuple[tuple[str, Plan, float], ...]:
-    """Layouts of a small model on the golden machine, with the seconds of one whose products take
-    1.4 x as long."""
+    """Return layouts of a small model on the golden machine, with their plans and seconds.
+
+    The seconds are of a machine whose products take 1.4 x as long.
+    """
     hardware = catalogue.hardware(str(CPU_FILE))
     small = replace(MODEL, layers=2, moe_layers=(True, True), hidden_size=256, vocab_size=4096)
     work = Workload(seq_len=256, global_batch=16, precision=Dtype.FP32)
     slow = constant("gemm_time_scale", 1.4)
-    found = []
+    measured = []
     for text in CPU_LAYOUTS:
         layout = parse_layout(text, world_size=2)
         seconds = RepriceableStep(small, work, hardware, layout).step_s((slow,))
-        found.append((text, build_plan(small, work, hardware, layout), seconds))
-    return tuple(found)
+        measured.append((text, build_plan(small, work, hardware, layout), seconds))
+    return tuple(measured)
 
 
 def write_runs(folder: Path) -> Path:
@@ -251,17 +251,16 @@ def write_runs(folder: Path) -> Path:
 def test_runs_of_our_own_and_a_part_of_our_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a benched machine: the slow products are found, and what to run next is what the engine
-    runs."""
-    out = tmp_path / "mine.toml"
+    """Find the slow products of a benched machine; what to run next is what the engine runs."""
+    out = tmp_path / "fitted.toml"
     folder = write_runs(tmp_path / "runs")
     (folder / "torn").mkdir()
     (folder / "torn" / "plan.json").write_text("{", encoding="utf-8")
     assert main(["fit", str(folder), "--on", str(CPU_FILE), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "torn: left out" in said
-    assert "next, measure" in said
-    assert not any(word in said for word in ("deepep", "hybridep", "graphs="))
+    printed = capsys.readouterr().out
+    assert "torn: left out" in printed
+    assert "next, measure" in printed
+    assert not any(word in printed for word in ("deepep", "hybridep", "graphs="))
     assert 1.2 < Constants(catalogue.hardware(str(out)))["gemm_time_scale"] < 1.5
     for text, plan, seconds in cpu_runs():
         layout = parse_layout(text, world_size=2)
@@ -274,7 +273,8 @@ def test_runs_of_our_own_and_a_part_of_our_own(
 def test_a_table_may_name_the_part_of_the_hardware_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, out = table(tmp_path / "t.csv", 3), tmp_path / "fitted.toml"
+    path = table(tmp_path / "t.csv", 3)
+    out = tmp_path / "fitted.toml"
     write_toml(tmp_path / "own.toml", replace(catalogue.hardware("16xH100"), name="Acme X1"))
     path.write_text(path.read_text(encoding="utf-8").replace("H100", "Acme X1"), encoding="utf-8")
     assert main(["fit", str(path), "--on", str(tmp_path / "own.toml"), "--out", str(out)]) == 0
@@ -284,7 +284,7 @@ def test_a_table_may_name_the_part_of_the_hardware_file(
 
 def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["fit", str(tmp_path), "--on", str(CPU_FILE), "--out", str(tmp_path / "mine.toml")])
+        main(["fit", str(tmp_path), "--on", str(CPU_FILE), "--out", str(tmp_path / "fitted.toml")])
         == 2
     )
     assert "a fit needs 3" in capsys.readouterr().err
@@ -299,6 +299,6 @@ def test_what_the_experts_got_is_what_a_run_is_read_at(tmp_path: Path) -> None:
 
 
 def test_a_machine_has_every_constant_that_a_part_has() -> None:
-    """Or an estimate of a layout that reads it would fall."""
+    """Otherwise an estimate of a layout that reads it would fail."""
     machine = Constants(catalogue.hardware(str(CPU_FILE)))
-    assert all(machine[one.name] >= 0 for one in Constants(HARDWARE).list_all())
+    assert all(machine[entry.name] >= 0 for entry in Constants(HARDWARE).list_all())

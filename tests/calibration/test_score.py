@@ -40,13 +40,13 @@ def table(folder: Path, *changes: dict[str, str]) -> MeasurementTable:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         writer.writerows(
-            {**BASE, "id": f"a-{place}", **change} for place, change in enumerate(changes)
+            {**BASE, "id": f"a-{index}", **change} for index, change in enumerate(changes)
         )
     return read_table(path)
 
 
 def predicted(folder: Path, *changes: dict[str, str]) -> list[float]:
-    """What the planner says of rows, to write tables whose errors are known."""
+    """Return the planner's speeds of rows, to write tables whose errors are known."""
     rows = score_table(
         table(folder, *({**change, "tokens_per_s_per_gpu": "1"} for change in changes))
     ).rows
@@ -57,15 +57,13 @@ LAYOUTS = ({"ep": "16"}, {"ep": "8"}, {"ep": "8", "pp": "2"})
 
 
 def scored(folder: Path, factors: tuple[float, ...]) -> Score:
-    """Three layouts whose measured speed is the predicted one times a factor."""
+    """Score three layouts whose measured speed is the predicted one times a factor."""
     speeds = predicted(folder, *LAYOUTS)
-    said = [str(speed * factor) for speed, factor in zip(speeds, factors, strict=True)]
-    return score_table(
-        table(
-            folder,
-            *({**one, "tokens_per_s_per_gpu": s} for one, s in zip(LAYOUTS, said, strict=True)),
-        )
-    )
+    rows = [
+        {**layout, "tokens_per_s_per_gpu": str(speed * factor)}
+        for layout, speed, factor in zip(LAYOUTS, speeds, factors, strict=True)
+    ]
+    return score_table(table(folder, *rows))
 
 
 def test_errors_and_group(tmp_path: Path) -> None:
@@ -84,11 +82,10 @@ def test_regret_is_what_the_layout_predicted_best_loses(tmp_path: Path) -> None:
     speeds = predicted(tmp_path, *LAYOUTS)
     best = max(range(3), key=speeds.__getitem__)
     factors = [1.0, 1.0, 1.0]
-    factors[best] = (
-        min(speeds) / speeds[best] / 2
-    )  # the layout predicted best is measured slowest, half the next
+    # The layout predicted best is measured slowest, at half the next.
+    factors[best] = min(speeds) / speeds[best] / 2
     summary = scored(tmp_path, tuple(factors)).summary
-    others = [speed for place, speed in enumerate(speeds) if place != best]
+    others = [speed for index, speed in enumerate(speeds) if index != best]
     assert summary.worst_regret == pytest.approx(1 - min(speeds) / 2 / max(others))
     assert summary.mean_rank_correlation is not None
     assert summary.mean_rank_correlation < 0.5
@@ -111,7 +108,8 @@ def test_a_calibration_reaches_the_rows_and_is_named(tmp_path: Path) -> None:
     def calibrate(row: MeasuredRow) -> Calibration:
         return Calibration(constants=(slow,), source=f"fitted for {row.id}")
 
-    plain, fitted = score_table(rows).rows[0], score_table(rows, calibrate).rows[0]
+    plain = score_table(rows).rows[0]
+    fitted = score_table(rows, calibrate).rows[0]
     assert plain.predicted_tokens_per_s_per_gpu is not None
     assert fitted.predicted_tokens_per_s_per_gpu is not None
     assert fitted.predicted_tokens_per_s_per_gpu < plain.predicted_tokens_per_s_per_gpu / 2
@@ -123,18 +121,18 @@ def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> N
     small = {"tokens_per_s_per_gpu": "1000"}
     huge = {"recompute_granularity": "none", "mbs": "4"}
     maybe = {"recompute_granularity": "", "mbs": "4", "tokens_per_s_per_gpu": "1000"}
-    found = score_table(table(tmp_path, small, {"mbs": ""}, {**huge, "oom": "true"}, maybe))
-    assert [row.id for row in found.rows] == ["a-0", "a-1", "a-2", "a-3"]
-    assert [row.verdict for row in found.rows] == [
+    scored_table = score_table(table(tmp_path, small, {"mbs": ""}, {**huge, "oom": "true"}, maybe))
+    assert [row.id for row in scored_table.rows] == ["a-0", "a-1", "a-2", "a-3"]
+    assert [row.verdict for row in scored_table.rows] == [
         Verdict.FITS,
         None,
         Verdict.OOM,
         Verdict.UNCERTAIN,
     ]
-    assert found.rows[1].skipped == "mbs: is not stated"
-    assert found.rows[2].measured_oom
-    assert "recompute, which may have been on" in found.rows[3].calibration
-    memory = found.summary.memory
+    assert scored_table.rows[1].skipped == "mbs: is not stated"
+    assert scored_table.rows[2].measured_oom
+    assert "recompute, which may have been on" in scored_table.rows[3].calibration
+    memory = scored_table.summary.memory
     assert (memory.ran, memory.ran_fits, memory.ran_uncertain) == (2, 1, 1)
     assert (memory.out_of_memory, memory.out_of_memory_fits, memory.out_of_memory_uncertain) == (
         1,

@@ -229,7 +229,7 @@ def test_an_interrupt_is_130(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moewright.codec.read_run", interrupted)
+    monkeypatch.setattr("moewright.api.reporting.read_run", interrupted)
     assert main(["report", "x"]) == 130
     assert capsys.readouterr().err == "moewright: interrupted\n"
 

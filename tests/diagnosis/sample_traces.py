@@ -1,5 +1,4 @@
-"""Traces made by hand, of known seconds: what the PyTorch profiler and Nsight Systems would have
-written of them."""
+"""Traces of known seconds, as the PyTorch profiler and Nsight Systems would have written them."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ from typing import Any
 
 MS = 1000.0  # microseconds
 
-# One step of 100 ms: (name, stream, start ms, length ms, launched ms, args). On stream 7 two
-# products and an
-# elementwise kernel; on 20 an all-to-all, half of it under the second product; on 24 a reduction
-# wholly under it.
+# A step of 100 ms: (name, stream, start ms, length ms, launched ms, args). On stream 7 are two
+# products and an elementwise kernel; on 20 an all-to-all, half of it under the second product; on
+# 24 a reduction wholly under it.
 A2A = {
     "Collective name": "all_to_allv",
     "Process Group Name": "11",
@@ -48,25 +46,28 @@ KERNELS: tuple[tuple[str, int, float, float, float, dict[str, Any]], ...] = (
     ("void at::native::vectorized_elementwise_kernel<4>", 7, 70, 5, 68, {}),
     ("void at::native::vectorized_elementwise_kernel<4>", 7, 85, 15, 84, {}),
 )
-COMPUTE_MS, EXPOSED_EP_MS, LAUNCH_MS, SYNC_MS = 20 + 30 + 5 + 15, 10, 10, 10
+COMPUTE_MS = 20 + 30 + 5 + 15
+EXPOSED_EP_MS = 10
+LAUNCH_MS = 10
+SYNC_MS = 10
 
 
 def events(step: int = 0) -> list[dict[str, Any]]:
-    """The step, shifted by whole steps of 100 ms."""
+    """Return the events of the step, shifted by so many steps of 100 ms."""
     base = 1e6 + step * 100 * MS
-    found: list[dict[str, Any]] = []
+    trace: list[dict[str, Any]] = []
     for number, (name, stream, start, length, launched, args) in enumerate(KERNELS):
         key = step * 100 + number
         made = {"device": 0, "stream": stream, "correlation": key} | args
         if "External id" in args:
             made["External id"] = step * 100 + args["External id"]
         event = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "args": made}
-        found.append({**event, "ts": base + start * MS, "dur": length * MS})
+        trace.append({**event, "ts": base + start * MS, "dur": length * MS})
         call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 9, "tid": 9}
-        found.append({**call, "ts": base + launched * MS, "dur": 5, "args": {"correlation": key}})
+        trace.append({**call, "ts": base + launched * MS, "dur": 5, "args": {"correlation": key}})
     for key, sizes in ((1, [[4096, 8192], [8192, 8192]]), (2, [[4096, 8192], [8192, 12288]])):
         shape = {"External id": step * 100 + key, "Input Dims": sizes}
-        found.append(
+        trace.append(
             {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": base, "dur": 3, "args": shape}
         )
     wait = {
@@ -75,7 +76,7 @@ def events(step: int = 0) -> list[dict[str, Any]]:
         "name": "cudaStreamSynchronize",
         "args": {"correlation": 0},
     }
-    found.append({**wait, "ts": base + 74 * MS, "dur": 6 * MS})
+    trace.append({**wait, "ts": base + 74 * MS, "dur": 6 * MS})
     mark = {
         "ph": "X",
         "cat": "user_annotation",
@@ -83,7 +84,7 @@ def events(step: int = 0) -> list[dict[str, Any]]:
         "pid": 9,
         "tid": 9,
     }
-    return [*found, {**mark, "ts": base - 1 * MS, "dur": 100 * MS}]
+    return [*trace, {**mark, "ts": base - 1 * MS, "dur": 100 * MS}]
 
 
 def kineto(
@@ -104,7 +105,7 @@ def kineto(
 
 
 def nsight(path: Path) -> Path:
-    """The same kernels as `nsys export` writes them, one process, steps marked by NVTX."""
+    """Write the same kernels as `nsys export` does: one process, steps marked by NVTX."""
     names = {
         name: place for place, name in enumerate(dict.fromkeys(kernel[0] for kernel in KERNELS), 1)
     }
@@ -116,8 +117,10 @@ def nsight(path: Path) -> Path:
             CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
             CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT, streamId INT,
               correlationId INT, globalPid INT, demangledName INT, shortName INT);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, globalTid INT, correlationId INT, nameId INT);
-            CREATE TABLE NVTX_EVENTS (start INT, end INT, eventType INT, text TEXT, textId INT, globalTid INT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, globalTid INT,
+              correlationId INT, nameId INT);
+            CREATE TABLE NVTX_EVENTS (start INT, end INT, eventType INT, text TEXT, textId INT,
+              globalTid INT);
             CREATE TABLE TARGET_INFO_GPU (id INT, name TEXT, totalMemory INT);
             INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H100 80GB HBM3', 85000000000);
             """
@@ -128,7 +131,8 @@ def nsight(path: Path) -> Path:
         for step in range(3):
             base = 10**9 + step * 10**8
             for number, (name, stream, start, length, launched, _) in enumerate(KERNELS):
-                key, ms = step * 100 + number, 10**6
+                key = step * 100 + number
+                ms = 10**6
                 row = (
                     base + start * ms,
                     base + (start + length) * ms,

@@ -1,3 +1,5 @@
+"""Comparison of a predicted and a counted ledger: what must be equal, and what is only listed."""
+
 from dataclasses import replace
 
 import pytest
@@ -37,16 +39,17 @@ LEDGER = Ledger(
 
 
 def line(comparison, section, *key):
-    (found,) = [each for each in comparison.lines if each.section is section and each.key == key]
-    return found
+    (only,) = [entry for entry in comparison.lines_in(section) if entry.key == key]
+    return only
 
 
 def test_a_ledger_equals_itself_line_by_line():
     comparison = compare_ledgers(LEDGER, LEDGER)
     assert comparison.is_exact
     assert comparison.is_within_bound
-    assert {each.status for each in comparison.lines} == {LineStatus.EQUAL}
-    assert all(each.difference == 0 and each.relative_difference == 0 for each in comparison.lines)
+    assert {entry.status for entry in comparison.lines} == {LineStatus.EQUAL}
+    assert all(entry.difference == 0 for entry in comparison.lines)
+    assert all(entry.relative_difference == 0 for entry in comparison.lines)
     assert line(comparison, Section.FLOPS, "model FLOPs", "all but router").counted == 10**15 + 1
     assert line(comparison, Section.MEMORY, "saved activations", "total").predicted == 3000
 
@@ -72,13 +75,11 @@ def test_one_byte_call_or_flop_breaks_exactness_and_only_there(change, section, 
     comparison = compare_ledgers(LEDGER, replace(LEDGER, **change))
     assert not comparison.is_exact
     assert comparison.is_within_bound
-    found = line(comparison, Section(section), *key)
-    assert (found.rule, found.status, abs(found.difference)) == (
-        AgreementRule.EXACT,
-        LineStatus.DIFFERS,
-        1,
-    )
-    broken = {each.key for each in comparison.lines if not each.keeps_rule}
+    changed = line(comparison, Section(section), *key)
+    assert changed.rule is AgreementRule.EXACT
+    assert changed.status is LineStatus.DIFFERS
+    assert abs(changed.difference) == 1
+    broken = {entry.key for entry in comparison.lines if not entry.keeps_rule}
     assert broken - {("model FLOPs", "all but router")} == {key}
 
 
@@ -134,13 +135,13 @@ def test_rows_of_one_side_are_named_and_have_no_relative_difference():
 
 def test_an_unpredictable_allowance_and_time_do_not_break_exactness():
     allowance = MemoryRow(component=Component.FRAGMENTATION, module=Module.OTHER, bytes=512)
-    ours = replace(
+    predicted = replace(
         LEDGER,
         memory=(*LEDGER.memory, allowance),
         time=(TimeRow(phase=StepPhase.FORWARD, seconds=1.0),),
         notes=("b", "a"),
     )
-    comparison = compare_ledgers(ours, LEDGER)
+    comparison = compare_ledgers(predicted, LEDGER)
     assert comparison.is_exact
     assert comparison.is_within_bound
     assert line(comparison, Section.TIME, "total").relative_difference == pytest.approx(-1 / 3)

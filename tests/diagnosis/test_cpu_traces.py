@@ -1,5 +1,7 @@
-"""Traces of programs on the CPU: what is work, what a wait and what neither; made by hand and by
-torch's profiler."""
+"""Traces of programs on the CPU: what is work, what a wait and what neither.
+
+They are written by hand and by torch's profiler.
+"""
 
 import gzip
 import json
@@ -39,31 +41,34 @@ def event(name, start, length, *, cat="cpu_op", pid=0, tid=1, **args):
 
 
 def step(pid=0, late=0.0):
-    """100 ms: a product of 20 inside a linear of 22, 10 of a Python function's own, 30 of a wait, 5
-    of loading."""
-    said = {"pid": pid}
+    """Return events of 100 ms.
+
+    They are a product of 20 inside a linear of 22, 10 of a Python function's own, 30 of a wait and
+    5 of loading.
+    """
+    process = {"pid": pid}
     return [
-        event("ProfilerStep#4", 0, 100, cat="user_annotation", **said),
-        event("aten::linear", 5, 22, **said),
-        event("aten::mm", 6, 20, **{**said, "Input Dims": [[8, 4], [4, 2]], "External id": 7}),
-        event("aten::as_strided", 7, 1, **said),
-        event("SwiGlu", 30, 15, **said),
-        event("aten::silu", 32, 5, **said),
-        event("c10d::alltoall_base_", 50, 2, **said),
-        event("wait:ep", 52 + late, 30 - late, cat="user_annotation", **said),
-        event("gloo:all_to_all", 50, 32, cat="user_annotation", tid=9, **said),
-        event("data", 90, 5, cat="user_annotation", **said),
-        event("aten::add", 99, 1, **said),
+        event("ProfilerStep#4", 0, 100, cat="user_annotation", **process),
+        event("aten::linear", 5, 22, **process),
+        event("aten::mm", 6, 20, **{**process, "Input Dims": [[8, 4], [4, 2]], "External id": 7}),
+        event("aten::as_strided", 7, 1, **process),
+        event("SwiGlu", 30, 15, **process),
+        event("aten::silu", 32, 5, **process),
+        event("c10d::alltoall_base_", 50, 2, **process),
+        event("wait:ep", 52 + late, 30 - late, cat="user_annotation", **process),
+        event("gloo:all_to_all", 50, 32, cat="user_annotation", tid=9, **process),
+        event("data", 90, 5, cat="user_annotation", **process),
+        event("aten::add", 99, 1, **process),
     ]
 
 
-def written(path, events, **about):
-    path.write_text(json.dumps({"traceEvents": events, **about}))
+def write(path, events, **metadata):
+    path.write_text(json.dumps({"traceEvents": events, **metadata}))
     return path
 
 
 def test_operations_stand_for_kernels_and_waits_for_communication(tmp_path):
-    (capture,) = read_traces(written(tmp_path / "rank3.json", step()))
+    (capture,) = read_traces(write(tmp_path / "rank3.json", step()))
     part = break_down_step(capture)
     assert capture.rank == 3
     assert dict(part.kind_times) == pytest.approx({KernelKind.GEMM: 0.020, KernelKind.OTHER: 0.006})
@@ -85,15 +90,15 @@ def test_a_file_of_several_ranks_is_taken_apart_and_late_ranks_are_told_from_the
         for pid, rank in ((0, 0), (1000, 1))
     ]
     captures = read_traces(
-        written(tmp_path / "trace.json", [*named, *step(0), *step(1000, late=25.0)])
+        write(tmp_path / "trace.json", [*named, *step(0), *step(1000, late=25.0)])
     )
     assert [capture.rank for capture in captures] == [0, 1]
     layout = Layout(world_size=2, ep=2)
     parts = tuple(break_down_step(capture, layout) for capture in captures)
-    beside = measure_rank_skew(captures, parts, layout)
-    assert {each.comm: each.seconds for each in beside.waiting} == {
-        CommClass.EP: pytest.approx(0.0125)
-    }
+    skew = measure_rank_skew(captures, parts, layout)
+    (waiting,) = skew.waiting
+    assert waiting.comm is CommClass.EP
+    assert waiting.seconds == pytest.approx(0.0125)
 
 
 def test_an_engines_replays_are_its_layers_inside_backward(tmp_path):
@@ -102,12 +107,12 @@ def test_an_engines_replays_are_its_layers_inside_backward(tmp_path):
         event("backward", 28, 20, cat="user_annotation"),
         event("layers.0", 30, 15, cat="user_annotation"),
     ]
-    part = break_down_step(read_traces(written(tmp_path / "t.json", [*step(), *ranges]))[0])
+    part = break_down_step(read_traces(write(tmp_path / "t.json", [*step(), *ranges]))[0])
     assert part.recompute_s == pytest.approx(0.005)
 
 
 def _loop(rank: int, folder: Path) -> None:
-    """Plain data parallelism over gloo; rank 1 sleeps before each step."""
+    """Train with data parallelism over gloo; rank 1 sleeps before each step."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=2
@@ -166,10 +171,9 @@ def test_what_the_profiler_writes_of_a_plain_loop_is_read(plain, capsys):
         )
     assert dict(parts[1].idle_times)[IdleCause.DATA] > 0.04
     assert parts[0].exposed_s > 0
-    found = diagnose_traces(
-        parts, measure_rank_skew(captures, parts), None, find_peak_rate(parts, None)
-    )
-    assert found[0].wall in (Wall.HOST, Wall.COMMUNICATION)
+    skew = measure_rank_skew(captures, parts)
+    findings = diagnose_traces(parts, skew, None, find_peak_rate(parts, None))
+    assert findings[0].wall in (Wall.HOST, Wall.COMMUNICATION)
     assert main(["diagnose", str(plain)]) == 0
     assert "2 ranks, CPU" in capsys.readouterr().out
 

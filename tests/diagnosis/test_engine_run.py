@@ -1,3 +1,5 @@
+"""Findings of the engine's own runs: the wall, its evidence, and the critical rank."""
+
 from dataclasses import replace
 
 import pytest
@@ -11,8 +13,8 @@ from moewright.spec.run import GroupWait, HostTime, RankTiming
 from sample_run import plan, record
 
 
-def paced(run, **seconds):
-    """The run with every step's phases set, the rest of the sample's phases kept."""
+def set_phases(run, **seconds):
+    """Return the run with these phases of every step set, its other phases kept."""
 
     def phases(step):
         kept = {row.phase: row.seconds for row in step.phases} | {
@@ -27,17 +29,10 @@ def paced(run, **seconds):
 
 
 def test_warm_up_and_the_counted_step_of_each_session_are_left_out_of_medians():
-    run = (
-        record()
-    )  # sessions start at steps 1 and 31, the ledger is taken on each session's third step
-    assert {step.step for step in run.steps} - {step.step for step in steady_steps(run)} == {
-        1,
-        2,
-        3,
-        31,
-        32,
-        33,
-    }
+    # Sessions start at steps 1 and 31; the ledger is taken on each session's third step.
+    run = record()
+    left_out = {step.step for step in run.steps} - {step.step for step in steady_steps(run)}
+    assert left_out == {1, 2, 3, 31, 32, 33}
     short = replace(run, steps=run.steps[:2])
     assert steady_steps(short) == short.steps
     assert median_step_s(replace(run, steps=())) == 0
@@ -59,7 +54,7 @@ def test_a_run_that_computes_most_of_its_step_is_told_so_with_numbers():
 
 
 def test_slow_gradient_reduction_is_the_first_finding_and_its_fixes_come_first():
-    first = diagnose_run(paced(record(), grad_reduce=2.0))[0]
+    first = diagnose_run(set_phases(record(), grad_reduce=2.0))[0]
     assert first.wall is Wall.COMMUNICATION
     assert first.share > 0.5
     assert "gradient reduction 2 s" in first.evidence[1]
@@ -68,14 +63,14 @@ def test_slow_gradient_reduction_is_the_first_finding_and_its_fixes_come_first()
 
 
 def test_waiting_for_data_is_a_host_wall():
-    assert diagnose_run(paced(record(), data=3.0))[0].wall is Wall.HOST
+    assert diagnose_run(set_phases(record(), data=3.0))[0].wall is Wall.HOST
 
 
 def test_memory_near_capacity_comes_before_time():
     run = record()
     estimate = replace(run.plan.estimate, capacity_bytes=int(run.plan.estimate.peak_bytes * 1.02))
     findings = diagnose_run(replace(run, plan=replace(run.plan, estimate=estimate)))
-    assert [each.wall for each in findings[:2]] == [Wall.MEMORY, Wall.COMPUTE]
+    assert [finding.wall for finding in findings[:2]] == [Wall.MEMORY, Wall.COMPUTE]
     assert findings[0].share == pytest.approx(1 / 1.02, rel=0.02)
     assert "expandable_segments" in findings[0].fixes[0].megatron
 
@@ -90,7 +85,7 @@ def test_a_hot_expert_rank_is_named_with_its_factor_and_layer():
     findings = diagnose_run(replace(run, steps=steps))
     assert "1.50 x the mean" in findings[0].title
     alone = replace(run, steps=steps, plan=plan(ep=1))
-    assert all("expert rank" not in each.title for each in diagnose_run(alone))
+    assert all("expert rank" not in finding.title for finding in diagnose_run(alone))
 
 
 def test_a_run_without_steps_has_no_findings():
@@ -100,14 +95,14 @@ def test_a_run_without_steps_has_no_findings():
 def test_the_waterfall_of_a_run_closes_and_says_what_was_measured():
     run = record()
     planned = run.plan
-    known = PricedJob(
+    job = PricedJob(
         model=planned.model,
         workload=planned.workload,
         hardware=planned.hardware,
         layout=planned.layout,
         estimate=planned.estimate,
     )
-    fall = build_run_waterfall(run, find_critical_rank(run), known)
+    fall = build_run_waterfall(run, find_critical_rank(run), job)
     assert fall.ideal_s + sum(drop.seconds for drop in fall.drops) == pytest.approx(fall.measured_s)
     assert abs(fall.drops[-1].seconds) < 1e-9  # all of a step belongs to some part
     assert {drop.basis for drop in fall.drops} == set(Basis)
@@ -117,22 +112,21 @@ def test_waits_are_taken_from_the_rank_that_waits_least_and_a_crowd_is_left_out(
     run = record()
     phases = run.steps[-1].phases
 
-    def pace(rank, waits, queued):
+    def timing(rank, waits, queued):
         host = HostTime(running_s=0.8, queued_s=queued)
         groups = tuple(GroupWait(group=group, seconds=seconds) for group, seconds in waits.items())
         return RankTiming(rank=rank, steps=9, phases=phases, waits=groups, host=host)
 
-    idle = replace(run, paces=(pace(0, {"ep": 0.5}, 0.0), pace(1, {"ep": 0.3}, 0.0)))
+    idle = replace(run, paces=(timing(0, {"ep": 0.5}, 0.0), timing(1, {"ep": 0.3}, 0.0)))
     assert (find_critical_rank(idle).rank, dict(find_critical_rank(idle).waits)) == (
         1,
         {Cause.EP: 0.3},
     )
     assert find_critical_rank(idle).mean_late_wait_s == pytest.approx(0.1)
     total = sum(row.seconds for row in phases)
-    crowded = replace(run, paces=(pace(0, {"ep": 0.5}, total / 2), pace(1, {"ep": 0.3}, 0.0)))
-    assert find_critical_rank(crowded).waits[Cause.EP] == pytest.approx(
-        0.15
-    )  # its peer had a core half of the time
+    crowded = replace(run, paces=(timing(0, {"ep": 0.5}, total / 2), timing(1, {"ep": 0.3}, 0.0)))
+    # Its peer had a core half of the time.
+    assert find_critical_rank(crowded).waits[Cause.EP] == pytest.approx(0.15)
     assert find_critical_rank(crowded).no_core_s > 0
 
 
@@ -140,22 +134,21 @@ def test_the_link_is_told_from_late_ranks_by_what_the_last_rank_waits():
     run = record()
     phases = run.steps[-1].phases
 
-    def pace(rank, waits, link, queued=0.0):
-        said = [(GroupWait(group="ep", seconds=seconds),) for seconds in (waits, link)]
+    def timing(rank, waits, link, queued=0.0):
         return RankTiming(
             rank=rank,
             steps=9,
             phases=phases,
-            waits=said[0],
+            waits=(GroupWait(group="ep", seconds=waits),),
             host=HostTime(running_s=0.8, queued_s=queued),
-            links=said[1],
+            links=(GroupWait(group="ep", seconds=link),),
         )
 
-    found = find_critical_rank(replace(run, paces=(pace(0, 0.5, 0.1), pace(1, 0.3, 0.1))))
-    assert dict(found.waits) == {Cause.EP: 0.1}
-    assert found.late_wait_s == pytest.approx(0.2)
-    assert found.mean_late_wait_s == pytest.approx(0.3)
+    critical = find_critical_rank(replace(run, paces=(timing(0, 0.5, 0.1), timing(1, 0.3, 0.1))))
+    assert dict(critical.waits) == {Cause.EP: 0.1}
+    assert critical.late_wait_s == pytest.approx(0.2)
+    assert critical.mean_late_wait_s == pytest.approx(0.3)
     crowded = find_critical_rank(
-        replace(run, paces=(pace(0, 0.5, 0.1, 0.15), pace(1, 0.3, 0.1, 0.15)))
+        replace(run, paces=(timing(0, 0.5, 0.1, 0.15), timing(1, 0.3, 0.1, 0.15)))
     )
     assert crowded.mean_late_wait_s == pytest.approx(0.15)  # each peer had no core for as long

@@ -21,14 +21,15 @@ HEAD = """using world size: 256, data-parallel size: 4, tensor-model-parallel si
 -------------------- end of arguments ---------------------
 """
 LINE = (
-    " [2026-03-01 12:00:{n:02d}] iteration {n:8d}/     500 | consumed samples: {samples:12d} | elapsed time per "
-    "iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | learning rate: 1.000000E-04 | "
-    "global batch size:  2048 | lm loss: 9.876543E+00 | load_balancing_loss: 1.012345E+00 | loss scale: 1.0 | "
+    " [2026-03-01 12:00:{n:02d}] iteration {n:8d}/     500 | consumed samples: {samples:12d} | "
+    "elapsed time per iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | "
+    "learning rate: 1.000000E-04 | global batch size:  2048 | lm loss: 9.876543E+00 | "
+    "load_balancing_loss: 1.012345E+00 | loss scale: 1.0 | "
     "grad norm: 3.210 | number of skipped iterations:   0 | number of nan iterations:   0 |"
 )
 REPORT = (
-    "[Rank {rank}] (after 1 iterations) memory (MB) | allocated: 30000.5 | max allocated: {most:.1f} | "
-    "reserved: 70000.0 | max reserved: {held:.1f}"
+    "[Rank {rank}] (after 1 iterations) memory (MB) | allocated: 30000.5 | "
+    "max allocated: {allocated:.1f} | reserved: 70000.0 | max reserved: {reserved:.1f}"
 )
 
 
@@ -41,15 +42,15 @@ def log(*, steps=30, ms=22420.0, tflops=216.4, tail=""):
 
 
 def test_steps_arguments_and_rates_are_read():
-    found = parse_log(log())
-    assert len(found.iterations) == 30
-    assert found.step_s == pytest.approx(22.42)
-    assert found.tflops_per_device == pytest.approx(216.4)
-    assert found.iterations[0].loss == pytest.approx(9.876543)
-    assert found.iterations[-1].global_batch == 2048
-    assert found.find_argument("expert_model_parallel_size") == "8"
-    assert found.find_argument("recompute_modules") == "['moe_act', 'layernorm']"
-    assert printed_flops_per_token(found, seq_len=4096, devices=256) == pytest.approx(
+    parsed = parse_log(log())
+    assert len(parsed.iterations) == 30
+    assert parsed.step_s == pytest.approx(22.42)
+    assert parsed.tflops_per_device == pytest.approx(216.4)
+    assert parsed.iterations[0].loss == pytest.approx(9.876543)
+    assert parsed.iterations[-1].global_batch == 2048
+    assert parsed.find_argument("expert_model_parallel_size") == "8"
+    assert parsed.find_argument("recompute_modules") == "['moe_act', 'layernorm']"
+    assert printed_flops_per_token(parsed, seq_len=4096, devices=256) == pytest.approx(
         148.05e9, rel=1e-3
     )
 
@@ -59,60 +60,62 @@ def test_lines_of_launchers_carriage_returns_and_broken_ends_do_no_harm():
         log(steps=3).replace("] iteration", "][default7]: iteration").replace("\n", "\r\n")
         + "\n iteration  4/ 500 | elap"
     )
-    found = parse_log(text)
-    assert [each.number for each in found.iterations] == [1, 2, 3, 4]
-    assert found.iterations[-1].step_s == 0
-    assert math.isnan(found.iterations[-1].loss)
-    assert found.step_s == pytest.approx(22.42)
+    parsed = parse_log(text)
+    assert [iteration.number for iteration in parsed.iterations] == [1, 2, 3, 4]
+    assert parsed.iterations[-1].step_s == 0
+    assert math.isnan(parsed.iterations[-1].loss)
+    assert parsed.step_s == pytest.approx(22.42)
 
 
 def test_a_restart_does_its_steps_over():
-    found = parse_log(log(steps=4) + "\n" + log(steps=2, ms=11210.0))
-    assert [each.step_s for each in found.iterations] == pytest.approx([33.63, 11.21, 22.42, 22.42])
+    parsed = parse_log(log(steps=4) + "\n" + log(steps=2, ms=11210.0))
+    steps_s = [iteration.step_s for iteration in parsed.iterations]
+    assert steps_s == pytest.approx([33.63, 11.21, 22.42, 22.42])
 
 
 def test_memory_reports_of_megatron_and_of_bridge():
     bridge = (
-        "[Rank 2] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 61.881 | mem-reserved-gigabytes: "
-        "182.24 | mem-max-allocated-gigabytes: 153.47 | mem-max-reserved-gigabytes: 182.24 | mem-alloc-retires: 0"
+        "[Rank 2] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 61.881 | "
+        "mem-reserved-gigabytes: 182.24 | mem-max-allocated-gigabytes: 153.47 | "
+        "mem-max-reserved-gigabytes: 182.24 | mem-alloc-retires: 0"
     )
-    ours, theirs = parse_log(
-        log(tail=f"{REPORT.format(rank=0, most=60000.0, held=70000.0)}\n{bridge}")
-    ).memory_reports
-    assert (ours.max_allocated_bytes, ours.max_reserved_bytes) == (60000 * MIB, 70000 * MIB)
-    assert (theirs.rank, theirs.max_allocated_bytes, theirs.max_reserved_bytes) == (
-        2,
-        153_470_000_000,
-        182_240_000_000,
-    )
+    megatron = REPORT.format(rank=0, allocated=60000.0, reserved=70000.0)
+    of_megatron, of_bridge = parse_log(log(tail=f"{megatron}\n{bridge}")).memory_reports
+    assert of_megatron.max_allocated_bytes == 60000 * MIB
+    assert of_megatron.max_reserved_bytes == 70000 * MIB
+    assert of_bridge.rank == 2
+    assert of_bridge.max_allocated_bytes == 153_470_000_000
+    assert of_bridge.max_reserved_bytes == 182_240_000_000
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "OutOfMemoryError: HIP out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB",
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of "
-        "79.11 GiB of which 1.2 GiB is free.",
-        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB (GPU 0; 79.11 GiB total capacity; "
-        "70.12 GiB already allocated; 1.2 GiB free)",
+        "OutOfMemoryError: HIP out of memory. Tried to allocate 2.50 GiB. "
+        "GPU 0 has a total capacity of 79.11 GiB",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. "
+        "GPU 3 has a total capacity of 79.11 GiB of which 1.2 GiB is free.",
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB "
+        "(GPU 0; 79.11 GiB total capacity; 70.12 GiB already allocated; 1.2 GiB free)",
     ],
 )
 def test_failed_allocations_are_a_memory_wall(line):
-    found = parse_log(log(steps=2, tail=line))
-    (failure,) = found.failures
+    parsed = parse_log(log(steps=2, tail=line))
+    (failure,) = parsed.failures
     assert failure.requested_bytes == round(2.5 * GIB)
     assert failure.capacity_bytes == round(79.11 * GIB)
-    first = diagnose_log(found, None)[0]
+    first = diagnose_log(parsed, None)[0]
     assert (first.wall, first.cause) == (Wall.MEMORY, Cause.CAPACITY)
     assert "expandable_segments" in first.fixes[0].megatron
 
 
 def test_what_the_allocator_holds_and_does_not_give_out_is_fragmentation():
-    tail = "\n".join(REPORT.format(rank=rank, most=60000.0, held=78000.0) for rank in range(2))
-    text = log(
-        tail=tail
-        + "\nCUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+    tail = "\n".join(
+        REPORT.format(rank=rank, allocated=60000.0, reserved=78000.0) for rank in range(2)
     )
+    failure = "CUDA out of memory. Tried to allocate 512.00 MiB."
+    capacity = "GPU 0 has a total capacity of 79.11 GiB"
+    text = log(tail=f"{tail}\n{failure} {capacity}")
     assert diagnose_log(parse_log(text), None)[0].cause is Cause.FRAGMENTATION
 
 
@@ -154,12 +157,11 @@ def timers(**changed):
 
 
 def test_timers_tell_measured_walls():
-    found = timers()
-    assert found.timers["forward-backward"].max_s == pytest.approx(
-        22.15
-    )  # not the first iteration's
-    assert found.timers["forward-compute"].min_s == pytest.approx(6.9)
-    first = diagnose_log(found, None)[0]
+    parsed = timers()
+    # The first iteration's is left out.
+    assert parsed.timers["forward-backward"].max_s == pytest.approx(22.15)
+    assert parsed.timers["forward-compute"].min_s == pytest.approx(6.9)
+    first = diagnose_log(parsed, None)[0]
     assert (first.wall, first.cause) == (Wall.COMMUNICATION, Cause.PP)
     assert first.share == pytest.approx((22.15 - 7.1 - 9.3 - 0.15) / 22.42)
     assert any("6.9 s to 7.1 s over the ranks" in line for line in first.evidence)
@@ -175,22 +177,24 @@ def test_timers_tell_measured_walls():
     ],
 )
 def test_each_timer_has_its_cause(changed, wall, cause, share):
-    said = {each.cause: each for each in diagnose_log(timers(**changed), None)}
-    assert said[cause].wall is wall
-    assert said[cause].share == pytest.approx(share)
+    findings = {finding.cause: finding for finding in diagnose_log(timers(**changed), None)}
+    assert findings[cause].wall is wall
+    assert findings[cause].share == pytest.approx(share)
 
 
 def test_timers_of_one_line_and_of_every_rank():
-    old = (
-        LINE.format(n=1, samples=1, ms=430.0, tflops=0.0)
-        + "\ntime (ms) | forward-compute: 53.79 | forward-recv: 38.38 "
-        "| backward-compute: 138.84 | backward-send-forward-recv: 2.60 | backward-params-all-reduce: 10.17 "
-        "| optimizer: 49.42"
+    one_line = (
+        "time (ms) | forward-compute: 53.79 | forward-recv: 38.38 | backward-compute: 138.84 "
+        "| backward-send-forward-recv: 2.60 | backward-params-all-reduce: 10.17 | optimizer: 49.42"
     )
-    said = {each.cause: each.share for each in diagnose_log(parse_log(old), None)}
-    assert said[Cause.PP] == pytest.approx((38.38 + 2.60) / 430)
-    assert said[Cause.DP] == pytest.approx(10.17 / 430)
-    ranks = "times across ranks (ms):\n  forward-backward:\n     rank  0: 9000.00\n     rank  1: 9001.00\nsaving"
+    text = f"{LINE.format(n=1, samples=1, ms=430.0, tflops=0.0)}\n{one_line}"
+    shares = {finding.cause: finding.share for finding in diagnose_log(parse_log(text), None)}
+    assert shares[Cause.PP] == pytest.approx((38.38 + 2.60) / 430)
+    assert shares[Cause.DP] == pytest.approx(10.17 / 430)
+    ranks = (
+        "times across ranks (ms):\n  forward-backward:\n"
+        "     rank  0: 9000.00\n     rank  1: 9001.00\nsaving"
+    )
     timer = parse_log(ranks).timers["forward-backward"]
     assert (timer.min_s, timer.max_s) == pytest.approx((9.0, 9.001))
 
@@ -199,17 +203,20 @@ def test_timers_of_one_line_and_of_every_rank():
     ("line", "step_s", "tflops", "batch"),
     [
         (
-            "[20251202 09:12:08][rank-7/8][INFO ] [-trainer.py:2560] : iteration 126/ 5000 | consumed samples: 16128 | "
-            "elapsed time per iteration (ms): 13372.8/13364.7 | hip mem usage/free/total/usage_ratio: "
-            "153.81GB/102.17GB/255.98GB/60.09% | throughput per GPU (TFLOP/s/GPU): 567.6/568.0 | tokens per GPU "
-            "(tokens/s/GPU): 9801.4/9807.3 | global batch size: 128 | lm loss: 6.548988E-03 |",
+            "[20251202 09:12:08][rank-7/8][INFO ] [-trainer.py:2560] : iteration 126/ 5000 | "
+            "consumed samples: 16128 | elapsed time per iteration (ms): 13372.8/13364.7 | "
+            "hip mem usage/free/total/usage_ratio: 153.81GB/102.17GB/255.98GB/60.09% | "
+            "throughput per GPU (TFLOP/s/GPU): 567.6/568.0 | "
+            "tokens per GPU (tokens/s/GPU): 9801.4/9807.3 | global batch size: 128 | "
+            "lm loss: 6.548988E-03 |",
             13.3728,
             567.6,
             128,
         ),
         (
-            "[2024-06-21 10:50:42][INFO][training:1609] - iteration=    1/  317892 | consumed_samples=         768 | "
-            "elapsed_time_per_iteration_ms=108893.2 | global_batch_size=  768 | lm loss=11.133188 |",
+            "[2024-06-21 10:50:42][INFO][training:1609] - iteration=    1/  317892 | "
+            "consumed_samples=         768 | elapsed_time_per_iteration_ms=108893.2 | "
+            "global_batch_size=  768 | lm loss=11.133188 |",
             108.8932,
             0.0,
             768,
@@ -217,10 +224,10 @@ def test_timers_of_one_line_and_of_every_rank():
     ],
 )
 def test_relatives_of_megatron_are_read(line, step_s, tflops, batch):
-    (found,) = parse_log(line).iterations
-    assert (found.step_s, found.tflops_per_device, found.global_batch) == pytest.approx(
-        (step_s, tflops, batch)
-    )
+    (iteration,) = parse_log(line).iterations
+    assert iteration.step_s == pytest.approx(step_s)
+    assert iteration.tflops_per_device == pytest.approx(tflops)
+    assert iteration.global_batch == batch
 
 
 def test_what_was_timed_replaces_what_was_predicted(tmp_path, capsys):
@@ -248,7 +255,9 @@ def test_a_file_that_is_no_log_is_refused(tmp_path, capsys):
 
 
 def test_a_launch_script_tells_the_job_of_its_log(tmp_path, capsys):
-    plan, script, path = tmp_path / "plan.json", tmp_path / "run.sh", tmp_path / "run.log"
+    plan = tmp_path / "plan.json"
+    script = tmp_path / "run.sh"
+    path = tmp_path / "run.log"
     job = ["Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
     layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
     assert main(["estimate", *job, "--layout", layout, "--json", str(plan)]) == 0
@@ -260,12 +269,8 @@ def test_a_launch_script_tells_the_job_of_its_log(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "from ideal to measured" in out
     assert "WALL: " in out
-    assert (
-        main(
-            ["diagnose", str(path), "--script", str(script), "--on", "256xH800", "--layout", "tp2"]
-        )
-        == 2
-    )
+    two_jobs = ["--script", str(script), "--on", "256xH800", "--layout", "tp2"]
+    assert main(["diagnose", str(path), *two_jobs]) == 2
 
 
 DUMP = {

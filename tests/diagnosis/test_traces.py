@@ -1,5 +1,4 @@
-"""Traces of known seconds taken apart: unions, exposure, idle causes, rates; and what damaged files
-still give."""
+"""Traces of known seconds broken down: unions, exposure, idle causes, rates; and damaged files."""
 
 import json
 
@@ -44,13 +43,13 @@ def spans(*pairs):
 
 
 def test_sets_of_intervals_are_joined_cut_and_subtracted():
-    one = sets.merge(spans((3, 5), (0, 2), (1, 2.5), (4, 4.5), (9, 9)))
-    assert one.tolist() == [[0, 2.5], [3, 5]]
-    other = spans((2, 4), (4.5, 8))
-    assert sets.intersect(one, other).tolist() == [[2, 2.5], [3, 4], [4.5, 5]]
-    assert sets.subtract(one, other).tolist() == [[0, 2], [4, 4.5]]
-    assert sets.total_s(sets.subtract(one, sets.NO_INTERVALS)) == 4.5
-    assert not len(sets.intersect(one, sets.NO_INTERVALS))
+    first = sets.merge(spans((3, 5), (0, 2), (1, 2.5), (4, 4.5), (9, 9)))
+    assert first.tolist() == [[0, 2.5], [3, 5]]
+    second = spans((2, 4), (4.5, 8))
+    assert sets.intersect(first, second).tolist() == [[2, 2.5], [3, 4], [4.5, 5]]
+    assert sets.subtract(first, second).tolist() == [[0, 2], [4, 4.5]]
+    assert sets.total_s(sets.subtract(first, sets.NO_INTERVALS)) == 4.5
+    assert not len(sets.intersect(first, sets.NO_INTERVALS))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -69,7 +68,7 @@ def test_sets_agree_with_counting_points(seed):
 
 
 @pytest.mark.parametrize(
-    ("name", "work"),
+    ("name", "kind"),
     [
         (
             "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -86,7 +85,8 @@ def test_sets_agree_with_counting_points(seed):
             KernelKind.ATTENTION,
         ),
         (
-            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<GroupProblemShape>>",
+            "void cutlass::device_kernel<"
+            "at::cuda::detail::enable_3x_kernel_for_sm9x<GroupProblemShape>>",
             KernelKind.GROUPED_GEMM,
         ),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64", KernelKind.GEMM),
@@ -95,8 +95,8 @@ def test_sets_agree_with_counting_points(seed):
         ("void at::native::elementwise_kernel<128, 4>", KernelKind.OTHER),
     ],
 )
-def test_kernels_are_known_by_their_names(name, work):
-    assert kernel_kind(name) is work
+def test_kernels_are_known_by_their_names(name, kind):
+    assert kernel_kind(name) is kind
 
 
 def test_collectives_are_known_by_their_names():
@@ -113,16 +113,15 @@ def test_a_step_is_taken_apart_into_what_was_put_in(tmp_path):
     (capture,) = read_traces(kineto(tmp_path / "trace.json.gz"))
     part = break_down_step(capture)
     assert (part.rank, part.steps, part.device) == (0, 3, "NVIDIA H100 80GB HBM3")
-    comms = {each.comm: each for each in part.comm_times}
+    comms = {time.comm: time for time in part.comm_times}
     assert part.compute_s == pytest.approx(COMPUTE_MS / 1e3, abs=EXACT)
     assert comms[CommClass.EP].exposed_s == pytest.approx(EXPOSED_EP_MS / 1e3, abs=EXACT)
     assert comms[CommClass.EP].busy_s == pytest.approx(0.020, abs=EXACT)
     assert comms[CommClass.EP].bytes == 2_000_000
     assert comms[CommClass.DP].exposed_s == 0
     idle = dict(part.idle_times)
-    assert idle[IdleCause.LAUNCH] == pytest.approx(
-        LAUNCH_MS / 1e3, rel=0.07
-    )  # the last step ends with its last kernel
+    # The last step ends with its last kernel.
+    assert idle[IdleCause.LAUNCH] == pytest.approx(LAUNCH_MS / 1e3, rel=0.07)
     assert idle[IdleCause.SYNC] == pytest.approx(SYNC_MS / 1e3, rel=0.07)
     assert part.compute_s + part.exposed_s + part.copies_s + part.idle_s == pytest.approx(
         part.step_s, abs=EXACT
@@ -134,15 +133,14 @@ def test_a_step_is_taken_apart_into_what_was_put_in(tmp_path):
 
 
 def test_nsight_tells_the_same_seconds_as_kineto(tmp_path):
-    ours = break_down_step(read_traces(kineto(tmp_path / "trace.json"))[0])
-    theirs = break_down_step(read_nsight(nsight(tmp_path / "profile.sqlite"))[0])
-    assert theirs.compute_s == pytest.approx(ours.compute_s, abs=EXACT)
-    assert theirs.step_s == pytest.approx(ours.step_s, abs=EXACT)
-    assert dict(theirs.idle_times) == pytest.approx(dict(ours.idle_times), abs=EXACT)
-    exchange = {each.comm: each.exposed_s for each in theirs.comm_times}
-    assert exchange[CommClass.EP] == pytest.approx(
-        EXPOSED_EP_MS / 1e3, abs=EXACT
-    )  # by the NVTX range around its launch
+    of_kineto = break_down_step(read_traces(kineto(tmp_path / "trace.json"))[0])
+    of_nsight = break_down_step(read_nsight(nsight(tmp_path / "profile.sqlite"))[0])
+    assert of_nsight.compute_s == pytest.approx(of_kineto.compute_s, abs=EXACT)
+    assert of_nsight.step_s == pytest.approx(of_kineto.step_s, abs=EXACT)
+    assert dict(of_nsight.idle_times) == pytest.approx(dict(of_kineto.idle_times), abs=EXACT)
+    # The exchange is told by the NVTX range around its launch.
+    exposed_s = {time.comm: time.exposed_s for time in of_nsight.comm_times}
+    assert exposed_s[CommClass.EP] == pytest.approx(EXPOSED_EP_MS / 1e3, abs=EXACT)
 
 
 def test_the_layouts_groups_win_over_descriptions(tmp_path):
@@ -162,16 +160,14 @@ def test_ranks_that_wait_for_one_another_are_found(tmp_path):
         data = json.loads(path.read_text())
         for event in data["traceEvents"]:
             if rank == 2 and event["name"].startswith("ncclDevKernel_SendRecv"):
-                event["ts"], event["dur"] = (
-                    event["ts"] + 15 * MS,
-                    event["dur"] - 15 * MS,
-                )  # it comes last
+                event["ts"] += 15 * MS  # it comes last
+                event["dur"] -= 15 * MS
         path.write_text(json.dumps(data))
     captures = read_traces(folder)
     parts = tuple(break_down_step(capture) for capture in captures)
-    beside = measure_rank_skew(captures, parts)
-    assert [each.rank for each in captures] == [0, 1, 2, 3]
-    (waiting,) = beside.waiting
+    skew = measure_rank_skew(captures, parts)
+    assert [capture.rank for capture in captures] == [0, 1, 2, 3]
+    (waiting,) = skew.waiting
     assert waiting.comm is CommClass.EP
     assert waiting.seconds == pytest.approx(0.015 * 3 / 4, abs=EXACT)
 
@@ -180,9 +176,12 @@ def test_the_verdict_names_the_wall_and_the_waterfall_closes(tmp_path):
     parts = (break_down_step(read_traces(kineto(tmp_path / "trace.json"))[0]),)
     peak = find_peak_rate(parts, None)
     assert peak.flops == pytest.approx(989e12, rel=0.01)
-    found = diagnose_traces(parts, None, None, peak)
-    assert (found[0].wall, found[0].cause) in ((Wall.HOST, Cause.LAUNCH), (Wall.HOST, Cause.SYNC))
-    assert found[0].fixes[0].megatron
+    findings = diagnose_traces(parts, None, None, peak)
+    assert (findings[0].wall, findings[0].cause) in (
+        (Wall.HOST, Cause.LAUNCH),
+        (Wall.HOST, Cause.SYNC),
+    )
+    assert findings[0].fixes[0].megatron
     fall = build_trace_waterfall(parts, None, None, peak)
     assert fall.ideal_s + sum(drop.seconds for drop in fall.drops) == pytest.approx(fall.measured_s)
     assert abs(fall.drops[-1].seconds) < 1e-6  # nothing is unexplained in a trace that was made
@@ -259,7 +258,7 @@ def test_an_unnamed_group_is_guessed_and_says_so(tmp_path):
         "args": bare | {"stream": 30},
     }
     (capture,) = read_traces(kineto(tmp_path / "t.json", extra=(extra,)))
-    assert any("guessed" in each.evidence for each in classify_channels(capture, None))
+    assert any("guessed" in channel.evidence for channel in classify_channels(capture, None))
 
 
 def test_the_command_prints_parts_walls_and_waterfall(tmp_path, capsys):

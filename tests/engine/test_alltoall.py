@@ -22,8 +22,10 @@ def build_group(name: str, ranks: tuple[int, ...], index: int) -> Group:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_rows_of_an_expert_are_dealt_to_its_slots(rank: int) -> None:
-    """As the planner counts them, from what each source has for an expert; a dropped row goes
-    nowhere."""
+    """Rows are dealt as the planner counts them, from what each source has.
+
+    A dropped row goes nowhere.
+    """
     slots = (0, 1, 2, 4, 2, 3, 0, 2)
     runtime = SimpleNamespace(
         mesh=SimpleNamespace(coordinate=lambda axis: rank), device=torch.device("cpu")

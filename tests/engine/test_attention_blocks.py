@@ -1,5 +1,7 @@
-"""The attention blocks of packed documents cover each pair of tokens that may attend, once, and no
-other."""
+"""The attention blocks of packed documents cover each attended pair once.
+
+They cover no other pair.
+"""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ from moewright.engine.checkpoint import index as index_module
 from moewright.engine.run.restore import build_identity, read_steps_done
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import DataSpec, DocumentMasking
-from sharded import LAYOUTS, bits, blank, full_state, on_ranks, pieces_of
-from tiny_jobs import plan, workload
+from sharded import LAYOUTS, blank_shards, full_state, run_on_ranks, shard_bytes, shard_state
+from tiny_jobs import build_plan, build_workload
 
 EXTRA = {"step": 5, "seed": 1234, "fingerprints": {"model": "ab12", "data": "cd34"}, "lr": 0.1}
 
@@ -41,12 +41,12 @@ def save_sharded(
     directory: Path, *, step: int = 5, layout: str = "rows", world: int = 2, keep: int = 9
 ) -> Path:
     state = full_state(step)
-    results = on_ranks(
+    results = run_on_ranks(
         world,
         lambda comm: save_checkpoint(
             directory,
             step=step,
-            shards=pieces_of(state, layout, comm.rank, world),
+            shards=shard_state(state, layout, comm.rank, world),
             extra=EXTRA,
             keep=keep,
             comm=comm,
@@ -58,13 +58,13 @@ def save_sharded(
 
 def refused_load(checkpoint: Path) -> str:
     """Return the one line with which both ranks refuse to load, their tensors untouched."""
-    untouched = [blank(pieces_of(full_state(), "columns", rank, 2)) for rank in range(2)]
-    targets = [blank(shards) for shards in untouched]
-    results = on_ranks(
+    untouched = [blank_shards(shard_state(full_state(), "columns", rank, 2)) for rank in range(2)]
+    targets = [blank_shards(shards) for shards in untouched]
+    results = run_on_ranks(
         2, lambda comm: load_checkpoint(checkpoint, shards=targets[comm.rank], comm=comm)
     )
     assert all(isinstance(result, BadInput) for result in results), results
-    assert [bits(shards) for shards in targets] == [bits(shards) for shards in untouched]
+    assert [shard_bytes(shards) for shards in targets] == [shard_bytes(shards) for shards in untouched]
     (text,) = {str(result) for result in results}
     assert "\n" not in text
     return text
@@ -78,13 +78,13 @@ def test_any_sharding_loads_into_any_other_bit_for_bit(
 ) -> None:
     checkpoint = save_sharded(tmp_path, layout=source, world=before)
     truth = full_state(5)
-    targets = [blank(pieces_of(truth, target, rank, after)) for rank in range(after)]
-    extras = on_ranks(
+    targets = [blank_shards(shard_state(truth, target, rank, after)) for rank in range(after)]
+    extras = run_on_ranks(
         after, lambda comm: load_checkpoint(checkpoint, shards=targets[comm.rank], comm=comm)
     )
     assert extras == [EXTRA] * after
     for rank in range(after):
-        assert bits(targets[rank]) == bits(pieces_of(truth, target, rank, after))
+        assert shard_bytes(targets[rank]) == shard_bytes(shard_state(truth, target, rank, after))
 
 
 def test_what_every_rank_holds_is_written_once_and_shared_out(tmp_path: Path) -> None:
@@ -259,8 +259,8 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
     (checkpoint / "rank-00000.safetensors").write_bytes(payload)
     digest = index_module.hashlib.sha256(payload).hexdigest()
     forge(checkpoint, lambda b: b["files"][0].update(bytes=len(payload), sha256=digest))
-    targets = [blank(pieces_of(full_state(), "rows", rank, 2)) for rank in range(2)]
-    results = on_ranks(
+    targets = [blank_shards(shard_state(full_state(), "rows", rank, 2)) for rank in range(2)]
+    results = run_on_ranks(
         2, lambda comm: load_checkpoint(checkpoint, shards=targets[comm.rank], comm=comm)
     )
     assert all("rank-00000.safetensors" in str(result) for result in results)
@@ -343,12 +343,12 @@ def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path) -> N
 def failed_save(directory: Path) -> str:
     """Return the line with which both ranks give up saving step 6."""
     state = full_state(6)
-    results = on_ranks(
+    results = run_on_ranks(
         2,
         lambda comm: save_checkpoint(
             directory,
             step=6,
-            shards=pieces_of(state, "rows", comm.rank, 2),
+            shards=shard_state(state, "rows", comm.rank, 2),
             extra=EXTRA,
             keep=1,
             comm=comm,
@@ -378,9 +378,9 @@ def test_a_disk_that_is_full_beforehand_or_midway_leaves_the_old_checkpoint(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "no room" in text
     assert [path.name for path in tmp_path.iterdir()] == [old.name]
-    targets = blank(pieces_of(full_state(5), "flat", 0, 1))
+    targets = blank_shards(shard_state(full_state(5), "flat", 0, 1))
     load_checkpoint(old, shards=targets, comm=single_process())
-    assert bits(targets) == bits(pieces_of(full_state(5), "flat", 0, 1))
+    assert shard_bytes(targets) == shard_bytes(shard_state(full_state(5), "flat", 0, 1))
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def box(
 def test_pieces_that_do_not_tile_a_tensor_are_refused_on_every_rank(
     tmp_path: Path, by_rank: list[list[LocalShard]], message: str
 ) -> None:
-    results = on_ranks(
+    results = run_on_ranks(
         2,
         lambda comm: save_checkpoint(
             tmp_path / "c", step=1, shards=by_rank[comm.rank], extra={}, keep=1, comm=comm
@@ -505,7 +505,7 @@ def test_a_mismatch_names_each_differing_field() -> None:
 
 def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Path) -> None:
     """Fields of the model, of a part of it and of training are absent, and so are documents."""
-    job = plan(workload(DataSpec()), "", world_size=1)
+    job = build_plan(build_workload(DataSpec()), "", world_size=1)
     extra = json.loads(json.dumps(build_identity(job, "ab")))
     for lacking in (
         "model.mlp_bias",
@@ -515,7 +515,7 @@ def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Pat
     ):
         *folders, name = lacking.split(".")
         reduce(lambda data, part: data[part], folders, extra).pop(name)
-    shards = pieces_of(full_state(5), "rows", 0, 1)
+    shards = shard_state(full_state(5), "rows", 0, 1)
     save_checkpoint(
         tmp_path / "checkpoints", step=5, shards=shards, extra=extra, keep=1, comm=single_process()
     )

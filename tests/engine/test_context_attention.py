@@ -1,5 +1,7 @@
-"""Attention over a ring of ranks, or over gathered keys, is as exact as one process: sums of blocks
-round once."""
+"""Attention over a ring, or over gathered keys, is as exact as one process.
+
+Sums of blocks round once.
+"""
 
 from __future__ import annotations
 

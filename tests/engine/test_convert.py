@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_families import FAMILIES, write_fused, write_model
+from hf_families import FAMILIES, write_fused_experts, write_model
 from moewright.cli.main import main
 from moewright.engine.checkpoint import read_index
 from moewright.engine.hf import import_weights, name_patterns, names
@@ -45,7 +45,7 @@ def test_there_and_back_is_the_same_bytes(family: str, tmp_path: Path) -> None:
 def test_fused_experts_and_names_of_later_dialects(tmp_path: Path) -> None:
     write_model("qwen3_moe", tmp_path / "apart")
     (tmp_path / "fused").mkdir()
-    write_fused(tmp_path / "apart", tmp_path / "fused")
+    write_fused_experts(tmp_path / "apart", tmp_path / "fused")
     config = json.loads((tmp_path / "fused" / "config.json").read_text())
     rope = config.pop("rope_parameters")  # the older dialect
     config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}

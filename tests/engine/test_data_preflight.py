@@ -14,22 +14,22 @@ from moewright.spec.workload import DataSpec
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path)
+    return tiny_jobs.write_corpus(tmp_path)
 
 
 def refusal(data: DataSpec, *, vocab_size: int = tiny_jobs.VOCABULARY, **changes: object) -> str:
     model = replace(tiny_jobs.MODEL, vocab_size=vocab_size)
     with pytest.raises(BadInput) as refused:
-        check_data(model, tiny_jobs.workload(data, **changes))  # type: ignore[arg-type]
+        check_data(model, tiny_jobs.build_workload(data, **changes))  # type: ignore[arg-type]
     return str(refused.value)
 
 
 def test_whole_data_gives_its_fingerprint(data: DataSpec) -> None:
     assert (
-        check_data(tiny_jobs.MODEL, tiny_jobs.workload(data))
+        check_data(tiny_jobs.MODEL, tiny_jobs.build_workload(data))
         == open_indexed(Path(data.train)).fingerprint
     )
-    assert check_data(tiny_jobs.MODEL, tiny_jobs.workload(replace(data, tokenizer="")))
+    assert check_data(tiny_jobs.MODEL, tiny_jobs.build_workload(replace(data, tokenizer="")))
 
 
 @pytest.mark.parametrize("key", ["train", "heldout"])
@@ -67,7 +67,7 @@ def test_a_vocabulary_larger_than_the_models(data: DataSpec) -> None:
     assert (
         "corpus.json: its vocabulary has 257 ids, more than the model's vocab_size 256" in message
     )
-    assert check_data(replace(tiny_jobs.MODEL, vocab_size=257), tiny_jobs.workload(data))
+    assert check_data(replace(tiny_jobs.MODEL, vocab_size=257), tiny_jobs.build_workload(data))
 
 
 def test_less_than_a_global_batch(data: DataSpec) -> None:

@@ -18,12 +18,13 @@ from moewright.engine.model.transformer import Transformer
 from moewright.spec.ledger import FlopOp
 from moewright.spec.model import AttentionKind, AttentionSpec, RopeSpec
 from moewright.spec.workload import DataSpec, DocumentMasking
-from tiny_jobs import MODEL, workload
+from tiny_jobs import MODEL, build_workload
 
 LENGTHS = ((5, 1, 20, 6), (32,), (3, 29))
 LATENT = AttentionSpec(
-    kind=AttentionKind.MLA, heads=4, kv_heads=4, head_dim=16, v_head_dim=12, q_lora_rank=24, kv_lora_rank=16,
-    qk_nope_head_dim=8, qk_rope_head_dim=8, rope=RopeSpec(interleaved=True),
+    kind=AttentionKind.MLA, heads=4, kv_heads=4, head_dim=16, v_head_dim=12,
+    q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+    rope=RopeSpec(interleaved=True),
 )  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def gradients(
 def test_packed_documents_equal_each_alone(documents: DocumentMasking, latent: bool) -> None:
     """Alone, each document is first in a row of its own; after it come tokens without a target."""
     spec = replace(MODEL, attention=LATENT) if latent else MODEL
-    model = single_process_model(spec, workload(DataSpec(documents=documents)))
+    model = single_process_model(spec, build_workload(DataSpec(documents=documents)))
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, MODEL.vocab_size, (len(LENGTHS), 33), generator=generator)
     inputs = ids[:, :-1]
@@ -77,7 +78,7 @@ def test_packed_documents_equal_each_alone(documents: DocumentMasking, latent: b
 
 
 def test_attention_works_inside_documents_alone() -> None:
-    model = single_process_model(MODEL, workload(DataSpec(documents=DocumentMasking.BOUNDED)))
+    model = single_process_model(MODEL, build_workload(DataSpec(documents=DocumentMasking.BOUNDED)))
     counters = model._runtime.counters
     ids = torch.zeros(2, 32, dtype=torch.int64)
     counted = []
@@ -91,8 +92,10 @@ def test_attention_works_inside_documents_alone() -> None:
 
 
 def test_where_documents_end(tmp_path: Path) -> None:
-    """Documents of 3, 0, 4, 1 and 6 tokens, samples of 5: 0-4, 5-9, of which the last target is
-    token 10."""
+    """Documents have 3, 0, 4, 1 and 6 tokens, samples 5.
+
+    These are 0-4 and 5-9, of which the last target is token 10.
+    """
     documents = [np.arange(length, dtype=np.uint16) for length in (3, 0, 4, 1, 6)]
     write_indexed(tmp_path / "d", documents, dtype=np.dtype("<u2"))
     data = open_indexed(tmp_path / "d")
@@ -106,8 +109,10 @@ def test_where_documents_end(tmp_path: Path) -> None:
 
 
 def test_the_share_of_attention_that_documents_leave(tmp_path: Path) -> None:
-    """Documents of 3, 0, 4, 1 and 6 tokens, the last of which is a target alone: pieces by sample,
-    squared."""
+    """Documents have 3, 0, 4, 1 and 6 tokens, the last of which is a target alone.
+
+    The share is the sum of squared pieces by sample.
+    """
     documents = [np.arange(length, dtype=np.uint16) for length in (3, 0, 4, 1, 6)]
     write_indexed(tmp_path / "d", documents, dtype=np.dtype("<u2"))
     data = open_indexed(tmp_path / "d")

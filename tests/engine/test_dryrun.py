@@ -67,7 +67,7 @@ def test_any_rank_of_any_world_is_as_predicted(
     world_size: int, text: str, precision: Dtype
 ) -> None:
     layout = parse_layout(text, world_size=world_size)
-    work = tiny_jobs.workload(
+    work = tiny_jobs.build_workload(
         DataSpec(), precision=precision, loss=LossSpec(aux_coeff=0.01), global_batch=4 * layout.dp
     )
     for rank in {0, world_size // 2 + 1, world_size - 1} if world_size > 1 else {0}:
@@ -135,7 +135,7 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
 
 
 def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:
-    work = tiny_jobs.workload(DataSpec())
+    work = tiny_jobs.build_workload(DataSpec())
     layout = parse_layout("ep8,dispatcher=dedup,capacity0.5", world_size=8)
     with pytest.raises(
         BadInput, match=r"train.drop_policy=probs: .* nearest legal value: position"
@@ -150,7 +150,7 @@ def test_a_rank_outside_the_world_is_refused() -> None:
         dry_run(
             Job(
                 model=tiny_jobs.MODEL,
-                workload=tiny_jobs.workload(DataSpec()),
+                workload=tiny_jobs.build_workload(DataSpec()),
                 layout=parse_layout("", world_size=8),
             ),
             rank=8,

@@ -1,5 +1,6 @@
-"""The Triton kernels compile for an H100 where there is none: the interpreter runs programs that
-the compiler refuses.
+"""The Triton kernels compile for an H100 where there is none.
+
+The interpreter runs programs that the compiler refuses.
 
 Run as a program, since the interpreter is chosen when Triton is imported.
 """

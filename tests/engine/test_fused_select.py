@@ -1,5 +1,7 @@
-"""Which kernels a job gets; those that it cannot have are refused in a line, before anything
-starts."""
+"""Which kernels a job gets.
+
+Those that it cannot have are refused in a line, before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,9 @@ def test_the_reference_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    work = tiny_jobs.workload(DataSpec(), fused_kernels=FusedKernels.TRITON)
+    work = tiny_jobs.build_workload(DataSpec(), fused_kernels=FusedKernels.TRITON)
     with pytest.raises(
         BadInput, match=r"train.fused_kernels=triton: needs .*; nearest legal value: auto"
     ):
-        train(tiny_jobs.plan(work, "", world_size=1), tmp_path / "run")
+        train(tiny_jobs.build_plan(work, "", world_size=1), tmp_path / "run")
     assert not (tmp_path / "run").exists()

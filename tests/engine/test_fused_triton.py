@@ -1,8 +1,8 @@
-"""The Triton kernels against the reference, values and every gradient: on a GPU where there is one,
-else in Triton's interpreter on the CPU (conftest.py).
+"""The Triton kernels against the reference, values and every gradient.
 
-Both sum in fp32, in orders of their own: a few units of its rounding apart, of the largest number
-in a tensor.
+They run on a GPU where there is one, else in Triton's interpreter on the CPU (conftest.py). Both
+sum in fp32, in orders of their own: a few units of its rounding apart, of the largest number in a
+tensor.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ def test_rows_are_copied_and_summed(tokens: int, slots: int, width: int) -> None
     token_of_row = torch.randint(0, max(1, tokens), (rows if tokens else 0,), generator=generator)
     assert torch.equal(FUSED.permute(x, token_of_row), PLAIN.permute(x, token_of_row))
     row_of_slot = torch.randint(0, rows + 1, (tokens, slots), generator=generator)
-    assert_close(FUSED.unpermute(routed, row_of_slot, False), PLAIN.unpermute(routed, row_of_slot, False))
+    assert_close(
+        FUSED.unpermute(routed, row_of_slot, False), PLAIN.unpermute(routed, row_of_slot, False)
+    )
     row_of_slot.clamp_(max=rows - 1)
-    assert_close(FUSED.unpermute(routed, row_of_slot, True), PLAIN.unpermute(routed, row_of_slot, True))
+    assert_close(
+        FUSED.unpermute(routed, row_of_slot, True), PLAIN.unpermute(routed, row_of_slot, True)
+    )
 
 
 @pytest.mark.parametrize(("rows", "width"), [(20, 1100), (7, 24), (1, 1), (0, 8)])
@@ -92,14 +96,20 @@ def test_a_clamped_activation_hides_no_nan() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("cut", [True, False])
 def test_norms(shape: tuple[int, ...], kept: bool, cut: bool) -> None:
-    """Norms of heads and of whole rows, which may be parts of longer ones; the weight's gradient of
-    some rows, too."""
+    """Norms are of heads and of whole rows, which may be parts of longer ones.
+
+    The weight's gradient may be of some rows.
+    """
     generator = build_generator(len(shape))
     *outer, width = shape
     extra = 3 if cut else 0
-    x, grad = (torch.randn(*outer, width + extra, generator=generator)[..., :width] for _ in range(2))
+    x, grad = (
+        torch.randn(*outer, width + extra, generator=generator)[..., :width] for _ in range(2)
+    )
     weight = 1 + torch.randn(width, generator=generator)
-    (result, scale), (expected, expected_scale) = (k.rms_norm(x, weight, 1e-5) for k in (FUSED, PLAIN))
+    (result, scale), (expected, expected_scale) = (
+        k.rms_norm(x, weight, 1e-5) for k in (FUSED, PLAIN)
+    )
     assert_close(result, expected)
     assert_close(scale, expected_scale)
     rows = math.prod(outer)
@@ -156,8 +166,10 @@ def test_rotations(batch: int, tokens: int, heads: int, width: int, angles: str,
     [(7, 37, 0), (7, 37, 5), (3, 9001, 0), (3, 9001, 1), (1, 1, 0), (0, 9, 0)],
 )
 def test_losses(tokens: int, width: int, pads: int) -> None:
-    """Losses of large logits, of tokens without a target, and of a part of a vocabulary with
-    padding columns."""
+    """Losses are of large logits, and of tokens without a target.
+
+    The logits may be a part of a vocabulary with padding columns.
+    """
     generator = build_generator(width)
     size = width - pads
     logits = 40 * torch.randn(tokens, width, generator=generator)
@@ -191,10 +203,13 @@ _ROUTERS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", ["chosen", "biased", "forced", "scores alone", "weights alone"])
 def test_router(spec: RouterSpec, dtype: torch.dtype, case: str) -> None:
-    """Experts, weights, scores and the gradient of the logits, through weights and through scores;
-    and what is kept."""
+    """Experts, weights, scores and the gradient of the logits agree.
+
+    The gradient comes through weights and through scores; what is kept agrees too.
+    """
     generator = build_generator(7)
-    experts, tokens = 12, 150
+    experts = 12
+    tokens = 150
     logits = 4 * torch.randn(tokens, experts, generator=generator, dtype=dtype)
     bias = torch.randn(experts, generator=generator) if case == "biased" else None
     forced = (
@@ -202,8 +217,12 @@ def test_router(spec: RouterSpec, dtype: torch.dtype, case: str) -> None:
         if case == "forced"
         else None
     )
-    pull = torch.randn(tokens, spec.top_k, generator=generator, dtype=dtype) * (case != "scores alone")
-    push = torch.randn(tokens, experts, generator=generator, dtype=dtype) * (case != "weights alone")
+    pull = torch.randn(tokens, spec.top_k, generator=generator, dtype=dtype) * (
+        case != "scores alone"
+    )
+    push = torch.randn(tokens, experts, generator=generator, dtype=dtype) * (
+        case != "weights alone"
+    )
     results = []
     saved_bytes = []
     for kernels in (FUSED, PLAIN):

@@ -98,7 +98,7 @@ def test_every_bucket_is_reduced_under_the_last_backward(
         return reduce(bucket)
 
     monkeypatch.setattr(FlatBucket, "start_reduce", seen)
-    work = tiny_jobs.workload(DataSpec())
+    work = tiny_jobs.build_workload(DataSpec())
     work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
     layout = parse_layout(f"mbs2,overlap=grad{recompute}", world_size=1)
     arguments: Any = {"rank": 0, "device": torch.device("cpu"), "initial_value": draw_initial_value}

@@ -1,5 +1,7 @@
-"""The loss that keeps no logits against the loss of all logits: values, gradients, and how many
-logits exist at once."""
+"""The loss that keeps no logits against the loss of all logits.
+
+Compared are values, gradients, and how many logits exist at once.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ def single_rank_shard(counters: Counters) -> VocabShard:
 def draw_inputs(
     dtype: torch.dtype, rows: int = VOCABULARY
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw inputs, a table with large and small logits, targets of which some are none, and
-    gradients of the losses."""
+    """Draw inputs, a table with large and small logits, targets, and loss gradients.
+
+    Some targets are none.
+    """
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(T, K, generator=generator).to(dtype).requires_grad_()
     w = (3 * torch.randn(rows, K, generator=generator)).to(dtype).requires_grad_()
@@ -62,8 +66,10 @@ def collect_results(
 @pytest.mark.parametrize("max_columns", [1, 7, 16, 37, 64])
 @pytest.mark.parametrize("rows", [VOCABULARY, VOCABULARY + 9])
 def test_equals_the_loss_of_all_logits(max_columns: int, rows: int) -> None:
-    """Also where the last rows of the table are padding, which gets no gradient, a whole chunk of
-    it or part of one."""
+    """They agree also where the last rows of the table are padding.
+
+    Padding gets no gradient; it is a whole chunk or part of one.
+    """
     x, w, targets, grad = draw_inputs(torch.float32, rows)
     expected = collect_results(full_logits_loss(x, w, targets), grad, x, w)
     results = collect_results(chunked_loss(x, w, targets, max_columns), grad, x, w)

@@ -1,5 +1,7 @@
-"""Products of row groups and what lies between them, against plain ones; groups of any size, also
-empty ones."""
+"""Products of row groups and what lies between them, against plain ones.
+
+Groups have any size; some are empty.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +64,15 @@ def test_a_large_product_is_fp32_throughout_and_counted() -> None:
 
 @pytest.mark.usefixtures("_fp32_by")
 def test_large_groups_are_multiplied_by_their_own_matrices() -> None:
-    """So large that each product is worth a kernel of oneDNN, and is padded with rows of the next
-    group, or with none."""
+    """Each product is so large that it is worth a kernel of oneDNN.
+
+    It is padded with rows of the next group, or with none.
+    """
     sizes = [150, 0, 300, 1, 129]
     generator = torch.Generator().manual_seed(4)
     a, b = torch.randn(580, 256, generator=generator), torch.randn(5, 256, 160, generator=generator)
-    g, ends = (
-        torch.randn(580, 160, generator=generator),
-        torch.tensor(sizes).cumsum(0).to(torch.int32),
-    )
+    g = torch.randn(580, 160, generator=generator)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
     out, contracted = grouped_matmul(a, b, ends), grouped_matmul(g.T, a, ends)
     rows = list(zip(a.double().split(sizes), g.double().split(sizes), b.double(), strict=True))
     expected_out = torch.cat([x @ w for x, _, w in rows])
@@ -122,8 +124,10 @@ def test_slots_without_a_row_add_nothing() -> None:
 def test_a_window_in_blocks_is_that_window(
     queries: int, keys: int, window: int, causal: bool
 ) -> None:
-    """More queries than a block has; every query attends a key; each pair is counted once, a
-    token with itself half."""
+    """There are more queries than a block has; every query attends a key.
+
+    Each pair is counted once, a token with itself half.
+    """
     generator = torch.Generator().manual_seed(queries)
     inputs = [
         torch.randn(2, n, h, d, generator=generator)

@@ -1,5 +1,7 @@
-"""The one-process model against Hugging Face transformers: loss of every token and every
-gradient."""
+"""The one-process model against Hugging Face transformers.
+
+Compared are the loss of every token and every gradient.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ from moewright.rules.parameters import parameters
 from moewright.rules.stages import pipeline_chunks
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, LossSpec, Workload
-from tiny_jobs import MODEL, plan, workload
+from tiny_jobs import MODEL, build_plan, build_workload
 
 transformers = pytest.importorskip("transformers")
 
 
 def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
     """Build the engine's model of one process, weights in place."""
-    job = plan(work, "", world_size=1, model=spec)
+    job = build_plan(work, "", world_size=1, model=spec)
     counters = Counters()
     runtime = Runtime(
         model=spec,
@@ -120,7 +122,7 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
         tie_embeddings=tied,
         moe=replace(moe, router=replace(moe.router, renormalize=renormalize)),
     )
-    model = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
+    model = single_process_model(spec, build_workload(DataSpec(), loss=LossSpec()))
     hf_model = build_hf_model(spec, model)
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -146,7 +148,7 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, renormalize: boo
 def test_a_depth_predicts_the_token_after_the_next() -> None:
     """By the formula of DeepSeek-V3 (arXiv 2412.19437, 21-25) on the layer that is tested above."""
     spec = replace(MODEL, mtp_layers=1)
-    model = single_process_model(spec, workload(DataSpec(), loss=LossSpec()))
+    model = single_process_model(spec, build_workload(DataSpec(), loss=LossSpec()))
     tokens = torch.randint(0, spec.vocab_size, (3, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -1
@@ -176,7 +178,7 @@ def test_the_model_has_the_parameters_that_the_planner_counts() -> None:
     """The planner and the engine list the same parameters independently."""
     for tied in (False, True):
         spec = replace(MODEL, tie_embeddings=tied, mtp_layers=2 * tied)
-        model = single_process_model(spec, workload(DataSpec()))
+        model = single_process_model(spec, build_workload(DataSpec()))
         built = [(p.name, tuple(p.parameter.shape), p.module) for p in list_parameters(model)]
         listed = [(p.name, p.shape, p.module) for p in parameters(spec)]
         assert sorted(built) == sorted(listed)

@@ -1,5 +1,6 @@
-"""MTP depths under every way of replaying and offloading: the same gradients, and ledgers as
-predicted.
+"""MTP depths under every kind of recomputation and offloading.
+
+Gradients stay the same, and ledgers are as predicted.
 
 One process: layouts over several are proven in spawn/test_layout_sweep.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layout_proof import _initial, assert_equal_lines, batches_of
-from layout_space import Case, job
+from layout_proof import assert_equal_lines, build_batches, draw_test_weight
+from layout_space import Case, plan_case
 from moewright.codec import parse_layout
 from moewright.cost.ledger import predict_ledger
 from moewright.engine.optim.update_rules import sgd_update
@@ -32,65 +33,64 @@ CHOICES = (
 
 
 def gradients(text: str, documents: DocumentMasking) -> dict[str, torch.Tensor]:
-    """Every gradient of a counted step, whose ledger is held against its prediction."""
+    """Return every gradient of a counted step, whose ledger is compared with its prediction."""
     case = Case(
         name="", shape="ahead", layout=parse_layout(text, world_size=1), documents=documents
     )
     assert not case.refusals
-    plan = job(case)
-    data = batches_of(plan.workload, plan.model)
-    here = build_train_state(
-        plan_job(plan), data, rank=0, device=torch.device("cpu"), initial_value=_initial,
+    plan = plan_case(case)
+    data = build_batches(plan.workload, plan.model)
+    state = build_train_state(
+        plan_job(plan), data, rank=0, device=torch.device("cpu"), initial_value=draw_test_weight,
         update_rule=sgd_update,
     )  # fmt: skip
-    found: dict[str, torch.Tensor] = {}
-    update = here.optimizer.update
+    results: dict[str, torch.Tensor] = {}
+    update = state.optimizer.update
 
-    def watched(*, lr: float, scale: float) -> None:
-        found.update(
-            (piece.name, piece.tensor.clone()) for piece in here.optimizer.gradient_shards()
+    def record_gradients(*, lr: float, scale: float) -> None:
+        results.update(
+            (piece.name, piece.tensor.clone()) for piece in state.optimizer.gradient_shards()
         )
         update(lr=lr, scale=scale)
 
-    here.optimizer.update = watched  # type: ignore[method-assign]
-    result = train_step(here, step=1, lr=0.0, stop_requested=False, count_ledger=True)
-    books = here.runtime.counters.build_ledger(
-        rank=0, pp_rank=0, state=here.optimizer.memory_rows(), time=(), notes=()
+    state.optimizer.update = record_gradients  # type: ignore[method-assign]
+    result = train_step(state, step=1, lr=0.0, stop_requested=False, count_ledger=True)
+    ledger = state.runtime.counters.build_ledger(
+        rank=0, pp_rank=0, state=state.optimizer.memory_rows(), time=(), notes=()
     )
     counts = tuple(
         tuple((tuple(layer),) for layer in of_batch) for of_batch in result.expert_counts.tolist()
     )
     attended = () if documents is DocumentMasking.JOINED else (result.attended_pairs,)
     selection = Selection(step=1, counts=counts, attended=attended)
-    assert_equal_lines(predict_ledger(plan, rank=0, selection=selection), books)
-    return found
+    assert_equal_lines(predict_ledger(plan, rank=0, selection=selection), ledger)
+    return results
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """As a rank has: tiny products only wait for more."""
+    """Use one thread, as a rank does: tiny products only wait for more."""
     torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_depths_replay_and_offload_as_layers_do(choice: str) -> None:
+def test_depths_recompute_and_offload_as_layers_do(choice: str) -> None:
     documents = DocumentMasking.RESTARTED if "block" in choice else DocumentMasking.JOINED
-    wanted, found = gradients("mbs2", documents), gradients(f"mbs2,{choice}", documents)
-    assert any(name.startswith("grad/mtp.1.") for name in wanted)
-    assert wanted.keys() == found.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    expected = gradients("mbs2", documents)
+    results = gradients(f"mbs2,{choice}", documents)
+    assert any(name.startswith("grad/mtp.1.") for name in expected)
+    assert expected.keys() == results.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(results[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize(
     "choice", ["recompute=loss", "recompute=full+loss", "recompute=block5+loss"]
 )
 def test_depths_share_a_loss_that_keeps_no_logits(choice: str) -> None:
-    """Sums in another order: equal to rounding, not bit by bit as what is replayed."""
-    wanted, found = (
-        gradients("mbs2", DocumentMasking.JOINED),
-        gradients(f"mbs2,{choice}", DocumentMasking.JOINED),
-    )
-    assert wanted.keys() == found.keys()
-    for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+    """Sums are in another order: equal to rounding, not bit by bit as what is recomputed."""
+    expected = gradients("mbs2", DocumentMasking.JOINED)
+    results = gradients(f"mbs2,{choice}", DocumentMasking.JOINED)
+    assert expected.keys() == results.keys()
+    for name, gradient in expected.items():
+        assert (results[name] - gradient).norm() <= 2e-6 * gradient.norm(), name

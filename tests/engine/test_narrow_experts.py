@@ -1,5 +1,7 @@
-"""Experts in a latent space against the plain formula: y = up(sum of p_e expert_e(down x)) +
-shared(x)."""
+"""Experts in a latent space against the plain formula.
+
+That is y = up(sum of p_e expert_e(down x)) + shared(x).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.workload import DataSpec
-from tiny_jobs import MODEL, workload
+from tiny_jobs import MODEL, build_workload
 
 assert MODEL.moe is not None
 NARROW = replace(MODEL, moe=replace(MODEL.moe, latent_size=12, shared_ffn_size=16))
@@ -32,7 +34,7 @@ def build_layer() -> MoeLayer:
     counters = Counters()
     runtime = Runtime(
         model=NARROW,
-        workload=workload(DataSpec()),
+        workload=build_workload(DataSpec()),
         mesh=build_mesh(Layout(world_size=1), 0, counters),
         counters=counters,
         weight_grads=WeightGradStore(),
@@ -107,10 +109,11 @@ def test_what_a_narrower_space_takes() -> None:
 
 def test_a_config_says_it_and_none_is_written() -> None:
     table = {
-        "model_type": "deepseek_v3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-        "intermediate_size": 64, "vocab_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "moe_latent_size": 12,
+        "model_type": "deepseek_v3", "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "intermediate_size": 64, "vocab_size": 64, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_latent_size": 12,
     }  # fmt: skip
     model = hf.parse_config(table, where="job.toml: model", name="narrow")
     assert model.expert_width == 12

@@ -1,5 +1,7 @@
-"""Selection and auxiliary losses of the router against closed forms and transformers' own
-routers."""
+"""Selection and auxiliary losses of the router against closed forms.
+
+They are also compared with transformers' own routers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from math import comb
 import pytest
 import torch
 
-from layout_proof import WORK, batches
+from layout_proof import WORKLOAD, draw_batches
 from moewright.codec import parse_layout
 from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.dispatch.dedup import mask_repeats
@@ -36,12 +38,13 @@ from moewright.spec.workload import (
     RouterForce,
     RouterTraining,
 )
-from tiny_jobs import MODEL, workload
+from tiny_jobs import MODEL, build_workload
 
 transformers = pytest.importorskip("transformers")
 
 
-NO_LOSS, LEARNED = LossSpec(), RouterTraining()
+NO_LOSS = LossSpec()
+LEARNED = RouterTraining()
 
 
 def draw_logits(tokens: int = 64, experts: int = 16, seed: int = 0) -> torch.Tensor:
@@ -60,7 +63,7 @@ def build_router(
     counters = Counters()
     runtime = Runtime(
         model=model,
-        workload=workload(DataSpec(), loss=loss, router=training),
+        workload=build_workload(DataSpec(), loss=loss, router=training),
         mesh=build_mesh(Layout(world_size=1), 0, counters),
         counters=counters,
         weight_grads=WeightGradStore(),
@@ -95,7 +98,8 @@ def test_weights_are_the_chosen_scores_over_their_sum_times_the_factor(
 
 
 def test_a_bias_moves_the_choice_and_leaves_the_weights() -> None:
-    x, bias = draw_logits(), torch.zeros(16)
+    x = draw_logits()
+    bias = torch.zeros(16)
     bias[3] = 10.0
     spec = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, renormalize=False, selection_bias=True)
     selection = select_experts(x, spec, TorchKernels(), bias)
@@ -136,8 +140,8 @@ def test_the_choice_and_its_weights_are_those_of_deepseek_v3_in_transformers() -
     x = draw_logits(256)
     _, hf_weights, hf_experts = hf_router(x.detach())
     spec = RouterSpec(
-        top_k=4, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2, group_scores=2,
-        selection_bias=True,
+        top_k=4, score=ScoreFunction.SIGMOID, scaling_factor=2.5, groups=4, top_groups=2,
+        group_scores=2, selection_bias=True,
     )  # fmt: skip
     selection = select_experts(x, spec, TorchKernels(), bias)
     experts, order = selection.experts.sort(-1)
@@ -231,11 +235,11 @@ def gradients(
 
     job = Job(
         model=MODEL,
-        workload=replace(WORK, loss=loss),
+        workload=replace(WORKLOAD, loss=loss),
         layout=parse_layout(layout, world_size=1),
     )
     state = build_train_state(
-        job, batches(MODEL), rank=0, device=torch.device("cpu"), initial_value=draw_value
+        job, draw_batches(MODEL), rank=0, device=torch.device("cpu"), initial_value=draw_value
     )
     forward_backward(state, PhaseClock(), step=1)
     return {
@@ -245,8 +249,10 @@ def gradients(
 
 
 def test_losses_of_sequences_and_tokens_do_not_depend_on_the_micro_batch() -> None:
-    """They reach the gradients in proportion to their coefficients, as often as a batch has
-    micro-batches or not."""
+    """They reach the gradients in proportion to their coefficients.
+
+    The number of micro-batches of a batch does not matter.
+    """
     none, once, twice = (
         gradients("mbs8", LossSpec(seq_aux_coeff=0.5 * c, z_coeff=0.1 * c)) for c in (0, 1, 2)
     )
@@ -271,8 +277,10 @@ def test_ties_fall_the_same_way_in_a_replay() -> None:
 
 
 def test_the_bias_moves_by_its_rate_against_the_load() -> None:
-    """arXiv 2408.15664: up by the rate where an expert got fewer rows than the mean, down where it
-    got more."""
+    """The bias moves up by the rate where an expert got fewer rows than the mean.
+
+    It moves down where it got more (arXiv 2408.15664).
+    """
     router = build_router(SIGMOID, training=RouterTraining(bias_update_rate=0.01))
     router.update_selection_bias(torch.tensor([10, 0, 5, 5, 5, 5, 5, 5]))
     assert router.selection_bias is not None
@@ -311,8 +319,10 @@ def test_a_capacity_keeps_the_likeliest_rows_or_the_first(policy: DropPolicy) ->
 
 @pytest.mark.parametrize("skew", [0.0, 3.0, 40.0])
 def test_sinkhorn_evens_the_load_whatever_the_preference(skew: float) -> None:
-    """Rows sum to 1 and columns to T / E. Experts flooded and starved by preference get a like
-    share of the rows."""
+    """Rows sum to 1 and columns to T / E.
+
+    Experts flooded and starved by preference get a like share of the rows.
+    """
     x = draw_logits(256).detach() + skew * torch.linspace(-1, 1, 16)
     scaled = sinkhorn(x, 5000)
     torch.testing.assert_close(scaled.sum(1), torch.ones(256, dtype=torch.float64))
@@ -399,8 +409,10 @@ def test_an_fp64_router_tells_apart_what_fp32_rounds_away() -> None:
 
 
 def test_copies_are_the_distinct_ranks_of_each_token() -> None:
-    """Uniform choice of k = 4 of 16 experts on 4 ranks reaches 4 (1 - C(12,4)/C(16,4)) of them on
-    average."""
+    """Uniform choice of k = 4 of 16 experts reaches the expected ranks of 4.
+
+    That is 4 (1 - C(12,4)/C(16,4)) of them on average.
+    """
     experts = torch.stack(
         [torch.randperm(16, generator=torch.Generator().manual_seed(i))[:4] for i in range(4000)]
     )

@@ -1,5 +1,7 @@
-"""Plans as Megatron Bridge recipes, run against stand-ins of its modules that keep what they are
-given."""
+"""Plans as Megatron Bridge recipes, run against stand-ins of its modules.
+
+The stand-ins keep what they are given.
+"""
 
 import sys
 import types
@@ -56,9 +58,11 @@ class Kept(types.SimpleNamespace):
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_ins():
-    """Bridge's modules, for as long as these tests run; torch too, of which recipes name dtypes
-    alone."""
-    held = {name: sys.modules.get(name) for name in ("torch", "megatron", *MODULES)}
+    """Stand in for Bridge's modules, and for torch, while these tests run.
+
+    Recipes name dtypes of torch alone.
+    """
+    stored = {name: sys.modules.get(name) for name in ("torch", "megatron", *MODULES)}
     sys.modules["torch"] = types.SimpleNamespace(
         **{name: name for name in ("float32", "bfloat16", "float16", "uint8")}
     )
@@ -67,7 +71,7 @@ def stand_ins():
         vars(module).update({member: Kept() for member in members})
         sys.modules[name] = module
     yield
-    for name, module in held.items():
+    for name, module in stored.items():
         sys.modules.pop(name) if module is None and name in sys.modules else sys.modules.update(
             {name: module}
         )
@@ -176,6 +180,12 @@ def test_every_flag_of_any_plan_has_a_place(data):
     assert cfg.model.tensor_model_parallel_size == layout.tp
     assert (cfg.model.virtual_pipeline_model_parallel_size or 1) == layout.vpp
     assert cfg.train.global_batch_size == workload.global_batch
+
+
+def test_a_shared_expert_beside_the_exchange_has_a_place():
+    recipe = render_bridge_recipe(planned("tp2,ep8,overlap=shared", name="deepseek-ai/DeepSeek-V3"))
+    assert "model.moe_shared_expert_overlap = True" in recipe
+    assert "moe_shared_expert_overlap = False" not in recipe
 
 
 def test_models_that_hugging_face_does_not_know_are_refused():

@@ -1,5 +1,7 @@
-"""Plans as Slurm scripts and Kubernetes manifests: read by a shell and by a YAML parser, the same
-words inside."""
+"""Plans as Slurm scripts and Kubernetes manifests, with the same words inside.
+
+A shell reads the scripts and a YAML parser the manifests.
+"""
 
 import shlex
 import subprocess
@@ -28,7 +30,7 @@ def planned(text="tp2,ep8", world=32, name="Qwen/Qwen3-30B-A3B"):
 
 
 def ran(script, tmp_path):
-    """The words that srun would start, and the environment, with Slurm's programs replaced."""
+    """Return the words that srun would start, and the environment, without Slurm."""
     path = tmp_path / "job.sh"
     fakes = """srun() { env | grep -E '^(CUDA|PYTORCH)_' || true; printf '%s\\n' "$@"; }
 scontrol() { printf 'n1\\nn2\\n'; }
@@ -45,8 +47,8 @@ scontrol() { printf 'n1\\nn2\\n'; }
 
 
 def test_slurm_starts_one_torchrun_a_node_that_meets_on_the_first(tmp_path):
-    given = planned()
-    script = render_slurm_script(given, job="", run_dir="")
+    options = planned()
+    script = render_slurm_script(options, job="", run_dir="")
     for line in (
         "--nodes=4",
         "--ntasks-per-node=1",
@@ -55,12 +57,13 @@ def test_slurm_starts_one_torchrun_a_node_that_meets_on_the_first(tmp_path):
     ):
         assert f"#SBATCH {line}\n" in script
     words, exported = ran(script, tmp_path)
-    assert exported == dict(environment_variables(given.layout))
+    assert exported == dict(environment_variables(options.layout))
     start = words.index("pretrain_gpt.py")
     assert words[1:start] == shlex.split(
-        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 77 --rdzv-endpoint n1:29500"
+        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 77 "
+        "--rdzv-endpoint n1:29500"
     )
-    assert words[start + 1 :] == [word for flag in megatron_flags(given) for word in flag]
+    assert words[start + 1 :] == [word for flag in megatron_flags(options) for word in flag]
 
 
 def test_slurm_on_one_node_needs_no_rendezvous(tmp_path):
@@ -78,37 +81,37 @@ def test_slurm_starts_our_own_engine_on_a_job_and_warns_it(tmp_path):
 
 
 def test_a_slurm_script_is_read_back(tmp_path):
-    given = planned("tp2,pp4,ep4,vpp3,overlap=p2p")
+    options = planned("tp2,pp4,ep4,vpp3,overlap=p2p")
     path = tmp_path / "job.sh"
-    path.write_text(render_slurm_script(given, job="", run_dir=""))
+    path.write_text(render_slurm_script(options, job="", run_dir=""))
     command = read_launch(path, {})
-    found = interpret_launch(command, world_size=command.world_size, folder=tmp_path)
-    assert (found.model, found.workload, found.layout) == (
-        given.model,
-        given.workload,
-        given.layout,
+    result = interpret_launch(command, world_size=command.world_size, folder=tmp_path)
+    assert (result.model, result.workload, result.layout) == (
+        options.model,
+        options.workload,
+        options.layout,
     )
 
 
 def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
-    given = planned("tp2,pp4,ep4,layout='Et*12|t*12|t*12|t*12L'")
-    found = yaml.safe_load(
-        render_train_job(given, job="", run_dir="", image="nvcr.io/nvidia/nemo:26.06")
+    options = planned("tp2,pp4,ep4,layout='Et*12|t*12|t*12|t*12L'")
+    result = yaml.safe_load(
+        render_train_job(options, job="", run_dir="", image="nvcr.io/nvidia/nemo:26.06")
     )
-    assert (found["apiVersion"], found["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    assert found["metadata"]["name"] == "qwen3-30b-a3b"
-    assert found["spec"]["runtimeRef"]["name"] == "torch-distributed"
-    trainer = found["spec"]["trainer"]
+    assert (result["apiVersion"], result["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert result["metadata"]["name"] == "qwen3-30b-a3b"
+    assert result["spec"]["runtimeRef"]["name"] == "torch-distributed"
+    trainer = result["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8}
     assert trainer["image"] == "nvcr.io/nvidia/nemo:26.06"
     assert trainer["command"] == ["torchrun"]
     assert trainer["args"] == [
         "pretrain_gpt.py",
-        *(word for flag in megatron_flags(given) for word in flag),
+        *(word for flag in megatron_flags(options) for word in flag),
     ]
-    assert {one["name"]: one["value"] for one in trainer["env"]} == dict(
-        environment_variables(given.layout)
+    assert {item["name"]: item["value"] for item in trainer["env"]} == dict(
+        environment_variables(options.layout)
     )
 
 
@@ -125,8 +128,8 @@ def test_kubernetes_starts_our_own_engine_on_a_job_and_asks_a_cpu_for_no_devices
     ("name", "label"), [("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"), ("7 B!", "job-7-b"), ("", "job")]
 )
 def test_names_are_labels(name, label):
-    given = replace(cpu_plan(), model=replace(cpu_plan().model, name=name))
-    assert f"--job-name={label}\n" in render_slurm_script(given, job="j", run_dir="r")
+    options = replace(cpu_plan(), model=replace(cpu_plan().model, name=name))
+    assert f"--job-name={label}\n" in render_slurm_script(options, job="j", run_dir="r")
 
 
 def test_what_cannot_be_started_is_refused():

@@ -27,7 +27,7 @@ from moewright.spec.workload import (
     RouterForce,
     RouterTraining,
 )
-from sample_run import plan, recomputing
+from sample_run import plan, with_recompute
 
 DEEPSEEK_ATTENTION = AttentionSpec(
     kind=AttentionKind.MLA,
@@ -51,7 +51,7 @@ DEEPSEEK_ATTENTION = AttentionSpec(
 
 
 def on_gpus(text: str, world: int, *, layers: int = 6, base=None):
-    """The sample plan on `world` GPUs in nodes of eight, in the layout `text`."""
+    """Return the sample plan on `world` GPUs in nodes of eight, in the layout `text`."""
     base = base or plan()
     model = replace(base.model, layers=layers, moe_layers=(True,) * layers)
     device = replace(base.hardware.device, kind=DeviceKind.CUDA, name="GPU")
@@ -85,8 +85,8 @@ def deepseek(text="tp2,ep8", world=16):
     return replace(base, model=model)
 
 
-def said(given) -> dict[str, tuple[str, ...]]:
-    return parse_flags(megatron_flags(given))
+def message(options) -> dict[str, tuple[str, ...]]:
+    return parse_flags(megatron_flags(options))
 
 
 PLANS = {
@@ -142,23 +142,23 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("given", PLANS.values(), ids=PLANS.keys())
-def test_every_flag_is_one_that_megatron_parses_and_no_two_exclude_each_other(given):
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS.keys())
+def test_every_flag_is_one_that_megatron_parses_and_no_two_exclude_each_other(options):
     check_options(
-        parse_flags(megatron_flags(given)),
-        given.layout.world_size,
-        dict(environment_variables(given.layout)),
+        parse_flags(megatron_flags(options)),
+        options.layout.world_size,
+        dict(environment_variables(options.layout)),
     )
 
 
 @pytest.mark.parametrize("text", ["tp2,ep8", "tp4", "tp2,ep4,etp2"])
 def test_expert_tensor_parallelism_is_always_said_for_its_default_is_tp(text):
     layout = on_gpus(text, 16).layout
-    assert said(on_gpus(text, 16))["--expert-tensor-parallel-size"] == (str(layout.etp),)
+    assert message(on_gpus(text, 16))["--expert-tensor-parallel-size"] == (str(layout.etp),)
 
 
 def test_degrees_batch_and_sequence_parallelism():
-    flags = said(PLANS["folded"])
+    flags = message(PLANS["folded"])
     assert flags["--tensor-model-parallel-size"] == ("2",)
     assert flags["--expert-model-parallel-size"] == ("8",)
     assert flags["--sequence-parallel"] == ()
@@ -168,29 +168,29 @@ def test_degrees_batch_and_sequence_parallelism():
     assert set(flags["--recompute-modules"]) == {"moe_act", "layernorm"}
     assert flags["--moe-token-dispatcher-type"] == ("alltoall",)  # its own default gathers
     assert {"--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap"} <= set(flags)
-    assert "--sequence-parallel" not in said(PLANS["one rank"])
+    assert "--sequence-parallel" not in message(PLANS["one rank"])
 
 
 def test_an_even_split_of_94_layers_counts_embedding_and_loss():
-    flags = said(PLANS["virtual stages"])  # 94 + 2 layers on 12 virtual stages
+    flags = message(PLANS["virtual stages"])  # 94 + 2 layers on 12 virtual stages
     assert flags["--num-virtual-stages-per-pipeline-rank"] == ("3",)
     assert flags["--microbatch-group-size-per-virtual-pipeline-stage"] == ("4",)
     assert "--account-for-embedding-in-pipeline-split" in flags
     assert "--account-for-loss-in-pipeline-split" in flags
     assert "--no-overlap-p2p-communication" in flags
-    even = said(PLANS["virtual stages that overlap"])  # 6 layers on 6 virtual stages
+    even = message(PLANS["virtual stages that overlap"])  # 6 layers on 6 virtual stages
     assert "--account-for-loss-in-pipeline-split" not in even
     assert "--no-overlap-p2p-communication" not in even
 
 
 def test_a_layout_string_excludes_the_other_ways_to_say_stages():
-    flags = said(PLANS["layout string"])
+    flags = message(PLANS["layout string"])
     assert flags["--pipeline-model-parallel-layout"] == ("Ett|t|tt|tL",)
     assert not {name for name in flags if "virtual" in name or "account" in name}
 
 
 def test_latent_attention_and_dense_first_layers():
-    flags = said(deepseek())
+    flags = message(deepseek())
     assert flags["--moe-layer-freq"] == ("([0]*1+[1]*5)",)
     assert eval(flags["--moe-layer-freq"][0]) == [0, 1, 1, 1, 1, 1]
     assert flags["--qk-head-dim"] == ("128",)
@@ -207,8 +207,8 @@ def test_softmax_over_all_experts_without_renormalisation_is_the_pre_softmax_ord
     moe = base.model.moe
     raw = replace(moe, router=replace(moe.router, pre_softmax=True, renormalize=False))
     even = replace(moe, router=replace(moe.router, pre_softmax=True, renormalize=True))
-    assert "--moe-router-pre-softmax" in said(replace(base, model=replace(base.model, moe=raw)))
-    assert "--moe-router-pre-softmax" not in said(
+    assert "--moe-router-pre-softmax" in message(replace(base, model=replace(base.model, moe=raw)))
+    assert "--moe-router-pre-softmax" not in message(
         replace(base, model=replace(base.model, moe=even))
     )
 
@@ -239,8 +239,7 @@ def routed(**fields):
 
 
 def six_of_three(model):
-    """The router of DeepSeek-V2: six experts out of three groups, each rated by its best expert
-    alone."""
+    """Return the model with DeepSeek-V2's router: six experts of three groups."""
     router = replace(model.moe.router, top_k=6, top_groups=3, group_scores=1)
     return replace(model, moe=replace(model.moe, router=router))
 
@@ -292,11 +291,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED]
+    ("options", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED]
 )
-def test_what_megatron_cannot_say_is_refused_with_the_nearest_that_it_can(given, field, nearest):
+def test_what_megatron_cannot_say_is_refused_with_the_nearest_that_it_can(options, field, nearest):
     with pytest.raises(BadInput) as caught:
-        megatron_flags(given)
+        megatron_flags(options)
     (reason,) = caught.value.reasons
     assert str(reason).startswith(f"{field}: Megatron-LM ")
     assert reason.nearest == nearest
@@ -335,13 +334,13 @@ def test_a_name_cannot_leave_its_comment():
 
 
 def test_recompute_of_modules_keeps_their_names():
-    assert said(on_gpus("ep2", 2, base=recomputing(plan())))["--num-experts"] == ("16",)
-    flags = said(on_gpus("recompute=moe+mla_up_proj+shared_experts", 2))
+    assert message(on_gpus("ep2", 2, base=with_recompute(plan())))["--num-experts"] == ("16",)
+    flags = message(on_gpus("recompute=moe+mla_up_proj+shared_experts", 2))
     assert set(flags["--recompute-modules"]) == {"moe", "mla_up_proj", "shared_experts"}
 
 
 def test_context_parallelism_in_two_levels_says_both():
-    flags = said(on_gpus("cp8,cp_comm=a2a+p2p", 8))
+    flags = message(on_gpus("cp8,cp_comm=a2a+p2p", 8))
     assert (flags["--cp-comm-type"], flags["--hierarchical-context-parallel-sizes"]) == (
         ("a2a+p2p",),
         ("2", "4"),
@@ -349,22 +348,24 @@ def test_context_parallelism_in_two_levels_says_both():
 
 
 def test_batches_that_grow_count_in_sequences_and_exclude_steps():
-    """The sample workload runs 60 steps at 16; with 4, 8, 12 over its first 96 sequences they see
-    fewer."""
-    given = PLANS["growing batches"]
-    flags = said(given)
+    """The sample workload runs 60 steps at 16.
+
+    With 4, 8, 12 over its first 96 sequences they see fewer.
+    """
+    options = PLANS["growing batches"]
+    flags = message(options)
     assert flags["--rampup-batch-size"] == ("4", "4", "96")
     assert not {"--train-iters", "--lr-decay-iters", "--lr-warmup-iters"} & set(flags)
-    steps, size, seen = given.workload.steps, given.workload.global_batch, 0
+    steps, size, seen = options.workload.steps, options.workload.global_batch, 0
     for _ in range(steps):
         seen += min(size, 4 + 4 * (seen * 3 // 96)) if seen < 96 else size
     assert flags["--train-samples"] == flags["--lr-decay-samples"] == (str(seen),)
     assert seen < steps * size
-    assert "by sequences, the plan by steps" in render_megatron_script(given)
+    assert "by sequences, the plan by steps" in render_megatron_script(options)
 
 
 def test_fp16_scales_its_loss_as_the_plan_says():
-    flags = said(PLANS["fp16"])
+    flags = message(PLANS["fp16"])
     assert flags["--initial-loss-scale"] == ("65536",)
     assert flags["--loss-scale-window"] == ("1000",)
     assert flags["--hysteresis"] == ("1",)
@@ -372,7 +373,7 @@ def test_fp16_scales_its_loss_as_the_plan_says():
 
 
 def test_balance_losses_are_lists_of_names_and_coefficients():
-    flags = said(PLANS["three balance losses"])
+    flags = message(PLANS["three balance losses"])
     assert flags["--moe-router-load-balancing-type"] == (
         "aux_loss",
         "seq_aux_loss",
@@ -384,22 +385,22 @@ def test_balance_losses_are_lists_of_names_and_coefficients():
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "wanted"),
+    ("device", "precision", "expected"),
     [
         ("H800", Dtype.FP8, ("hybrid", "tensorwise")),
         ("H800", Dtype.MXFP8, ("e4m3", "blockwise")),
         ("GB200", Dtype.MXFP8, ("e4m3", "mxfp8")),
     ],
 )
-def test_narrows_come_with_the_recipe_of_the_device(device, precision, wanted):
+def test_narrows_come_with_the_recipe_of_the_device(device, precision, expected):
     base = on_gpus("ep2", 2)
-    given = replace(
+    options = replace(
         base,
         hardware=catalogue.hardware(f"2x{device}"),
         workload=replace(base.workload, precision=precision),
     )
-    flags = said(given)
-    assert (flags["--fp8-format"], flags["--fp8-recipe"]) == tuple((value,) for value in wanted)
+    flags = message(options)
+    assert (flags["--fp8-format"], flags["--fp8-recipe"]) == tuple((value,) for value in expected)
     assert flags["--bf16"] == ()
 
 

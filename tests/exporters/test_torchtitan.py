@@ -1,5 +1,7 @@
-"""Plans as torchtitan's TOML: its own field names and degrees that multiply to the world; the rest
-refused by name."""
+"""Plans as torchtitan's TOML: its own field names, and degrees that multiply to the world.
+
+What it cannot say is refused by name.
+"""
 
 import tomllib
 from dataclasses import replace
@@ -63,12 +65,12 @@ def planned(text, world=16, name=LLAMA, **work):
     return plan_of(name, parse_layout(text, world_size=world), workload)
 
 
-def written(*given, **more):
-    found = tomllib.loads(render_torchtitan_config(planned(*given, **more)))
+def written(*options, **more):
+    result = tomllib.loads(render_torchtitan_config(planned(*options, **more)))
     assert {
-        section: set(fields) <= KNOWN[section] for section, fields in found.items()
-    } == dict.fromkeys(found, True)
-    parallel = found["parallelism"]
+        section: set(fields) <= KNOWN[section] for section, fields in result.items()
+    } == dict.fromkeys(result, True)
+    parallel = result["parallelism"]
     sizes = (
         "data_parallel_shard",
         "data_parallel_replicate",
@@ -79,19 +81,19 @@ def written(*given, **more):
     product = 1
     for size in sizes:
         product *= parallel[f"{size}_degree"]
-    assert product == planned(*given, **more).layout.world_size
-    return found
+    assert product == planned(*options, **more).layout.world_size
+    return result
 
 
 def test_full_sharding_and_experts_of_data_ranks():
-    found = written("zero3,ep8,mbs2,recompute=full", 16, QWEN)
-    assert found["model"] == {"name": "qwen3", "flavor": "30B-A3B"}
-    parallel = found["parallelism"]
+    result = written("zero3,ep8,mbs2,recompute=full", 16, QWEN)
+    assert result["model"] == {"name": "qwen3", "flavor": "30B-A3B"}
+    parallel = result["parallelism"]
     assert (parallel["data_parallel_shard_degree"], parallel["expert_parallel_degree"]) == (16, 8)
     assert parallel["expert_parallel_comm_backend"] == "standard"
-    assert found["training"]["local_batch_size"] == 2
-    assert found["training"]["global_batch_size"] == 64
-    assert found["activation_checkpoint"]["mode"] == "full"
+    assert result["training"]["local_batch_size"] == 2
+    assert result["training"]["global_batch_size"] == 64
+    assert result["activation_checkpoint"]["mode"] == "full"
 
 
 def test_copies_and_hybrid_shards():
@@ -104,11 +106,11 @@ def test_copies_and_hybrid_shards():
 
 
 def test_a_pipeline_names_the_modules_of_every_stage():
-    found = written("zero3,pp4,vpp2,mbs2,overlap=p2p", 16)
-    parallel = found["parallelism"]
+    result = written("zero3,pp4,vpp2,mbs2,overlap=p2p", 16)
+    parallel = result["parallelism"]
     assert parallel["pipeline_parallel_schedule"] == "Interleaved1F1B"
     assert (
-        found["training"]["local_batch_size"] == 64 // 4
+        result["training"]["local_batch_size"] == 64 // 4
     )  # a rank's whole batch, in micro-batches of 2
     assert parallel["pipeline_parallel_microbatch_size"] == 2
     parts = parallel["module_fqns_per_model_part"]
@@ -123,7 +125,7 @@ def test_a_pipeline_names_the_modules_of_every_stage():
 
 
 def test_what_else_a_job_says():
-    found = written(
+    result = written(
         "zero0,cp2,cp_comm=allgather",
         16,
         steps=900,
@@ -132,20 +134,20 @@ def test_what_else_a_job_says():
         optimizer=OptimizerSpec(lr=1e-4, warmup_steps=10, min_lr_fraction=0.2),
         checkpoint=CheckpointSpec(every_steps=100),
     )
-    assert found["lr_scheduler"] == {
+    assert result["lr_scheduler"] == {
         "warmup_steps": 10,
         "decay_type": "cosine",
         "min_lr_factor": 0.2,
     }
-    assert found["training"]["mixed_precision_param"] == "float32"
-    assert found["parallelism"]["context_parallel_rotate_method"] == "allgather"
-    assert found["checkpoint"] == {
+    assert result["training"]["mixed_precision_param"] == "float32"
+    assert result["parallelism"]["context_parallel_rotate_method"] == "allgather"
+    assert result["checkpoint"] == {
         "enable": True,
         "interval": 100,
         "keep_latest_k": 2,
         "async_mode": "disabled",
     }
-    assert (found["training"]["steps"], found["debug"]["seed"]) == (900, 3)
+    assert (result["training"]["steps"], result["debug"]["seed"]) == (900, 3)
 
 
 def placed(plan):
@@ -188,11 +190,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED]
+    ("options", "field", "nearest"), REFUSED, ids=[field for _, field, _ in REFUSED]
 )
-def test_what_torchtitan_cannot_say_is_refused_by_name(given, field, nearest):
+def test_what_torchtitan_cannot_say_is_refused_by_name(options, field, nearest):
     with pytest.raises(BadInput) as caught:
-        render_torchtitan_config(given)
+        render_torchtitan_config(options)
     reason = caught.value.reasons[0]
     assert (reason.field, reason.nearest) == (field, nearest)
     assert reason.rule.startswith("torchtitan ")

@@ -1,5 +1,4 @@
-"""Whole plans as text: what a change of rules, prices or defaults does to a user's plan is a
-readable difference.
+"""Whole plans as text, so that a change of rules, prices or defaults shows as a readable diff.
 
 To accept a change, write the new text: `moewright <arguments> > tests/golden/<name>.txt`, from the
 repository's root. machine_2cpu.toml is a hardware file that `moewright bench machine` measured on
@@ -39,7 +38,8 @@ CASES = {
         "--on",
         "256xH100",
         "--layout",
-        "ep64,pp4,vpp4,mbs1,recompute=mla_up_proj+moe_act,dispatcher=deepep,layout='Et*3|(tttt|)*14,tt,m,L'",
+        "ep64,pp4,vpp4,mbs1,recompute=mla_up_proj+moe_act,dispatcher=deepep,"
+        "layout='Et*3|(tttt|)*14,tt,m,L'",
     ],
 }
 

@@ -61,7 +61,9 @@ def assert_rounded_once(result: torch.Tensor, wide: torch.Tensor) -> None:
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     x = draw_normal(TOKENS, HIDDEN, dtype=dtype)
     rows = draw_normal(TOKENS * TOP_K, HIDDEN, dtype=dtype)
-    slots = torch.randperm(TOKENS * TOP_K, generator=build_generator(), device="cuda").view(TOKENS, TOP_K)
+    slots = torch.randperm(TOKENS * TOP_K, generator=build_generator(), device="cuda").view(
+        TOKENS, TOP_K
+    )
     tokens = slots.flatten() // TOP_K
     assert torch.equal(FUSED.permute(x, tokens), PLAIN.permute(x, tokens))
     assert_rounded_once(
@@ -120,7 +122,8 @@ def test_half_precision_norms(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_losses(dtype: torch.dtype) -> None:
     """The losses are of a whole vocabulary, and of a part of one whose last columns are padding."""
-    tokens, size = 64, VOCABULARY - 3
+    tokens = 64
+    size = VOCABULARY - 3
     logits = 4 * draw_normal(tokens, VOCABULARY, dtype=dtype)
     grad = draw_normal(tokens)
     targets = torch.randint(0, size, (tokens,), generator=build_generator(), device="cuda")
@@ -158,7 +161,9 @@ def test_times_beside_the_reference(record_property: Callable[[str, object], Non
     spec = RouterSpec(top_k=TOP_K, score=ScoreFunction.SOFTMAX)
     x = draw_normal(TOKENS, HIDDEN, dtype=bf16)
     rows = draw_normal(TOKENS * TOP_K, HIDDEN, dtype=bf16)
-    slots = torch.randperm(TOKENS * TOP_K, generator=build_generator(), device="cuda").view(TOKENS, TOP_K)
+    slots = torch.randperm(TOKENS * TOP_K, generator=build_generator(), device="cuda").view(
+        TOKENS, TOP_K
+    )
     tokens = slots.flatten() // TOP_K
     weight = draw_normal(TOKENS * TOP_K).sigmoid()
     gated = draw_normal(TOKENS * TOP_K, 2 * WIDTH, dtype=bf16)

@@ -1,5 +1,6 @@
-"""One GPU: NCCL over one rank, bf16 held against fp32 on the CPU, and how long the device waits for
-the host.
+"""One GPU: NCCL over one rank, and bf16 against fp32 on the CPU.
+
+Measured too is how long the device waits for the host.
 
 Skipped without a device. Written for torch 2.11 and later.
 """
@@ -17,7 +18,7 @@ import torch
 import layout_proof
 import tiny_jobs
 from benchmarks import overhead
-from layout_proof import WORK, batches
+from layout_proof import WORKLOAD, draw_batches
 from moewright.engine.comm import collectives
 from moewright.engine.kernels.attention import AttentionMask
 from moewright.engine.model.autograd import CausalAttention
@@ -40,84 +41,89 @@ pytestmark = [
 _BF16_EPS = 2.0**-8
 
 
-def first_gradients(plan: Plan, folder: Path, seat: RankContext) -> RankOutcome:
+def first_gradients(plan: Plan, folder: Path, rank_context: RankContext) -> RankOutcome:
     """Leave the loss and gradients of the first step in `folder`."""
-    device = init_distributed(seat)
-    job = build_train_state(
+    device = init_distributed(rank_context)
+    state = build_train_state(
         plan_job(plan),
-        batches(plan.model),
+        draw_batches(plan.model),
         rank=0,
         device=device,
         initial_value=draw_initial_value,
     )
-    found = forward_backward(job, PhaseClock(), step=1)
-    pieces = {piece.name: piece.tensor.double().cpu() for piece in job.optimizer.gradient_shards()}
-    (folder / "found").write_bytes(pickle.dumps((found.loss, pieces)))
+    result = forward_backward(state, PhaseClock(), step=1)
+    gradients = {
+        shard.name: shard.tensor.double().cpu() for shard in state.optimizer.gradient_shards()
+    }
+    (folder / "result").write_bytes(pickle.dumps((result.loss, gradients)))
     collectives.leave_world()
     return RankOutcome.DONE
 
 
-def gradients(
+def run_step(
     precision: Dtype, device: DeviceKind, folder: Path, kernels: FusedKernels = FusedKernels.AUTO
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and gradients with forced experts: rounding sends no token elsewhere."""
     folder.mkdir()
     router = RouterTraining(force=RouterForce.BALANCED)
-    work = replace(WORK, precision=precision, router=router, fused_kernels=kernels)
-    plan = tiny_jobs.plan(work, "mbs4", world_size=1)
+    work = replace(WORKLOAD, precision=precision, router=router, fused_kernels=kernels)
+    plan = tiny_jobs.build_plan(work, "mbs4", world_size=1)
     done = launch(
         partial(first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=device
     )
     assert done is ExitCode.DONE
-    return pickle.loads((folder / "found").read_bytes())
+    return pickle.loads((folder / "result").read_bytes())
+
+
+def assert_rounds_alike(result: torch.Tensor, reference: torch.Tensor, name: str = "") -> None:
+    error = float((result - reference).norm())
+    assert error <= 16 * _BF16_EPS * float(reference.norm()), name
 
 
 def test_bf16_on_the_gpu_is_within_rounding_of_fp32_on_the_cpu(tmp_path: Path) -> None:
-    """A gradient is a product of sums that were rounded a few times on their way: 16 units of bf16
-    hold on a CPU."""
-    loss, wanted = gradients(Dtype.FP32, DeviceKind.CPU, tmp_path / "cpu")
-    found_loss, found = gradients(Dtype.BF16, DeviceKind.CUDA, tmp_path / "gpu")
-    assert found_loss == pytest.approx(loss, rel=4 * _BF16_EPS)
-    assert found.keys() == wanted.keys()
-    for name, reference in wanted.items():
-        assert float((found[name] - reference).norm()) <= 16 * _BF16_EPS * float(
-            reference.norm()
-        ), name
+    """A gradient is a product of sums that were rounded a few times.
+
+    16 units of bf16 hold on a CPU.
+    """
+    loss, references = run_step(Dtype.FP32, DeviceKind.CPU, tmp_path / "cpu")
+    gpu_loss, gradients = run_step(Dtype.BF16, DeviceKind.CUDA, tmp_path / "gpu")
+    assert gpu_loss == pytest.approx(loss, rel=4 * _BF16_EPS)
+    assert gradients.keys() == references.keys()
+    for name, reference in references.items():
+        assert_rounds_alike(gradients[name], reference, name)
 
 
 def test_fused_kernels_have_the_gradients_of_the_reference(tmp_path: Path) -> None:
-    """Both in bf16 on the GPU: they sum in other orders and round at other places."""
+    """Both run in bf16 on the GPU: they sum in other orders and round at other places."""
     pytest.importorskip("triton", reason="needs the package triton")
-    loss, wanted = gradients(Dtype.BF16, DeviceKind.CUDA, tmp_path / "plain", FusedKernels.PLAIN)
-    found_loss, found = gradients(
+    loss, references = run_step(Dtype.BF16, DeviceKind.CUDA, tmp_path / "plain", FusedKernels.PLAIN)
+    gpu_loss, gradients = run_step(
         Dtype.BF16, DeviceKind.CUDA, tmp_path / "triton", FusedKernels.TRITON
     )
-    assert found_loss == pytest.approx(loss, rel=4 * _BF16_EPS)
-    for name, reference in wanted.items():
-        assert float((found[name] - reference).norm()) <= 16 * _BF16_EPS * float(
-            reference.norm()
-        ), name
+    assert gpu_loss == pytest.approx(loss, rel=4 * _BF16_EPS)
+    for name, reference in references.items():
+        assert_rounds_alike(gradients[name], reference, name)
 
 
 def test_windows_and_sinks_on_the_gpu_are_those_of_the_cpu() -> None:
     """The kernel of segments has windows of its own; a CPU masks them."""
-    dice = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(2, 64, heads, 32, generator=dice) for heads in (4, 2, 2, 4))
-    found = []
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 64, heads, 32, generator=generator) for heads in (4, 2, 2, 4))
+    results = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         inputs = [x.to(device, dtype).requires_grad_() for x in (q, k, v, torch.ones(4))]
         out = CausalAttention.apply(*inputs, AttentionMask(window=6), Counters())
         out.backward(grad.to(device, dtype))
-        found.append([x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in inputs))])
-    for wanted, ours in zip(*found, strict=True):
-        assert float((ours - wanted).norm()) <= 16 * _BF16_EPS * float(wanted.norm())
+        results.append([x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in inputs))])
+    for reference, result in zip(*results, strict=True):
+        assert_rounds_alike(result, reference)
 
 
-def all_reduce_over_nccl(path: Path, seat: RankContext) -> RankOutcome:
+def all_reduce_over_nccl(path: Path, rank_context: RankContext) -> RankOutcome:
     """Sum over a group of one rank that NCCL made."""
-    device = init_distributed(seat)
+    device = init_distributed(rank_context)
     collectives.join_world(
-        rank=0, world_size=1, store=seat.open_store(), backend="nccl", timeout_s=60.0
+        rank=0, world_size=1, store=rank_context.open_store(), backend="nccl", timeout_s=60.0
     )
     value = torch.full((3,), 2.0, device=device)
     torch.distributed.all_reduce(value)
@@ -140,7 +146,7 @@ def test_nccl_makes_a_world_of_one(tmp_path: Path) -> None:
 def test_the_gpu_trains_and_its_idle_share_is_measured(
     record_property: pytest.FixtureRequest,
 ) -> None:
-    """The quickstart's model: the device's busy time within a step, and a loss that falls."""
+    """On the quickstart's model: the device's busy time within a step, and a finite loss."""
     device = torch.device("cuda", 0)
     job = overhead.build_state(device)
     losses = [
@@ -164,17 +170,19 @@ def test_the_gpu_trains_and_its_idle_share_is_measured(
 
 
 def test_the_engine_keeps_up_with_a_plain_loop_on_the_gpu() -> None:
-    found = overhead.measure_overhead(torch.device("cuda", 0))
-    assert found.losses[0] == pytest.approx(found.losses[1], rel=1e-3)
-    assert found.ratio >= 0.95
+    measured = overhead.measure_overhead(torch.device("cuda", 0))
+    assert measured.losses[0] == pytest.approx(measured.losses[1], rel=1e-3)
+    assert measured.ratio >= 0.95
 
 
 def test_one_gpu_computes_the_fp32_curve_of_the_cpu(tmp_path: Path) -> None:
-    """In fp32 without TF32 the proof of layouts holds across devices at a hundred times its
-    tolerance."""
-    one = layout_proof.reference(tiny_jobs.MODEL, WORK, 4)
-    work = replace(WORK, seed=one.seed)
-    plan = tiny_jobs.plan(work, "mbs4", world_size=1)
+    """In fp32 without TF32 the proof of layouts holds across devices.
+
+    It does so at a hundred times its tolerance.
+    """
+    reference = layout_proof.run_reference(tiny_jobs.MODEL, WORKLOAD, 4)
+    work = replace(WORKLOAD, seed=reference.seed)
+    plan = tiny_jobs.build_plan(work, "mbs4", world_size=1)
     folder = tmp_path / "gpu"
     folder.mkdir()
     done = launch(
@@ -184,5 +192,5 @@ def test_one_gpu_computes_the_fp32_curve_of_the_cpu(tmp_path: Path) -> None:
         device=DeviceKind.CUDA,
     )
     assert done is ExitCode.DONE
-    loss, _ = pickle.loads((folder / "found").read_bytes())
-    assert loss == pytest.approx(one.seen.sgd.steps[0][0], rel=1e-3)
+    loss, _ = pickle.loads((folder / "result").read_bytes())
+    assert loss == pytest.approx(reference.observation.sgd.steps[0][0], rel=1e-3)

@@ -38,7 +38,7 @@ def test_every_device_is_listed_with_its_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("Qwen3-235B", "nearest legal value: Qwen/Qwen3-235B-A22B"),
         ("qwen3-30b", "nearest legal value: Qwen/Qwen3-30B-A3B"),
@@ -52,10 +52,10 @@ def test_every_device_is_listed_with_its_source() -> None:
         ("missing/config.json", "no such file"),
     ],
 )
-def test_models_that_are_not(name: str, said: str) -> None:
+def test_models_that_are_not(name: str, message: str) -> None:
     with pytest.raises(BadInput) as caught:
         catalogue.model(name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -99,12 +99,12 @@ def test_a_folder_is_a_model(tmp_path: Path) -> None:
     ],
 )
 def test_hardware(text: str, name: str, count: int) -> None:
-    found = catalogue.hardware(text)
-    assert (found.name, found.count) == (name, count)
+    result = catalogue.hardware(text)
+    assert (result.name, result.count) == (name, count)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("0xH800", "nearest legal value: 1xH800"),
         ("-1xH800", "nearest legal value: 1xH800"),
@@ -124,10 +124,10 @@ def test_hardware(text: str, name: str, count: int) -> None:
         ("2xnowhere/machine.toml", "no such file"),
     ],
 )
-def test_hardware_that_is_not(text: str, said: str) -> None:
+def test_hardware_that_is_not(text: str, message: str) -> None:
     with pytest.raises(BadInput) as caught:
         catalogue.hardware(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_every_device_has_rates_and_sources() -> None:

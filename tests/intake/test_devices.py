@@ -56,7 +56,7 @@ def test_every_figure_has_a_source(name: str) -> None:
     device, fabric = catalogue.hardware(name).device, catalogue.hardware(name).fabric
     cited = [device.memory_bytes, device.memory_Bps, *(peak.rate for peak in device.peaks)]
     cited += [fabric.domain_Bps, fabric.network_Bps]
-    assert all(len(one.source) > 10 for one in cited)
+    assert all(len(item.source) > 10 for item in cited)
     assert device.memory_Bps.kind is SourceKind.DATASHEET
 
 

@@ -1,5 +1,4 @@
-"""config.json in and out: families, both dialects, and everything that must be refused in one
-line."""
+"""config.json in and out: families, both dialects, and what must be refused in one line."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def write(folder: Path, config: object) -> Path:
 
 
 def refused(path: Path) -> str:
-    """The one line with which a path is refused, quickly."""
+    """Return the one line with which a path is refused, quickly."""
     start = time.perf_counter()
     with pytest.raises(BadInput) as caught:
         hf.read_config(path)
@@ -220,7 +219,7 @@ def test_harmless_fields_are_ignored_and_unknown_ones_named(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             {"num_experts_per_tok": 17},
@@ -294,14 +293,14 @@ def test_harmless_fields_are_ignored_and_unknown_ones_named(tmp_path: Path) -> N
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
-def test_bad_fields(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_bad_fields(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     text = refused(write(tmp_path, QWEN | change))
-    assert said in text
+    assert message in text
     assert "config.json: " in text
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             {"scoring_func": "softmax"},
@@ -321,8 +320,8 @@ def test_bad_fields(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
-def test_bad_deepseek_fields(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    assert said in refused(write(tmp_path, DEEPSEEK | change))
+def test_bad_deepseek_fields(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    assert message in refused(write(tmp_path, DEEPSEEK | change))
 
 
 def test_absent_fields(tmp_path: Path) -> None:
@@ -344,7 +343,7 @@ def test_head_width_needs_a_divisor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "is not JSON"),
         ("{", "is not JSON"),
@@ -375,8 +374,8 @@ def test_head_width_needs_a_divisor(tmp_path: Path) -> None:
         "digits",
     ],
 )
-def test_malformed_files(tmp_path: Path, content: str, said: str) -> None:
-    assert said in refused(write(tmp_path, content))
+def test_malformed_files(tmp_path: Path, content: str, message: str) -> None:
+    assert message in refused(write(tmp_path, content))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -422,8 +421,7 @@ FIELDS = sorted(
     st.dictionaries(st.sampled_from(FIELDS), JUNK, min_size=1, max_size=3),
 )
 def test_no_value_of_a_field_breaks_the_reader(base: dict[str, Any], junk: dict[str, Any]) -> None:
-    """Whatever stands in a field, the answer is a model whose parameters can be listed, or one
-    BadInput."""
+    """Whatever stands in a field, the answer is a model that can be counted, or one BadInput."""
     try:
         model = hf.parse_config(base | junk, where="config.json", name="fuzz")
     except BadInput:
@@ -436,9 +434,9 @@ def test_no_value_of_a_field_breaks_the_reader(base: dict[str, Any], junk: dict[
     ["attention_value_norm", "rope_local_base_freq", "moe_router_groups_v2", "expert_choice"],
 )
 def test_an_unknown_setting_of_a_part_is_refused(tmp_path: Path, field: str) -> None:
-    said = refused(write(tmp_path, QWEN | {field: 7}))
-    assert field in said
-    assert "asks for what moewright does not model" in said
+    message = refused(write(tmp_path, QWEN | {field: 7}))
+    assert field in message
+    assert "asks for what moewright does not model" in message
 
 
 def test_an_unknown_harmless_field_is_named_and_skipped(

@@ -74,27 +74,27 @@ def test_sections_map_onto_the_workload(tmp_path: Path) -> None:
 
 
 def test_overrides(tmp_path: Path) -> None:
-    given = (
+    options = (
         "train.lr=1e-3",
         "train.precision=fp32",
         "train.steps = 5",
         "checkpoint.keep=4",
         "layout.text=ep1",
     )
-    read = job.read_job(write(tmp_path), given)
+    read = job.read_job(write(tmp_path), options)
     assert read.workload.optimizer.lr == 1e-3
     assert read.workload.precision is Dtype.FP32
     assert (read.workload.steps, read.workload.checkpoint.keep, read.layout_text) == (5, 4, "ep1")
 
 
 def test_keys_of_loss_scaling_and_growing_batches(tmp_path: Path) -> None:
-    given = (
+    options = (
         "train.precision=fp16",
         "train.loss_scale_window=50",
         "train.ramp_start=4",
         "train.ramp_increment=4",
     )
-    work = job.read_job(write(tmp_path), given).workload
+    work = job.read_job(write(tmp_path), options).workload
     assert (work.scaling.loss_scale_window, work.scaling.initial_loss_scale) == (50, 65536.0)
     assert (work.ramp.ramp_start, work.ramp.ramp_increment, work.ramp.ramp_samples) == (4, 4, 0)
 
@@ -108,7 +108,10 @@ def test_least_job_takes_defaults(tmp_path: Path) -> None:
 
 
 def test_layout_keys_become_text(tmp_path: Path) -> None:
-    keys = 'tp = 2\nsp = true\nrecompute = ["moe_act", "layernorm"]\nlayout = "Et*3|(tt|)*29,m|L"\ncapacity = 1.5\n'
+    keys = (
+        'tp = 2\nsp = true\nrecompute = ["moe_act", "layernorm"]\n'
+        'layout = "Et*3|(tt|)*29,m|L"\ncapacity = 1.5\n'
+    )
     read = job.read_job(write(tmp_path, TEXT.replace('text = "ep2,mbs2"\n', keys)))
     assert (
         read.layout_text
@@ -129,7 +132,7 @@ def test_inline_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (
             "steps = 60",
@@ -209,11 +212,11 @@ def test_inline_model(tmp_path: Path) -> None:
         ("[train]", "[[train]]", "quickstart.toml: train: must be a section"),
     ],
 )
-def test_refusals_name_section_and_key(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_refusals_name_section_and_key(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in TEXT
     with pytest.raises(BadInput) as caught:
         job.read_job(write(tmp_path, TEXT.replace(old, new, 1)))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -49,12 +49,14 @@ def back(text, folder, *, world=None, named=None, **environment):
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, tmp_path):
-    """Fingerprints cover model, workload, hardware and layout: a plan that is read back is the
-    plan."""
+    """A plan that is read back is the plan.
+
+    Fingerprints cover model, workload, hardware and layout.
+    """
     layout = parse_layout("tp2,ep4,mbs2" if model(name).moe else "tp2,mbs2", world_size=16)
     plan = plan_of(name, layout, Workload(seq_len=2048, global_batch=64))
-    found = back(render_megatron_script(plan), tmp_path)
-    again = fingerprint(found.model, found.workload, plan.hardware, found.layout)
+    result = back(render_megatron_script(plan), tmp_path)
+    again = fingerprint(result.model, result.workload, plan.hardware, result.layout)
     assert again == fingerprint(plan.model, plan.workload, plan.hardware, plan.layout)
 
 
@@ -68,8 +70,8 @@ def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_fa
         workload = replace(workload, loss=LossSpec(), router=RouterTraining())
     plan = plan_of(name, layout, workload)
     assume(not find_refusals(plan))
-    found = back(render_megatron_script(plan), tmp_path_factory.mktemp("script"))
-    assert (found.model, found.layout, found.workload) == (plan.model, layout, workload)
+    result = back(render_megatron_script(plan), tmp_path_factory.mktemp("script"))
+    assert (result.model, result.layout, result.workload) == (plan.model, layout, workload)
 
 
 def test_what_a_job_says_beyond_a_plan_comes_back_too(tmp_path):
@@ -118,26 +120,27 @@ MOE_ARGS=(--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768)
 MOE_ARGS+=(--moe-grouped-gemm --moe-token-dispatcher-type alltoall)
 run_cmd="torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py $MODEL_ARGS ${MOE_ARGS[*]}
     --tensor-model-parallel-size $TP --expert-model-parallel-size ${EP} --use-distributed-optimizer
-    --micro-batch-size 1 --global-batch-size 256 --bf16 --save $CKPT/$DATE --save-interval 500 $MORE"
+    --micro-batch-size 1 --global-batch-size 256 --bf16 --save $CKPT/$DATE --save-interval 500
+   $MORE"
 echo $run_cmd
 eval ${run_cmd} 2>&1 | tee log.txt
 """
 
 
 def test_a_script_with_arrays_variables_defaults_tests_and_eval(tmp_path):
-    found = back(QWEN, tmp_path, EP="", CKPT="/ckpt")
-    assert found.model == model("Qwen/Qwen3-30B-A3B")
-    assert found.layout == parse_layout(
+    result = back(QWEN, tmp_path, EP="", CKPT="/ckpt")
+    assert result.model == model("Qwen/Qwen3-30B-A3B")
+    assert result.layout == parse_layout(
         "tp2,ep8,etp2", world_size=32
     )  # expert tensor parallelism is tp when not said
     assert any(
-        "so it is the tensor-parallel size: experts are cut in 2" in note for note in found.notes
+        "so it is the tensor-parallel size: experts are cut in 2" in note for note in result.notes
     )
-    assert found.workload.global_batch == 256
-    assert found.workload.seq_len == 4096
-    assert found.workload.optimizer.beta2 == 0.999  # the parser's own default
-    assert found.workload.checkpoint.every_steps == 500
-    one = back(
+    assert result.workload.global_batch == 256
+    assert result.workload.seq_len == 4096
+    assert result.workload.optimizer.beta2 == 0.999  # the parser's own default
+    assert result.workload.checkpoint.every_steps == 500
+    item = back(
         QWEN,
         tmp_path,
         TP="1",
@@ -145,13 +148,13 @@ def test_a_script_with_arrays_variables_defaults_tests_and_eval(tmp_path):
         EP="4",
         MORE="--recompute-granularity full --recompute-method uniform",
     )
-    assert one.layout == parse_layout("ep4,recompute=full", world_size=8)
+    assert item.layout == parse_layout("ep4,recompute=full", world_size=8)
 
 
 def test_the_parsers_own_dispatcher_is_allgather(tmp_path):
-    found = back(QWEN.replace("--moe-token-dispatcher-type alltoall", ""), tmp_path)
-    assert found.layout.dispatcher is DispatcherKind.ALL_GATHER
-    assert any("so it is allgather" in note for note in found.notes)
+    result = back(QWEN.replace("--moe-token-dispatcher-type alltoall", ""), tmp_path)
+    assert result.layout.dispatcher is DispatcherKind.ALL_GATHER
+    assert any("so it is allgather" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,8 @@ PIPELINED = [
     ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 6", "", 2),
     ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3", "", 3),
     (
-        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 9 --decoder-last-pipeline-num-layers 9",
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 9 "
+        "--decoder-last-pipeline-num-layers 9",
         "Et*9|t*15|t*15|t*9L",
         1,
     ),
@@ -193,8 +197,8 @@ PIPELINED = [
 
 @pytest.mark.parametrize(("more", "stages", "vpp"), PIPELINED)
 def test_ways_to_split_layers_over_pipeline_ranks(more, stages, vpp, tmp_path):
-    found = back(QWEN, tmp_path, MORE=f"{more} --global-batch-size 448", NNODES="28")
-    assert (found.layout.stages, found.layout.vpp) == (stages, vpp)
+    result = back(QWEN, tmp_path, MORE=f"{more} --global-batch-size 448", NNODES="28")
+    assert (result.layout.stages, result.layout.vpp) == (stages, vpp)
 
 
 REFUSED = [
@@ -272,9 +276,9 @@ RENAMED = [
 
 @pytest.mark.parametrize(("more", "note"), RENAMED, ids=[more for more, _ in RENAMED])
 def test_what_is_taken_otherwise_than_written_is_said(more, note, tmp_path):
-    found = back(QWEN, tmp_path, MORE=more, QUEUES="32")
-    assert any(note in line for line in found.notes), found.notes
-    assert found.layout.zero == (3 if "zero" in more else 1)
+    result = back(QWEN, tmp_path, MORE=more, QUEUES="32")
+    assert any(note in line for line in result.notes), result.notes
+    assert result.layout.zero == (3 if "zero" in more else 1)
 
 
 def test_hardware_queues_are_held_against_what_overlaps(tmp_path):
@@ -282,7 +286,7 @@ def test_hardware_queues_are_held_against_what_overlaps(tmp_path):
         back(QWEN, tmp_path, MORE="--use-megatron-fsdp")
     notes = [back(QWEN, tmp_path, QUEUES=queues).notes for queues in ("1", "8")]
     assert [
-        any("CUDA_DEVICE_MAX_CONNECTIONS is not 1" in note for note in said) for said in notes
+        any("CUDA_DEVICE_MAX_CONNECTIONS is not 1" in note for note in message) for message in notes
     ] == [False, True]
 
 
@@ -320,11 +324,16 @@ elif [ -z ${SIZE} ]; then
   exit -1
 fi
 if [ $OVERLAP -eq 1 ]; then more=" --sequence-parallel --tp-comm-overlap"; fi
-run="torchrun --nproc_per_node 8 pretrain_qwen.py ${moe_options} $more --num-layers 48 --hidden-size 2048 \\
- --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --swiglu \\
- --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --untie-embeddings-and-output-weights --bf16 \\
- --use-rotary-position-embeddings --rotary-base 1000000 --max-position-embeddings 40960 --seq-length 4096 \\
- --init-method-std 0.008 --micro-batch-size $MBS --tensor-model-parallel-size $TP --save $SAVE --save-interval 9 \\
+run="torchrun --nproc_per_node 8 pretrain_qwen.py ${moe_options} $more --num-layers 48 \\
+   --hidden-size 2048 \\
+ --num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 \\
+   --qk-layernorm --swiglu \\
+ --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear \\
+   --untie-embeddings-and-output-weights --bf16 \\
+ --use-rotary-position-embeddings --rotary-base 1000000 --max-position-embeddings 40960 \\
+   --seq-length 4096 \\
+ --init-method-std 0.008 --micro-batch-size $MBS --tensor-model-parallel-size $TP --save \\
+   $SAVE --save-interval 9 \\
  --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --use-distributed-optimizer"
 eval $run
 """
@@ -333,14 +342,17 @@ eval $run
 def test_arguments_behind_the_script_and_what_it_sets_of_a_known_model(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(ARGUED)
-    found = interpret_launch(
+    result = interpret_launch(
         read_launch(script, {}, ("A3B", "2", "4")), world_size=8, folder=tmp_path
     )
-    assert found.layout == parse_layout("tp4,mbs2,overlap=tp", world_size=8)
-    known = model("Qwen/Qwen3-30B-A3B")
-    assert (found.model.name, found.model.vocab_size) == (known.name, known.vocab_size)
-    assert found.model.initializer_range == 0.008
-    assert (found.model.moe.router.pre_softmax, found.model.moe.router.renormalize) == (True, False)
+    assert result.layout == parse_layout("tp4,mbs2,overlap=tp", world_size=8)
+    legal = model("Qwen/Qwen3-30B-A3B")
+    assert (result.model.name, result.model.vocab_size) == (legal.name, legal.vocab_size)
+    assert result.model.initializer_range == 0.008
+    assert (result.model.moe.router.pre_softmax, result.model.moe.router.renormalize) == (
+        True,
+        False,
+    )
     with pytest.raises(BadInput, match="no command here starts"):  # it exits before
         read_launch(script, {})
 
@@ -356,7 +368,8 @@ SCRIPTS = [
         "must be a whole number",
     ),
     (
-        "torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 1 --seq-length 8\n",
+        "torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py "
+        "--micro-batch-size 1 --seq-length 8\n",
         "model is not in",
     ),
 ]
@@ -368,3 +381,17 @@ def test_scripts_that_cannot_be_read_say_where(script, rule, tmp_path):
         back(script, tmp_path)
     assert rule in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option", ["--pipeline-model-parallel-size", "--micro-batch-size", "--num-attention-heads"]
+)
+def test_a_size_of_zero_is_refused(option, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 64 "
+        "--num-attention-heads 8 --vocab-size 100 --micro-batch-size 1 --seq-length 8 "
+        f"{option} 0\n"
+    )
+    with pytest.raises(BadInput, match="must be at least 1"):
+        interpret_launch(read_launch(script, {}), world_size=8, folder=tmp_path)

@@ -18,15 +18,22 @@ from moewright.spec.plan import Verdict
 from moewright.spec.workload import RouterForce
 
 QWEN3_235B = """
-MODEL="--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 --kv-channels 128
-  --group-query-attention --num-query-groups 4 --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
-  --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 1000000
+MODEL="--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64
+   --kv-channels 128
+  --group-query-attention --num-query-groups 4 --qk-layernorm --normalization RMSNorm
+   --norm-epsilon 1e-6 --swiglu
+  --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
+   --rotary-base 1000000
   --max-position-embeddings 40960 --patch-tokenizer-type Qwen3Tokenizer --extra-vocab-size 293"
-MOE="--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 1536 --moe-grouped-gemm --moe-permute-fusion
-  --moe-router-dtype fp32 --moe-aux-loss-coeff 0.001 --moe-token-dispatcher-type ${DISPATCHER:-alltoall}
+MOE="--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 1536 --moe-grouped-gemm
+   --moe-permute-fusion
+  --moe-router-dtype fp32 --moe-aux-loss-coeff 0.001 --moe-token-dispatcher-type
+   ${DISPATCHER:-alltoall}
   --expert-tensor-parallel-size 1 --expert-model-parallel-size $EP"
-OTHERS="--manual-gc --manual-gc-interval 5 --cross-entropy-fusion-impl te --num-workers 4 --no-mmap-bin-files
-  --no-create-attention-mask-in-dataloader --bf16 --lr 1e-5 --lr-decay-style cosine --train-iters 50"
+OTHERS="--manual-gc --manual-gc-interval 5 --cross-entropy-fusion-impl te --num-workers 4
+   --no-mmap-bin-files
+  --no-create-attention-mask-in-dataloader --bf16 --lr 1e-5 --lr-decay-style cosine
+   --train-iters 50"
 if [ $TP -gt 1 ]; then SP=--sequcen_parallel; fi
 if [ ${VPP:-1} -gt 1 ]; then STAGES="--num-virtual-stages-per-pipeline-rank $VPP"; fi
 case_of=$RECOMPUTE
@@ -38,7 +45,8 @@ elif [ "$case_of" = full ]; then
   AGAIN="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 fi
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,pinned_use_cuda_host_register:True
-torchrun --nnodes 32 --nproc-per-node 8 pretrain_qwen.py $MODEL $MOE $OTHERS $SP $STAGES $AGAIN $MORE \\
+torchrun --nnodes 32 --nproc-per-node 8 pretrain_qwen.py $MODEL $MOE $OTHERS $SP $STAGES \\
+   $AGAIN $MORE \\
   --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --use-distributed-optimizer \\
   --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split \\
   --micro-batch-size ${MBS:-1} --global-batch-size $GBS --seq-length 4096
@@ -97,7 +105,8 @@ SIXTEEN = [
     *(
         (
             f"tp4,ep8,pp8,vpp4,dispatcher=deepep,capacity={capacity},overlap=p2p",
-            f"TP=4 EP=8 PP=8 VPP=4 GBS=2048 DISPATCHER=flex +--moe-expert-capacity-factor {capacity}",
+            f"TP=4 EP=8 PP=8 VPP=4 GBS=2048 DISPATCHER=flex "
+            f"+--moe-expert-capacity-factor {capacity}",
             seconds,
         )
         for capacity, seconds in ((1, 50.81), (2, 51.637), (3, 53.734), (5, 66.337))
@@ -120,17 +129,17 @@ def test_configurations_of_the_guide_go_in_and_out(layout, variables, seconds, t
     plain, _, more = variables.partition("+")
     if "capacity" not in layout:
         more = f"{more} {FORCED}"  # all its other runs force an even load
-    found = job(
+    result = job(
         QWEN3_235B,
         tmp_path,
         world=256,
         MORE=more,
         **dict(pair.split("=") for pair in plain.split()),
     )
-    assert found.layout == parse_layout(layout, world_size=256)
-    assert found.model.name == "Qwen/Qwen3-235B-A22B"
-    assert (found.workload.router.force is RouterForce.BALANCED) == ("capacity" not in layout)
-    plan = build_plan(found.model, found.workload, catalogue.hardware("256xH800"), found.layout)
+    assert result.layout == parse_layout(layout, world_size=256)
+    assert result.model.name == "Qwen/Qwen3-235B-A22B"
+    assert (result.workload.router.force is RouterForce.BALANCED) == ("capacity" not in layout)
+    plan = build_plan(result.model, result.workload, catalogue.hardware("256xH800"), result.layout)
     # The guide ran them all. Every step within a factor of what it measured: the planner's own
     # errors are held to
     # tighter figures elsewhere; a misread script is off by more (capacity runs were not balanced,
@@ -139,9 +148,9 @@ def test_configurations_of_the_guide_go_in_and_out(layout, variables, seconds, t
     assert 0.5 < plan.estimate.step_s / seconds < 1.6 or "capacity" in layout
     again = job(render_megatron_script(plan), tmp_path, world=256)
     assert (again.model, again.workload, again.layout) == (
-        found.model,
-        found.workload,
-        found.layout,
+        result.model,
+        result.workload,
+        result.layout,
     )
 
 
@@ -182,17 +191,18 @@ def test_the_template_is_put_right_one_mistake_after_another(tmp_path):
     (tmp_path / "ds_config.json").write_text(DS_CONFIG % 3)
     assert "DeepSpeed combines ZeRO-3 with no pipeline" in refused(LLAMA_70B, tmp_path)
     (tmp_path / "ds_config.json").write_text(DS_CONFIG % 1)
-    said = refused(LLAMA_70B, tmp_path)
-    assert said == (
-        "--gradient-accumulation-steps=16: 16 x micro-batch 1 x data-parallel 8 = 128, not --global-batch-size 2048; "
+    message = refused(LLAMA_70B, tmp_path)
+    assert message == (
+        "--gradient-accumulation-steps=16: 16 x micro-batch 1 x data-parallel 8 = 128, "
+        "not --global-batch-size 2048; "
         "Megatron-LM derives 2048 / (1 x 8); nearest legal value: 256"
     )
     right = LLAMA_70B.replace(
         "--gradient-accumulation-steps 16", "--gradient-accumulation-steps 256"
     )
-    found = job(right, tmp_path, world=1024, named=catalogue.model("Llama-2-70b"))
-    assert found.layout == parse_layout("tp8,pp16,overlap=grad,dp8", world_size=1024)
-    plan = build_plan(found.model, found.workload, catalogue.hardware("1024xA100"), found.layout)
+    result = job(right, tmp_path, world=1024, named=catalogue.model("Llama-2-70b"))
+    assert result.layout == parse_layout("tp8,pp16,overlap=grad,dp8", world_size=1024)
+    plan = build_plan(result.model, result.workload, catalogue.hardware("1024xA100"), result.layout)
     # 70B over 128 ranks of 80 GB leaves most of each empty. The post promises 150 TFLOP/s a GPU
     # and, beside it, 15K
     # tokens/s for all, which would be 6.
@@ -201,7 +211,7 @@ def test_the_template_is_put_right_one_mistake_after_another(tmp_path):
     assert 1024 * plan.estimate.tokens_per_s_per_device > 10 * 15_000
     again = job(render_megatron_script(plan), tmp_path, world=1024)
     assert (again.model, again.workload, again.layout) == (
-        found.model,
-        found.workload,
-        found.layout,
+        result.model,
+        result.workload,
+        result.layout,
     )

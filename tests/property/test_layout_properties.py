@@ -1,5 +1,7 @@
 """Invariants of grids, stages, timetables and buckets over drawn layouts."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +26,6 @@ from moewright.rules.grid import (
 from moewright.rules.legality import check_legality
 from moewright.rules.micro_batches import micro_batches
 from moewright.rules.schedule import (
-    RowKind,
     bubble_fraction,
     check_schedule,
     max_in_flight,
@@ -40,6 +41,7 @@ from moewright.rules.stages import (
     pipeline_chunks,
     vpp_choices,
 )
+from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import CpComm, Layout, Overlap, Schedule
 from moewright.spec.workload import Workload
 
@@ -74,21 +76,25 @@ def test_groups_partition_the_world(layout: Layout) -> None:
 @given(folded(), st.data())
 def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
-    group = data.draw(
-        st.sampled_from([group for group in sorted(GROUPS) if not {*GROUPS[group]} & HYBRID])
-    )
+    plain_groups = [group for group in sorted(GROUPS) if not {*GROUPS[group]} & HYBRID]
+    group = data.draw(st.sampled_from(plain_groups))
     ranks = group_ranks(layout, group, rank)
     assert rank in ranks
     assert ranks in all_groups(layout, group)
     grids = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
     parts = {"cp": ("cp_a2a", "cp_kv"), "ep": ("ep_near", "ep_far")}
-    own = "expert" if set(GROUPS[group]) - {*grids["dense"], *parts["cp"]} else "dense"
-    whole = "cp" if own == "dense" else "ep"
-    varied = {*GROUPS[group], *(parts[whole] if whole in GROUPS[group] else ())}
-    for axis in (*grids[own], *parts[whole]):
-        if axis != whole or group not in parts[whole]:
-            seen = {coordinate(layout, other, axis) for other in ranks}
-            assert seen == set(range(axis_size(layout, axis))) if axis in varied else len(seen) == 1
+    is_expert = bool(set(GROUPS[group]) - {*grids["dense"], *parts["cp"]})
+    grid = grids["expert" if is_expert else "dense"]
+    divided = "ep" if is_expert else "cp"
+    varied = {*GROUPS[group], *(parts[divided] if divided in GROUPS[group] else ())}
+    for axis in (*grid, *parts[divided]):
+        if axis == divided and group in parts[divided]:
+            continue
+        coordinates = {coordinate(layout, other, axis) for other in ranks}
+        if axis in varied:
+            assert coordinates == set(range(axis_size(layout, axis)))
+        else:
+            assert len(coordinates) == 1
 
 
 @unhurried
@@ -96,29 +102,34 @@ def test_a_group_varies_its_axes_and_no_other(layout: Layout, data: st.DataObjec
 def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(
     layout: Layout, data: st.DataObject
 ) -> None:
-    """What `cut` and `copies` leave to each other is the group that sums the gradients, each rank
-    of it once."""
-    layouts = [replace(layout, zero=3, shard=n) for n in divisors(layout.dp * layout.cp) if n > 1]
-    said = {
-        one.shard: check_legality(moe_model(), Workload(seq_len=64, global_batch=64), one)
-        for one in layouts
-    }
+    """Shard group x replica group is the group that sums the gradients, each rank of it once."""
+    workload = Workload(seq_len=64, global_batch=64)
+    sharded = [replace(layout, zero=3, shard=n) for n in divisors(layout.dp * layout.cp) if n > 1]
     legal = [
-        one for one in layouts if all(reason.field != "layout.shard" for reason in said[one.shard])
+        candidate
+        for candidate in sharded
+        if all(
+            reason.field != "layout.shard"
+            for reason in check_legality(moe_model(), workload, candidate)
+        )
     ]
     assume(legal)
     hybrid = data.draw(st.sampled_from(legal))
     rank = data.draw(st.integers(0, layout.world_size - 1))
     for group in GRADIENT_GROUPS:
-        lies = fsdp_groups(hybrid, group)
-        cut = group_ranks(hybrid, lies.shard_group, rank)
-        across = [other for one in cut for other in group_ranks(hybrid, lies.replica_group, one)]
-        assert sorted(across) == sorted(group_ranks(layout, group, rank))
-        block = hybrid.tp * hybrid.shard
-        assert {one // block for one in cut} == {rank // block}
-        assert len(
-            {one // block for one in across}
-        ) * block * layout.pp == layout.world_size or cut == (rank,)
+        groups = fsdp_groups(hybrid, group)
+        shard_ranks = group_ranks(hybrid, groups.shard_group, rank)
+        all_ranks = [
+            replica
+            for holder in shard_ranks
+            for replica in group_ranks(hybrid, groups.replica_group, holder)
+        ]
+        assert sorted(all_ranks) == sorted(group_ranks(layout, group, rank))
+        block_ranks = hybrid.tp * hybrid.shard
+        assert {holder // block_ranks for holder in shard_ranks} == {rank // block_ranks}
+        blocks = {replica // block_ranks for replica in all_ranks}
+        spans_stage = len(blocks) * block_ranks * layout.pp == layout.world_size
+        assert spans_stage or shard_ranks == (rank,)
 
 
 @unhurried
@@ -135,13 +146,8 @@ def test_every_legal_split_holds_every_layer_once(layers: int, pp: int, vpp: int
             continue
         split = pipeline_chunks(model, chosen)
         assert [layer for chunk in split for layer in chunk.layers] == list(range(layers))
-        assert [
-            sum(chunk.has_embedding for chunk in split),
-            sum(chunk.has_loss for chunk in split),
-        ] == [
-            1,
-            1,
-        ]
+        assert sum(chunk.has_embedding for chunk in split) == 1
+        assert sum(chunk.has_loss for chunk in split) == 1
         assert sum(chunk.mtp_layers for chunk in split) == mtp
         assert [(chunk.vpp_rank, chunk.pp_rank) for chunk in split] == [
             (v, r) for v in range(vpp) for r in range(pp)
@@ -165,7 +171,9 @@ def test_vpp_choices_are_the_legal_ones(layers: int, pp: int, vpp: int, split: E
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[Layout, int]:
-    pp, vpp, m = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 20))
+    pp = draw(st.integers(1, 6))
+    vpp = draw(st.integers(1, 4))
+    m = draw(st.integers(1, 20))
     assume(pp > 1 or vpp == 1)
     group = draw(st.integers(pp, max(pp, m))) if vpp > 1 else 0
     overlap = draw(st.sampled_from([(), (Overlap.EP,)])) if vpp > 1 or pp == 1 else ()
@@ -184,9 +192,8 @@ def test_no_legal_table_deadlocks_or_idles_more_than_the_closed_form(
 ) -> None:
     layout, m = pipeline
     chunk = StageSeconds(forward=times[0], input_backward=times[1], weight_backward=0.0)
-    span = max(
-        row_end_times(layout, timetable(layout, m), [chunk] * (layout.pp * layout.vpp)).values()
-    )
+    chunks = [chunk] * (layout.pp * layout.vpp)
+    span = max(row_end_times(layout, timetable(layout, m), chunks).values())
     busy = m * layout.vpp * sum(times)
     assert abs(1 - busy / span - bubble_fraction(layout, m)) < 1e-12
 
@@ -268,10 +275,10 @@ def layouts(
     layouts(degree, st.sampled_from([0, 1, 6, 16, 64, 256, 10**9])),
     st.sampled_from([0, 24, 256, 2048, 10**9]),
 )
-def test_whatever_is_asked_legality_answers(layout: Layout, batch: int) -> None:
-    """Every refusal names a field and a rule in one line; what is not refused can be split and
-    timed."""
-    model, workload = moe_model(layers=8, shared=64), Workload(seq_len=4096, global_batch=batch)
+def test_legality_answers_for_every_layout(layout: Layout, batch: int) -> None:
+    """A refusal names a field and a rule in one line; what is not refused has a timetable."""
+    model = moe_model(layers=8, shared=64)
+    workload = Workload(seq_len=4096, global_batch=batch)
     reasons = check_legality(model, workload, layout)
     for reason in reasons:
         assert reason.field.split(".")[0] in ("layout", "workload")
@@ -290,7 +297,8 @@ def test_whatever_is_asked_legality_answers(layout: Layout, batch: int) -> None:
     st.sampled_from([4096, 4095]),
 )
 def test_the_nearest_value_named_mends_its_rule(layout: Layout, batch: int, seq_len: int) -> None:
-    model, workload = moe_model(layers=10, shared=64), Workload(seq_len=seq_len, global_batch=batch)
+    model = moe_model(layers=10, shared=64)
+    workload = Workload(seq_len=seq_len, global_batch=batch)
     for reason in check_legality(model, workload, layout):
         owner, name = reason.field.split(".")
         named = re.match(r"(\d+)(?: or (\d+))?(?=$|,)", reason.nearest)

@@ -11,8 +11,8 @@ import pytest
 
 from moewright.calibration.fit import MeasuredRun, PriorCentre, fit_constants, predict_left_out
 from moewright.calibration.fit_inputs import relative_errors, runs_from_rows
-from moewright.calibration.score import MIN_LAYOUTS, rank_correlation
 from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.score import MIN_LAYOUTS, rank_correlation
 from moewright.calibration.table import read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
@@ -33,8 +33,7 @@ def tokens_per_s(row: MeasuredRow, seconds: float) -> float:
 
 
 def test_seed_rows_left_out_one_by_one() -> None:
-    """Qwen3-235B on 256 H800, the 12 balanced lines: error, order, and what the chosen layout
-    loses."""
+    """Qwen3-235B on 256 H800, 12 balanced lines: error, order, and loss of the chosen layout."""
     runs = runs_from_rows(SEED)
     predicted = predict_left_out(runs, lambda run: run.id)
     assert len(runs) == 12
@@ -50,28 +49,30 @@ def test_groups_left_out_one_by_one() -> None:
     group = {row.id: row.group for row in ROWS}
     runs = runs_from_rows(ROWS)
     predicted = predict_left_out(runs, lambda run: group[run.id])
-    off = np.abs(relative_errors(runs, predicted))
+    errors = np.abs(relative_errors(runs, predicted))
     assert len(runs) == 120
-    assert np.median(off) <= 0.05
-    assert np.quantile(off, 0.9) <= 0.18
+    assert np.median(errors) <= 0.05
+    assert np.quantile(errors, 0.9) <= 0.18
     assert np.mean(list(group_order(predicted).values())) >= 0.85
 
 
 def group_order(predicted: tuple[float, ...]) -> dict[tuple[str, str], float]:
-    """Rank correlation over the mean speeds of the layouts of a group, of groups with enough of
-    them."""
+    """Return the rank correlation of the mean speeds of a group's layouts.
+
+    Groups with too few layouts are left out.
+    """
     speeds: dict[tuple[str, str], dict[tuple[Layout, int], list[tuple[float, float]]]] = {}
     for row, run, seconds in zip(ROWS, runs_from_rows(ROWS), predicted, strict=True):
         pair = tokens_per_s(row, seconds), tokens_per_s(row, run.measured_s)
         speeds.setdefault(row.group, {}).setdefault(
             (row.layout, row.workload.global_batch), []
         ).append(pair)
-    found = {}
+    correlations = {}
     for group, layouts in speeds.items():
         if len(layouts) >= MIN_LAYOUTS:
             means = np.array([np.mean(pairs, axis=0) for pairs in layouts.values()])
-            found[group] = rank_correlation(list(means[:, 0]), list(means[:, 1]))
-    return found
+            correlations[group] = rank_correlation(list(means[:, 0]), list(means[:, 1]))
+    return correlations
 
 
 def test_h100_by_constants_of_h800() -> None:
@@ -90,19 +91,23 @@ def test_h100_by_constants_of_h800() -> None:
 
 def test_shipped_constants_on_the_rows_they_were_fitted_to() -> None:
     runs = runs_from_rows(ROWS)
-    off = relative_errors(runs, [run.prepared.step_s(()) for run in runs])
-    assert np.median(np.abs(off)) <= 0.035
-    assert np.mean(np.abs(off)) <= 0.045
-    assert abs(np.mean(off)) <= 0.02
+    errors = relative_errors(runs, [run.prepared.step_s(()) for run in runs])
+    assert np.median(np.abs(errors)) <= 0.035
+    assert np.mean(np.abs(errors)) <= 0.045
+    assert abs(np.mean(errors)) <= 0.02
 
 
-def vtrain() -> tuple[MeasuredRun, ...]:
-    """Dense GPT of vTrain's ground truth: bf16, full recompute, 100 GB/s a node. Sequence
-    parallelism is assumed."""
-    found = []
+def read_vtrain_runs() -> tuple[MeasuredRun, ...]:
+    """Return the dense GPT runs of vTrain's ground truth.
+
+    They are in bf16 with full recompute and 100 GB/s a node; sequence parallelism is assumed.
+    """
+    runs = []
     with (DATA / "vtrain_multinode.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            heads, head_dim, layers = int(row["heads"]), int(row["head_dim"]), int(row["layers"])
+            heads = int(row["heads"])
+            head_dim = int(row["head_dim"])
+            layers = int(row["layers"])
             attention = AttentionSpec(
                 kind=AttentionKind.GQA,
                 heads=heads,
@@ -136,14 +141,14 @@ def vtrain() -> tuple[MeasuredRun, ...]:
             hardware = replace(hardware, fabric=replace(hardware.fabric, network_Bps=network))
             prepared = RepriceableStep(model, work, hardware, layout)
             measured = float(row["step_time_s"])
-            found.append(
+            runs.append(
                 MeasuredRun(id=row["id"], prepared=prepared, hardware=hardware, measured_s=measured)
             )
-    return tuple(found)
+    return tuple(runs)
 
 
 def test_dense_models_on_a100() -> None:
-    runs = vtrain()
+    runs = read_vtrain_runs()
     predicted = predict_left_out(runs, lambda run: run.id, centre=PriorCentre.HARDWARE)
     assert len(runs) == 55
     assert np.mean(np.abs(relative_errors(runs, predicted))) <= 0.10
@@ -156,12 +161,10 @@ def seconds(
     hardware = catalogue.hardware(on)
     work = Workload(seq_len=4096, global_batch=batch)
     layout = parse_layout(text, world_size=hardware.count)
-    found = estimate(catalogue.model("Qwen3-235B-A22B"), work, hardware, layout)
-    return (
-        found.step_s
-        if part is None
-        else next(share.seconds for share in found.shares if share.part is part)
-    )
+    prediction = estimate(catalogue.model("Qwen3-235B-A22B"), work, hardware, layout)
+    if part is None:
+        return prediction.step_s
+    return next(share.seconds for share in prediction.shares if share.part is part)
 
 
 FAR = "tp2,ep32,pp8,vpp4,mbs1,dispatcher=deepep,recompute=select"
@@ -171,19 +174,19 @@ NEAR = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
 def test_the_published_order_of_layouts() -> None:
     """22.4 s, 25.7 s, 27.6 s, and 35.4 and 35.5 s, which lie too close to order."""
     plain = FAR.replace("dispatcher=deepep,", "")
-    first, second, third = (
-        seconds(NEAR),
-        seconds(FAR),
-        seconds("tp2,ep8,pp8,mbs1,recompute=select"),
-    )
+    first = seconds(NEAR)
+    second = seconds(FAR)
+    third = seconds("tp2,ep8,pp8,mbs1,recompute=select")
     assert first < second < min(seconds(plain), seconds("tp4,ep8,pp8,vpp4,mbs1"))
     assert first < third < min(seconds(plain), seconds("tp4,ep8,pp8,vpp4,mbs1"))
     assert 1.2 < seconds(plain) / second < 1.5
 
 
 def test_overlap_of_expert_exchange_turns_the_order() -> None:
-    """EP over four nodes loses to EP in one while its exchange is exposed (25.7 s against 22.4 on
-    H800), and wins when that runs under other work (276 against 200 TFLOP/s on H100)."""
+    """EP over four nodes loses to EP in one while its exchange is exposed, and wins under overlap.
+
+    Exposed: 25.7 s against 22.4 on H800. Overlapped: 276 against 200 TFLOP/s on H100.
+    """
     assert seconds(FAR) > seconds(NEAR)
     assert seconds(f"{FAR},overlap=ep") < seconds(NEAR)
     assert 1.1 < seconds(NEAR, on="256xH100") / seconds(f"{FAR},overlap=ep", on="256xH100") < 1.6
@@ -196,8 +199,10 @@ def test_what_virtual_stages_win() -> None:
 
 
 def test_larger_micro_batches_pay_for_full_recompute() -> None:
-    """+5.4 % and +4.1 % tokens/s at MBS4 and MBS8 against TP2 MBS1 with selective recompute: it
-    saturates."""
+    """+5.4 % and +4.1 % tokens/s at MBS4 and MBS8 against TP2 MBS1 with selective recompute.
+
+    The gain saturates.
+    """
     base = seconds(NEAR)
     four = 2 * base / seconds("tp1,ep8,pp32,vpp3,mbs4,recompute=full", batch=4096)
     eight = 4 * base / seconds("tp1,ep8,pp32,vpp3,mbs8,recompute=full", batch=8192)
@@ -206,9 +211,12 @@ def test_larger_micro_batches_pay_for_full_recompute() -> None:
 
 
 def test_capacity_under_natural_routing() -> None:
-    """Raising the capacity from 1 to 5 cost 23.4 % tokens/s (644.9 to 494.0): what a hot rank may
-    take, it works on."""
-    model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH800")
+    """Raising the capacity from 1 to 5 cost 23.4 % tokens/s (644.9 to 494.0).
+
+    A hot rank computes what it may take.
+    """
+    model = catalogue.model("Qwen3-235B-A22B")
+    hardware = catalogue.hardware("256xH800")
     work = Workload(seq_len=4096, global_batch=2048, routing=Routing.LEARNED, load_factor=2.0)
     times = [
         estimate(
@@ -223,7 +231,8 @@ def test_capacity_under_natural_routing() -> None:
 
 def test_a_hot_rank_costs_what_its_rows_cost() -> None:
     """Skew moves rows and bytes of the expert block, and nothing else."""
-    model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH800")
+    model = catalogue.model("Qwen3-235B-A22B")
+    hardware = catalogue.hardware("256xH800")
     layout = parse_layout(NEAR, world_size=256)
     even = Workload(seq_len=4096, global_batch=2048)
 
@@ -233,7 +242,8 @@ def test_a_hot_rank_costs_what_its_rows_cost() -> None:
             share.part: share.seconds for share in estimate(model, work, hardware, layout).shares
         }
 
-    flat, hot = parts(0.0), parts(1.0)
+    flat = parts(0.0)
+    hot = parts(1.0)
     assert hot[TimePart.ATTENTION] == flat[TimePart.ATTENTION]
     assert hot[TimePart.TP_COMM] == flat[TimePart.TP_COMM]
     for part in (TimePart.EXPERTS, TimePart.EP_COMM):

@@ -1,5 +1,4 @@
-"""Published memory: a table of measured peaks, a printed breakdown, and peaks and verdicts of many
-stacks.
+"""Published memory: tables of measured peaks, a printed breakdown, and out-of-memory statements.
 
 Sources in data/README.md. Bars: the B200 table within 3 % (and 10 % of what is not states), printed
 components within 5 %, the median error of measured peaks at most 8 %, and never "fits" for a run
@@ -39,35 +38,36 @@ NAMES = {
 }
 
 
-def rows_of(name: str) -> list[dict[str, str]]:
+def read_rows(name: str) -> list[dict[str, str]]:
     with (DATA / name).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def cut(row: dict[str, str]) -> ModelSpec:
-    """The catalogue's model with the layers, heads and vocabulary of the table."""
+def shrink_model(row: dict[str, str]) -> ModelSpec:
+    """Return the catalogue's model with the layers, heads and vocabulary of the table."""
     base = catalogue.model(NAMES[row["model"].split()[0]])
-    layers, dense = int(row["layers"]), int(row["dense_layers"])
+    layers = int(row["layers"])
+    dense_layers = int(row["dense_layers"])
     attention = base.attention
     if attention.kind is AttentionKind.GQA:
         attention = replace(attention, heads=int(row["heads"]), kv_heads=int(row["kv_heads"]))
-    moe_layers = tuple(layer >= dense for layer in range(layers))
+    moe_layers = tuple(layer >= dense_layers for layer in range(layers))
     changed = replace(base, layers=layers, moe_layers=moe_layers, mtp_layers=0, attention=attention)
     return replace(changed, vocab_size=int(row["vocab"]))
 
 
-@pytest.mark.parametrize("row", rows_of("simumax_b200_memory.csv"), ids=lambda row: row["id"])
+@pytest.mark.parametrize("row", read_rows("simumax_b200_memory.csv"), ids=lambda row: row["id"])
 def test_allocated_peaks_on_b200(row: dict[str, str]) -> None:
     text = f"tp{row['tp']},pp{row['pp']},cp{row['cp']},ep{row['ep']},mbs{row['mbs']}"
     text += ",cp_comm=a2a" if row["cp"] != "1" else ""
     text += ",capacity1.0" if row["experts"] else ""
     workload = Workload(seq_len=int(row["seq"]), global_batch=int(row["gbs"]))
-    found = estimate(
-        cut(row), workload, catalogue.hardware("8xB200"), parse_layout(text, world_size=8)
-    )
-    memory = found.ledgers[found.peak_rank].memory
-    allocated = sum(one.bytes for one in memory if one.component not in BEYOND) / GIB
-    states = sum(one.bytes for one in memory if one.component in STATES) / GIB
+    hardware = catalogue.hardware("8xB200")
+    layout = parse_layout(text, world_size=8)
+    prediction = estimate(shrink_model(row), workload, hardware, layout)
+    memory = prediction.ledgers[prediction.peak_rank].memory
+    allocated = sum(line.bytes for line in memory if line.component not in BEYOND) / GIB
+    states = sum(line.bytes for line in memory if line.component in STATES) / GIB
     measured = float(row["peak_memory_gib"])
     assert allocated == pytest.approx(measured, rel=0.03)
     assert allocated - states == pytest.approx(measured - states, rel=0.10)
@@ -77,7 +77,7 @@ def test_allocated_peaks_on_b200(row: dict[str, str]) -> None:
 def deepseek(
     extra: str = "", precision: Dtype = Dtype.BF16, moments: Dtype = Dtype.FP32
 ) -> Estimate:
-    """arXiv 2603.07685, table 3: PP4 VPP4 EP64 on 256 devices."""
+    """Estimate table 3 of arXiv 2603.07685: PP4 VPP4 EP64 on 256 devices."""
     text = f"pp4,vpp4,ep64,layout='Etttt|(tttt|)*14tmL'{extra}"
     work = Workload(
         seq_len=4096,
@@ -91,38 +91,46 @@ def deepseek(
     )
 
 
-def held(found: Estimate, *components: Component) -> float:
-    """GiB on pipeline rank 2, a middle rank: it holds the 60 layer-micro-batches that reproduce the
-    printed lines."""
-    return sum(row.bytes for row in found.ledgers[2].memory if row.component in components) / GIB
+def component_gib(prediction: Estimate, *components: Component) -> float:
+    """Return the GiB of some components on pipeline rank 2.
+
+    It is a middle rank, with the 60 layer-micro-batches that reproduce the printed lines.
+    """
+    memory = prediction.ledgers[2].memory
+    return sum(row.bytes for row in memory if row.component in components) / GIB
 
 
-def freed(policies: str) -> float:
-    """GiB that recompute adds to the activations of the run that the paper's table 4 starts from,
-    in FP8."""
-    after, before = deepseek(f",recompute={policies}", Dtype.FP8), deepseek(precision=Dtype.FP8)
-    return held(after, Component.ACTIVATIONS) - held(before, Component.ACTIVATIONS)
+def recompute_change_gib(policies: str) -> float:
+    """Return the GiB that recompute adds to the activations of an FP8 run.
+
+    The run is the one that the paper's table 4 starts from.
+    """
+    after = deepseek(f",recompute={policies}", Dtype.FP8)
+    before = deepseek(precision=Dtype.FP8)
+    change = component_gib(after, Component.ACTIVATIONS)
+    return change - component_gib(before, Component.ACTIVATIONS)
 
 
 def test_printed_breakdown_of_deepseek_v3() -> None:
-    printed = {row["id"]: float(row["value"]) for row in rows_of("memory_deepseek_v3.csv")}
+    printed = {row["id"]: float(row["value"]) for row in read_rows("memory_deepseek_v3.csv")}
     base = deepseek()
     in_fp8 = deepseek(precision=Dtype.FP8)
     # Activations are printed with the older permutation, whose saving is printed too. The
-    # recomputed lines are those of
-    # the FP8 run: SwiGLU's output is kept in one byte, the two norms' in 2 x 1 and 2 + 1 bytes.
+    # recomputed lines are those of the FP8 run: SwiGLU's output is kept in one byte, the outputs of
+    # the two norms in 2 x 1 and 2 + 1 bytes.
     expected = {
-        "mem-001": held(base, Component.WEIGHTS, Component.GRADIENTS),
-        "mem-002": held(base, Component.MASTER, Component.MOMENTS),
-        "mem-003": held(base, Component.ACTIVATIONS) - printed["mem-009"],
-        "mem-004": held(base, *STATES, Component.ACTIVATIONS) - printed["mem-009"],
-        "mem-005": freed("mla_up_proj"),
-        "mem-006": freed("moe_act"),
-        "mem-007": freed("layernorm"),
-        "mem-008": freed("mla_up_proj+moe_act+layernorm"),
-        "mem-010": held(in_fp8, Component.ACTIVATIONS) - held(base, Component.ACTIVATIONS),
-        "mem-011": held(deepseek(moments=Dtype.BF16), Component.MOMENTS)
-        - held(base, Component.MOMENTS),
+        "mem-001": component_gib(base, Component.WEIGHTS, Component.GRADIENTS),
+        "mem-002": component_gib(base, Component.MASTER, Component.MOMENTS),
+        "mem-003": component_gib(base, Component.ACTIVATIONS) - printed["mem-009"],
+        "mem-004": component_gib(base, *STATES, Component.ACTIVATIONS) - printed["mem-009"],
+        "mem-005": recompute_change_gib("mla_up_proj"),
+        "mem-006": recompute_change_gib("moe_act"),
+        "mem-007": recompute_change_gib("layernorm"),
+        "mem-008": recompute_change_gib("mla_up_proj+moe_act+layernorm"),
+        "mem-010": component_gib(in_fp8, Component.ACTIVATIONS)
+        - component_gib(base, Component.ACTIVATIONS),
+        "mem-011": component_gib(deepseek(moments=Dtype.BF16), Component.MOMENTS)
+        - component_gib(base, Component.MOMENTS),
     }
     for name, value in expected.items():
         assert value == pytest.approx(printed[name], rel=0.05), name
@@ -145,8 +153,11 @@ def test_out_of_memory_is_never_said_to_fit_nor_a_run_to_be_impossible(peaks: Sc
 
 
 def test_statements_of_out_of_memory_are_judged_at_what_needs_least(peaks: Score) -> None:
-    """A statement leaves much open. TP1 without recompute fits at no PP and EP, and Llama3-8x70B in
-    TP8 EP8 at nothing; VPP at PP8 is out by less than the spread at 12 chunks a rank."""
+    """A statement leaves much open, so it is judged at the least that it may mean.
+
+    TP1 without recompute fits at no PP and EP, and Llama3-8x70B in TP8 EP8 at nothing; VPP at PP8
+    is out by less than the spread at 12 chunks a rank.
+    """
     stated = {row.id: row for row in peaks.rows if row.measured_oom}
     assert len(stated) >= 10
     assert peaks.summary.memory.out_of_memory == len(stated)
@@ -163,14 +174,15 @@ def test_what_cannot_be_scored_says_why(peaks: Score) -> None:
     skipped = {row.id: row.skipped for row in peaks.rows if row.skipped}
     assert "hybrid Mamba-2" in skipped["skill-027"]
     assert "is no policy of modules" in skipped["fp8flow-048"]
-    assert len(peaks.rows) == len(rows_of("measured_peaks.csv"))
+    assert len(peaks.rows) == len(read_rows("measured_peaks.csv"))
 
 
 @pytest.mark.parametrize(("offload", "printed_gb"), [("", 169), (",offload=expert_fc1", 151)])
 def test_peaks_with_and_without_offloaded_expert_inputs(offload: str, printed_gb: float) -> None:
-    """mem-014 and -015 (table 5; PP8 VPP4 EP32, MXFP8), in decimal GB. Recompute, moments, primary
-    weights and the offloaded modules are not printed: read as none, and as Megatron-LM's recipe of
-    DeepSeek-V3 on GB200 has the rest.
+    """mem-014 and -015 (table 5; PP8 VPP4 EP32, MXFP8), in decimal GB.
+
+    Recompute, moments, primary weights and the offloaded modules are not printed: recompute is read
+    as none, and the rest as Megatron-LM's recipe of DeepSeek-V3 on GB200 has it.
     """
     hardware = catalogue.hardware("256xGB200")
     recipe = [
@@ -190,9 +202,8 @@ def test_peaks_with_and_without_offloaded_expert_inputs(offload: str, printed_gb
     )
     layout = parse_layout(f"pp8,vpp4,ep32,layout='Et|(tt|)*29tt|mL'{offload}", world_size=256)
     constants = (*hardware.constants, *recipe)
-    found = estimate(
-        catalogue.model("DeepSeek-V3"), work, replace(hardware, constants=constants), layout
-    )
-    memory = found.ledgers[found.peak_rank].memory
-    allocated = sum(one.bytes for one in memory if one.component not in BEYOND)
+    hardware = replace(hardware, constants=constants)
+    prediction = estimate(catalogue.model("DeepSeek-V3"), work, hardware, layout)
+    memory = prediction.ledgers[prediction.peak_rank].memory
+    allocated = sum(line.bytes for line in memory if line.component not in BEYOND)
     assert allocated / GB == pytest.approx(printed_gb, rel=0.05)

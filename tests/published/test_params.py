@@ -1,5 +1,4 @@
-"""Parameter counts and FLOPs of every catalogue model against published and independently computed
-figures."""
+"""Parameter counts and FLOPs of every catalogue model against published and independent figures."""
 
 from __future__ import annotations
 
@@ -73,7 +72,8 @@ def test_counts(row: dict[str, str]) -> None:
 )
 def test_published_totals(row: dict[str, str]) -> None:
     counted = parameters.count_parameters(catalogue.model(row["model"]))
-    total, active = float(row["published_total_b"]) * 1e9, float(row["published_active_b"]) * 1e9
+    total = float(row["published_total_b"]) * 1e9
+    active = float(row["published_active_b"]) * 1e9
     assert counted.total == pytest.approx(total, rel=PUBLISHED_TOTAL.get(row["model"], 0.0075))
     nearest = min(
         abs(counted.active / active - 1), abs(counted.active_without_embedding / active - 1)
@@ -82,8 +82,7 @@ def test_published_totals(row: dict[str, str]) -> None:
 
 
 def test_published_mtp_total() -> None:
-    """DeepSeek-V3's checkpoint of 685B repeats embedding and head in the MTP module (2 x
-    0.927B)."""
+    """DeepSeek-V3's checkpoint of 685B repeats embedding and head in the MTP module: 2 x 0.927B."""
     counted = parameters.count_parameters(catalogue.model("DeepSeek-V3"))
     assert counted.total + counted.mtp + 2 * counted.embedding == pytest.approx(685e9, rel=1e-3)
 
@@ -108,7 +107,9 @@ def test_flops_per_token(row: dict[str, str]) -> None:
 
 
 def test_windowed_flops_of_gpt_oss() -> None:
-    """Megatron-Bridge from 26.06 on counts three matrices and the window: 32.63 GFLOP per token at
-    4096."""
+    """Megatron-Bridge from 26.06 on counts three matrices and the window.
+
+    That is 32.63 GFLOP per token at 4096.
+    """
     per_token = flops.model_flops_per_token(catalogue.model("gpt-oss-120b"), 4096)
     assert per_token / 1e9 == pytest.approx(32.63, rel=EXACT)

@@ -1,8 +1,7 @@
-"""Step times of Qwen3-235B on 256 H800 with balanced routing: 12 lines of the Pai-Megatron-Patch
-MoE guide.
+"""Step times of Qwen3-235B on 256 H800 with balanced routing.
 
-The shipped constants are a fit of a larger published set that has these lines too; test_fit_time
-leaves them out.
+They are 12 lines of the Pai-Megatron-Patch MoE guide. The shipped constants are a fit of a larger
+published set that has these lines too; test_fit_time leaves them out.
 """
 
 from __future__ import annotations
@@ -16,20 +15,25 @@ from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.spec.workload import Workload
 
-SEQ_LEN, WORLD = 4096, 256
+SEQ_LEN = 4096
+WORLD = 256
 
 
 def test_order_and_error() -> None:
     with (Path(__file__).parent / "data" / "seed0.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware(f"{WORLD}xH800")
-    predicted, measured, errors = [], [], []
+    model = catalogue.model("Qwen3-235B-A22B")
+    hardware = catalogue.hardware(f"{WORLD}xH800")
+    predicted = []
+    measured = []
+    errors = []
     for row in rows:
         work = Workload(seq_len=SEQ_LEN, global_batch=int(row["global_batch"]))
-        found = estimate(model, work, hardware, parse_layout(row["layout"], world_size=WORLD))
+        layout = parse_layout(row["layout"], world_size=WORLD)
+        prediction = estimate(model, work, hardware, layout)
         measured.append(int(row["global_batch"]) * SEQ_LEN / WORLD / float(row["step_s"]))
-        predicted.append(found.tokens_per_s_per_device)
-        errors.append(abs(found.step_s / float(row["step_s"]) - 1))
+        predicted.append(prediction.tokens_per_s_per_device)
+        errors.append(abs(prediction.step_s / float(row["step_s"]) - 1))
     assert len(rows) == 12
     assert sum(errors) / len(errors) < 0.05
     assert max(errors) < 0.12

@@ -28,7 +28,7 @@ PLAIN = "tp2,ep8,pp8,mbs1,recompute=select"
 def seconds(
     text: str, *, model: str = "Qwen3-235B-A22B", on: str = "256xH800", batch: int = 2048
 ) -> float:
-    """Of a step at 4096 tokens."""
+    """Return the seconds of a step at 4096 tokens."""
     hardware = catalogue.hardware(on)
     layout = parse_layout(text, world_size=hardware.count)
     return estimate(
@@ -73,19 +73,19 @@ def test_replaying_the_experts_instead_of_cutting_the_layer() -> None:
 def test_whole_experts_beat_cut_ones() -> None:
     """Mixtral 8x7B: EP8 with ETP1 against EP4 with ETP2."""
     for tp in (1, 2):
-        whole, cut = (
+        whole, sharded = (
             seconds(
                 f"tp{tp},pp4,mbs1,{experts}", model="Mixtral-8x7B-v0.1", on="128xH100", batch=256
             )
             for experts in ("ep8", "ep4,etp2")
         )
-        assert whole < cut
+        assert whole < sharded
 
 
 def test_replaying_attention_costs_more_the_longer_the_sequence() -> None:
-    """Worth it at no length, and least at 64K and more, where it is more than a tenth of the
-    step."""
-    model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH100")
+    """It is worth it at no length, and least at 64K, where it is over a tenth of the step."""
+    model = catalogue.model("Qwen3-235B-A22B")
+    hardware = catalogue.hardware("256xH100")
 
     def step(seq_len: int, recompute: str) -> float:
         text = f"tp4,cp4,ep8,pp8,vpp4,mbs1,dispatcher=deepep,recompute={recompute}"
@@ -99,7 +99,7 @@ def test_replaying_attention_costs_more_the_longer_the_sequence() -> None:
 
 def test_the_best_published_layout_is_among_the_best_predicted() -> None:
     """TP1, PP32, VPP3, MBS4 with full recompute; the second lies 1.3 % behind it."""
-    found = {
+    batches = {
         "tp1,ep8,pp32,vpp3,mbs4,recompute=full": 4096,
         "tp1,ep8,pp32,vpp3,mbs8,recompute=full": 8192,
         "tp2,ep8,pp32,vpp3,mbs4,recompute=full": 4096,
@@ -107,7 +107,7 @@ def test_the_best_published_layout_is_among_the_best_predicted() -> None:
         NEAR: 2048,
         PLAIN: 2048,
     }
-    speeds = {text: batch / seconds(text, batch=batch) for text, batch in found.items()}
+    speeds = {text: batch / seconds(text, batch=batch) for text, batch in batches.items()}
     best = max(speeds.values())
     assert speeds["tp1,ep8,pp32,vpp3,mbs4,recompute=full"] > best / 1.03
     assert max(speeds[text] for text in (NEAR, PLAIN)) < best
@@ -131,49 +131,52 @@ TERMS = {
 
 
 @cache
-def explained(term: str) -> float:
-    """Mean error over one row of each layout, by constants fitted to them; without the term unless
-    it is ""."""
-    held = tuple(
+def fitted_error(term: str) -> float:
+    """Return the mean error over one row of each layout, by constants fitted to these rows.
+
+    The model is without `term`, unless that is "".
+    """
+    without_term = tuple(
         Constant(name=name, value=Sourced(value=value, kind=SourceKind.ASSUMED, source="left out"))
         for name, value in TERMS.get(term, {}).items()
     )
-    once = {(row.group, row.layout): row for row in ROWS if row.model.moe}.values()
+    row_by_layout = {(row.group, row.layout): row for row in ROWS if row.model.moe}.values()
     runs = runs_from_rows(
         [
-            replace(row, hardware=replace(row.hardware, constants=(*row.hardware.constants, *held)))
-            for row in once
+            replace(
+                row,
+                hardware=replace(row.hardware, constants=(*row.hardware.constants, *without_term)),
+            )
+            for row in row_by_layout
         ]
     )
-    found = fit_constants(
-        runs,
-        free_constants=tuple(one for one in FREE_CONSTANTS if one.name not in TERMS.get(term, {})),
-    )
-    predicted = [run.prepared.step_s(found.constants_for(run.hardware)) for run in runs]
+    free = tuple(free for free in FREE_CONSTANTS if free.name not in TERMS.get(term, {}))
+    fit = fit_constants(runs, free_constants=free)
+    predicted = [run.prepared.step_s(fit.constants_for(run.hardware)) for run in runs]
     return float(np.mean(np.abs(relative_errors(runs, predicted))))
 
 
 @pytest.mark.parametrize("term", TERMS)
 def test_every_main_term_earns_its_place(term: str) -> None:
-    """Without it, and with all other constants fitted anew, the rows are explained worse by a fifth
-    and more."""
-    assert explained(term) > 1.2 * explained("")
+    """Without it, and with all other constants refitted, the error is a fifth larger or more."""
+    assert fitted_error(term) > 1.2 * fitted_error("")
 
 
 def test_named_fixed_costs_are_told_apart() -> None:
-    """Graphs, plain all-to-all and more micro-batches move the host part, and nothing else grows
-    with it."""
-    model, hardware = catalogue.model("Qwen3-235B-A22B"), catalogue.hardware("256xH100")
+    """Graphs, plain all-to-all and more micro-batches move the host part alone."""
+    model = catalogue.model("Qwen3-235B-A22B")
+    hardware = catalogue.hardware("256xH100")
 
     def host_s(text: str) -> float:
         layout = parse_layout(f"tp1,ep8,pp32,vpp3,{text}", world_size=256)
-        found = estimate(model, Workload(seq_len=4096, global_batch=2048), hardware, layout)
-        return next((share.seconds for share in found.shares if share.part is TimePart.HOST), 0.0)
+        workload = Workload(seq_len=4096, global_batch=2048)
+        shares = estimate(model, workload, hardware, layout).shares
+        return next((share.seconds for share in shares if share.part is TimePart.HOST), 0.0)
 
-    eager, graphed, whole = (
+    eager, partly_captured, fully_captured = (
         host_s(f"mbs1{graphs}")
         for graphs in ("", ",graphs=attn+moe_router", ",graphs=full,dispatcher=hybridep")
     )
-    assert eager > graphed > whole
+    assert eager > partly_captured > fully_captured
     assert host_s("mbs1") > host_s("mbs1,dispatcher=deepep")
     assert host_s("mbs1") > 2 * host_s("mbs4")

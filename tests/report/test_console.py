@@ -7,7 +7,7 @@ from moewright.report.console import format_flops, make_console, print_estimate,
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
-from sample_run import estimate, ledger, plan, recomputing
+from sample_run import estimate, ledger, plan, with_recompute
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def too_large(base):
 
 
 def test_piped_plans_are_plain_text_of_at_most_120_columns(out):
-    plans = (plan(1.25), recomputing(plan(1.5)), too_large(plan(2.0, ep=1, zero=0)))
+    plans = (plan(1.25), with_recompute(plan(1.5)), too_large(plan(2.0, ep=1, zero=0)))
     rejected = (("experts % ep == 0", 12), ("memory above capacity", 3456))
     print_plans(
         make_console(out),

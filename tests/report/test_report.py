@@ -9,7 +9,7 @@ from moewright.diagnosis.engine_run import diagnose_run
 from moewright.report.report_page import render_report, write_report
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component
-from sample_run import counted, ledger, record
+from sample_run import counted_ledger, ledger, record
 
 SECTIONS = (
     "verdict",
@@ -27,7 +27,7 @@ SECTIONS = (
 
 def render_page(run, comparisons=None):
     if comparisons is None:
-        comparisons = [compare_ledgers(ledger(rank), counted(rank)) for rank in (0, 1)]
+        comparisons = [compare_ledgers(ledger(rank), counted_ledger(rank)) for rank in (0, 1)]
     return render_report(run, comparisons, diagnose_run(run))
 
 
@@ -62,7 +62,7 @@ def test_page_asks_for_nothing_from_outside(page):
 
 
 def test_every_compared_line_stands_in_the_page(page):
-    comparison = compare_ledgers(ledger(0), counted(0))
+    comparison = compare_ledgers(ledger(0), counted_ledger(0))
     table = page[page.index("<summary>Rank 0") : page.index("<summary>Rank 1")]
     assert table.count('class="state"') == len(comparison.lines)
     assert table.count(">equal<") == sum(
@@ -76,7 +76,7 @@ def test_every_compared_line_stands_in_the_page(page):
 def test_a_broken_promise_is_marked_in_text_and_colour_and_in_the_verdict():
     short = replace(ledger(1), comm=ledger(1).comm[1:])
     page = render_page(
-        record(), [compare_ledgers(ledger(0), counted(0)), compare_ledgers(short, counted(1))]
+        record(), [compare_ledgers(ledger(0), counted_ledger(0)), compare_ledgers(short, counted_ledger(1))]
     )
     assert '<section id="verdict" class="bad">' in page
     assert "the ledger differs on 1 of 2 ranks" in find_sentence(page)
@@ -89,10 +89,10 @@ def test_a_broken_promise_is_marked_in_text_and_colour_and_in_the_verdict():
 
 def test_activations_out_of_bound_leave_the_ledger_exact_but_the_verdict_bad():
     rows = []
-    for row in counted(0).memory:
+    for row in counted_ledger(0).memory:
         factor = 2 if row.component is Component.ACTIVATIONS else 1
         rows.append(replace(row, bytes=factor * row.bytes))
-    doubled = replace(counted(0), memory=tuple(rows))
+    doubled = replace(counted_ledger(0), memory=tuple(rows))
     page = render_page(record(), [compare_ledgers(ledger(0), doubled)])
     assert "saved activations exceed 3% on 1 of 1 ranks" in find_sentence(page)
     assert "the ledger differs" not in page

@@ -11,11 +11,11 @@ from moewright.codec import parse_layout
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.legality import check_legality
 from moewright.spec.workload import DataSpec, Dtype
-from tiny_jobs import MODEL, workload
+from tiny_jobs import MODEL, build_workload
 
 
 def refusals(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
-    work = workload(DataSpec(), precision=precision)
+    work = build_workload(DataSpec(), precision=precision)
     chosen = parse_layout(layout, world_size=8)
     assert not check_legality(MODEL, work, chosen)
     return [str(reason) for reason in unsupported_layout(chosen, model=MODEL, workload=work)]
@@ -65,7 +65,7 @@ def test_what_is_not_built_is_refused() -> None:
     ],
 )
 def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
-    work = workload(DataSpec(), load_histogram=((1,) * 8,) * 2)
+    work = build_workload(DataSpec(), load_histogram=((1,) * 8,) * 2)
     chosen = parse_layout(f"ep4,expert_placement=balanced,spare1,{more}", world_size=8)
     assert not check_legality(MODEL, work, chosen)
     (reason,) = unsupported_layout(chosen, model=MODEL, workload=work)

@@ -9,7 +9,7 @@ from moewright.rules.schedule import max_in_flight, timetable
 from moewright.rules.stages import stage_position
 from moewright.rules.timetable_row import RowKey, RowKind
 from moewright.spec.layout import Layout
-from pipeline_tables import tables
+from pipeline_tables import legal_layouts
 
 
 def run_actions(layout: Layout, actions: list[tuple[PipelineAction, ...]]) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def run_actions(layout: Layout, actions: list[tuple[PipelineAction, ...]]) -> tu
 @pytest.mark.parametrize(("pp", "most"), [(2, 9), (3, 8), (4, 9), (5, 11)])
 def test_no_table_deadlocks_and_messages_meet_their_rows(pp: int, most: int) -> None:
     count = 0
-    for layout, m in tables(pp, most):
+    for layout, m in legal_layouts(pp, most):
         table = timetable(layout, m)
         actions = [pipeline_actions(layout, table, rank) for rank in range(pp)]
         messages = max(run_actions(layout, actions))

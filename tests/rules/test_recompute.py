@@ -46,7 +46,7 @@ def test_experts_are_the_largest_share() -> None:
 
 
 def test_deepseek_v3_published_breakdown() -> None:
-    """arXiv 2603.07685: 60 layer-micro-batches on a rank of PP4 VPP4 EP64.
+    """See arXiv 2603.07685: 60 layer-micro-batches on a rank of PP4 VPP4 EP64.
 
     It prints 131 GiB with the older permutation, which keeps 26.3 GiB more, and 30.4 GiB freed by
     the up-projections.
@@ -154,7 +154,7 @@ def test_full_keeps_only_the_layer_input_and_the_choice() -> None:
 
 
 def test_axes_divide_the_activations_or_leave_them() -> None:
-    """docs/formulas.md 5: balanced EP keeps the activations of a layer; TP with SP and CP divide."""
+    """docs/formulas.md 5: balanced EP keeps the activations of a layer; TP (SP) and CP divide."""
 
     def total(**degrees: int) -> int:
         layout = Layout(world_size=64, sp=degrees.get("tp", 1) > 1, **degrees)

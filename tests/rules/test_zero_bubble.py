@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
-from moewright.rules.schedule import RowKind, max_in_flight, timetable
+from moewright.rules.schedule import max_in_flight, timetable
 from moewright.rules.simulate import StageSeconds, row_end_times
 from moewright.rules.stages import stage_position, virtual_stage
+from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Layout, Schedule
 
 CHUNKS = {Schedule.ONE_F_ONE_B: 1, Schedule.ZB_H1: 1, Schedule.ZBV: 2, Schedule.DUALPIPEV: 2}
@@ -52,7 +53,7 @@ def test_every_row_comes_once_and_nobody_waits_for_ever(
 def test_zb_h1_leaves_forward_and_backward_less_weight(
     pp: int, forward: float, backward: float, weight: float
 ) -> None:
-    """arXiv 2401.10241, table 2: (p - 1)(F + B - W), where 1F1B idles (p - 1)(F + B + W)."""
+    """See arXiv 2401.10241, table 2: (p - 1)(F + B - W), where 1F1B idles (p - 1)(F + B + W)."""
     seconds = {"forward": forward, "backward": backward, "weight": weight}
     assert idle_s(layout(Schedule.ZB_H1, pp), 3 * pp, **seconds) == pytest.approx(
         (pp - 1) * (forward + backward - weight)
@@ -84,7 +85,7 @@ def test_a_rank_of_zbv_never_waits_once_it_has_begun(pp: int) -> None:
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_what_the_ranks_hold(pp: int) -> None:
-    """Every rank of ZB-H1 and ZBV holds what the first of 1F1B holds; DualPipeV half a stage more."""
+    """Ranks of ZB-H1 and ZBV hold what the first of 1F1B holds; DualPipeV half a stage more."""
     m = 4 * pp
     assert {max_in_flight(layout(Schedule.ZB_H1, pp), m, rank) for rank in range(pp)} == {pp}
     assert {max_in_flight(layout(Schedule.ZBV, pp), m, rank) for rank in range(pp)} == {2 * pp}

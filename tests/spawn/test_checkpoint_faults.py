@@ -24,7 +24,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, SaveMode
-from tiny_jobs import whole_state
+from tiny_jobs import read_checkpoint
 
 pytestmark = pytest.mark.spawn
 
@@ -33,14 +33,14 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+    return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def make_plan(data: DataSpec, mode: SaveMode, *, steps: int = 12, keep: int = 2) -> Plan:
     """Two ranks that save after every step."""
-    work = tiny_jobs.workload(data, steps=steps)
+    work = tiny_jobs.build_workload(data, steps=steps)
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=keep, mode=mode))
-    return tiny_jobs.plan(work, "ep2,mbs2", world_size=2)
+    return tiny_jobs.build_plan(work, "ep2,mbs2", world_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_saves_beside_training_store_what_saves_in_line_do(
     before = None
     for ours, theirs in pairs:
         assert ours.name == theirs.name
-        found, wanted = whole_state(ours), whole_state(theirs)
+        found, wanted = read_checkpoint(ours), read_checkpoint(theirs)
         assert all(found[name].equal(wanted[name]) for name in wanted)
         assert before is None or not found["head.weight"].equal(before)
         before = found["head.weight"]
@@ -88,7 +88,7 @@ def kill_and_resume(plan: Plan, run_dir: Path, kills: int, dice: random.Random) 
         assert now > done
         newest = find_latest(checkpoints)
         assert newest is not None
-        assert int(whole_state(newest)["optim/updates"]) == now  # every checksum holds
+        assert int(read_checkpoint(newest)["optim/updates"]) == now  # every checksum holds
         done = now
     assert train(plan, run_dir) is ExitCode.DONE
     assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".")]
@@ -203,7 +203,7 @@ def test_what_decides_the_next_update_must_be_the_same(
         "model.moe.ffn_size": replace(plan, model=wider(plan.model)),
         "data.fingerprint": replace(
             plan,
-            workload=replace(work, data=tiny_jobs.corpus(tmp_path / "other", words=50))
+            workload=replace(work, data=tiny_jobs.write_corpus(tmp_path / "other", words=50))
             if "data" in field
             else work,
         ),

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import tiny_jobs
-from layout_space import SHAPES, rotated
+from layout_space import SHAPES, rotate_cases
 from moewright.codec import parse_layout
 from moewright.engine.checkpoint import Coordinator, save_checkpoint
 from moewright.engine.run import train
@@ -29,7 +29,7 @@ from moewright.engine.run.worker import ExitCode
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossScalingSpec, LossSpec, RouterTraining
-from tiny_jobs import whole_state
+from tiny_jobs import read_checkpoint
 
 pytestmark = pytest.mark.spawn
 
@@ -100,7 +100,7 @@ PAIRS = tuple(
 
 
 def cases() -> list[object]:
-    often = {pair.id for pair in rotated(PAIRS, _OFTEN)}
+    often = {pair.id for pair in rotate_cases(PAIRS, _OFTEN)}
     return [
         pytest.param(pair, id=pair.id, marks=() if pair.id in often else (pytest.mark.thorough,))
         for pair in PAIRS
@@ -109,7 +109,7 @@ def cases() -> list[object]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+    return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def uninterrupted(
 def job(data: DataSpec, group: str, layout: str) -> Plan:
     """Several gradient buckets; in fp16 a scale that doubles within the steps before the save."""
     loss = LossSpec(aux_coeff=0.02, seq_aux_coeff=0.01, z_coeff=0.001, mtp_coeff=0.3)
-    work = tiny_jobs.workload(
+    work = tiny_jobs.build_workload(
         data, steps=STEPS, loss=loss, router=RouterTraining(bias_update_rate=0.02)
     )
     if group == "fp16":
@@ -145,7 +145,7 @@ def job(data: DataSpec, group: str, layout: str) -> Plan:
         eval_batches=1,
     )
     world, text = layout.split("x ")
-    return tiny_jobs.plan(work, text, world_size=int(world), model=MODELS[group])
+    return tiny_jobs.build_plan(work, text, world_size=int(world), model=MODELS[group])
 
 
 def curve(run_dir: Path) -> list[tuple[float, float, float]]:
@@ -188,13 +188,13 @@ def test_a_run_moves(
 
     monkeypatch.setattr(train, "restore", restore_and_save)
     assert train.train(job(data, pair.group, pair.target), tmp_path) is ExitCode.DONE
-    saved = whole_state(whole / middle)
-    assert_equal(whole_state(tmp_path / "loaded" / f"step-{SAVED:08d}"), saved)
+    saved = read_checkpoint(whole / middle)
+    assert_equal(read_checkpoint(tmp_path / "loaded" / f"step-{SAVED:08d}"), saved)
     assert int(saved["optim/updates"]) == SAVED
     assert saved["layers.1.moe.router.selection_bias"].abs().max() > 0.01
     if pair.source == pair.target:
         assert curve(tmp_path) == curve(whole)
-        assert_equal(whole_state(tmp_path / end), whole_state(whole / end))
+        assert_equal(read_checkpoint(tmp_path / end), read_checkpoint(whole / end))
         return
     if pair.group == "fp16":  # activations are rounded to 11 bits: other sums, other roundings
         assert float(saved["optim/loss_scale"][0]) == 512.0

@@ -22,7 +22,7 @@ from moewright.engine.comm import collectives
 from moewright.engine.run.launch import launch
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.spec.workload import CheckpointSpec, SaveMode
-from sharded import bits, blank, full_state, pieces_of
+from sharded import blank_shards, full_state, shard_bytes, shard_state
 
 pytestmark = pytest.mark.spawn
 
@@ -45,7 +45,7 @@ def save_worker(
 ) -> RankOutcome:
     """Save one step; rank `killed` dies when its file is written but not yet on disk."""
     comm = meet(context)
-    pieces = pieces_of(full_state(step), layout, comm.rank, comm.world_size)
+    pieces = shard_state(full_state(step), layout, comm.rank, comm.world_size)
     if comm.rank == killed:
         os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)  # this forked process only
     save_checkpoint(directory, step=step, shards=pieces, extra={"step": step}, keep=1, comm=comm)
@@ -55,12 +55,12 @@ def save_worker(
 
 def load_worker(context: RankContext, *, directory: Path, layout: str, step: int) -> RankOutcome:
     comm = meet(context)
-    truth = pieces_of(full_state(step), layout, comm.rank, comm.world_size)
-    wanted = blank(truth)
+    truth = shard_state(full_state(step), layout, comm.rank, comm.world_size)
+    wanted = blank_shards(truth)
     checkpoint = find_latest(directory)
     assert checkpoint is not None
     assert load_checkpoint(checkpoint, shards=wanted, comm=comm) == {"step": step}
-    assert bits(wanted) == bits(truth)
+    assert shard_bytes(wanted) == shard_bytes(truth)
     collectives.leave_world()
     return RankOutcome.DONE
 
@@ -111,7 +111,7 @@ def save_step(directory: Path, step: int, mode: SaveMode = SaveMode.SYNC) -> Non
         comm=single_process(),
         build_background_comm=single_process,
     )
-    saver.save(step, pieces_of(full_state(step), "rows", 0, 1))
+    saver.save(step, shard_state(full_state(step), "rows", 0, 1))
     saver.wait()
 
 
@@ -120,10 +120,10 @@ def loads(directory: Path) -> int:
     checkpoint = find_latest(directory)
     assert checkpoint is not None
     step = int(checkpoint.name.removeprefix("step-"))
-    truth = pieces_of(full_state(step), "flat", 0, 1)
-    wanted = blank(truth)
+    truth = shard_state(full_state(step), "flat", 0, 1)
+    wanted = blank_shards(truth)
     assert load_checkpoint(checkpoint, shards=wanted, comm=single_process()) == {"step": step}
-    assert bits(wanted) == bits(truth)
+    assert shard_bytes(wanted) == shard_bytes(truth)
     return step
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tiny_jobs
-from layout_proof import WORK, batches
+from layout_proof import WORKLOAD, draw_batches
 from moewright.engine.comm import collectives
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import list_parameters
@@ -59,7 +59,7 @@ def cut(model: nn.Module, world: int, *, blocks: int = 1) -> nn.Module:
 
 def compared(plan: Plan, folder: Path, wrap: Wrap, seat: RankContext) -> RankOutcome:
     """The worst difference of a gradient over its norm, left in `folder`."""
-    device, data = init_distributed(seat), batches(plan.model)
+    device, data = init_distributed(seat), draw_batches(plan.model)
 
     def built(layout: Layout) -> TrainState:
         return build_train_state(
@@ -123,8 +123,8 @@ def whole(grad: torch.Tensor | None) -> torch.Tensor:
 def test_gradients_are_those_of_torchs_data_parallelism(
     world: int, layout: str, wrap: Wrap, model: ModelSpec, tmp_path: Path
 ) -> None:
-    text = f"{layout},mbs{WORK.global_batch // world}"
-    plan = tiny_jobs.plan(WORK, text, world_size=world, model=model)
+    text = f"{layout},mbs{WORKLOAD.global_batch // world}"
+    plan = tiny_jobs.build_plan(WORKLOAD, text, world_size=world, model=model)
     assert (
         launch(partial(compared, plan, tmp_path, wrap), nproc=world, run_dir=tmp_path / "run")
         is ExitCode.DONE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import stand_in_deep_ep
-from layout_proof import WORK, _initial, batches, prove
+from layout_proof import WORKLOAD, draw_batches, draw_test_weight, prove_layout
 from layout_space import SHAPES
 from moewright.codec import parse_layout
 from moewright.engine.comm import collectives
@@ -19,14 +19,14 @@ from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.rules.job import Job
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
-from tiny_jobs import plan
+from tiny_jobs import build_plan
 
 pytestmark = pytest.mark.spawn
 
 
 def made(shape: str, world: int, text: str) -> Plan:
     return replace(
-        plan(WORK, "", world_size=world, model=SHAPES[shape]),
+        build_plan(WORKLOAD, "", world_size=world, model=SHAPES[shape]),
         layout=parse_layout(text, world_size=world),
     )
 
@@ -52,17 +52,17 @@ def test_a_library_equals_one_process(
     job: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in_deep_ep.install(monkeypatch)
-    prove(job, tmp_path)
+    prove_layout(job, tmp_path)
 
 
 def _begin(job: Plan, seat: RankContext) -> RankOutcome:
     device = init_distributed(seat)
     build_train_state(
         Job(model=job.model, workload=job.workload, layout=job.layout),
-        batches(job.model),
+        draw_batches(job.model),
         rank=seat.rank,
         device=device,
-        initial_value=_initial,
+        initial_value=draw_test_weight,
     )
     collectives.leave_world()
     return RankOutcome.DONE

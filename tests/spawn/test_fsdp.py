@@ -19,7 +19,7 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, Workload
-from tiny_jobs import assert_first_gradients_equal, state, steps_of
+from tiny_jobs import assert_first_gradients_equal, read_state, read_steps
 
 pytestmark = pytest.mark.spawn
 
@@ -31,7 +31,7 @@ def train_layout(
     work = replace(
         work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=9)
     )
-    made = tiny_jobs.plan(work, layout, world_size=world_size, model=model)
+    made = tiny_jobs.build_plan(work, layout, world_size=world_size, model=model)
     assert train(made, run_dir) is ExitCode.DONE
     return made
 
@@ -39,7 +39,7 @@ def train_layout(
 def agree(here: Path, reference: Path) -> None:
     """Every gradient of the first step, and the curve."""
     assert_first_gradients_equal(here, reference)
-    for ours, theirs in zip(steps_of(here), steps_of(reference), strict=True):
+    for ours, theirs in zip(read_steps(here), read_steps(reference), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
@@ -57,7 +57,7 @@ def refuse_difference(made: Plan, run_dir: Path) -> None:
 @pytest.fixture(scope="module")
 def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
-    train_layout(tiny_jobs.workload(data, steps=2, global_batch=12), "", 1, folder)
+    train_layout(tiny_jobs.build_workload(data, steps=2, global_batch=12), "", 1, folder)
     return folder
 
 
@@ -73,7 +73,7 @@ def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_equals_one_process_and_its_prediction(
     world_size: int, layout: str, data: DataSpec, one_process: Path, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.workload(data, steps=2, global_batch=12, eval_every_steps=1)
+    work = tiny_jobs.build_workload(data, steps=2, global_batch=12, eval_every_steps=1)
     made = train_layout(work, layout, world_size, tmp_path)
     agree(tmp_path, one_process)
     refuse_difference(made, tmp_path)
@@ -86,18 +86,18 @@ def test_ranks_without_a_row_of_an_expert_and_a_tied_table_in_bf16(
     moe = tiny_jobs.MODEL.moe
     assert moe is not None
     model = replace(tiny_jobs.MODEL, tie_embeddings=True, moe=replace(moe, experts=2))
-    work = tiny_jobs.workload(data, steps=1, precision=Dtype.BF16)
+    work = tiny_jobs.build_workload(data, steps=1, precision=Dtype.BF16)
     made = train_layout(work, "mbs1,zero3", 4, tmp_path / "cut", model)
     refuse_difference(made, tmp_path / "cut")
     train_layout(work, "mbs1", 4, tmp_path / "flat", model)
-    cut, flat = state(tmp_path / "cut", 1), state(tmp_path / "flat", 1)
+    cut, flat = read_state(tmp_path / "cut", 1), read_state(tmp_path / "flat", 1)
     for name, value in flat.items():
         if name.startswith("optim/exp_avg/"):
             assert (cut[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
 def test_a_checkpoint_goes_to_another_layout_and_back(data: DataSpec, tmp_path: Path) -> None:
-    work = tiny_jobs.workload(data, steps=3)
+    work = tiny_jobs.build_workload(data, steps=3)
     train_layout(work, "mbs2", 1, tmp_path / "one")
     for steps, world, layout in (
         (1, 4, "tp2,zero3,offload=optimizer"),
@@ -119,7 +119,7 @@ def test_two_depths_of_prediction_ahead(
     model = replace(
         tiny_jobs.MODEL, mtp_layers=2, tie_embeddings=True, layers=3, moe_layers=(True, False, True)
     )
-    work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
+    work = tiny_jobs.build_workload(data, steps=2, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
     train_layout(work, "mbs2", 1, tmp_path / "one", model)
     made = train_layout(work, layout, world_size, tmp_path / "cut", model)
     agree(tmp_path / "cut", tmp_path / "one")
@@ -129,6 +129,6 @@ def test_two_depths_of_prediction_ahead(
 def test_a_pipeline_is_refused_with_it() -> None:
     layout = parse_layout("zero3,pp2", world_size=4)
     (reason,) = unsupported_layout(
-        layout, model=tiny_jobs.MODEL, workload=tiny_jobs.workload(DataSpec())
+        layout, model=tiny_jobs.MODEL, workload=tiny_jobs.build_workload(DataSpec())
     )
     assert "layout.pp=2: the engine cuts weights without a pipeline alone" in str(reason)

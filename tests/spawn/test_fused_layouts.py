@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from layout_proof import WORK, prove
+from layout_proof import WORKLOAD, prove_layout
 from layout_space import SHAPES
 from moewright.spec.workload import FusedKernels
-from tiny_jobs import plan
+from tiny_jobs import build_plan
 
 pytest.importorskip(
     "triton", reason="the Triton kernels need the package triton, which torch brings on CUDA alone"
@@ -30,5 +30,5 @@ pytestmark = pytest.mark.spawn
 def test_kernels_change_neither_the_curve_nor_the_ledger(
     shape: str, layout: str, world: int, tmp_path: Path
 ) -> None:
-    work = replace(WORK, fused_kernels=FusedKernels.TRITON)
-    prove(plan(work, layout, world_size=world, model=SHAPES[shape]), tmp_path)
+    work = replace(WORKLOAD, fused_kernels=FusedKernels.TRITON)
+    prove_layout(build_plan(work, layout, world_size=world, model=SHAPES[shape]), tmp_path)

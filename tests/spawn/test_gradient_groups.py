@@ -54,7 +54,7 @@ def key_of(slot: NamedParameter) -> str:
 def check(model: ModelSpec, layout: Layout, seat: RankContext) -> RankOutcome:
     """One rank: raises where a gradient is not the sum over those that hold the parameter."""
     device = init_distributed(seat)
-    work = tiny_jobs.workload(DataSpec())
+    work = tiny_jobs.build_workload(DataSpec())
     work = replace(work, optimizer=replace(work.optimizer, bucket_elements=4000))
     nobody: Any = None
     job = build_train_state(
@@ -113,7 +113,7 @@ def test_a_gradient_is_the_sum_over_those_that_hold_the_parameter(
         tie_embeddings=True,
     )
     assert not check_legality(
-        model, replace(tiny_jobs.workload(DataSpec()), global_batch=16), layout
+        model, replace(tiny_jobs.build_workload(DataSpec()), global_batch=16), layout
     )
     assert (
         launch(partial(check, model, layout), nproc=world_size, run_dir=tmp_path) is ExitCode.DONE

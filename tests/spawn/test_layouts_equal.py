@@ -30,7 +30,7 @@ from moewright.spec.workload import (
     RouterTraining,
 )
 from selection import thorough
-from tiny_jobs import assert_first_gradients_equal, state, steps_of
+from tiny_jobs import assert_first_gradients_equal, read_state, read_steps
 
 pytestmark = pytest.mark.spawn
 
@@ -67,13 +67,13 @@ def train_layout(
     model: ModelSpec = tiny_jobs.MODEL,
 ) -> Path:
     """Train `steps` steps, keeping a checkpoint of each."""
-    work = tiny_jobs.workload(data, steps=steps)
+    work = tiny_jobs.build_workload(data, steps=steps)
     optimizer = replace(work.optimizer, bucket_elements=4000)  # several buckets
     work = replace(
         work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=steps)
     )
     assert (
-        train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+        train(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), run_dir)
         is ExitCode.DONE
     )
     return run_dir
@@ -90,11 +90,11 @@ def test_equals_one_process(
 def assert_same(here: Path, reference_run: Path) -> None:
     """Two runs of the same steps: every gradient of the first, and what each step logged."""
     assert_first_gradients_equal(here, reference_run)
-    for ours, theirs in zip(steps_of(here), steps_of(reference_run), strict=True):
+    for ours, theirs in zip(read_steps(here), read_steps(reference_run), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
-    first = [steps_of(path)[0] for path in (here, reference_run)]
+    first = [read_steps(path)[0] for path in (here, reference_run)]
     assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-5)
     assert [load["counts"] for load in first[0]["loads"]] == [
         load["counts"] for load in first[1]["loads"]
@@ -133,13 +133,13 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_pa
     )
 
     def run_to(steps: int, layout: str, world_size: int, run_dir: Path) -> Path:
-        work = tiny_jobs.workload(data, steps=steps)
+        work = tiny_jobs.build_workload(data, steps=steps)
         optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=4)
         work = replace(
             work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4)
         )
         assert (
-            train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+            train(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), run_dir)
             is ExitCode.DONE
         )
         return run_dir
@@ -148,7 +148,7 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(data: DataSpec, tmp_pa
     moved = run_to(2, "tp4,etp2,ep2,mbs2,recompute=shared_experts+layernorm", 4, tmp_path / "moved")
     assert_first_gradients_equal(moved, one)
     run_to(4, "mbs2", 1, moved)
-    for ours, theirs in zip(steps_of(moved), steps_of(one), strict=True):
+    for ours, theirs in zip(read_steps(moved), read_steps(one), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
@@ -182,21 +182,21 @@ def test_a_router_of_independent_scores_in_groups_with_a_moving_bias(
     model = replace(
         base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True)
     )
-    work = tiny_jobs.workload(
+    work = tiny_jobs.build_workload(
         data, steps=4, loss=loss, router=RouterTraining(bias_update_rate=0.02)
     )
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=4))
     one, here = tmp_path / "one", tmp_path / "here"
-    assert train(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is ExitCode.DONE
+    assert train(tiny_jobs.build_plan(work, "mbs2", world_size=1, model=model), one) is ExitCode.DONE
     assert (
-        train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), here)
+        train(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), here)
         is ExitCode.DONE
     )
     assert_first_gradients_equal(here, one)
     bias = "layers.2.moe.router.selection_bias"
-    assert torch.equal(state(here, 4)[bias], state(one, 4)[bias])
-    assert state(one, 4)[bias].abs().max() > 0.02
-    for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
+    assert torch.equal(read_state(here, 4)[bias], read_state(one, 4)[bias])
+    assert read_state(one, 4)[bias].abs().max() > 0.02
+    for ours, theirs in zip(read_steps(here), read_steps(one), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
 
@@ -205,15 +205,15 @@ def test_a_router_of_independent_scores_in_groups_with_a_moving_bias(
 def test_every_dispatcher_drops_alike(policy: DropPolicy, data: DataSpec, tmp_path: Path) -> None:
     """A capacity below the load: what a rank drops is its own affair, so the same ranks drop the
     same rows."""
-    work = tiny_jobs.workload(
+    work = tiny_jobs.build_workload(
         data, steps=3, loss=LossSpec(aux_coeff=0.02), router=RouterTraining(drop_policy=policy)
     )
     runs = {}
     for dispatcher in ("alltoall", "allgather", "dedup,ep_node2", "alltoall,capacity_fill=padded"):
         runs[dispatcher] = tmp_path / dispatcher
         layout = f"ep4,capacity0.75,dispatcher={dispatcher}"
-        assert train(tiny_jobs.plan(work, layout, world_size=4), runs[dispatcher]) is ExitCode.DONE
-    first, *others = (steps_of(path) for path in runs.values())
+        assert train(tiny_jobs.build_plan(work, layout, world_size=4), runs[dispatcher]) is ExitCode.DONE
+    first, *others = (read_steps(path) for path in runs.values())
     most = 8 * 8 * 6  # passes of all ranks, experts, ceil(32 tokens * 2 / 8 * 0.75) rows
     assert all(0 < sum(load["counts"]) <= most for load in first[0]["loads"])
     for other in others:
@@ -237,14 +237,14 @@ def test_packed_documents(
 ) -> None:
     """Short documents, several in most sequences, and ranks with uneven numbers of targets."""
     data = replace(
-        tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6), documents=documents
+        tiny_jobs.write_corpus(tmp_path / "corpus", documents=300, words=6), documents=documents
     )
     one, here = (
         train_layout(data, "mbs2", 1, tmp_path / "one"),
         train_layout(data, layout, world_size, tmp_path / "here"),
     )
     assert_first_gradients_equal(here, one)
-    for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
+    for ours, theirs in zip(read_steps(here), read_steps(one), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-5)
 
@@ -263,17 +263,17 @@ def test_two_depths_of_prediction_ahead(
         layers=4,
         moe_layers=(True, False, True, True),
     )
-    work = tiny_jobs.workload(data, steps=3, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
+    work = tiny_jobs.build_workload(data, steps=3, loss=LossSpec(aux_coeff=0.02, mtp_coeff=0.3))
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1, keep=3))
     one, here = tmp_path / "one", tmp_path / "here"
-    assert train(tiny_jobs.plan(work, "mbs2", world_size=1, model=model), one) is ExitCode.DONE
+    assert train(tiny_jobs.build_plan(work, "mbs2", world_size=1, model=model), one) is ExitCode.DONE
     assert (
-        train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), here)
+        train(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), here)
         is ExitCode.DONE
     )
-    assert any(name.startswith("optim/exp_avg/mtp.1.layer.moe") for name in state(one, 1))
+    assert any(name.startswith("optim/exp_avg/mtp.1.layer.moe") for name in read_state(one, 1))
     assert_first_gradients_equal(here, one)
-    for ours, theirs in zip(steps_of(here), steps_of(one), strict=True):
+    for ours, theirs in zip(read_steps(here), read_steps(one), strict=True):
         for key in ("loss", "aux_loss"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
@@ -287,13 +287,13 @@ def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> No
     model = replace(tiny_jobs.MODEL, tie_embeddings=True)
 
     def run_to(steps: int, layout: str, world_size: int, run_dir: Path) -> Path:
-        work = tiny_jobs.workload(data, steps=steps)
+        work = tiny_jobs.build_workload(data, steps=steps)
         optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=4)
         work = replace(
             work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=4)
         )
         assert (
-            train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+            train(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), run_dir)
             is ExitCode.DONE
         )
         return run_dir
@@ -304,7 +304,7 @@ def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> No
     run_to(2, "pp2,vpp2,tp2,mbs2,layout='Et|t||tL'", 4, moved)
     run_to(3, "mbs2", 1, moved)
     run_to(4, "pp2,ep2,mbs2,schedule=zbv,layout='E|t|t|tL'", 4, moved)
-    for ours, theirs in zip(steps_of(moved), steps_of(one), strict=True):
+    for ours, theirs in zip(read_steps(moved), read_steps(one), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
@@ -319,9 +319,9 @@ def test_the_same_run_twice_is_bit_identical(
     first, second = (
         train_layout(data, layout, world_size, tmp_path / name, steps=2) for name in ("a", "b")
     )
-    one, two = state(first, 2), state(second, 2)
+    one, two = read_state(first, 2), read_state(second, 2)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    for ours, theirs in zip(steps_of(first), steps_of(second), strict=True):
+    for ours, theirs in zip(read_steps(first), read_steps(second), strict=True):
         assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
 
 
@@ -336,7 +336,7 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
         f",recompute=core_attn,offload={away}",
     )
     plain, *others = (
-        state(train_layout(data, f"tp2,ep2{kind}", 2, tmp_path / str(number), steps=2), 2)
+        read_state(train_layout(data, f"tp2,ep2{kind}", 2, tmp_path / str(number), steps=2), 2)
         for number, kind in enumerate(kinds)
     )
     for other in others:
@@ -357,12 +357,12 @@ def test_overlap_changes_no_bit(
     """Micro-batches, evaluations and checkpoints between the steps, and a resumed session."""
 
     def run_to(steps: int, layout: str, run_dir: Path) -> Path:
-        work = tiny_jobs.workload(data, steps=steps, eval_every_steps=1)
+        work = tiny_jobs.build_workload(data, steps=steps, eval_every_steps=1)
         optimizer = replace(work.optimizer, bucket_elements=4000, decay_steps=5)
         work = replace(
             work, optimizer=optimizer, checkpoint=replace(work.checkpoint, every_steps=1, keep=5)
         )
-        assert train(tiny_jobs.plan(work, layout, world_size=world_size), run_dir) is ExitCode.DONE
+        assert train(tiny_jobs.build_plan(work, layout, world_size=world_size), run_dir) is ExitCode.DONE
         return run_dir
 
     plain = run_to(5, layout, tmp_path / "plain")
@@ -370,7 +370,7 @@ def test_overlap_changes_no_bit(
     for steps in (3, 5):
         run_to(steps, f"{layout},overlap={overlap}", hidden)
     for step in (1, 2, 3, 4, 5):
-        wanted, found = state(plain, step), state(hidden, step)
+        wanted, found = read_state(plain, step), read_state(hidden, step)
         assert all(torch.equal(wanted[name], found[name]) for name in wanted)
     lines = [
         {key: line[key] for key in ("step", "loss", "grad_norm", "heldout_loss") if key in line}
@@ -394,16 +394,16 @@ def test_a_starved_and_a_flooded_rank(data: DataSpec, tmp_path: Path) -> None:
         tiny_jobs.MODEL, moe=replace(moe, experts=4, router=replace(moe.router, top_k=1))
     )
     # With all weights zero every logit ties, and a tie falls on one expert for all tokens.
-    work = tiny_jobs.workload(data, steps=1, optimizer=OptimizerSpec(lr=0.0, clip_norm=0.0))
+    work = tiny_jobs.build_workload(data, steps=1, optimizer=OptimizerSpec(lr=0.0, clip_norm=0.0))
     results = []
     for world_size, layout in ((1, ""), (4, "ep4"), (4, "tp2,etp2,ep2")):
         run_dir = tmp_path / str(world_size)
         flat = replace(model, initializer_range=0.0)
         assert (
-            train(tiny_jobs.plan(work, layout, world_size=world_size, model=flat), run_dir)
+            train(tiny_jobs.build_plan(work, layout, world_size=world_size, model=flat), run_dir)
             is ExitCode.DONE
         )
-        results.append(steps_of(run_dir)[0])
+        results.append(read_steps(run_dir)[0])
     counts = results[1]["loads"][0]["counts"]
     assert sorted(counts)[:3] == [0, 0, 0]
     for result in results[1:]:

@@ -90,8 +90,8 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
 def test_predicted_equals_counted(
     world_size: int, layout: str, precision: Dtype, loss: LossSpec, data: DataSpec, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.workload(data, steps=2, precision=precision, loss=loss)
-    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path)
+    work = tiny_jobs.build_workload(data, steps=2, precision=precision, loss=loss)
+    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_cut_norms_shared_experts_and_a_padded_vocabulary(
         vocab_size=tiny_jobs.VOCABULARY + 1,
         moe=replace(base.moe, shared_ffn_size=24),
     )
-    work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
+    work = tiny_jobs.build_workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
     assert_equal(
-        tiny_jobs.plan(work, f"tp2,etp2,mbs2{recompute}", world_size=2, model=model), tmp_path
+        tiny_jobs.build_plan(work, f"tp2,etp2,mbs2{recompute}", world_size=2, model=model), tmp_path
     )
 
 
@@ -142,9 +142,9 @@ def test_independent_scores_in_groups_with_a_bias_a_gate_and_every_balance_loss(
         base, moe=replace(base.moe, router=router, shared_ffn_size=24, shared_gate=True)
     )
     losses = LossSpec(aux_coeff=0.01, seq_aux_coeff=0.01, global_aux_coeff=0.01, z_coeff=0.001)
-    work = tiny_jobs.workload(data, steps=2, loss=losses)
+    work = tiny_jobs.build_workload(data, steps=2, loss=losses)
     assert_equal(
-        tiny_jobs.plan(work, f"tp2,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path
+        tiny_jobs.build_plan(work, f"tp2,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path
     )
 
 
@@ -179,8 +179,8 @@ def test_latent_attention(
         rope=RopeSpec(interleaved=True),
     )
     model = replace(tiny_jobs.MODEL, attention=attention)
-    work = tiny_jobs.workload(data, steps=2, precision=precision, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size, model=model), tmp_path)
+    work = tiny_jobs.build_workload(data, steps=2, precision=precision, loss=LossSpec(aux_coeff=0.01))
+    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_latent_attention(
 def test_full_recompute_of_some_layers_or_several_at_once(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path)
+    work = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16, loss=LossSpec(aux_coeff=0.01))
+    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_full_recompute_of_some_layers_or_several_at_once(
 def test_activations_on_the_host(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16)
-    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path)
+    work = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size), tmp_path)
 
 
 @pytest.mark.parametrize("norm", list(QkNorm))
@@ -221,9 +221,9 @@ def test_more_ranks_than_key_heads(
     norm: QkNorm, recompute: str, data: DataSpec, tmp_path: Path
 ) -> None:
     model = replace(tiny_jobs.MODEL, attention=replace(tiny_jobs.MODEL.attention, qk_norm=norm))
-    work = tiny_jobs.workload(data, steps=2, precision=Dtype.BF16)
+    work = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
     assert_equal(
-        tiny_jobs.plan(work, f"tp4,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path
+        tiny_jobs.build_plan(work, f"tp4,ep2,mbs2{recompute}", world_size=4, model=model), tmp_path
     )
 
 
@@ -238,8 +238,8 @@ def test_more_ranks_than_key_heads(
 def test_tensor_parallelism_without_sequence_parallelism(
     layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
-    work = tiny_jobs.workload(data, steps=2)
-    assert_equal(tiny_jobs.plan(work, layout, world_size=4, model=tiny_jobs.DENSE), tmp_path)
+    work = tiny_jobs.build_workload(data, steps=2)
+    assert_equal(tiny_jobs.build_plan(work, layout, world_size=4, model=tiny_jobs.DENSE), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +248,11 @@ def test_tensor_parallelism_without_sequence_parallelism(
 )
 def test_attention_bounded_by_documents(world_size: int, layout: str, tmp_path: Path) -> None:
     """What it works is predicted from the lengths that the step recorded."""
-    short = tiny_jobs.corpus(tmp_path / "corpus", documents=300, words=6)
-    work = tiny_jobs.workload(
+    short = tiny_jobs.write_corpus(tmp_path / "corpus", documents=300, words=6)
+    work = tiny_jobs.build_workload(
         replace(short, documents=DocumentMasking.BOUNDED), steps=2, precision=Dtype.BF16
     )
-    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size), tmp_path / "run")
+    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_two_depths_of_prediction_ahead(
         layers=4,
         moe_layers=(True, False, True, True),
     )
-    work = tiny_jobs.workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
-    assert_equal(tiny_jobs.plan(work, layout, world_size=world_size, model=model), tmp_path)
+    work = tiny_jobs.build_workload(data, steps=2, loss=LossSpec(aux_coeff=0.01))
+    assert_equal(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), tmp_path)
 
 
 def assert_equal(plan: Plan, tmp_path: Path) -> None:

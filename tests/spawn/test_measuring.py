@@ -25,11 +25,11 @@ CONFIG = Path(__file__).parents[2] / "recipes" / "quickstart" / "config.json"
 def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
     tmp_path: Path,
 ) -> None:
-    data = tiny_jobs.corpus(tmp_path / "corpus")
+    data = tiny_jobs.write_corpus(tmp_path / "corpus")
     window = ProfileSpec(start=3, end=5, ranks=(0, 1))
-    work = tiny_jobs.workload(data, steps=6, profile=window, gc_every_steps=3)
+    work = tiny_jobs.build_workload(data, steps=6, profile=window, gc_every_steps=3)
     folder = tmp_path / "run"
-    assert train(tiny_jobs.plan(work, "ep2,mbs4", world_size=2), folder) is ExitCode.DONE
+    assert train(tiny_jobs.build_plan(work, "ep2,mbs4", world_size=2), folder) is ExitCode.DONE
     found = json.loads((folder / "trace.json").read_text())["traceEvents"]
     named = {event["name"] for event in found if event.get("cat") == "user_annotation"}
     assert {
@@ -58,7 +58,7 @@ def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
 def test_a_sweep_runs_each_row_once_and_says_what_cannot_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = tiny_jobs.corpus(tmp_path / "corpus")
+    data = tiny_jobs.write_corpus(tmp_path / "corpus")
     (tmp_path / "job.toml").write_text(
         f'[model]\nconfig = "{CONFIG}"\n[data]\ntrain = "{data.train}"\nheldout = "{data.heldout}"\n'
         f'tokenizer = "{data.tokenizer}"\n[train]\nnproc = 1\nhardware = "{MACHINE}"\nseq_len = 32\nglobal_batch = 4\n'

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from layout_proof import WORK, prove
-from tiny_jobs import MODEL, plan
+from layout_proof import WORKLOAD, prove_layout
+from tiny_jobs import MODEL, build_plan
 
 assert MODEL.moe is not None
 NARROW = replace(
@@ -34,4 +34,4 @@ _EVERY_RUN = LAYOUTS[:1]
     ],
 )
 def test_narrow_experts_are_the_same_over_any_ranks(text: str, tmp_path: Path) -> None:
-    prove(plan(WORK, text, world_size=4, model=NARROW), tmp_path)
+    prove_layout(build_plan(WORKLOAD, text, world_size=4, model=NARROW), tmp_path)

@@ -21,7 +21,7 @@ from moewright.rules.p2p import pipeline_actions
 from moewright.rules.schedule import timetable
 from moewright.rules.stages import virtual_stage
 from moewright.spec.layout import Layout
-from pipeline_tables import tables
+from pipeline_tables import legal_layouts
 
 pytestmark = pytest.mark.spawn
 
@@ -32,7 +32,7 @@ def run_tables(pp: int, most: int, seat: RankContext) -> RankOutcome:
     init_distributed(seat)
     books = Counters()
     mesh = build_mesh(Layout(world_size=pp, pp=pp), seat.rank, books)
-    for number, (layout, count) in enumerate(tables(pp, most)):
+    for number, (layout, count) in enumerate(legal_layouts(pp, most)):
         seat.beat(number)
         one_table(layout, count, mesh.group("pp"), mesh.upstream)
     collectives.leave_world()

@@ -326,14 +326,14 @@ def _often(case: Case) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+    return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def plan_of(case: Case, data: DataSpec) -> Plan:
     hardware = replace(read_toml(Hardware, MACHINE), count=case.world)
     hardware = replace(hardware, fabric=replace(hardware.fabric, domain_size=case.world, times=()))
-    base = tiny_jobs.plan(
-        tiny_jobs.workload(data, steps=STEPS, **dict(case.work)),
+    base = tiny_jobs.build_plan(
+        tiny_jobs.build_workload(data, steps=STEPS, **dict(case.work)),
         case.layout,
         world_size=case.world,
         model=case.model,
@@ -376,7 +376,7 @@ def test_a_trace_of_a_run_names_the_wall_of_its_record(
     case = next(each for each in CASES if each.name == name)
     case.plant(monkeypatch)
     window = ProfileSpec(start=4, end=7, ranks=tuple(range(case.world)))
-    plan = plan_of(replace(case, work=(*case.work, ("profile", window))), data)
+    plan = plan_of(replace(case, workload=(*case.work, ("profile", window))), data)
     assert train(plan, tmp_path / "run") is ExitCode.DONE
     captures = read_traces(tmp_path / "run" / "trace")
     parts = tuple(break_down_step(capture, plan.layout) for capture in captures)

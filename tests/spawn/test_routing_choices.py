@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layout_proof import WORK, prove
+from layout_proof import WORKLOAD, prove_layout
 from layout_space import SHAPES
 from moewright.codec import parse_layout, read_run
 from moewright.cost.ledger import predict_ledger
@@ -30,7 +30,7 @@ from moewright.spec.workload import (
     RouterTraining,
     Workload,
 )
-from tiny_jobs import MODEL, corpus, plan, state, workload
+from tiny_jobs import MODEL, build_plan, build_workload, read_state, write_corpus
 
 pytestmark = pytest.mark.spawn
 
@@ -51,17 +51,17 @@ def made(
     shape: str,
     world: int,
     text: str,
-    training: RouterTraining = WORK.router,
-    loss: LossSpec = WORK.loss,
+    training: RouterTraining = WORKLOAD.router,
+    loss: LossSpec = WORKLOAD.loss,
 ) -> Plan:
     """Experts of the shape that are placed evenly are so by a load that differs by layer."""
     experts = SHAPES[shape].moe.experts
     hot = [
         tuple((_HOT * 2)[layer : layer + experts]) for layer in range(SHAPES[shape].moe_layer_count)
     ]
-    work = replace(WORK, router=training, loss=loss, load_histogram=tuple(hot))
+    work = replace(WORKLOAD, router=training, loss=loss, load_histogram=tuple(hot))
     return replace(
-        plan(work, "", world_size=world, model=SHAPES[shape]),
+        build_plan(work, "", world_size=world, model=SHAPES[shape]),
         layout=parse_layout(text, world_size=world),
     )
 
@@ -169,18 +169,18 @@ _SELDOM = (
     ],
 )
 def test_a_choice_of_routing_equals_one_process(job: Plan, tmp_path: Path) -> None:
-    prove(job, tmp_path)
+    prove_layout(job, tmp_path)
 
 
 def test_a_run_records_every_routers_load_and_losses_on_the_steps_asked_for(tmp_path: Path) -> None:
-    work = workload(
-        corpus(tmp_path / "corpus"),
+    work = build_workload(
+        write_corpus(tmp_path / "corpus"),
         steps=4,
         loss=replace(_EVERY_LOSS, aux_coeff=0.5),
         router_log_every_steps=2,
     )
     assert (
-        train(plan(work, "ep2,mbs2,capacity=1.0", world_size=2), tmp_path / "run") is ExitCode.DONE
+        train(build_plan(work, "ep2,mbs2,capacity=1.0", world_size=2), tmp_path / "run") is ExitCode.DONE
     )
     record = read_run(tmp_path / "run")
     assert [bool(step.loads) for step in record.steps] == [False, True, False, True]
@@ -210,17 +210,17 @@ def test_the_bias_of_every_layer_moves_by_the_load_of_all_ranks(tmp_path: Path) 
         MODEL.moe, router=RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, selection_bias=True)
     )
     model, rate = replace(MODEL, moe=moe, mtp_layers=1), RouterTraining().bias_update_rate
-    work = workload(
-        corpus(tmp_path / "corpus"), steps=2, precision=Dtype.BF16, router_log_every_steps=1
+    work = build_workload(
+        write_corpus(tmp_path / "corpus"), steps=2, precision=Dtype.BF16, router_log_every_steps=1
     )
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1))
     assert (
-        train(plan(work, "tp2,ep2,mbs2", world_size=2, model=model), tmp_path / "run")
+        train(build_plan(work, "tp2,ep2,mbs2", world_size=2, model=model), tmp_path / "run")
         is ExitCode.DONE
     )
     wanted = {layer: torch.zeros(moe.experts) for layer in model.routed_layers}
     for step in read_run(tmp_path / "run").steps:
-        found = state(tmp_path / "run", step.step)
+        found = read_state(tmp_path / "run", step.step)
         assert [load.layer for load in step.loads] == list(wanted)
         for load in step.loads:
             assert sum(load.counts) == 2 * work.global_batch * work.seq_len
@@ -237,13 +237,13 @@ def test_an_expert_without_a_row_decays(layout: str, tmp_path: Path) -> None:
     a gradient."""
     model = replace(MODEL, moe=replace(MODEL.moe, experts=64))
     optimizer = OptimizerSpec(lr=0.1, warmup_steps=0, clip_norm=0.0, weight_decay=0.1)
-    work = workload(
-        corpus(tmp_path / "corpus"), steps=2, seq_len=16, optimizer=optimizer,
+    work = build_workload(
+        write_corpus(tmp_path / "corpus"), steps=2, seq_len=16, optimizer=optimizer,
         router=RouterTraining(force=RouterForce.BALANCED),
     )  # fmt: skip
     work = replace(work, checkpoint=replace(work.checkpoint, every_steps=1))
-    assert train(plan(work, layout, world_size=2, model=model), tmp_path / "run") is ExitCode.DONE
-    before, after = (state(tmp_path / "run", step) for step in (1, 2))
+    assert train(build_plan(work, layout, world_size=2, model=model), tmp_path / "run") is ExitCode.DONE
+    before, after = (read_state(tmp_path / "run", step) for step in (1, 2))
     factor = 1 - read_run(tmp_path / "run").steps[1].lr * optimizer.weight_decay
     experts = [name for name in after if ".moe.experts." in name]
     assert len(experts) == 3 * 2 * model.moe_layer_count
@@ -264,15 +264,15 @@ def test_a_run_goes_on_under_another_placement(tmp_path: Path) -> None:
     """Checkpoints hold experts by number and once, whoever has replicas: three placements make the
     run of one."""
     hot = ((90, 10, 50, 20, 70, 30, 5, 60), (1, 2, 3, 4, 5, 6, 7, 9))
-    work = workload(corpus(tmp_path / "corpus"), steps=2, load_histogram=hot)
+    work = build_workload(write_corpus(tmp_path / "corpus"), steps=2, load_histogram=hot)
     whole = replace(work, steps=6, optimizer=replace(work.optimizer, decay_steps=6))
-    assert train(plan(whole, "ep2,mbs2", world_size=2), tmp_path / "whole") is ExitCode.DONE
+    assert train(build_plan(whole, "ep2,mbs2", world_size=2), tmp_path / "whole") is ExitCode.DONE
     for steps, text in (
         (2, "ep2,mbs2,expert_placement=balanced,spare1"),
         (4, "mbs2"),
         (6, "ep4,expert_placement=balanced,spare2,mbs2"),
     ):
-        job = plan(replace(whole, steps=steps), text, world_size=4 if "ep4" in text else 2)
+        job = build_plan(replace(whole, steps=steps), text, world_size=4 if "ep4" in text else 2)
         assert train(job, tmp_path / "parts") is ExitCode.DONE
     for ours, theirs in zip(
         read_run(tmp_path / "parts").steps, read_run(tmp_path / "whole").steps, strict=True
@@ -295,8 +295,8 @@ def test_under_uniform_routing_copies_are_what_is_expected_of_them(
     ranks on average, and of N nodes where it crosses to those first."""
     moe = MoeSpec(experts=64, ffn_size=16, router=RouterSpec(top_k=2))
     uniform = RouterTraining(force=RouterForce.SKEWED, force_std=0.0)
-    work = workload(corpus(tmp_path / "corpus"), steps=2, router=uniform, loss=LossSpec())
-    job = plan(work, f"{text},dispatcher=dedup,mbs2", world_size=4, model=replace(MODEL, moe=moe))
+    work = build_workload(write_corpus(tmp_path / "corpus"), steps=2, router=uniform, loss=LossSpec())
+    job = build_plan(work, f"{text},dispatcher=dedup,mbs2", world_size=4, model=replace(MODEL, moe=moe))
     assert train(job, tmp_path / "run") is ExitCode.DONE
 
     counted = read_run(tmp_path / "run").ledgers

@@ -22,29 +22,30 @@ from moewright.engine.checkpoint import Coordinator, find_latest
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.run import train as train_module
+from moewright.engine.run.rank_checks import refuse_different_ranks
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.engine.runtime import Runtime
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec
-from tiny_jobs import steps_of
+from tiny_jobs import read_steps
 
 pytestmark = pytest.mark.spawn
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+    return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def make_plan(data: DataSpec, *, steps: int, **changes: object) -> Plan:
-    return tiny_jobs.plan(
-        tiny_jobs.workload(data, steps=steps, **changes), "ep2,mbs2", world_size=2
+    return tiny_jobs.build_plan(
+        tiny_jobs.build_workload(data, steps=steps, **changes), "ep2,mbs2", world_size=2
     )
 
 
-@pytest.mark.parametrize(("during", "saved_at"), [("restore", 1), ("heldout_loss", 3)])
+@pytest.mark.parametrize(("during", "saved_at"), [("restore", 1), ("compute_heldout_loss", 3)])
 def test_a_stop_signal_while_a_rank_does_not_train_saves_after_the_next_step(
     during: str, saved_at: int, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,13 +53,13 @@ def test_a_stop_signal_while_a_rank_does_not_train_saves_after_the_next_step(
     whole: Callable[..., Any] = getattr(train_module, during)
 
     def interrupted(first: Any, *given: Any) -> Any:
-        if first.run.mesh.rank == 1:
+        if first.runtime.mesh.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return whole(first, *given)
 
     monkeypatch.setattr(train_module, during, interrupted)
     assert train(make_plan(data, steps=8, eval_every_steps=2), tmp_path) is ExitCode.STOPPED
-    assert [step["step"] for step in steps_of(tmp_path)] == list(range(1, saved_at + 1))
+    assert [step["step"] for step in read_steps(tmp_path)] == list(range(1, saved_at + 1))
     last = find_latest(tmp_path / "checkpoints")
     assert last is not None
     assert last.name == f"step-{saved_at:08d}"
@@ -97,7 +98,7 @@ def test_lines_that_cannot_be_written_do_not_end_a_run(
     process.start()
     process.join(120)
     assert process.exitcode == ExitCode.DONE
-    assert len(steps_of(tmp_path)) == 3
+    assert len(read_steps(tmp_path)) == 3
 
 
 def test_a_clock_that_jumps_changes_nothing(
@@ -107,7 +108,7 @@ def test_a_clock_that_jumps_changes_nothing(
     real, looks = time.time, iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: real() + 86400.0 * (-1) ** next(looks))
     assert train(make_plan(data, steps=3), tmp_path) is ExitCode.DONE
-    assert all(0 < step["step_s"] < 3600 for step in steps_of(tmp_path))
+    assert all(0 < step["step_s"] < 3600 for step in read_steps(tmp_path))
 
 
 def test_a_spike_in_the_loss_is_clipped_and_told(
@@ -137,7 +138,7 @@ def test_a_spike_in_the_loss_is_clipped_and_told(
         train(replace(plan, workload=replace(plan.workload, optimizer=clipped)), tmp_path)
         is ExitCode.DONE
     )
-    first, spike, after = steps_of(tmp_path)
+    first, spike, after = read_steps(tmp_path)
     assert not any(step["skipped"] for step in (first, spike, after))
     assert spike["loss"] > 1e5 * first["loss"]
     assert spike["grad_norm"] > 1e5 * first["grad_norm"]
@@ -152,4 +153,4 @@ def test_ranks_of_another_plan_code_or_setting_are_refused(field: str, data: Dat
     with pytest.raises(
         BadInput, match=f"{field}: rank 0 has another, rank 1 has .*all ranks need the same"
     ):
-        train_module._refuse_different_plans(plan, comm)
+        refuse_different_ranks(plan, comm)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.spawn
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+    return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def write(family: str, folder: Path) -> Path:
@@ -38,13 +38,13 @@ def write(family: str, folder: Path) -> Path:
 
 def plan_from(folder: Path, data: DataSpec, layout: str, world: int, *, lr: float) -> Plan:
     work = replace(
-        tiny_jobs.workload(data, steps=2, loss=LossSpec()),
+        tiny_jobs.build_workload(data, steps=2, loss=LossSpec()),
         weights=str(folder),
         optimizer=OptimizerSpec(lr=lr, weight_decay=0.1, eps=1e-6),
         router=RouterTraining(bias_update_rate=0.0),
     )
     model = replace(read_config(folder), mtp_layers=0)  # transformers writes none of those layers
-    return tiny_jobs.plan(work, layout, world_size=world, model=model)
+    return tiny_jobs.build_plan(work, layout, world_size=world, model=model)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -36,17 +36,17 @@ from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec
-from tiny_jobs import state, steps_of
+from tiny_jobs import read_state, read_steps
 
 pytestmark = pytest.mark.spawn
 
 
 def make_plan(data: DataSpec, *, steps: int = 6, world_size: int = 2) -> Plan:
-    return tiny_jobs.plan(tiny_jobs.workload(data, steps=steps), "ep2,mbs2", world_size=world_size)
+    return tiny_jobs.build_plan(tiny_jobs.build_workload(data, steps=steps), "ep2,mbs2", world_size=world_size)
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:
-    return [(int(s["step"]), s["loss"], s["grad_norm"]) for s in steps_of(run_dir)]
+    return [(int(s["step"]), s["loss"], s["grad_norm"]) for s in read_steps(run_dir)]
 
 
 def start(plan: Plan, run_dir: Path, log: Path) -> multiprocessing.Process:
@@ -68,7 +68,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError, json.JSONDecodeError):
-            if len(steps_of(run_dir)) >= step:
+            if len(read_steps(run_dir)) >= step:
                 return
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached")
@@ -100,11 +100,11 @@ def test_sigterm_saves_and_resume_is_exact(
     os.kill(process.pid, signal.SIGTERM)
     process.join(30)
     assert process.exitcode == ExitCode.STOPPED
-    done = len(steps_of(tmp_path))
+    done = len(read_steps(tmp_path))
     assert 5 <= done < 40
     assert train(plan, tmp_path) is ExitCode.DONE
     assert losses(tmp_path) == losses(uninterrupted)
-    wanted, found = state(uninterrupted, 40), state(tmp_path, 40)
+    wanted, found = read_state(uninterrupted, 40), read_state(tmp_path, 40)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
@@ -154,7 +154,7 @@ def test_data_goes_on_over_epochs_in_any_layout(
 ) -> None:
     """Two ends of epochs inside steps and three sessions of other layouts: every sample once an
     epoch, in one order."""
-    data = tiny_jobs.corpus(tmp_path / "corpus", documents=8, words=60)
+    data = tiny_jobs.write_corpus(tmp_path / "corpus", documents=8, words=60)
     samples = sample_count(open_indexed(Path(data.train)), 32)
     assert 24 < samples < 32
     micro_batch, fetched = corpus_loader.CorpusLoader.micro_batch, corpus_loader.read_samples
@@ -175,9 +175,9 @@ def test_data_goes_on_over_epochs_in_any_layout(
     monkeypatch.setattr(corpus_loader.CorpusLoader, "micro_batch", asked)
     monkeypatch.setattr(corpus_loader, "read_samples", noted)
     for steps, layout in ((3, "ep2,mbs2"), (5, "cp2,mbs4"), (9, "tp2,ep2,mbs1")):
-        work = tiny_jobs.workload(data, steps=steps)
+        work = tiny_jobs.build_workload(data, steps=steps)
         work = replace(work, optimizer=replace(work.optimizer, decay_steps=9))
-        assert train(tiny_jobs.plan(work, layout, world_size=2), tmp_path / "run") is ExitCode.DONE
+        assert train(tiny_jobs.build_plan(work, layout, world_size=2), tmp_path / "run") is ExitCode.DONE
     lines = [
         json.loads(line)
         for rank in (0, 1)
@@ -192,7 +192,7 @@ def test_data_goes_on_over_epochs_in_any_layout(
     for first in (0, samples):
         assert sorted(stream[first : first + samples]) == list(range(samples))
     assert stream == Sampler(samples=samples, seed=work.seed).sample_ids(0, len(stream)).tolist()
-    assert [line["tokens"] for line in steps_of(tmp_path / "run")] == 9 * [8 * 32]
+    assert [line["tokens"] for line in read_steps(tmp_path / "run")] == 9 * [8 * 32]
 
 
 def test_extend_goes_on_by_another_recipe(data: DataSpec, tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
         ),
     )
     assert train(plan, tmp_path) is ExitCode.DONE
-    assert [step["skipped"] for step in steps_of(tmp_path)] == [False, True, False]
-    before, after, last = (state(tmp_path, step) for step in (1, 2, 3))
+    assert [step["skipped"] for step in read_steps(tmp_path)] == [False, True, False]
+    before, after, last = (read_state(tmp_path, step) for step in (1, 2, 3))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert int(last["optim/updates"]) == 2
     assert re.search(
@@ -325,7 +325,7 @@ def test_a_checkpoint_of_another_job_is_refused(
 def test_another_layout_leaves_no_ledger_of_the_last_one(data: DataSpec, tmp_path: Path) -> None:
     assert train(make_plan(data, steps=2), tmp_path) is ExitCode.DONE
     assert len(list((tmp_path / "ledger").glob("rank*.json"))) == 2
-    alone = tiny_jobs.plan(tiny_jobs.workload(data, steps=2), "mbs2", world_size=1)
+    alone = tiny_jobs.build_plan(tiny_jobs.build_workload(data, steps=2), "mbs2", world_size=1)
     assert train(alone, tmp_path, extend=True) is ExitCode.DONE
     assert [path.name for path in (tmp_path / "ledger").glob("rank*.json")] == ["rank00000.json"]
     assert read_json(Plan, tmp_path / "plan.json") == alone
@@ -390,7 +390,7 @@ def test_a_plan_for_gpus_is_refused_where_there_are_too_few(
 def test_what_the_engine_cannot_run_is_refused_before_anything_starts(
     data: DataSpec, tmp_path: Path
 ) -> None:
-    plan = tiny_jobs.plan(tiny_jobs.workload(data), "ep2,graphs=attn", world_size=2)
+    plan = tiny_jobs.build_plan(tiny_jobs.build_workload(data), "ep2,graphs=attn", world_size=2)
     with pytest.raises(BadInput) as refused:
         train(plan, tmp_path / "run")
     assert "layout.graphs=attn" in str(refused.value)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from moewright.api.tuning import read_tuning_request, run_trial
 from moewright.cli.main import main
-from moewright.cli.tune import read_tuning_request, run_trial
 from moewright.codec import read_json
 from moewright.engine.model.transformer import Transformer
 from moewright.intake.hf_write import build_config
@@ -20,7 +20,7 @@ from moewright.tuning.journal import read_journal
 from moewright.tuning.predictions import StepPredictor
 from moewright.tuning.trial_runner import trial_workload
 from moewright.tuning.trials import TrialLength, TrialRequest
-from tiny_jobs import MODEL, corpus
+from tiny_jobs import MODEL, write_corpus
 
 pytestmark = pytest.mark.spawn
 
@@ -30,7 +30,7 @@ MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tune")
-    data = corpus(folder)
+    data = write_corpus(folder)
     (folder / "config.json").write_text(json.dumps(build_config(replace(MODEL, max_position=64))))
     path = folder / "job.toml"
     path.write_text(
@@ -111,7 +111,7 @@ def test_a_rank_without_memory_is_told_from_one_that_breaks(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError(error)
 
-    asked = read_tuning_request(job, on="", predict=False, overrides=())
+    asked = read_tuning_request(job, on="", predict=False, overrides=(), tell=print)
     plan = StepPredictor(asked.space).build_plan(
         asked.space.start, trial_workload(asked.space.workload, TrialLength.SCREEN)
     )

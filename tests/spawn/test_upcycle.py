@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tiny_jobs
-from layout_proof import batches
+from layout_proof import draw_batches
 from moewright.cli.main import main
 from moewright.codec import read_json_data
 from moewright.engine.checkpoint import find_checkpoint, load_checkpoint, single_process
@@ -43,15 +43,15 @@ CHOICES = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return tiny_jobs.corpus(tmp_path_factory.mktemp("corpus"))
+    return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
 def dense(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a dense model, trained for a few steps on two ranks."""
     run_dir = tmp_path_factory.mktemp("dense")
-    plan = tiny_jobs.plan(
-        tiny_jobs.workload(data, steps=STEPS), "tp2,mbs2", world_size=2, model=DENSE
+    plan = tiny_jobs.build_plan(
+        tiny_jobs.build_workload(data, steps=STEPS), "tp2,mbs2", world_size=2, model=DENSE
     )
     assert train(plan, run_dir) is ExitCode.DONE
     return run_dir
@@ -74,8 +74,8 @@ def logits(model: ModelSpec, weights: Path, folder: Path) -> torch.Tensor:
     """Of one process, for random tokens."""
 
     def rank(seat: RankContext) -> RankOutcome:
-        plan = tiny_jobs.plan(PROBE, "mbs4", world_size=1, model=model)
-        fixed = batches(model)
+        plan = tiny_jobs.build_plan(PROBE, "mbs4", world_size=1, model=model)
+        fixed = draw_batches(model)
         job = build_train_state(
             Job(model=model, workload=plan.workload, layout=plan.layout),
             fixed,
@@ -98,7 +98,7 @@ def logits(model: ModelSpec, weights: Path, folder: Path) -> torch.Tensor:
     return torch.load(folder / "l")
 
 
-PROBE = replace(tiny_jobs.workload(DataSpec()), seq_len=16)
+PROBE = replace(tiny_jobs.build_workload(DataSpec()), seq_len=16)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -136,9 +136,9 @@ def go_on(
     run_dir: Path,
 ) -> list[float]:
     """Losses of a few steps from given weights."""
-    work = tiny_jobs.workload(data, steps=STEPS, weights=str(weights or ""))
+    work = tiny_jobs.build_workload(data, steps=STEPS, weights=str(weights or ""))
     assert (
-        train(tiny_jobs.plan(work, layout, world_size=world_size, model=model), run_dir)
+        train(tiny_jobs.build_plan(work, layout, world_size=world_size, model=model), run_dir)
         is ExitCode.DONE
     )
     lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
@@ -179,7 +179,7 @@ def test_a_hugging_face_folder_upcycles_too(tmp_path: Path) -> None:
     assert main(["upcycle", str(source), "--out", str(out), "--experts", "4", "--top-k", "2"]) == 0
     assert read_json_data(out / "config.json")["model_type"] == "mixtral"
     model = read_config(out)
-    ids = batches(model).inputs[0]
+    ids = draw_batches(model).inputs[0]
     with torch.no_grad():
         wanted = theirs(ids).logits.flatten(0, 1)
     found = logits(model, out, tmp_path / "probe")
@@ -225,9 +225,9 @@ def test_bad_folders_end_in_one_line(
 
 
 def test_weights_of_another_model_are_refused(data: DataSpec, dense: Path, tmp_path: Path) -> None:
-    work = tiny_jobs.workload(data, weights=str(dense))
+    work = tiny_jobs.build_workload(data, weights=str(dense))
     wider = replace(DENSE, dense_ffn_size=64)
-    job: Plan = tiny_jobs.plan(work, "mbs2", world_size=1, model=wider)
+    job: Plan = tiny_jobs.build_plan(work, "mbs2", world_size=1, model=wider)
     with pytest.raises(
         BadInput,
         match=r"model.weights: model.dense_ffn_size is 48 in the checkpoint and 64 in the job",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_families import FAMILIES, VOCABULARY, write_fused, write_model
+from hf_families import FAMILIES, VOCABULARY, write_fused_experts, write_model
 from moewright.cli.main import main
 from selection import thorough
 
@@ -26,7 +26,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {family: tmp_path_factory.mktemp(family) for family in (*FAMILIES, "fused")}
     for family in FAMILIES:
         write_model(family, found[family])
-    write_fused(found["qwen3_moe"], found["fused"])
+    write_fused_experts(found["qwen3_moe"], found["fused"])
     return found
 
 

@@ -1,4 +1,4 @@
-"""The tuning procedure with simulated runs: what is kept, pruned and passed over, and how it ends."""
+"""The tuning procedure with simulated runs: what is kept, pruned and passed over, and its end."""
 
 import random
 from dataclasses import replace

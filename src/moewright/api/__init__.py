@@ -5,18 +5,11 @@ show as tables in notebooks, and convert with `to_dict()` and `to_rows()`.
 """
 
 from moewright.api.catalogues import HardwareTable, ModelTable, hardware, model, models
+from moewright.api.comparison import PlanComparison, compare
 from moewright.api.diagnosing import Diagnosis, diagnose, read_run
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
-from moewright.api.planning import (
-    PlanComparison,
-    Plans,
-    WhyNot,
-    compare,
-    estimate,
-    plan,
-    why_not,
-)
+from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
 from moewright.api.running import export, train
 
 __all__ = [

@@ -17,34 +17,44 @@ from moewright.spec.units import GIB, TERA
 from moewright.spec.workload import Dtype
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSummary:
+    """One line about a model of the catalogue; `experts` and `top_k` are 0 for a dense one."""
+
+    model: str
+    parameters: int
+    active: int  # parameters that a token uses
+    layers: int
+    experts: int
+    top_k: int
+    source: str
+    verified: bool  # the figures were read again at the source
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ModelTable(Record):
     """The models of the catalogue, by name."""
 
-    entries: tuple[ModelEntry, ...]
+    models: tuple[ModelSummary, ...]
 
     def title(self) -> str:
         """Return the number of models."""
-        return f"{len(self.entries)} models"
+        return f"{len(self.models)} models"
 
     def to_rows(self) -> list[Row]:
         """Return a row for each model: parameters in total and active, experts, source."""
-        rows: list[Row] = []
-        for entry in self.entries:
-            spec = catalogue.model(entry.name)
-            count = count_parameters(spec)
-            rows.append(
-                {
-                    "model": entry.name,
-                    "parameters": count.total,
-                    "active": count.active,
-                    "layers": spec.layers,
-                    "experts": spec.moe.experts if spec.moe else 0,
-                    "top_k": spec.moe.router.top_k if spec.moe else 0,
-                    "source": entry.source,
-                }
-            )
-        return rows
+        return [
+            {
+                "model": summary.model,
+                "parameters": summary.parameters,
+                "active": summary.active,
+                "layers": summary.layers,
+                "experts": summary.experts,
+                "top_k": summary.top_k,
+                "source": summary.source,
+            }
+            for summary in self.models
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -87,7 +97,27 @@ def models() -> ModelTable:
         >>> "Qwen/Qwen3-30B-A3B" in [row["model"] for row in mw.models().to_rows()]
         True
     """
-    return ModelTable(entries=catalogue.models())
+    return ModelTable(models=tuple(_summarize_model(entry) for entry in catalogue.models()))
+
+
+def _summarize_model(entry: ModelEntry) -> ModelSummary:
+    spec = catalogue.model(entry.name)
+    count = count_parameters(spec)
+    experts = 0
+    top_k = 0
+    if spec.moe is not None:
+        experts = spec.moe.experts
+        top_k = spec.moe.router.top_k
+    return ModelSummary(
+        model=entry.name,
+        parameters=count.total,
+        active=count.active,
+        layers=spec.layers,
+        experts=experts,
+        top_k=top_k,
+        source=entry.source,
+        verified=entry.verified,
+    )
 
 
 def model(name: str | Path) -> ModelSpec:

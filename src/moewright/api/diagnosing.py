@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from moewright.api.launch_scripts import read_flags, read_logged_flags
+from moewright.api.reporting import PLAN_FILE, find_run_folder
 from moewright.codec import read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
@@ -31,7 +32,6 @@ from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
 
-PLAN_FILE = "plan.json"  # of a run's folder
 TRACE_FOLDER = "trace"
 MERGED_TRACE_FILE = "trace.json"
 _SQLITE = b"SQLite format 3\0"
@@ -49,7 +49,8 @@ class DiagnosisSource(StrEnum):
 class Diagnosis(Record):
     """The walls of a run, largest first, and where its step goes.
 
-    `waterfall` is None where the job is not known; `notes` say what was assumed or is missing.
+    `waterfall` is None where the job is not known; `notes` say what was read otherwise than
+    written, and `hint` what else to say for a fuller answer, "" where nothing is missing.
     """
 
     source: DiagnosisSource
@@ -57,6 +58,7 @@ class Diagnosis(Record):
     waterfall: Waterfall | None
     job: PricedJob | None
     notes: tuple[str, ...] = ()
+    hint: str = ""
     breakdowns: tuple[Breakdown, ...] = ()  # of traces, one a rank
     log: MegatronLog | None = None
 
@@ -69,9 +71,9 @@ class Diagnosis(Record):
 
     def title(self) -> str:
         """Return the first finding in one line."""
-        first = self.findings[0] if self.findings else None
-        if first is None:
+        if not self.findings:
             return "no wall found"
+        first = self.findings[0]
         return f"{first.wall} wall: {first.title} ({first.share:.0%})"
 
     def to_rows(self) -> list[Row]:
@@ -99,8 +101,9 @@ def diagnose(
     """Name the walls that hold a run back, with evidence, a waterfall and priced fixes.
 
     Args:
-        path: the folder of a run of this engine; a PyTorch profiler trace or a folder of them,
-            one a rank; an Nsight Systems export (.sqlite); or a console log of Megatron-LM.
+        path: the folder of a run of this engine, or its plan.json; a PyTorch profiler trace or a
+            folder of them, one a rank; an Nsight Systems export (.sqlite); or a console log of
+            Megatron-LM.
         plan: the job of a trace or a log, as `estimate` returns it; it prices the fixes.
         script: the Megatron-LM launch script of a trace or a log, in place of a plan.
         on: the hardware of the script or of the log.
@@ -115,8 +118,8 @@ def diagnose(
         >>> diagnosis.findings[0].wall in ("memory", "communication", "host", "compute")
         True
     """
-    path = Path(path)
-    if (path / PLAN_FILE).exists():
+    path = find_run_folder(Path(path))
+    if is_engine_run(path):
         return _diagnose_engine_run(path)
     notes: tuple[str, ...] = ()
     job = price_plan(plan) if plan else None
@@ -136,6 +139,11 @@ def diagnose(
     if path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path):
         return _diagnose_traces(path, job, notes)
     return _diagnose_log(path, job, notes, model=model, on=on)
+
+
+def is_engine_run(path: Path) -> bool:
+    """Tell whether a path is the folder of a run of this engine, or the plan.json in it."""
+    return (find_run_folder(path) / PLAN_FILE).exists()
 
 
 def price_plan(plan: Plan) -> PricedJob:
@@ -180,15 +188,17 @@ def _diagnose_traces(path: Path, job: PricedJob | None, notes: tuple[str, ...]) 
     skew = measure_rank_skew(captures, breakdowns, layout)
     peak = find_peak_rate(breakdowns, job)
     waterfall = build_trace_waterfall(breakdowns, skew, job, peak)
+    hint = ""
     if waterfall is None:
         missing = f"{peak.note}, or no shapes were recorded"
-        notes = (*notes, f"no waterfall: {missing}; say the job with --model, --on, --layout")
+        hint = f"no waterfall: {missing}; say the job with --model, --on, --layout"
     return Diagnosis(
         source=DiagnosisSource.TRACE,
         findings=diagnose_traces(breakdowns, skew, job, peak),
         waterfall=waterfall,
         job=job,
         notes=notes,
+        hint=hint,
         breakdowns=breakdowns,
     )
 
@@ -201,10 +211,11 @@ def _diagnose_log(
         job, reasons = _read_logged_job(log, path, model=model, on=on)
         notes = (*notes, *reasons)
     waterfall = None
+    hint = ""
     if job is None:
         untold = "what nobody timed" if log.timers else "a wall of time"
         options = "--on (and --model, --layout, or --script)"
-        notes = (*notes, f"the log alone does not tell {untold}: say {options}")
+        hint = f"the log alone does not tell {untold}: say {options}"
     elif log.step_s:
         waterfall = build_log_waterfall(job, log.step_s, measure_parts(log.timers))
     return Diagnosis(
@@ -213,6 +224,7 @@ def _diagnose_log(
         waterfall=waterfall,
         job=job,
         notes=notes,
+        hint=hint,
         log=log,
     )
 

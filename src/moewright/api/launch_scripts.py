@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moewright.api.planning import summarize_plan
+from moewright.api.comparison import summarize_plan
 from moewright.api.requests import read_hardware, translate_fields
 from moewright.codec import format_layout
+from moewright.codec.megatron_options import field_option
 from moewright.intake import catalogue
+from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.megatron.bash import read_commands
-from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.launch import LaunchCommand, find_launch
+from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput, Reason
@@ -23,29 +25,6 @@ from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 
 _ALTERNATIVES = 3  # of the planner's layouts beside the script's
-_OPTIONS = {
-    "layout.tp": "--tensor-model-parallel-size",
-    "layout.sp": "--sequence-parallel",
-    "layout.cp": "--context-parallel-size",
-    "layout.cp_comm": "--cp-comm-type",
-    "layout.pp": "--pipeline-model-parallel-size",
-    "layout.vpp": "--num-virtual-stages-per-pipeline-rank",
-    "layout.vpp_group": "--microbatch-group-size-per-virtual-pipeline-stage",
-    "layout.ep": "--expert-model-parallel-size",
-    "layout.etp": "--expert-tensor-parallel-size",
-    "layout.mbs": "--micro-batch-size",
-    "layout.stages": "--pipeline-model-parallel-layout",
-    "layout.dispatcher": "--moe-token-dispatcher-type",
-    "layout.capacity": "--moe-expert-capacity-factor",
-    "layout.recompute": "--recompute-modules",
-    "layout.offload": "--offload-modules",
-    "layout.graphs": "--cuda-graph-modules",
-    "layout.world_size": "--on",
-    "workload.seq_len": "--seq-length",
-    "workload.global_batch": "--global-batch-size",
-    "workload.ramp_start": "--rampup-batch-size",
-    "workload.ramp_increment": "--rampup-batch-size",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -140,7 +119,7 @@ def plan_launch(
         rule = "is needed: a script does not name its devices"
         raise BadInput(Reason(field="--on", rule=rule, nearest="--on H100"))
     hardware = read_hardware(on)
-    states_count = isinstance(on, Hardware) or on.strip()[0].isdigit()
+    states_count = isinstance(on, Hardware) or parse_hardware_text(on).count is not None
     if command.world_size and not states_count:
         hardware = replace(hardware, count=command.world_size)
     if command.world_size not in (0, hardware.count):
@@ -164,18 +143,25 @@ def plan_launch(
 
 def to_script_options(script: Path) -> Callable[[str], str]:
     """Spell fields as the options of a script that state them."""
-    return lambda field: f"{script.name}: {_OPTIONS.get(field, field)}"
+
+    def translate(field: str) -> str:
+        option = "--on" if field == "layout.world_size" else field_option(field)
+        return f"{script.name}: {option}"
+
+    return translate
 
 
 def find_better_layouts(plan: Plan) -> BetterLayouts:
     """Search the layouts of a plan's job; the plan's own stays among the best."""
-    found = search(plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES).plans
-    if not found:
+    best = search(plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES).plans
+    if not best:
         advice = f"nothing: no layout fits {plan.hardware.count} devices"
         return BetterLayouts(own=plan, plans=(), advice=advice)
-    own = next((other for other in found if other.layout == plan.layout), plan)
-    plans = found if own in found else (*found, own)
-    return BetterLayouts(own=own, plans=plans, advice=_advise(plan, found[0]))
+    own = next((other for other in best if other.layout == plan.layout), plan)
+    plans = best
+    if own not in best:
+        plans = (*best, own)
+    return BetterLayouts(own=own, plans=plans, advice=_advise(plan, best[0]))
 
 
 def _advise(plan: Plan, best: Plan) -> str:

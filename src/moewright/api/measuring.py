@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moewright.api.planning import summarize_plan
+from moewright.api.comparison import summarize_plan
 from moewright.api.requests import WorkloadOptions, read_hardware, read_plan_request
 from moewright.calibration.cross_validate import calibrate_leaving_out, calibrate_on
 from moewright.calibration.engine_runs import read_engine_runs

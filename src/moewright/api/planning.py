@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from moewright.api.comparison import summarize_plan
 from moewright.api.requests import (
     PlanRequest,
     Purpose,
@@ -16,7 +17,7 @@ from moewright.api.requests import (
     to_options,
     translate_fields,
 )
-from moewright.codec import explicit_fields, format_layout, parse_layout, read_json
+from moewright.codec import explicit_fields, parse_layout, read_json
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.legality import check_legality
 from moewright.search import explain, what_if
@@ -28,7 +29,6 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan
 from moewright.spec.record import Record, Row
-from moewright.spec.units import GIB
 from moewright.spec.workload import Dtype, Routing
 
 MAX_TOP = 100  # each is estimated in full
@@ -89,71 +89,6 @@ class WhyNot(Record):
         return "\n".join((self.title(), *self.lines))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class PlanComparison(Record):
-    """Plans side by side: time by part and memory by component, a column each."""
-
-    plans: tuple[Plan, ...]
-
-    def title(self) -> str:
-        """Return the layout of each plan, and what the table shows."""
-        layouts = [
-            f"plan {number}: {format_layout(plan.layout)}"
-            for number, plan in enumerate(self.plans, 1)
-        ]
-        return "\n".join((*layouts, "seconds by part, GiB by component"))
-
-    def to_rows(self) -> list[Row]:
-        """Return a row for each part of the step and each component of memory."""
-        names = [f"plan {number}" for number in range(1, len(self.plans) + 1)]
-        estimates = [plan.estimate for plan in self.plans]
-        rows: list[Row] = [
-            {"quantity": "step, s"} | _pair(names, [one.step_s for one in estimates])
-        ]
-        parts = [{share.part: share.seconds for share in one.shares} for one in estimates]
-        for part in dict.fromkeys(part for shares in parts for part in shares):
-            seconds = [shares.get(part, 0.0) for shares in parts]
-            rows.append({"quantity": f"{part}, s"} | _pair(names, seconds))
-        peaks = [one.peak_bytes / GIB for one in estimates]
-        rows.append({"quantity": "peak, GiB"} | _pair(names, peaks))
-        memories = [_component_bytes(one) for one in estimates]
-        for component in dict.fromkeys(name for memory in memories for name in memory):
-            sizes = [memory.get(component, 0) / GIB for memory in memories]
-            rows.append({"quantity": f"{component}, GiB"} | _pair(names, sizes))
-        verdicts = [one.verdict.value for one in estimates]
-        rows.append({"quantity": "verdict"} | _pair(names, verdicts))
-        return rows
-
-
-def _pair(names: Sequence[str], values: Sequence[object]) -> dict[str, object]:
-    return dict(zip(names, values, strict=True))
-
-
-def _component_bytes(estimate: Estimate) -> dict[str, int]:
-    """Return the bytes of the fullest pipeline rank by component."""
-    totals: dict[str, int] = {}
-    for ledger in estimate.ledgers:
-        if ledger.pp_rank == estimate.peak_rank:
-            for row in ledger.memory:
-                totals[row.component] = totals.get(row.component, 0) + row.bytes
-    return totals
-
-
-def summarize_plan(plan: Plan) -> Row:
-    """Return one line about a plan: layout, step, speed, memory, verdict."""
-    estimate = plan.estimate
-    return {
-        "layout": format_layout(plan.layout),
-        "step_s": estimate.step_s,
-        "tokens_per_s_per_device": estimate.tokens_per_s_per_device,
-        "tflops_per_device": estimate.tflops_per_device,
-        "mfu": estimate.mfu,
-        "peak_GiB": estimate.peak_bytes / GIB,
-        "margin_GiB": estimate.margin_bytes / GIB,
-        "verdict": estimate.verdict.value,
-    }
-
-
 def plan(
     model: str | Path | ModelSpec,
     *,
@@ -187,8 +122,24 @@ def plan(
     options = workload_options(seq_len, global_batch, precision, load)
     result = search_request(read_plan_request(model, on, options), Path(_file_name(model)), top=top)
     if result.best is None:
-        raise explain_empty_search(result, Path(_file_name(model)))
+        raise explain_empty_search(result.request, result.search, Path(_file_name(model)))
     return result
+
+
+def plan_for_training(request: PlanRequest, job: Path) -> Plan:
+    """Return the fastest plan that this engine runs and that keeps the layout keys of a job.
+
+    `job` is the file that refusals name.
+
+    Raises:
+        BadInput: no layout is legal and fits.
+    """
+    nouns = (request.model, request.workload, request.hardware)
+    with translate_fields(to_job_keys(job)):
+        result = search(*nouns, fixed=request.layout_text, top=1, allowed=_objections(request))
+    if not result.plans:
+        raise explain_empty_search(request, result, job)
+    return result.plans[0]
 
 
 def workload_options(
@@ -275,22 +226,23 @@ def estimate_even_routing(plan: Plan) -> Estimate | None:
     return build_plan(plan.model, workload, plan.hardware, plan.layout).estimate
 
 
-def explain_empty_search(plans: Plans, job: Path) -> BadInput:
+def explain_empty_search(request: PlanRequest, result: SearchResult, job: Path) -> BadInput:
     """Return why a search came back empty.
 
     What is wrong with the pinned keys by themselves comes first, else the commonest rejection.
     """
-    is_job = plans.request.purpose is Purpose.TRAIN
-    spell = to_job_keys(job) if is_job else to_options("layout")
+    if request.purpose is Purpose.TRAIN:
+        spell = to_job_keys(job)
+    else:
+        spell = to_options("layout")
     try:
         with translate_fields(spell):
-            raise _empty_search(plans)
+            raise _empty_search(request, result.rejected)
     except BadInput as error:
         return error
 
 
-def _empty_search(plans: Plans) -> BadInput:
-    request = plans.request
+def _empty_search(request: PlanRequest, rejected: Sequence[tuple[str, int]]) -> BadInput:
     pinned = request.layout_text
     layout = parse_layout(pinned, world_size=request.hardware.count)
     reasons = (
@@ -302,9 +254,11 @@ def _empty_search(plans: Plans) -> BadInput:
         return BadInput(
             *sorted(reasons, key=lambda reason: reason.field.rpartition(".")[2] not in keys)
         )
-    commonest = max(plans.rejected, key=lambda pair: pair[1], default=("none is legal", 0))[0]
+    commonest = max(rejected, key=lambda pair: pair[1], default=("none is legal", 0))[0]
     rule = f"no layout over {request.hardware.count} devices will do; most often: {commonest}"
-    nearest = "more devices, or a shorter sequence" if commonest == DOES_NOT_FIT else ""
+    nearest = ""
+    if commonest == DOES_NOT_FIT:
+        nearest = "more devices, or a shorter sequence"
     return BadInput(Reason(field="layout", value=pinned, rule=rule, nearest=nearest))
 
 
@@ -330,6 +284,9 @@ def estimate(
         precision: compute precision.
         load: a file of measured tokens by expert.
 
+    `moewright estimate` exits with 0 where the verdict is "fits" or "uncertain", with 3 where it
+    is "oom", and with 2 where something cannot be used.
+
     Raises:
         BadInput: something cannot be used, or the layout is illegal.
 
@@ -351,16 +308,17 @@ def estimate_request(
     options: WorkloadOptions,
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan of one layout, and the values nobody gave, one line each."""
-    if isinstance(model, str | Path) and Path(model).suffix == ".json" and _is_plan(Path(model)):
+    if isinstance(model, str | Path) and is_plan_file(Path(model)):
         model = read_json(Plan, Path(model))
     if isinstance(model, Plan):
         return _estimate_plan_again(model, layout, on=on, options=options), ()
     request = read_plan_request(model, on, options)
-    text = layout if isinstance(layout, Layout) else layout or request.layout_text
-    from_options = bool(layout) or not request.layout_text
-    spell = to_options("--layout") if from_options else to_job_keys(Path(_file_name(model)))
+    if layout or not request.layout_text:
+        spell = to_options("--layout")
+    else:
+        spell = to_job_keys(Path(_file_name(model)))
     with translate_fields(spell):
-        chosen = _as_layout(text, world_size=request.hardware.count)
+        chosen = _as_layout(layout or request.layout_text, world_size=request.hardware.count)
         return (
             build_plan(request.model, request.workload, request.hardware, chosen),
             request.defaults,
@@ -368,12 +326,16 @@ def estimate_request(
 
 
 def _as_layout(layout: str | Layout, *, world_size: int) -> Layout:
-    return layout if isinstance(layout, Layout) else parse_layout(layout, world_size=world_size)
+    if isinstance(layout, Layout):
+        return layout
+    return parse_layout(layout, world_size=world_size)
 
 
-def _is_plan(path: Path) -> bool:
+def is_plan_file(path: Path) -> bool:
     """Tell a plan from a model's config.json by its keys."""
-    return path.name != "config.json" and path.is_file() and '"fingerprint"' in path.read_text()
+    if path.suffix != ".json" or path.name == "config.json" or not path.is_file():
+        return False
+    return '"fingerprint"' in path.read_text(errors="replace")
 
 
 def _estimate_plan_again(
@@ -413,18 +375,3 @@ def why_not(plans: Plans, layout: str) -> WhyNot:
     nouns = (request.model, request.workload, request.hardware)
     lines = tuple(explain.explain_objections(*nouns, plans.search, layout))
     return WhyNot(layout=layout, lines=lines)
-
-
-def compare(*plans: Plan) -> PlanComparison:
-    """Put plans side by side: time by part, memory by component, verdict.
-
-    Example:
-        >>> import moewright as mw
-        >>> a = mw.estimate("Qwen3-30B-A3B", "ep8", on="8xH100")
-        >>> b = mw.estimate("Qwen3-30B-A3B", "tp2,ep8", on="8xH100")
-        >>> mw.compare(a, b).to_rows()[0]["quantity"]
-        'step, s'
-    """
-    if not plans:
-        raise BadInput(Reason(field="plans", rule="at least one plan is needed"))
-    return PlanComparison(plans=plans)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moewright.intake import catalogue
 from moewright.intake.expert_load import read_expert_load
-from moewright.intake.job import read_job
+from moewright.intake.job import JobFile, read_job
 from moewright.intake.job_workload import MAX_BATCH, MAX_SEQ_LEN
 from moewright.rules.job import Job
 from moewright.rules.routing import check_load_histogram
@@ -165,9 +165,17 @@ def _read_job_request(path: Path, on: str | Hardware, options: WorkloadOptions) 
     else:
         hardware = catalogue.hardware(f"{job.nproc}x{job.hardware}")
         defaults = (f"hardware {job.nproc}x{job.hardware} (from {path}; --on)",)
+    job = replace(job, workload=fill_attended_share(job.workload))
+    return request_training(job, hardware, defaults)
+
+
+def request_training(
+    job: JobFile, hardware: Hardware, defaults: tuple[str, ...] = ()
+) -> PlanRequest:
+    """Return the request for a plan by which this engine trains a job on some hardware."""
     return PlanRequest(
         model=job.model,
-        workload=fill_attended_share(job.workload),
+        workload=job.workload,
         hardware=hardware,
         layout_text=job.layout_text,
         purpose=Purpose.TRAIN,

@@ -153,7 +153,7 @@ def _launch_cases(dtype: Dtype, torch_dtype: torch.dtype) -> Iterator[Case]:
         *_attention_cases(dtype, torch_dtype, shape),
     )
     for case in cases:
-        yield replace(case, x=0.0, work=0.0, input_sets=1)
+        yield replace(case, x=0.0, workload=0.0, input_sets=1)
 
 
 def _gemm_case(dtype: Dtype, torch_dtype: torch.dtype, m: int, n: int, k: int) -> Case:
@@ -250,7 +250,7 @@ def _attention_cases(
         setup=setup_forward,
         input_sets=INPUT_SETS,
     )
-    backward = replace(forward, op=Op.ATTENTION_BACKWARD, work=2 * flops, setup=setup_backward)
+    backward = replace(forward, op=Op.ATTENTION_BACKWARD, workload=2 * flops, setup=setup_backward)
     return forward, backward
 
 

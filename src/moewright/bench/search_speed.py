@@ -51,7 +51,7 @@ class PeerPlanner:
 
 
 # Each planner's own search, or single evaluations, as measured on two cores shared with other jobs
-# (docs/log.md).
+# (docs/log/search_speed.md).
 PEER_PLANNERS = (
     PeerPlanner(
         name="SimuMax",

@@ -27,7 +27,7 @@ class FlopsConvention(StrEnum):
 
     CAUSAL = "causal"  # half of attention, as Megatron counts
     FULL_ATTENTION = "full_attention"
-    UNKNOWN = "unknown"  # its TFLOP/s cannot be turned into tokens/s
+    OTHER = "other"  # its TFLOP/s are not converted to tokens/s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ def trained_without_mtp(cells: Mapping[str, str], model: ModelSpec, seq_len: int
 def read_speed(
     cells: Mapping[str, str], model: ModelSpec, *, seq_len: int, gbs: int, devices: int
 ) -> MeasuredSpeed | None:
-    """Return the speed of a row; None when it prints none that can be turned into tokens/s.
+    """Return the speed of a row; None when it prints none that can be converted to tokens/s.
 
     Raises:
         BadInput: a figure is no number.
@@ -108,7 +108,7 @@ def _speed_from_flops(cells: Mapping[str, str], flops_per_token: int) -> Measure
 def _flops_per_token(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -> int:
     """Return the FLOPs of a token as the row's source counts them; 0 where that is not known."""
     convention = _flops_convention(cells)
-    if convention is FlopsConvention.UNKNOWN:
+    if convention is FlopsConvention.OTHER:
         return 0
     counted = flops.model_flops_per_token(model, seq_len)
     if convention is FlopsConvention.CAUSAL:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from moewright.spec.errors import BadInput, Reason
+from moewright.cli.answers import print_now
+from moewright.cli.options import Flag
 
 GIGA = 10**9
 
@@ -17,7 +14,7 @@ def bench_machine(
     *,
     nproc: int = 2,
     out: Path = Path("runs/machine.toml"),
-    force: Annotated[bool, Parameter(negative="")] = False,
+    force: Flag = False,
 ) -> int:
     """Measure GEMMs, attention and collectives in under a minute, and write a hardware file.
 
@@ -30,13 +27,14 @@ def bench_machine(
     force
         Measure again even so.
     """
+    from moewright.api.machines import describes_this_machine, write_machine_file
     from moewright.engine.run.process_limit import refuse_too_many_processes
 
     refuse_too_many_processes(nproc, field="--nproc")
-    if out.exists() and not force and _describes_this_machine(out, nproc=nproc):
+    if out.exists() and not force and describes_this_machine(out, nproc=nproc):
         print(f"{out} describes this machine already; --force measures it again")
     else:
-        write_machine_file(out, nproc=nproc)
+        write_machine_file(out, nproc=nproc, tell=print_now)
     _print_bandwidths(out)
     return 0
 
@@ -62,41 +60,6 @@ def bench_search() -> int:
     for planner in PEER_PLANNERS:
         print(f"{planner.name:<34}{'':>22}{planner.layouts_per_s:>20}  {planner.what}")
     return 0
-
-
-def write_machine_file(path: Path, *, nproc: int) -> None:
-    """Measure this machine with `nproc` processes and write its hardware file.
-
-    Raises:
-        BadInput: The file cannot be written, which is found out before anything is measured.
-    """
-    from moewright.bench.machine import measure_machine
-    from moewright.codec import write_text, write_toml
-
-    if path.suffix != ".toml":
-        rule = "a hardware file is TOML, and is known by its name"
-        nearest = str(path.with_suffix(".toml"))
-        raise BadInput(Reason(field="--out", value=str(path), rule=rule, nearest=nearest))
-    if not path.exists():
-        # Writes nothing of use, but fails where the file cannot be written.
-        write_text(path, "")
-        path.unlink()
-    started = time.monotonic()
-    hardware = measure_machine(nproc=nproc)
-    write_toml(path, hardware)
-    peaks = ", ".join(
-        f"{peak.dtype} {peak.rate.value / GIGA:.3g}" for peak in hardware.device.peaks
-    )
-    print(f"{hardware.name}: best GEMM a process in GFLOP/s: {peaks}")
-    print(f"wrote {path} after {time.monotonic() - started:.0f} s", flush=True)
-
-
-def _describes_this_machine(path: Path, *, nproc: int) -> bool:
-    from moewright.bench.machine import machine_fingerprint
-    from moewright.codec import read_toml
-    from moewright.spec.hardware import Hardware
-
-    return read_toml(Hardware, path).fingerprint == machine_fingerprint(nproc)
 
 
 def _print_bandwidths(path: Path) -> None:

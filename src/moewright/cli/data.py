@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from moewright.cli.options import Flag
+from moewright.cli.options import Count, Flag
 
 
 def data_build(
@@ -13,7 +13,7 @@ def data_build(
     /,
     *,
     out: Path,
-    vocab_size: int = 4096,
+    vocab_size: Count = 4096,
     tokenizer: Literal["bpe", "bytes"] = "bpe",
     force: Flag = False,
 ) -> int:
@@ -29,7 +29,7 @@ def data_build(
     out
         The folder to write.
     vocab_size
-        Size of the vocabulary that bpe learns.
+        Size of the vocabulary that bpe learns, such as 4096 or 32k.
     tokenizer
         bpe learns merges over bytes; bytes takes the 256 bytes as they are.
     force
@@ -39,12 +39,13 @@ def data_build(
     from moewright.engine.data.tokenizer import TokenizerKind
     from moewright.spec.units import format_bytes, format_seconds
 
+    rebuild = RebuildPolicy.ALWAYS if force else RebuildPolicy.IF_CHANGED
     result = build_corpus(
         source,
         out,
         vocab_size=vocab_size,
         tokenizer=TokenizerKind(tokenizer),
-        rebuild=RebuildPolicy.ALWAYS if force else RebuildPolicy.IF_CHANGED,
+        rebuild=rebuild,
     )
     corpus = result.corpus
     if result.outcome is BuildOutcome.REUSED:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from moewright.cli.options import BatchOptions
+from moewright.cli.answers import open_console, write_answer
+from moewright.cli.options import BatchOptions, JsonOption
 from moewright.spec.errors import BadInput, Reason
 
 _NO_OPTIONS = BatchOptions()
@@ -20,6 +20,7 @@ def diagnose(
     on: str = "",
     layout: str = "",
     workload: BatchOptions = _NO_OPTIONS,
+    json: JsonOption = None,
 ) -> int:
     """Name the wall that holds a run back, where the step goes, and what to change next.
 
@@ -29,9 +30,9 @@ def diagnose(
     Parameters
     ----------
     run
-        The folder of a run, as `moewright train --out` made it; a trace of the PyTorch profiler
-        (.json, .json.gz) or a folder of them, one a rank; an Nsight Systems export (.sqlite); or a
-        console log of Megatron-LM.
+        The folder of a run, as `moewright train --out` made it, or its plan.json; a trace of the
+        PyTorch profiler (.json, .json.gz) or a folder of them, one a rank; an Nsight Systems export
+        (.sqlite); or a console log of Megatron-LM.
     script
         The Megatron-LM launch script of a trace or a log, which tells model, batch and layout.
     model
@@ -40,11 +41,13 @@ def diagnose(
         The devices of a trace or a log, count x device.
     layout
         The layout of a trace or a log, such as "tp2,ep8,pp4".
+    json
+        Write the diagnosis (findings, waterfall, job and what was measured) to this file; "-": to
+        standard output, and the text to standard error. A figure that was not printed is null.
     """
-    from moewright.api.diagnosing import PLAN_FILE, DiagnosisSource
+    from moewright.api.diagnosing import DiagnosisSource, is_engine_run
     from moewright.api.diagnosing import diagnose as diagnose_path
     from moewright.api.planning import estimate_request
-    from moewright.report.console import make_console
     from moewright.report.diagnosis_text import (
         print_breakdown,
         print_findings,
@@ -53,7 +56,7 @@ def diagnose(
     )
 
     plan = None
-    if (run / PLAN_FILE).exists():
+    if is_engine_run(run):
         script = None  # a run of ours states its job itself
     elif script is not None:
         if layout:
@@ -65,7 +68,7 @@ def diagnose(
         option = "--layout" if layout else "--seq-len"
         raise BadInput(Reason(field=option, rule="needs --model beside it"))
     diagnosis = diagnose_path(run, plan=plan, script=script, on=on, model=model)
-    console = make_console(sys.stdout)
+    console = open_console(json)
     for note in diagnosis.notes:
         console.print(note, soft_wrap=True)
     if diagnosis.source is DiagnosisSource.TRACE:
@@ -75,4 +78,7 @@ def diagnose(
     print_findings(console, diagnosis.findings)
     if diagnosis.waterfall is not None:
         print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
+    if diagnosis.hint:
+        console.print(diagnosis.hint, soft_wrap=True)
+    write_answer(console, json, diagnosis)
     return 0

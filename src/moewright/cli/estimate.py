@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moewright.cli.answers import open_console, write_answer
+from moewright.cli.main import DOES_NOT_FIT
 from moewright.cli.options import JsonOption, LaunchScriptOptions, PlanningOptions
 from moewright.spec.errors import BadInput, Reason
 
@@ -31,12 +32,14 @@ def estimate(
 ) -> int:
     """Predict memory by component and module, time by component, and whether one layout fits.
 
-    With --from-flags, also what would be better.
+    With --from-flags, also what would be better. Exit codes: 0 the layout fits, or may (verdict
+    fits or uncertain), 2 bad input, 3 the layout does not fit (verdict oom).
 
     Parameters
     ----------
     model
-        A model's name, with or without organisation; a config.json or its folder; or a job .toml.
+        A model's name, with or without organisation; a config.json or its folder; a job .toml; or
+        a plan, as `plan --json` or `estimate --json` wrote it, whose values the options replace.
         A launch script that gives the model's sizes needs none.
     on
         Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own, and a
@@ -45,15 +48,16 @@ def estimate(
         The layout, such as "tp2,ep8,pp32,vpp3,mbs1,recompute=select"; dp is derived. A job brings
         its own.
     json
-        Write the plan of this layout (model, workload, hardware, layout, estimate) to this file.
+        Write the plan of this layout (model, workload, hardware, layout, estimate) to this file;
+        "-": to standard output, and the tables to standard error.
     trace
         Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
     """
     from moewright.api.launch_scripts import read_flags
     from moewright.api.planning import estimate_even_routing, estimate_request
-    from moewright.codec import write_json
-    from moewright.report.console import make_console, print_estimate, print_measured_load
+    from moewright.report.console import print_estimate, print_measured_load
     from moewright.report.trace import write_trace
+    from moewright.spec.plan import Verdict
 
     if script.from_flags is not None:
         _refuse_options_of_script(layout, workload)
@@ -63,20 +67,18 @@ def estimate(
     else:
         options = workload.to_workload_options()
         plan, notes = estimate_request(model, layout, on=on, options=options)
-    console = make_console(sys.stdout)
+    console = open_console(json)
     for line in notes:
         console.print(line, soft_wrap=True)
     print_estimate(console, plan)
     print_measured_load(console, plan, estimate_even_routing(plan))
     if script.from_flags is not None:
         print_better_layouts(console, plan)
-    if json is not None:
-        write_json(json, plan)
-        console.print(f"wrote {json}", soft_wrap=True)
+    write_answer(console, json, plan)
     if trace is not None:
         write_trace(plan, trace)
         console.print(f"wrote {trace}", soft_wrap=True)
-    return 0
+    return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
 
 
 def print_better_layouts(console: Console, plan: Plan) -> None:

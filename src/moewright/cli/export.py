@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moewright.cli.answers import STANDARD_OUTPUT, open_console, write_answer
 from moewright.cli.options import EngineJobOptions, ExportTarget, JsonOption, LaunchScriptOptions
 from moewright.spec.errors import BadInput, Reason
 
@@ -45,21 +45,21 @@ def export(
     model
         The model of a script that gives no sizes: a name, a config.json or its folder.
     json
-        Write the script's plan to this file.
+        Write the script's plan to this file; "-": to standard output, and the tables to standard
+        error.
     """
     from moewright.api.running import export as render_launch_file
-    from moewright.codec import read_json, write_json
+    from moewright.codec import read_json
     from moewright.spec.plan import Plan
 
+    _check_json(plan, to, json)
     if plan is not None and script.from_flags is None:
         if to is None:
             rule = "is needed with a plan: the target"
             raise BadInput(Reason(field="--to", rule=rule, nearest="--to megatron"))
         exported = read_json(Plan, plan)
     elif plan is None and script.from_flags is not None:
-        exported = _read_script(script, on=on, model=model, is_shown=to is None)
-        if json is not None:
-            write_json(json, exported)
+        exported = _read_script(script, on=on, model=model, json=json, is_shown=to is None)
     else:
         rule = "exactly one is needed: a plan, or a launch script"
         raise BadInput(Reason(field="PLAN or --from-flags", rule=rule))
@@ -71,21 +71,36 @@ def export(
     return 0
 
 
-def _read_script(script: LaunchScriptOptions, *, on: str, model: str, is_shown: bool) -> Plan:
+def _check_json(plan: Path | None, to: ExportTarget | None, json: Path | None) -> None:
+    """Refuse JSON of what is a plan already, and JSON where a launch file is printed."""
+    if json is None:
+        return
+    if plan is not None:
+        rule = "writes the plan of a launch script, and this is a plan already"
+        raise BadInput(Reason(field="--json", value=str(json), rule=rule, nearest="leave it out"))
+    if json == STANDARD_OUTPUT and to is not None:
+        rule = "standard output takes the launch file of --to"
+        raise BadInput(Reason(field="--json", value="-", rule=rule, nearest="--json plan.json"))
+
+
+def _read_script(
+    script: LaunchScriptOptions, *, on: str, model: str, json: Path | None, is_shown: bool
+) -> Plan:
     """Return the plan of a launch script, printed in full where it is shown.
 
-    Notes on how it was read go to stderr where a launch file goes to stdout.
+    Notes on how it was read go to stderr where a launch file or JSON goes to stdout.
     """
     from moewright.api.launch_scripts import read_flags
     from moewright.cli.estimate import print_better_layouts
-    from moewright.report.console import make_console, print_estimate
+    from moewright.report.console import print_estimate
 
     assert script.from_flags is not None
     reading = read_flags(script.from_flags, on=on, model=model, arguments=script.script_args)
-    console = make_console(sys.stdout if is_shown else sys.stderr)
+    console = open_console(json if is_shown else STANDARD_OUTPUT)
     for line in reading.notes:
         console.print(line, soft_wrap=True)
     if is_shown:
         print_estimate(console, reading.plan)
         print_better_layouts(console, reading.plan)
+    write_answer(console, json, reading.plan)
     return reading.plan

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+
+from moewright.cli.answers import open_console, write_answer
+from moewright.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +17,14 @@ if TYPE_CHECKING:
     from moewright.calibration.fit_inputs import NextRun
 
 
-def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")]) -> int:
+def fit(
+    table: Path,
+    /,
+    *,
+    on: str,
+    out: Annotated[Path, Parameter(name="--out")],
+    json: JsonOption = None,
+) -> int:
     """Refit the constants of a hardware to measured runs, and write a hardware file with them.
 
     Parameters
@@ -27,13 +36,15 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
         The hardware, as "H800" or "runs/machine.toml"; rows measured on other parts are left out.
     out
         The hardware file to write; name it in --on from then on.
+    json
+        Write the fit (constants, errors, the hardware) to this file; "-": to standard output, and
+        the text to standard error.
     """
     from moewright.api.measuring import fit as fit_hardware
     from moewright.codec import write_toml
-    from moewright.report.console import make_console
 
     result = fit_hardware(table, on=on)
-    console = make_console(sys.stdout)
+    console = open_console(json)
     for row_id, reason in result.left_out:
         console.print(f"{row_id}: left out, {reason}", soft_wrap=True, highlight=False)
     _print_errors(console, "before", result.errors_before)
@@ -52,6 +63,7 @@ def fit(table: Path, /, *, on: str, out: Annotated[Path, Parameter(name="--out")
         console.print(line, soft_wrap=True, highlight=False)
     write_toml(out, result.hardware)
     console.print(f"wrote {out}", soft_wrap=True)
+    write_answer(console, json, result)
     return 0
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DONE = 0
 FAILED = 1
 BAD_INPUT = 2
+DOES_NOT_FIT = 3  # of `estimate`; of `train`, 3 is a rank that failed
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 _ENGINE_PACKAGES = ("torch", "safetensors", "tokenizers")

@@ -5,12 +5,14 @@ A record is one parameter of a verb; its fields are options of the command line.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
+from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import Dtype
 
 if TYPE_CHECKING:
@@ -18,9 +20,37 @@ if TYPE_CHECKING:
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
 SetOption = Annotated[list[str] | None, Parameter(name="--set", negative="")]
-JsonOption = Annotated[Path | None, Parameter(name="--json")]
 Flag = Annotated[bool, Parameter(negative="")]
 ExportTarget = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
+
+
+def _read_json_path(_: type, tokens: Sequence[Token]) -> Path:
+    """Return the path of --json; "-" is one, another option that follows --json is none."""
+    (token,) = tokens
+    if token.value.startswith("-") and token.value != "-":
+        rule = 'needs a path, or "-" for standard output'
+        raise BadInput(Reason(field="--json", value=token.value[:60], rule=rule))
+    return Path(token.value)
+
+
+def _read_count(_: type, tokens: Sequence[Token]) -> int:
+    """Return a count that may be written as 128k; a plain number may also be out of range."""
+    from moewright.codec.numbers import parse_count
+
+    (token,) = tokens
+    try:
+        return int(token.value)
+    except ValueError:
+        return parse_count(token.value, token.keyword or "")
+
+
+# A lone "-" stands for standard output, which cyclopts would take for an option.
+JsonOption = Annotated[
+    Path | None,
+    Parameter(name="--json", allow_leading_hyphen=True, converter=_read_json_path),
+]
+Count = Annotated[int, Parameter(converter=_read_count)]
+OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
 
 
 @Parameter(name="*")
@@ -31,15 +61,16 @@ class BatchOptions:
     Parameters
     ----------
     seq_len
-        Tokens a sequence; 4096 when neither this nor a job says it.
+        Tokens a sequence, such as 4096, 128k (128,000) or 128Ki (131,072); 4096 when neither this
+        nor a job says it.
     global_batch
-        Sequences a step; 16 a device when neither this nor a job says it.
+        Sequences a step, such as 512 or 1k; 16 a device when neither this nor a job says it.
     precision
         Compute precision; bf16 when neither this nor a job says it.
     """
 
-    seq_len: int | None = None
-    global_batch: int | None = None
+    seq_len: OptionalCount = None
+    global_batch: OptionalCount = None
     precision: Dtype | None = None
 
     def to_workload_options(self) -> WorkloadOptions:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from moewright.cli.answers import open_console, write_answer
 from moewright.cli.options import JsonOption, PlanningOptions
 
 _NO_OPTIONS = PlanningOptions()
@@ -35,34 +35,38 @@ def plan(
     why_not
         A layout, such as "tp2,ep8,pp4": say what speaks against it.
     json
-        Write the best plan (model, workload, hardware, layout, estimate) to this file.
+        Write the best plan (model, workload, hardware, layout, estimate) to this file; "-": to
+        standard output, and the tables to standard error.
     """
     from moewright.api.planning import explain_empty_search, search_request
     from moewright.api.planning import why_not as find_objections
     from moewright.api.requests import read_plan_request, to_options, translate_fields
-    from moewright.codec import parse_layout, write_json
-    from moewright.report.console import make_console, print_measured_load, print_plans
+    from moewright.codec import parse_layout
+    from moewright.report.console import print_measured_load, print_plans
 
     request = read_plan_request(model, on, workload.to_workload_options())
     # A layout that cannot be read is refused before the search, which may take a while.
     with translate_fields(to_options("--why-not")):
         parse_layout(why_not, world_size=request.hardware.count)
     plans = search_request(request, Path(model), top=top)
-    console = make_console(sys.stdout)
+    console = open_console(json)
     for line in request.defaults:
         console.print(line, soft_wrap=True)
     if request.layout_text and plans.best:
         console.print(f"layout {request.layout_text} (given by the job)", soft_wrap=True)
-    picked = (plans.best,) if plans.best else ()
-    print_plans(console, plans.plans, picked=picked, rejected=plans.rejected, why=plans.why)
+    print_plans(
+        console,
+        plans.plans,
+        picked=[plans.best] if plans.best else [],
+        rejected=plans.rejected,
+        why=plans.why,
+    )
     if plans.best:
         print_measured_load(console, plans.best, plans.even_routing)
     if why_not:
         for line in find_objections(plans, why_not).lines:
             console.print(line, soft_wrap=True)
     if plans.best is None:
-        raise explain_empty_search(plans, Path(model))
-    if json is not None:
-        write_json(json, plans.best)
-        console.print(f"wrote {json}", soft_wrap=True)
+        raise explain_empty_search(request, plans.search, Path(model))
+    write_answer(console, json, plans.best)
     return 0

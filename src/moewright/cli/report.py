@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moewright.cli.answers import open_console, write_answer
+from moewright.cli.options import JsonOption
 
-def report(run: Path, /, *, out: Path | None = None) -> int:
+
+def report(run: Path, /, *, out: Path | None = None, json: JsonOption = None) -> int:
     """Write one HTML page about a run that opens offline.
 
     The page shows the verdict, curves, the predicted and the counted ledger, and the load of the
@@ -14,24 +17,18 @@ def report(run: Path, /, *, out: Path | None = None) -> int:
     Parameters
     ----------
     run
-        The folder of a run, as `moewright train --out` made it.
+        The folder of a run, as `moewright train --out` made it, or the plan.json in it.
     out
         The file to write; RUN/report.html when not given.
+    json
+        Write what the page shows (run, findings, comparisons) to this file; "-": to standard
+        output, and all else to standard error.
     """
-    print(f"wrote {write_run_report(run, out or run / 'report.html')}")
+    from moewright.api.reporting import build_report, find_run_folder, write_page
+
+    run_report = build_report(run)
+    page = write_page(run_report, out or find_run_folder(run) / "report.html")
+    console = open_console(json)
+    console.print(f"wrote {page}", soft_wrap=True)
+    write_answer(console, json, run_report)
     return 0
-
-
-def write_run_report(run: Path, out: Path) -> Path:
-    """Write the page of a run's folder to `out`, and return `out`.
-
-    The ledger of every rank that was counted is predicted on the routing that the run recorded.
-    """
-    from moewright.codec import read_run
-    from moewright.diagnosis.compare_ledgers import compare_ranks
-    from moewright.diagnosis.engine_run import diagnose_run
-    from moewright.report.report_page import write_report
-
-    record = read_run(run)
-    write_report(record, compare_ranks(record), diagnose_run(record), out)
-    return out

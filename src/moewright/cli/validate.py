@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from moewright.cli.answers import open_console, write_answer
 from moewright.cli.options import JsonOption
 
 
@@ -26,7 +26,8 @@ def validate(
         A CSV with the columns of published measurements (id, model, hardware, num_gpus, seq_len,
         gbs, mbs, tp, ...).
     json
-        Write the summary and every row, predicted and measured, to this file.
+        Write the summary and every row, predicted and measured, to this file; "-": to standard
+        output, and the tables to standard error.
     fit_on
         Fit the constants on this table before scoring, instead of taking the planner's own.
     leave_out
@@ -34,15 +35,11 @@ def validate(
         columns, such as "model,hardware"; "id" leaves out one row at a time.
     """
     from moewright.api.measuring import validate as score_planner
-    from moewright.codec import write_json
-    from moewright.report.console import make_console
     from moewright.report.score_text import print_score
 
     columns = [column.strip() for column in leave_out.split(",") if column.strip()]
     score = score_planner(table, fit_on=fit_on, leave_out=columns)
-    console = make_console(sys.stdout)
+    console = open_console(json)
     print_score(console, score)
-    if json is not None:
-        write_json(json, score)
-        console.print(f"wrote {json}", soft_wrap=True)
+    write_answer(console, json, score)
     return 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moewright.cli.options import UpdateOptions
+from moewright.cli.options import Count, UpdateOptions
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def verify(
     out: Path,
     layout: str = "",
     nproc: int = 1,
-    steps: int = 1,
+    steps: Count = 1,
     update: UpdateOptions = _DEFAULT_UPDATE,
 ) -> int:
     """Run a checkpoint on the batches of a file in a layout, in fp32, and write what came out.

@@ -27,7 +27,7 @@ class FloatPolicy(StrEnum):
     """Which floats are read: people write finite ones; a diverged run may measure others."""
 
     FINITE = "finite"
-    NON_FINITE = "measured"
+    NON_FINITE = "non-finite"
 
 
 class _Refused(Exception):
@@ -91,12 +91,12 @@ def fingerprint(*records: object) -> str:
 
 
 @cache
-def _converter(numbers: FloatPolicy) -> Converter:
+def _converter(floats: FloatPolicy) -> Converter:
     converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_structure_hook(bool, _bool)
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(
-        float, _float if numbers is FloatPolicy.FINITE else _measured_float
+        float, _float if floats is FloatPolicy.FINITE else _measured_float
     )
     converter.register_structure_hook(str, _str)
     converter.register_structure_hook_factory(_is_tuple, lambda cls: _tuple(converter, cls))
@@ -228,7 +228,8 @@ def _step(error: BaseException, path: str) -> str:
 def _located(where: str, path: str) -> str:
     if not path or not where:
         return where or path
-    return f"{where}{'.' if ': ' in where else ': '}{path}"
+    separator = "." if ": " in where else ": "
+    return f"{where}{separator}{path}"
 
 
 def format_value(value: object) -> str:

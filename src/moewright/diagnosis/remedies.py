@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from moewright.codec.megatron_options import LAYOUT_OPTIONS, WORKLOAD_OPTIONS
 from moewright.rules.divisibility import divisors
 from moewright.spec.finding import Cause
 from moewright.spec.hardware import Hardware
@@ -172,12 +173,12 @@ _MORE_ROWS = (
     Remedy(
         text="a larger micro-batch: more tokens for each expert and kernel",
         change=_scale_degree("mbs", 2),
-        megatron="--micro-batch-size",
+        megatron=LAYOUT_OPTIONS["mbs"],
     ),
     Remedy(
         text="a wider ep: each expert gets the tokens of more ranks",
         change=_scale_degree("ep", 2),
-        megatron="--expert-model-parallel-size",
+        megatron=LAYOUT_OPTIONS["ep"],
     ),
 )
 _FUSIONS = Remedy(
@@ -259,12 +260,12 @@ _LAUNCH = (
     Remedy(
         text="a larger micro-batch: fewer, longer kernels",
         change=_scale_degree("mbs", 2),
-        megatron="--micro-batch-size",
+        megatron=LAYOUT_OPTIONS["mbs"],
     ),
     Remedy(
         text="a smaller tp: longer kernels",
         change=_halve_tp,
-        megatron="--tensor-model-parallel-size",
+        megatron=LAYOUT_OPTIONS["tp"],
     ),
     _FUSIONS,
     Remedy(
@@ -291,7 +292,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
         ),
         Cause.TP: (
-            Remedy(text="a lower tp", change=_halve_tp, megatron="--tensor-model-parallel-size"),
+            Remedy(text="a lower tp", change=_halve_tp, megatron=LAYOUT_OPTIONS["tp"]),
             Remedy(
                 text="overlap it with the products before and after it",
                 change=_add_overlap(Overlap.TP),
@@ -303,21 +304,22 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             Remedy(
                 text="more virtual stages: a smaller bubble, and messages under compute",
                 change=_raise_vpp,
-                megatron="--num-virtual-stages-per-pipeline-rank",
+                megatron=LAYOUT_OPTIONS["vpp"],
                 excludes="--num-layers-per-virtual-pipeline-stage beside it",
             ),
             Remedy(
                 text="more micro-batches: a smaller micro-batch",
                 change=_scale_degree("mbs", 0.5),
-                megatron="--micro-batch-size",
+                megatron=LAYOUT_OPTIONS["mbs"],
             ),
             Remedy(
                 text="fewer stages",
                 change=_scale_degree("pp", 0.5),
-                megatron="--pipeline-model-parallel-size",
+                megatron=LAYOUT_OPTIONS["pp"],
             ),
             Remedy(
-                text="a larger global batch: more micro-batches", megatron="--global-batch-size"
+                text="a larger global batch: more micro-batches",
+                megatron=WORKLOAD_OPTIONS["global_batch"],
             ),
         ),
         Cause.EP: (
@@ -356,7 +358,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             Remedy(
                 text="a smaller cp",
                 change=_scale_degree("cp", 0.5),
-                megatron="--context-parallel-size",
+                megatron=LAYOUT_OPTIONS["cp"],
             ),
         ),
         Cause.STRAGGLER: (
@@ -427,7 +429,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             Remedy(
                 text="a smaller ep: one rank averages over more experts",
                 change=_scale_degree("ep", 0.5),
-                megatron="--expert-model-parallel-size",
+                megatron=LAYOUT_OPTIONS["ep"],
             ),
         ),
         Cause.FEW_ROWS: _BETTER_PRODUCTS,

@@ -1,5 +1,7 @@
-"""The runtime: what every part of the engine is given about the job and this rank; nothing is
-global."""
+"""The runtime: what every part of the engine is given about the job and this rank.
+
+Nothing is global.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ class Runtime:
 
     @property
     def positions(self) -> torch.Tensor:
-        """The positions in every sequence of this CP rank's tokens, int64 [seq_len / cp], on the
-        CPU."""
+        """The positions in every sequence of this CP rank's tokens.
+
+        They are int64 [seq_len / cp], on the CPU.
+        """
         parts = rank_positions(
             self.workload.seq_len, self.mesh.layout.cp, self.mesh.coordinate("cp")
         )

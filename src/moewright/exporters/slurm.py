@@ -1,4 +1,7 @@
-"""A plan as a Slurm batch script: one torchrun a node, which meet on the allocation's first node."""
+"""A plan as a Slurm batch script: one torchrun a node.
+
+The nodes meet on the first one of the allocation.
+"""
 
 from __future__ import annotations
 

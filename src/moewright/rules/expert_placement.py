@@ -39,7 +39,7 @@ def slot_experts(
 
     No histogram counts the load of MTP depths; their experts stay in order.
     """
-    experts = model.moe.experts if model.moe else 0
+    experts = model.expert_count
     index = model.routed_layers.index(layer)
     is_counted = index < len(workload.load_histogram)
     if layout.expert_placement is ExpertPlacement.CONTIGUOUS or not is_counted:
@@ -52,7 +52,7 @@ def slot_experts(
 
 def count_slots(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> int:
     """Return the slots of all ranks in a layer with experts, those of replicas included."""
-    experts = model.moe.experts if model.moe else 0
+    experts = model.expert_count
     if layout.spare and model.routed_layers.index(layer) < len(workload.load_histogram):
         return experts + layout.spare * layout.ep
     return experts
@@ -276,7 +276,7 @@ def check_placement(job: Job) -> tuple[Reason, ...]:
     model = job.model
     layout = job.layout
     is_balanced = layout.expert_placement is ExpertPlacement.BALANCED
-    others = model.moe.experts - model.moe.experts // layout.ep if model.moe else 0
+    others = model.expert_count - job.local_experts
     if layout.spare and not is_balanced:
         rule = f"goes with expert_placement={ExpertPlacement.BALANCED}"
         return (_spare_reason(layout, rule, "0"),)

@@ -85,7 +85,8 @@ _HYBRID_GROUPS: Mapping[str, FsdpGroups] = MappingProxyType(
 
 def fsdp_groups(layout: Layout, group: str) -> FsdpGroups:
     """Return the groups of a parameter whose gradients `group` sums (rules.shards)."""
-    return (_HYBRID_GROUPS if layout.shard else _GROUPS)[group]
+    groups = _HYBRID_GROUPS if layout.shard else _GROUPS
+    return groups[group]
 
 
 def is_fsdp_sharded(layout: Layout, group: str) -> bool:

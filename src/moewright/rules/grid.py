@@ -96,7 +96,8 @@ def stride(layout: Layout, axis: str) -> int:
     if axis in _CP_AXES:
         return stride(layout, "cp") * prod(cp_factors(layout)[: _CP_AXES.index(axis)])
     if axis in _EP_AXES:
-        return stride(layout, "ep") * (1 if axis == "ep_near" else axis_size(layout, "ep_near"))
+        ep_stride = stride(layout, "ep")
+        return ep_stride if axis == "ep_near" else ep_stride * axis_size(layout, "ep_near")
     if axis in _HYBRID_AXES:
         index = _HYBRID_AXES.index(axis)
         first = index // 2 * 2  # index of the inner axis of the pair that this one is part of

@@ -49,9 +49,7 @@ class Job:
     @cached_property
     def local_experts(self) -> int:
         """The experts of one EP rank, without replicas; 0 for a dense model."""
-        if self.model.moe is None:
-            return 0
-        return self.model.moe.experts // self.layout.ep
+        return self.model.expert_count // self.layout.ep
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:

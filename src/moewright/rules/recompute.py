@@ -226,7 +226,7 @@ def _mla_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]
 def _dense(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
     c, T, tp = symbols.c, symbols.T, symbols.tp
     ffn = model.dense_ffn_size
-    fc1_width = 2 * ffn if model.gated else ffn
+    fc1_width = _fc1_width(model, ffn)
     post_norm_bytes = c * symbols.t * symbols.h
     yield _row(Module.DENSE_MLP, "post_norm_out", post_norm_bytes, Recompute.LAYERNORM)
     yield _row(Module.DENSE_MLP, "fc1", c * T * fc1_width // tp, Recompute.MLP)
@@ -246,7 +246,7 @@ def _moe(
         return
     c, t, R, etp = symbols.c, symbols.t, local.R, layout.etp
     ffn = model.moe.ffn_size
-    fc1_width = 2 * ffn if model.gated else ffn
+    fc1_width = _fc1_width(model, ffn)
     moe = Recompute.MOE
     yield _row(Module.ROUTER, "post_norm_out", c * t * symbols.h, Recompute.LAYERNORM)
     yield from _router(model.moe, workload, t)
@@ -287,11 +287,14 @@ def _index_count(
     if layout.dispatcher is DispatcherKind.DEDUP:
         to_nodes = slots + dispatch.node_copies_out + dispatch.node_copies_in * top_k
         return to_nodes + dispatch.copies_out + dispatch.copies_gathered * top_k + 2 * R
-    sender = slots + dispatch.rows_sent * (2 if layout.capacity else 1)
+    indices = slots + dispatch.rows_sent
+    if layout.capacity:
+        indices += dispatch.rows_sent
     if layout.etp > 1:
-        return sender + R
-    comes_mixed = layout.ep > 1 and moe.experts > layout.ep
-    return sender + 2 * R if comes_mixed else sender
+        return indices + R
+    if layout.ep > 1 and moe.experts > layout.ep:
+        return indices + 2 * R
+    return indices
 
 
 def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
@@ -307,7 +310,9 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
     yield _row(Module.ROUTER, "chosen", _INT64_BYTES * chosen, full=False)
     if moe.router.renormalize:
         yield _row(Module.ROUTER, "chosen_scores", nbytes * (chosen + t), Recompute.MOE)
-    shares = bool(loss.aux_coeff) + bool(loss.global_aux_coeff) + (t if loss.seq_aux_coeff else 0)
+    shares = bool(loss.aux_coeff) + bool(loss.global_aux_coeff)
+    if loss.seq_aux_coeff:
+        shares += t
     yield _row(Module.ROUTER, "load_share", _FP32_BYTES * shares * moe.experts, full=False)
     if shares and score is not ScoreFunction.SOFTMAX:
         yield _row(Module.ROUTER, "score_sums", nbytes * t, Recompute.MOE)
@@ -322,7 +327,7 @@ def _shared_experts(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedT
         return
     c, T, tp = symbols.c, symbols.T, symbols.tp
     ffn = model.moe.shared_ffn_size
-    fc1_width = 2 * ffn if model.gated else ffn
+    fc1_width = _fc1_width(model, ffn)
     freed_by = (Recompute.SHARED_EXPERTS, Recompute.MOE)
     yield _row(Module.SHARED_EXPERTS, "fc1", c * T * fc1_width // tp, *freed_by)
     yield _row(Module.SHARED_EXPERTS, "activation", c * T * ffn // tp, *freed_by)
@@ -341,6 +346,11 @@ def _mtp_inputs(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTenso
     yield _row(Module.MTP, "embedding", symbols.c * symbols.t * symbols.h)
     yield _row(Module.MTP, "joined", 2 * symbols.c * symbols.t * symbols.h)
     yield _row(Module.MTP, "joined_rstd", 2 * _norm_statistics(model, symbols.t))
+
+
+def _fc1_width(model: ModelSpec, ffn: int) -> int:
+    """Return the output width of the first linear layer: gate and up, or up alone."""
+    return 2 * ffn if model.gated else ffn
 
 
 def _norm_statistics(model: ModelSpec, rows: int) -> int:

@@ -43,7 +43,7 @@ def local_slots(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
     Without a placement (rules.expert_placement) the number of a slot is that of its expert. The
     range is empty for a dense model.
     """
-    local = (model.moe.experts if model.moe else 0) // layout.ep
+    local = model.expert_count // layout.ep
     return range(ep_rank * local, (ep_rank + 1) * local)
 
 

@@ -170,6 +170,11 @@ class ModelSpec(Record):
     initializer_range: float = 0.02
 
     @property
+    def expert_count(self) -> int:
+        """Routed experts of a layer that has them; 0 for a dense model."""
+        return 0 if self.moe is None else self.moe.experts
+
+    @property
     def expert_width(self) -> int:
         """Width of a row that travels to an expert and comes back."""
         if self.moe is None or not self.moe.latent_size:

@@ -57,7 +57,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIndex:
-    """What a checkpoint holds; `extra` is the caller's, plain JSON."""
+    """The content of a checkpoint; `extra` is the caller's, plain JSON."""
 
     step: int
     extra: Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""Communication: process groups, collectives, and where tensors lie on the ranks."""

@@ -236,8 +236,10 @@ class TensorParallel:
 
 
 class AllGatherRows(torch.autograd.Function):
-    """A differentiable `all_gather_rows`, with its transpose in backward: different weights use the
-    gathered copies."""
+    """A differentiable `all_gather_rows`, with its transpose in backward.
+
+    Different weights use the gathered copies.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -250,8 +252,10 @@ class AllGatherRows(torch.autograd.Function):
 
 
 class GatherSequence(torch.autograd.Function):
-    """A differentiable `TensorParallel.gather` of what the ranks' different weights use then:
-    backward sums what each of them adds."""
+    """A differentiable `TensorParallel.gather`, whose backward sums over ranks.
+
+    The ranks' different weights use what was gathered; each of them adds to the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_t: torch.Tensor, tp: TensorParallel) -> torch.Tensor:

@@ -36,14 +36,14 @@ DEFAULT_LIMIT_BYTES = 16_000_000
 
 
 class RebuildPolicy(StrEnum):
-    """Whether to build a corpus that is there already."""
+    """The choice whether to build a corpus that is there already."""
 
     IF_CHANGED = "if_changed"
     ALWAYS = "always"
 
 
 class BuildOutcome(StrEnum):
-    """Whether the corpus was built, or one that was there is the same."""
+    """The outcome of a build: a new corpus, or the equal one that was there."""
 
     BUILT = "built"
     REUSED = "reused"
@@ -60,7 +60,7 @@ class CorpusSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """What corpus.json holds.
+    """A corpus, as corpus.json describes it.
 
     `unigram_entropy` is in nats a token: held-out tokens under the train unigram distribution.
     `stamp` is of the source, the parameters and the versions that made the corpus.
@@ -80,7 +80,7 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildReport:
-    """What `build_corpus` did; `data` is how a job names the result."""
+    """The report of a build; `data` is how a job names the corpus."""
 
     corpus: Corpus
     outcome: BuildOutcome

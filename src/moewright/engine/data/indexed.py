@@ -45,7 +45,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairSeal:
-    """What `<prefix>.seal.json` says of its pair."""
+    """The content of `<prefix>.seal.json`, which guards its pair."""
 
     fingerprint: str
     documents: int

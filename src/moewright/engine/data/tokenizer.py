@@ -28,7 +28,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class TokenizerKind(StrEnum):
-    """How text becomes ids."""
+    """The kinds of tokenizer."""
 
     BPE = "bpe"
     BYTES = "bytes"  # id = byte value, 256 ends a document

@@ -1,7 +1,7 @@
-"""The all-gather dispatcher: every rank sees all tokens of its expert group and works on those its
-experts were chosen for.
+"""The all-gather dispatcher: every rank sees all tokens of its expert group.
 
-It is cheap only where k is close to the experts or the group is small (docs/formulas.md 3).
+A rank works on those its experts were chosen for. It is cheap only where k is close to the experts
+or the group is small (docs/formulas.md 3).
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ class AllGatherRoute:
 
 
 class AllGatherDispatcher:
-    """A dispatcher over the ranks that hold all experts, ETP shards included: their partial outputs
-    are summed alike."""
+    """A dispatcher over the ranks that hold all experts, ETP shards included.
+
+    The partial outputs of shards are summed like those of ranks.
+    """
 
     def __init__(
         self,

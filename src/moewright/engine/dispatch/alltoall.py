@@ -1,5 +1,7 @@
-"""The all-to-all dispatcher: every (token, expert) pair is one row sent to the expert's rank
-(docs/formulas.md 3)."""
+"""The all-to-all dispatcher (docs/formulas.md 3).
+
+Every (token, expert) pair is one row sent to the expert's rank.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ class AllToAllDispatcher:
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[RoutedRows, AllToAllRoute]:
-        """Sort (token, slot) pairs by expert and agree with the groups on how many rows go where."""
+        """Sort (token, slot) pairs by expert; agree with the groups on how many rows go where."""
         ep = self._ep_group.size
         local = self._local_experts
         counts = count_ids(experts_Tk, self._experts + 1)[:-1]
@@ -128,8 +130,10 @@ class AllToAllDispatcher:
         return RoutedRows(rows=rows, weights=weights), route
 
     def _forced_sizes(self, rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return what forced routing sends to each rank, receives from it, and what each ETP rank
-        received."""
+        """Return what forced routing sends to each rank and receives from it.
+
+        The third part is what each ETP rank received.
+        """
         ep = self._ep_group.size
         local = self._local_experts
         send = tuple(sum(rows[rank * local : (rank + 1) * local]) for rank in range(ep))

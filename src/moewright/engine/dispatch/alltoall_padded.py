@@ -1,8 +1,7 @@
-"""The all-to-all dispatcher that pads to a capacity: every expert gets as many rows from every
-source, whatever was chosen.
+"""The all-to-all dispatcher that pads every expert's rows to a capacity.
 
-No rank tells another how many come and the host waits for nothing; rows that nobody sent weigh
-nothing.
+Every expert gets as many rows from every source, whatever was chosen. No rank tells another how
+many come and the host waits for nothing; rows that nobody sent weigh nothing.
 """
 
 from __future__ import annotations
@@ -64,8 +63,10 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
         return RoutedRows(rows=rows, weights=SelectRows.apply(weights, row_map.slot_of_row)), route
 
     def _build_padded_map(self, experts_Tk: torch.Tensor, counts: torch.Tensor) -> RowMap:
-        """Map slots to padded rows; a row without a slot has the slot after the last one, and holds
-        the first token."""
+        """Map slots to padded rows.
+
+        A row without a slot has the slot after the last one, and holds the first token.
+        """
         flat = experts_Tk.flatten()
         slots = flat.numel()
         rows = self._experts * self._capacity

@@ -1,10 +1,10 @@
-"""The de-duplicating all-to-all: a token crosses to a rank once, with the list of its experts
-there, and one weighted partial sum comes back (docs/formulas.md 3).
+"""The de-duplicating all-to-all dispatcher (docs/formulas.md 3).
 
-It pays where a token has several experts on a rank. Over nodes it crosses twice: once to each node
-that it has experts on, to the rank of its own place there, and from that to ranks of the node; sums
-are made within the node and then between nodes. Ranks that hold parts of the same experts gather
-each other's copies.
+A token crosses to a rank once, with the list of its experts there, and one weighted partial sum
+comes back. It pays where a token has several experts on a rank. Over nodes it crosses twice: once
+to each node that it has experts on, to the rank of its own place there, and from that to ranks of
+the node; sums are made within the node and then between nodes. Ranks that hold parts of the same
+experts gather each other's copies.
 """
 
 from __future__ import annotations
@@ -108,8 +108,10 @@ class DedupDispatcher:
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[RoutedRows, DedupRoute]:
-        """Copy each token once per destination; tell each rank how many come, and which experts
-        each of them has."""
+        """Copy each token once per destination.
+
+        Each rank is told how many copies come, and which experts each of them has.
+        """
         sizes, expert_ends, sent_counts = self._exchange_sizes(experts_Tk)
         ids = experts_Tk
         experts_behind = self._experts  # one destination of the hop

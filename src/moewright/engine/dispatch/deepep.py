@@ -1,5 +1,6 @@
-"""The dispatcher that leaves dispatch and combine to a library (DeepEP, HybridEP), and the check of
-that library at the start.
+"""The dispatcher that leaves dispatch and combine to DeepEP or HybridEP.
+
+The module also checks such a library at the start.
 
 Shapes as in dispatch.interface; N copies that came here, j of their experts or places for them.
 """
@@ -36,8 +37,10 @@ _TRIAL_TOP_K = 2
 
 
 class _Dispatch(torch.autograd.Function):
-    """The dispatch of tokens to the ranks of their experts, whose gradients are summed on the way
-    back. It counts what is handed to the library."""
+    """The dispatch of tokens to the ranks of their experts.
+
+    Their gradients are summed on the way back. It counts what is handed to the library.
+    """
 
     @staticmethod
     def forward(
@@ -50,7 +53,8 @@ class _Dispatch(torch.autograd.Function):
         for tensor in (x_TH, experts_Tk, weights_Tk):
             library.group.count_call(Collective.ALL_TO_ALL, tensor)
         copies = library.dispatch(x_TH, experts_Tk, weights_Tk)
-        ctx.library, ctx.handle = library, copies.handle
+        ctx.library = library
+        ctx.handle = copies.handle
         ctx.mark_non_differentiable(copies.ids)
         return copies.rows, copies.weights, copies.ids, copies.handle
 
@@ -72,7 +76,8 @@ class _Combine(torch.autograd.Function):
     def forward(
         ctx: Any, rows_NH: torch.Tensor, handle: Any, library: DispatchLibrary
     ) -> torch.Tensor:
-        ctx.library, ctx.handle = library, handle
+        ctx.library = library
+        ctx.handle = handle
         library.group.count_call(Collective.ALL_TO_ALL, rows_NH)
         return library.combine(rows_NH, handle)
 

@@ -1,12 +1,11 @@
-"""DeepEP and HybridEP (github.com/deepseek-ai/DeepEP, its branch hybrid-ep): expert-parallel
-kernels that move one copy of a token to a rank, and between nodes one to a node, and sum on the way
-back.
+"""Bindings of DeepEP and HybridEP (github.com/deepseek-ai/DeepEP, branch hybrid-ep).
 
-Both have two calls, each of which is the backward of the other: a dispatch, which gives a handle,
-and a combine, which sums without weights. Each library is called from one class of this module,
-through its public Python interface alone. Neither has been run on hardware by this project: tests
-put a module in their place that exchanges over gloo, and a job that asks for one starts with
-`deepep.verify_library`, which compares it with the plain all-to-all.
+Their expert-parallel kernels move one copy of a token to a rank, and between nodes one to a node,
+and sum on the way back. Both have two calls, each of which is the backward of the other: a
+dispatch, which gives a handle, and a combine, which sums without weights. Each library is called
+from one class of this module, through its public Python interface alone. Neither has been run on
+hardware by this project: tests put a module in their place that exchanges over gloo, and a job that
+asks for one starts with `deepep.verify_library`, which compares it with the plain all-to-all.
 """
 
 from __future__ import annotations
@@ -64,8 +63,10 @@ class DispatchLibrary(Protocol):
 
 
 class DeepEp:
-    """`deep_ep.Buffer`, by its normal kernels, where the host waits once for the number of copies
-    that come."""
+    """`deep_ep.Buffer`, by its normal kernels.
+
+    The host waits once for the number of copies that come.
+    """
 
     def __init__(self, module: Any, group: Group, *, experts: int, hidden: int) -> None:
         buffer_class = module.Buffer

@@ -1,9 +1,9 @@
-"""The interface between router and experts: dispatch (pre, comm, post) and combine (pre, comm,
-post).
+"""The interface between router and experts: six steps.
 
-Communication stands alone in `dispatch` and `combine`, so that it can be overlapped or replaced:
-they call `overlapped_work`, where there is such work, while rows travel. Shapes: T tokens of this
-rank, k experts a token, H hidden, R rows for the experts here, E_local experts held here.
+They are dispatch (pre, comm, post) and combine (pre, comm, post). Communication stands alone in
+`dispatch` and `combine`, so that it can be overlapped or replaced: they call `overlapped_work`,
+where there is such work, while rows travel. Shapes: T tokens of this rank, k experts a token, H
+hidden, R rows for the experts here, E_local experts held here.
 """
 
 from __future__ import annotations

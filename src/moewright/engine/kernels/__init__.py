@@ -1,0 +1,1 @@
+"""Kernels: matrix products, attention, and what lies between them."""

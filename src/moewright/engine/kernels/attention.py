@@ -1,5 +1,7 @@
-"""Attention as each device's kernel computes it, with its log-sum-exp: over whole sequences, inside
-segments of packed documents, under a sliding window."""
+"""Attention as each device's kernel computes it, with its log-sum-exp.
+
+It runs over whole sequences, inside segments of packed documents, and under a sliding window.
+"""
 
 from __future__ import annotations
 
@@ -294,8 +296,10 @@ def _varlen_attention_backward(
 
 
 def _window_sizes(mask: AttentionMask) -> dict[str, int]:
-    """Return how far from a query its keys may lie, as flash attention wants it: -1 is any
-    distance."""
+    """Return how far from a query its keys may lie, as flash attention wants it.
+
+    -1 is any distance.
+    """
     if not mask.window:
         return {}
     return {"window_size_left": mask.window - 1, "window_size_right": 0 if mask.causal else -1}

@@ -99,13 +99,13 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tupl
 
 
 def _grouped_matmul_on_cpu(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply row groups on a CPU, where oneDNN makes a product's kernel for its exact shape when
-    that is first seen.
+    """Multiply row groups on a CPU, padded to few shapes for oneDNN.
 
-    Making one takes longer than the product of a few hundred rows, and keeps up to a MiB; routing
-    brings new shapes in every step. So a group's rows are padded up to one of a few counts: with
-    rows of other groups, whose results are dropped, and in a contraction with zeros. MKL, which is
-    taken for fp32 on Intel's CPUs, has its kernels for any shape.
+    oneDNN makes a product's kernel for its exact shape when that is first seen. Making one takes
+    longer than the product of a few hundred rows, and keeps up to a MiB; routing brings new shapes
+    in every step. So a group's rows are padded up to one of a few counts: with rows of other
+    groups, whose results are dropped, and in a contraction with zeros. MKL, which is taken for fp32
+    on Intel's CPUs, has its kernels for any shape.
     """
     out = a.new_empty(_grouped_shape(a, b, ends))
     pads = a.dtype != torch.float32 or _uses_onednn(a.dtype)
@@ -161,7 +161,10 @@ def _multiply_rows(
 
 
 def _pad_row_count(rows: int) -> int:
-    """Return the next of 16, 32, ... 256 and, from there on, of eight counts between each power of
-    two and the next."""
+    """Return the row count that a group is padded to.
+
+    It is the next of 16, 32, ... 256 and, from there on, of eight counts between each power of two
+    and the next.
+    """
     step = max(16, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // step) * step

@@ -1,8 +1,8 @@
-"""Sliding windows in attention on a CPU, whose kernel takes a mask: the band of attended pairs is
-computed in blocks of queries.
+"""Sliding windows in attention on a CPU, whose kernel takes a mask.
 
-The last query and the last key given are of one position, so query i attends the keys from
-i + K - Q - window + 1 on, and causally none after i + K - Q.
+The band of attended pairs is computed in blocks of queries. The last query and the last key given
+are of one position, so query i attends the keys from i + K - Q - window + 1 on, and causally none
+after i + K - Q.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ _MIN_QUERIES = 128  # of a block: fewer would leave the kernel little to do
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowBlock:
-    """A slice of queries and the slice of keys they may attend; query i attends key j where
-    low <= j - i <= high."""
+    """A slice of queries and the slice of keys they may attend.
+
+    Query i attends key j where low <= j - i <= high.
+    """
 
     queries: slice
     keys: slice

@@ -1,0 +1,1 @@
+"""Memory: saved tensors, deferred weight gradients, and the allocator."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
+# <malloc.h>
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 _NEVER = 2**31 - 1
 
 

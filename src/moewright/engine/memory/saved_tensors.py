@@ -1,11 +1,11 @@
-"""The tensors that autograd saves in a forward: counted, and where the layout says so recomputed or
-offloaded instead.
+"""The tensors that autograd saves in a forward.
 
-There are two ways to recompute, as in Megatron-LM. `run_checkpointed` runs a block without a graph,
-keeps its inputs, and runs it again in backward. `SavedTensorManager.discard_and_recompute` lets go
-of one tensor that a following operation saves, and computes it again when backward asks for it. A
-recomputation computes and communicates like the forward did, and is counted like it; it decides
-nothing anew (`RoutingDecisions`).
+They are counted, and where the layout says so recomputed or offloaded instead. There are two ways
+to recompute, as in Megatron-LM. `run_checkpointed` runs a block without a graph, keeps its inputs,
+and runs it again in backward. `SavedTensorManager.discard_and_recompute` lets go of one tensor that
+a following operation saves, and computes it again when backward asks for it. A recomputation
+computes and communicates like the forward did, and is counted like it; it decides nothing anew
+(`RoutingDecisions`).
 
 `SavedTensorManager.offload` moves a saved tensor to host memory and fetches it when backward asks
 for it. On a GPU the copy out runs on a stream of its own during the forward; the copy back is
@@ -171,8 +171,10 @@ class SavedTensorManager:
 
 
 class _Replacement:
-    """What stands for a tensor that backward restores when first asked for it, and drops when last
-    asked."""
+    """What stands for a tensor until backward restores it.
+
+    It is restored when first asked for, and dropped when last asked for.
+    """
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -282,8 +284,10 @@ def run_checkpointed(
 
 
 class _Checkpoint(torch.autograd.Function):
-    """A reentrant checkpoint: backward builds the graph of the block and goes through it at once,
-    weight gradients included."""
+    """A reentrant checkpoint, whose backward builds the graph of the block.
+
+    It goes through that graph at once, weight gradients included.
+    """
 
     @staticmethod
     def forward(
@@ -292,7 +296,8 @@ class _Checkpoint(torch.autograd.Function):
         block: Callable[..., tuple[torch.Tensor, ...]],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.counters, ctx.scope = counters, counters.scopes.current
+        ctx.counters = counters
+        ctx.scope = counters.scopes.current
         ctx.block = block
         ctx.save_for_backward(*inputs)
         out = block(*inputs)

@@ -25,7 +25,7 @@ ComputeGrads = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DeferredGrads:
-    """A computation that gives the gradients of what `edges` lead to: parameters, or their views."""
+    """A computation of the gradients of what `edges` lead to: parameters, or their views."""
 
     edges: tuple[GradientEdge, ...]
     compute: ComputeGrads
@@ -50,7 +50,7 @@ class WeightGradStore:
     def compute_or_defer(
         self, edges: Sequence[GradientEdge], compute: ComputeGrads
     ) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of what `edges` lead to, or None for each where they are deferred."""
+        """Return the gradients of what `edges` lead to, or None for each that is deferred."""
         if self._collecting is None:
             return compute()
         self._collecting.append(_DeferredGrads(edges=tuple(edges), compute=compute))

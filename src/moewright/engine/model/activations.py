@@ -1,5 +1,6 @@
-"""Gated activations between the two linears of an MLP or an expert, the weight of a routed row
-included.
+"""Gated activations between the two linears of an MLP or an expert.
+
+They include the weight of a routed row.
 
 Shapes: R rows, F width.
 """

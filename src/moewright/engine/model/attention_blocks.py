@@ -1,11 +1,11 @@
-"""Which queries of a rank attend which keys of others, where sequences are split over ranks
-(rules.context_parallel).
+"""The plan of which queries of a rank attend which keys of others.
 
-The early chunk of a rank comes before every late one: queries of both chunks attend the early keys
-of lower ranks and none of their late ones; the late chunk alone attends the keys of higher ranks,
-all of them. Where documents bound attention, of those queries the first ones attend of those keys
-the last ones, as far as the document that both are of reaches. So every block but that of a rank's
-own tokens is of all its queries with all its keys.
+Sequences are split over ranks as rules.context_parallel says. The early chunk of a rank comes
+before every late one: queries of both chunks attend the early keys of lower ranks and none of their
+late ones; the late chunk alone attends the keys of higher ranks, all of them. Where documents bound
+attention, of those queries the first ones attend of those keys the last ones, as far as the
+document that both are of reaches. So every block but that of a rank's own tokens is of all its
+queries with all its keys.
 
 Under a sliding window each chunk of queries is a block with each chunk of keys, of both what is
 near enough.
@@ -178,8 +178,10 @@ class BlockPlanner:
         return () if block is None else (block,)
 
     def _plan_window_blocks(self, sources: range) -> Iterator[AttentionBlock]:
-        """Plan a block of each chunk of queries with each earlier chunk of keys that the window
-        reaches inside a document."""
+        """Plan a block of each chunk of queries with each earlier chunk of keys.
+
+        The window reaches that chunk inside a document.
+        """
         for row in self._rows:
             key_chunks = list(self._key_chunks(row, sources))
             for queries in self._query_chunks(row):

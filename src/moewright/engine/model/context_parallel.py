@@ -1,9 +1,9 @@
-"""Causal attention under context parallelism: queries stay, keys and values of other ranks come by
-(rules.context_parallel).
+"""Causal attention under context parallelism (rules.context_parallel).
 
-What each block of keys gives a query is merged by its log-sum-exp, in fp32; backward hands every
-block the merged output and log-sum-exp, so that its part of the gradients is exact without a second
-pass (Liu et al., arXiv 2310.01889).
+Queries stay on their rank; keys and values of other ranks come by. What each block of keys gives a
+query is merged by its log-sum-exp, in fp32; backward hands every block the merged output and
+log-sum-exp, so that its part of the gradients is exact without a second pass (Liu et al., arXiv
+2310.01889).
 
 Shapes: B batch, S sequence of this rank (an early and a late chunk), H query heads, G key heads, D
 head dim; a block of keys and values lies side by side, kv [B,S,G,D+V].
@@ -175,8 +175,10 @@ class _Forward:
 
 
 class _Backward:
-    """Gradients of one rank's queries, in fp32 until all keys have been attended, and of each block
-    of keys."""
+    """Gradients of one rank's queries, and of each block of keys.
+
+    Those of the queries are in fp32 until all keys have been attended.
+    """
 
     def __init__(
         self,
@@ -223,11 +225,11 @@ class _Backward:
 
 
 class RingAttention(CountedFunction):
-    """Attention whose keys and values go round the ranks of `group`, each block under way while the
-    one before is attended.
+    """Attention whose keys and values go round the ranks of `group`.
 
-    In backward the fp32 sums of a block's gradients follow it, a step behind, and go home last.
-    Keeps q, k, v, the output and the log-sum-exp.
+    Each block is under way while the one before is attended. In backward the fp32 sums of a block's
+    gradients follow it, a step behind, and go home last. Keeps q, k, v, the output and the
+    log-sum-exp.
     """
 
     @staticmethod

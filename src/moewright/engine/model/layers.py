@@ -48,8 +48,10 @@ _TP_COLUMNS: Sharding = (("tp", 1),)
 
 
 def hidden_replica_group(runtime: Runtime) -> Group | None:
-    """Return the ranks that have the same hidden states: those of the TP group, without sequence
-    parallelism."""
+    """Return the ranks that have the same hidden states as this one.
+
+    They are those of the TP group, without sequence parallelism.
+    """
     return None if runtime.mesh.layout.sp else runtime.mesh.group("tp")
 
 
@@ -274,7 +276,8 @@ class Attention(nn.Module):
             self.o.bias = Vector(runtime, hidden)
 
     def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        runtime, spec = self._runtime, self._spec
+        runtime = self._runtime
+        spec = self._spec
         with runtime.counters.scopes.enter(Module.ATTENTION):
             q, k, v = self._project_qkv(x_tH)
             local_heads = spec.heads // runtime.mesh.group("tp").size
@@ -293,7 +296,8 @@ class Attention(nn.Module):
 
     def _project_qkv(self, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Project queries, keys and values [T, width of this rank], biased and normed."""
-        runtime, spec = self._runtime, self._spec
+        runtime = self._runtime
+        spec = self._spec
         tp = runtime.mesh.tensor_parallel
         is_offloaded = runtime.offloads(Offload.QKV_LINEAR)
         with runtime.saved_tensors.offload(x_tH, enabled=is_offloaded):

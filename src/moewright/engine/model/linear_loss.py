@@ -1,10 +1,10 @@
-"""The head's product and its loss in one, for recompute=loss: logits are computed a few columns at
-a time, twice.
+"""The head's product and its loss in one, for recompute=loss.
 
-A chunk is some rows of the projection, so some columns of the logits. Split that way a chunk's part
-of the weight's gradient is complete at once, and what is summed over chunks is as wide as the
-hidden state, not as the vocabulary. Shapes: t of the T tokens of the group are this rank's between
-blocks; K width, V this rank's rows of the projection, P those of a chunk.
+Logits are computed a few columns at a time, twice. A chunk is some rows of the projection, so some
+columns of the logits. Split that way a chunk's part of the weight's gradient is complete at once,
+and what is summed over chunks is as wide as the hidden state, not as the vocabulary. Shapes: t of
+the T tokens of the group are this rank's between blocks; K width, V this rank's rows of the
+projection, P those of a chunk.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from moewright.engine.model.vocab_parallel import VocabShard
 
 
 def _split_shard(shard: VocabShard, rows: int, max_rows: int) -> Iterator[tuple[slice, VocabShard]]:
-    """Yield `max_rows` at a time of so many rows of the projection, padding among them, and the ids
-    of each chunk."""
+    """Split the rows of the projection in chunks of `max_rows`, each with its ids.
+
+    Padding is among the rows.
+    """
     for start in range(0, rows, max_rows):
         stop = min(start + max_rows, rows)
         size = max(0, min(shard.size, stop) - start)

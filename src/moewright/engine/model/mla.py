@@ -1,5 +1,6 @@
-"""Multi-head latent attention: queries, keys and values expanded from narrow latents (DeepSeek-V2,
-arXiv 2405.04434).
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+Queries, keys and values are expanded from narrow latents.
 
 Shapes: t of the T tokens of the TP group are this rank's between blocks; H hidden, h heads of this
 rank, D = N + R the width of a query head (N without position, R rotated), V the width of a value
@@ -100,7 +101,8 @@ class LatentAttention(nn.Module):
 
         The last R of D are rotated, all scaled as yarn asks; heads are exchanged where CP does so.
         """
-        runtime, spec = self._runtime, self._spec
+        runtime = self._runtime
+        spec = self._spec
         tp = runtime.mesh.tensor_parallel
         up = self.q_up if spec.q_lora_rank else self.q
         (q,) = ColumnParallelLinear.apply(x_tQ, tp, runtime.weight_grads, up.weight)
@@ -117,7 +119,8 @@ class LatentAttention(nn.Module):
 
         They are [B,S,h,D+V]; all heads share the rotated part of the keys.
         """
-        runtime, spec = self._runtime, self._spec
+        runtime = self._runtime
+        spec = self._spec
         tp = runtime.mesh.tensor_parallel
         heads = spec.heads // tp.group.size
         (kv,) = ColumnParallelLinear.apply(x_tC, tp, runtime.weight_grads, self.kv_up.weight)

@@ -63,8 +63,10 @@ class SharedExperts(Mlp):
 
 
 class SplitSharedExperts:
-    """Shared experts that run in two calls, `run_first` and `run_second`; then they have an
-    `output`."""
+    """Shared experts that run in two calls, `run_first` and `run_second`.
+
+    Then they have an `output`.
+    """
 
     def __init__(
         self,
@@ -162,8 +164,11 @@ class LatentProjection(torch.nn.Module):
 
 
 class MoeLayer(torch.nn.Module):
-    """The experts of a layer: [T,H] -> [T,H], with the auxiliary losses (as a Router returns them)
-    and what this rank sent (see TokenDispatcher)."""
+    """The MoE layer: [T,H] -> [T,H].
+
+    It also returns the auxiliary losses (as a Router returns them) and what this rank sent (see
+    TokenDispatcher).
+    """
 
     def __init__(self, runtime: Runtime, layer_number: int) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Multi-token prediction: depths after the last layer, each of which predicts one token further
-ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and head are those of the model.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Depths come after the last layer; each of them predicts one token further ahead. Embedding and head
+are those of the model.
 
 Shapes: t of the T tokens of the TP group are this rank's between blocks; B sequences; H hidden.
 """
@@ -22,8 +24,10 @@ from moewright.spec.ledger import Module
 
 
 class _GatherColumns(torch.autograd.Function):
-    """Each rank's columns [T,h] -> all of them [T,H], the same on every rank, as is the gradient
-    that comes back."""
+    """Each rank's columns [T,h] -> all of them [T,H], the same on every rank.
+
+    The gradient that comes back is the same on every rank, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, columns_Th: torch.Tensor, group: Group) -> torch.Tensor:
@@ -37,8 +41,11 @@ class _GatherColumns(torch.autograd.Function):
 
 
 class MtpDepth(nn.Module):
-    """One depth: the embedding of the token ahead and the hidden state of the depth before -> a
-    hidden state, all [t,H], and after a MoE layer the auxiliary losses and the expert counts."""
+    """One MTP depth: an embedding and a hidden state -> a hidden state, all [t,H].
+
+    The embedding is that of the token ahead, the hidden state that of the depth before. After a MoE
+    layer it also returns the auxiliary losses and the expert counts.
+    """
 
     ledger_module = Module.MTP
 

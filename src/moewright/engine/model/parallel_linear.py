@@ -1,10 +1,10 @@
-"""Matrix products of the model: split by columns or rows over a tensor-parallel group, of the
-router, of the experts.
+"""Matrix products of the model, of the router and of the experts.
 
-Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds
-t of the T tokens of its group. A column product gathers them, a row product sums over the ranks and
-leaves each its t again; backward does the transposed. Without sequence parallelism t is T, and the
-sums stay whole. In a group of one nothing moves.
+Those of the model are split by columns or rows over a tensor-parallel group. Tensor parallelism
+with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds t of the T tokens
+of its group. A column product gathers them, a row product sums over the ranks and leaves each its t
+again; backward does the transposed. Without sequence parallelism t is T, and the sums stay whole.
+In a group of one nothing moves.
 
 Shapes: t, T tokens as above, K in, N out, R routed rows, E experts.
 """

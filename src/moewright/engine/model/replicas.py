@@ -1,10 +1,9 @@
-"""Replicas of hot experts: weights of another rank's experts, equal to its own, and gradients that
-go home to them.
+"""Replicas of hot experts, which equal the weights of another rank's experts.
 
-They are no parameters. Once a step, before gradients are reduced, a replica's gradient is sent to
-the rank whose own the expert is and added to its gradient there; after the update that rank sends
-the new weights. So master weights, moments, gradient norm and checkpoints know every expert once,
-on the rank that holds it without replicas too.
+Their gradients are sent home to those. They are no parameters. Once a step, before gradients are
+reduced, a replica's gradient is sent to the rank whose own the expert is and added to its gradient
+there; after the update that rank sends the new weights. So master weights, moments, gradient norm
+and checkpoints know every expert once, on the rank that holds it without replicas too.
 """
 
 from __future__ import annotations

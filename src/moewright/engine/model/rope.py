@@ -1,5 +1,7 @@
-"""Rotary frequencies and their scaling for longer contexts, as Hugging Face configurations say
-them."""
+"""Rotary frequencies and their scaling for longer contexts.
+
+The names are those of Hugging Face configurations.
+"""
 
 from __future__ import annotations
 

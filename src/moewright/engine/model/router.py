@@ -1,5 +1,6 @@
-"""The router: scores, the one selection that feeds dispatch, auxiliary losses, expert bias and
-statistics, and losses.
+"""The router: scores, one selection of experts, and auxiliary losses.
+
+The one selection feeds dispatch, auxiliary losses, expert bias and statistics.
 
 Formulas: docs/formulas.md 4. Shapes: T tokens of this rank, E experts in all, k experts a token, B
 sequences.
@@ -133,11 +134,11 @@ def aux_loss_coefficients(loss: LossSpec) -> tuple[float, float, float, float]:
 
 
 class Router(Weight):
-    """The router of a layer: tokens [T,H] -> the selection, and this rank's part of each auxiliary
-    loss.
+    """The router of a layer: tokens [T,H] -> the selection and the auxiliary losses.
 
-    The losses [4], coefficients applied, are in the order of `aux_loss_coefficients`. The selection
-    bias, where the model has one, is no parameter: no gradient reaches it.
+    The losses [4] are this rank's part of each, coefficients applied, in the order of
+    `aux_loss_coefficients`. The selection bias, where the model has one, is no parameter: no
+    gradient reaches it.
     """
 
     ledger_module = Module.ROUTER
@@ -266,7 +267,8 @@ class Router(Weight):
         They are of the micro-batch [E], of each token's sequence [T,E], of the global batch so far
         [E].
         """
-        loss, mesh = self._runtime.workload.loss, self._runtime.mesh
+        loss = self._runtime.workload.loss
+        mesh = self._runtime.mesh
         rows = selection.experts.numel()
         token_group = mesh.group("tp_cp")
         batch_group = mesh.group("tp_cp_dp")
@@ -310,7 +312,8 @@ class Router(Weight):
 
         They come in turn, or by a noisy fixed preference.
         """
-        training, top_k = self._training, self._spec.top_k
+        training = self._training
+        top_k = self._spec.top_k
         device = self._runtime.device
         if training.force is RouterForce.NONE:
             return None

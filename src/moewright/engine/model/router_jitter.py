@@ -1,5 +1,7 @@
-"""Noise that depends on what it is for, not on where or when it is drawn: the same in any layout
-and in any recomputation."""
+"""Noise that depends on what it is for, not on where or when it is drawn.
+
+So it is the same in any layout and in any recomputation.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The decoder: the part of the model that one rank holds, from token ids to the loss of each
-token."""
+"""The decoder: the part of the model that one rank holds.
+
+It goes from token ids to the loss of each token.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import (
@@ -24,6 +25,7 @@ from moewright.engine.model.layers import (
     OutputHead,
     compute_token_loss,
 )
+from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.mtp import MtpDepth
 from moewright.engine.model.router import aux_loss_coefficients
 from moewright.engine.runtime import Runtime
@@ -120,11 +122,11 @@ class Transformer(nn.Module):
         first_sequence: int | None = None,
         needs_logits: bool = False,
     ) -> ModelOutput:
-        """Run one chunk, from the hidden state after the chunk before it, or from the ids where it
-        holds the embedding.
+        """Run one chunk, from the hidden state after the chunk before it.
 
-        `first_sequence` as in AttentionContext; `needs_logits`: return all logits of this rank,
-        whatever the layout makes of them.
+        The chunk that holds the embedding starts from the ids. `first_sequence` as in
+        AttentionContext; `needs_logits`: return all logits of this rank, whatever the layout makes
+        of them.
         """
         held_chunk = self.chunks[chunk]
         x_tH = hidden_tH
@@ -169,8 +171,10 @@ class Transformer(nn.Module):
         hidden_tH: torch.Tensor,
         results: _RouterResults,
     ) -> torch.Tensor:
-        """Run the MTP depths, which come after the chunk's layers, and return the sum of their
-        nll."""
+        """Run the MTP depths and return the sum of their nll.
+
+        They come after the chunk's layers.
+        """
         layout = self._runtime.mesh.layout
         mtp_nll = hidden_tH.new_zeros((), dtype=torch.float32)
         for index, depth in enumerate(self._depths):
@@ -184,8 +188,7 @@ class Transformer(nn.Module):
         return mtp_nll
 
     def _checkpoints(self, numbers: Sequence[int]) -> Iterator[tuple[list[nn.Module], bool]]:
-        """Yield the layers that one checkpoint of full recompute covers together, and whether it
-        does."""
+        """Yield the layers of each checkpoint of full recompute, and whether it recomputes."""
         layout = self._runtime.mesh.layout
         for place in range(0, len(numbers), layout.recompute_span):
             span = numbers[place : place + layout.recompute_span]

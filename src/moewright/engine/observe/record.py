@@ -334,11 +334,11 @@ def clamp_to_finite(value: float) -> float:
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
 
 
-def write_paces(run_dir: Path, paces: Sequence[RankTiming]) -> None:
+def write_rank_timings(run_dir: Path, timings: Sequence[RankTiming]) -> None:
     """Write paces.json: the timings of all ranks."""
     write_text(
         run_dir / RANK_TIMINGS_FILE,
-        json.dumps({"paces": [to_data(pace) for pace in paces]}, indent=1) + "\n",
+        json.dumps({"paces": [to_data(timing) for timing in timings]}, indent=1) + "\n",
     )
 
 

@@ -94,7 +94,7 @@ class StepTimer:
         """The waits of every call of the newest steady steps."""
         return tuple(self._calls)
 
-    def build_rank_pace(self) -> RankTiming:
+    def build_rank_timing(self) -> RankTiming:
         """Build the medians; what other programs take from a few steps is not in them."""
         hosts = self._hosts or [HostTime()]
         return RankTiming(

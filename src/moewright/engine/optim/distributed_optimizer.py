@@ -72,6 +72,7 @@ class DistributedOptimizer:
         self._reductions: dict[int, AsyncCollective] = {}
         self._param_gathers: dict[int, AsyncCollective] = {}
         self._grad_shards: list[torch.Tensor] = []
+        self._overlaps_param_gather = Overlap.PARAM in runtime.mesh.layout.overlap
         self._backward_order = self._order_buckets(parameters)
         self._grad_tracker = self._build_grad_tracker()
         self._add_hooks()
@@ -107,11 +108,10 @@ class DistributedOptimizer:
         )
 
     def _add_hooks(self) -> None:
-        overlap = self._runtime.mesh.layout.overlap
-        self._overlaps_param_gather = Overlap.PARAM in overlap
+        overlaps_reduce = Overlap.GRAD in self._runtime.mesh.layout.overlap
         waiting = self._find_replicated_buckets()
         for index, bucket in enumerate(self.buckets):
-            reduces_early = Overlap.GRAD in overlap and index not in waiting
+            reduces_early = overlaps_reduce and index not in waiting
             for parameter, grad_view in bucket.grad_views:
                 hook = self._build_grad_hook(parameter.name, grad_view, reduces_early)
                 parameter.parameter.register_post_accumulate_grad_hook(hook)

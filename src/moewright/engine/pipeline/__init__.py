@@ -1,0 +1,1 @@
+"""The pipeline: the executor of the timetable, and the messages between ranks."""

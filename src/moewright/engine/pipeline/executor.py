@@ -18,8 +18,11 @@ Key = tuple[int, int]  # micro-batch, chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkResult:
-    """What the forward of a chunk gives: the hidden state for the next stage, None on the last, and
-    its scalar share of the loss, None where it has none that depends on a weight."""
+    """What the forward of a chunk gives: a hidden state and a share of the loss.
+
+    The hidden state is for the next stage, None on the last. The scalar share of the loss is None
+    where it has none that depends on a weight.
+    """
 
     hidden: torch.Tensor | None
     loss: torch.Tensor | None

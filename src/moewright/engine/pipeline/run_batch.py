@@ -1,5 +1,7 @@
-"""A global batch through the pipeline: forwards and backwards as the timetable says, or its
-forwards alone."""
+"""A global batch through the pipeline.
+
+Its forwards and backwards run as the timetable says, or its forwards alone.
+"""
 
 from __future__ import annotations
 

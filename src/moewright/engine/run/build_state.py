@@ -102,7 +102,7 @@ def _open_library(job: Job, mesh: Mesh, device: torch.device) -> DispatchLibrary
     Raises:
         BadInput: when the library is not fit for use here.
     """
-    assert job.model.moe is not None  # rules.exclusions
+    assert job.model.moe is not None  # rules.compatibility
     dispatcher = job.layout.dispatcher
     experts = job.model.moe.experts
     hidden = job.model.expert_width

@@ -33,7 +33,7 @@ from moewright.spec.workload import DropPolicy, Dtype, RouterForce, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """What one rank held, sent and computed in a step.
+    """The counts of one step: what a rank held, sent and computed.
 
     `states_bytes` of weights, gradients and optimizer state live all through it. `peak_by_module`
     are the bytes of the other tensors that lived at the fullest moment, by the module that made

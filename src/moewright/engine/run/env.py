@@ -35,7 +35,7 @@ _SHARED_SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchrunEnv:
-    """This process as torchrun, or whoever sets its variables, started it.
+    """The rank that torchrun, or whoever sets its variables, made of this process.
 
     The ranks meet at `host`:`port`, where rank 0 opens a store unless torchrun has opened one
     (`store_is_open`); `attempt` counts the restarts. `local_world_size` is 0 where nobody set it.

@@ -85,7 +85,7 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     expert_counts [micro-batches, MoE layers, E] are the token rows of this rank (where they are
     counted, followed by its copies to each EP rank and node), 0 in layers of other ranks;
@@ -113,7 +113,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardResult:
-    """What is known once a step's gradients are reduced; fields are those of StepResult."""
+    """The result of a step once its gradients are reduced; fields are those of StepResult."""
 
     loss: float
     aux_loss: float
@@ -257,7 +257,7 @@ def apply_update(
 
 @dataclass(kw_only=True, slots=True)
 class _StepSums:
-    """What the micro-batches of a step add up to on this rank."""
+    """The sums over the micro-batches of a step on this rank."""
 
     expert_counts: torch.Tensor  # as in StepResult
     router_losses: torch.Tensor
@@ -326,21 +326,21 @@ class _MicroBatchPasses:
         split: bool,
     ) -> None:
         """Run the backward of a chunk; with `split`, weight gradients are left to `weight_grad`."""
-        counters = self.state.runtime.counters
+        runtime = self.state.runtime
         with (
             self.clock.phase(StepPhase.BACKWARD),
-            self.state.runtime.weight_grads.defer_for(key) if split else nullcontext(),
+            runtime.weight_grads.defer_for(key) if split else nullcontext(),
         ):
             torch.autograd.backward(roots, grads)
         if not split:
-            counters.release(key)
+            runtime.counters.release(key)
 
     def weight_grad(self, key: Key) -> None:
         """Compute the weight gradients that `backward` left."""
-        counters = self.state.runtime.counters
+        runtime = self.state.runtime
         with self.clock.phase(StepPhase.BACKWARD):
-            self.state.runtime.weight_grads.run_deferred(key)
-        counters.release(key)
+            runtime.weight_grads.run_deferred(key)
+        runtime.counters.release(key)
 
     @property
     def _aux_divisor(self) -> int:

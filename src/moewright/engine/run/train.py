@@ -23,7 +23,7 @@ from moewright.engine.data.sampler import SampleOrder, build_sampler, count_whol
 from moewright.engine.kernels.fused.select import unavailable_reasons
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.profile import ProfilerWindow, merge_traces
-from moewright.engine.observe.record import clamp_to_finite, write_paces
+from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
 from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import build_train_state, init_distributed
@@ -38,7 +38,7 @@ from moewright.engine.run.run_records import build_session, build_step_record, o
 from moewright.engine.run.step import TrainState, compute_heldout_loss, train_step
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.rules.engine_limits import require_runnable
-from moewright.rules.job import Job, plan_job
+from moewright.rules.job import plan_job
 from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
@@ -120,7 +120,7 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
     train_data = _open_data(plan, workload.data.train, SampleOrder.SHUFFLED)
     heldout_data = _open_data(plan, workload.data.heldout, SampleOrder.SEQUENTIAL)
     state = build_train_state(
-        Job(model=plan.model, workload=workload, layout=plan.layout),
+        plan_job(plan),
         train_data,
         rank=rank,
         device=device,
@@ -246,7 +246,7 @@ def _evaluate(
 
 def _write_rank_timings(plan: Plan, run_dir: Path, timer: StepTimer, rank: int) -> None:
     """Gather the timings of all ranks; rank 0 writes paces.json and the merged trace."""
-    own = {"pace": to_data(timer.build_rank_pace()), "calls": timer.recent_calls}
+    own = {"pace": to_data(timer.build_rank_timing()), "calls": timer.recent_calls}
     gathered = collectives.gather_json(own)
     if rank != 0:
         return
@@ -255,5 +255,5 @@ def _write_rank_timings(plan: Plan, run_dir: Path, timer: StepTimer, rank: int) 
         for number, data in enumerate(gathered)
     ]
     calls = [data["calls"] for data in gathered]
-    write_paces(run_dir, add_links(plan.layout, timings, calls))
+    write_rank_timings(run_dir, add_links(plan.layout, timings, calls))
     merge_traces(run_dir)

@@ -67,7 +67,7 @@ _GATHER_FOLDER = ".verify"
 
 
 class UpdateKind(StrEnum):
-    """How weights are updated."""
+    """The rules by which verify can update weights."""
 
     SGD = "sgd"
     ADAMW = "adamw"
@@ -75,7 +75,7 @@ class UpdateKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyJob:
-    """What to run: `weights` is the folder, `lr` is constant, `optimizer` has the other numbers."""
+    """A job to verify: `weights` is the folder, `lr` is constant, `optimizer` has the rest."""
 
     model: ModelSpec
     weights: Path

@@ -53,7 +53,7 @@ class ExitCode(IntEnum):
 
 
 class RankOutcome(StrEnum):
-    """How a worker ended: DONE, or STOPPED because the ranks agreed on a stop and saved."""
+    """The end of a worker: DONE, or STOPPED because the ranks agreed on a stop and saved."""
 
     DONE = "done"
     STOPPED = "stopped"
@@ -61,7 +61,7 @@ class RankOutcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """How long ranks wait for each other; the only place that says so.
+    """The time that ranks wait for each other; the only place that states it.
 
     `collective_s` is the timeout of every process group. A rank that has not beaten for that long
     and a margin is taken to hang, so a worker calls `beat` at least that often, in evaluation and
@@ -126,7 +126,7 @@ def read_last_beat(path: Path) -> tuple[int, float] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """What a rank is told before it starts.
+    """The facts that a rank is told before it starts.
 
     Ranks meet over a file of the launcher, or at the address that torchrun gives.
     """
@@ -146,7 +146,7 @@ def rank_file_path(folder: Path, kind: str, rank: int) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """What a worker is called with.
+    """The context that a worker is called with.
 
     It calls `beat(step)` at the start of every step; `stop.requested` is this rank's own flag.
     """
@@ -190,7 +190,7 @@ Worker = Callable[[RankContext], RankOutcome]
 
 
 class FailureKind(IntEnum):
-    """How likely a failure is the cause of the others, most likely first."""
+    """The kinds of failure, from the most to the least likely cause of the others."""
 
     CAUSE = 0
     ABORT = 1  # SIGABRT: collective libraries abort when a peer is gone, but not only then
@@ -199,7 +199,7 @@ class FailureKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """How a rank failed.
+    """A failure of a rank.
 
     `event` is what it did ("was killed by SIGKILL"), `error` one line, `detail` text for the log.
     """

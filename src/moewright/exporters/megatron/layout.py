@@ -1,11 +1,14 @@
-"""The layout and the workload in Megatron-LM's flags: degrees, memory, overlap, batches, optimizer,
-data."""
+"""The layout and the workload in Megatron-LM's flags.
+
+They are degrees, memory savers, overlaps, batches, optimizer and data.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
+from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.exporters.megatron.model import Flag, format_number
 from moewright.rules.batch_rampup import step_samples
 from moewright.rules.context_parallel import cp_factors
@@ -25,87 +28,85 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DocumentMasking, Dtype, SaveMode, Workload
 
 DISPATCHER_FLAGS = {
-    DispatcherKind.ALL_GATHER: (("--moe-token-dispatcher-type", "allgather"),),
-    DispatcherKind.ALL_TO_ALL: (("--moe-token-dispatcher-type", "alltoall"),),
+    DispatcherKind.ALL_GATHER: ((LAYOUT_OPTIONS["dispatcher"], "allgather"),),
+    DispatcherKind.ALL_TO_ALL: ((LAYOUT_OPTIONS["dispatcher"], "alltoall"),),
     DispatcherKind.DEEPEP: (
-        ("--moe-token-dispatcher-type", "flex"),
+        (LAYOUT_OPTIONS["dispatcher"], "flex"),
         ("--moe-flex-dispatcher-backend", "deepep"),
     ),
     DispatcherKind.HYBRIDEP: (
-        ("--moe-token-dispatcher-type", "flex"),
+        (LAYOUT_OPTIONS["dispatcher"], "flex"),
         ("--moe-flex-dispatcher-backend", "hybridep"),
     ),
 }
-HYSTERESIS = (
-    1  # a skipped step halves our loss scale at once; Megatron's default waits for a second one
-)
+# A skipped step halves our loss scale at once; Megatron-LM's default waits for a second one.
+HYSTERESIS = 1
 
 
 def layout_flags(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Flag]:
-    yield from _degrees(model, workload, layout)
-    yield from _memory(layout)
-    yield from _overlap(layout)
+    """Yield the flags of a layout."""
+    yield from _degree_flags(model, workload, layout)
+    yield from _memory_flags(layout)
+    yield from _overlap_flags(layout)
 
 
 def workload_flags(workload: Workload, layout: Layout, hardware: Hardware) -> Iterator[Flag]:
-    yield from _training(workload, layout)
-    yield from _precision(workload, hardware)
-    yield from _optimizer(workload, layout)
-    yield from _data(workload)
+    """Yield the flags of a workload."""
+    yield from _training_flags(workload, layout)
+    yield from _precision_flags(workload, hardware)
+    yield from _optimizer_flags(workload, layout)
+    yield from _data_flags(workload)
 
 
 def fp8_recipe(precision: Dtype, hardware: Hardware) -> tuple[str, str]:
-    """Megatron's FP8 format and recipe: one scale a tensor, or a scale a block as the device's
-    tensor cores take it.
+    """Return Megatron's FP8 format and recipe.
 
-    Blocks are of 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, and of 128 on
-    Hopper.
+    There is one scale a tensor, or one a block as the device's tensor cores take it. Blocks are of
+    32 elements (MX) where the datasheet gives an MXFP8 peak of its own, and of 128 on Hopper.
     """
     if precision is Dtype.FP8:
         return "hybrid", "tensorwise"
-    return ("e4m3", "mxfp8") if has_mx_tensor_cores(hardware) else ("e4m3", "blockwise")
+    return "e4m3", "mxfp8" if has_mx_tensor_cores(hardware) else "blockwise"
 
 
 def has_mx_tensor_cores(hardware: Hardware) -> bool:
-    """Whether the device multiplies MX blocks: Blackwell, which the names of catalogue parts
-    tell."""
+    """Whether the device multiplies MX blocks, as Blackwell does; its catalogue name tells."""
     return re.match(r"G?B\d", hardware.device.name) is not None
 
 
-def _degrees(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Flag]:
-    yield "--tensor-model-parallel-size", str(layout.tp)
+def _degree_flags(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Flag]:
+    yield LAYOUT_OPTIONS["tp"], str(layout.tp)
     if layout.sp:
-        yield ("--sequence-parallel",)
-    yield "--context-parallel-size", str(layout.cp)
+        yield (LAYOUT_OPTIONS["sp"],)
+    yield LAYOUT_OPTIONS["cp"], str(layout.cp)
     if layout.cp > 1:
-        yield "--cp-comm-type", layout.cp_comm.value
+        yield LAYOUT_OPTIONS["cp_comm"], layout.cp_comm.value
     if layout.cp_comm is CpComm.A2A_P2P:
         yield "--hierarchical-context-parallel-sizes", *map(str, cp_factors(layout))
-    yield "--pipeline-model-parallel-size", str(layout.pp)
+    yield LAYOUT_OPTIONS["pp"], str(layout.pp)
     if layout.stages:
-        yield "--pipeline-model-parallel-layout", layout.stages
+        yield LAYOUT_OPTIONS["stages"], layout.stages
     elif layout.pp > 1:
         if layout.vpp > 1:
-            yield "--num-virtual-stages-per-pipeline-rank", str(layout.vpp)
-        if (
-            len({len(chunk.layers) for chunk in pipeline_chunks(model, layout)}) > 1
-        ):  # embedding and loss count as layers
+            yield LAYOUT_OPTIONS["vpp"], str(layout.vpp)
+        sizes = {len(chunk.layers) for chunk in pipeline_chunks(model, layout)}
+        if len(sizes) > 1:  # embedding and loss count as layers
             yield ("--account-for-embedding-in-pipeline-split",)
             yield ("--account-for-loss-in-pipeline-split",)
     if layout.vpp > 1 and layout.vpp_group:
-        yield "--microbatch-group-size-per-virtual-pipeline-stage", str(layout.vpp_group)
+        yield LAYOUT_OPTIONS["vpp_group"], str(layout.vpp_group)
     if model.moe:
-        yield "--expert-model-parallel-size", str(layout.ep)
-        yield "--expert-tensor-parallel-size", str(layout.etp)  # always: left out, it would be tp
+        yield LAYOUT_OPTIONS["ep"], str(layout.ep)
+        yield LAYOUT_OPTIONS["etp"], str(layout.etp)  # always: left out, it would be tp
         yield from DISPATCHER_FLAGS[layout.dispatcher]
         if layout.capacity:
-            yield "--moe-expert-capacity-factor", format_number(layout.capacity)
+            yield LAYOUT_OPTIONS["capacity"], format_number(layout.capacity)
             yield "--moe-token-drop-policy", workload.router.drop_policy.value
         if layout.capacity_fill is CapacityFill.PADDED:
-            yield ("--moe-pad-expert-input-to-capacity",)
+            yield (LAYOUT_OPTIONS["capacity_fill"],)
 
 
-def _memory(layout: Layout) -> Iterator[Flag]:
+def _memory_flags(layout: Layout) -> Iterator[Flag]:
     if layout.zero:
         yield ("--use-distributed-optimizer",)
     if layout.zero == 3:
@@ -118,25 +119,17 @@ def _memory(layout: Layout) -> Iterator[Flag]:
         yield "--recompute-num-layers", str(layout.recompute_block or layout.recompute_span)
     elif layout.recompute:
         yield "--recompute-granularity", "selective"
-        yield ("--recompute-modules", *(module.value for module in layout.recompute))
-    activations = [each.value for each in layout.offload if each is not Offload.OPTIMIZER]
+        yield (LAYOUT_OPTIONS["recompute"], *(module.value for module in layout.recompute))
+    activations = [module.value for module in layout.offload if module is not Offload.OPTIMIZER]
     if activations:
         yield ("--fine-grained-activation-offloading",)
-        yield ("--offload-modules", *activations)
+        yield (LAYOUT_OPTIONS["offload"], *activations)
 
 
-def _overlap(layout: Layout) -> Iterator[Flag]:
-    flags = {
-        Overlap.GRAD: "--overlap-grad-reduce",
-        Overlap.PARAM: "--overlap-param-gather",
-        Overlap.TP: "--tp-comm-overlap",
-        Overlap.EP: "--overlap-moe-expert-parallel-comm",
-        Overlap.WGRAD: "--delay-wgrad-compute",
-        Overlap.SHARED: "--moe-shared-expert-overlap",
-    }
-    for each in layout.overlap:
-        if each in flags:
-            yield (flags[each],)
+def _overlap_flags(layout: Layout) -> Iterator[Flag]:
+    for overlap in layout.overlap:
+        if overlap in OVERLAP_OPTIONS:
+            yield (OVERLAP_OPTIONS[overlap],)
     if layout.vpp > 1 and Overlap.P2P not in layout.overlap:
         yield ("--no-overlap-p2p-communication",)  # on by itself with virtual stages
     if CudaGraphScope.FULL in layout.graphs:
@@ -144,16 +137,16 @@ def _overlap(layout: Layout) -> Iterator[Flag]:
         yield ("--no-check-for-nan-in-loss-and-grad",)
     elif layout.graphs:
         yield "--cuda-graph-impl", "transformer_engine"
-        yield ("--cuda-graph-modules", *(part.value for part in layout.graphs))
+        yield (LAYOUT_OPTIONS["graphs"], *(scope.value for scope in layout.graphs))
     if layout.graphs:
         yield ("--te-rng-tracker",)
 
 
-def _training(workload: Workload, layout: Layout) -> Iterator[Flag]:
-    yield "--seq-length", str(workload.seq_len)
-    yield "--micro-batch-size", str(layout.mbs)
-    yield "--global-batch-size", str(workload.global_batch)
-    yield from _duration(workload)
+def _training_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
+    yield WORKLOAD_OPTIONS["seq_len"], str(workload.seq_len)
+    yield LAYOUT_OPTIONS["mbs"], str(layout.mbs)
+    yield WORKLOAD_OPTIONS["global_batch"], str(workload.global_batch)
+    yield from _duration_flags(workload)
     yield "--seed", str(workload.seed)
     if workload.checkpoint.every_steps:
         yield "--save", "checkpoints"
@@ -165,9 +158,11 @@ def _training(workload: Workload, layout: Layout) -> Iterator[Flag]:
     yield ("--log-throughput",)
 
 
-def _duration(workload: Workload) -> Iterator[Flag]:
-    """How long, and over how long the learning rate moves: in steps, or in sequences where the
-    batch grows, for the parser takes a ramp with sample-based training alone.
+def _duration_flags(workload: Workload) -> Iterator[Flag]:
+    """Yield how long training lasts, and over how long the learning rate moves.
+
+    They are counted in steps, or in sequences where the batch grows: the parser takes a ramp with
+    sample-based training alone.
     """
     ramp, optimizer = workload.ramp, workload.optimizer
     decay = optimizer.decay_steps or workload.steps
@@ -179,7 +174,7 @@ def _duration(workload: Workload) -> Iterator[Flag]:
             yield "--lr-decay-iters", str(decay)
         return
     yield (
-        "--rampup-batch-size",
+        WORKLOAD_OPTIONS["ramp_start"],
         str(ramp.ramp_start),
         str(ramp.ramp_increment),
         str(ramp.ramp_samples),
@@ -191,8 +186,9 @@ def _duration(workload: Workload) -> Iterator[Flag]:
         yield "--lr-decay-samples", str(step_samples(workload, decay).first)
 
 
-def _precision(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
-    precision, scaling = workload.precision, workload.scaling
+def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
+    precision = workload.precision
+    scaling = workload.scaling
     if precision is Dtype.FP32:
         return
     yield (f"--{Dtype.BF16 if precision.is_narrow else precision}",)
@@ -200,8 +196,8 @@ def _precision(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
         yield "--fp4-format", "e2m1"
         yield "--fp4-recipe", "nvfp4"
     elif precision.is_narrow:
-        form, recipe = fp8_recipe(precision, hardware)
-        yield "--fp8-format", form
+        fp8_format, recipe = fp8_recipe(precision, hardware)
+        yield "--fp8-format", fp8_format
         yield "--fp8-recipe", recipe
     if workload.grad_dtype is Dtype.BF16:
         yield ("--grad-reduce-in-bf16",)
@@ -214,14 +210,15 @@ def _precision(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
         yield "--hysteresis", str(HYSTERESIS)
 
 
-def _optimizer(workload: Workload, layout: Layout) -> Iterator[Flag]:
+def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
     optimizer = workload.optimizer
-    offloaded, moments = Offload.OPTIMIZER in layout.offload, optimizer.moment_dtype
-    if offloaded:
+    is_offloaded = Offload.OPTIMIZER in layout.offload
+    moments = optimizer.moment_dtype
+    if is_offloaded:
         yield ("--optimizer-cpu-offload",)
         if layout.offload_fraction < 1:
-            yield "--optimizer-offload-fraction", format_number(layout.offload_fraction)
-    if offloaded or moments is not Dtype.FP32:
+            yield LAYOUT_OPTIONS["offload_fraction"], format_number(layout.offload_fraction)
+    if is_offloaded or moments is not Dtype.FP32:
         yield ("--use-precision-aware-optimizer",)
         yield "--exp-avg-dtype", moments.value
         yield "--exp-avg-sq-dtype", moments.value
@@ -236,7 +233,7 @@ def _optimizer(workload: Workload, layout: Layout) -> Iterator[Flag]:
     yield "--ddp-bucket-size", str(optimizer.bucket_elements)
 
 
-def _data(workload: Workload) -> Iterator[Flag]:
+def _data_flags(workload: Workload) -> Iterator[Flag]:
     data = workload.data
     if data.train and data.heldout:
         yield "--train-data-path", data.train

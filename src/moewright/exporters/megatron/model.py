@@ -28,18 +28,19 @@ POSITIONS = {
 
 
 def format_number(value: float) -> str:
-    """As the parser reads it back to the same float."""
+    """Format a number so that the parser reads back the same float."""
     return f"{value:.12g}"
 
 
 def model_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
-    yield from _shape(model, workload)
-    yield from _attention(model.attention, model.position)
+    """Yield the flags of a model and of what its router is trained with."""
+    yield from _shape_flags(model, workload)
+    yield from _attention_flags(model.attention, model.position)
     if model.moe:
-        yield from _moe(model.moe, model, workload)
+        yield from _moe_flags(model.moe, model, workload)
 
 
-def _shape(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
+def _shape_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     yield "--num-layers", str(model.layers)
     yield "--hidden-size", str(model.hidden_size)
     if model.dense_ffn_size:
@@ -66,7 +67,7 @@ def _shape(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
         yield "--mtp-loss-scaling-factor", format_number(workload.loss.mtp_coeff)
 
 
-def _attention(attention: AttentionSpec, position: PositionKind) -> Iterator[Flag]:
+def _attention_flags(attention: AttentionSpec, position: PositionKind) -> Iterator[Flag]:
     yield "--num-attention-heads", str(attention.heads)
     if attention.kind is AttentionKind.MLA:
         yield ("--multi-latent-attention",)
@@ -88,10 +89,10 @@ def _attention(attention: AttentionSpec, position: PositionKind) -> Iterator[Fla
     if attention.qk_norm is QkNorm.PER_HEAD or attention.kind is AttentionKind.MLA:
         yield ("--qk-layernorm",)
     if position is PositionKind.ROPE:
-        yield from _rope(attention)
+        yield from _rope_flags(attention)
 
 
-def _rope(attention: AttentionSpec) -> Iterator[Flag]:
+def _rope_flags(attention: AttentionSpec) -> Iterator[Flag]:
     rope = attention.rope
     yield "--rotary-base", str(int(rope.theta))
     if attention.kind is AttentionKind.MLA:
@@ -105,17 +106,16 @@ def _rope(attention: AttentionSpec) -> Iterator[Flag]:
         yield "--rope-scaling-factor", format_number(rope.factor)
 
 
-def _moe(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
+def _moe_flags(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     yield "--num-experts", str(moe.experts)
     yield "--moe-ffn-hidden-size", str(moe.ffn_size)
     if not all(model.moe_layers):
-        runs = ((int(has), len(list(run))) for has, run in groupby(model.moe_layers))
-        yield "--moe-layer-freq", f"({'+'.join(f'[{has}]*{times}' for has, times in runs)})"
-    yield from _router(moe.router)
+        yield "--moe-layer-freq", _format_moe_layers(model.moe_layers)
+    yield from _router_flags(moe.router)
     yield "--moe-router-dtype", workload.router.router_dtype.value
     if workload.router.jitter_eps:
         yield "--moe-input-jitter-eps", format_number(workload.router.jitter_eps)
-    yield from _balance(moe.router, workload)
+    yield from _balance_flags(moe.router, workload)
     if moe.shared_ffn_size:
         yield "--moe-shared-expert-intermediate-size", str(moe.shared_ffn_size)
     if moe.latent_size:
@@ -126,13 +126,18 @@ def _moe(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[Flag]:
         yield ("--moe-grouped-gemm",)  # the parser takes it with --bf16 only
 
 
-def _router(router: RouterSpec) -> Iterator[Flag]:
+def _format_moe_layers(moe_layers: tuple[bool, ...]) -> str:
+    """Return the layers as ([0]*3+[1]*58)."""
+    runs = (f"[{int(is_moe)}]*{len(list(run))}" for is_moe, run in groupby(moe_layers))
+    return f"({'+'.join(runs)})"
+
+
+def _router_flags(router: RouterSpec) -> Iterator[Flag]:
     yield "--moe-router-topk", str(router.top_k)
     yield "--moe-router-score-function", router.score.value
+    # With renormalisation, softmax-then-top-k equals the default order.
     if router.score is ScoreFunction.SOFTMAX and not router.renormalize:
-        yield (
-            "--moe-router-pre-softmax",
-        )  # with renormalisation softmax-then-top-k equals the default order
+        yield ("--moe-router-pre-softmax",)
     if router.scaling_factor != 1:
         yield "--moe-router-topk-scaling-factor", format_number(router.scaling_factor)
     if router.groups > 1:
@@ -140,12 +145,14 @@ def _router(router: RouterSpec) -> Iterator[Flag]:
         yield "--moe-router-group-topk", str(router.top_groups)
 
 
-def _balance(router: RouterSpec, workload: Workload) -> Iterator[Flag]:
+def _balance_flags(router: RouterSpec, workload: Workload) -> Iterator[Flag]:
     losses = balance_losses(workload.loss)
-    alone = "sinkhorn" if workload.router.assignment is RouterAssignment.SINKHORN else "none"
-    yield "--moe-router-load-balancing-type", *(name for name, _ in losses or ((alone, 0.0),))
+    is_sinkhorn = workload.router.assignment is RouterAssignment.SINKHORN
     if losses:
+        yield "--moe-router-load-balancing-type", *(name for name, _ in losses)
         yield "--moe-aux-loss-coeff", *(format_number(coeff) for _, coeff in losses)
+    else:
+        yield "--moe-router-load-balancing-type", "sinkhorn" if is_sinkhorn else "none"
     if workload.loss.z_coeff:
         yield "--moe-z-loss-coeff", format_number(workload.loss.z_coeff)
     if router.selection_bias:
@@ -158,10 +165,10 @@ def _balance(router: RouterSpec, workload: Workload) -> Iterator[Flag]:
 
 
 def balance_losses(loss: LossSpec) -> tuple[tuple[str, float], ...]:
-    """Megatron's names of the balance losses that are on, with their coefficients."""
-    known = (
+    """Return Megatron's names of the balance losses that are on, with their coefficients."""
+    losses = (
         ("aux_loss", loss.aux_coeff),
         ("seq_aux_loss", loss.seq_aux_coeff),
         ("global_aux_loss", loss.global_aux_coeff),
     )
-    return tuple((name, coeff) for name, coeff in known if coeff > 0)
+    return tuple((name, coeff) for name, coeff in losses if coeff > 0)

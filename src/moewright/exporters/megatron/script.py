@@ -1,5 +1,7 @@
-"""A plan as a Megatron-LM launch script. Flags are those of Megatron-LM's own parser at d98e8a64
-(2026-08-22)."""
+"""A plan as a launch script of Megatron-LM.
+
+The flags are those of its own parser at d98e8a64 (2026-08-22).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ TRAINER = "pretrain_gpt.py"
 
 
 def render_megatron_script(plan: Plan) -> str:
-    """A shell script that starts pretrain_gpt.py on every node. Raises BadInput for what
-    Megatron-LM cannot say."""
+    """Return a shell script that starts pretrain_gpt.py on every node.
+
+    Raises:
+        BadInput: one Reason for each thing that Megatron-LM cannot say.
+    """
     lines = flag_lines(megatron_flags(plan))
     exports = (f"export {name}={value}" for name, value in environment_variables(plan.layout))
     command = " \\\n  ".join((f"{torchrun_command(plan)} {TRAINER}", *lines))
@@ -28,26 +33,31 @@ def render_megatron_script(plan: Plan) -> str:
 
 
 def comment_lines(plan: Plan) -> Iterator[str]:
-    """Lines that say where a script comes from, and what it says otherwise than the plan."""
-    yield f"# {plan.model.name or 'model'}, {format_layout(plan.layout)}, plan {plan.fingerprint}".replace(
-        "\n", " "
-    )
+    """Yield comments that say where a script comes from, and where it differs from the plan."""
+    name = plan.model.name or "model"
+    title = f"# {name}, {format_layout(plan.layout)}, plan {plan.fingerprint}"
+    yield title.replace("\n", " ")
     if plan.workload.ramp.ramp_start:
-        yield "# While the batch grows Megatron-LM moves the learning rate by sequences, the plan by steps; they agree"
+        yield (
+            "# While the batch grows Megatron-LM moves the learning rate by sequences, "
+            "the plan by steps; they agree"
+        )
         yield "# where warm-up and decay end."
 
 
 def flag_lines(flags: tuple[Flag, ...]) -> tuple[str, ...]:
-    """One flag a line, quoted for a shell."""
+    """Return one flag a line, quoted for a shell."""
     return tuple(f"{name} {' '.join(map(quote, values))}".rstrip() for name, *values in flags)
 
 
 def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
-    """The flags of pretrain_gpt.py that say this plan; nothing is left to a default that depends on
-    another flag.
+    """Return the flags of pretrain_gpt.py that say this plan.
 
-    What only predictions read (expert load, the step that is counted) has no flag. Raises BadInput
-    with a Reason for each thing that Megatron-LM cannot say.
+    Nothing is left to a default that depends on another flag. What only predictions read (the
+    expert load, the step that is counted) has no flag.
+
+    Raises:
+        BadInput: one Reason for each thing that Megatron-LM cannot say.
     """
     reasons = find_refusals(plan)
     if reasons:
@@ -60,16 +70,17 @@ def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
 
 
 def environment_variables(layout: Layout) -> tuple[tuple[str, str], ...]:
-    """Variables that Megatron-LM reads or asserts."""
-    connections = ("CUDA_DEVICE_MAX_CONNECTIONS", str(_connections(layout)))
-    if (
-        layout.graphs
-    ):  # captured graphs may be replayed at addresses that growing segments have moved
+    """Return the variables that Megatron-LM reads or asserts."""
+    connections = ("CUDA_DEVICE_MAX_CONNECTIONS", str(_max_connections(layout)))
+    # Captured graphs may be replayed at addresses that growing segments have moved.
+    if layout.graphs:
         return (connections,)
     return (connections, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
 
-def _connections(layout: Layout) -> int:
-    """Hardware queues: sequence-parallel overlap relies on 1 up to Hopper; FSDP and expert overlap
-    need more."""
+def _max_connections(layout: Layout) -> int:
+    """Return the number of hardware queues.
+
+    Sequence-parallel overlap relies on 1 up to Hopper; FSDP and expert overlap need more.
+    """
     return 32 if layout.zero == 3 or Overlap.EP in layout.overlap else 1

@@ -62,6 +62,19 @@ class Arguments:
     def integer(self, name: str, default: int = 0) -> int:
         return int(self.text(name)) if self.has(name) else default
 
+    def size(self, name: str, default: int = 1) -> int:
+        """Return a whole number from 1.
+
+        Raises:
+            BadInput: it is smaller.
+        """
+        size = self.integer(name, default)
+        if size < 1:
+            raise BadInput(
+                Reason(field=name, value=str(size), rule="must be at least 1", nearest="1")
+            )
+        return size
+
     def number(self, name: str, default: float = 0.0) -> float:
         return float(self.text(name)) if self.has(name) else default
 

@@ -44,13 +44,13 @@ def read_layout(
         BadInput: an option is not planned here, or Megatron-LM itself refuses a combination.
     """
     arguments.refuse_unplanned(_NOT_PLANNED)
-    tp = arguments.integer(LAYOUT_OPTIONS["tp"], 1)
+    tp = arguments.size(LAYOUT_OPTIONS["tp"])
     layout = Layout(
         world_size=world_size,
         tp=tp,
         sp=arguments.has(LAYOUT_OPTIONS["sp"]) and tp > 1,
-        cp=arguments.integer(LAYOUT_OPTIONS["cp"], 1),
-        pp=arguments.integer(LAYOUT_OPTIONS["pp"], 1),
+        cp=arguments.size(LAYOUT_OPTIONS["cp"]),
+        pp=arguments.size(LAYOUT_OPTIONS["pp"]),
         mbs=_read_micro_batch(arguments),
         zero=_read_zero(arguments) if zero is None else zero,
     )
@@ -76,7 +76,7 @@ def _read_micro_batch(arguments: Arguments) -> int:
     if not arguments.has(name):
         rule = "is missing, and Megatron-LM has no default for it"
         raise BadInput(Reason(field=name, rule=rule, nearest="1"))
-    return arguments.integer(name)
+    return arguments.size(name)
 
 
 def _read_zero(arguments: Arguments) -> int:
@@ -149,8 +149,8 @@ def _read_experts(arguments: Arguments, layout: Layout) -> Layout:
     is_padded = arguments.has(LAYOUT_OPTIONS["capacity_fill"])
     return replace(
         layout,
-        ep=arguments.integer(LAYOUT_OPTIONS["ep"], 1),
-        etp=arguments.integer(LAYOUT_OPTIONS["etp"], layout.tp),
+        ep=arguments.size(LAYOUT_OPTIONS["ep"]),
+        etp=arguments.size(LAYOUT_OPTIONS["etp"], layout.tp),
         dispatcher=DispatcherKind(backend if kind == "flex" else kind),
         capacity=arguments.number(LAYOUT_OPTIONS["capacity"]),
         capacity_fill=CapacityFill.PADDED if is_padded else CapacityFill.USED,

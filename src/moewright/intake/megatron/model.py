@@ -166,8 +166,8 @@ def _with_script_settings(model: ModelSpec, shaped: ModelSpec) -> ModelSpec:
 def _read_shape(arguments: Arguments) -> ModelSpec:
     """Read the model with the defaults that Megatron-LM's parser has."""
     layers = arguments.integer("--num-layers")
-    hidden = _require_integer(arguments, "--hidden-size")
-    heads = _require_integer(arguments, "--num-attention-heads")
+    hidden = _require_size(arguments, "--hidden-size")
+    heads = _require_size(arguments, "--num-attention-heads")
     has_biases = not arguments.has("--disable-bias-linear")
     is_gated = arguments.has("--swiglu") or arguments.has("--quick-geglu")
     arguments.ignore("--squared-relu", "--openai-gelu")
@@ -200,10 +200,10 @@ def _read_shape(arguments: Arguments) -> ModelSpec:
     )
 
 
-def _require_integer(arguments: Arguments, name: str) -> int:
+def _require_size(arguments: Arguments, name: str) -> int:
     if not arguments.has(name):
         raise BadInput(Reason(field=name, rule="is missing, and Megatron-LM has no default for it"))
-    return arguments.integer(name)
+    return arguments.size(name)
 
 
 def _read_position(arguments: Arguments) -> str:

@@ -55,8 +55,8 @@ def take_values(option: MegatronOption, following: list[str]) -> list[str]:
     A variable without value is not one where values are optional.
     """
     if option.value_count in ("+", "*"):
-        known = [word for word in following if UNKNOWN_VALUE.sub("", word)]
-        return known or following[:1]
+        set_words = [word for word in following if UNKNOWN_VALUE.sub("", word)]
+        return set_words or following[:1]
     return following[: int(option.value_count)]
 
 

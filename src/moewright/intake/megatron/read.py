@@ -64,7 +64,7 @@ def interpret_launch(
     replaced = {name: () for names in replacements.values() for name in names}
     arguments = Arguments({**command.options, **replaced})
     script_model = read_model(arguments, named_model)
-    is_pipelined = arguments.integer(LAYOUT_OPTIONS["pp"], 1) > 1
+    is_pipelined = arguments.size(LAYOUT_OPTIONS["pp"]) > 1
     zero = _read_deepspeed_zero(command, folder, is_pipelined=is_pipelined)
     layout, layout_notes = read_layout(arguments, script_model.model, world_size, zero)
     queue_notes = _check_queues(command.exported.get(_QUEUES, ""), layout)

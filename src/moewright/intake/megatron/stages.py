@@ -29,10 +29,10 @@ def read_stages(arguments: Arguments, model: ModelSpec, layout: Layout) -> Layou
         BadInput: layers do not divide, or options exclude each other.
     """
     spellings = (_LAYERS_PER_STAGE, _STAGES_PER_RANK, _STAGE_TEXT)
-    given = [name for name in spellings if arguments.has(name)]
-    if len(given) > 1:
-        rule = f"excludes {given[0]}"
-        raise BadInput(Reason(field=given[1], rule=rule, nearest=f"{given[0]} alone"))
+    spelled = [name for name in spellings if arguments.has(name)]
+    if len(spelled) > 1:
+        rule = f"excludes {spelled[0]}"
+        raise BadInput(Reason(field=spelled[1], rule=rule, nearest=f"{spelled[0]} alone"))
     text = arguments.text(_STAGE_TEXT)
     if text:
         return _read_stage_text(text, layout)
@@ -90,8 +90,8 @@ def _split_over_ranks(
                 nearest=f"{_COUNT_EMBEDDING} {_COUNT_LOSS}" if divides_counted else "",
             )
         )
-    each = middle_layers // middle_ranks if middle_ranks else 0
-    return (*head, *(each,) * middle_ranks, *tail)
+    rank_layers = middle_layers // middle_ranks if middle_ranks else 0
+    return (*head, *(rank_layers,) * middle_ranks, *tail)
 
 
 def _read_vpp(arguments: Arguments, rank_layers: tuple[int, ...], *, is_uneven: bool) -> int:

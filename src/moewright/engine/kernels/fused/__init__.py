@@ -1,0 +1,1 @@
+"""Fused kernels: their interface, the reference, and the Triton kernels."""

@@ -1,5 +1,4 @@
-"""The interface between the model and whoever computes what lies between its products and
-attention.
+"""The interface of the kernels between the model's products and attention.
 
 Implementations give the same numbers up to rounding, and the model keeps the same tensors for
 backward with each, so the ledger does not ask which one ran. But for `route_tokens`, nothing here
@@ -80,8 +79,10 @@ class KernelSet(Protocol):
         """
 
     def cross_entropy(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        """Return the negative log-likelihood [T] fp32 of targets; anything finite where a target is
-        negative."""
+        """Return the negative log-likelihood [T] fp32 of targets.
+
+        It is anything finite where a target is negative.
+        """
 
     def sum_exp(self, logits_TV: torch.Tensor, max_T: torch.Tensor) -> torch.Tensor:
         """Return the sum over V of exp(logit - max): [T] fp32."""
@@ -94,10 +95,10 @@ class KernelSet(Protocol):
         log_sum_T: torch.Tensor | None,
         size: int,
     ) -> torch.Tensor:
-        """Return (exp(logit - log_sum) - 1 at the target's column) * grad, 0 from column `size` on:
-        [T,V].
+        """Return (exp(logit - log_sum) - 1 at the target's column) * grad: [T,V].
 
-        A column of -1 is none of these; log_sum [T] fp32 is that of all V where it is None.
+        It is 0 from column `size` on. A column of -1 is none of these; log_sum [T] fp32 is that of
+        all V where it is None.
         """
 
     def route_tokens(

@@ -54,8 +54,11 @@ def build_kernels(choice: FusedKernels, device: DeviceKind) -> KernelSet:
 
 
 def _uses_triton(choice: FusedKernels, device: DeviceKind) -> bool:
-    """Tell whether a job runs Triton: where it asks for it, or where it leaves the choice to a CUDA
-    device that has the package."""
+    """Tell whether a job runs Triton.
+
+    It does where it asks for it, or where it leaves the choice to a CUDA device that has the
+    package.
+    """
     if choice is FusedKernels.AUTO:
         return device is DeviceKind.CUDA and find_spec("triton") is not None
     return choice is FusedKernels.TRITON

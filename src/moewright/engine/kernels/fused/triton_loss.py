@@ -1,9 +1,8 @@
-"""Triton kernels of cross-entropy over logits [T,V], of which V columns may be a part of the
-vocabulary.
+"""Triton kernels of cross-entropy over logits [T,V].
 
-All arithmetic is in fp32, whatever the logits hold, and no copy of them is made. A program goes
-over all columns of some rows, for most vocabularies one. Rows past the last one repeat it, so no
-largest logit is minus infinity.
+V columns may be a part of the vocabulary. All arithmetic is in fp32, whatever the logits hold, and
+no copy of them is made. A program goes over all columns of some rows, for most vocabularies one.
+Rows past the last one repeat it, so no largest logit is minus infinity.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moewright.engine.kernels.fused.triton_rows import flatten_rows, tile_shape
+from moewright.engine.kernels.fused.triton_rows import flatten_rows, pointer_or, tile_shape
 
 _MAX_COLUMNS = 4096  # held at a time
 
@@ -135,7 +134,7 @@ def cross_entropy_backward(
             grad_T.contiguous(),
             logits,
             columns_T.contiguous(),
-            grad_T if log_sum_T is None else log_sum_T.contiguous(),
+            pointer_or(log_sum_T, grad_T),
             out,
             count,
             width,

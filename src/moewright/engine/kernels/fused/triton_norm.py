@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moewright.engine.kernels.fused.triton_rows import flatten_rows, tile_shape
+from moewright.engine.kernels.fused.triton_rows import flatten_rows, pointer_or, tile_shape
 
 # Columns held at a time: the more rows, the fewer partial sums of the weight's gradient.
 _MAX_COLUMNS = 512
@@ -45,8 +45,10 @@ def _rms_norm_backward(
     count, width, grad_stride, stride, eps, first, last,
     SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write grad_x, and into the program's row of `grad_weights` [programs, width] what its rows
-    from `first` to `last` add to the weight's gradient."""
+    """Write grad_x, and the program's part of the weight's gradient.
+
+    A program's row of `grad_weights` [programs, width] is what its rows from `first` to `last` add.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
     products = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -136,7 +138,7 @@ def rms_norm_backward(
             grad_NK,
             x_NK,
             weight.contiguous(),
-            grad_weights if scale is None else scale.contiguous(),
+            pointer_or(scale, grad_weights),
             grad_x,
             grad_weights,
             count,

@@ -1,8 +1,8 @@
-"""The Triton kernels of the router: scores, the best experts, their weights, and the gradient of
-the logits.
+"""Triton kernels of the router, forward and backward.
 
-A program holds some tokens with all of their experts. Groups of experts that exclude
-others are not chosen among here: such a choice comes in.
+They compute scores, the best experts and their weights, and the gradient of the logits. A program
+holds some tokens with all of their experts. Groups of experts that exclude others are not chosen
+among here: such a choice comes in.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from moewright.engine.kernels.fused.reference import SCORE_SUM_EPS
+from moewright.engine.kernels.fused.triton_rows import pointer_or
 from moewright.spec.model import RouterSpec, ScoreFunction
 
 _PROGRAM_SCORES = 4096  # that a program holds
@@ -148,8 +149,8 @@ class RouteTokens(torch.autograd.Function):
         if tokens:
             _route[_grid(tokens, num_experts)](
                 logits,
-                logits if bias_E is None else bias_E.contiguous(),
-                experts if forced_Tk is None else forced_Tk.contiguous(),
+                pointer_or(bias_E, logits),
+                pointer_or(forced_Tk, experts),
                 experts,
                 weights,
                 totals,
@@ -189,12 +190,12 @@ class RouteTokens(torch.autograd.Function):
         if tokens:
             _route_backward[_grid(tokens, num_experts)](
                 grad_weights.contiguous(),
-                scores if grad_scores is None else grad_scores.contiguous(),
-                scores if logits is None else logits,
+                pointer_or(grad_scores, scores),
+                pointer_or(logits, scores),
                 scores,
                 experts.contiguous(),
-                scores if weights is None else weights,
-                scores if totals is None else totals,
+                pointer_or(weights, scores),
+                pointer_or(totals, scores),
                 out,
                 tokens,
                 factor=spec.scaling_factor,

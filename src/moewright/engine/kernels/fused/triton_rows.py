@@ -1,8 +1,8 @@
-"""Triton kernels over rows: copies to slots, sums over slots, gated activations with the weight of
-a row, rotation.
+"""Triton kernels over rows: permute, unpermute, gated activations, rotation.
 
-All arithmetic is in fp32, whatever the tensors hold. A program works on some rows, in a piece of
-their columns or in all of them, so every sum has one fixed order.
+The gated activations include the weight of a row. All arithmetic is in fp32, whatever the tensors
+hold. A program works on some rows, in a piece of their columns or in all of them, so every sum has
+one fixed order.
 """
 
 from __future__ import annotations
@@ -197,12 +197,11 @@ def swiglu(x_R2F: torch.Tensor, weight_R: torch.Tensor | None, clamped: bool) ->
     count, width = len(x_R2F), x_R2F.shape[1] // 2
     out = x.new_empty((count, width))
     if out.numel():
-        weight = x if weight_R is None else weight_R.contiguous()
         rows, block = tile_shape(width)
         grid = (triton.cdiv(count, rows), triton.cdiv(width, block))
         _swiglu[grid](
             x,
-            weight,
+            pointer_or(weight_R, x),
             out,
             count,
             width,
@@ -230,9 +229,9 @@ def swiglu_backward(
         _swiglu_backward[(triton.cdiv(count, rows),)](
             grad,
             x,
-            x if weight_R is None else weight_R.contiguous(),
+            pointer_or(weight_R, x),
             grad_x,
-            x if grad_weight is None else grad_weight,
+            pointer_or(grad_weight, x),
             count,
             width,
             CLAMPED=clamped,
@@ -249,7 +248,8 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
         _, tokens, heads, width = x.shape
-        count, half = out.numel() // width, width // 2
+        count = out.numel() // width
+        half = width // 2
         rows, block = tile_shape(half)
         # A program has two numbers, two angles and their addresses of an element: more do not fit
         # registers.
@@ -272,6 +272,11 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return out
 
 
+def pointer_or(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:
+    """Return a tensor for a kernel, which takes no None; it does not read the placeholder."""
+    return placeholder if tensor is None else tensor.contiguous()
+
+
 def tile_shape(width: int, max_columns: int = _MAX_COLUMNS) -> tuple[int, int]:
     """Return how many rows and columns a program holds of rows of `width`."""
     block = min(max_columns, triton.next_power_of_2(width))
@@ -279,7 +284,9 @@ def tile_shape(width: int, max_columns: int = _MAX_COLUMNS) -> tuple[int, int]:
 
 
 def flatten_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x [...,K] as [N,K] with adjacent columns and one stride of rows, as a view if it can
-    be."""
+    """Return x [...,K] as [N,K] with adjacent columns and one stride of rows.
+
+    It is a view where it can be.
+    """
     rows = x.flatten(0, -2)
     return rows if rows.stride(-1) == 1 else rows.contiguous()

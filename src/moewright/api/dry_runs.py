@@ -1,0 +1,88 @@
+"""One rank of a job of any size, counted here without data, next to what is predicted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moewright.api.machines import is_unmeasured, read_job_hardware
+from moewright.api.requests import to_job_keys, translate_fields
+from moewright.codec import parse_layout
+from moewright.cost.ledger import predict_rank_ledger
+from moewright.cost.memory import steady_micro_batches
+from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ledgers
+from moewright.intake.job import read_job
+from moewright.rules.engine_limits import require_runnable
+from moewright.rules.grid import coordinate, with_fabric_nodes
+from moewright.rules.job import Job
+from moewright.rules.micro_batches import micro_batches
+from moewright.rules.routing import round_robin_selection
+from moewright.search.search import build_plan
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Ledger
+from moewright.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from moewright.engine.run.dry_run import DryRun
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRunAnswer:
+    """The counts of one rank, next to the planner's prediction for the same micro-batches."""
+
+    model: ModelSpec
+    layout: Layout
+    counted: DryRun
+    comparison: LedgerComparison
+    planned: Ledger | None  # of the whole step; None where the hardware is not known
+    run_micro_batches: int
+    step_micro_batches: int
+
+
+def count_rank(path: Path, rank: int, overrides: Sequence[str]) -> DryRunAnswer:
+    """Count a step of one rank of a job, with even routing, and predict the same.
+
+    Raises:
+        BadInput: the job is not legal, or has no such rank.
+    """
+    job_file = read_job(path, overrides)
+    model = job_file.model
+    to_keys = to_job_keys(path)
+    with translate_fields(lambda field: "--rank" if field == "rank" else to_keys(field)):
+        hardware = None
+        if not is_unmeasured(job_file):
+            hardware = read_job_hardware(job_file)
+        layout = parse_layout(job_file.layout_text, world_size=job_file.nproc)
+        if hardware is not None:
+            layout = with_fabric_nodes(layout, hardware.fabric.domain_size)
+        require_runnable(Job(model=model, workload=job_file.workload, layout=layout))
+        coordinate(layout, rank, "pp")  # refuses a rank outside of the world
+
+        # torch takes seconds, so it comes after what is refused without it.
+        from moewright.engine.run.dry_run import dry_run
+
+        step_micro_batches = micro_batches(job_file.workload, layout)
+        run_micro_batches = steady_micro_batches(layout, step_micro_batches)
+        # Sequences without data have no documents.
+        data = replace(job_file.workload.data, attended_share=1.0)
+        global_batch = run_micro_batches * layout.mbs * layout.dp
+        workload = replace(job_file.workload, global_batch=global_batch, data=data)
+        job = Job(model=model, workload=workload, layout=layout)
+        counted = dry_run(job, rank=rank)
+    selection = round_robin_selection(job)
+    predicted = predict_rank_ledger(model, workload, layout, rank=rank, selection=selection)
+    planned = None
+    if hardware is not None:
+        plan = build_plan(model, job_file.workload, hardware, layout)
+        planned = plan.estimate.ledgers[counted.ledger.pp_rank]
+    return DryRunAnswer(
+        model=model,
+        layout=layout,
+        counted=counted,
+        comparison=compare_ledgers(predicted, counted.ledger),
+        planned=planned,
+        run_micro_batches=run_micro_batches,
+        step_micro_batches=step_micro_batches,
+    )

@@ -1,0 +1,97 @@
+"""Where a verb's answer goes: tables for people, JSON for programs.
+
+`--json PATH` writes a file next to the tables. `--json -` gives standard output to the JSON alone:
+the tables, and what else is printed, go to standard error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STANDARD_OUTPUT = Path("-")
+
+
+def open_console(json: Path | None) -> Console:
+    """Open the console for a verb's tables, on standard error where JSON takes standard output."""
+    from moewright.report.console import make_console
+
+    if json == STANDARD_OUTPUT:
+        return make_console(sys.stderr)
+    return make_console(sys.stdout)
+
+
+def write_answer(console: Console, json: Path | None, record: object) -> None:
+    """Write a record as JSON where the user wants it; the console names a file that was written."""
+    from moewright.codec import write_text
+
+    if json is None:
+        return
+    text = format_json(record)
+    if json == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        return
+    write_text(json, text)
+    console.print(f"wrote {json}", soft_wrap=True)
+
+
+def format_json(record: object) -> str:
+    """Return a record as JSON text; NaN and infinite numbers, which JSON has not, become null."""
+    import json
+
+    from moewright.spec.record import to_plain_data
+
+    data = to_plain_data(record)
+    try:
+        text = json.dumps(data, indent=1, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_replace_non_finite(data), indent=1, allow_nan=False)
+    return text + "\n"
+
+
+def _replace_non_finite(data: Any) -> Any:
+    """Return plain data with None in place of every number that is not finite."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, dict):
+        return {key: _replace_non_finite(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_replace_non_finite(value) for value in data]
+    return data
+
+
+@contextmanager
+def reserve_stdout(json: Path | None) -> Iterator[None]:
+    """Send what is printed meanwhile to standard error where JSON takes standard output.
+
+    What processes print that are started meanwhile goes there as well.
+    """
+    if json != STANDARD_OUTPUT:
+        yield
+        return
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def print_now(line: str) -> None:
+    """Print a line about progress at once."""
+    print(line, flush=True)
+
+
+def print_nothing(line: str) -> None:
+    """Drop a line about progress: another rank prints it."""
