@@ -218,10 +218,10 @@ def _tensor_masks(
         kept, on_device, sent = np.zeros((3, len(policies.members), len(tensors)))
         for row, policy in enumerate(policies.members):
             left = recompute.kept_tensors(tensors, policy.recompute)
-            on_chunk = recompute.layer_kept_tensors(tensors, policy.apply_to(layout), position)
+            kept_here = recompute.layer_kept_tensors(tensors, policy.apply_to(layout), position)
             away = [is_offloaded(tensor, policy.offload) for tensor in tensors]
             kept[row] = [tensor in left for tensor in tensors]
-            on_device[row] = [tensor in on_chunk for tensor in tensors] & ~np.array(away)
+            on_device[row] = [tensor in kept_here for tensor in tensors] & ~np.array(away)
             sent[row] = kept[row] * away
         policies.masks[key] = TensorMasks(on_device=on_device, sent=sent, recomputed_kept=kept)
     return policies.masks[key]
@@ -357,7 +357,7 @@ def ledger_saved_rows(
     `rows` may differ from one micro-batch and layer to another, as a recorded step's do.
     """
     columns = table_from_rows(context.layout, table)
-    kept_bytes = _held_bytes(
+    kept_bytes = _chunk_bytes(
         context, rows, chunks, micro_batches=int(columns.micro_batch.max()) + 1
     )
     moments = take_snapshots(columns, kept_bytes, columns.micro_batch * len(chunks) + columns.chunk)
@@ -368,7 +368,7 @@ def ledger_saved_rows(
     return saved_rows(moments.live[peak], logits=0, transient=int(transient[peak]))
 
 
-def _held_bytes(
+def _chunk_bytes(
     context: ActivationContext, rows: ExpertRows, chunks: Sequence[Chunk], *, micro_batches: int
 ) -> Array:
     """Return what every micro-batch and chunk keeps [micro-batches x chunks, modules]."""

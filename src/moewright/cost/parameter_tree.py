@@ -44,7 +44,7 @@ class ParameterTree:
         self.parents: list[int] = [-1]
         self.last_blocks: list[int] = [-1]
         self._numbers: dict[object, int] = {}
-        self._by_layer: dict[tuple[int, int], int] = {}
+        self._by_layer: dict[int, int] = {}
         self._children: dict[tuple[int, int], int] = {}
 
     def rank_sequences(self, model: ModelSpec, layout: Layout, pp_rank: int) -> RankSequences:
@@ -61,7 +61,7 @@ class ParameterTree:
             nodes.append(self._node(block for block in blocks if block is not None))
             holders.append(max(1, len(ranks)))
         return RankSequences(
-            layers=tuple(self._layer_block(layer, params) for layer, params in layers),
+            layers=tuple(self._layer_block(model, layer, params) for layer, params in layers),
             nodes=tuple(nodes),
             holders=tuple(holders),
         )
@@ -76,15 +76,16 @@ class ParameterTree:
     ) -> int | None:
         """Return the block of a layer's parameters that these pipeline ranks hold together."""
         if 0 <= layer < model.layers:
-            return None if ranks else self._layer_block(layer, params)
+            return None if ranks else self._layer_block(model, layer, params)
         held_params = tuple(param for param in params if tables.get(param.name, ()) == ranks)
         return self._number(held_params) if held_params else None
 
-    def _layer_block(self, layer: int, params: tuple[Param, ...]) -> int:
-        key = layer, len(params)
-        if key not in self._by_layer:
-            self._by_layer[key] = self._number(params)
-        return self._by_layer[key]
+    def _layer_block(self, model: ModelSpec, layer: int, params: tuple[Param, ...]) -> int:
+        if not 0 <= layer < model.layers:  # a rank can hold a part of it
+            return self._number(params)
+        if layer not in self._by_layer:
+            self._by_layer[layer] = self._number(params)
+        return self._by_layer[layer]
 
     def _number(self, params: tuple[Param, ...]) -> int:
         key = tuple((param.shape, param.sharded_dims, param.module) for param in params)
