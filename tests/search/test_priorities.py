@@ -1,5 +1,4 @@
-"""The orders of priority that practitioners follow come out of prices, and where they do not the
-plan says why.
+"""Priorities that practitioners follow come out of prices; where they do not the plan says why.
 
 Phases and pitfalls of published MoE tuning guides: fit with the least model parallelism, recompute
 little before much, keep tensor and expert parallelism inside the fast domain, experts by EP before
@@ -66,8 +65,7 @@ def test_selective_recompute_comes_before_full_and_goes_with_graphs(large: Plan)
 
 
 def test_overlapped_experts_turn_the_ranking() -> None:
-    """Experts over 32 ranks, even without duplicates, beat 8 only where their communication is
-    hidden."""
+    """Experts over 32 ranks beat 8, even without duplicates, only if their exchange is hidden."""
     pins = "tp2,cp1,etp1,mbs1,zero1,graphs=none,recompute=select"
     few, many = "pp32,vpp3,ep8,dispatcher=alltoall", "pp8,vpp4,ep32,dispatcher=deepep"
 
@@ -89,8 +87,9 @@ def test_context_parallelism_comes_with_long_sequences() -> None:
 
 
 def test_dropping_tensor_parallelism_for_full_recompute_can_win() -> None:
-    """Against the usual order, and as measured: one rank a layer with everything recomputed at a
-    larger micro-batch beats tensor parallelism with selective recompute, and the plan tells which
+    """One rank a layer that recomputes everything beats tensor parallelism that recomputes little.
+
+    That is against the usual order, and as measured, at a larger micro-batch; the plan tells which
     parts of the step make the difference.
     """
     ranked = _search(
@@ -110,8 +109,7 @@ def test_dropping_tensor_parallelism_for_full_recompute_can_win() -> None:
 
 
 def test_sums_are_overlapped_where_they_show() -> None:
-    """Overlapped gradient sums cost host time every micro-batch: with many of them a step is not
-    faster for it."""
+    """Overlapped gradient sums cost host time every micro-batch: many of them gain nothing."""
     pins = "tp2,cp1,etp1,ep8,pp8,vpp1,mbs1,zero1,dispatcher=alltoall,graphs=none,recompute=select"
     many = _search("Qwen3-235B-A22B", "256xH800", f"{pins},overlap=none", batch=2048).plans[0]
     overlapped = _search(
@@ -123,22 +121,19 @@ def test_sums_are_overlapped_where_they_show() -> None:
 
 
 def test_a_plan_says_what_keeping_to_what_is_usual_would_take() -> None:
-    """One sentence a departure, with a layout that keeps to the habit, how much slower it is and
-    where."""
+    """Each departure has a sentence: a layout that follows the guideline, and how it is slower."""
     ranked = _search("Qwen3-30B-A3B", "16xH100", "zero1", batch=256)
-    best, workload, hardware = (
-        ranked.plans[0],
-        Workload(seq_len=4096, global_batch=256),
-        catalogue.hardware("16xH100"),
-    )
+    best = ranked.plans[0]
+    workload = Workload(seq_len=4096, global_batch=256)
+    hardware = catalogue.hardware("16xH100")
     space = build_search_space(best.model, workload, hardware, "zero1")
-    told = [line for line in ranked.why if line.startswith("Departs from the usual")]
+    lines = [line for line in ranked.why if line.startswith("Departs from the usual")]
     departures = heuristics.find_departures(best.layout, space)
     assert departures
-    for habit in departures:
-        (line,) = (line for line in told if habit.text in line)
+    for guideline in departures:
+        (line,) = (line for line in lines if guideline.text in line)
         usual = parse_layout(line.partition("): ")[2].partition(" takes ")[0], world_size=16)
-        assert habit.is_followed(usual, space)
+        assert guideline.is_followed(usual, space)
         assert estimate(best.model, workload, hardware, usual).step_s > best.estimate.step_s
         assert "% slower" in line
     room = _search("OLMoE-1B-7B-0924", "8xH200", "", batch=256)

@@ -1,5 +1,4 @@
-"""The search: only legal layouts, the best of them first, pinned keys kept, rejections counted and
-explained."""
+"""The search: legal layouts, best first, pinned keys kept, rejections counted and explained."""
 
 from __future__ import annotations
 
@@ -42,7 +41,8 @@ def test_no_layout_of_a_plain_enumeration_is_better(model: ModelSpec, hardware: 
         (1, 2, 4), (1, 2), (2, 8, 16), (1, 2), ("none", "select", "full")
     ):
         schedule = "interleaved" if vpp > 1 else "1f1b"
-        text = f"tp1,cp1,etp1,pp{pp},vpp{vpp},ep{ep},mbs{mbs},recompute={recompute},schedule={schedule}"
+        text = f"tp1,cp1,etp1,pp{pp},vpp{vpp},ep{ep},mbs{mbs},recompute={recompute}"
+        text += f",schedule={schedule}"
         layout = parse_layout(text, world_size=16)
         if check_legality(model, WORK, layout):
             continue
@@ -57,8 +57,8 @@ def test_no_layout_of_a_plain_enumeration_is_better(model: ModelSpec, hardware: 
 def test_plans_are_ranked_and_rejections_counted(model: ModelSpec, hardware: Hardware) -> None:
     ranked = search(model, WORK, hardware, fixed="ep8", top=5)
     assert len(ranked.plans) == 5
-    firm = [plan.estimate.step_s for plan in ranked.plans if plan.estimate.verdict is Verdict.FITS]
-    assert firm == sorted(firm)
+    steps = [plan.estimate.step_s for plan in ranked.plans if plan.estimate.verdict is Verdict.FITS]
+    assert steps == sorted(steps)
     assert all(
         plan.layout.ep == 8 and plan.estimate.verdict is not Verdict.OOM for plan in ranked.plans
     )
@@ -66,8 +66,8 @@ def test_plans_are_ranked_and_rejections_counted(model: ModelSpec, hardware: Har
     assert dict(ranked.rejected)[DOES_NOT_FIT] > 0
     assert format_layout(ranked.plans[0].layout) in ranked.why[0]
     simulated = {candidate.layout: candidate.step_s for candidate in ranked.near_best}
-    for plan in ranked.plans:  # the number of buckets is estimated
-        assert simulated[plan.layout] == pytest.approx(plan.estimate.step_s, rel=2e-3)
+    for plan in ranked.plans:
+        assert simulated[plan.layout] == pytest.approx(plan.estimate.step_s, rel=1e-9)
 
 
 def test_everything_can_be_pinned(model: ModelSpec, hardware: Hardware) -> None:
@@ -105,14 +105,14 @@ def test_layers_that_split_evenly_nowhere_get_a_layout_string() -> None:
     space = build_search_space(
         deepseek, WORK, catalogue.hardware("64xH100"), "tp1,cp1,ep8,etp1,mbs1"
     )
-    pipes = {pipe for group in degree_groups(space) for pipe in group.pipelines.shapes}
-    assert {(pipe.pp, bool(pipe.stages)) for pipe in pipes} >= {(2, True), (4, True), (8, True)}
-    for pipe in pipes:
-        layout = Layout(world_size=64, ep=8, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages)
+    shapes = {shape for group in degree_groups(space) for shape in group.pipelines.shapes}
+    assert {(shape.pp, bool(shape.stages)) for shape in shapes} >= {(2, True), (4, True), (8, True)}
+    for shape in shapes:
+        layout = Layout(world_size=64, ep=8, pp=shape.pp, vpp=shape.vpp, stages=shape.stages)
         assert not [
-            r
-            for r in check_legality(deepseek, WORK, layout)
-            if r.field in ("layout.stages", "layout.pp")
+            reason
+            for reason in check_legality(deepseek, WORK, layout)
+            if reason.field in ("layout.stages", "layout.pp")
         ]
 
 
@@ -140,8 +140,7 @@ def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
 
 
 def test_full_recompute_is_left_out_where_less_fits(model: ModelSpec) -> None:
-    """A layout that fits with room makes its heavier recomputes pointless; they count as slower,
-    not as lost."""
+    """A layout that fits with room makes heavier recompute pointless, which counts as slower."""
     roomy = catalogue.hardware("64xH100")
     ranked = search(
         model, WORK, roomy, fixed="tp1,cp1,pp4,vpp1,ep16,etp1,mbs1,dispatcher=alltoall", top=5

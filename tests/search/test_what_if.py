@@ -31,7 +31,7 @@ def test_gains_are_what_a_changed_machine_brings() -> None:
     model, hardware = catalogue.model("Qwen3-30B-A3B"), catalogue.hardware("16xH100")
     ranked = search(model, WORK, hardware, fixed=PINS, top=1)
     before = ranked.plans[0].estimate.step_s
-    found = {gain.change: gain for gain in find_gains(ranked, fixed=PINS)}
+    gains = {gain.change: gain for gain in find_gains(ranked, fixed=PINS)}
     changes = {
         "1 GiB more memory a device": _changed(hardware, more_bytes=GIB),
         "8 GiB more memory a device": _changed(hardware, more_bytes=8 * GIB),
@@ -39,13 +39,13 @@ def test_gains_are_what_a_changed_machine_brings() -> None:
     }
     for change, machine in changes.items():
         after = min(
-            one.step_s
-            for one in search(model, WORK, machine, fixed=PINS, top=1).near_best
-            if one.fits_surely
+            candidate.step_s
+            for candidate in search(model, WORK, machine, fixed=PINS, top=1).near_best
+            if candidate.fits_surely
         )
-        told = found[change].step_s if change in found else before
-        assert told == pytest.approx(after, rel=3e-3), change
-    assert any(gain.step_s < before for gain in found.values())
+        expected = gains[change].step_s if change in gains else before
+        assert expected == pytest.approx(after, rel=1e-9), change
+    assert any(gain.step_s < before for gain in gains.values())
 
 
 def test_the_other_side_of_overlapped_expert_communication_is_told() -> None:

@@ -1,20 +1,35 @@
-"""Saved activations of one pipeline rank at its fullest moment, found by walking the timetable."""
+"""Saved activations: what layers keep, free and send to the host, and what a rank holds at most.
+
+Bytes are arrays over activation policies, ways to recompute and offload that are weighed side by
+side: one for an estimate, all that are searched for a search.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from moewright.cost.buffers import graph_bytes
 from moewright.cost.constants import Constants
 from moewright.cost.routed_rows import ExpertRows
+from moewright.cost.snapshots import table_from_rows, take_snapshots
+from moewright.cost.stage_parts import (
+    Array,
+    LayerPart,
+    count_parts,
+    layer_columns,
+    layer_kind,
+    list_parts,
+)
 from moewright.cost.symbols import Symbols
 from moewright.rules import recompute, routing, schedule, shards
 from moewright.rules.stages import Chunk, chunk_layers
-from moewright.spec.layout import Layout, Offload, Overlap, Recompute
+from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
@@ -22,8 +37,8 @@ from moewright.spec.workload import Workload
 INT64_BYTES = 8
 FP32_BYTES = 4
 
-BytesByModule = Mapping[Module, int]
-_Load = tuple[float, routing.DispatchCounts | None]  # of one layer and micro-batch
+MODULES = tuple(Module)  # the last axis of arrays of saved bytes
+_COLUMN: Mapping[Module, int] = MappingProxyType({module: i for i, module in enumerate(MODULES)})
 
 # The saved tensor (rules.recompute) that each offload choice moves to the host: its module's input.
 _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
@@ -40,9 +55,8 @@ _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
 
 
 # Inputs of 8-bit linears: each keeps a quantised copy of its own and nobody keeps the 16 bits. The
-# output projection is
-# told to keep its input as it is, which attention keeps anyway. (Megatron-LM, attention.py:
-# save_original_input.)
+# output projection is told to keep its input as it is, which attention keeps anyway. (Megatron-LM,
+# attention.py: save_original_input.)
 _QUANTISED = frozenset(
     {
         *((Module.ATTENTION, name) for name in ("input_norm_out", "q_latent", "kv_latent")),
@@ -53,288 +67,360 @@ _QUANTISED = frozenset(
 )
 
 
-def layer_saved_bytes(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
-    layer: int,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationPolicy:
+    """What one micro-batch of a layer recomputes and sends to the host, and its CUDA graphs."""
+
+    recompute: tuple[Recompute, ...]
+    offload: tuple[Offload, ...]
+    graphs: tuple[CudaGraphScope, ...]
+
+    def apply_to(self, layout: Layout) -> Layout:
+        """Return the layout with this policy in place of its own."""
+        return replace(layout, recompute=self.recompute, offload=self.offload, graphs=self.graphs)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ActivationPolicies:
+    """Policies side by side, the policy axis of arrays, and what each does to a layer's tensors.
+
+    `masks` caches, by the tensors of a layer, which of them each policy keeps.
+    """
+
+    members: tuple[ActivationPolicy, ...]
+    masks: dict[tuple[object, ...], TensorMasks] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def graphs(self) -> tuple[tuple[CudaGraphScope, ...], ...]:
+        """The CUDA graphs of the policies, each once."""
+        return tuple(dict.fromkeys(policy.graphs for policy in self.members))
+
+    @cached_property
+    def graphs_of_policy(self) -> Array:
+        """The place among `graphs` of those of each policy [policies]."""
+        return np.array([self.graphs.index(policy.graphs) for policy in self.members])
+
+    @cached_property
+    def offloaded_modules(self) -> Array:
+        """How many modules of a layer each policy sends to the host [policies]."""
+        return np.array([count_offloaded_modules(policy.offload) for policy in self.members])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorMasks:
+    """Which tensors of a layer each policy leaves, and leaves on the device [policies, tensors].
+
+    `recomputed_kept` is what recompute leaves of a layer that it takes, wherever it stands.
+    """
+
+    on_device: Array
+    sent: Array
+    recomputed_kept: Array
+
+
+def policy_of(layout: Layout) -> ActivationPolicies:
+    """Return the policy of one layout, as an array of one."""
+    policy = ActivationPolicy(
+        recompute=layout.recompute, offload=layout.offload, graphs=layout.graphs
+    )
+    return ActivationPolicies(members=(policy,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationContext:
+    """The job and the software stack whose activations are counted.
+
+    `input_ratio`: the quantised input of an 8-bit linear over its 16-bit size; None where linears
+    are not 8-bit. `is_fused`: a CUDA stack, which exchanges attention's output again and keeps no
+    logits.
+    """
+
+    model: ModelSpec
+    workload: Workload
+    layout: Layout
+    is_fused: bool
+    input_ratio: float | None
+
+
+def activation_context(constants: Constants, sym: Symbols) -> ActivationContext:
+    """Return the context of a layout under the constants of its hardware."""
+    input_ratio: float | None = None
+    if sym.is_low_precision:
+        input_ratio = constants.low_precision_bytes("input", sym.dtype) / sym.c
+    return ActivationContext(
+        model=sym.model,
+        workload=sym.workload,
+        layout=sym.layout,
+        is_fused=sym.is_fused,
+        input_ratio=input_ratio,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerActivations:
+    """Bytes of one layer and micro-batch, for each policy.
+
+    `saved` on the device [policies, modules]; `offloaded` to the host [policies]; `recomputed`
+    [policies] is what backward makes again and holds meanwhile.
+    """
+
+    saved: Array
+    offloaded: Array
+    recomputed: Array
+
+
+def layer_activations(
+    context: ActivationContext,
+    policies: ActivationPolicies,
+    part: LayerPart,
     *,
     load: float,
     dispatch: routing.DispatchCounts | None = None,
-    input_ratio: float | None = None,
-    position: int = 0,
-    fused: bool = False,
-) -> dict[Module, int]:
-    """Bytes one layer keeps on the device for one micro-batch under the layout's recompute and
-    offload, by module.
-
-    `load` and `moved` as in rules.recompute; `place` of the layer in its chunk. `inputs`: the
-    quantised input of an 8-bit linear over its 16-bit size; None where linears are not 8-bit.
-    """
-    rows = recompute.saved_tensors(
-        model, workload, layout, layer, load=load, dispatch=dispatch, repeats_exchange=fused
+) -> LayerActivations:
+    """Count what a layer keeps for one micro-batch; `load` and `dispatch` as in rules.recompute."""
+    model, workload, layout = context.model, context.workload, context.layout
+    tensors = recompute.saved_tensors(
+        model,
+        workload,
+        layout,
+        part.layer,
+        load=load,
+        dispatch=dispatch,
+        repeats_exchange=context.is_fused,
     )
-    sums: dict[Module, int] = {}
-    for row in recompute.layer_kept_tensors(rows, layout, position):
-        if not is_offloaded(row, layout.offload):
-            sums[row.module] = sums.get(row.module, 0) + quantised_bytes(model, row, input_ratio)
-    if pinned := graph_bytes(model, workload, layout):
-        sums[Module.OTHER] = pinned
-    return sums
+    masks = _tensor_masks(policies, tensors, layout, part.position)
+    whole = np.array([tensor.bytes for tensor in tensors], dtype=float)
+    kept = whole
+    if context.input_ratio is not None:
+        kept = np.array(
+            [quantised_bytes(model, tensor, context.input_ratio) for tensor in tensors], dtype=float
+        )
+    by_module = np.zeros((len(tensors), len(MODULES)))
+    by_module[np.arange(len(tensors)), [_COLUMN[tensor.module] for tensor in tensors]] = kept
+    saved = masks.on_device @ by_module
+    saved[:, _COLUMN[Module.OTHER]] = _graph_bytes(context, policies)
+    return LayerActivations(
+        saved=saved,
+        offloaded=masks.sent @ kept,
+        recomputed=whole.sum() - masks.recomputed_kept @ whole,
+    )
+
+
+def _tensor_masks(
+    policies: ActivationPolicies,
+    tensors: Sequence[recompute.SavedTensor],
+    layout: Layout,
+    position: int,
+) -> TensorMasks:
+    names = tuple((tensor.module, tensor.name) for tensor in tensors)
+    key = names, position, layout.recompute_block, layout.recompute_span
+    if key not in policies.masks:
+        kept, on_device, sent = np.zeros((3, len(policies.members), len(tensors)))
+        for row, policy in enumerate(policies.members):
+            left = recompute.kept_tensors(tensors, policy.recompute)
+            kept_here = recompute.layer_kept_tensors(tensors, policy.apply_to(layout), position)
+            away = [is_offloaded(tensor, policy.offload) for tensor in tensors]
+            kept[row] = [tensor in left for tensor in tensors]
+            on_device[row] = [tensor in kept_here for tensor in tensors] & ~np.array(away)
+            sent[row] = kept[row] * away
+        policies.masks[key] = TensorMasks(on_device=on_device, sent=sent, recomputed_kept=kept)
+    return policies.masks[key]
+
+
+def _graph_bytes(context: ActivationContext, policies: ActivationPolicies) -> Array:
+    """Return what the CUDA graphs of a layer pin [policies]."""
+    by_graphs = [
+        graph_bytes(context.model, context.workload, context.layout, graphs)
+        for graphs in policies.graphs
+    ]
+    return np.array(by_graphs, dtype=float)[policies.graphs_of_policy]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadedActivations:
-    """Bytes that a layer and micro-batch sends to the host, and of how many modules: numbers, or
-    arrays of choices."""
+    """Bytes that a layer and micro-batch sends to the host, and of how many modules [policies]."""
 
     bytes: Any
     modules: Any
 
 
 def offloaded_activations(
-    constants: Constants, size: Symbols, *, moe: bool
+    context: ActivationContext, policies: ActivationPolicies, *, is_moe: bool, load: float
 ) -> OffloadedActivations:
-    """Of a layer with or without experts, under the layout's offload and recompute."""
-    model, layout = size.model, size.layout
-    modules = count_offloaded_modules(layout.offload)
-    # An MTP depth offloads nothing.
-    if not modules or moe not in model.moe_layers:
-        return OffloadedActivations(bytes=0.0, modules=0)
-    even = routing.routed_rows(model, size.workload, layout, 1.0)
-    rows = recompute.saved_tensors(
-        model,
-        size.workload,
-        layout,
-        model.moe_layers.index(moe),
-        load=size.R / even if even else 1.0,
-        repeats_exchange=size.is_fused,
-    )
-    inputs = (
-        constants.low_precision_bytes("input", size.dtype) / size.c
-        if size.is_low_precision
-        else None
-    )
-    sent = [
-        row
-        for row in recompute.kept_tensors(rows, layout.recompute)
-        if is_offloaded(row, layout.offload)
-    ]
-    return OffloadedActivations(
-        bytes=float(sum(quantised_bytes(model, row, inputs) for row in sent)), modules=modules
-    )
+    """Count what a layer with or without experts sends to the host."""
+    modules = policies.offloaded_modules
+    if not modules.any():
+        return OffloadedActivations(bytes=0.0 * modules, modules=modules)
+    layer = context.model.moe_layers.index(is_moe)
+    part = LayerPart(kind=layer_kind(context.model, layer), layer=layer, position=0, is_mtp=False)
+    sent = layer_activations(context, policies, part, load=load).offloaded
+    return OffloadedActivations(bytes=sent, modules=modules)
 
 
 def count_offloaded_modules(offload: Collection[Offload]) -> int:
-    """How many modules of a layer send what they keep to the host."""
+    """Count the modules of a layer that send what they keep to the host."""
     return sum(item is not Offload.OPTIMIZER for item in offload)
 
 
-def is_offloaded(row: recompute.SavedTensor, choices: Collection[Offload]) -> bool:
-    """Whether one of the choices moves the tensor to the host."""
-    return any((row.owner, row.name) == _OFFLOADED.get(choice) for choice in choices)
+def is_offloaded(tensor: recompute.SavedTensor, choices: Collection[Offload]) -> bool:
+    """Return whether one of the choices moves the tensor to the host."""
+    return any((tensor.owner, tensor.name) == _OFFLOADED.get(choice) for choice in choices)
 
 
-def quantised_bytes(model: ModelSpec, row: recompute.SavedTensor, input_ratio: float | None) -> int:
-    """Bytes of a kept tensor where 8-bit linears keep their inputs in `inputs` of their 16-bit
-    size.
+def quantised_bytes(
+    model: ModelSpec, tensor: recompute.SavedTensor, input_ratio: float | None
+) -> int:
+    """Return the bytes of a kept tensor where 8-bit linears keep their inputs quantised.
 
     The two down-projections of latent attention read one norm's output and keep a copy each. The
     router reads its input in 16 bits, shared experts keep a copy beside. Together they are what
     arXiv 2603.07685 prints of DeepSeek-V3.
     """
     if input_ratio is None:
-        return row.bytes
-    share = 1.0
-    if (row.module, row.name) in _QUANTISED:
-        twice = row.name == "input_norm_out" and model.attention.kind is AttentionKind.MLA
-        share = input_ratio * (2 if twice else 1)
+        return tensor.bytes
+    ratio = 1.0
+    if (tensor.module, tensor.name) in _QUANTISED:
+        twice = tensor.name == "input_norm_out" and model.attention.kind is AttentionKind.MLA
+        ratio = input_ratio * (2 if twice else 1)
     elif (
-        (row.module, row.name) == (Module.ROUTER, "post_norm_out")
+        (tensor.module, tensor.name) == (Module.ROUTER, "post_norm_out")
         and model.moe
         and model.moe.shared_ffn_size
     ):
-        share = 1.0 + input_ratio
-    return round(row.bytes * share)
+        ratio = 1.0 + input_ratio
+    return round(tensor.bytes * ratio)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransientBytes:
-    """Short-lived bytes beside the saved activations, by chunk of a rank: while its forward ends,
-    and its backward runs. `logits_kept` tells whether the logits are among the saved activations
-    (else they are such an extra).
+def outside_bytes(context: ActivationContext) -> Array:
+    """Return what embedding, head and an MTP depth's input keep [3, modules], in that order."""
+    tokens = routing.micro_batch_tokens(context.workload, context.layout)
+    hidden = recompute.activation_nbytes(context.workload) * tokens * context.model.hidden_size
+    return np.array(
+        [_embedding_bytes(context), _head_bytes(context), _modules({Module.MTP: hidden})]
+    )
+
+
+def mtp_bytes(context: ActivationContext) -> Array:
+    """Return what an MTP depth keeps besides its layer [modules]: an embedding's and a head's."""
+    return _embedding_bytes(context) + _head_bytes(context)
+
+
+def _embedding_bytes(context: ActivationContext) -> Array:
+    """Return what an embedding keeps [modules]: token ids."""
+    return _modules({Module.EMBEDDING: INT64_BYTES * _tokens(context)})
+
+
+def _head_bytes(context: ActivationContext) -> Array:
+    """Return what one pass through the head keeps [modules].
+
+    These are the norm's input and statistic, the head's input, the logits (once, in the compute
+    dtype) unless they are made again or a fused stack makes their gradient in place, and targets.
     """
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    keeps_logits: bool
-
-
-def outside_layers_bytes(
-    model: ModelSpec, workload: Workload, layout: Layout, chunk: Chunk, *, keeps_logits: bool = True
-) -> dict[Module, int]:
-    """What embedding, final norm, head and loss keep: token ids; the norm's input and statistic;
-    the head's input, the logits (once, in the compute dtype) unless they are made again, and the
-    targets. An MTP depth makes a pass through the head too.
-    """
-    c, t = recompute.activation_nbytes(workload), routing.micro_batch_tokens(workload, layout)
-    T = workload.seq_len * layout.mbs // layout.cp
-    sums: dict[Module, int] = {}
-    if chunk.has_embedding or chunk.mtp_layers:
-        sums[Module.EMBEDDING] = INT64_BYTES * T * (chunk.has_embedding + chunk.mtp_layers)
-    passes = chunk.mtp_layers + chunk.has_loss
-    if passes:
-        sums[Module.NORM] = passes * (c * t * model.hidden_size + FP32_BYTES * t)
-        again = Recompute.LOSS in layout.recompute
-        logits = 0 if again else c * T * shards.shard_size(model.vocab_size, layout.tp)
+    model, layout = context.model, context.layout
+    c = recompute.activation_nbytes(context.workload)
+    t = routing.micro_batch_tokens(context.workload, layout)
+    T = _tokens(context)
+    head = c * t * model.hidden_size + INT64_BYTES * T
+    if not context.is_fused:
+        recomputes = Recompute.LOSS in layout.recompute
+        if not recomputes:
+            head += c * T * shards.shard_size(model.vocab_size, layout.tp)
         # Each token's log of the partition sum, which no rank can find alone, nor from a piece of
         # the vocabulary.
-        logits += FP32_BYTES * T if again or layout.tp > 1 else 0
-        logits = logits if keeps_logits else 0
-        sums[Module.HEAD] = passes * (c * t * model.hidden_size + logits + INT64_BYTES * T)
-    return sums
+        if recomputes or layout.tp > 1:
+            head += FP32_BYTES * T
+    norm = c * t * model.hidden_size + FP32_BYTES * t
+    return _modules({Module.NORM: norm, Module.HEAD: head})
 
 
-def saved_rows(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+def _tokens(context: ActivationContext) -> int:
+    """Return T, the tokens of a micro-batch on a TP group."""
+    return context.workload.seq_len * context.layout.mbs // context.layout.cp
+
+
+def _modules(sizes: Mapping[Module, int]) -> Array:
+    row = np.zeros(len(MODULES))
+    for module, nbytes in sizes.items():
+        row[_COLUMN[module]] = nbytes
+    return row
+
+
+def ledger_saved_rows(
+    context: ActivationContext,
     rows: ExpertRows,
     *,
     chunks: Sequence[Chunk],
     table: Sequence[schedule.TimetableRow],
-    transients: TransientBytes | None = None,
-    input_ratio: float | None = None,
 ) -> tuple[MemoryRow, ...]:
-    """Memory rows of the saved activations at the peak of a rank that holds `chunks` and runs
-    `table`.
+    """Count what a rank keeps at its peak; of short-lived bytes those of paired forwards alone.
 
-    What the head keeps is booked as logits. `extras` count towards the peak, and are booked as
-    logits (forward) and transient (backward). A chunk whose weight gradients are split off is held
-    until they are made. Where expert communication overlaps, a forward runs layer by layer beside
-    the backward of another micro-batch, which frees a layer for each that it keeps: the two hold
-    one layer more, not a chunk.
+    `rows` may differ from one micro-batch and layer to another, as a recorded step's do.
     """
-    known: dict[tuple[int, tuple[_Load, ...]], BytesByModule] = {}
-    logits_kept = transients is None or transients.keeps_logits
-
-    @cache
-    def kept(micro_batch: int, chunk: int) -> BytesByModule:
-        layers = chunk_layers(model, chunks[chunk])
-        loads = tuple(
-            (rows.load_factor(micro_batch, layer), rows.dispatch_counts(micro_batch, layer))
-            for layer in layers
-        )
-        key = chunk, loads
-        if key not in known:
-            known[key] = _chunk_bytes(
-                model, workload, layout, chunks[chunk], loads, logits_kept, input_ratio
-            )
-        return known[key]
-
-    walk, owing = _Walk(), schedule.split_backwards(table)
-    for row, after in zip(table, (*table[1:], None), strict=True):
-        key = row.micro_batch, row.chunk
-        forward, backward = (
-            (0, 0)
-            if transients is None
-            else (transients.forward[row.chunk], transients.backward[row.chunk])
-        )
-        if row.kind is schedule.RowKind.F and after is not None and _paired(layout, row, after):
-            layers = max(1, len(chunk_layers(model, chunks[row.chunk])))
-            beside = 0 if transients is None else transients.backward[after.chunk]
-            transient = beside + sum(kept(*key).values()) // layers
-            walk.see(forward, transient)
-            if (after.micro_batch, after.chunk) not in owing:
-                walk.drop((after.micro_batch, after.chunk))
-            walk.keep(key, kept(*key))
-            walk.see(forward, transient)
-        elif row.kind is schedule.RowKind.F:
-            walk.keep(key, kept(*key))
-            walk.see(forward, 0)
-        elif key in walk.live:
-            walk.see(0, backward)
-            if row.kind is schedule.RowKind.W or key not in owing:
-                walk.drop(key)
-    return _rows(walk.peak, *walk.beside)
-
-
-def _paired(layout: Layout, forward: schedule.TimetableRow, after: schedule.TimetableRow) -> bool:
-    """Whether a forward followed by `after` runs beside it: beside its own backward it cannot."""
-    own = (forward.micro_batch, forward.chunk) == (after.micro_batch, after.chunk)
-    return Overlap.EP in layout.overlap and after.kind is schedule.RowKind.B and not own
-
-
-class _Walk:
-    """What is alive as the timetable goes by, and the fullest moment seen."""
-
-    __slots__ = ("_peak_bytes", "_total", "beside", "live", "peak")
-
-    def __init__(self) -> None:
-        self.live: dict[tuple[int, int], BytesByModule] = {}
-        self.peak: tuple[BytesByModule, ...] = ()
-        self.beside = (0, 0)
-        self._total, self._peak_bytes = 0, -1
-
-    def keep(self, key: tuple[int, int], chunk: BytesByModule) -> None:
-        self.live[key] = chunk
-        self._total += sum(chunk.values())
-
-    def drop(self, key: tuple[int, int]) -> None:
-        self._total -= sum(self.live.pop(key).values())
-
-    def see(self, logits: int, transient: int) -> None:
-        if self._total + logits + transient > self._peak_bytes:
-            self._peak_bytes = self._total + logits + transient
-            self.peak, self.beside = tuple(self.live.values()), (logits, transient)
+    columns = table_from_rows(context.layout, table)
+    kept_bytes = _chunk_bytes(
+        context, rows, chunks, micro_batches=int(columns.micro_batch.max()) + 1
+    )
+    moments = take_snapshots(columns, kept_bytes, columns.micro_batch * len(chunks) + columns.chunk)
+    layers = np.array([max(1, len(chunk_layers(context.model, chunk))) for chunk in chunks])
+    a_layer = kept_bytes.sum(axis=1)[moments.paired] // layers[moments.paired % len(chunks)]
+    transient = np.where(moments.paired < 0, 0.0, a_layer)
+    peak = int((moments.live.sum(axis=1) + transient).argmax())
+    return saved_rows(moments.live[peak], logits=0, transient=int(transient[peak]))
 
 
 def _chunk_bytes(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
-    chunk: Chunk,
-    loads: tuple[_Load, ...],
-    logits_kept: bool,
-    inputs: float | None,
-) -> BytesByModule:
-    sums = outside_layers_bytes(model, workload, layout, chunk, keeps_logits=logits_kept)
-    if (
-        chunk.mtp_layers and not chunk.has_loss
-    ):  # no final norm beside it keeps the hidden state that the first depth norms
-        hidden = routing.micro_batch_tokens(workload, layout) * model.hidden_size
-        sums[Module.MTP] = recompute.activation_nbytes(workload) * hidden
-    kinds: dict[tuple[object, ...], dict[Module, int]] = {}
-    for place, (layer, load) in enumerate(zip(chunk_layers(model, chunk), loads, strict=True)):
-        mtp = layer > model.layers
-        again = recompute.layer_recompute(layout, place), place % layout.recompute_span == 0
-        kind = (mtp, model.moe_layers[-1 if mtp else layer], load, again)
-        if kind not in kinds:
-            kinds[kind] = layer_saved_bytes(
-                model,
-                workload,
-                layout,
-                layer,
-                load=load[0],
-                dispatch=load[1],
-                input_ratio=inputs,
-                position=place,
-                fused=not logits_kept,
-            )
-        for module, nbytes in kinds[kind].items():
-            sums[module] = sums.get(module, 0) + nbytes
-    return sums
+    context: ActivationContext, rows: ExpertRows, chunks: Sequence[Chunk], *, micro_batches: int
+) -> Array:
+    """Return what every micro-batch and chunk keeps [micro-batches x chunks, modules]."""
+    parts = list_parts(context.model, context.layout)
+    counts = count_parts(context.model, context.layout, parts, chunks)
+    outside = counts[:, len(parts.layers) :] @ outside_bytes(context)
+    policies = policy_of(context.layout)
+    by_layer: dict[tuple[object, ...], Array] = {}
+
+    def layer_bytes(column: int, load: float, dispatch: routing.DispatchCounts | None) -> Array:
+        key = column, load, dispatch
+        if key not in by_layer:
+            part = parts.layers[column]
+            by_layer[key] = layer_activations(
+                context, policies, part, load=load, dispatch=dispatch
+            ).saved[0]
+            if part.is_mtp:
+                by_layer[key] = by_layer[key] + mtp_bytes(context)
+        return by_layer[key]
+
+    chunk_columns = [layer_columns(context.layout, parts, chunk, context.model) for chunk in chunks]
+    batches: dict[tuple[object, ...], list[Array]] = {}
+    kept_bytes = []
+    for micro_batch in range(micro_batches):
+        batch = rows.rows[micro_batch], rows.dispatches[micro_batch]
+        if batch not in batches:
+            batches[batch] = [
+                outside[chunk]
+                + sum(
+                    layer_bytes(
+                        column,
+                        rows.load_factor(micro_batch, layer),
+                        rows.dispatch_counts(micro_batch, layer),
+                    )
+                    for layer, column in columns
+                )
+                for chunk, columns in enumerate(chunk_columns)
+            ]
+        kept_bytes += batches[batch]
+    return np.array(kept_bytes)
 
 
-def _rows(live: Sequence[BytesByModule], logits: int, transient: int) -> tuple[MemoryRow, ...]:
-    sums: dict[tuple[Component, Module], int] = {
+def saved_rows(live: Array, *, logits: int, transient: int) -> tuple[MemoryRow, ...]:
+    """Book bytes of modules [modules] as rows: the head's as logits, with `logits` more."""
+    sums = {
         (Component.LOGITS, Module.HEAD): logits,
         (Component.TRANSIENT, Module.OTHER): transient,
     }
-    for held in live:
-        for module, nbytes in held.items():
-            key = Component.LOGITS if module is Module.HEAD else Component.ACTIVATIONS, module
-            sums[key] = sums.get(key, 0) + nbytes
+    for module, nbytes in zip(MODULES, live.tolist(), strict=True):
+        component = Component.LOGITS if module is Module.HEAD else Component.ACTIVATIONS
+        key = component, module
+        sums[key] = sums.get(key, 0) + int(nbytes)
     return tuple(
         MemoryRow(component=component, module=module, bytes=nbytes)
         for (component, module), nbytes in sorted(sums.items())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moewright.cost import memory
+from moewright.cost.activations import policy_of
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import NVFP4_CONSTANTS, OFFLOAD_CONSTANTS, Constants
@@ -15,12 +16,12 @@ from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_lo
 from moewright.cost.model_states import BucketSet, stage_bucket_sets
 from moewright.cost.op_time import DeviceRates, find_uncovered_rates
 from moewright.cost.routed_rows import (
-    ExpertRows,
     count_expert_rows,
     is_moe_layer,
-    rank_chunks,
     recomputed_layers,
 )
+from moewright.cost.snapshots import rank_table
+from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
 from moewright.cost.step_time import (
     Pricer,
     RankParameters,
@@ -30,14 +31,14 @@ from moewright.cost.step_time import (
     list_op_rows,
     model_ops,
     price_model_ops,
-    stage_times,
+    stage_time,
     step_tail,
     step_time,
 )
 from moewright.cost.symbols import Symbols, build_symbols
-from moewright.rules import flops, routing, schedule, stages
+from moewright.rules import flops, routing, stages
 from moewright.rules.expert_placement import describe_placements
-from moewright.rules.legality import check_legality, check_precision, micro_batches
+from moewright.rules.legality import check_legality, check_precision
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
@@ -50,70 +51,90 @@ from moewright.spec.workload import DocumentMasking, Dtype, Routing, Workload
 
 
 def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Estimate:
-    """Memory of every pipeline rank and seconds of a step, with every assumption.
+    """Estimate the memory of every pipeline rank and the seconds of a step, with every assumption.
 
-    Raises BadInput when the layout is illegal or its world is not the hardware's.
+    Raises:
+        BadInput: The layout is illegal or its world is not the hardware's.
     """
-    reasons = check_legality(model, workload, layout)
-    if layout.world_size != hardware.count:
-        rule = f"the hardware has {hardware.count} devices"
-        have = str(hardware.count)
-        world = Reason(
-            field="layout.world_size", value=str(layout.world_size), rule=rule, nearest=have
-        )
-        reasons = (world, *reasons)
-    reasons = (*check_precision(workload, hardware), *reasons)
-    if reasons:
-        raise BadInput(*reasons)
+    _check(model, workload, hardware, layout)
     rates = DeviceRates(hardware)
-    links = CollectiveModel(hardware, rates.constants)
-    size = expected_symbols(model, workload, hardware, layout, rates.constants)
-    count = micro_batches(workload, layout)
+    collectives = CollectiveModel(hardware, rates.constants)
+    sym = expected_symbols(model, workload, hardware, layout, rates.constants)
     sets = stage_bucket_sets(model, workload, layout)
-    pieces = Pricer(links, size, price_model_ops(rates, links, size, model_ops(size))).layer_times(
-        layout
-    )
+    parts = list_parts(model, layout)
     chunks = stages.pipeline_chunks(model, layout)
-    times = stage_times(size, pieces, chunks, layout.pp)
-    tails = [
-        step_tail(rates, links, workload, size, layout, count_rank_parameters(of_rank))
-        for of_rank in sets
+    counts = count_parts(model, layout, parts, chunks)
+    rank_counts = [
+        counts[[chunk.pp_rank == pp_rank for chunk in chunks]] for pp_rank in range(layout.pp)
     ]
-    step = step_time(size, pieces, chunks, times, max(tails, key=lambda one: one.total_s))
-    held, a_load = _memory(workload, rates.constants, size, sets, count)
+    priced = price_model_ops(rates, collectives, sym, model_ops(sym))
+    part_times = Pricer(collectives, sym, priced).part_times(layout, parts)
+    times = tuple(stage_time(part_times, counts.sum(axis=0)) for counts in rank_counts)
+    rank_parameters = [count_rank_parameters(rank_sets) for rank_sets in sets]
+    tails = [step_tail(rates, collectives, sym, parameters) for parameters in rank_parameters]
+    slowest_tail = max(tails, key=lambda tail: tail.total_s)
+    step = step_time(sym, part_times, counts, times, slowest_tail)
+    peaks, bytes_per_load = _memory(rates.constants, sym, parts, sets, rank_counts)
     ledgers = tuple(
-        _ledger(
-            workload,
-            size,
-            pp_rank,
-            sets[pp_rank],
-            held[pp_rank].rows,
-            count,
-            _phases(step, tails, times, pp_rank, count),
-        )
-        for pp_rank in range(layout.pp)
-    )
-    first = count_rank_parameters(sets[0])
-    optimizer = optimizer_ops(
-        size, numel=first.dense + first.expert, owned_numel=count_owned_parameters(layout, first)
+        _ledger(sym, pp_rank, sets[pp_rank], peaks[pp_rank].rows, phases)
+        for pp_rank, phases in enumerate(_phases(sym, step, tails, times))
     )
     assumptions = (
-        *_assumptions(hardware, rates, size, workload),
-        *find_uncovered_rates(rates, (*list_op_rows(size), *optimizer)),
+        *_assumptions(hardware, rates, sym),
+        *_rate_assumptions(rates, sym, rank_parameters[0]),
     )
-    found = _joined(hardware, rates, size, workload, ledgers, held, step, count, assumptions)
-    limit = (
-        routing.expected_load_factor(model, workload, layout) + found.margin_bytes / a_load
-        if a_load > 0
-        else 0.0
+    joined = _join(hardware, rates, sym, ledgers, peaks, step, assumptions)
+    return replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
+
+
+def _check(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> None:
+    """Raise BadInput when the layout cannot be estimated."""
+    reasons = [*check_precision(workload, hardware)]
+    if layout.world_size != hardware.count:
+        reasons.append(
+            Reason(
+                field="layout.world_size",
+                value=str(layout.world_size),
+                rule=f"the hardware has {hardware.count} devices",
+                nearest=str(hardware.count),
+            )
+        )
+    reasons += check_legality(model, workload, layout)
+    if reasons:
+        raise BadInput(*reasons)
+
+
+def _rate_assumptions(
+    rates: DeviceRates, sym: Symbols, parameters: RankParameters
+) -> Iterator[Assumption]:
+    """Yield what stands in for rates that the hardware file does not have."""
+    optimizer = optimizer_ops(
+        sym,
+        numel=parameters.dense + parameters.expert,
+        owned_numel=count_owned_parameters(sym.layout, parameters),
     )
-    return replace(found, load_limit=max(0.0, limit) if limit < layout.ep else 0.0)
+    yield from find_uncovered_rates(rates, (*list_op_rows(sym), *optimizer))
+
+
+def _load_limit(sym: Symbols, margin_bytes: int, bytes_per_load: float) -> float:
+    """Return the load of the hottest rank over the mean that fills the device; 0 for none."""
+    if bytes_per_load <= 0:
+        return 0.0
+    load = routing.expected_load_factor(sym.model, sym.workload, sym.layout)
+    limit = load + margin_bytes / bytes_per_load
+    return max(0.0, limit) if limit < sym.layout.ep else 0.0
+
+
+_CPU_NOTE = (
+    "CPU: no allowance for allocator, context or communicators; "
+    "the interpreter's own memory is not counted"
+)
 
 
 def expected_symbols(
     model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout, constants: Constants
 ) -> Symbols:
-    """The symbols of a layout, under the expert load that the workload expects."""
+    """Return the symbols of a layout, under the expert load that the workload expects."""
     return build_symbols(
         model,
         workload,
@@ -125,136 +146,123 @@ def expected_symbols(
 
 
 def count_rank_parameters(sets: Sequence[BucketSet]) -> RankParameters:
-    """Dense and expert elements of a rank's buckets, and their number."""
-    dense = [one for one in sets if one.group == "dp_cp"]
-    expert = [one for one in sets if one.group == "edp"]
+    """Count the dense and expert elements of a rank's buckets, and the buckets."""
+    dense = [bucket_set for bucket_set in sets if bucket_set.group == "dp_cp"]
+    expert = [bucket_set for bucket_set in sets if bucket_set.group == "edp"]
     return RankParameters(
-        dense=sum(one.numel for one in dense),
-        expert=sum(one.numel for one in expert),
-        dense_calls=max(1, sum(len(one.buckets) for one in dense)),
-        expert_calls=max(1, sum(len(one.buckets) for one in expert)),
+        dense=sum(bucket_set.numel for bucket_set in dense),
+        expert=sum(bucket_set.numel for bucket_set in expert),
+        dense_calls=max(1, sum(len(bucket_set.buckets) for bucket_set in dense)),
+        expert_calls=max(1, sum(len(bucket_set.buckets) for bucket_set in expert)),
     )
 
 
 def _memory(
-    workload: Workload,
     constants: Constants,
-    size: Symbols,
+    sym: Symbols,
+    parts: StageParts,
     sets: Sequence[Sequence[BucketSet]],
-    count: int,
+    rank_counts: Sequence[Array],
 ) -> tuple[tuple[memory.RankMemory, ...], float]:
-    """Peak of every pipeline rank, and how much the highest grows with the rows of the hottest
-    expert rank: bytes for each time the even ones more."""
-    layout = size.layout
-    enough = memory.steady_micro_batches(layout, count)
-    table = schedule.timetable(layout, enough)
+    """Return the peak of every pipeline rank, and how the highest grows with the expert load.
 
-    def held(pp_rank: int, size: Symbols, load: float) -> memory.RankMemory:
+    That is in bytes for each time the even rows more, on the hottest expert rank.
+    """
+    model, layout = sym.model, sym.layout
+    steady = memory.steady_micro_batches(layout, sym.m)
+    tables = [rank_table(layout, steady, pp_rank) for pp_rank in range(layout.pp)]
+
+    def peak(pp_rank: int, taken: memory.ModelMemory) -> memory.RankMemory:
         return memory.rank_memory(
-            workload,
-            constants,
-            size,
-            rows=_expected_rows(size, workload, pp_rank, enough, load=load),
-            sets=sets[pp_rank],
-            chunks=rank_chunks(size.model, layout, pp_rank),
-            table=table[pp_rank],
+            taken, pp_rank, sets[pp_rank], counts=rank_counts[pp_rank], table=tables[pp_rank]
         )
 
-    load = routing.expected_load_factor(size.model, workload, layout)
-    found = tuple(held(pp_rank, size, load) for pp_rank in range(layout.pp))
-    if size.model.moe is None or layout.ep == 1:
-        return found, 0.0
-    fullest = max(range(layout.pp), key=lambda pp_rank: found[pp_rank].peak_bytes)
-    hotter = replace(size, R=routing.routed_rows(size.model, workload, layout, load + 1))
-    return found, float(held(fullest, hotter, load + 1).peak_bytes - found[fullest].peak_bytes)
-
-
-def _expected_rows(
-    size: Symbols, workload: Workload, pp_rank: int, count: int, *, load: float
-) -> ExpertRows:
-    rank = pp_rank * size.layout.world_size // size.layout.pp
-    return count_expert_rows(
-        size.model, workload, size.layout, rank, micro_batches=count, selection=None, load=load
-    )
+    policies = policy_of(layout)
+    taken = memory.model_memory(constants, sym, parts, policies)
+    peaks = tuple(peak(pp_rank, taken) for pp_rank in range(layout.pp))
+    if model.moe is None or layout.ep == 1:
+        return peaks, 0.0
+    fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
+    load = routing.expected_load_factor(model, sym.workload, layout) + 1
+    hotter = replace(sym, R=routing.routed_rows(model, sym.workload, layout, load))
+    taken = memory.model_memory(constants, hotter, parts, policies)
+    return peaks, float(peak(fullest, taken).peak_bytes - peaks[fullest].peak_bytes)
 
 
 def _ledger(
-    workload: Workload,
-    size: Symbols,
+    sym: Symbols,
     pp_rank: int,
     sets: Sequence[BucketSet],
-    held: tuple[MemoryRow, ...],
-    count: int,
-    time: tuple[TimeRow, ...],
+    memory_rows: tuple[MemoryRow, ...],
+    phases: tuple[TimeRow, ...],
 ) -> Ledger:
-    rank = pp_rank * size.layout.world_size // size.layout.pp
-    load = routing.expected_load_factor(size.model, workload, size.layout)
-    rows = _expected_rows(size, workload, pp_rank, count, load=load)
-    notes = (
-        ()
-        if size.is_fused
-        else (
-            "CPU: no allowance for allocator, context or communicators; the interpreter's own memory is not counted",
-        )
+    """Return the ledger of the first rank of a pipeline stage, under the expected expert load."""
+    model, workload, layout = sym.model, sym.workload, sym.layout
+    rank = pp_rank * layout.world_size // layout.pp
+    rows = count_expert_rows(
+        model,
+        workload,
+        layout,
+        rank,
+        micro_batches=sym.m,
+        selection=None,
+        load=routing.expected_load_factor(model, workload, layout),
     )
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
-        memory=held,
-        comm=comm_rows(size.model, workload, size.layout, rank, rows, sets),
-        flops=flop_rows(size.model, workload, size.layout, pp_rank, rows),
-        time=time,
-        notes=notes,
+        memory=memory_rows,
+        comm=comm_rows(model, workload, layout, rank, rows, sets),
+        flops=flop_rows(model, workload, layout, pp_rank, rows),
+        time=phases,
+        notes=() if sym.is_fused else (_CPU_NOTE,),
     )
 
 
 def _phases(
+    sym: Symbols,
     step: StepTime,
     tails: Sequence[StepTail],
     times: Sequence[MicroBatchTime],
-    pp_rank: int,
-    count: int,
-) -> tuple[TimeRow, ...]:
-    """The step of one pipeline rank by phase; what it waits for others is OTHER."""
-    last, stage = tails[pp_rank], times[pp_rank]
-    own = {
-        StepPhase.FORWARD: count * stage.forward_s,
-        StepPhase.BACKWARD: count * (stage.total_s - stage.forward_s),
-        StepPhase.GRAD_REDUCE: last.reduce_s,
-        StepPhase.OPTIMIZER: last.optimizer_s,
-        StepPhase.PARAM_GATHER: last.gather_s,
-    }
-    own[StepPhase.OTHER] = step.step_s - sum(own.values())
-    return tuple(
-        TimeRow(phase=phase, seconds=seconds)
-        for phase, seconds in sorted(own.items())
-        if seconds > 0
-    )
+) -> Iterator[tuple[TimeRow, ...]]:
+    """Yield the step of each pipeline rank by phase; what it waits for others is OTHER."""
+    for tail, stage in zip(tails, times, strict=True):
+        seconds = {
+            StepPhase.FORWARD: sym.m * stage.forward_s,
+            StepPhase.BACKWARD: sym.m * (stage.total_s - stage.forward_s),
+            StepPhase.GRAD_REDUCE: tail.reduce_s,
+            StepPhase.OPTIMIZER: tail.optimizer_s,
+            StepPhase.PARAM_GATHER: tail.gather_s,
+        }
+        seconds[StepPhase.OTHER] = step.step_s - sum(seconds.values())
+        yield tuple(
+            TimeRow(phase=phase, seconds=phase_s)
+            for phase, phase_s in sorted(seconds.items())
+            if phase_s > 0
+        )
 
 
-def _joined(
+def _join(
     hardware: Hardware,
     rates: DeviceRates,
-    size: Symbols,
-    workload: Workload,
+    sym: Symbols,
     ledgers: tuple[Ledger, ...],
-    held: Sequence[memory.RankMemory],
+    peaks: Sequence[memory.RankMemory],
     step: StepTime,
-    count: int,
     assumptions: tuple[Assumption, ...],
 ) -> Estimate:
-    layout, devices = size.layout, size.layout.world_size
-    peak_rank = max(range(layout.pp), key=lambda pp_rank: held[pp_rank].peak_bytes)
-    peak = held[peak_rank]
+    """Join memory and time, and compare them with what the devices have."""
+    workload, devices = sym.workload, sym.layout.world_size
+    peak_rank = max(range(sym.layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
+    peak = peaks[peak_rank]
     capacity = round(hardware.device.memory_bytes.value)
     largest = max(peak.rows, key=lambda row: row.bytes)
-    per_token = flops.model_flops_per_token(
-        size.model, workload.seq_len, attended_share=size.attended_share
+    flops_per_token = flops.model_flops_per_token(
+        sym.model, workload.seq_len, attended_share=sym.attended_share
     )
-    model_flops = per_token * workload.tokens_per_step
-    per_device = model_flops / step.step_s / devices
-    replayed = _replayed_flops(size, workload)
-    peak_flops = rates.peak_flops(workload.precision)
+    model_flops = flops_per_token * workload.tokens_per_step
+    device_flops_per_s = model_flops / step.step_s / devices
+    mfu = device_flops_per_s / rates.peak_flops(workload.precision)
     return Estimate(
         ledgers=ledgers,
         peak_rank=peak_rank,
@@ -273,116 +281,66 @@ def _joined(
             for part in TimePart
             if part in step.exposed or step.hidden.get(part)
         ),
-        micro_batches=count,
+        micro_batches=sym.m,
         bubble_fraction=step.exposed.get(TimePart.BUBBLE, 0.0) / step.step_s,
         tokens_per_s_per_device=workload.tokens_per_step / step.step_s / devices,
         model_flops_per_step=float(model_flops),
-        tflops_per_device=per_device / TERA,
-        mfu=per_device / peak_flops,
-        hfu=per_device / peak_flops * (1 + replayed / model_flops),
+        tflops_per_device=device_flops_per_s / TERA,
+        mfu=mfu,
+        hfu=mfu * (1 + _recomputed_flops(sym) / model_flops),
         assumptions=assumptions,
     )
 
 
-def _replayed_flops(size: Symbols, workload: Workload) -> int:
-    """FLOPs that recompute adds to a step over all ranks, the router's left out."""
-    model = size.model
-    moe_layers = model.moe_layer_count + (model.mtp_layers if model.moe_layers[-1] else 0)
+def _recomputed_flops(sym: Symbols) -> int:
+    """Return the FLOPs that recompute adds to a step over all ranks, the router's left out."""
+    model, workload = sym.model, sym.workload
     top_k = model.moe.router.top_k if model.moe else 0
-    whole = flops.RankShare(
+    moe_layers = model.moe_layer_count
+    if model.moe_layers[-1]:
+        moe_layers += model.mtp_layers
+    share = flops.RankShare(
         layers=tuple(range(model.layers)),
         tokens=workload.tokens_per_step,
         routed_rows=workload.tokens_per_step * top_k * moe_layers,
         head=True,
         mtp=model.mtp_layers,
         attended=flops.expected_attended(
-            workload.seq_len, size.attended_share, workload.global_batch
+            workload.seq_len, sym.attended_share, workload.global_batch
         ),
     )
-    one = Layout(world_size=1, recompute=size.layout.recompute)
-    logits = recomputed_logit_rows(model, one, whole)
-    if size.layout.recompute_block:
-        chunks = stages.pipeline_chunks(model, size.layout)
-        layers = recomputed_layers(model, size.layout, chunks)
+    one_rank = Layout(world_size=1, recompute=sym.layout.recompute)
+    logits = recomputed_logit_rows(model, one_rank, share)
+    if sym.layout.recompute_block:
+        chunks = stages.pipeline_chunks(model, sym.layout)
+        layers = recomputed_layers(model, sym.layout, chunks)
         moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
-        whole = replace(
-            whole,
+        share = replace(
+            share,
             layers=tuple(layer for layer in layers if layer < model.layers),
             routed_rows=workload.tokens_per_step * top_k * moe_layers,
             mtp=sum(layer > model.layers for layer in layers),
         )
-    return flops.total_model_flops((*logits, *recomputed_flop_rows(model, workload, one, whole)))
+    layer_rows = recomputed_flop_rows(model, workload, one_rank, share)
+    return flops.total_model_flops((*logits, *layer_rows))
 
 
-def _assumptions(
-    hardware: Hardware, rates: DeviceRates, size: Symbols, workload: Workload
-) -> Iterator[Assumption]:
-    """Facts and constants behind an estimate, and what the workload is taken to do."""
-    device, fabric, layout = hardware.device, hardware.fabric, size.layout
-    load = routing.expected_load_factor(size.model, workload, layout)
-    yield Assumption(
-        name="expert_load",
-        value=f"{load:.4g} x the mean on the hottest rank",
-        kind=SourceKind.MEASURED if workload.routing is Routing.MEASURED else SourceKind.ASSUMED,
-        source=f"workload.routing={workload.routing}",
-    )
-    if workload.load_histogram and size.model.moe and layout.ep > 1:
+def _assumptions(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[Assumption]:
+    """Yield facts and constants behind an estimate, and what the workload is taken to do."""
+    yield from _workload_assumptions(sym)
+    for name, value in _facts(hardware, rates, sym):
         yield Assumption(
-            name="expert_placement",
-            value=f"hottest rank {describe_placements(workload, layout.ep)}",
-            kind=SourceKind.MEASURED,
-            source="workload.load_histogram: rules.placement",
+            name=name, value=f"{value.value:.6g}", kind=value.kind, source=value.source
         )
-    if workload.data.documents is not DocumentMasking.JOINED:
-        share, source = (
-            workload.data.attended_share,
-            "data.attended_share, measured where the files are at hand",
-        )
-        kind = SourceKind.MEASURED if share < 1 else SourceKind.ASSUMED
-        yield Assumption(
-            name="documents", value=f"leave {share:.4g} of attention", kind=kind, source=source
-        )
-    if layout.offload:
-        source = "copies of activations hide under as much compute as there is; the optimizer runs on the host"
-        part = (
-            ""
-            if layout.offload_fraction == 1
-            else f" ({layout.offload_fraction:.0%} of the optimizer)"
-        )
-        yield Assumption(
-            name="offload",
-            value="+".join(layout.offload) + part,
-            kind=SourceKind.ASSUMED,
-            source=source,
-        )
-    facts = [
-        ("memory_bytes", device.memory_bytes),
-        ("memory_Bps", device.memory_Bps),
-        *((f"peak_{peak.dtype}", peak.rate) for peak in device.peaks),
-        ("domain_Bps", fabric.domain_Bps),
-        ("network_Bps", fabric.network_Bps),
-        ("domain_latency_s", fabric.domain_latency_s),
-        ("network_latency_s", fabric.network_latency_s),
-        *(
-            (constant.name, constant.value)
-            for constant in rates.constants.list_all()
-            if rates.uses_constant(constant.name)
-            and (layout.offload or constant.name not in OFFLOAD_CONSTANTS)
-            if size.dtype is Dtype.NVFP4 or constant.name not in NVFP4_CONSTANTS
-        ),
-    ]
-    for name, value in facts:
-        yield _assumption(name, value)
-    for rate in device.rates:
+    for rate in hardware.device.rates:
         points = rate.curve.points
-        value_text = f"{points[0][1]:.4g} to {points[-1][1]:.4g} over {len(points)} points"
         yield Assumption(
             name=f"rate {rate.op} {rate.dtype}",
-            value=value_text,
+            value=f"{points[0][1]:.4g} to {points[-1][1]:.4g} over {len(points)} points",
             kind=rate.curve.kind,
             source=rate.curve.source,
         )
-    for time in fabric.times:
+    for time in hardware.fabric.times:
         yield Assumption(
             name=f"time {time.op} over {time.group_size}",
             value=f"{len(time.curve.points)} points",
@@ -391,5 +349,62 @@ def _assumptions(
         )
 
 
-def _assumption(name: str, value: Sourced) -> Assumption:
-    return Assumption(name=name, value=f"{value.value:.6g}", kind=value.kind, source=value.source)
+def _workload_assumptions(sym: Symbols) -> Iterator[Assumption]:
+    workload, layout = sym.workload, sym.layout
+    load = routing.expected_load_factor(sym.model, workload, layout)
+    is_measured = workload.routing is Routing.MEASURED
+    yield Assumption(
+        name="expert_load",
+        value=f"{load:.4g} x the mean on the hottest rank",
+        kind=SourceKind.MEASURED if is_measured else SourceKind.ASSUMED,
+        source=f"workload.routing={workload.routing}",
+    )
+    if workload.load_histogram and sym.model.moe and layout.ep > 1:
+        yield Assumption(
+            name="expert_placement",
+            value=f"hottest rank {describe_placements(workload, layout.ep)}",
+            kind=SourceKind.MEASURED,
+            source="workload.load_histogram: rules.placement",
+        )
+    if workload.data.documents is not DocumentMasking.JOINED:
+        share = workload.data.attended_share
+        yield Assumption(
+            name="documents",
+            value=f"leave {share:.4g} of attention",
+            kind=SourceKind.MEASURED if share < 1 else SourceKind.ASSUMED,
+            source="data.attended_share, measured where the files are at hand",
+        )
+    if layout.offload:
+        value = "+".join(layout.offload)
+        if layout.offload_fraction != 1:
+            value += f" ({layout.offload_fraction:.0%} of the optimizer)"
+        yield Assumption(
+            name="offload",
+            value=value,
+            kind=SourceKind.ASSUMED,
+            source=(
+                "copies of activations hide under as much compute as there is; "
+                "the optimizer runs on the host"
+            ),
+        )
+
+
+def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tuple[str, Sourced]]:
+    """Yield the numbers of the hardware, and the constants that the layout uses."""
+    device, fabric = hardware.device, hardware.fabric
+    yield "memory_bytes", device.memory_bytes
+    yield "memory_Bps", device.memory_Bps
+    for peak in device.peaks:
+        yield f"peak_{peak.dtype}", peak.rate
+    yield "domain_Bps", fabric.domain_Bps
+    yield "network_Bps", fabric.network_Bps
+    yield "domain_latency_s", fabric.domain_latency_s
+    yield "network_latency_s", fabric.network_latency_s
+    unused: frozenset[str] = frozenset()
+    if not sym.layout.offload:
+        unused |= frozenset(OFFLOAD_CONSTANTS)
+    if sym.dtype is not Dtype.NVFP4:
+        unused |= frozenset(NVFP4_CONSTANTS)
+    for constant in rates.constants.list_all():
+        if rates.uses_constant(constant.name) and constant.name not in unused:
+            yield constant.name, constant.value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from moewright.cost.activations import saved_rows
+from moewright.cost.activations import ActivationContext, ledger_saved_rows
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.model_states import bucket_sets, fsdp_rows, state_rows
 from moewright.cost.replicas import replica_rows
@@ -71,11 +71,14 @@ def predict_rank_ledger(
     ]
     table = schedule.timetable(layout, micro_batches)[pp_rank]
     chunks = rank_chunks(model, layout, pp_rank)
+    context = ActivationContext(
+        model=model, workload=workload, layout=layout, is_fused=False, input_ratio=None
+    )
     memory = (
         *state_rows(workload, flat_layout, flat_sets),
         *replica_rows(model, workload, layout, pp_rank),
         *fsdp_rows(workload, layout, units),
-        *saved_rows(model, workload, layout, rows, chunks=chunks, table=table),
+        *ledger_saved_rows(context, rows, chunks=chunks, table=table),
     )
     return Ledger(
         rank=rank,

@@ -1,51 +1,63 @@
-"""Peak memory of a pipeline rank, by component and module: states, activations, head, transients,
-and the allowances between what is allocated and what the device has to hold."""
+"""Peak memory of pipeline ranks: states, activations, head, transients, and runtime overhead.
+
+What parts of a stage keep is worked out over arrays of activation policies; an estimate has one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from moewright.cost.activations import TransientBytes, saved_rows
-from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
+import numpy as np
+
+from moewright.cost.activations import (
+    ActivationContext,
+    ActivationPolicies,
+    activation_context,
+    layer_activations,
+    mtp_bytes,
+    outside_bytes,
+    saved_rows,
+)
+from moewright.cost.buffers import dispatcher_bytes, gathered_bytes, rank_layer_numel
 from moewright.cost.constants import Constants
-from moewright.cost.model_states import BucketSet, checkpoint_copy_bytes, state_rows
+from moewright.cost.model_states import (
+    LINEAR_MODULES,
+    BucketSet,
+    checkpoint_copy_bytes,
+    state_rows,
+)
 from moewright.cost.replicas import replica_rows
-from moewright.cost.routed_rows import ExpertRows, is_moe_layer
+from moewright.cost.routed_rows import is_moe_layer
+from moewright.cost.snapshots import RankTable, take_snapshots
+from moewright.cost.stage_parts import Array, LayerPart, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import recompute, routing, schedule
-from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
-from moewright.spec.workload import Workload
 
 _BF16_BYTES = 2
-# Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16
-# bits.
-LINEAR_MODULES = frozenset(
-    {Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS}
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Memory rows of one pipeline rank at its peak, and the standard deviation of their sum."""
+    """The memory rows of one pipeline rank at its peak, and the standard deviation of their sum."""
 
     rows: tuple[MemoryRow, ...]
     sd_bytes: float
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device."""
+        """Sum what the device holds."""
         return sum(row.bytes for row in self.rows if row.component is not Component.HOST)
 
 
 def steady_micro_batches(layout: Layout, micro_batches: int) -> int:
-    """As many micro-batches as the timetable needs to reach its steady state: the peak does not
-    grow after it."""
+    """Return how many micro-batches reach the steady state, after which the peak does not grow."""
     if layout.schedule.splits_backward:
         return min(micro_batches, 4 * layout.pp)
     if layout.vpp == 1:
@@ -54,75 +66,196 @@ def steady_micro_batches(layout: Layout, micro_batches: int) -> int:
     return min(micro_batches, 3 * group + micro_batches % group)
 
 
-def rank_memory(
-    workload: Workload,
-    constants: Constants,
-    size: Symbols,
-    *,
-    rows: ExpertRows,
-    sets: Sequence[BucketSet],
-    chunks: Sequence[Chunk],
-    table: Sequence[schedule.TimetableRow],
-) -> RankMemory:
-    """Peak of a pipeline rank that holds `chunks` and parameter `sets`, and runs `table`."""
-    model, layout = size.model, size.layout
-    beside = transient_bytes(workload, constants, size, chunks)
-    states, copied = (
-        list(state_rows(workload, layout, sets)),
-        checkpoint_copy_bytes(workload, layout, sets),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMemory:
+    """What one layer and micro-batch takes, for each policy.
+
+    `saved` stays on the device for backward [policies, modules]; `transient` lives shortly in
+    backward, `offloaded` goes to the host [policies].
+    """
+
+    saved: Array
+    transient: Array
+    offloaded: Array
+
+
+def layer_memory(
+    context: ActivationContext, sym: Symbols, policies: ActivationPolicies, part: LayerPart
+) -> LayerMemory:
+    """Count what a layer takes under the load that the symbols expect."""
+    even = routing.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
+    load = sym.R / even if even else 1.0
+    kept = layer_activations(context, policies, part, load=load)
+    transient = layer_gradient_bytes(sym, part.layer) + kept.recomputed * sym.layout.recompute_span
+    saved = kept.saved + mtp_bytes(context) if part.is_mtp else kept.saved
+    return LayerMemory(saved=saved, transient=transient, offloaded=kept.offloaded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMemory:
+    """What every part of a model takes under some degrees and policies.
+
+    `saved` [parts, policies, modules] is kept for backward. The bytes of a stage are sums over its
+    parts, so those of a moment are products with its counts.
+    """
+
+    constants: Constants
+    sym: Symbols
+    parts: StageParts
+    layers: tuple[LayerMemory, ...]
+    saved: Array
+    head: HeadBytes
+
+    @cached_property
+    def saved_bytes(self) -> Array:
+        """Sum what is saved over modules [parts, policies]."""
+        return np.asarray(self.saved.sum(axis=2))
+
+    @cached_property
+    def live_prices(self) -> Array:
+        """Return what each column of `MomentCounts.live` takes [parts + 1, policies]."""
+        logits = np.full((1, self.saved.shape[1]), float(self.head.forward))
+        return np.concatenate([self.saved_bytes, logits])
+
+    def live_bytes(self, live: Array) -> Array:
+        """Return what is kept at moments, and logits that live shortly [moments, policies]."""
+        return np.asarray(live @ self.live_prices)
+
+    def transient_bytes(self, backward: Array, paired: Array) -> Array:
+        """Return what is short-lived in backward at moments [moments, policies]."""
+        head_passes = backward[:, self.parts.head_columns].sum(axis=1)
+        short = np.multiply.outer(self.head.backward * head_passes, np.ones(self.saved.shape[1]))
+        for column, layer in enumerate(self.layers):
+            np.maximum(short, (backward[:, column, None] > 0) * layer.transient, out=short)
+        if paired.any():
+            short += np.floor(paired @ self.saved_bytes / self.parts.count_layers(paired)[:, None])
+        return np.asarray(short)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MomentCounts:
+    """What lives at moments of a rank, counted in parts.
+
+    `live` [moments, parts + 1] counts the parts that are kept, and last the passes through the head
+    of the forward that then ends. `backward` [moments, parts] is the chunk whose backward runs; of
+    `paired` [moments, parts], a chunk whose forward runs layer by layer, a layer more is held.
+    """
+
+    live: Array
+    backward: Array
+    paired: Array
+
+
+def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentCounts:
+    """Count what lives at the moments of a rank that holds `counts` [chunks, parts]."""
+    moments = take_snapshots(table, counts, table.chunk)
+    chunks = np.concatenate([counts, np.zeros((1, parts.count))])  # the last stands for none
+    head_passes = chunks[moments.forward][:, parts.head_columns].sum(axis=1)
+    return MomentCounts(
+        live=np.concatenate([moments.live, head_passes[:, None]], axis=1),
+        backward=chunks[moments.backward],
+        paired=chunks[moments.paired],
     )
-    away = [row for row in states if row.component is Component.HOST]
+
+
+def join_memory(
+    constants: Constants, sym: Symbols, parts: StageParts, layers: Sequence[LayerMemory]
+) -> ModelMemory:
+    """Join the memory of the layers of a model with that of its other parts."""
+    context = activation_context(constants, sym)
+    policies = len(layers[0].saved)
+    outside = np.repeat(outside_bytes(context)[:, None], policies, axis=1)
+    return ModelMemory(
+        constants=constants,
+        sym=sym,
+        parts=parts,
+        layers=tuple(layers),
+        saved=np.concatenate([np.stack([layer.saved for layer in layers]), outside]),
+        head=head_bytes(constants, sym),
+    )
+
+
+def model_memory(
+    constants: Constants, sym: Symbols, parts: StageParts, policies: ActivationPolicies
+) -> ModelMemory:
+    """Count what every part of a model takes under each policy."""
+    context = activation_context(constants, sym)
+    layers = [layer_memory(context, sym, policies, part) for part in parts.layers]
+    return join_memory(constants, sym, parts, layers)
+
+
+def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tuple[MemoryRow, ...]:
+    """Return the memory rows at the fullest moment of a rank, under the first policy.
+
+    `counts` [chunks, parts] is what the rank holds. Logits that live shortly are booked as logits,
+    what lives in backward as transient.
+    """
+    moments = count_moments(memory.parts, counts, table)
+    live = memory.live_bytes(moments.live)[:, 0]
+    transient = memory.transient_bytes(moments.backward, moments.paired)[:, 0]
+    peak = int((live + transient).argmax())
+    kept, head_passes = moments.live[peak, :-1], moments.live[peak, -1]
+    return saved_rows(
+        kept @ memory.saved[:, 0],
+        logits=int(head_passes) * memory.head.forward,
+        transient=int(transient[peak]),
+    )
+
+
+def rank_memory(
+    memory: ModelMemory,
+    pp_rank: int,
+    sets: Sequence[BucketSet],
+    *,
+    counts: Array,
+    table: RankTable,
+) -> RankMemory:
+    """Return the peak of a pipeline rank under the first policy.
+
+    It holds `counts` [chunks, parts] and the parameters of bucket `sets`, and runs `table`.
+    """
+    sym, constants = memory.sym, memory.constants
+    model, workload, layout = sym.model, sym.workload, sym.layout
+    states = list(state_rows(workload, layout, sets))
+    on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
-    states += replica_rows(model, workload, layout, chunks[0].pp_rank)
-    inputs: float | None = None
+    states += replica_rows(model, workload, layout, pp_rank)
     if workload.precision.is_narrow:
-        states = list(
-            add_low_precision_copies(
-                states, constants.low_precision_bytes("weight_copies", size.dtype) / size.c
-            )
-        )
-        inputs = constants.low_precision_bytes("input", size.dtype) / size.c
-    allocated = [
-        *states,
-        *saved_rows(
-            model,
-            workload,
-            layout,
-            rows,
-            chunks=chunks,
-            table=table,
-            transients=beside,
-            input_ratio=inputs,
-        ),
-    ]
-    resident = placeholder_bytes(size, chunks) + round(constants["workspace_bytes"])
-    resident += gathered_bytes(model, workload, layout, chunks[0].pp_rank)
-    if size.is_fused:
-        away.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))
+        share = constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
+        states = list(add_low_precision_copies(states, share))
+    allocated = [*states, *activation_rows(memory, counts, table)]
+    columns = np.flatnonzero(counts[:, : len(memory.parts.layers)].any(axis=0))
+    has_experts = {memory.parts.layers[column].kind.is_moe for column in columns}
+    resident = placeholder_bytes(sym, has_experts) + round(constants["workspace_bytes"])
+    if layout.zero == 3:
+        layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
+        resident += int(gathered_bytes(workload, layer_numel)[0])
+    copied = checkpoint_copy_bytes(workload, layout, sets)
+    if sym.is_fused:
+        on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))
     else:
         resident += copied  # a CPU's memory is the host's
     total = sum(row.bytes for row in allocated) + resident
     device = runtime_overhead(
-        constants, total, groups=count_communicators(layout), buffers=dispatcher_bytes(size)
+        constants, total, groups=count_communicators(layout), buffers=dispatcher_bytes(sym)
     )
     transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
-    allocated = [row for row in allocated if row.component is not Component.TRANSIENT]
     allowances = (
         (Component.TRANSIENT, transient + resident),
         (Component.FRAGMENTATION, round(device.reserved_bytes)),
         (Component.COMMUNICATION, round(device.communication_bytes)),
     )
-    allocated += [
-        MemoryRow(component=c, module=Module.OTHER, bytes=nbytes)
-        for c, nbytes in allowances
-        if nbytes
+    rows = [
+        *(row for row in allocated if row.component is not Component.TRANSIENT),
+        *(
+            MemoryRow(component=component, module=Module.OTHER, bytes=nbytes)
+            for component, nbytes in allowances
+        ),
+        *on_host,
     ]
     return RankMemory(
         rows=tuple(
-            sorted(
-                (*allocated, *(r for r in away if r.bytes)),
-                key=lambda row: (row.component, row.module),
-            )
+            sorted((row for row in rows if row.bytes), key=lambda row: (row.component, row.module))
         ),
         sd_bytes=device.sd_bytes,
     )
@@ -130,8 +263,7 @@ def rank_memory(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOverhead:
-    """Bytes that a device holds beyond what is allocated, and the standard deviation of the
-    whole."""
+    """What a device holds beyond what is allocated, and the standard deviation of the whole."""
 
     reserved_bytes: Any  # floats, or arrays of one shape
     communication_bytes: Any
@@ -141,8 +273,10 @@ class RuntimeOverhead:
 def runtime_overhead(
     constants: Constants, allocated: Any, *, groups: Any, buffers: int
 ) -> RuntimeOverhead:
-    """Of so many allocated bytes and communicating process groups, which may be arrays of one
-    shape, beside the buffers that a dispatcher registers."""
+    """Return the overhead of allocated bytes and of communicating process groups.
+
+    Both may be arrays of one shape. `buffers` are what a dispatcher registers.
+    """
     deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (
         groups * constants["communicator_bytes_sd"]
     ) ** 2
@@ -156,114 +290,86 @@ def runtime_overhead(
 
 
 def add_low_precision_copies(states: Sequence[MemoryRow], share: float) -> Iterator[MemoryRow]:
-    """States with the 8-bit copies of linear weights, `share` of the weights, that stay for all
-    micro-batches."""
+    """Yield the states with 8-bit copies of linear weights, `share` of the weights.
+
+    The copies stay for all micro-batches.
+    """
     for row in states:
         copied = row.component is Component.WEIGHTS and row.module in LINEAR_MODULES
         yield replace(row, bytes=round(row.bytes * (1 + share))) if copied else row
 
 
-def transient_bytes(
-    workload: Workload, constants: Constants, size: Symbols, chunks: Sequence[Chunk]
-) -> TransientBytes:
-    """Head and backward working sets of each chunk, and the fullest layer of each."""
-    head = head_bytes(constants, size)
-    forward, backward = [], []
-    for chunk in chunks:
-        passes = chunk.mtp_layers + chunk.has_loss
-        layer = max(
-            (layer_transient_bytes(workload, size, i) for i in chunk_layers(size.model, chunk)),
-            default=0,
-        )
-        forward.append(passes * head.forward)
-        backward.append(max(layer, passes * head.backward))
-    return TransientBytes(
-        forward=tuple(forward), backward=tuple(backward), keeps_logits=not size.is_fused
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadBytes:
-    """Short-lived bytes of one pass through the head, while its forward ends and while its backward
-    runs."""
+    """Short-lived bytes of a pass through the head, as its forward ends and its backward runs."""
 
     forward: int
     backward: int
 
 
-def head_bytes(constants: Constants, size: Symbols) -> HeadBytes:
-    """Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in
+def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
+    """Return what a pass through the head holds for a short time.
+
+    Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in
     forward, or the logits' gradient, the head's weight gradient and the gathered input in backward,
     the larger booked to forward. The engine's own cross-entropy keeps the logits as a saved
     activation and makes their gradient. Under recompute=loss both hold a piece of the logits, in
     backward its gradient too, and sum that of the head's input in fp32.
     """
-    layout = size.layout
-    logits = size.T * size.model.vocab_size // layout.tp
-    head_input = size.c * size.T * size.model.hidden_size
-    head_weight = _BF16_BYTES * size.model.vocab_size * size.model.hidden_size // layout.tp
+    layout = sym.layout
+    logits = sym.T * sym.model.vocab_size // layout.tp
+    head_input = sym.c * sym.T * sym.model.hidden_size
+    head_weight = _BF16_BYTES * sym.model.vocab_size * sym.model.hidden_size // layout.tp
     if Recompute.LOSS in layout.recompute:
-        piece = size.T * recompute.loss_chunk_columns(size.model, layout)
-        summed = 4 * size.T * size.model.hidden_size
-        if not size.is_fused:
+        piece = sym.T * recompute.loss_chunk_columns(sym.model, layout)
+        summed = 4 * sym.T * sym.model.hidden_size
+        if not sym.is_fused:
             return HeadBytes(
-                forward=size.c * piece, backward=2 * size.c * piece + head_weight + summed
+                forward=sym.c * piece, backward=2 * sym.c * piece + head_weight + summed
             )
         fused = max(
             round(constants["logit_bytes"] * piece), 4 * piece + head_weight + head_input + summed
         )
         return HeadBytes(forward=fused, backward=0)
-    if not size.is_fused:
-        return HeadBytes(forward=0, backward=size.c * logits + head_weight)
+    if not sym.is_fused:
+        return HeadBytes(forward=0, backward=sym.c * logits + head_weight)
     fused = max(round(constants["logit_bytes"] * logits), 2 * logits + head_weight + head_input)
     return HeadBytes(forward=fused, backward=0)
 
 
-def layer_transient_bytes(workload: Workload, size: Symbols, layer: int) -> int:
-    """Gradients of this layer's backward, and what it recomputes."""
-    model, layout = size.model, size.layout
-    replayed = 0
-    if layout.recompute:
-        even = routing.routed_rows(model, workload, layout, 1.0)
-        load = size.R / even if even else 1.0
-        before = recompute.saved_tensors(
-            model, workload, layout, layer, load=load, repeats_exchange=size.is_fused
-        )
-        after = recompute.kept_tensors(before, layout.recompute)
-        replayed = sum(row.bytes for row in before) - sum(row.bytes for row in after)
-        replayed *= layout.recompute_span
-    return layer_gradient_bytes(size, layer) + replayed
+def layer_gradient_bytes(sym: Symbols, layer: int) -> int:
+    """Return the gradients that the backward of a layer holds.
 
-
-def layer_gradient_bytes(size: Symbols, layer: int) -> int:
-    """Gradients of the first projection's output, of the activation and of the rows that enter the
+    These are of the first projection's output, of the activation and of the rows that enter the
     MLP; the gathered hidden state (twice under TP); rows as ETP ranks gather them; and what delayed
-    weight gradients wait with."""
-    model, layout = size.model, size.layout
+    weight gradients wait with.
+    """
+    model, layout = sym.model, sym.layout
     wide = 3 if model.gated else 2
-    gathered = size.c * size.T * model.hidden_size * (2 if layout.tp > 1 else 1)
+    gathered = sym.c * sym.T * model.hidden_size * (2 if layout.tp > 1 else 1)
     if is_moe_layer(model, layer) and model.moe is not None:
-        gradients = size.c * size.R * (wide * model.moe.ffn_size // layout.etp + model.expert_width)
+        gradients = sym.c * sym.R * (wide * model.moe.ffn_size // layout.etp + model.expert_width)
         if layout.etp > 1:
             gradients += (
-                size.c
-                * model.expert_width
-                * routing.etp_gathered_rows(size.workload, layout, size.R)
+                sym.c * model.expert_width * routing.etp_gathered_rows(sym.workload, layout, sym.R)
             )
     else:
-        gradients = size.c * size.T * wide * model.dense_ffn_size // layout.tp
+        gradients = sym.c * sym.T * wide * model.dense_ffn_size // layout.tp
     return (
         gradients
         + gathered
-        + (delayed_gradient_bytes(size) if Overlap.WGRAD in layout.overlap else 0)
+        + (delayed_gradient_bytes(sym) if Overlap.WGRAD in layout.overlap else 0)
     )
 
 
-def delayed_gradient_bytes(size: Symbols) -> int:
-    """Output gradients of attention's projections and of shared experts, until their weight
-    gradients follow in the next layer; their inputs are those of the layer that overlapped expert
-    communication holds more."""
-    model, layout, spec = size.model, size.layout, size.model.attention
+def delayed_gradient_bytes(sym: Symbols) -> int:
+    """Return the output gradients that delayed weight gradients wait with.
+
+    They are those of attention's projections and of shared experts, until their weight gradients
+    follow in the next layer; their inputs are those of the layer that overlapped expert
+    communication holds more.
+    """
+    model, layout, spec = sym.model, sym.layout, sym.model.attention
     if spec.kind is AttentionKind.MLA:
         cut = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         whole = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim
@@ -271,19 +377,19 @@ def delayed_gradient_bytes(size: Symbols) -> int:
         cut, whole = spec.q_width + 2 * spec.kv_width, 0
     shared = model.moe.shared_ffn_size if model.moe else 0
     cut += (2 if model.gated else 1) * shared
-    outputs = (2 if shared else 1) * size.T * model.hidden_size
-    return size.c * (size.T * cut // layout.tp + size.t * whole + outputs)
+    outputs = (2 if shared else 1) * sym.T * model.hidden_size
+    return sym.c * (sym.T * cut // layout.tp + sym.t * whole + outputs)
 
 
-def placeholder_bytes(size: Symbols, chunks: Sequence[Chunk]) -> int:
-    """One bf16 gradient placeholder a distinct weight shape, cached by fused linear layers (CUDA
-    stacks only)."""
-    if not size.is_fused:
+def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
+    """Return the gradient placeholders that fused linear layers cache, in bf16.
+
+    There is one for each distinct weight shape, in CUDA stacks only. `has_experts` tells which
+    kinds of layer a rank holds: with experts, without, or both.
+    """
+    if not sym.is_fused or not has_experts:
         return 0
-    model, layout, spec, h = size.model, size.layout, size.model.attention, size.model.hidden_size
-    layers = [layer for chunk in chunks for layer in chunk_layers(model, chunk)]
-    if not layers:
-        return 0
+    model, layout, spec, h = sym.model, sym.layout, sym.model.attention, sym.model.hidden_size
     wide = 2 if model.gated else 1
     shapes = {(h, spec.out_width // layout.tp)}
     if spec.kind is AttentionKind.GQA:
@@ -299,9 +405,9 @@ def placeholder_bytes(size: Symbols, chunks: Sequence[Chunk]) -> int:
         )
         shapes |= {(spec.q_lora_rank, h)} if spec.q_lora_rank else set()
     widths = set()
-    if any(not is_moe_layer(model, layer) for layer in layers):
+    if False in has_experts:
         widths.add(model.dense_ffn_size // layout.tp)
-    if model.moe is not None and any(is_moe_layer(model, layer) for layer in layers):
+    if model.moe is not None and True in has_experts:
         widths.add(model.moe.shared_ffn_size // layout.tp)
         width, inner = model.moe.ffn_size // layout.etp, model.expert_width
         shapes |= {(wide * width, inner), (inner, width)}
@@ -312,8 +418,11 @@ def placeholder_bytes(size: Symbols, chunks: Sequence[Chunk]) -> int:
 
 
 def count_communicators(layout: Layout) -> int:
-    """Process groups that move data: each keeps buffers of its own. A pipeline has three (stages,
-    model, embedding), expert parallelism two (with and without tensor parallelism)."""
+    """Count the process groups that move data, each of which keeps buffers of its own.
+
+    A pipeline has three (stages, model, embedding), expert parallelism two (with and without tensor
+    parallelism).
+    """
     sizes = (
         (layout.tp, 1),
         (layout.cp, 1),
@@ -326,7 +435,7 @@ def count_communicators(layout: Layout) -> int:
 
 
 def memory_verdict(margin_bytes: float, spread_bytes: float) -> Verdict:
-    """Uncertain within one standard deviation of the limit."""
+    """Judge a margin; it is uncertain within one standard deviation of the limit."""
     if abs(margin_bytes) < spread_bytes:
         return Verdict.UNCERTAIN
     return Verdict.FITS if margin_bytes >= 0 else Verdict.OOM

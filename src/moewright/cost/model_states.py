@@ -1,12 +1,15 @@
-"""Bytes of weights, gradients, master weights and moments on one rank, exactly as flat buffers hold
-them."""
+"""Bytes of weights, gradients, master weights and moments, exactly as flat buffers hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import numpy as np
+
+from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, fsdp, grid, shards
 from moewright.rules.parameters import Param
 from moewright.rules.recompute import activation_nbytes
@@ -16,13 +19,17 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.workload import SaveMode, Workload
 
 MASTER_BYTES = 4
+# Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16
+# bits.
+LINEAR_MODULES = frozenset(
+    {Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS}
+)
 _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketSet:
-    """The buckets of a rank's parameters that one group reduces, and the slice of them that is the
-    rank's.
+    """The buckets of parameters that one group reduces, and the slice that a rank owns.
 
     `group_size`: ranks that share their states, all of the group unless sharding is hybrid.
     `holders`: pipeline ranks that then sum their slices.
@@ -38,47 +45,47 @@ class BucketSet:
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """The elements of all buckets, padding included."""
         return sum(bucket.numel for bucket in self.buckets)
 
 
 def bucket_sets(
     model: ModelSpec, workload: Workload, layout: Layout, rank: int
 ) -> tuple[BucketSet, ...]:
-    """By the group that reduces them (rules.shards), in that order, what several pipeline ranks
-    hold apart."""
-    held = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
-    return _sets(held, model, workload, layout, rank)
+    """Return the bucket sets of a rank by the group that reduces them, in rules.shards' order.
+
+    What several pipeline ranks hold is apart.
+    """
+    params = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
+    return _sets(params, model, workload, layout, rank)
 
 
 def stage_bucket_sets(
     model: ModelSpec, workload: Workload, layout: Layout
 ) -> tuple[tuple[BucketSet, ...], ...]:
-    """`bucket_sets` of the first rank of every pipeline stage."""
+    """Return `bucket_sets` of the first rank of every pipeline stage."""
     stage = layout.world_size // layout.pp
-    held = shards.parameters_by_stage(model, layout)
+    params = shards.parameters_by_stage(model, layout)
     return tuple(
-        _sets(mine, model, workload, layout, pp_rank * stage) for pp_rank, mine in enumerate(held)
+        _sets(stage_params, model, workload, layout, pp_rank * stage)
+        for pp_rank, stage_params in enumerate(params)
     )
 
 
 def _sets(
-    held: Sequence[Param], model: ModelSpec, workload: Workload, layout: Layout, rank: int
+    params: Sequence[Param], model: ModelSpec, workload: Workload, layout: Layout, rank: int
 ) -> tuple[BucketSet, ...]:
-    found = []
+    sets = []
     for group in shards.GRADIENT_GROUPS:
-        members = [
-            param
-            for param in reversed(held)
-            if shards.gradient_group(param.sharded_dims, layout) == group
-        ]
-        by_holders = [
-            (shards.holding_pp_ranks(param.name, model, layout), param) for param in members
-        ]
-        for key in sorted({key for key, _ in by_holders}):
-            params = [param for own, param in by_holders if own == key]
-            found.append(_bucket_set(params, workload, layout, rank, group, holders=key))
-    return tuple(found)
+        by_holders: dict[tuple[int, ...], list[Param]] = {}
+        for param in reversed(params):
+            if shards.gradient_group(param.sharded_dims, layout) == group:
+                holders = shards.holding_pp_ranks(param.name, model, layout)
+                by_holders.setdefault(holders, []).append(param)
+        for holders in sorted(by_holders):
+            members = by_holders[holders]
+            sets.append(_bucket_set(members, workload, layout, rank, group, holders=holders))
+    return tuple(sets)
 
 
 def _bucket_set(
@@ -109,7 +116,7 @@ def _bucket_set(
 
 
 def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
-    """Bytes that one parameter takes in each state."""
+    """Return the bytes that one parameter takes in each state."""
     return {
         Component.WEIGHTS: activation_nbytes(workload),
         Component.GRADIENTS: workload.grad_dtype.nbytes,
@@ -119,8 +126,10 @@ def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
 
 
 def sharded_states(zero: int) -> frozenset[Component]:
-    """zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0
-    nothing."""
+    """Return the states that a level of ZeRO shards.
+
+    zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0 nothing.
+    """
     if zero == 0:
         return frozenset()
     owned = frozenset({Component.MASTER, Component.MOMENTS})
@@ -130,8 +139,10 @@ def sharded_states(zero: int) -> frozenset[Component]:
 def fsdp_rows(
     workload: Workload, layout: Layout, units: Sequence[fsdp.FsdpUnit]
 ) -> tuple[MemoryRow, ...]:
-    """Memory rows of what fully_shard cuts: the part of a rank is the fp32 master; room without
-    rows is OTHER's. With an offloaded optimizer all of it is in host memory, gradients too.
+    """Return the memory rows of what fully_shard cuts: a rank's part is the fp32 master.
+
+    Room without rows is OTHER's. With an offloaded optimizer all of it is in host memory, gradients
+    too.
     """
     sums: dict[tuple[Component, Module], int] = {}
     away = Offload.OPTIMIZER in layout.offload
@@ -155,48 +166,74 @@ def fsdp_rows(
     )
 
 
+def state_bytes(
+    workload: Workload, layout: Layout, whole: Array, own: Array
+) -> dict[Component, Array]:
+    """Return the bytes of all states; those of an offloaded optimizer are in host memory.
+
+    `whole` are elements as a rank's replica group holds them, `own` those of its shards, both in
+    arrays of one shape.
+    """
+    sharded = sharded_states(layout.zero)
+    sizes = {
+        component: nbytes * (own if component in sharded else whole)
+        for component, nbytes in state_bytes_per_parameter(workload).items()
+    }
+    if Offload.OPTIMIZER not in layout.offload:
+        return sizes
+    on_host = np.zeros_like(whole)
+    for component in _OFFLOADED:
+        on_device = np.rint((1 - layout.offload_fraction) * sizes[component])
+        on_host = on_host + sizes[component] - on_device
+        sizes[component] = on_device
+    return {**sizes, Component.HOST: on_host}
+
+
 def state_rows(
     workload: Workload, layout: Layout, sets: Sequence[BucketSet]
 ) -> tuple[MemoryRow, ...]:
-    """Memory rows of all states. A slice of a bucket is booked to the modules it overlaps, padding
-    to OTHER."""
-    element, sharded = state_bytes_per_parameter(workload), sharded_states(layout.zero)
-    sums: dict[tuple[Component, Module], int] = {}
+    """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
+    modules = tuple(Module)
+    whole, own = np.zeros((2, len(modules)))
     for bucket_set in sets:
-        whole = dict(_overlaps(bucket_set, whole=True))
-        own = dict(_overlaps(bucket_set, whole=False))
-        for component, nbytes in element.items():
-            for module, numel in (own if component in sharded else whole).items():
-                key = component, module
-                sums[key] = sums.get(key, 0) + numel * nbytes
-    if Offload.OPTIMIZER in layout.offload:
-        for component, module in [key for key in sums if key[0] in _OFFLOADED]:
-            here = round((1 - layout.offload_fraction) * sums[component, module])
-            key = Component.HOST, module
-            sums[key] = sums.get(key, 0) + sums[component, module] - here
-            sums[component, module] = here
+        for elements, is_whole in ((whole, True), (own, False)):
+            for module, numel in _overlaps(bucket_set, whole=is_whole):
+                elements[modules.index(module)] += numel
     return tuple(
-        MemoryRow(component=component, module=module, bytes=nbytes)
-        for (component, module), nbytes in sorted(sums.items())
+        MemoryRow(component=component, module=module, bytes=int(nbytes))
+        for component, sizes in sorted(state_bytes(workload, layout, whole, own).items())
+        for module, nbytes in sorted(zip(modules, sizes.tolist(), strict=True))
         if nbytes
     )
 
 
 def checkpoint_copy_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:
-    """What a rank keeps in host memory, from the first save on, for checkpoints that are written
-    beside training: a copy of its part of master weights and moments, of which those that hold the
-    same share the work.
+    """Return what a rank copies to host memory for checkpoints that are written beside training.
+
+    It keeps the copy from the first save on: its part of master weights and moments, of which those
+    that hold the same share the work.
     """
+    parts = [
+        copied_elements(layout, bucket_set.group, bucket_set.numel, len(bucket_set.holders))
+        for bucket_set in sets
+    ]
+    return int(checkpoint_bytes(workload, sum(parts)))
+
+
+def copied_elements(layout: Layout, group: str, numel: Any, holders: Any) -> Any:
+    """Return a rank's part of the elements that `group` reduces and so many pipeline ranks hold."""
+    return numel // (grid.group_size(layout, group) * np.maximum(1, holders))
+
+
+def checkpoint_bytes(workload: Workload, elements: Any) -> Any:
+    """Return what so many elements take for a checkpoint written beside training, else 0."""
     if workload.checkpoint.mode is SaveMode.SYNC:
-        return 0
-    elements = sum(
-        one.numel // (grid.group_size(layout, one.group) * max(1, len(one.holders))) for one in sets
-    )
+        return 0 * elements
     return elements * (MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes)
 
 
 def _overlaps(bucket_set: BucketSet, *, whole: bool) -> Iterator[tuple[Module, int]]:
-    """Elements by module: of all buckets, or of the rank's slices."""
+    """Yield elements by module: of all buckets, or of the rank's slices."""
     modules = dict(bucket_set.modules)
     sums: dict[Module, int] = {}
     total = 0

@@ -1,5 +1,4 @@
-"""The pipeline: from the seconds of one micro-batch on each rank or virtual stage to the seconds of
-a step."""
+"""The pipeline: from the seconds of one micro-batch on each virtual stage to those of a step."""
 
 from __future__ import annotations
 
@@ -32,30 +31,31 @@ FloatOrArray = float | np.ndarray
 def simulate_pipeline_s(
     layout: Layout, stages: Sequence[StageSeconds], *, micro_batches: int, transfer_s: float
 ) -> float:
-    """Seconds of all micro-batches through the layout's timetable, row by row; `stages` are the
-    virtual stages.
+    """Return the seconds of all micro-batches through the layout's timetable, row by row.
 
-    A transfer delays who waits for it and nobody else.
+    `stages` are the virtual stages. A transfer delays who waits for it and nobody else.
     """
     table = timetable(layout, micro_batches)
     return max(row_end_times(layout, table, stages, transfer_s=transfer_s).values())
 
 
 class TimetableEnd(Protocol):
-    """When all rows of a table have ended."""
+    """Says when all rows of a table have ended."""
 
     def end_s(self, seconds: np.ndarray) -> float:
-        """`seconds` [2 * virtual stages] of the forwards of one micro-batch, then of its
-        backwards."""
+        """Return the end under these seconds [2 * virtual stages].
+
+        They are of the forwards of one micro-batch, then of its backwards.
+        """
         ...
 
 
 class TimetableRows:
-    """The rows of a 1F1B or interleaved timetable as arrays: each ends its own seconds after the
-    later of the row before it on its rank and the message it waits for.
+    """The rows of a 1F1B or interleaved timetable as arrays.
 
-    Rows of one wave wait for earlier waves alone, so a wave is worked out at once, for many stage
-    times side by side.
+    Each ends its own seconds after the later of the row before it on its rank and the message it
+    waits for. Rows of one wave wait for earlier waves alone, so a wave is worked out at once, for
+    many stage times side by side.
     """
 
     __slots__ = ("_after", "_message", "_stage", "_waves")
@@ -67,7 +67,7 @@ class TimetableRows:
         turn, rank = np.arange(count), np.arange(pp)[:, None]
         # As if there were micro-batches enough for every warm-up.
         enough = micro_batches + interleaved_group_size(layout) + 2 * pp
-        ahead = np.array([[warmup_forwards(layout, enough, each)] for each in range(pp)])
+        ahead = np.array([[warmup_forwards(layout, enough, pp_rank)] for pp_rank in range(pp)])
         last = vpp - 1
         place = np.empty((micro_batches, vpp), dtype=int)
         place[order[:, 0], chunk] = turn
@@ -96,10 +96,10 @@ class TimetableRows:
         stage = _flat(chunk * pp + rank, (vpp + last - chunk) * pp + rank)
 
         by_wave = np.argsort(wave, kind="stable")
-        found = np.append(np.empty(nothing, dtype=int), nothing)
-        found[by_wave] = np.arange(nothing)
-        self._after = found[_flat(after_forward, after_backward)[by_wave]]
-        self._message = found[_flat(down, up)[by_wave]]
+        place_by_wave = np.append(np.empty(nothing, dtype=int), nothing)
+        place_by_wave[by_wave] = np.arange(nothing)
+        self._after = place_by_wave[_flat(after_forward, after_backward)[by_wave]]
+        self._message = place_by_wave[_flat(down, up)[by_wave]]
         self._stage = stage[by_wave]
         starts = [*np.flatnonzero(np.diff(wave[by_wave], prepend=-1)).tolist(), nothing]
         self._waves = [
@@ -111,7 +111,7 @@ class TimetableRows:
         return float(self._ends_s(seconds).max())
 
     def longest_paths(self, seconds: np.ndarray) -> TimetablePaths:
-        """The paths that take longest under the columns of `seconds`."""
+        """Return the paths that take longest under the columns of `seconds`."""
         ends = self._ends_s(seconds)
         columns = np.arange(seconds.shape[1])
         counts = np.zeros(seconds.T.shape)
@@ -125,7 +125,7 @@ class TimetableRows:
         return TimetablePaths(counts=np.unique(counts, axis=0))
 
     def _ends_s(self, seconds: np.ndarray) -> np.ndarray:
-        """[rows + 1, ...]; the last is when the step starts."""
+        """Return the ends of all rows [rows + 1, ...]; the last is when the step starts."""
         lengths = seconds[self._stage]
         ends = np.zeros((len(lengths) + 1, *seconds.shape[1:]))
         for rows, after, message in self._waves:
@@ -136,15 +136,17 @@ class TimetableRows:
 
 
 def _flat(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Of all forwards rank by rank, then of all backwards."""
+    """Return values of all forwards rank by rank, then of all backwards."""
     both = np.broadcast_arrays(forward, backward)
-    return np.concatenate([each.ravel() for each in both])
+    return np.concatenate([rows.ravel() for rows in both])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimetablePaths:
-    """Some paths through a timetable: how often each passes every forward and backward [paths, 2 *
-    virtual stages]."""
+    """Some paths through a timetable.
+
+    `counts` [paths, 2 * virtual stages] is how often each passes every forward and backward.
+    """
 
     counts: np.ndarray
 
@@ -157,7 +159,7 @@ class PipelineTimetable:
     """A 1F1B or interleaved timetable, worked out once for a layout.
 
     `whole` are its rows, or, of a long one, the first groups of micro-batches; then `shorter` are
-    two groups fewer, and `left_out` groups are not in `whole`.
+    two groups fewer, and `groups_left_out` groups are not in `whole`.
     """
 
     layout: Layout
@@ -168,12 +170,12 @@ class PipelineTimetable:
     group: int
 
     def total_s(self, forward_s: np.ndarray, backward_s: np.ndarray) -> float:
-        """Seconds of all micro-batches, from those of one on each virtual stage, in stage order;
-        transfers take none.
+        """Return the seconds of all micro-batches; transfers take none.
 
-        What is left out of a long table takes as long as the groups before it, and no less than the
+        The arguments are the seconds of one micro-batch on each virtual stage, in stage order. What
+        is left out of a long table takes as long as the groups before it, and no less than the
         slowest rank works: for stages that differ within 1 % of the rows themselves
-        (tests/cost/test_timeline.py).
+        (tests/cost/test_pipeline_time.py).
         """
         of_rank = (forward_s + backward_s).reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
         if self.layout.pp == 1:
@@ -190,8 +192,10 @@ class PipelineTimetable:
     def restrict_to_longest_paths(
         self, forward_s: np.ndarray, backward_s: np.ndarray
     ) -> PipelineTimetable:
-        """The same by the longest paths alone, of stage times in columns [virtual stages, columns]:
-        exact for these, no longer than the rows for others, and much faster.
+        """Return the same timetable by its longest paths alone, much faster.
+
+        The paths are those of stage times in columns [virtual stages, columns]: it is exact for
+        these, and no longer than the rows for others.
         """
         if self.layout.pp == 1:
             return self
@@ -204,7 +208,7 @@ class PipelineTimetable:
 
 
 def build_pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
-    """Of a layout with a 1F1B or interleaved timetable."""
+    """Return the timetable of a layout that is 1F1B or interleaved."""
     bare = Layout(
         world_size=layout.pp,
         pp=layout.pp,
@@ -239,7 +243,7 @@ def _pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
 def exposed_transfers(
     pp: FloatOrArray, vpp: FloatOrArray, micro_batches: FloatOrArray
 ) -> np.ndarray:
-    """How many times an activation's way to the next stage shows in a step.
+    """Return how many times an activation's way to the next stage shows in a step.
 
     1F1B exposes two transfers a micro-batch, an activation and a gradient: what a rank sends and
     what it receives go both ways at once. The interleaved table posts them a step ahead, so only
@@ -259,9 +263,11 @@ def closed_form_s(
     micro_batches: FloatOrArray,
     transfer_s: FloatOrArray,
 ) -> np.ndarray:
-    """About `Pipeline.total_s` and the transfers that show, from nothing but the slowest of pp
-    ranks and the sum of all; every argument may be an array. 1F1B: sum of S + (m - 1) max S;
-    interleaved: m max S + (pp - 1)/v mean S. Exact for equal chunks.
+    """Return about `PipelineTimetable.total_s` and the transfers that show, in closed form.
+
+    It takes nothing but the slowest of pp ranks and the sum of all; every argument may be an array.
+    1F1B: sum of S + (m - 1) max S; interleaved: m max S + (pp - 1)/v mean S. It is exact for equal
+    chunks.
     """
     fill = np.where(
         np.equal(vpp, 1),

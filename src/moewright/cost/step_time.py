@@ -1,17 +1,22 @@
-"""Seconds of a training step: layers and outside work on each pipeline rank, the pipeline, and the
-tail."""
+"""Seconds of a training step: the parts of every pipeline rank, the pipeline, and the tail."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 import numpy as np
 
-from moewright.cost.activations import OffloadedActivations, offloaded_activations
+from moewright.cost.activations import (
+    OffloadedActivations,
+    activation_context,
+    offloaded_activations,
+    policy_of,
+)
 from moewright.cost.collective_time import CollectiveModel
+from moewright.cost.constants import Constants
 from moewright.cost.head_ops import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.layer_time import (
     DeviceTime,
@@ -36,31 +41,40 @@ from moewright.cost.layer_time import (
 from moewright.cost.op_time import DeviceRates, OpRow
 from moewright.cost.ops import LayerOps, expert_ops, layer_ops
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
-from moewright.cost.routed_rows import is_moe_layer
+from moewright.cost.stage_parts import Array, LayerKind, StageParts, layer_kind
 from moewright.cost.symbols import Symbols
-from moewright.rules import flops, fsdp, grid
+from moewright.rules import fsdp, grid, routing
 from moewright.rules.simulate import StageSeconds
-from moewright.rules.stages import Chunk
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import TimePart
-from moewright.spec.workload import Workload
 
+_FP32_BYTES = 4
 _LOSS_SUMS = 3  # the top of the logits, the sum of their exponentials, and the target's
-LayerKind = tuple[bool, bool]  # has experts, is windowed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerTimes:
-    """Seconds of one micro-batch of everything that a stage can hold, and of one transfer between
-    stages."""
+@dataclass(frozen=True, kw_only=True)
+class PartTimes:
+    """Seconds of one micro-batch of every part of a model, and of one transfer between stages."""
 
-    layers: Mapping[LayerKind, MicroBatchTime]
-    embedding: MicroBatchTime
-    head: MicroBatchTime
-    mtp: MicroBatchTime
+    parts: tuple[MicroBatchTime, ...]  # as StageParts orders them
     transfer_s: float
+
+    @cached_property
+    def forward_s(self) -> Array:
+        """Seconds of a forward [parts]."""
+        return np.array([time.forward_s for time in self.parts])
+
+    @cached_property
+    def backward_s(self) -> Array:
+        """Seconds of a backward [parts]."""
+        return np.array([time.total_s for time in self.parts]) - self.forward_s
+
+    @cached_property
+    def weight_grad_s(self) -> Array:
+        """Seconds of the backward that weight gradients take [parts]."""
+        return np.array([time.weight_grad_s for time in self.parts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +103,7 @@ class StepTail:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """`exposed` are the parts of the slowest pipeline rank, and sum to `step_s`."""
+    """The seconds of a step; `exposed` are the parts of the slowest rank, and sum to `step_s`."""
 
     step_s: float
     slowest_rank: int
@@ -97,35 +111,27 @@ class StepTime:
     hidden: PartSeconds
 
 
-def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
-    """What decides a layer's cost; MTP depths are numbered above the layers."""
-    return is_moe_layer(model, layer), flops.is_windowed(model, layer)
-
-
 @lru_cache(maxsize=16)
 def layer_kinds(model: ModelSpec) -> Mapping[LayerKind, int]:
-    """Every kind of layer the model has, with a layer of that kind."""
+    """Return every kind of layer the model has, with a layer of that kind."""
     mtp = [model.layers + 1] if model.mtp_layers else []
     return MappingProxyType(
         {layer_kind(model, layer): layer for layer in (*range(model.layers), *mtp)}
     )
 
 
-def list_op_rows(size: Symbols) -> tuple[OpRow, ...]:
-    """Every row that enters an estimate but the optimizer's."""
-    work = model_ops(size)
-    ops = [
-        *work.layers.values(),
-        work.embedding,
-        work.head,
-        *([work.mtp] if size.model.mtp_layers else []),
-    ]
-    return tuple(row for one in ops for row in (*one.forward, *one.backward))
+def list_op_rows(sym: Symbols) -> tuple[OpRow, ...]:
+    """List every row that enters an estimate but the optimizer's."""
+    ops = model_ops(sym)
+    parts = [*ops.layers.values(), ops.embedding, ops.head]
+    if sym.model.mtp_layers:
+        parts.append(ops.mtp)
+    return tuple(row for part in parts for row in (*part.forward, *part.backward))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOps:
-    """Rows of everything that a stage can hold."""
+    """The rows of everything that a stage can hold."""
 
     layers: Mapping[LayerKind, LayerOps]
     embedding: LayerOps
@@ -133,21 +139,22 @@ class ModelOps:
     mtp: LayerOps
 
 
-def model_ops(size: Symbols) -> ModelOps:
+def model_ops(sym: Symbols) -> ModelOps:
+    """Return the rows of everything that a stage can hold."""
     return ModelOps(
         layers={
-            kind: layer_ops(size, layer=layer, moe=kind[0])
-            for kind, layer in layer_kinds(size.model).items()
+            kind: layer_ops(sym, layer=layer, moe=kind.is_moe)
+            for kind, layer in layer_kinds(sym.model).items()
         },
-        embedding=embedding_ops(size),
-        head=head_ops(size),
-        mtp=mtp_ops(size),
+        embedding=embedding_ops(sym),
+        head=head_ops(sym),
+        mtp=mtp_ops(sym),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedModelOps:
-    """Rows of the layers with their seconds, and the times of what stands outside them."""
+    """The rows of layers with their seconds, and the times of what stands outside them."""
 
     layers: Mapping[LayerKind, PricedOps]
     embedding: MicroBatchTime
@@ -156,123 +163,131 @@ class PricedModelOps:
 
 
 def price_model_ops(
-    rates: DeviceRates, links: CollectiveModel, size: Symbols, work: ModelOps
+    rates: DeviceRates, collectives: CollectiveModel, sym: Symbols, ops: ModelOps
 ) -> PricedModelOps:
-    embedding = outside_layers_time(links, size, price_ops(rates, work.embedding), gathers=2)
-    head = outside_layers_time(links, size, price_ops(rates, work.head), gathers=3, sums=_LOSS_SUMS)
-    mtp = add_times(
-        [
-            (head, 1.0),
-            (outside_layers_time(links, size, price_ops(rates, work.mtp), gathers=5), 1.0),
-        ]
+    """Price the rows; an MTP depth is priced with its embedding and its pass through the head."""
+    embedding = outside_layers_time(collectives, sym, price_ops(rates, ops.embedding), gathers=2)
+    head = outside_layers_time(
+        collectives, sym, price_ops(rates, ops.head), gathers=3, sums=_LOSS_SUMS
     )
+    projection = outside_layers_time(collectives, sym, price_ops(rates, ops.mtp), gathers=5)
     return PricedModelOps(
-        layers={kind: price_ops(rates, ops) for kind, ops in work.layers.items()},
+        layers={kind: price_ops(rates, layer) for kind, layer in ops.layers.items()},
         embedding=embedding,
         head=head,
-        mtp=add_times([(mtp, 1.0), (embedding, 1.0)]),
+        mtp=add_times([(head, 1.0), (projection, 1.0), (embedding, 1.0)]),
     )
 
 
-def reprice_experts(rates: DeviceRates, known: PricedModelOps, size: Symbols) -> PricedModelOps:
-    """The same for a layout of a fused stack that cuts its experts otherwise and takes an equal
-    dispatcher: only what stands between dispatch and combine is priced anew.
+def reprice_experts(rates: DeviceRates, priced: PricedModelOps, sym: Symbols) -> PricedModelOps:
+    """Price anew what stands between dispatch and combine, for experts that are cut otherwise.
+
+    The layout is one of a fused stack with an equal dispatcher.
     """
-    if size.model.moe is None:
-        return known
-    experts = price_ops(rates, expert_ops(size))
+    if sym.model.moe is None:
+        return priced
+    experts = price_ops(rates, expert_ops(sym))
     layers = {
-        kind: replace_expert_rows(priced, experts) if kind[0] else priced
-        for kind, priced in known.layers.items()
+        kind: replace_expert_rows(rows, experts) if kind.is_moe else rows
+        for kind, rows in priced.layers.items()
     }
-    return replace(known, layers=layers)
+    return replace(priced, layers=layers)
 
 
 class Pricer:
-    """Prices the pieces of layouts that differ only in pipeline, recompute, offload, overlap and
-    graphs.
+    """Prices the parts of layouts that differ in pipeline, recompute, offload, overlap and graphs.
 
-    What a choice does not touch is worked out once: rows for all, collectives and choices for each
+    What a choice does not touch is worked out once: rows for all, collectives and policies for each
     set of overlaps.
     """
 
-    __slots__ = ("_added", "_beside", "_device", "_links", "_priced", "size")
+    __slots__ = ("_collectives", "_device", "_priced", "_replays", "_shared", "sym")
 
     def __init__(
         self,
-        links: CollectiveModel,
-        size: Symbols,
+        collectives: CollectiveModel,
+        sym: Symbols,
         priced: PricedModelOps,
-        beside: Pricer | None = None,
+        shared: Pricer | None = None,
     ) -> None:
-        self.size, self._links, self._priced, self._beside = size, links, priced, beside
+        self.sym, self._collectives, self._priced = sym, collectives, priced
+        self._shared = shared  # has the prices of what experts do not change
         self._device: dict[tuple[object, ...], tuple[LayerCollectives, DeviceTime]] = {}
-        self._added: dict[tuple[object, ...], ReplayCost] = {}
+        self._replays: dict[tuple[object, ...], ReplayCost] = {}
 
-    def with_experts(self, rates: DeviceRates, size: Symbols) -> Pricer:
-        """Of layouts of a fused stack that cut their experts otherwise and take an equal
-        dispatcher: only what experts change is priced anew.
+    def with_experts(self, rates: DeviceRates, sym: Symbols) -> Pricer:
+        """Return the prices of layouts that cut their experts otherwise, by a fused stack.
+
+        They take an equal dispatcher: only what experts change is priced anew.
         """
-        return Pricer(self._links, size, reprice_experts(rates, self._priced, size), beside=self)
+        priced = reprice_experts(rates, self._priced, sym)
+        return Pricer(self._collectives, sym, priced, shared=self)
 
-    def layer_times(self, layout: Layout) -> LayerTimes:
-        """Of a layout with the degrees and micro-batch of the priced one."""
-        layers, size = {}, replace(self.size, layout=layout)
-        for kind, priced in self._priced.layers.items():
-            _, device = self._moved(layout, kind)
-            more, sent = (
-                self._more(layout, kind, layout),
-                offloaded_activations(self._links.constants, size, moe=kind[0]),
-            )
+    def part_times(self, layout: Layout, parts: StageParts) -> PartTimes:
+        """Price the parts of a layout with the degrees and micro-batch of the priced one."""
+        sym = replace(self.sym, layout=layout)
+        layers = {}
+        for kind, rows in self._priced.layers.items():
+            _, device = self._device_time(layout, kind)
+            replay = self._replay_cost(layout, kind, layout)
+            offloaded = _offloaded(self._collectives.constants, sym, kind)
             layers[kind] = layer_time(
-                self._links, size, layout, priced, device, more, sent, moe=kind[0]
+                self._collectives, sym, layout, rows, device, replay, offloaded, moe=kind.is_moe
             )
-        return LayerTimes(
-            layers=layers,
-            embedding=self._priced.embedding,
-            head=self._priced.head,
-            mtp=self._priced.mtp,
-            transfer_s=stage_transfer_s(self._links, self.size, layout),
+        priced = self._priced
+        times = [
+            add_times([(layers[part.kind], 1.0), (priced.mtp, float(part.is_mtp))])
+            for part in parts.layers
+        ]
+        nothing = add_times([])  # what keeps an MTP depth's input takes no time
+        return PartTimes(
+            parts=(*times, priced.embedding, priced.head, nothing),
+            transfer_s=stage_transfer_s(self._collectives, self.sym, layout),
         )
 
     def layer_totals_s(
         self,
         layout: Layout,
-        choices: Sequence[ReplayPolicy],
-        taken: np.ndarray,
-        sent: Mapping[LayerKind, OffloadedActivations],
+        replays: Sequence[ReplayPolicy],
+        chosen: Array,
+        offloaded: Mapping[LayerKind, OffloadedActivations],
         *,
         synced: bool,
-    ) -> dict[LayerKind, np.ndarray]:
-        """[taken] seconds of a layer of each kind, of the layout with one of the choices instead of
-        its own, given by its place; `sent` [taken] to the host, which waits for every transfer
-        between stages if `synced`.
+    ) -> dict[LayerKind, Array]:
+        """Return the seconds of a layer of each kind, under policies instead of the layout's own.
+
+        `chosen` [policies] says which of `replays` each takes, `offloaded` [policies] what it sends
+        to the host, which waits for every transfer between stages if `synced`.
         """
-        place = np.zeros(len(choices), dtype=int)
-        place[taken] = 1
-        used = np.flatnonzero(place).tolist()
-        place[used] = np.arange(len(used))
-        found = {}
+        is_used = np.zeros(len(replays), dtype=bool)
+        is_used[chosen] = True
+        used = np.flatnonzero(is_used)
+        place = np.searchsorted(used, chosen)
+        totals = {}
         for kind in self._priced.layers:
-            each = ReplayCost.stack([self._more(layout, kind, choices[choice]) for choice in used])
-            more = ReplayCost(
-                **{name: getattr(each, name)[place[taken]] for name in ReplayCost.__slots__}
+            costs = ReplayCost.stack(
+                [self._replay_cost(layout, kind, replays[replay]) for replay in used.tolist()]
             )
-            found[kind] = np.asarray(self._total_s(layout, kind, more, sent[kind], synced))
-        return found
+            cost = ReplayCost(
+                **{name: getattr(costs, name)[place] for name in ReplayCost.__slots__}
+            )
+            totals[kind] = np.asarray(self._total_s(layout, kind, cost, offloaded[kind], synced))
+        return totals
 
     def layer_total_s(
         self,
         layout: Layout,
-        choices: ReplayPolicy,
-        sent: Mapping[LayerKind, OffloadedActivations],
+        replay: ReplayPolicy,
+        offloaded: Mapping[LayerKind, OffloadedActivations],
         *,
         synced: bool,
     ) -> dict[LayerKind, float]:
-        """The same of one choice, as numbers."""
+        """Return `layer_totals_s` of one policy, as numbers."""
         return {
             kind: float(
-                self._total_s(layout, kind, self._more(layout, kind, choices), sent[kind], synced)
+                self._total_s(
+                    layout, kind, self._replay_cost(layout, kind, replay), offloaded[kind], synced
+                )
             )
             for kind in self._priced.layers
         }
@@ -281,203 +296,227 @@ class Pricer:
         self,
         layout: Layout,
         kind: LayerKind,
-        more: ReplayCost,
-        sent: OffloadedActivations,
+        replay: ReplayCost,
+        offloaded: OffloadedActivations,
         synced: bool,
     ) -> FloatOrArray:
-        _, device = self._moved(layout, kind)
-        return pass_times(
-            self._links, self.size, layout, device, more, sent, moe=kind[0], synced=synced
-        ).total_s
+        _, device = self._device_time(layout, kind)
+        times = pass_times(
+            self._collectives,
+            self.sym,
+            layout,
+            device,
+            replay,
+            offloaded,
+            moe=kind.is_moe,
+            synced=synced,
+        )
+        return times.total_s
 
-    def outside_layers_s(self) -> tuple[float, float, float]:
-        """Seconds of an MTP depth without its layer, of the embedding, and of a pass through the
-        head."""
-        one = self._priced
-        return one.mtp.total_s, one.embedding.total_s, one.head.total_s
+    def part_seconds(
+        self, parts: StageParts, layers: Mapping[LayerKind, FloatOrArray]
+    ) -> list[FloatOrArray]:
+        """Return the seconds of every part, given those of the layers of each kind."""
+        priced = self._priced
+        times = [layers[part.kind] + part.is_mtp * priced.mtp.total_s for part in parts.layers]
+        return [*times, priced.embedding.total_s, priced.head.total_s, 0.0]
 
-    def _moved(self, layout: Layout, kind: LayerKind) -> tuple[LayerCollectives, DeviceTime]:
-        if self._beside and not kind[0]:
-            return self._beside._moved(layout, kind)
+    def _device_time(self, layout: Layout, kind: LayerKind) -> tuple[LayerCollectives, DeviceTime]:
+        if self._shared and not kind.is_moe:
+            return self._shared._device_time(layout, kind)
         key = kind, layout.overlap, layout.dispatcher, layout.cp_comm
         if key not in self._device:
-            moved = price_collectives(self._links, replace(self.size, layout=layout), moe=kind[0])
-            self._device[key] = (
-                moved,
-                device_time(self._links, layout, self._priced.layers[kind], moved),
-            )
+            sym = replace(self.sym, layout=layout)
+            moved = price_collectives(self._collectives, sym, moe=kind.is_moe)
+            rows = self._priced.layers[kind]
+            self._device[key] = moved, device_time(self._collectives, layout, rows, moved)
         return self._device[key]
 
-    def _more(self, layout: Layout, kind: LayerKind, chosen: ReplayPolicy) -> ReplayCost:
-        if self._beside and not kind[0]:
-            return self._beside._more(layout, kind, chosen)
+    def _replay_cost(self, layout: Layout, kind: LayerKind, policy: ReplayPolicy) -> ReplayCost:
+        if self._shared and not kind.is_moe:
+            return self._shared._replay_cost(layout, kind, policy)
         key = (
             kind,
             layout.overlap,
             layout.dispatcher,
             layout.cp_comm,
-            chosen.recompute,
-            chosen.graphs,
+            policy.recompute,
+            policy.graphs,
+            layout.pp * layout.vpp if layout.recompute_block else 0,
         )
-        if key not in self._added:
-            moved, _ = self._moved(layout, kind)
-            priced = self._priced.layers[kind]
-            self._added[key] = replay_cost(
-                self._links, self.size, layout, chosen, priced, moved, moe=kind[0]
+        if key not in self._replays:
+            moved, _ = self._device_time(layout, kind)
+            rows = self._priced.layers[kind]
+            self._replays[key] = replay_cost(
+                self._collectives, self.sym, layout, policy, rows, moved, moe=kind.is_moe
             )
-        return self._added[key]
+        return self._replays[key]
 
 
-def chunk_time(size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk]) -> MicroBatchTime:
-    """One micro-batch through `chunks`."""
-    mtp_kind = layer_kind(size.model, size.model.layers + 1)
-    counts: dict[LayerKind, int] = {}
-    terms: list[tuple[MicroBatchTime, float]] = []
-    for chunk in chunks:
-        for layer in chunk.layers:
-            kind = layer_kind(size.model, layer)
-            counts[kind] = counts.get(kind, 0) + 1
-        if chunk.mtp_layers:
-            counts[mtp_kind] = counts.get(mtp_kind, 0) + chunk.mtp_layers
-        terms += [
-            (pieces.mtp, chunk.mtp_layers),
-            (pieces.embedding, float(chunk.has_embedding)),
-            (pieces.head, float(chunk.has_loss)),
-        ]
-    terms += [(pieces.layers[kind], count) for kind, count in counts.items()]
-    return add_times((times, weight) for times, weight in terms if weight)
-
-
-def stage_times(
-    size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk], pp: int
-) -> tuple[MicroBatchTime, ...]:
-    """One micro-batch on each pipeline rank."""
-    return tuple(
-        chunk_time(size, pieces, [chunk for chunk in chunks if chunk.pp_rank == pp_rank])
-        for pp_rank in range(pp)
+def _offloaded(constants: Constants, sym: Symbols, kind: LayerKind) -> OffloadedActivations:
+    """Return what a layer of a kind sends to the host under the layout's own policy."""
+    even = routing.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
+    sent = offloaded_activations(
+        activation_context(constants, sym),
+        policy_of(sym.layout),
+        is_moe=kind.is_moe,
+        load=sym.R / even if even else 1.0,
     )
+    return OffloadedActivations(bytes=float(sent.bytes[0]), modules=int(sent.modules[0]))
 
 
-def pipeline_s(size: Symbols, pieces: LayerTimes, chunks: Sequence[Chunk]) -> tuple[float, float]:
-    """Seconds of all micro-batches through the rows of the pipeline, and how much longer they take
-    for transfers."""
-    layout = size.layout
-    of_chunk = [chunk_time(size, pieces, [chunk]) for chunk in chunks]
+def stage_time(times: PartTimes, counts: Array) -> MicroBatchTime:
+    """Return the time of one micro-batch through the parts that `counts` [parts] says."""
+    weights = zip(times.parts, counts.tolist(), strict=True)
+    return add_times((time, weight) for time, weight in weights if weight)
+
+
+def pipeline_s(sym: Symbols, times: PartTimes, counts: Array) -> tuple[float, float]:
+    """Return the seconds of all micro-batches, and how much longer they take for transfers.
+
+    `counts` [virtual stages, parts] is what the pipeline holds.
+    """
+    layout = sym.layout
+    forward, backward = counts @ times.forward_s, counts @ times.backward_s
     if not layout.schedule.splits_backward:
-        forward = np.array([times.forward_s for times in of_chunk])
-        backward = np.array([times.total_s for times in of_chunk]) - forward
-        shown = float(exposed_transfers(layout.pp, layout.vpp, size.m))
-        return build_pipeline(layout, size.m).total_s(forward, backward), shown * pieces.transfer_s
+        shown = float(exposed_transfers(layout.pp, layout.vpp, sym.m))
+        return build_pipeline(layout, sym.m).total_s(forward, backward), shown * times.transfer_s
+    weights = counts @ times.weight_grad_s
     seconds = [
-        StageSeconds(
-            forward=times.forward_s,
-            input_backward=times.total_s - times.forward_s - times.weight_grad_s,
-            weight_backward=times.weight_grad_s,
+        StageSeconds(forward=forward_s, input_backward=input_s, weight_backward=weight_s)
+        for forward_s, input_s, weight_s in zip(
+            forward.tolist(), (backward - weights).tolist(), weights.tolist(), strict=True
         )
-        for times in of_chunk
     ]
     still, sending = (
-        simulate_pipeline_s(layout, seconds, micro_batches=size.m, transfer_s=transfer_s)
-        for transfer_s in (0.0, pieces.transfer_s)
+        simulate_pipeline_s(layout, seconds, micro_batches=sym.m, transfer_s=transfer_s)
+        for transfer_s in (0.0, times.transfer_s)
     )
     return still, sending - still
 
 
-def count_owned_parameters(layout: Layout, held: RankParameters) -> int:
-    """Parameters that a rank updates: its shards of what it holds."""
+def count_owned_parameters(layout: Layout, parameters: RankParameters) -> int:
+    """Count the parameters that a rank updates: its shards of what it holds."""
     if not layout.zero:
-        return held.dense + held.expert
+        return parameters.dense + parameters.expert
     dense, expert = (
         grid.group_size(layout, fsdp.state_group(layout, group)) for group in ("dp_cp", "edp")
     )
-    return held.dense // dense + held.expert // expert
+    return parameters.dense // dense + parameters.expert // expert
 
 
 def step_tail(
-    rates: DeviceRates,
-    links: CollectiveModel,
-    workload: Workload,
-    size: Symbols,
-    layout: Layout,
-    held: RankParameters,
+    rates: DeviceRates, collectives: CollectiveModel, sym: Symbols, parameters: RankParameters
 ) -> StepTail:
-    """Gradient reduction, optimizer and weight gather of a rank that holds so many parameters.
+    """Return gradient reduction, optimizer and weight gather of a rank with so many parameters.
 
     zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under
     hybrid sharding copies of a part then sum its gradient, once a step. Replicas of experts send
     gradients home after backward, before their owners reduce, and take weights at the end of the
     step: nothing of that is hidden.
     """
-    c = links.constants
-    often = workload.global_batch // (layout.mbs * layout.dp) if layout.zero == 3 else 1
-    reduce_s, copies_s, gather_s = 0.0, 0.0, 0.0
-    beside_s = (0.0, 0.0)  # of both, what may run beside computation
+    layout = sym.layout
+    reduce_s, gather_s, copies_s = 0.0, 0.0, 0.0
+    beside_reduce_s, beside_gather_s = 0.0, 0.0  # what may run beside computation
     for group, numel, calls in (
-        ("dp_cp", held.dense, held.dense_calls),
-        ("edp", held.expert, held.expert_calls),
+        ("dp_cp", parameters.dense, parameters.dense_calls),
+        ("edp", parameters.expert, parameters.expert_calls),
     ):
         if not numel:
             continue
-        where = links.span(layout, fsdp.state_group(layout, group))
-        shards = where.size if layout.zero else 1
-        op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
-        nbytes = workload.grad_dtype.nbytes * numel / calls
-        reduce_s += often * calls * links.seconds(op, where, nbytes)
-        if layout.shard:
-            across = links.span(layout, fsdp.fsdp_groups(layout, group).replica_group)
-            copies_s += calls * links.seconds(Collective.ALL_REDUCE, across, nbytes / shards)
-        if layout.zero:
-            gather = calls * links.seconds(
-                Collective.ALL_GATHER, where, size.c * numel / shards / calls
-            )
-            gather_s += (2 * often if layout.zero == 3 else 1) * gather
+        exchange = _state_exchange(collectives, sym, group, numel, calls)
+        reduce_s += exchange.reduce_s
+        gather_s += exchange.gather_s
+        copies_s += exchange.copies_s
         if not layout.spare or group != "edp":
-            beside_s = reduce_s, gather_s
-    if layout.spare and size.model.moe is not None:
-        where = links.span(layout, "ep")
-        replicas = layout.spare * held.expert * layout.ep / size.model.moe.experts
-        reduce_s += links.seconds(Collective.ALL_TO_ALL, where, 4 * replicas)
-        gather_s += links.seconds(Collective.ALL_TO_ALL, where, size.c * replicas)
-    hidden_share = 1 - c["overlapped_dp_share"] if size.is_fused else 0.0
-    hidden_reduce = (
-        hidden_share * beside_s[0] if Overlap.GRAD in layout.overlap or layout.zero == 3 else 0.0
-    )
-    hidden_gather = (
-        hidden_share * beside_s[1] if Overlap.PARAM in layout.overlap or layout.zero == 3 else 0.0
-    )
-    owned = count_owned_parameters(layout, held)
-    on_device = sum(
-        rates.seconds(row)
-        for row in optimizer_ops(size, numel=held.dense + held.expert, owned_numel=owned)
-    )
-    on_host = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
+            beside_reduce_s = reduce_s
+            beside_gather_s = gather_s
+    if layout.spare and sym.model.moe is not None:
+        span = collectives.span(layout, "ep")
+        replicas = layout.spare * parameters.expert * layout.ep / sym.model.moe.experts
+        reduce_s += collectives.seconds(Collective.ALL_TO_ALL, span, _FP32_BYTES * replicas)
+        gather_s += collectives.seconds(Collective.ALL_TO_ALL, span, sym.c * replicas)
+    hidden_share = 1 - collectives.constants["overlapped_dp_share"] if sym.is_fused else 0.0
+    hidden_reduce_s, hidden_gather_s = 0.0, 0.0
+    if Overlap.GRAD in layout.overlap or layout.zero == 3:
+        hidden_reduce_s = hidden_share * beside_reduce_s
+    if Overlap.PARAM in layout.overlap or layout.zero == 3:
+        hidden_gather_s = hidden_share * beside_gather_s
     return StepTail(
-        reduce_s=reduce_s - hidden_reduce + copies_s,
-        gather_s=gather_s - hidden_gather,
-        optimizer_s=c["step_tail_s"]
-        + (1 - on_host) * on_device
-        + on_host * owned * c["host_optimizer_s_per_parameter"],
-        hidden_s=hidden_reduce + hidden_gather,
+        reduce_s=reduce_s - hidden_reduce_s + copies_s,
+        gather_s=gather_s - hidden_gather_s,
+        optimizer_s=_optimizer_s(rates, sym, parameters),
+        hidden_s=hidden_reduce_s + hidden_gather_s,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StateExchange:
+    """Seconds of a group's gradient reduction and weight gather, and of sums over copies."""
+
+    reduce_s: float
+    gather_s: float
+    copies_s: float
+
+
+def _state_exchange(
+    collectives: CollectiveModel, sym: Symbols, group: str, numel: int, calls: int
+) -> _StateExchange:
+    """Return the exchanges of a step for the parameters that `group` reduces, in so many calls."""
+    layout, workload = sym.layout, sym.workload
+    passes = sym.m if layout.zero == 3 else 1
+    span = collectives.span(layout, fsdp.state_group(layout, group))
+    call_bytes = workload.grad_dtype.nbytes * numel / calls
+    if not layout.zero:
+        reduce_s = calls * collectives.seconds(Collective.ALL_REDUCE, span, call_bytes)
+        return _StateExchange(reduce_s=reduce_s, gather_s=0.0, copies_s=0.0)
+    reduce_s = calls * collectives.seconds(Collective.REDUCE_SCATTER, span, call_bytes)
+    weight_bytes = sym.c * numel / span.size / calls
+    gather_s = calls * collectives.seconds(Collective.ALL_GATHER, span, weight_bytes)
+    copies_s = 0.0
+    if layout.shard:
+        copies = collectives.span(layout, fsdp.fsdp_groups(layout, group).replica_group)
+        copies_s = calls * collectives.seconds(
+            Collective.ALL_REDUCE, copies, call_bytes / span.size
+        )
+    gathers = 2 * passes if layout.zero == 3 else 1
+    return _StateExchange(
+        reduce_s=passes * reduce_s, gather_s=gathers * gather_s, copies_s=copies_s
+    )
+
+
+def _optimizer_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
+    """Return the seconds of the optimizer, on the device and on the host, and of the step's end."""
+    c, layout = rates.constants, sym.layout
+    owned = count_owned_parameters(layout, parameters)
+    ops = optimizer_ops(sym, numel=parameters.dense + parameters.expert, owned_numel=owned)
+    on_device_s = sum(rates.seconds(row) for row in ops)
+    host_share = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
+    on_host_s = owned * c["host_optimizer_s_per_parameter"]
+    return c["step_tail_s"] + (1 - host_share) * on_device_s + host_share * on_host_s
 
 
 def step_time(
-    size: Symbols,
-    pieces: LayerTimes,
-    chunks: Sequence[Chunk],
+    sym: Symbols,
+    times: PartTimes,
+    counts: Array,
     stages: Sequence[MicroBatchTime],
     last: StepTail,
 ) -> StepTime:
-    """The pipeline of `stages`, then `last`. What the slowest rank does not work is transfers and
-    bubble."""
+    """Return the time of the pipeline of `stages`, then `last`.
+
+    `counts` [virtual stages, parts] is what the pipeline holds, `stages` the time of each pipeline
+    rank. What the slowest rank does not work is transfers and bubble.
+    """
     totals = [stage.total_s for stage in stages]
     slowest = totals.index(max(totals))
-    own = add_times([(stages[slowest], size.m)])
-    still_s, sending_s = pipeline_s(size, pieces, chunks)
+    own = add_times([(stages[slowest], sym.m)])
+    still_s, sending_s = pipeline_s(sym, times, counts)
+    waiting_s = still_s - sym.m * totals[slowest] if sym.layout.pp > 1 else 0.0
     parts = {
         **own.exposed,
         TimePart.PP_COMM: sending_s,
-        TimePart.BUBBLE: still_s - size.m * totals[slowest],
+        TimePart.BUBBLE: waiting_s,
         TimePart.DP_COMM: last.reduce_s + last.gather_s,
         TimePart.OPTIMIZER: last.optimizer_s,
     }

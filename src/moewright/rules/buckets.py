@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 from moewright.spec.errors import BadInput, Reason
 
 # Shards of a multiple of 128 elements keep every slice's bytes aligned for the collectives.
 _PAD_ELEMENTS = 128
+_ALIGN_ELEMENTS = 64  # where parameters start inside a bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +41,32 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def padded_numel(end: Any, shards: int) -> Any:
+    """Return the elements of a bucket that ends at `end`, padded so that it splits into shards.
+
+    `end` may be an array.
+    """
+    multiple = lcm(shards, _PAD_ELEMENTS)
+    return -(-end // multiple) * multiple
+
+
+def lay_parameter(
+    end: int, numel: int, *, bucket_elements: int, align: int = _ALIGN_ELEMENTS
+) -> tuple[int, int, bool]:
+    """Lay a parameter behind the `end` of a bucket; return its start, its end, and if it closes it.
+
+    A bucket closes when it holds `bucket_elements` or more, alignment gaps included.
+    """
+    start = _round_up(end, align)
+    return start, start + numel, start + numel >= bucket_elements
+
+
 def plan_buckets(
-    params: Sequence[tuple[str, int]], *, shards: int, bucket_elements: int, align: int = 64
+    params: Sequence[tuple[str, int]],
+    *,
+    shards: int,
+    bucket_elements: int,
+    align: int = _ALIGN_ELEMENTS,
 ) -> tuple[Bucket, ...]:
     """Lay (name, numel) pairs out in order, each start a multiple of `align` elements.
 
@@ -58,7 +84,6 @@ def plan_buckets(
         if value < 1:
             rule = "must be at least 1"
             raise BadInput(Reason(field=field, value=str(value), rule=rule, nearest="1"))
-    multiple = lcm(shards, _PAD_ELEMENTS)
     buckets: list[Bucket] = []
     entries: list[BucketEntry] = []
     end = 0
@@ -66,15 +91,14 @@ def plan_buckets(
         if numel < 1:
             rule = "a parameter has at least one element"
             raise BadInput(Reason(field=name, value=str(numel), rule=rule))
-        start = _round_up(end, align)
+        start, end, closes = lay_parameter(end, numel, bucket_elements=bucket_elements, align=align)
         entries.append(BucketEntry(name=name, start=start, numel=numel))
-        end = start + numel
-        if end >= bucket_elements:
-            buckets.append(Bucket(entries=tuple(entries), numel=_round_up(end, multiple)))
+        if closes:
+            buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))
             entries = []
             end = 0
     if entries:
-        buckets.append(Bucket(entries=tuple(entries), numel=_round_up(end, multiple)))
+        buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))
     return tuple(buckets)
 
 

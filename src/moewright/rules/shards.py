@@ -95,22 +95,47 @@ def stage_parameters(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Pa
 
 def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, ...], ...]:
     """Return `stage_parameters` of every pipeline rank."""
-    by_layer: dict[int, list[tuple[int, Param]]] = {}
-    for index, param in enumerate(parameters(model)):
-        by_layer.setdefault(param.layer, []).append((index, param))
-    end_layers = {EMBEDDING_LAYER, *range(model.layers, model.layers + 1 + model.mtp_layers)}
-    stage_params = []
-    for pp_rank in range(layout.pp):
-        chunks = _rank_chunks(model, layout, pp_rank)
-        layers = end_layers.union(*(chunk.layers for chunk, _ in chunks))
-        candidates = sorted(
-            (pair for layer in layers for pair in by_layer.get(layer, ())),
-            key=lambda pair: pair[0],
-        )
-        stage_params.append(
-            tuple(param for _, param in candidates if _is_held(param, model, chunks))
-        )
-    return tuple(stage_params)
+    return tuple(
+        tuple(param for _, params in layer_parameters(model, layout, pp_rank) for param in params)
+        for pp_rank in range(layout.pp)
+    )
+
+
+def layer_parameters(
+    model: ModelSpec, layout: Layout, pp_rank: int
+) -> tuple[tuple[int, tuple[Param, ...]], ...]:
+    """Return the layers of a pipeline rank with the parameters that it holds of each.
+
+    Embeddings, final norm and head, and MTP depths are layers as rules.parameters numbers them.
+    Layers come in registration order, and so do the parameters of each.
+    """
+    chunks = _rank_chunks(model, layout, pp_rank)
+    by_layer = _by_layer(model)
+    found = []
+    for layer in (EMBEDDING_LAYER, *sorted(i for chunk, _ in chunks for i in chunk.layers)):
+        params = by_layer[layer]
+        if layer == EMBEDDING_LAYER:
+            params = _held(params, model, chunks)
+        if params:
+            found.append((layer, params))
+    for layer in range(model.layers, model.layers + 1 + model.mtp_layers):
+        if params := _held(by_layer[layer], model, chunks):
+            found.append((layer, params))
+    return tuple(found)
+
+
+def _held(
+    params: Sequence[Param], model: ModelSpec, chunks: Sequence[tuple[stages.Chunk, int]]
+) -> tuple[Param, ...]:
+    return tuple(param for param in params if _is_held(param, model, chunks))
+
+
+@lru_cache(maxsize=2)
+def _by_layer(model: ModelSpec) -> Mapping[int, tuple[Param, ...]]:
+    of_layer: dict[int, list[Param]] = {}
+    for param in parameters(model):
+        of_layer.setdefault(param.layer, []).append(param)
+    return MappingProxyType({layer: tuple(params) for layer, params in of_layer.items()})
 
 
 def _rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:

@@ -1,6 +1,7 @@
-"""What practitioners usually do: the orders of priority of published MoE tuning guides
-(Megatron-LM's MoE guide, Megatron-Bridge's performance guide). A search follows none of them; where
-its winner departs from one, the plan says what keeping to it would cost.
+"""What practitioners usually do, as published MoE tuning guides order it.
+
+These are Megatron-LM's MoE guide and Megatron-Bridge's performance guide. A search follows none of
+them; where its winner departs from one, the plan says what keeping to it would cost.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from moewright.search.pipeline_arrays import Array
-from moewright.search.space import ActivationPolicy, PipelineShape, SearchSpace, StatePolicy
+from moewright.cost.activations import ActivationPolicy
+from moewright.cost.stage_parts import Array
+from moewright.search.space import PipelineShape, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout, Offload, Recompute
 
 _LONG_TOKENS = 8192  # from where attention's activations are said to dominate
 
 
 class GuidelineScope(Enum):
-    """What of a layout a habit is about: what tells groups of candidates apart, or one of their
-    axes."""
+    """What of a layout a guideline is about: its degrees, or an axis of a group's candidates."""
 
     DEGREES = ()
     PIPELINE = (0,)
@@ -31,7 +32,7 @@ class GuidelineScope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guideline:
-    """`kept` tells whether a layout, or the part of one that `level` names, keeps to it."""
+    """A piece of advice; `is_followed` asks a layout, or the part of one that `scope` names."""
 
     text: str
     scope: GuidelineScope
@@ -40,27 +41,31 @@ class Guideline:
     def mask(
         self,
         cut: Layout,
-        pipes: tuple[PipelineShape, ...],
-        works: tuple[ActivationPolicy, ...],
-        keeps: tuple[StatePolicy, ...],
+        pipelines: tuple[PipelineShape, ...],
+        activations: tuple[ActivationPolicy, ...],
+        states: tuple[StatePolicy, ...],
         space: SearchSpace,
     ) -> Array:
-        """Which of [pipelines, works, keeps] keep to it, in a shape that broadcasts."""
+        """Return which candidates of a group follow it, in a shape that broadcasts.
+
+        Their axes are [pipelines, activation policies, state policies].
+        """
         if self.scope is GuidelineScope.DEGREES:
             return np.full((1, 1, 1), self.is_followed(cut, space))
         (axis,) = self.scope.value
         shape = [1, 1, 1]
         shape[axis] = -1
-        parts: tuple[Any, ...] = (pipes, works, keeps)[axis]
-        return np.array([self.is_followed(part, space) for part in parts]).reshape(shape)
+        choices: tuple[Any, ...] = (pipelines, activations, states)[axis]
+        follows = [self.is_followed(choice, space) for choice in choices]
+        return np.array(follows).reshape(shape)
 
 
-def _inside(cut: Layout, space: SearchSpace) -> bool:
+def _stays_in_domain(cut: Layout, space: SearchSpace) -> bool:
     domain = space.hardware.fabric.domain_size
     return cut.tp <= domain and cut.ep * cut.etp <= domain
 
 
-def _short_whole(cut: Layout, space: SearchSpace) -> bool:
+def _cuts_long_sequences_alone(cut: Layout, space: SearchSpace) -> bool:
     return cut.cp == 1 or space.workload.seq_len >= _LONG_TOKENS
 
 
@@ -68,7 +73,7 @@ GUIDELINES = (
     Guideline(
         text="keep tensor and expert parallelism inside the fast domain",
         scope=GuidelineScope.DEGREES,
-        is_followed=_inside,
+        is_followed=_stays_in_domain,
     ),
     Guideline(
         text="cut experts by EP before ETP",
@@ -78,37 +83,37 @@ GUIDELINES = (
     Guideline(
         text="take context parallelism from 8K tokens on",
         scope=GuidelineScope.DEGREES,
-        is_followed=_short_whole,
+        is_followed=_cuts_long_sequences_alone,
     ),
     Guideline(
         text="interleave the stages",
         scope=GuidelineScope.PIPELINE,
-        is_followed=lambda pipe, _: pipe.pp == 1 or pipe.vpp > 1,
+        is_followed=lambda shape, _: shape.pp == 1 or shape.vpp > 1,
     ),
     Guideline(
         text="recompute modules, not whole layers",
         scope=GuidelineScope.ACTIVATIONS,
-        is_followed=lambda work, _: Recompute.FULL not in work.recompute,
+        is_followed=lambda policy, _: Recompute.FULL not in policy.recompute,
     ),
     Guideline(
         text="recompute and split further before activations go to the host",
         scope=GuidelineScope.ACTIVATIONS,
-        is_followed=lambda work, _: set(work.offload) <= {Offload.OPTIMIZER},
+        is_followed=lambda policy, _: set(policy.offload) <= {Offload.OPTIMIZER},
     ),
     Guideline(
         text="keep the optimizer on the device",
         scope=GuidelineScope.STATES,
-        is_followed=lambda keep, _: Offload.OPTIMIZER not in keep.offload,
+        is_followed=lambda policy, _: Offload.OPTIMIZER not in policy.offload,
     ),
 )
 LEAST_PARALLELISM = "take the least model parallelism that fits"
 
 
 def find_departures(layout: Layout, space: SearchSpace) -> tuple[Guideline, ...]:
-    """The habits that a layout does not keep to."""
-    return tuple(habit for habit in GUIDELINES if not habit.is_followed(layout, space))
+    """Return the guidelines that a layout does not follow."""
+    return tuple(guideline for guideline in GUIDELINES if not guideline.is_followed(layout, space))
 
 
 def model_parallel_size(layout: Layout) -> int:
-    """Ranks that hold one copy of the dense part of a model."""
+    """Return the ranks that hold one copy of the dense part of a model."""
     return layout.tp * layout.cp * layout.pp

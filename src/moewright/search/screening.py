@@ -1,10 +1,8 @@
-"""Seconds and bytes of all candidates of a group at once: the prices of the cost floor, combined
-over arrays.
+"""Seconds and bytes of all candidates of a group at once: the cost floor over arrays.
 
-A piece (a layer, an embedding, a pass through the head) is priced once for all pipelines,
-micro-batch counts and ways to hold the states that go with it; the closed form of the pipeline
-joins them. Nothing here is an estimate of its own: the best candidates are estimated in full, and
-both agree (tests/search/test_scout.py).
+The parts of a model are priced once for all pipelines, numbers of micro-batches and ways to hold
+states that go with them. Bytes are those of an estimate; seconds are too but for the bubble, which
+a closed form gives instead of the timetable's rows (tests/search/test_screening.py).
 """
 
 from __future__ import annotations
@@ -14,31 +12,32 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moewright.cost.activations import ActivationPolicies, ActivationPolicy
 from moewright.cost.buffers import dispatcher_bytes
 from moewright.cost.layer_time import stage_transfer_s
-from moewright.cost.memory import steady_micro_batches
+from moewright.cost.memory import ModelMemory, MomentCounts, steady_micro_batches
+from moewright.cost.parameter_tree import ParameterTree
 from moewright.cost.pipeline_time import build_pipeline, closed_form_s
-from moewright.cost.repricing import count_chunk_layers, pass_seconds
+from moewright.cost.stage_parts import Array, count_parts, list_parts
 from moewright.cost.step_time import RankParameters, step_tail
 from moewright.cost.symbols import Symbols
+from moewright.rules import shards, stages
 from moewright.rules.compatibility import check_compatibility
 from moewright.search.pipeline_arrays import (
-    Array,
     DistinctRanks,
     PipelineBatch,
     batch_pipelines,
     find_distinct_ranks,
-    list_layer_kinds,
-    peak_snapshots,
+    fullest_moments,
 )
 from moewright.search.screening_memory import ScreeningMemory
 from moewright.search.screening_time import GroupTimes, ScreeningTimes, TimingClass
 from moewright.search.space import (
-    ActivationPolicy,
     DegreeGroup,
     PipelineShape,
     PipelineShapes,
     SearchSpace,
+    StatePolicy,
     activation_policies,
     state_policies,
     with_pipeline,
@@ -46,15 +45,17 @@ from moewright.search.space import (
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 
+_DENSE, _EXPERT = (shards.GRADIENT_GROUPS.index(group) for group in ("dp_cp", "edp"))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupScores:
-    """A group under one way to overlap expert communication, as arrays over [pipelines, works,
-    keeps].
+    """A group under one overlap of expert communication, as arrays over its candidates.
 
-    `legal` says which combinations exist. `step_s` is infinite where it was not worth pricing, and
-    nowhere below `floor_s`; `dp_overlap` says where overlapped gradient sums and weight gathers are
-    faster. `base` is the group's layout with what pricing settled.
+    Their axes are [pipelines, activation policies, state policies]. `legal` says which combinations
+    exist. `step_s` is infinite where it was not worth pricing, and nowhere below `floor_s`;
+    `dp_overlap` says where overlapped gradient sums and weight gathers are faster. `base` is the
+    group's layout with what pricing settled.
     """
 
     pipelines: PipelineShapes
@@ -67,375 +68,451 @@ class GroupScores:
     dp_overlap: Array
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PricedGroup:
+    """A group whose parts are priced, with its pipelines and their timing classes."""
+
+    base: Layout
+    batch: PipelineBatch
+    timings: tuple[TimingClass, ...]
+    times: GroupTimes
+
+
 class Screener:
-    """Prices the candidates of one space; what does not depend on the candidate is worked out
-    once."""
+    """Prices the candidates of one space; what does not depend on the candidate is done once."""
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
-        self._pieces = list_layer_kinds(space.model)
-        self.works, self.keeps = activation_policies(space), state_policies(space)
-        self.prices = ScreeningTimes(space, self._pieces, self.works)
-        self._rates, self._links = self.prices.rates, self.prices.links
-        # [w, v]: work w replays and sends away less than work v.
+        self._parts = list_parts(space.model, space.base)
+        self.activation_policies = activation_policies(space)
+        self.state_policies = state_policies(space)
+        policies = ActivationPolicies(members=self.activation_policies)
+        self.times = ScreeningTimes(space, self._parts, policies)
+        self._memory = ScreeningMemory(
+            space, self._parts, self.times.rates.constants, policies, self.state_policies
+        )
+        # [light, heavy]: the one recomputes and offloads less than the other.
         self._lighter = np.array(
-            [[_does_less(w, v) for v in self.works] for w in self.works], dtype=np.float32
+            [
+                [_does_less(light, heavy) for heavy in self.activation_policies]
+                for light in self.activation_policies
+            ],
+            dtype=np.float32,
         )
-        cuda = space.hardware.device.kind is DeviceKind.CUDA
-        sums = (Overlap.GRAD, Overlap.PARAM)
-        self._overlaps_sums = cuda and "overlap" not in space.fixed and space.permits(overlap=sums)
-        self._room = ScreeningMemory(
-            space, self._pieces, self._rates.constants, self.works, self.keeps
+        self._overlaps_sums = (
+            space.hardware.device.kind is DeviceKind.CUDA
+            and "overlap" not in space.fixed
+            and space.permits(overlap=(Overlap.GRAD, Overlap.PARAM))
         )
-        self._shapes: dict[PipelineShape, DistinctRanks] = {}
-        self._moments: dict[tuple[PipelineShape, int, bool], tuple[Array, ...]] = {}
-        self._stacks: dict[
+        self._pipelines = _Pipelines(space, self._memory.tree)
+        self._batches: dict[
             tuple[PipelineShapes, int, int, bool], tuple[PipelineBatch, tuple[TimingClass, ...]]
         ] = {}
         self._legal: dict[tuple[object, ...], tuple[Array, Array]] = {}
-        self._legal_works: dict[tuple[object, ...], Array] = {}
+        self._legal_policies: dict[tuple[object, ...], Array] = {}
         self._tails: dict[tuple[object, ...], float] = {}
         self._transfers: dict[tuple[int, int, int, int], float] = {}
-        self._bare: dict[tuple[PipelineShape, int, bool], Layout] = {}
 
     def screen(
         self, group: DegreeGroup, *, room_bytes: float, below_s: float
     ) -> Iterator[GroupScores]:
-        """All candidates of a group. Time is left out where it cannot matter: of layouts that need
-        more than `room_bytes` by more than the spread, and of pipelines that take `below_s` or more
-        even without recompute.
+        """Score all candidates of a group, for each overlap of expert communication.
+
+        Time is left out where it cannot matter: of layouts that need more than `room_bytes` by more
+        than a standard deviation, and of pipelines that take `below_s` or more even without
+        recompute.
         """
-        size = self.prices.size(group.layout)
-        at_once = self._room.layers(size)
-        prices, fits = self.prices.price_group(group.layout, at_once), True
+        sym = self.times.symbols(group.layout)
+        memory = self._memory.model_memory(sym)
+        times = self.times.price_group(group.layout, memory)
+        fits = True
         for overlap in self._expert_overlaps(group.layout):
-            cut, layers = replace(group.layout, overlap=overlap), at_once
-            legal, suits = self._legality(group, cut)
-            if not suits.any():
+            cut = replace(group.layout, overlap=overlap)
+            legal, is_searched = self._legality(group, cut)
+            if not is_searched.any():
                 continue
-            stacked, paces = self._stack(group, paired=Overlap.EP in overlap)
+            batch, timings = self._batch(group, is_paired=Overlap.EP in overlap)
+            priced = _PricedGroup(base=cut, batch=batch, timings=timings, times=times)
+            taken = memory
             if Overlap.WGRAD in overlap:
-                # Late weight gradients fit nowhere that others do not, so those that are too slow
-                # are not even weighed.
-                if not fits or not self._in_time(cut, stacked, prices, paces, below_s):
+                # Delayed weight gradients fit nowhere that others do not, so those that are too
+                # slow are not even weighed.
+                if not fits or not self._is_in_time(priced, below_s):
                     continue
-                layers = self._room.delay_weight_gradients(size, at_once)
-            peak, spread = self._room.device_bytes(size, layers, group.pipelines, stacked, suits)
-            worth = legal & (peak <= room_bytes + spread)
-            base, floor_s = cut, np.inf
-            step, dp_overlap = (
-                np.broadcast_to(np.inf, peak.shape),
-                np.broadcast_to(False, peak.shape),
+                taken = self._memory.delay_weight_gradients(memory)
+            scores = self._score(
+                priced, taken, legal, is_searched, room_bytes=room_bytes, below_s=below_s
             )
-            fits = bool(worth.any())
-            if fits:
-                base = self.prices.choose_exchanges(cut, prices, paces[0])
-                floor_s = prices.floor_s(base, paces)
-                if floor_s < below_s:
-                    worth &= ~self._needless(legal, peak, spread)
-                    step, dp_overlap = self._price(base, stacked, prices, paces, worth, below_s)
-                peak = peak + (dispatcher_bytes(self.prices.size(base)) - dispatcher_bytes(size))
-            yield GroupScores(
-                pipelines=group.pipelines,
-                base=base,
-                legal=legal,
-                peak_bytes=peak,
-                sd_bytes=spread,
-                step_s=step,
-                floor_s=floor_s,
-                dp_overlap=dp_overlap,
-            )
+            fits = scores.floor_s < np.inf
+            yield scores
 
-    def _in_time(
+    def _score(
         self,
-        cut: Layout,
-        stacked: PipelineBatch,
-        prices: GroupTimes,
-        paces: Sequence[TimingClass],
+        priced: _PricedGroup,
+        memory: ModelMemory,
+        legal: Array,
+        is_searched: Array,
+        *,
+        room_bytes: float,
         below_s: float,
-    ) -> bool:
-        """Whether any pipeline takes less than `below_s` without recompute."""
-        base = self.prices.choose_exchanges(cut, prices, paces[0])
-        if prices.floor_s(base, paces) >= below_s:
-            return False
-        return bool((self._moving(prices, base, stacked, paces, np.array([0])) < below_s).any())
+    ) -> GroupScores:
+        peak, sd = self._memory.device_bytes(memory, priced.batch, is_searched)
+        is_worth = legal & (peak <= room_bytes + sd)
+        base, floor_s = priced.base, np.inf
+        step = np.broadcast_to(np.inf, peak.shape)
+        dp_overlap = np.broadcast_to(False, peak.shape)
+        if is_worth.any():
+            base = self.times.choose_exchanges(base, priced.times, priced.timings[0])
+            floor_s = priced.times.floor_s(base, priced.timings)
+            if floor_s < below_s:
+                is_worth &= ~self._is_needless(legal, peak, sd)
+                step, dp_overlap = self._price(replace(priced, base=base), is_worth, below_s)
+            peak = peak + (
+                dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
+            )
+        return GroupScores(
+            pipelines=priced.batch.pipelines,
+            base=base,
+            legal=legal,
+            peak_bytes=peak,
+            sd_bytes=sd,
+            step_s=step,
+            floor_s=floor_s,
+            dp_overlap=dp_overlap,
+        )
 
-    def _needless(self, legal: Array, peak: Array, spread: Array) -> Array:
-        """[pipelines, works, keeps] where nothing is gained, as less replaying or moving fits with
-        room."""
-        roomy = legal & (peak <= self._space.hardware.device.memory_bytes.value - spread)
-        found = roomy.transpose(0, 2, 1).astype(np.float32) @ self._lighter > 0
-        found[:, 1:] |= roomy.transpose(0, 2, 1)[:, :1]
-        return np.asarray(found.transpose(0, 2, 1))
+    def _is_in_time(self, priced: _PricedGroup, below_s: float) -> bool:
+        """Return whether any pipeline takes less than `below_s` without recompute."""
+        base = self.times.choose_exchanges(priced.base, priced.times, priced.timings[0])
+        if priced.times.floor_s(base, priced.timings) >= below_s:
+            return False
+        return bool((self._pipeline_s(replace(priced, base=base), np.array([0])) < below_s).any())
+
+    def _is_needless(self, legal: Array, peak: Array, sd: Array) -> Array:
+        """Tell where nothing is gained, as less recompute or offload fits with room to spare."""
+        has_room = legal & (peak <= self._space.hardware.device.memory_bytes.value - sd)
+        has_room = has_room.transpose(0, 2, 1)
+        needless = has_room.astype(np.float32) @ self._lighter > 0
+        needless[:, 1:] |= has_room[:, :1]
+        return np.asarray(needless.transpose(0, 2, 1))
 
     def stall_s(self, layout: Layout) -> float:
-        """Seconds that the rows of the layout's timetable take beyond the closed form that scores
-        it; 0 for schedules that split backwards, whose tables are too long to run for any but the
+        """Return the seconds that the timetable's rows take beyond the closed form of the scores.
+
+        It is 0 for schedules that split backwards, whose tables are too long to run for any but the
         plans shown.
         """
         if layout.schedule.splits_backward:
             return 0.0
-        pricer = self.prices.pricer(layout)
-        size, pieces = pricer.size, pricer.layer_times(layout)
-        held = count_chunk_layers(size.model, layout, tuple(pieces.layers))
-        forward, backward = (held @ seconds for seconds in pass_seconds(pieces))
-        of_rank = (forward + backward).reshape(layout.vpp, layout.pp).sum(axis=0)
+        pricer, model = self.times.pricer(layout), self._space.model
+        times = pricer.part_times(layout, self._parts)
+        chunks = stages.pipeline_chunks(model, layout)
+        counts = count_parts(model, layout, self._parts, chunks)
+        forward, backward = counts @ times.forward_s, counts @ times.backward_s
+        by_rank = (forward + backward).reshape(layout.vpp, layout.pp).sum(axis=0)
         closed = closed_form_s(
-            of_rank.max(),
-            of_rank.sum(),
+            by_rank.max(),
+            by_rank.sum(),
             pp=layout.pp,
             vpp=layout.vpp,
-            micro_batches=size.m,
+            micro_batches=pricer.sym.m,
             transfer_s=0.0,
         )
-        return build_pipeline(layout, size.m).total_s(forward, backward) - float(closed)
+        return build_pipeline(layout, pricer.sym.m).total_s(forward, backward) - float(closed)
 
-    def layout(self, scores: GroupScores, pipe: int, work: int, keep: int) -> Layout:
-        """The layout of one entry of the arrays."""
-        chosen, states = self.works[work], self.keeps[keep]
+    def layout(self, scores: GroupScores, pipeline: int, activations: int, states: int) -> Layout:
+        """Return the layout of one entry of the arrays."""
+        policy, state_policy = self.activation_policies[activations], self.state_policies[states]
         layout = replace(
             scores.base,
-            recompute=chosen.recompute,
-            graphs=chosen.graphs,
-            zero=states.zero,
-            offload=tuple(sorted({*chosen.offload, *states.offload})),
+            recompute=policy.recompute,
+            graphs=policy.graphs,
+            zero=state_policy.zero,
+            offload=tuple(sorted({*policy.offload, *state_policy.offload})),
         )
-        if scores.dp_overlap[pipe, work, keep]:
+        if scores.dp_overlap[pipeline, activations, states]:
             layout = _with_dp_overlap(layout)
-        return with_pipeline(layout, scores.pipelines.shapes[pipe], self._space)
+        return with_pipeline(layout, scores.pipelines.shapes[pipeline], self._space)
 
     def _expert_overlaps(self, cut: Layout) -> list[tuple[Overlap, ...]]:
-        """Overlaps of the layout without and with that of expert communication, and with weight
-        gradients delayed for it, as far as they can gain.
+        """Return overlaps without and with that of expert communication, as far as they can gain.
+
+        The last also delays weight gradients for it.
         """
-        hides = self._links.constants["ep_overlap_hidden"] > 0
+        hides = self.times.collectives.constants["ep_overlap_hidden"] > 0
         if "overlap" in self._space.fixed or cut.ep == 1 or not hides:
             return [cut.overlap]
-        ways = ((Overlap.EP,), (Overlap.EP, Overlap.WGRAD))
-        return [cut.overlap, *(way for way in ways if self._space.permits(overlap=way))]
+        overlaps = ((Overlap.EP,), (Overlap.EP, Overlap.WGRAD))
+        permitted = (overlap for overlap in overlaps if self._space.permits(overlap=overlap))
+        return [cut.overlap, *permitted]
 
     def _legality(self, group: DegreeGroup, cut: Layout) -> tuple[Array, Array]:
-        """[pipelines, works, keeps], and [pipelines, keeps] where any work is legal."""
+        """Return which candidates are legal, and where any activation policy is.
+
+        [pipelines, activation policies, state policies] and [pipelines, state policies].
+        """
         key = group.pipelines, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
-            found = np.array([self._work_legality(cut, pipe) for pipe in group.pipelines.shapes])
-            suits = [
-                [keep.is_searched_on(pipe, self._space) for keep in self.keeps]
-                for pipe in group.pipelines.shapes
-            ]
-            legal = found[:, None, :] & np.array(suits)[:, :, None]
+            shapes = group.pipelines.shapes
+            is_legal = np.array([self._policy_legality(cut, shape) for shape in shapes])
+            is_searched = np.array(
+                [
+                    [policy.is_searched_on(shape, self._space) for policy in self.state_policies]
+                    for shape in shapes
+                ]
+            )
+            legal = is_legal[:, None, :] & is_searched[:, :, None]
             self._legal[key] = legal.transpose(0, 2, 1), np.asarray(legal.any(axis=2))
         return self._legal[key]
 
-    def _work_legality(self, cut: Layout, pipe: PipelineShape) -> Array:
-        """[works]"""
-        key = pipe.pp > 1, pipe.vpp > 1, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
-        if key not in self._legal_works:
-            layout = with_pipeline(cut, pipe, self._space)
+    def _policy_legality(self, cut: Layout, shape: PipelineShape) -> Array:
+        """Return which activation policies are legal on a pipeline [activation policies]."""
+        key = shape.pp > 1, shape.vpp > 1, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
+        if key not in self._legal_policies:
+            layout = with_pipeline(cut, shape, self._space)
             reasons = [
-                check_compatibility(self._space.model, self._space.workload, work.apply_to(layout))
-                for work in self.works
-            ]
-            self._legal_works[key] = np.array([next(each, None) is None for each in reasons])
-        return self._legal_works[key]
-
-    def _stack(
-        self, group: DegreeGroup, *, paired: bool
-    ) -> tuple[PipelineBatch, tuple[TimingClass, ...]]:
-        cut, world = group.layout, self._space.hardware.count
-        batch, one_pass = self._space.workload.global_batch * cut.tp * cut.cp, cut.mbs * world
-        key = group.pipelines, batch, one_pass, paired
-        if key not in self._stacks:
-            layouts = [
-                self._alone(pipe, cut.vpp_group, paired=paired) for pipe in group.pipelines.shapes
-            ]
-            counts = [batch * pipe.pp // one_pass for pipe in group.pipelines.shapes]
-            shapes = [
-                self._shape(pipe, layout)
-                for pipe, layout in zip(group.pipelines.shapes, layouts, strict=True)
-            ]
-            moments = [
-                self._fullest(pipe, layout, shape, count)
-                for pipe, layout, shape, count in zip(
-                    group.pipelines.shapes, layouts, shapes, counts, strict=True
+                check_compatibility(
+                    self._space.model, self._space.workload, policy.apply_to(layout)
                 )
+                for policy in self.activation_policies
             ]
-            stacked = batch_pipelines(layouts, shapes, moments, counts)
-            self._stacks[key] = stacked, tuple(self._paces(cut, stacked))
-        return self._stacks[key]
-
-    def _alone(self, pipe: PipelineShape, vpp_group: int, *, paired: bool) -> Layout:
-        """A pipeline of single ranks."""
-        key = pipe, vpp_group, paired
-        if key not in self._bare:
-            bare = Layout(
-                world_size=pipe.pp, vpp_group=vpp_group, overlap=(Overlap.EP,) if paired else ()
+            self._legal_policies[key] = np.array(
+                [next(of_policy, None) is None for of_policy in reasons]
             )
-            self._bare[key] = with_pipeline(bare, pipe, self._space)
-        return self._bare[key]
+        return self._legal_policies[key]
 
-    def _paces(self, cut: Layout, stacked: PipelineBatch) -> Iterator[TimingClass]:
-        sizes = [self.prices.size(replace(cut, pp=pp)) for pp in stacked.degrees]
-        likes = np.array([int(size.is_steady) if size.is_fused else size.m for size in sizes])[
-            stacked.degree
-        ]
-        synced = (stacked.pp > 1) & (stacked.vpp == 1)
-        for like, waits in sorted(set(zip(likes.tolist(), synced.tolist(), strict=True))):
-            rows = (likes == like) & (synced == waits)
-            pp = int(stacked.pp[int(np.argmax(rows))])
-            yield TimingClass(like=like, synced=waits, ranks=rows[stacked.pipe_of_seat], pp=pp)
+    def _batch(
+        self, group: DegreeGroup, *, is_paired: bool
+    ) -> tuple[PipelineBatch, tuple[TimingClass, ...]]:
+        """Return the pipelines of a group as arrays, with their timing classes."""
+        cut = group.layout
+        sequences = self._space.workload.global_batch * cut.tp * cut.cp
+        pass_sequences = cut.mbs * self._space.hardware.count
+        key = group.pipelines, sequences, pass_sequences, is_paired
+        if key not in self._batches:
+            shapes = group.pipelines.shapes
+            layouts = [
+                self._pipelines.layout(shape, cut.vpp_group, is_paired=is_paired)
+                for shape in shapes
+            ]
+            micro_batches = [sequences * shape.pp // pass_sequences for shape in shapes]
+            batch = batch_pipelines(
+                group.pipelines,
+                layouts,
+                [
+                    self._pipelines.ranks(shape, layout)
+                    for shape, layout in zip(shapes, layouts, strict=True)
+                ],
+                [
+                    self._pipelines.moments(shape, layout, count)
+                    for shape, layout, count in zip(shapes, layouts, micro_batches, strict=True)
+                ],
+                self._pipelines.distinct_moments,
+                micro_batches,
+            )
+            self._batches[key] = batch, tuple(self._timing_classes(cut, batch))
+        return self._batches[key]
 
-    def _shape(self, pipe: PipelineShape, layout: Layout) -> DistinctRanks:
-        if pipe not in self._shapes:
-            self._shapes[pipe] = find_distinct_ranks(self._space.model, self._pieces, layout)
-        return self._shapes[pipe]
+    def _timing_classes(self, cut: Layout, batch: PipelineBatch) -> Iterator[TimingClass]:
+        symbols = [self.times.symbols(replace(cut, pp=pp)) for pp in batch.degrees]
+        likes = [int(sym.is_steady) if sym.is_fused else sym.m for sym in symbols]
+        like = np.array(likes)[batch.degree]
+        synced = (batch.pp > 1) & (batch.vpp == 1)
+        # Full recompute of the first layers of each chunk takes a share that the stages decide.
+        stage_counts = batch.pp * batch.vpp if cut.recompute_block else np.zeros_like(batch.pp)
+        keys = list(zip(like.tolist(), stage_counts.tolist(), synced.tolist(), strict=True))
+        for key in sorted(set(keys)):
+            is_alike = np.array([other == key for other in keys])
+            first = keys.index(key)
+            yield TimingClass(
+                like=key[:2],
+                synced=key[2],
+                ranks=is_alike[batch.pipeline_of_rank],
+                pp=int(batch.pp[first]),
+                vpp=int(batch.vpp[first]),
+            )
 
-    def _fullest(
-        self, pipe: PipelineShape, layout: Layout, shape: DistinctRanks, count: int
-    ) -> tuple[Array, ...]:
-        key = pipe, steady_micro_batches(layout, count), bool(layout.overlap)
-        if key not in self._moments:
-            self._moments[key] = peak_snapshots(shape, self._pieces, layout, count)
-        return self._moments[key]
-
-    def _price(
-        self,
-        base: Layout,
-        stacked: PipelineBatch,
-        prices: GroupTimes,
-        paces: Sequence[TimingClass],
-        worth: Array,
-        below_s: float,
-    ) -> tuple[Array, Array]:
-        """[pipelines, works, keeps] seconds of a step where it is worth it, and whether with
-        overlapped sums."""
-        variants = [base]
+    def _price(self, priced: _PricedGroup, is_worth: Array, below_s: float) -> tuple[Array, Array]:
+        """Return the seconds of a step where it is worth it, and whether with overlapped sums."""
+        variants = [priced]
         if self._overlaps_sums:
-            variants.append(_with_dp_overlap(base))
-        step, overlapped = np.full(worth.shape, np.inf), np.zeros(worth.shape, dtype=bool)
-        # Neither replays nor the host's work for overlapped sums make the lightest work any
+            variants.append(replace(priced, base=_with_dp_overlap(priced.base)))
+        step, overlapped = np.full(is_worth.shape, np.inf), np.zeros(is_worth.shape, dtype=bool)
+        # Neither recompute nor the host's work for overlapped sums make the lightest policy any
         # shorter.
-        least = self._moving(prices, base, stacked, paces, np.array([0]))
-        wanted = worth & (least < below_s)[:, :, None]
-        needed = np.flatnonzero(wanted.any(axis=(0, 2)))
+        least = self._pipeline_s(priced, np.array([0]))
+        is_wanted = is_worth & (least < below_s)[:, :, None]
+        needed = np.flatnonzero(is_wanted.any(axis=(0, 2)))
         if not len(needed):
             return step, overlapped
         for variant in variants:
-            moving = self._moving(prices, variant, stacked, paces, needed)
-            whole = moving[:, :, None] + self._tail_s(variant, stacked, wanted)[:, None, :]
-            found = np.where(wanted[:, needed], whole, np.inf)
-            better = found < step[:, needed]
-            step[:, needed] = np.where(better, found, step[:, needed])
-            overlapped[:, needed] = np.where(better, variant is not base, overlapped[:, needed])
+            pipeline_s = self._pipeline_s(variant, needed)
+            total = pipeline_s[:, :, None] + self._tail_s(variant, is_wanted)[:, None, :]
+            total_s = np.where(is_wanted[:, needed], total, np.inf)
+            better = total_s < step[:, needed]
+            step[:, needed] = np.where(better, total_s, step[:, needed])
+            overlapped[:, needed] = np.where(better, variant is not priced, overlapped[:, needed])
         return step, overlapped
 
-    def _moving(
-        self,
-        prices: GroupTimes,
-        base: Layout,
-        stacked: PipelineBatch,
-        paces: Sequence[TimingClass],
-        of_works: Array,
-    ) -> Array:
-        """[P, works] seconds of all micro-batches through the pipelines."""
-        totals = np.empty((len(stacked.ranks), len(of_works)))
-        for pace in paces:
-            totals[pace.ranks] = stacked.ranks[pace.ranks] @ prices.seconds(pace, base, of_works)
-        transfer = np.array([self._transfer_s(base, pp) for pp in stacked.degrees])
-        slowest, whole = stacked.slowest_and_all(totals)
+    def _pipeline_s(self, priced: _PricedGroup, policies: Array) -> Array:
+        """Return the seconds of all micro-batches under these policies [pipelines, policies]."""
+        batch, base = priced.batch, priced.base
+        by_rank = np.empty((len(batch.ranks), len(policies)))
+        for timing in priced.timings:
+            seconds = priced.times.seconds(timing, base, policies)
+            by_rank[timing.ranks] = batch.ranks[timing.ranks] @ seconds
+        transfers = np.array([self._transfer_s(base, pp) for pp in batch.degrees])
+        slowest, total = batch.slowest_and_all(by_rank)
         return closed_form_s(
             slowest,
-            whole,
-            pp=stacked.pp[:, None],
-            vpp=stacked.vpp[:, None],
-            micro_batches=stacked.micro_batches[:, None],
-            transfer_s=transfer[stacked.degree][:, None],
+            total,
+            pp=batch.pp[:, None],
+            vpp=batch.vpp[:, None],
+            micro_batches=batch.micro_batches[:, None],
+            transfer_s=transfers[batch.degree][:, None],
         )
 
     def _transfer_s(self, base: Layout, pp: int) -> float:
         key = base.tp, base.cp, base.mbs, pp
         if key not in self._transfers:
             layout = replace(base, pp=pp)
-            self._transfers[key] = stage_transfer_s(self._links, self.prices.size(layout), layout)
+            self._transfers[key] = stage_transfer_s(
+                self.times.collectives, self.times.symbols(layout), layout
+            )
         return self._transfers[key]
 
-    def _tail_s(self, base: Layout, stacked: PipelineBatch, wanted: Array) -> Array:
-        """[P, keeps] seconds of what a step does once, on the rank that takes longest; 0 where
-        nothing is wanted."""
-        found = np.zeros((len(stacked.pp), len(self.keeps)))
-        shares = self._room.shares(base, stacked)
-        for column, keep in enumerate(self.keeps):
-            pipes = np.asarray(wanted[:, :, column].any(axis=1))
-            if pipes.any():
-                layout = replace(
-                    base, zero=keep.zero, offload=tuple(sorted({*base.offload, *keep.offload}))
-                )
-                self._add_tails(
-                    found[:, column],
-                    layout,
-                    stacked,
-                    shares,
-                    np.flatnonzero(pipes[stacked.pipe_of_seat]),
-                )
-        return found
+    def _tail_s(self, priced: _PricedGroup, is_wanted: Array) -> Array:
+        """Return the seconds of what a step does once, on the rank that takes longest.
 
-    def _add_tails(
-        self, found: Array, base: Layout, stacked: PipelineBatch, shares: Array, seats: Array
-    ) -> None:
-        pipes = stacked.pipe_of_seat[seats]
-        # Only zero=3 reduces and gathers more often with more micro-batches.
-        often = base.mbs if base.zero == 3 else 0
-        same = (
-            base.tp,
-            base.cp,
-            base.ep,
-            base.etp,
-            often,
-            base.zero,
-            base.offload,
-            Overlap.GRAD in base.overlap,
+        [pipelines, state policies]; 0 where nothing is wanted.
+        """
+        batch = priced.batch
+        tails = np.zeros((len(batch.pp), len(self.state_policies)))
+        for column, policy in enumerate(self.state_policies):
+            pipelines = np.asarray(is_wanted[:, :, column].any(axis=1))
+            ranks = np.flatnonzero(pipelines[batch.pipeline_of_rank])
+            if len(ranks):
+                seconds = self._rank_tails_s(priced.base, policy, batch, ranks)
+                np.maximum.at(tails[:, column], batch.pipeline_of_rank[ranks], seconds)
+        return tails
+
+    def _rank_tails_s(
+        self, base: Layout, policy: StatePolicy, batch: PipelineBatch, ranks: Array
+    ) -> list[float]:
+        """Return the seconds that each of these ranks takes once a step."""
+        base = replace(
+            base, zero=policy.zero, offload=tuple(sorted({*base.offload, *policy.offload}))
         )
-        sizes: dict[int, Symbols] = {}
-        for share, pipe, pp in zip(
-            shares[seats].tolist(), pipes.tolist(), stacked.pp[pipes].tolist(), strict=True
+        # Only zero=3 reduces and gathers more often with more micro-batches.
+        mbs = base.mbs if base.zero == 3 else 0
+        overlaps_sums = Overlap.GRAD in base.overlap
+        same = base.tp, base.cp, base.ep, base.etp, mbs, base.zero, base.offload, overlaps_sums
+        elements = self._memory.elements(base, policy.zero, batch)
+        columns = [_DENSE, _EXPERT]
+        parameters = np.concatenate(
+            [elements.numel[:, columns], elements.calls[:, columns]], axis=1
+        )
+        pp = batch.pp[batch.pipeline_of_rank]
+        symbols: dict[int, Symbols] = {}
+        seconds = []
+        for rank_pp, numbers in zip(
+            pp[ranks].tolist(), parameters[ranks].astype(np.int64).tolist(), strict=True
         ):
-            dense, expert, dense_calls, expert_calls = share
-            key = same, pp, dense, expert
+            key = same, rank_pp, *numbers
             if key not in self._tails:
-                held = RankParameters(
-                    dense=dense, expert=expert, dense_calls=dense_calls, expert_calls=expert_calls
-                )
-                if pp not in sizes:
-                    sizes[pp] = self.prices.size(replace(base, pp=pp))
-                size = sizes[pp]
-                last = step_tail(
-                    self._rates, self._links, self._space.workload, size, size.layout, held
-                )
-                self._tails[key] = last.total_s
-            found[pipe] = max(found[pipe], self._tails[key])
+                if rank_pp not in symbols:
+                    symbols[rank_pp] = self.times.symbols(replace(base, pp=rank_pp))
+                self._tails[key] = self._one_tail_s(symbols[rank_pp], numbers)
+            seconds.append(self._tails[key])
+        return seconds
+
+    def _one_tail_s(self, sym: Symbols, numbers: Sequence[int]) -> float:
+        dense, expert, dense_calls, expert_calls = numbers
+        parameters = RankParameters(
+            dense=dense,
+            expert=expert,
+            dense_calls=max(1, dense_calls),
+            expert_calls=max(1, expert_calls),
+        )
+        times = self.times
+        tail = step_tail(times.rates, times.collectives, sym, parameters)
+        return tail.total_s
+
+
+class _Pipelines:
+    """The pipelines of a space without their degrees, each worked out once."""
+
+    def __init__(self, space: SearchSpace, tree: ParameterTree) -> None:
+        self._space, self._tree = space, tree
+        self._parts = list_parts(space.model, space.base)
+        self._layouts: dict[tuple[PipelineShape, int, bool], Layout] = {}
+        self._ranks: dict[PipelineShape, DistinctRanks] = {}
+        self._moments: dict[tuple[PipelineShape, int, bool], Array] = {}
+        self._places: dict[bytes, int] = {}
+        self.distinct_moments: list[MomentCounts] = []
+
+    def layout(self, shape: PipelineShape, vpp_group: int, *, is_paired: bool) -> Layout:
+        """Return a pipeline of single ranks."""
+        key = shape, vpp_group, is_paired
+        if key not in self._layouts:
+            base = self._space.base
+            alone = Layout(
+                world_size=shape.pp,
+                vpp_group=vpp_group,
+                overlap=(Overlap.EP,) if is_paired else (),
+                recompute_block=base.recompute_block,
+                recompute_span=base.recompute_span,
+            )
+            self._layouts[key] = with_pipeline(alone, shape, self._space)
+        return self._layouts[key]
+
+    def ranks(self, shape: PipelineShape, layout: Layout) -> DistinctRanks:
+        """Return the ranks of a pipeline that differ."""
+        if shape not in self._ranks:
+            self._ranks[shape] = find_distinct_ranks(
+                self._space.model, self._parts, self._tree, layout
+            )
+        return self._ranks[shape]
+
+    def moments(self, shape: PipelineShape, layout: Layout, micro_batches: int) -> Array:
+        """Return the places in `distinct_moments` of what the ranks hold when they are fullest."""
+        steady = steady_micro_batches(layout, micro_batches)
+        key = shape, steady, bool(layout.overlap)
+        if key not in self._moments:
+            ranks = self.ranks(shape, layout)
+            moments = fullest_moments(ranks, self._parts, layout, steady)
+            self._moments[key] = np.array([self._place(counts) for counts in moments])
+        return self._moments[key]
+
+    def _place(self, counts: MomentCounts) -> int:
+        key = counts.live.tobytes() + counts.backward.tobytes() + counts.paired.tobytes()
+        if key not in self._places:
+            self._places[key] = len(self.distinct_moments)
+            self.distinct_moments.append(counts)
+        return self._places[key]
 
 
 def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:
-    """Whether everything that `light` replays or sends to the host is so by `heavy` too, and
-    more."""
-    few, many = (
-        (
-            _replayed(work.recompute),
-            work.offload if Recompute.FULL not in work.recompute else tuple(Offload),
-        )
-        for work in (light, heavy)
-    )
-    return few != many and few[0] <= many[0] and {*few[1]} <= {*many[1]}
+    """Return whether `heavy` recomputes and offloads all that `light` does, and more."""
+    less = _recomputed(light.recompute), _offloaded(light)
+    more = _recomputed(heavy.recompute), _offloaded(heavy)
+    return less != more and less[0] <= more[0] and less[1] <= more[1]
 
 
-def _replayed(recompute: Collection[Recompute]) -> frozenset[Recompute]:
+def _offloaded(policy: ActivationPolicy) -> frozenset[Offload]:
+    """Return what a policy leaves no activation of on the device."""
+    return frozenset(Offload if Recompute.FULL in policy.recompute else policy.offload)
+
+
+def _recomputed(recompute: Collection[Recompute]) -> frozenset[Recompute]:
     if Recompute.FULL in recompute:
         return frozenset(Recompute)
-    inside = (Recompute.MOE_ACT, Recompute.SHARED_EXPERTS) if Recompute.MOE in recompute else ()
-    return frozenset((*recompute, *inside))
+    if Recompute.MOE in recompute:
+        return frozenset((*recompute, Recompute.MOE_ACT, Recompute.SHARED_EXPERTS))
+    return frozenset(recompute)
 
 
 def _with_dp_overlap(layout: Layout) -> Layout:
-    """With gradient sums under backward, and weight gathers where there are any."""
+    """Return the layout with overlapped gradient sums, and weight gathers where there are any."""
     added = {Overlap.GRAD} if layout.zero == 0 else {Overlap.GRAD, Overlap.PARAM}
     return replace(layout, overlap=tuple(sorted({*layout.overlap, *added})))

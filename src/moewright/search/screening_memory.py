@@ -1,356 +1,274 @@
-"""Device bytes of all candidates of a group at once: the formulas of the cost floor over arrays of
-pieces."""
+"""Device bytes of all candidates of a group at once, by the memory model of the cost floor.
+
+Nothing here is a formula of its own: what candidates have in common is worked out once, and the
+functions of moewright.cost get arrays over ranks and policies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import lcm, prod
 
 import numpy as np
 
-from moewright.cost import memory
-from moewright.cost.activations import is_offloaded, outside_layers_bytes, quantised_bytes
-from moewright.cost.buffers import dispatcher_bytes, graph_bytes
+from moewright.cost import memory, model_states
+from moewright.cost.activations import ActivationPolicies, activation_context
+from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
 from moewright.cost.constants import Constants
-from moewright.cost.model_states import sharded_states, state_bytes_per_parameter
-from moewright.cost.routed_rows import is_moe_layer
-from moewright.cost.step_time import layer_kind
+from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
+from moewright.cost.replicas import replica_rows
+from moewright.cost.stage_parts import Array, StageParts
 from moewright.cost.symbols import Symbols
-from moewright.rules import fsdp, grid, recompute, routing, shards
-from moewright.rules.parameters import parameters
-from moewright.rules.stages import Chunk
-from moewright.search.pipeline_arrays import Array, LayerKinds, PipelineBatch
-from moewright.search.space import ActivationPolicy, PipelineShapes, SearchSpace, StatePolicy
-from moewright.spec.layout import Layout, Offload
+from moewright.rules import fsdp, grid, shards
+from moewright.search.pipeline_arrays import PipelineBatch
+from moewright.search.space import SearchSpace, StatePolicy
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Module
 
-_PAD_ELEMENTS = 128
-_GROUPS = {group: column for column, group in enumerate(shards.GRADIENT_GROUPS)}
+_WITHOUT_EXPERTS, _WITH_EXPERTS = False, True
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerParameters:
-    """Elements of one rank by piece and the group that reduces them (rules.shards) [pieces,
-    groups]: all of them, and those with 8-bit copies; what a bucket holds on average [groups].
+class RankElements:
+    """Elements of the parameters of ranks under one way to share states [ranks].
+
+    `numel` and `calls` [ranks, groups] are elements of buckets, padding included, and the number of
+    buckets by the group that reduces them; `own` are those of a rank's shards. `linear` are those
+    of linear weights, `own_linear` of their shards, and `checkpointed` those that a rank saves.
     """
 
     numel: Array
-    copied: Array
-    bucket: Array
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerBytes:
-    """[pieces, works] bytes that a micro-batch keeps, that live shortly in the backward of a layer,
-    and that it sends to the host.
-    """
-
-    saved: Array
-    transient: Array
-    offloaded: Array
+    calls: Array
+    own: Array
+    linear: Array
+    own_linear: Array
+    checkpointed: Array
 
 
 class ScreeningMemory:
-    """Bytes of the candidates of one space. What does not depend on the candidate is worked out
-    once."""
+    """Works out the bytes of the candidates of one space, what they have in common once."""
 
     def __init__(
         self,
         space: SearchSpace,
-        pieces: LayerKinds,
+        parts: StageParts,
         constants: Constants,
-        works: Sequence[ActivationPolicy],
-        keeps: Sequence[StatePolicy],
+        policies: ActivationPolicies,
+        states: Sequence[StatePolicy],
     ) -> None:
-        self._space, self._pieces, self._constants = space, pieces, constants
-        self._works, self._keeps = works, keeps
-        model = space.model
-        kinds = [layer_kind(model, layer) for layer in range(model.layers)]
-        self._layers = tuple(kinds.index(kind) for kind in pieces.kinds)
-        wanted = {*self._layers, -1, model.layers, model.layers + 1}
-        self._params = [param for param in parameters(model) if param.layer in wanted]
-        narrow = space.workload.precision.is_narrow
-        held = recompute.activation_nbytes(space.workload)
-        self._inputs = (
-            constants.low_precision_bytes("input", space.workload.precision) / held
-            if narrow
-            else None
+        self.tree = ParameterTree()
+        self._space, self._parts, self._constants = space, parts, constants
+        self._policies, self._state_policies = policies, states
+        self._follows_linear = space.workload.precision.is_narrow and any(
+            policy.zero == 3 for policy in states
         )
-        self._copies = (
-            constants.low_precision_bytes("weight_copies", space.workload.precision) / held
-            if narrow
-            else 0.0
-        )
-        self._replays = np.array([bool(work.recompute) for work in works])
-        self._without_experts: dict[tuple[int, int, int], LayerBytes] = {}
-        self._masks: dict[tuple[tuple[Module, str], ...], tuple[Array, Array]] = {}
+        # A CPU's memory is the host's.
+        self._checkpoints_on_device = space.hardware.device.kind is not DeviceKind.CUDA
+        self._dense_layers: dict[tuple[int, int, int, int], memory.LayerMemory] = {}
         self._placeholders: dict[tuple[int, int], Array] = {}
-        self._groups: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
-        self._states: dict[tuple[PipelineShapes, int, int, int, int], Array] = {}
-        self._counted: dict[tuple[int, int, int], LayerParameters] = {}
+        self._communicators: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
+        self._fills: dict[tuple[str, int, int], BucketFill] = {}
+        self._elements: dict[tuple[object, ...], RankElements] = {}
+        self._resident: dict[tuple[object, ...], Array] = {}
+        self._block_numel: dict[tuple[int, int, int], Array] = {}
+
+    def model_memory(self, sym: Symbols) -> memory.ModelMemory:
+        """Return what the parts of a model take under some degrees, whatever their pipeline."""
+        context, cut = activation_context(self._constants, sym), sym.layout
+        layers = []
+        for column, part in enumerate(self._parts.layers):
+            key = column, cut.tp, cut.cp, cut.mbs
+            layer = self._dense_layers.get(key)
+            if layer is None:
+                layer = memory.layer_memory(context, sym, self._policies, part)
+                if not part.kind.is_moe:  # EP and ETP change nothing of it
+                    self._dense_layers[key] = layer
+            layers.append(layer)
+        return memory.join_memory(self._constants, sym, self._parts, layers)
+
+    def delay_weight_gradients(self, taken: memory.ModelMemory) -> memory.ModelMemory:
+        """Return the same with delayed weight gradients, and what they wait with."""
+        waiting = memory.delayed_gradient_bytes(taken.sym)
+        layers = [replace(layer, transient=layer.transient + waiting) for layer in taken.layers]
+        return replace(taken, layers=tuple(layers))
 
     def device_bytes(
-        self,
-        size: Symbols,
-        layers: LayerBytes,
-        pipes: PipelineShapes,
-        stack: PipelineBatch,
-        suits: Array,
+        self, taken: memory.ModelMemory, batch: PipelineBatch, is_searched: Array
     ) -> tuple[Array, Array]:
-        """[pipelines, works, keeps] bytes of the fullest rank, and their standard deviation; 0
-        allocated for keeps that are not searched on a pipeline, by `suits` [pipelines, keeps].
+        """Return the bytes of the fullest rank and their standard deviation.
+
+        Both are [pipelines, activation policies, state policies]; 0 is allocated for state policies
+        that are not searched on a pipeline, by `is_searched` [pipelines, state policies].
         """
-        cut, pieces = size.layout, self._pieces
-        head = memory.head_bytes(self._constants, size)
-        backwards, which = stack.backwards
-        passes = backwards[:, pieces.mtp] + backwards[:, pieces.head]
-        short = np.multiply.outer(passes * head.backward, np.ones(len(self._works)))
-        for piece in range(pieces.mtp + 1):
-            np.maximum(short, (backwards[:, piece, None] > 0) * layers.transient[piece], out=short)
-        kept = np.concatenate([layers.saved, np.full((1, len(self._works)), head.forward)])
-        alive = stack.kept @ kept
-        alive += short.take(
-            which, axis=0
-        )  # in place: a fresh array of this size costs the system more than its sum
-        alive = stack.fullest(alive)
-        key = pipes, cut.tp, cut.cp, cut.ep, cut.etp
-        if key not in self._states:
-            self._states[key] = self._state_bytes(cut, stack) + self._resident(size, stack)[:, None]
-        states = self._states[key]
-        allocated = np.zeros((*suits.shape, len(self._works)))
-        for keep in range(len(self._keeps)):
-            some = np.flatnonzero(suits[:, keep])
-            allocated[some, keep] = stack.most(alive, states[:, keep], some)
-        allocated = allocated.transpose(0, 2, 1)  # the works stay side by side in memory
+        backward, paired, moment = batch.transients
+        short = taken.transient_bytes(backward, paired)
+        fullest = taken.live_bytes(batch.live)
+        # In place: a fresh array of this sym costs the system more than its sum.
+        fullest += short.take(moment, axis=0)
+        activations = batch.fullest_moments(fullest)
+        resident = self._resident_bytes(taken.sym, batch)
+        allocated = np.zeros((*is_searched.shape, len(self._policies.members)))
+        for column in range(len(self._state_policies)):
+            some = np.flatnonzero(is_searched[:, column])
+            allocated[some, column] = batch.fullest_ranks(activations, resident[:, column], some)
+        allocated = allocated.transpose(0, 2, 1)  # activation policies stay neighbours in memory
         device = memory.runtime_overhead(
             self._constants,
             allocated,
-            groups=self._communicators(cut, stack)[:, None, None],
-            buffers=dispatcher_bytes(size),
+            groups=self._count_communicators(taken.sym.layout, batch)[:, None, None],
+            buffers=dispatcher_bytes(taken.sym),
         )
         return allocated + device.reserved_bytes + device.communication_bytes, device.sd_bytes
 
-    def _communicators(self, cut: Layout, stack: PipelineBatch) -> Array:
-        """[P]"""
-        key = cut.tp, cut.cp, cut.ep > 1, stack.degrees
-        if key not in self._groups:
-            self._groups[key] = np.array(
-                [memory.count_communicators(replace(cut, pp=pp)) for pp in stack.degrees]
+    def elements(self, cut: Layout, zero: int, batch: PipelineBatch) -> RankElements:
+        """Return the elements of every rank of a batch under a cut and a level of ZeRO."""
+        # Between levels that shard, hybrid sharding alone makes a difference.
+        level = zero if cut.shard else min(zero, 1)
+        key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp, level
+        if key not in self._elements:
+            layouts = [replace(cut, pp=pp, zero=zero) for pp in batch.degrees]
+            self._elements[key] = self._count_elements(layouts, batch)
+        return self._elements[key]
+
+    def _count_communicators(self, cut: Layout, batch: PipelineBatch) -> Array:
+        """Count the process groups of a rank [pipelines]."""
+        key = cut.tp, cut.cp, cut.ep > 1, batch.degrees
+        if key not in self._communicators:
+            self._communicators[key] = np.array(
+                [memory.count_communicators(replace(cut, pp=pp)) for pp in batch.degrees]
             )
-        return np.asarray(self._groups[key][stack.degree])
+        return np.asarray(self._communicators[key][batch.degree])
 
-    def parameters(self, cut: Layout) -> LayerParameters:
-        """Elements of the pieces under a cut."""
-        key = cut.tp, cut.ep, cut.etp
-        if key not in self._counted:
-            self._counted[key] = self._count(cut)
-        return self._counted[key]
+    def _fill(self, cut: Layout, group: str) -> BucketFill:
+        cuts = (cut.ep, cut.etp) if group == "edp" else (cut.tp, 1)
+        key = group, *cuts
+        if key not in self._fills:
+            self._fills[key] = BucketFill(
+                self.tree,
+                lambda params: local_params(params, cut, group),
+                bucket_elements=self._space.workload.optimizer.bucket_elements,
+                follows_linear=self._follows_linear,
+            )
+        return self._fills[key]
 
-    def held(self, cut: Layout, stack: PipelineBatch) -> tuple[Array, Array]:
-        """[seats, groups] elements of every seat: all, and those with 8-bit copies."""
-        pieces, counted = self._pieces, self.parameters(cut)
-        seats = stack.ranks.copy()
-        mtp, head = stack.ranks[:, pieces.mtp], stack.ranks[:, pieces.head]
-        tied = head if self._space.model.tie_embeddings else np.zeros_like(head)
-        # A rank that embeds shifted tokens, or makes a pass through the head, for an MTP depth
-        # holds both once.
-        seats[:, pieces.embedding] = (stack.ranks[:, pieces.embedding] + mtp + tied) > 0
-        seats[:, pieces.head] = (head + mtp) > 0
-        return seats @ counted.numel, seats @ counted.copied
+    def _count_elements(self, layouts: Sequence[Layout], batch: PipelineBatch) -> RankElements:
+        groups = shards.GRADIENT_GROUPS
+        numel, calls = np.zeros((2, len(batch.ranks), len(groups)))
+        own, linear, own_linear, checkpointed = np.zeros((4, len(batch.ranks)))
+        degree = batch.degree[batch.pipeline_of_rank]
+        for place, layout in enumerate(layouts):
+            ranks = np.flatnonzero(degree == place)
+            nodes, holders = batch.nodes[ranks], batch.holders[ranks]
+            for column, group in enumerate(groups):
+                size = grid.group_size(layout, fsdp.state_group(layout, group))
+                shard_count = size if layout.zero else 1
+                totals = self._fill(layout, group).totals(shard_count)
+                of_set = totals.numel[nodes]
+                numel[ranks, column] = of_set.sum(axis=1)
+                calls[ranks, column] = totals.calls[nodes].sum(axis=1)
+                own[ranks] += numel[ranks, column] / shard_count
+                linear[ranks] += totals.linear[nodes].sum(axis=1)
+                own_linear[ranks] += totals.own_linear[nodes].sum(axis=1)
+                if self._checkpoints_on_device:
+                    parts = model_states.copied_elements(layout, group, of_set, holders)
+                    checkpointed[ranks] += parts.sum(axis=1)
+        return RankElements(
+            numel=numel,
+            calls=calls,
+            own=own,
+            linear=linear,
+            own_linear=own_linear,
+            checkpointed=checkpointed,
+        )
 
-    def shares(self, cut: Layout, stack: PipelineBatch) -> Array:
-        """[seats, 4] dense and expert elements that every seat reduces and gathers, and in how many
-        calls each."""
-        numel, _ = self.held(cut, stack)
-        calls = np.maximum(1, np.ceil(numel / self.parameters(cut).bucket))
-        dense, expert = _GROUPS["dp_cp"], _GROUPS["edp"]
-        return np.concatenate(
-            [numel[:, [dense, expert]], calls[:, [dense, expert]]], axis=1
-        ).astype(np.int64)
+    def _resident_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
+        """Return what lives all step long [ranks, state policies]: states, copies, buffers."""
+        cut = sym.layout
+        key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp
+        if key not in self._resident:
+            resident = np.repeat(
+                self._placeholder_bytes(sym, batch)[:, None], len(self._state_policies), axis=1
+            )
+            for column, policy in enumerate(self._state_policies):
+                is_searched = np.array(
+                    [policy.is_searched_on(shape, self._space) for shape in batch.pipelines.shapes]
+                )
+                ranks = np.flatnonzero(is_searched[batch.pipeline_of_rank])
+                if len(ranks):
+                    resident[ranks, column] += self._states_bytes(sym, policy, batch, ranks)
+            self._resident[key] = resident
+        return self._resident[key]
 
-    def _count(self, cut: Layout) -> LayerParameters:
-        pieces, model = self._pieces, self._space.model
-        place = {layer: index for index, layer in enumerate(self._layers)}
-        place |= {model.layers + 1: pieces.mtp, -1: pieces.embedding, model.layers: pieces.head}
-        numel, copied = np.zeros((2, pieces.count, len(_GROUPS)))
-        squares = np.zeros(len(_GROUPS))
-        for param in self._params:
-            count, row = prod(shards.local_shape(param, cut)), place[param.layer]
-            column = _GROUPS[shards.gradient_group(param.sharded_dims, cut)]
-            numel[row, column] += count
-            squares[column] += float(count) ** 2
-            if param.module in memory.LINEAR_MODULES:
-                copied[row, column] += count
-        # A bucket closes with the parameter that fills it: on average half a parameter late.
-        late = squares / np.maximum(1.0, 2 * numel.sum(axis=0))
-        closes = self._space.workload.optimizer.bucket_elements
-        return LayerParameters(numel=numel, copied=copied, bucket=closes + late)
+    def _states_bytes(
+        self, sym: Symbols, policy: StatePolicy, batch: PipelineBatch, ranks: Array
+    ) -> Array:
+        """Return the states of some ranks, and what stays on the device with them [some ranks]."""
+        workload, cut = sym.workload, sym.layout
+        layout = replace(cut, zero=policy.zero, offload=policy.offload)
+        elements = self.elements(cut, policy.zero, batch)
+        sizes = model_states.state_bytes(
+            workload, layout, elements.numel[ranks].sum(axis=1), elements.own[ranks]
+        )
+        total = sum(
+            (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),
+            start=np.zeros(len(ranks)),
+        )
+        if sym.is_low_precision:
+            copies = self._constants.low_precision_bytes("weight_copies", sym.dtype)
+            is_sharded = Component.WEIGHTS in model_states.sharded_states(policy.zero)
+            linear = elements.own_linear if is_sharded else elements.linear
+            total += copies * linear[ranks]
+        if self._checkpoints_on_device:
+            total += model_states.checkpoint_bytes(workload, elements.checkpointed[ranks])
+        if policy.zero == 3:
+            total += gathered_bytes(workload, self._layer_numel(cut, batch, ranks))
+        if layout.spare:
+            total += self._replica_bytes(sym, batch)[ranks]
+        return total
 
-    def _state_bytes(self, cut: Layout, stack: PipelineBatch) -> Array:
-        """[seats, keeps]"""
-        numel, copied = self.held(cut, stack)
-        layouts = [replace(cut, pp=pp) for pp in stack.degrees]
-        ranks = [
-            [grid.group_size(layout, fsdp.state_group(layout, group)) for group in _GROUPS]
-            for layout in layouts
-        ]
-        padding = [[lcm(size, _PAD_ELEMENTS) / 2 for size in sizes] for sizes in ranks]
-        degree = stack.degree[stack.pipe_of_seat]
-        over = np.array(ranks, dtype=float)[degree]
-        buckets = np.ceil(numel / self.parameters(cut).bucket)
-        padded = numel + buckets * np.array(padding)[degree]
-        found = np.zeros((len(numel), len(self._keeps)))
-        element = state_bytes_per_parameter(self._space.workload)
-        for column, keep in enumerate(self._keeps):
-            sharded = sharded_states(keep.zero)
-            for component, nbytes in element.items():
-                if (
-                    component in (Component.MASTER, Component.MOMENTS)
-                    and Offload.OPTIMIZER in keep.offload
-                ):
-                    on_device = 1 - self._space.base.offload_fraction
-                else:
-                    on_device = 1.0
-                here = padded / over if component in sharded else padded
-                found[:, column] += on_device * nbytes * here.sum(axis=1)
-                if keep.zero == 3 and component in (Component.WEIGHTS, Component.GRADIENTS):
-                    found[:, column] += nbytes * self._gathered(cut, stack)
-                if component is Component.WEIGHTS and self._copies:
-                    copies = copied / over if component in sharded else copied
-                    found[:, column] += nbytes * self._copies * copies.sum(axis=1)
-        return found
-
-    def _gathered(self, cut: Layout, stack: PipelineBatch) -> Array:
-        """[seats] elements of the two largest layers, which ZeRO-3 gathers at once."""
-        pieces = self.parameters(cut).numel.sum(axis=1)
-        present = np.minimum(stack.ranks, 2) * np.ones_like(pieces)
-        order = np.argsort(-pieces)
-        taken = np.minimum(np.cumsum(present[:, order], axis=1), 2)
-        return np.asarray(np.diff(taken, axis=1, prepend=0) @ pieces[order])
-
-    def _resident(self, size: Symbols, stack: PipelineBatch) -> Array:
-        """[seats] gradient placeholders and workspaces."""
-        kinds = stack.ranks[:, : self._pieces.mtp + 1] > 0
-        codes = kinds @ (1 << np.arange(kinds.shape[1]))
-        key = size.layout.tp, size.layout.etp
+    def _placeholder_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
+        """Return gradient placeholders and workspaces [ranks]."""
+        key = sym.layout.tp, sym.layout.etp
         if key not in self._placeholders:
+            fullest = ((), (_WITHOUT_EXPERTS,), (_WITH_EXPERTS,), (_WITHOUT_EXPERTS, _WITH_EXPERTS))
             self._placeholders[key] = np.array(
-                [self._placeholder(size, code) for code in range(1 << kinds.shape[1])], dtype=float
+                [memory.placeholder_bytes(sym, kinds) for kinds in fullest], dtype=float
             )
-        return self._placeholders[key][codes] + self._constants["workspace_bytes"]
+        layers = batch.ranks[:, : len(self._parts.layers)]
+        is_moe = np.array([part.kind.is_moe for part in self._parts.layers])
+        kinds = (layers[:, ~is_moe] > 0).any(axis=1) + 2 * (layers[:, is_moe] > 0).any(axis=1)
+        return self._placeholders[key][kinds] + round(self._constants["workspace_bytes"])
 
-    def _placeholder(self, size: Symbols, code: int) -> int:
-        layers = tuple(layer for place, layer in enumerate(self._layers) if code >> place & 1)
-        mtp = code >> self._pieces.mtp & 1
-        chunk = Chunk(
-            pp_rank=0,
-            vpp_rank=0,
-            has_embedding=False,
-            layers=layers,
-            mtp_layers=mtp,
-            has_loss=False,
-        )
-        return memory.placeholder_bytes(size, [chunk])
-
-    def layers(self, size: Symbols) -> LayerBytes:
-        """Of a cut, whatever its pipeline and overlaps."""
-        model, cut = self._space.model, size.layout
-        key = cut.tp, cut.cp, cut.mbs
-        numbered = [
-            *enumerate(self._layers),
-            *([(self._pieces.mtp, model.layers + 1)] if model.mtp_layers else []),
-        ]
-        if key not in self._without_experts:
-            self._without_experts[key] = self._outside(size)
-            self._add_layers(
-                size,
-                self._without_experts[key],
-                [one for one in numbered if not is_moe_layer(model, one[1])],
-            )
-        known = self._without_experts[key]
-        found = LayerBytes(
-            saved=known.saved.copy(),
-            transient=known.transient.copy(),
-            offloaded=known.offloaded.copy(),
-        )
-        self._add_layers(size, found, [one for one in numbered if is_moe_layer(model, one[1])])
-        return found
-
-    def delay_weight_gradients(self, size: Symbols, layers: LayerBytes) -> LayerBytes:
-        """The same with weight gradients delayed, which hold what they wait with beside a layer's
-        backward."""
-        piece = np.arange(self._pieces.count)[:, None]
-        waiting = memory.delayed_gradient_bytes(size) * (
-            piece < self._pieces.mtp + bool(self._space.model.mtp_layers)
-        )
-        return replace(layers, transient=layers.transient + waiting)
-
-    def _outside(self, size: Symbols) -> LayerBytes:
-        """What stands outside layers, and the graphs of the layers."""
-        model, workload, pieces, cut = (
-            self._space.model,
-            self._space.workload,
-            self._pieces,
-            size.layout,
-        )
-        saved, transient, away = np.zeros((3, pieces.count, len(self._works)))
-        kinds = {work.graphs for work in self._works}
-        of_graphs = {
-            graphs: graph_bytes(model, workload, replace(cut, graphs=graphs)) for graphs in kinds
-        }
-        saved[: pieces.mtp + bool(model.mtp_layers)] = [
-            of_graphs[work.graphs] for work in self._works
-        ]
-        for piece in (pieces.mtp, pieces.embedding, pieces.head):
-            chunk = Chunk(
-                pp_rank=0,
-                vpp_rank=0,
-                has_embedding=piece == pieces.embedding,
-                layers=(),
-                mtp_layers=int(piece == pieces.mtp),
-                has_loss=piece == pieces.head,
-            )
-            outside = outside_layers_bytes(
-                model, workload, cut, chunk, keeps_logits=not size.is_fused
-            )
-            saved[piece] += sum(outside.values())
-        return LayerBytes(saved=saved, transient=transient, offloaded=away)
-
-    def _add_layers(
-        self, size: Symbols, found: LayerBytes, numbered: Sequence[tuple[int, int]]
-    ) -> None:
-        """Put in what the layers of these pieces hold."""
-        model, workload, cut = self._space.model, self._space.workload, size.layout
-        load = routing.expected_load_factor(model, workload, cut)
-        for piece, layer in numbered:
-            rows = recompute.saved_tensors(
-                model, workload, cut, layer, load=load, repeats_exchange=size.is_fused
-            )
-            stays, there = self._mask(rows)
-            whole = np.array([row.bytes for row in rows], dtype=float)
-            kept = (
-                whole
-                if self._inputs is None
-                else np.array([float(quantised_bytes(model, row, self._inputs)) for row in rows])
-            )
-            found.saved[piece] += there @ kept
-            found.offloaded[piece] = (stays - there) @ kept
-            replayed = self._replays * (whole.sum() - stays @ whole)
-            found.transient[piece] = memory.layer_gradient_bytes(size, layer) + replayed
-
-    def _mask(self, rows: Sequence[recompute.SavedTensor]) -> tuple[Array, Array]:
-        """[works, rows]: what recompute leaves, and what of that stays on the device."""
-        key = tuple((row.module, row.name) for row in rows)
-        if key not in self._masks:
-            stays = np.array(
+    def _layer_numel(self, cut: Layout, batch: PipelineBatch, ranks: Array) -> Array:
+        """Return the elements of the layers of some ranks; of layers alike two are enough."""
+        key = cut.tp, cut.ep, cut.etp
+        blocks = self.tree.blocks
+        if key not in self._block_numel or len(self._block_numel[key]) < len(blocks):
+            self._block_numel[key] = np.array(
                 [
-                    [bool(recompute.kept_tensors([row], work.recompute)) for row in rows]
-                    for work in self._works
-                ]
+                    sum(
+                        numel
+                        for group in shards.GRADIENT_GROUPS
+                        for numel, _ in local_params(params, cut, group)
+                    )
+                    for params in blocks
+                ],
+                dtype=float,
             )
-            away = np.array(
-                [[is_offloaded(row, work.offload) for row in rows] for work in self._works]
-            )
-            self._masks[key] = stays.astype(float), (stays & ~away).astype(float)
-        return self._masks[key]
+        counts = batch.count_blocks(ranks, len(blocks))
+        return np.concatenate([self._block_numel[key] * (counts > n) for n in (0, 1)], axis=1)
+
+    def _replica_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
+        """Return weights and gradients of expert replicas, with 8-bit copies of weights [ranks]."""
+        copies = 1.0
+        if sym.is_low_precision:
+            share = self._constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
+            copies += share
+        replica_bytes = []
+        for layout, pp_rank in batch.rank_layouts(sym.layout):
+            rows = replica_rows(sym.model, sym.workload, layout, pp_rank)
+            sizes = {row.component: row.bytes for row in rows if row.module is Module.EXPERTS}
+            weights = sizes.get(Component.WEIGHTS, 0)
+            replica_bytes.append(copies * weights + sizes.get(Component.GRADIENTS, 0))
+        return np.array(replica_bytes, dtype=float)

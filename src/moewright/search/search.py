@@ -1,5 +1,4 @@
-"""The search: every legal layout priced by closed forms, the best ones estimated in full, ranked by
-step time."""
+"""The search: closed forms price every legal layout, the best are estimated in full and ranked."""
 
 from __future__ import annotations
 
@@ -29,20 +28,20 @@ from moewright.spec.workload import Workload
 DOES_NOT_FIT = "does not fit in memory"
 SLOWER = "slower than the layouts shown"
 
-# beyond what is shown: some turn out not to fit when estimated in full; another network may turn
-# the order
+# Candidates beyond what is shown: some turn out not to fit when estimated in full, and another
+# network may turn the order.
 _SPARE = 14
 _EXTRA_BYTES = (GIB, 8 * GIB)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """Plans, best first; what was rejected, by rule; why the first is first, and what keeping to
-    what is usual would take; and how many layouts were scored.
+    """The best plans of a search, best first, and what else it found.
 
-    `with_more` is the fastest candidate with so many more bytes a device, `by_overlap` the fastest
-    without and with overlapped expert communication; `near` are the best candidates of many
-    degrees, whether shown or not.
+    `rejected` counts layouts by rule; `why` says why the first plan is first, and what following
+    guidelines would take; `scored` counts layouts. `best_with_memory` is the fastest candidate with
+    so many more bytes a device, `best_by_overlap` the fastest without and with overlapped expert
+    communication; `near_best` are the best candidates of many degrees, whether shown or not.
     """
 
     plans: tuple[Plan, ...]
@@ -63,20 +62,23 @@ def search(
     top: int = 10,
     allowed: Objections = no_objections,
 ) -> SearchResult:
-    """The `top` fastest layouts that may fit, each the best of its degrees where there are so many.
+    """Return the `top` fastest layouts that may fit, each the best of its degrees where enough are.
 
     `fixed` is layout text whose keys are pinned; `allowed` gives the reasons against a layout that
-    is legal but cannot be run. Raises BadInput when `fixed` is wrong.
+    is legal but cannot be run.
+
+    Raises:
+        BadInput: `fixed` is no layout, or the devices do not multiply in the precision.
     """
     if reasons := check_precision(workload, hardware):
         raise BadInput(*reasons)
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
-    best = CandidatePool(space, Screener(space), keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
-    best.screen_all()
-    rejected: Counter[str] = Counter(best.refused)
-    rejected[DOES_NOT_FIT] += best.without_room
+    pool = CandidatePool(space, Screener(space), keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
+    pool.screen_all()
+    rejected: Counter[str] = Counter(pool.refused)
+    rejected[DOES_NOT_FIT] += pool.without_room
     plans: list[Plan] = []
-    for candidate in best.ranked():
+    for candidate in pool.ranked():
         if len(plans) == top:
             break
         reasons = check_legality(model, workload, candidate.layout)
@@ -88,35 +90,39 @@ def search(
             rejected[DOES_NOT_FIT] += 1
         else:
             plans.append(plan)
-    rejected[SLOWER] = max(0, best.scored - sum(rejected.values()) - len(plans))
-    plans.sort(key=_order)
+    rejected[SLOWER] = max(0, pool.scored - sum(rejected.values()) - len(plans))
+    plans.sort(key=_ranking_s)
+    why = explain_first(tuple(plans))
+    if plans:
+        why = (*why, *_departures(plans[0], pool, space))
     return SearchResult(
         plans=tuple(plans),
         rejected=tuple((rule, count) for rule, count in rejected.most_common() if count),
-        why=(*explain_first(tuple(plans)), *(_departures(plans[0], best, space) if plans else ())),
-        scored=best.scored,
-        best_with_memory=tuple(best.with_more.items()),
-        best_by_overlap=tuple(best.by_overlap.items()),
-        near_best=tuple(best.ranked()),
+        why=why,
+        scored=pool.scored,
+        best_with_memory=tuple(pool.with_more.items()),
+        best_by_overlap=tuple(pool.by_overlap.items()),
+        near_best=tuple(pool.ranked()),
     )
 
 
 def search_near(
     result: SearchResult, hardware: Hardware, *, fixed: str, allowed: Objections
 ) -> Candidate | None:
-    """The fastest layout on another hardware among all that cut a layer like one of the best on
-    this one."""
+    """Return the fastest layout on another hardware with the degrees of one of the best on this."""
     first = result.plans[0]
     space = build_search_space(first.model, first.workload, hardware, fixed, allowed=allowed)
-    best = CandidatePool(space, Screener(space), keep=_SPARE, extra_bytes=())
-    best.screen_all(cuts={layer_degrees(candidate.layout) for candidate in result.near_best})
-    firm = [candidate for candidate in best.ranked() if candidate.fits_surely]
-    return firm[0] if firm else None
+    pool = CandidatePool(space, Screener(space), keep=_SPARE, extra_bytes=())
+    pool.screen_all({layer_degrees(candidate.layout) for candidate in result.near_best})
+    return next((candidate for candidate in pool.ranked() if candidate.fits_surely), None)
 
 
 def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:
-    """A plan of one layout on the nodes of a hardware, with its full estimate. Raises BadInput when
-    it is illegal."""
+    """Return the plan of one layout on the nodes of a hardware, with its full estimate.
+
+    Raises:
+        BadInput: The layout is illegal.
+    """
     layout = with_fabric_nodes(layout, hardware.fabric.domain_size)
     return Plan(
         model=model,
@@ -128,22 +134,30 @@ def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout:
     )
 
 
-def _departures(plan: Plan, best: CandidatePool, space: SearchSpace) -> Iterator[str]:
-    """What keeping to the habits that the plan departs from would take, a sentence for each layout
-    that does."""
-    usual = [(habit.text, best.usual.get(habit)) for habit in find_departures(plan.layout, space)]
-    if 0 < best.least < model_parallel_size(plan.layout):
-        said = f"{LEAST_PARALLELISM}: tp x cp x pp of {best.least}, not {model_parallel_size(plan.layout)}"
-        usual.insert(0, (said, best.least_parallel.get(best.least)))
-    together: dict[Layout | None, list[str]] = {}
-    for said, candidate in usual:
-        if candidate is not None or np.isfinite(best.below_s):
-            together.setdefault(candidate.layout if candidate else None, []).append(said)
-    for layout, habits in together.items():
-        yield explain_departure(plan, "; ".join(habits), layout, more_than_s=best.below_s)
+def _departures(plan: Plan, pool: CandidatePool, space: SearchSpace) -> Iterator[str]:
+    """Yield what following the guidelines that the plan departs from would take.
+
+    That is a sentence for each layout that follows some.
+    """
+    followers = [
+        (guideline.text, pool.usual.get(guideline))
+        for guideline in find_departures(plan.layout, space)
+    ]
+    parallel = model_parallel_size(plan.layout)
+    if 0 < pool.least < parallel:
+        text = f"{LEAST_PARALLELISM}: tp x cp x pp of {pool.least}, not {parallel}"
+        followers.insert(0, (text, pool.least_parallel.get(pool.least)))
+    texts: dict[Layout | None, list[str]] = {}
+    for text, candidate in followers:
+        if candidate is not None:
+            texts.setdefault(candidate.layout, []).append(text)
+        elif np.isfinite(pool.below_s):
+            texts.setdefault(None, []).append(text)
+    for layout, guidelines in texts.items():
+        yield explain_departure(plan, "; ".join(guidelines), layout, more_than_s=pool.below_s)
 
 
-def _order(plan: Plan) -> float:
-    return plan.estimate.step_s * (
-        RESOLUTION if plan.estimate.verdict is Verdict.UNCERTAIN else 1.0
-    )
+def _ranking_s(plan: Plan) -> float:
+    """Return the seconds by which a plan is ranked."""
+    is_uncertain = plan.estimate.verdict is Verdict.UNCERTAIN
+    return plan.estimate.step_s * (RESOLUTION if is_uncertain else 1.0)

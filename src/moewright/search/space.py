@@ -1,5 +1,4 @@
-"""The layouts worth pricing, lazily: degrees and pipelines by divisors, and the choices that go
-with them."""
+"""The layouts worth pricing, lazily: degrees and pipelines by divisors, and what goes with them."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from moewright.codec import explicit_fields, parse_layout
+from moewright.cost.activations import ActivationPolicy
 from moewright.rules.compatibility import check_compatibility
 from moewright.rules.legality import check_legality, divisors
 from moewright.rules.schedule import check_schedule
@@ -29,23 +29,22 @@ from moewright.spec.workload import Workload
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 # Beyond these no published run has been, and the prices leave out what would decide: the many small
-# kernels of a ring
-# over short parts, the launches of every transfer between ever shorter chunks. A user may still ask
-# for them.
+# kernels of a ring over short parts, the launches of every transfer between ever shorter chunks. A
+# user may still ask for them.
 MIN_CP_TOKENS = 4096  # a rank's part of a sequence
 MAX_VPP = 24
 MAX_EXPERT_TP = 8
 MAX_UNEVEN_VPP = 4
 
-_EXPERTS_AWAY = (Offload.EXPERT_FC1, Offload.MOE_ACT)
-_ATTENTION_AWAY = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
-_ACTIVATIONS = ((Offload.MOE_ACT,), _EXPERTS_AWAY, _ATTENTION_AWAY)
+_OFFLOADED_EXPERTS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
+_OFFLOADED_ATTENTION = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
+_OFFLOADED_ACTIVATIONS = ((Offload.MOE_ACT,), _OFFLOADED_EXPERTS, _OFFLOADED_ATTENTION)
 
 Objections = Callable[[Layout], tuple[Reason, ...]]
 
 
 def no_objections(_: Layout) -> tuple[Reason, ...]:
-    """The predicate that allows every layout."""
+    """Object to no layout."""
     return ()
 
 
@@ -67,41 +66,33 @@ class PipelineShapes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DegreeGroup:
-    """Candidates that cut a layer alike and take the same micro-batch. `layout` has no pipeline and
-    no choices."""
+    """Candidates that cut a layer alike and take the same micro-batch.
+
+    `layout` has no pipeline, and the choices of the space's base.
+    """
 
     layout: Layout
     pipelines: PipelineShapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationPolicy:
-    """What one micro-batch of a layer keeps, sends to the host and replays."""
-
-    recompute: tuple[Recompute, ...]
-    offload: tuple[Offload, ...]
-    graphs: tuple[CudaGraphScope, ...]
-
-    def apply_to(self, layout: Layout) -> Layout:
-        return replace(layout, recompute=self.recompute, offload=self.offload, graphs=self.graphs)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StatePolicy:
-    """How the states are held."""
+    """A level of ZeRO, and whether the optimizer is offloaded."""
 
     zero: int
     offload: tuple[Offload, ...]
 
-    def is_searched_on(self, pipe: PipelineShape, space: SearchSpace) -> bool:
-        """Whether it is searched on that pipeline."""
-        return self.zero < 3 or pipe.pp == 1 or "zero" in space.fixed
+    def is_searched_on(self, shape: PipelineShape, space: SearchSpace) -> bool:
+        """Return whether the policy is searched on that pipeline."""
+        return self.zero < 3 or shape.pp == 1 or "zero" in space.fixed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchSpace:
-    """What is searched: `base` holds what the user fixed and the defaults of the rest; `fixed`
-    names the former; `allowed` gives the reasons against a layout that is legal but cannot be run.
+    """What is searched: `base` holds what the user fixed, and the defaults of the rest.
+
+    `fixed` names the fields that the user fixed; `allowed` gives the reasons against a layout that
+    is legal but cannot be run.
     """
 
     model: ModelSpec
@@ -112,8 +103,7 @@ class SearchSpace:
     allowed: Objections = no_objections
 
     def permits(self, **fields: Any) -> bool:
-        """Whether nothing speaks against these values of themselves, whatever else a layout
-        holds."""
+        """Return whether nothing speaks against these values, whatever else a layout holds."""
         if self.allowed is no_objections:
             return True
         reasons = self.allowed(Layout(world_size=self.hardware.count, **fields))
@@ -129,8 +119,11 @@ def build_search_space(
     *,
     allowed: Objections = no_objections,
 ) -> SearchSpace:
-    """The space around `fixed`, layout text whose keys are pinned. Raises BadInput when the text is
-    wrong."""
+    """Build the space around `fixed`, layout text whose keys are pinned.
+
+    Raises:
+        BadInput: The text is no layout.
+    """
     return SearchSpace(
         allowed=allowed,
         model=model,
@@ -142,161 +135,168 @@ def build_search_space(
 
 
 def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
-    """Every group with a legal pipeline. The last word on a layout is rules.legality's."""
-    world, batch = space.hardware.count, space.workload.global_batch
-    pipes = tuple(_pipes(space))
-    known: dict[tuple[PipelineShape, ...], PipelineShapes] = {}
-    for tp in _axis(space, "tp", _tensor(space)):
+    """Yield every group with a legal pipeline; rules.legality has the last word on a layout."""
+    world = space.hardware.count
+    shapes = tuple(_pipeline_shapes(space))
+    by_shapes: dict[tuple[PipelineShape, ...], PipelineShapes] = {}
+    for cut in _degrees(space):
+        dense, expert = cut.tp * cut.cp, cut.etp * cut.ep
+        fitting = [shape for shape in shapes if _fits(world, shape.pp, dense, expert)]
+        for mbs in _axis(space, "mbs", MICRO_BATCH_SIZES):
+            kept = tuple(
+                shape
+                for shape in fitting
+                if _has_timetable(space, shape, mbs * world // (dense * shape.pp))
+            )
+            if kept:
+                pipelines = by_shapes.setdefault(kept, PipelineShapes(shapes=kept))
+                yield DegreeGroup(layout=replace(cut, mbs=mbs), pipelines=pipelines)
+
+
+def _degrees(space: SearchSpace) -> Iterator[Layout]:
+    """Yield the base with every way to cut a layer."""
+    for tp in _axis(space, "tp", _tensor_degrees(space)):
         sp = space.base.sp if "sp" in space.fixed else tp > 1
-        for cp in _axis(space, "cp", _context(space, tp)):
-            for etp in _axis(space, "etp", _expert_tensor(space)):
-                for ep in _axis(space, "ep", _experts(space)):
-                    fitting = [p for p in pipes if _fits(world, p.pp, tp * cp, etp * ep)]
-                    for mbs in _axis(space, "mbs", MICRO_BATCH_SIZES):
-                        cut = replace(space.base, tp=tp, sp=sp, cp=cp, etp=etp, ep=ep, mbs=mbs)
-                        kept = tuple(
-                            p
-                            for p in fitting
-                            if _schedules(space, p, batch, mbs * world // (tp * cp * p.pp))
-                        )
-                        if kept:
-                            yield DegreeGroup(
-                                layout=cut,
-                                pipelines=known.setdefault(kept, PipelineShapes(shapes=kept)),
-                            )
+        for cp in _axis(space, "cp", _context_degrees(space, tp)):
+            for etp in _axis(space, "etp", _expert_tensor_degrees(space)):
+                for ep in _axis(space, "ep", _expert_degrees(space)):
+                    yield replace(space.base, tp=tp, sp=sp, cp=cp, etp=etp, ep=ep)
 
 
 def activation_policies(space: SearchSpace) -> tuple[ActivationPolicy, ...]:
-    """What a layer may keep, send to the host and replay, none first. Each takes the widest graphs
-    that its recompute leaves legal.
+    """Return what a layer may recompute and send to the host, none first.
+
+    Each takes the widest CUDA graphs that its recompute leaves legal.
     """
     base = space.base
-    recomputes = [base.recompute]
+    choices = [base.recompute]
     if "recompute" not in space.fixed:
-        recomputes = [one for one in _recomputes(space.model) if space.permits(recompute=one)]
-    found = []
-    for recompute in recomputes:
-        graphs = base.graphs if "graphs" in space.fixed else _widest_graphs(space, recompute)
-        found += [
-            ActivationPolicy(recompute=recompute, offload=away, graphs=graphs)
-            for away in _sent_away(space, recompute)
+        choices = [
+            recompute
+            for recompute in _recompute_choices(space.model)
+            if space.permits(recompute=recompute)
         ]
-    return tuple(found)
+    policies: list[ActivationPolicy] = []
+    for recompute in choices:
+        graphs = base.graphs
+        if "graphs" not in space.fixed:
+            graphs = _widest_graphs(space, recompute)
+        policies += [
+            ActivationPolicy(recompute=recompute, offload=offload, graphs=graphs)
+            for offload in _offload_choices(space, recompute)
+        ]
+    return tuple(policies)
 
 
-def _sent_away(
+def _offload_choices(
     space: SearchSpace, recompute: tuple[Recompute, ...]
 ) -> Iterator[tuple[Offload, ...]]:
-    """Activations on the host: none, or of the largest that the recompute leaves, of experts or of
-    attention."""
+    """Yield activations to offload: none, or the largest that the recompute leaves.
+
+    They are of experts or of attention.
+    """
     if "offload" in space.fixed:
         yield tuple(item for item in space.base.offload if item is not Offload.OPTIMIZER)
         return
     yield ()
     if space.hardware.device.kind is not DeviceKind.CUDA:
         return
-    for away in _ACTIVATIONS:
-        one = Layout(world_size=1, recompute=recompute, offload=away)
-        reasons = check_compatibility(space.model, space.workload, one)
-        if space.permits(offload=away) and not any(
-            reason.field == "layout.offload" for reason in reasons
-        ):
-            yield away
+    for offload in _OFFLOADED_ACTIVATIONS:
+        layout = Layout(world_size=1, recompute=recompute, offload=offload)
+        if space.permits(offload=offload) and _is_compatible(space, layout, "offload"):
+            yield offload
+
+
+def _is_compatible(space: SearchSpace, layout: Layout, field: str) -> bool:
+    """Return whether nothing in a layout excludes its value of a field."""
+    reasons = check_compatibility(space.model, space.workload, layout)
+    return not any(reason.field == f"layout.{field}" for reason in reasons)
 
 
 def _widest_graphs(
     space: SearchSpace, recompute: tuple[Recompute, ...]
 ) -> tuple[CudaGraphScope, ...]:
-    """Graphs take host time away and cost nothing that is priced. Those of a whole iteration need a
-    fixed number of rows an expert, which changes what is trained: only when asked for.
+    """Return the widest CUDA graphs, which take host time away and cost nothing that is priced.
+
+    Those of a whole iteration need a fixed number of rows an expert, which changes what is trained:
+    they are taken only when asked for.
     """
     if space.hardware.device.kind is not DeviceKind.CUDA:
         return ()
     for graphs in ((CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER), (CudaGraphScope.ATTN,)):
-        one = Layout(world_size=1, recompute=recompute, graphs=graphs)
-        reasons = check_compatibility(space.model, space.workload, one)
-        if space.permits(graphs=graphs) and not any(
-            reason.field == "layout.graphs" for reason in reasons
-        ):
+        layout = Layout(world_size=1, recompute=recompute, graphs=graphs)
+        if space.permits(graphs=graphs) and _is_compatible(space, layout, "graphs"):
             return graphs
     return ()
 
 
 def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
-    """Ways to hold the states, the usual one first. zero=0 is never smaller nor faster than zero=1
-    (it reduces the same bytes in two rounds and updates every parameter on every rank), so it is
-    taken only when asked for; so is zero=3 in a pipeline, which gathers every stage anew for every
-    micro-batch (`Keep.suits`).
+    """Return the ways to hold states, the usual one first.
+
+    zero=0 is never smaller nor faster than zero=1 (it reduces the same bytes in two rounds and
+    updates every parameter on every rank), so it is taken only when asked for; so is zero=3 in a
+    pipeline, which gathers every stage anew for every micro-batch (`StatePolicy.is_searched_on`).
     """
-    away, pinned = (Offload.OPTIMIZER,), "offload" in space.fixed
-    levels = (
-        [space.base.zero]
-        if "zero" in space.fixed
-        else [zero for zero in (1, 3) if space.permits(zero=zero)]
-    )
+    on_host = (Offload.OPTIMIZER,)
+    levels = [zero for zero in (1, 3) if space.permits(zero=zero)]
+    if "zero" in space.fixed:
+        levels = [space.base.zero]
     if space.base.shard:  # goes with zero=3 alone
         levels = [zero for zero in levels if zero == 3]
-    found = [
-        StatePolicy(zero=zero, offload=away if away[0] in space.base.offload else ())
-        for zero in levels
-    ]
-    if (
-        not pinned
-        and 1 in levels
-        and space.hardware.device.kind is DeviceKind.CUDA
-        and space.permits(offload=away)
-    ):
-        found.append(StatePolicy(zero=1, offload=away))
-    return tuple(found)
+    base_offload = on_host if Offload.OPTIMIZER in space.base.offload else ()
+    policies = [StatePolicy(zero=zero, offload=base_offload) for zero in levels]
+    may_offload = "offload" not in space.fixed and space.permits(offload=on_host)
+    if may_offload and 1 in levels and space.hardware.device.kind is DeviceKind.CUDA:
+        policies.append(StatePolicy(zero=1, offload=on_host))
+    return tuple(policies)
 
 
 def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind, ...]:
-    """The plain all-to-all, and the fastest that removes duplicates. An all-gather holds the tokens
-    of the whole group, which memory does not price: only when asked for.
+    """Return the plain all-to-all, and the fastest dispatcher that removes duplicates.
+
+    An all-gather holds the tokens of the whole group, which memory does not price: it is taken only
+    when asked for.
     """
     if "dispatcher" in space.fixed:
         return (space.base.dispatcher,)
     if cut.ep == 1 or space.hardware.device.kind is not DeviceKind.CUDA:
         return (DispatcherKind.ALL_TO_ALL,)
     return tuple(
-        each
-        for each in (DispatcherKind.ALL_TO_ALL, DispatcherKind.DEEPEP)
-        if space.permits(dispatcher=each)
+        dispatcher
+        for dispatcher in (DispatcherKind.ALL_TO_ALL, DispatcherKind.DEEPEP)
+        if space.permits(dispatcher=dispatcher)
     )
 
 
 def cp_comm_choices(space: SearchSpace, cut: Layout) -> tuple[CpComm, ...]:
-    """The legal ways to exchange keys and values."""
+    """Return the legal ways to exchange keys and values."""
     if "cp_comm" in space.fixed or cut.cp == 1:
         return (space.base.cp_comm,)
-    legal = [
-        way
-        for way in CpComm
-        if space.permits(cp_comm=way)
-        and not any(
-            reason.field == "layout.cp_comm"
-            for reason in check_compatibility(
-                space.model, space.workload, replace(cut, cp_comm=way)
-            )
-        )
-    ]
-    return tuple(legal)
+    return tuple(
+        cp_comm
+        for cp_comm in CpComm
+        if space.permits(cp_comm=cp_comm)
+        and _is_compatible(space, replace(cut, cp_comm=cp_comm), "cp_comm")
+    )
 
 
-def with_pipeline(layout: Layout, pipe: PipelineShape, space: SearchSpace) -> Layout:
-    """The layout on a pipeline, with the schedule that goes with it unless one is fixed."""
-    schedule = Schedule.INTERLEAVED if pipe.vpp > 1 else Schedule.ONE_F_ONE_B
+def with_pipeline(layout: Layout, shape: PipelineShape, space: SearchSpace) -> Layout:
+    """Return the layout on a pipeline, with the schedule that goes with it unless one is fixed."""
+    schedule = Schedule.INTERLEAVED if shape.vpp > 1 else Schedule.ONE_F_ONE_B
     if "schedule" in space.fixed:
         schedule = space.base.schedule
-    return replace(layout, pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages, schedule=schedule)
+    return replace(layout, pp=shape.pp, vpp=shape.vpp, stages=shape.stages, schedule=schedule)
 
 
-def _axis(space: SearchSpace, field: str, found: Iterable[int]) -> tuple[int, ...]:
-    return (getattr(space.base, field),) if field in space.fixed else tuple(found)
+def _axis(space: SearchSpace, field: str, values: Iterable[int]) -> tuple[int, ...]:
+    """Return the values of a field to search: the one that is fixed, or these."""
+    if field in space.fixed:
+        return (getattr(space.base, field),)
+    return tuple(values)
 
 
-def _tensor(space: SearchSpace) -> Iterator[int]:
-    """Tensor parallelism stays inside the fast domain, and cuts every dim of the model."""
+def _tensor_degrees(space: SearchSpace) -> Iterator[int]:
+    """Yield the tensor parallelism that stays inside the fast domain and cuts every dim."""
     world = space.hardware.count
     for tp in divisors(world):
         if tp <= space.hardware.fabric.domain_size:
@@ -306,74 +306,89 @@ def _tensor(space: SearchSpace) -> Iterator[int]:
                 yield tp
 
 
-def _context(space: SearchSpace, tp: int) -> Iterator[int]:
+def _context_degrees(space: SearchSpace, tp: int) -> Iterator[int]:
+    """Yield the context parallelism that leaves parts long enough, of equal work on every rank."""
     seq_len = space.workload.seq_len
     for cp in divisors(space.hardware.count):
-        if cp == 1 or (
-            cp * MIN_CP_TOKENS <= seq_len and seq_len % (2 * cp) == 0 and seq_len % (tp * cp) == 0
-        ):
+        is_long = cp * MIN_CP_TOKENS <= seq_len
+        if cp == 1 or (is_long and seq_len % (2 * cp) == 0 and seq_len % (tp * cp) == 0):
             yield cp
 
 
-def _experts(space: SearchSpace) -> tuple[int, ...]:
-    moe, world = space.model.moe, space.hardware.count
-    return (1,) if moe is None else tuple(ep for ep in divisors(moe.experts) if world % ep == 0)
+def _expert_degrees(space: SearchSpace) -> tuple[int, ...]:
+    if space.model.moe is None:
+        return (1,)
+    world = space.hardware.count
+    return tuple(ep for ep in divisors(space.model.moe.experts) if world % ep == 0)
 
 
-def _expert_tensor(space: SearchSpace) -> tuple[int, ...]:
-    moe, most = space.model.moe, min(MAX_EXPERT_TP, space.hardware.fabric.domain_size)
-    return (1,) if moe is None else tuple(etp for etp in divisors(moe.ffn_size) if etp <= most)
+def _expert_tensor_degrees(space: SearchSpace) -> tuple[int, ...]:
+    if space.model.moe is None:
+        return (1,)
+    most = min(MAX_EXPERT_TP, space.hardware.fabric.domain_size)
+    return tuple(etp for etp in divisors(space.model.moe.ffn_size) if etp <= most)
 
 
-def _pipes(space: SearchSpace) -> Iterator[PipelineShape]:
-    """Every split that comes out even, and layout strings whose ends hold more or fewer layers than
-    the middle."""
-    world, model, base = space.hardware.count, space.model, space.base
-    string_stages = len(parse_stages(base.stages)) if base.stages else 0
-    for pp in _axis(space, "pp", divisors(world)):
-        if string_stages:
-            found = {(string_stages // pp, base.stages)} if string_stages % pp == 0 else set()
-        else:
-            found = {
-                (v, "") for split in EvenSplit for v in vpp_choices(model.layers, pp, split=split)
-            }
-            found = {(v, text) for v, text in found if v <= MAX_VPP or "vpp" in space.fixed}
-            found |= set() if "stages" in space.fixed else set(_uneven(model, pp))
-        for vpp, text in sorted(found):
-            pipe = PipelineShape(pp=pp, vpp=vpp, stages=text)
-            if ("vpp" not in space.fixed or vpp == base.vpp) and _permitted(space, pipe):
-                yield pipe
+def _pipeline_shapes(space: SearchSpace) -> Iterator[PipelineShape]:
+    """Yield every even split, and layout strings whose ends hold more or fewer layers."""
+    base = space.base
+    for pp in _axis(space, "pp", divisors(space.hardware.count)):
+        for vpp, stages in sorted(_splits(space, pp)):
+            shape = PipelineShape(pp=pp, vpp=vpp, stages=stages)
+            if ("vpp" not in space.fixed or vpp == base.vpp) and _is_permitted(space, shape):
+                yield shape
 
 
-def _permitted(space: SearchSpace, pipe: PipelineShape) -> bool:
-    layout = with_pipeline(space.base, pipe, space)
-    return space.permits(pp=pipe.pp, vpp=pipe.vpp, stages=pipe.stages, schedule=layout.schedule)
+def _splits(space: SearchSpace, pp: int) -> set[tuple[int, str]]:
+    """Return (vpp, layout string) of every way to split the model over so many pipeline ranks."""
+    model, base = space.model, space.base
+    if base.stages:
+        vpp, rest = divmod(len(parse_stages(base.stages)), pp)
+        return set() if rest else {(vpp, base.stages)}
+    splits = {
+        (vpp, "")
+        for split in EvenSplit
+        for vpp in vpp_choices(model.layers, pp, split=split)
+        if vpp <= MAX_VPP or "vpp" in space.fixed
+    }
+    if "stages" not in space.fixed:
+        splits.update(_uneven_splits(model, pp))
+    return splits
 
 
-def _uneven(model: ModelSpec, pp: int) -> Iterator[tuple[int, str]]:
-    """(vpp, layout string) where embedding and head count as none, one or two layers. A head that
-    counts two leaves the last stage fewer layers; an embedding that counts none, or less where the
-    first layers are dense, gives the first stage more. MTP layers may stand in a stage of their
-    own.
+def _is_permitted(space: SearchSpace, shape: PipelineShape) -> bool:
+    schedule = with_pipeline(space.base, shape, space).schedule
+    return space.permits(pp=shape.pp, vpp=shape.vpp, stages=shape.stages, schedule=schedule)
+
+
+def _uneven_splits(model: ModelSpec, pp: int) -> Iterator[tuple[int, str]]:
+    """Yield (vpp, layout string) where embedding and head count as none, one or two layers.
+
+    A head that counts two leaves the last stage fewer layers; an embedding that counts none, or
+    less where the first layers are dense, gives the first stage more. MTP layers may stand in a
+    stage of their own.
     """
     if pp == 1:
         return
-    first = (1, 0) if model.moe is None or model.moe_layers[0] else (1, -1)
+    begins_dense = model.moe is not None and not model.moe_layers[0]
+    embeddings = (1, -1) if begins_dense else (1, 0)
+    ends = [(1, False), (2, False)]
+    if model.mtp_layers and pp > 2:
+        ends.append((1, True))
     for vpp in range(1, MAX_UNEVEN_VPP + 1):
         stages = pp * vpp
         if stages > model.layers + 2:
             return
-        ends = [(1, False), (2, False), *([(1, True)] if model.mtp_layers and pp > 2 else [])]
-        for embedding, (loss, apart) in product(first, ends):
-            counted = model.layers + embedding + loss
-            if model.mtp_layers or counted % stages or (embedding, loss) != (1, 1):
+        for embedding, (loss, mtp_apart) in product(embeddings, ends):
+            is_even = (model.layers + embedding + loss) % stages == 0
+            if model.mtp_layers or not is_even or (embedding, loss) != (1, 1):
                 text = even_layout_string(
                     model.layers,
                     mtp=model.mtp_layers,
                     stages=stages,
                     embedding=embedding,
                     loss=loss,
-                    mtp_apart=apart,
+                    mtp_apart=mtp_apart,
                 )
                 yield vpp, text
 
@@ -382,19 +397,21 @@ def _fits(world: int, pp: int, dense: int, expert: int) -> bool:
     return world % (pp * dense) == 0 and world % (pp * expert) == 0
 
 
-def _schedules(space: SearchSpace, pipe: PipelineShape, batch: int, of_pass: int) -> bool:
-    """Whether the batch divides into whole micro-batches, and there is a timetable for so many."""
-    if not of_pass or batch % of_pass:
+def _has_timetable(space: SearchSpace, shape: PipelineShape, pass_sequences: int) -> bool:
+    """Return whether the batch divides into passes of so many sequences that have a timetable."""
+    if not pass_sequences or space.workload.global_batch % pass_sequences:
         return False
+    micro_batches = space.workload.global_batch // pass_sequences
     if not space.fixed.isdisjoint(("schedule", "vpp_group")):
-        return not check_schedule(with_pipeline(space.base, pipe, space), batch // of_pass)
+        return not check_schedule(with_pipeline(space.base, shape, space), micro_batches)
     # An interleaved table in groups of pp, the default.
-    return pipe.vpp == 1 or batch // of_pass % pipe.pp == 0
+    return shape.vpp == 1 or micro_batches % shape.pp == 0
 
 
-def _recomputes(model: ModelSpec) -> list[tuple[Recompute, ...]]:
-    """Norms, the up-projections of latent attention, and ever more of the MLP; last the whole
-    layer. Attention is not made again alone: flash attention keeps next to nothing.
+def _recompute_choices(model: ModelSpec) -> list[tuple[Recompute, ...]]:
+    """Return norms, up-projections of latent attention, ever more of the MLP, and the whole layer.
+
+    Attention is not made again alone: flash attention keeps next to nothing.
     """
     has_experts = model.moe is not None and any(model.moe_layers)
     blocks: list[set[Recompute]] = [set()]
@@ -403,11 +420,13 @@ def _recomputes(model: ModelSpec) -> list[tuple[Recompute, ...]]:
         if model.moe is not None and model.moe.shared_ffn_size:
             blocks.append({Recompute.MOE_ACT, Recompute.SHARED_EXPERTS})
         blocks.append({Recompute.MOE})
-    if not has_experts or not all(model.moe_layers):
-        blocks.append({Recompute.MLP, *({Recompute.MOE} if has_experts else ())})
+    if not has_experts:
+        blocks.append({Recompute.MLP})
+    elif not all(model.moe_layers):
+        blocks.append({Recompute.MLP, Recompute.MOE})
     norms: list[set[Recompute]] = [set(), {Recompute.LAYERNORM}]
-    ups: list[set[Recompute]] = (
-        [set(), {Recompute.MLA_UP_PROJ}] if model.attention.kind is AttentionKind.MLA else [set()]
-    )
-    found = [block | norm | up for block in blocks for up in ups for norm in norms]
-    return [tuple(sorted(one)) for one in (*found, {Recompute.FULL})]
+    ups: list[set[Recompute]] = [set()]
+    if model.attention.kind is AttentionKind.MLA:
+        ups.append({Recompute.MLA_UP_PROJ})
+    choices = [block | norm | up for block in blocks for up in ups for norm in norms]
+    return [tuple(sorted(choice)) for choice in (*choices, {Recompute.FULL})]

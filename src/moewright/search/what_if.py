@@ -1,5 +1,4 @@
-"""What would change the best plan: more memory, a faster network, overlapped expert
-communication."""
+"""What would change the best plan: more memory, a faster network, or overlapped expert exchange."""
 
 from __future__ import annotations
 
@@ -20,46 +19,43 @@ _WORTH_SAYING = 0.002  # of the step
 def find_gains(
     result: SearchResult, *, fixed: str = "", allowed: Objections = no_objections
 ) -> tuple[WhatIf, ...]:
-    """Of the first plan of a search of `fixed` and `allowed`: the fastest layout under each change,
-    where it is another or takes another time. Memory and overlap are read off the search; for the
-    network everything near the best is searched again.
+    """Return the fastest layout under each change, where it is another or takes another time.
+
+    `result` is of a search of `fixed` and `allowed`. Memory and overlap are read off the search;
+    for the network everything near the best is searched again.
     """
     if not result.plans:
         return ()
-    best = result.plans[0]
-    found = [*_memory(result), *_network(result, fixed, allowed), *_overlap(result)]
-    return tuple(
-        gain for gain in found if abs(gain.step_s / best.estimate.step_s - 1) > _WORTH_SAYING
-    )
+    best_s = result.plans[0].estimate.step_s
+    changes = [*_memory(result), *_network(result, fixed, allowed), *_overlap(result)]
+    return tuple(change for change in changes if abs(change.step_s / best_s - 1) > _WORTH_SAYING)
 
 
-def _memory(ranked: SearchResult) -> Iterator[WhatIf]:
-    for extra_bytes, candidate in ranked.best_with_memory:
-        yield _gain(f"{format_bytes(extra_bytes)} more memory a device", candidate)
+def _memory(result: SearchResult) -> Iterator[WhatIf]:
+    for extra_bytes, candidate in result.best_with_memory:
+        yield _what_if(f"{format_bytes(extra_bytes)} more memory a device", candidate)
 
 
-def _network(ranked: SearchResult, fixed: str, allowed: Objections) -> Iterator[WhatIf]:
-    have = ranked.plans[0].hardware
-    fabric = have.fabric
-    if fabric.domain_size >= have.count:
+def _network(result: SearchResult, fixed: str, allowed: Objections) -> Iterator[WhatIf]:
+    hardware = result.plans[0].hardware
+    fabric = hardware.fabric
+    if fabric.domain_size >= hardware.count:
         return
-    Bps = replace(fabric.network_Bps, value=NETWORK_SPEEDUP * fabric.network_Bps.value)
-    hardware = replace(have, fabric=replace(fabric, network_Bps=Bps))
-    found = search_near(ranked, hardware, fixed=fixed, allowed=allowed)
-    if found is not None:
-        yield _gain(f"a network {NETWORK_SPEEDUP:g} x as fast", found)
+    network_Bps = replace(fabric.network_Bps, value=NETWORK_SPEEDUP * fabric.network_Bps.value)
+    faster = replace(hardware, fabric=replace(fabric, network_Bps=network_Bps))
+    candidate = search_near(result, faster, fixed=fixed, allowed=allowed)
+    if candidate is not None:
+        yield _what_if(f"a network {NETWORK_SPEEDUP:g} x as fast", candidate)
 
 
-def _overlap(ranked: SearchResult) -> Iterator[WhatIf]:
-    """The best on the other side of the choice."""
-    has = Overlap.EP in ranked.plans[0].layout.overlap
-    for overlapped, candidate in ranked.best_by_overlap:
-        if overlapped != has:
-            yield _gain(
-                f"expert communication {'overlapped' if overlapped else 'not overlapped'}",
-                candidate,
-            )
+def _overlap(result: SearchResult) -> Iterator[WhatIf]:
+    """Yield the best on the other side of the choice."""
+    has_overlap = Overlap.EP in result.plans[0].layout.overlap
+    for overlaps, candidate in result.best_by_overlap:
+        if overlaps != has_overlap:
+            how = "overlapped" if overlaps else "not overlapped"
+            yield _what_if(f"expert communication {how}", candidate)
 
 
-def _gain(change: str, candidate: Candidate) -> WhatIf:
+def _what_if(change: str, candidate: Candidate) -> WhatIf:
     return WhatIf(change=change, layout=candidate.layout, step_s=candidate.step_s)

@@ -1,0 +1,227 @@
+"""Buckets of many ranks at once: ranks that lay the same parameters first share the work.
+
+A rank lays the parameters of its layers one after another into buckets (rules.buckets). Sequences
+of layers form a tree; under one way to cut parameters every node of it is laid once, and the
+buckets of any rank are those along the path to its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from moewright.cost.model_states import LINEAR_MODULES
+from moewright.cost.stage_parts import Array
+from moewright.rules import buckets, shards
+from moewright.rules.parameters import Param
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+
+_LocalParam = tuple[int, bool]  # elements on a rank, and whether an 8-bit linear multiplies by it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSequences:
+    """The parameters of a pipeline rank: `layers` are the blocks that it holds, by layer.
+
+    `nodes` [sets] are the sequences in which it lays them into buckets, `holders` [sets] how many
+    pipeline ranks hold the parameters of each: a table that several hold has buckets of its own.
+    """
+
+    layers: tuple[int, ...]
+    nodes: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+class ParameterTree:
+    """Blocks, the parameters of one layer without regard to its number, and sequences of them."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[Param, ...]] = []
+        self.parents: list[int] = [-1]
+        self.last_blocks: list[int] = [-1]
+        self._numbers: dict[object, int] = {}
+        self._by_layer: dict[int, int] = {}
+        self._children: dict[tuple[int, int], int] = {}
+
+    def rank_sequences(self, model: ModelSpec, layout: Layout, pp_rank: int) -> RankSequences:
+        """Return what a pipeline rank of a layout holds."""
+        layers = shards.layer_parameters(model, layout, pp_rank)
+        tables = shards.shared_table_ranks(model, layout) if layout.pp > 1 else {}
+        shared = {ranks for name, ranks in tables.items() if pp_rank in ranks}
+        nodes, holders = [], []
+        for ranks in ((), *sorted(shared)):
+            blocks = (
+                self._block(model, layer, params, tables, ranks)
+                for layer, params in reversed(layers)
+            )
+            nodes.append(self._node(block for block in blocks if block is not None))
+            holders.append(max(1, len(ranks)))
+        return RankSequences(
+            layers=tuple(self._layer_block(model, layer, params) for layer, params in layers),
+            nodes=tuple(nodes),
+            holders=tuple(holders),
+        )
+
+    def _block(
+        self,
+        model: ModelSpec,
+        layer: int,
+        params: tuple[Param, ...],
+        tables: Mapping[str, tuple[int, ...]],
+        ranks: tuple[int, ...],
+    ) -> int | None:
+        """Return the block of a layer's parameters that these pipeline ranks hold together."""
+        if 0 <= layer < model.layers:
+            return None if ranks else self._layer_block(model, layer, params)
+        held_params = tuple(param for param in params if tables.get(param.name, ()) == ranks)
+        return self._number(held_params) if held_params else None
+
+    def _layer_block(self, model: ModelSpec, layer: int, params: tuple[Param, ...]) -> int:
+        if not 0 <= layer < model.layers:  # a rank can hold a part of it
+            return self._number(params)
+        if layer not in self._by_layer:
+            self._by_layer[layer] = self._number(params)
+        return self._by_layer[layer]
+
+    def _number(self, params: tuple[Param, ...]) -> int:
+        key = tuple((param.shape, param.sharded_dims, param.module) for param in params)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.blocks)
+            self.blocks.append(params)
+        return self._numbers[key]
+
+    def _node(self, sequence: Iterable[int]) -> int:
+        node = 0
+        for block in sequence:
+            if (node, block) not in self._children:
+                self._children[node, block] = len(self.parents)
+                self.parents.append(node)
+                self.last_blocks.append(block)
+            node = self._children[node, block]
+        return node
+
+
+def local_params(params: Sequence[Param], layout: Layout, group: str) -> list[_LocalParam]:
+    """Return the elements of the parameters that `group` reduces, in the order of buckets."""
+    return [
+        (prod(shards.local_shape(param, layout)), param.module in LINEAR_MODULES)
+        for param in reversed(params)
+        if shards.gradient_group(param.sharded_dims, layout) == group
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketTotals:
+    """The buckets of every node of a tree [nodes]: their elements, padding included, and number.
+
+    `linear` are the elements of linear weights, `own_linear` those in the first rank's slices.
+    """
+
+    numel: Array
+    calls: Array
+    linear: Array
+    own_linear: Array
+
+
+class BucketFill:
+    """How the sequences of a tree fill buckets under one way to cut parameters.
+
+    `local` gives the elements of a block on a rank; without `follows_linear` no slices of linear
+    weights are followed, and `BucketTotals.own_linear` is 0.
+    """
+
+    def __init__(
+        self,
+        tree: ParameterTree,
+        local: Callable[[Sequence[Param]], list[_LocalParam]],
+        *,
+        bucket_elements: int,
+        follows_linear: bool,
+    ) -> None:
+        self._tree, self._local, self._bucket_elements = tree, local, bucket_elements
+        self._follows_linear = follows_linear
+        self._blocks: list[list[_LocalParam]] = []
+        self._ends = [0]  # of the open bucket of every node
+        self._linear = [0]
+        self._open: list[tuple[tuple[int, int], ...]] = [()]  # (start, elements) of linear weights
+        self._closed: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
+        self._totals: dict[int, BucketTotals] = {}
+
+    def totals(self, shard_count: int) -> BucketTotals:
+        """Return the buckets of every node, cut into so many shards."""
+        if len(self._ends) < len(self._tree.parents):
+            self._extend()
+            self._totals.clear()
+        if shard_count not in self._totals:
+            self._totals[shard_count] = self._sum(shard_count)
+        return self._totals[shard_count]
+
+    def _extend(self) -> None:
+        """Lay the blocks of the nodes that came since."""
+        tree = self._tree
+        self._blocks += [self._local(params) for params in tree.blocks[len(self._blocks) :]]
+        for node in range(len(self._ends), len(tree.parents)):
+            parent = tree.parents[node]
+            end, linear, entries = self._ends[parent], self._linear[parent], self._open[parent]
+            for numel, is_linear in self._blocks[tree.last_blocks[node]]:
+                start, end, closes = buckets.lay_parameter(
+                    end, numel, bucket_elements=self._bucket_elements
+                )
+                if is_linear:
+                    linear += numel
+                    if self._follows_linear:
+                        entries = (*entries, (start, numel))
+                if closes:
+                    self._closed.append((node, end, entries))
+                    end, entries = 0, ()
+            self._ends.append(end)
+            self._linear.append(linear)
+            self._open.append(entries)
+
+    def _sum(self, shard_count: int) -> BucketTotals:
+        count = len(self._ends)
+        closed_node = np.array([node for node, _, _ in self._closed], dtype=int)
+        closed = buckets.padded_numel(
+            np.array([end for _, end, _ in self._closed], dtype=float), shard_count
+        )
+        still_open = buckets.padded_numel(np.array(self._ends, dtype=float), shard_count)
+        numel = np.bincount(closed_node, closed, minlength=count)
+        calls = np.bincount(closed_node, minlength=count)
+        own_linear = np.zeros(count)
+        if self._follows_linear:
+            own = [
+                _inside(entries, stop)
+                for (_, _, entries), stop in zip(
+                    self._closed, (closed / shard_count).tolist(), strict=True
+                )
+            ]
+            own_linear = self._along_paths(np.bincount(closed_node, own, minlength=count))
+            own_linear += [
+                _inside(entries, stop)
+                for entries, stop in zip(
+                    self._open, (still_open / shard_count).tolist(), strict=True
+                )
+            ]
+        return BucketTotals(
+            numel=self._along_paths(numel) + still_open,
+            calls=self._along_paths(calls) + (still_open > 0),
+            linear=np.array(self._linear, dtype=float),
+            own_linear=own_linear,
+        )
+
+    def _along_paths(self, of_node: Array) -> Array:
+        """Sum over the nodes on the way to each."""
+        sums = of_node.tolist()
+        for node, parent in enumerate(self._tree.parents):
+            if node:
+                sums[node] += sums[parent]
+        return np.array(sums, dtype=float)
+
+
+def _inside(entries: Sequence[tuple[int, int]], stop: float) -> float:
+    """Return the elements of entries that lie before `stop`."""
+    return sum(min(stop - start, numel) for start, numel in entries if start < stop)

@@ -1,0 +1,128 @@
+"""The moments at which the memory of a pipeline rank can be fullest, from its timetable as arrays.
+
+A rank holds what its forwards kept until the backward of the same micro-batch and chunk, or its
+weight gradients where these have rows of their own, have ended. Where expert communication
+overlaps, a forward runs layer by layer beside the backward of another micro-batch, which frees a
+layer for each that it keeps: the two hold one layer more, not a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moewright.cost.stage_parts import Array
+from moewright.rules import schedule
+from moewright.spec.layout import Layout, Overlap
+
+_FORWARD, _BACKWARD, _WEIGHTS = range(3)
+_KINDS = {
+    schedule.RowKind.F: _FORWARD,
+    schedule.RowKind.B: _BACKWARD,
+    schedule.RowKind.W: _WEIGHTS,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTable:
+    """The rows of a rank's timetable [rows], and which of them free what their forward kept.
+
+    `is_paired` forwards run beside the backward in the next row.
+    """
+
+    micro_batch: Array
+    chunk: Array
+    is_forward: Array
+    frees: Array
+    is_paired: Array
+
+
+def rank_table(layout: Layout, micro_batches: int, pp_rank: int) -> RankTable:
+    """Build the rows of one rank."""
+    if layout.schedule.splits_backward:
+        return table_from_rows(layout, schedule.timetable(layout, micro_batches)[pp_rank])
+    order = np.array(schedule.forward_order(layout, micro_batches))
+    ahead = schedule.warmup_forwards(layout, micro_batches, pp_rank)
+    count = len(order)
+    is_forward = np.zeros(2 * count, dtype=bool)
+    is_forward[:ahead] = True
+    is_forward[ahead : 2 * count - ahead : 2] = True
+    micro_batch, chunk = np.empty((2, 2 * count), dtype=int)
+    for direction, chunks in (
+        (is_forward, order[:, 1]),
+        (~is_forward, layout.vpp - 1 - order[:, 1]),
+    ):
+        micro_batch[direction] = order[:, 0]
+        chunk[direction] = chunks
+    kind = np.where(is_forward, _FORWARD, _BACKWARD)
+    return _build_table(layout, kind, micro_batch, chunk)
+
+
+def table_from_rows(layout: Layout, rows: Sequence[schedule.TimetableRow]) -> RankTable:
+    """Build the arrays of a timetable's rows."""
+    kind = np.array([_KINDS[row.kind] for row in rows])
+    micro_batch = np.array([row.micro_batch for row in rows])
+    chunk = np.array([row.chunk for row in rows])
+    return _build_table(layout, kind, micro_batch, chunk)
+
+
+def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) -> RankTable:
+    key = micro_batch * layout.vpp + chunk
+    is_forward = kind == _FORWARD
+    is_paired = np.zeros(len(kind), dtype=bool)
+    if Overlap.EP in layout.overlap:
+        # Beside its own backward a forward cannot run.
+        is_paired[:-1] = is_forward[:-1] & (kind[1:] == _BACKWARD) & (key[:-1] != key[1:])
+    owes_weights = np.isin(key, key[kind == _WEIGHTS])
+    return RankTable(
+        micro_batch=micro_batch,
+        chunk=chunk,
+        is_forward=is_forward,
+        frees=(kind == _WEIGHTS) | ((kind == _BACKWARD) & ~owes_weights),
+        is_paired=is_paired,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshots:
+    """What lives at each moment [snapshots, columns], and which items run then, -1 where none does.
+
+    `forward` ends its forward, `backward` runs its backward; `paired` holds another layer.
+    """
+
+    live: Array
+    forward: Array
+    backward: Array
+    paired: Array
+
+
+def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
+    """Follow what is alive through a timetable, in the order of its rows.
+
+    `contents` [items, columns] is what a forward keeps, in whatever unit; `item` [rows] says of
+    which item each row is: its chunk, or its micro-batch and chunk where micro-batches differ.
+    """
+    of_row = contents[item]
+    kept = np.cumsum(of_row * (table.is_forward.astype(float) - table.frees)[:, None], axis=0)
+    first = np.flatnonzero(table.is_paired)  # the forward of each pair
+    is_alone = np.ones(len(item), dtype=bool)
+    is_alone[first] = is_alone[first + 1] = False
+    none = np.full(len(item), -1)
+    # A backward still holds what it frees.
+    during = kept + of_row * table.frees[:, None]
+    live = during[is_alone]
+    forward = np.where(table.is_forward, item, none)[is_alone]
+    backward = np.where(table.is_forward, none, item)[is_alone]
+    paired = none[is_alone]
+    if len(first):
+        # Before either row of a pair has ended, and after both.
+        both = np.repeat(first, 2)
+        ends = np.stack([kept[first] - of_row[first], kept[first + 1]], axis=1)
+        order = np.argsort(np.concatenate([np.flatnonzero(is_alone), both]), kind="stable")
+        live = np.concatenate([live, ends.reshape(-1, contents.shape[1])])[order]
+        forward = np.concatenate([forward, item[both]])[order]
+        backward = np.concatenate([backward, item[both + 1]])[order]
+        paired = np.concatenate([paired, item[both]])[order]
+    return Snapshots(live=live, forward=forward, backward=backward, paired=paired)

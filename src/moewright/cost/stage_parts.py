@@ -1,0 +1,153 @@
+"""What pipeline stages hold, counted in parts: the columns of every array over stages.
+
+A part is a kind of layer, an MTP depth, the embedding, or the final norm with head and loss. What a
+stage costs is the sum of its parts, so memory and time of any pipeline are products of a matrix of
+counts with the cost of each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moewright.cost.routed_rows import is_moe_layer
+from moewright.rules import flops
+from moewright.rules.stages import Chunk, chunk_layers
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class LayerKind(NamedTuple):
+    """What decides how long a layer takes."""
+
+    is_moe: bool
+    is_windowed: bool
+
+
+def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
+    """Return the kind of a layer; MTP depths are numbered above the layers."""
+    return LayerKind(is_moe_layer(model, layer), flops.is_windowed(model, layer))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPart:
+    """Layers that take the same bytes and seconds, which one layer and its position stand for."""
+
+    kind: LayerKind
+    layer: int
+    position: int  # in its chunk, which decides what full recompute takes of it
+    is_mtp: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """The parts of a model: its layers, MTP depths last, then embedding, head and an MTP input.
+
+    An MTP depth embeds its tokens and makes its pass through the head itself. Its input is a part
+    of its own where no final norm on the same stage keeps it. `columns` [variants][layers] finds
+    the column of a layer; full recompute makes variants of the positions in a chunk.
+    """
+
+    layers: tuple[LayerPart, ...]
+    columns: tuple[Array, ...]
+
+    @property
+    def embedding(self) -> int:
+        return len(self.layers)
+
+    @property
+    def head(self) -> int:
+        return len(self.layers) + 1
+
+    @property
+    def mtp_input(self) -> int:
+        return len(self.layers) + 2
+
+    @property
+    def count(self) -> int:
+        return len(self.layers) + 3
+
+    @cached_property
+    def head_columns(self) -> list[int]:
+        """Columns of what makes a pass through the head."""
+        depths = [column for column, part in enumerate(self.layers) if part.is_mtp]
+        return [*depths, self.head]
+
+    def count_layers(self, counts: Array) -> Array:
+        """Return the layers of each row of `counts` [..., parts], and 1 where there are none."""
+        return np.asarray(np.maximum(1, counts[..., : len(self.layers)].sum(axis=-1)))
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of all layers, MTP depths included."""
+        return tuple(dict.fromkeys(part.kind for part in self.layers))
+
+
+def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
+    """List the parts of a model on any pipeline; of the layout its recompute alone matters."""
+    depths = range(model.layers + 1, model.layers + 1 + model.mtp_layers)
+    parts: dict[tuple[object, ...], LayerPart] = {}
+    columns = np.full((_VARIANTS, model.layers + 1 + model.mtp_layers), -1)
+    for layers, is_mtp in ((range(model.layers), False), (depths, True)):
+        for layer in layers:
+            kind = layer_kind(model, layer)
+            for position in _positions(layout):
+                variant = _variant(layout, position)
+                key = is_mtp, kind, variant
+                part = LayerPart(kind=kind, layer=layer, position=position, is_mtp=is_mtp)
+                parts.setdefault(key, part)
+                columns[variant, layer] = list(parts).index(key)
+    return StageParts(layers=tuple(parts.values()), columns=tuple(columns))
+
+
+_VARIANTS = 2
+
+
+def _variant(layout: Layout, position: int) -> int:
+    """Return 1 for the later layers of a chunk or of a checkpoint's span, which keep otherwise."""
+    if layout.recompute_block:
+        return int(position >= layout.recompute_block)
+    return int(position % layout.recompute_span > 0)
+
+
+def _positions(layout: Layout) -> tuple[int, ...]:
+    """Return a position in a chunk of each variant."""
+    if layout.recompute_block:
+        return 0, layout.recompute_block
+    return (0, 1) if layout.recompute_span > 1 else (0,)
+
+
+def layer_columns(
+    layout: Layout, parts: StageParts, chunk: Chunk, model: ModelSpec
+) -> list[tuple[int, int]]:
+    """Return the layers of a virtual stage, each with its column."""
+    return [
+        (layer, int(parts.columns[_variant(layout, position)][layer]))
+        for position, layer in enumerate(chunk_layers(model, chunk))
+    ]
+
+
+def count_parts(
+    model: ModelSpec, layout: Layout, parts: StageParts, chunks: Sequence[Chunk]
+) -> Array:
+    """Count the parts of each virtual stage [chunks, parts]."""
+    has_variants = len(_positions(layout)) > 1
+    counts = np.zeros((len(chunks), parts.count))
+    for row, chunk in zip(counts, chunks, strict=True):
+        if has_variants:
+            for _, column in layer_columns(layout, parts, chunk, model):
+                row[column] += 1
+        else:
+            row += np.bincount(
+                parts.columns[0][list(chunk_layers(model, chunk))], minlength=parts.count
+            )
+        row[parts.embedding] = chunk.has_embedding
+        row[parts.head] = chunk.has_loss
+        row[parts.mtp_input] = chunk.mtp_layers > 0 and not chunk.has_loss
+    return counts
