@@ -10,4 +10,6 @@ for sentence in plans.why:
 best = plans.best
 print(best)
 for gain in best.gains:
-    print(f"with {gain.change}: {gain.step_s:.3g} s a step in place of {best.estimate.step_s:.3g} s")
+    print(
+        f"with {gain.change}: {gain.step_s:.3g} s a step in place of {best.estimate.step_s:.3g} s"
+    )

@@ -1,4 +1,4 @@
-"""What Megatron-LM's parser and its checks after parsing accept, written down again for tests.
+"""The options that Megatron-LM's parser and its later checks accept, written down for tests.
 
 The source is arguments.py and transformer_config.py at d98e8a64. Nothing of the exporter is used.
 """
@@ -21,8 +21,11 @@ def parse_flags(flags):
     for name, values in options.items():
         assert name in OPTIONS, name
         option = OPTIONS[name]
-        expected = {"": len(values) == 1, "+": len(values) >= 1, "*": True}.get(option["nargs"])
-        assert expected if expected is not None else len(values) == int(option["nargs"]), name
+        has_right_count = {"": len(values) == 1, "+": len(values) >= 1, "*": True}
+        if option["nargs"] in has_right_count:
+            assert has_right_count[option["nargs"]], name
+        else:
+            assert len(values) == int(option["nargs"]), name
         for value in values:
             assert value, name
             if option["choices"]:
@@ -32,18 +35,18 @@ def parse_flags(flags):
     return options
 
 
-def integer(options, name, default):
+def read_integer(options, name, default):
     return int(options[name][0]) if name in options else default
 
 
 def check_options(options, world_size, environment):
     """Assert what Megatron-LM asserts of options together, on a node of Hopper."""
     tp, cp, pp = (
-        integer(options, f"--{kind}-parallel-size", 1)
+        read_integer(options, f"--{kind}-parallel-size", 1)
         for kind in ("tensor-model", "context", "pipeline-model")
     )
-    ep = integer(options, "--expert-model-parallel-size", 1)
-    etp = integer(options, "--expert-tensor-parallel-size", tp)
+    ep = read_integer(options, "--expert-model-parallel-size", 1)
+    etp = read_integer(options, "--expert-tensor-parallel-size", tp)
     assert world_size % (tp * cp * pp) == 0
     assert world_size % (etp * ep * pp) == 0
     dp = world_size // (tp * cp * pp)
@@ -53,9 +56,11 @@ def check_options(options, world_size, environment):
     check_batches(options, dp)
     check_memory(options, environment)
     check_overlap(options, tp, cp, pp, environment)
-    assert integer(options, "--max-position-embeddings", 0) >= integer(options, "--seq-length", 0)
+    assert read_integer(options, "--max-position-embeddings", 0) >= read_integer(
+        options, "--seq-length", 0
+    )
     if cp > 1:
-        assert integer(options, "--seq-length", 0) % (2 * cp) == 0
+        assert read_integer(options, "--seq-length", 0) % (2 * cp) == 0
     if options.get("--cp-comm-type") == ("a2a+p2p",):
         inner, outer = map(int, options["--hierarchical-context-parallel-sizes"])
         assert inner * outer == cp
@@ -66,12 +71,12 @@ def check_options(options, world_size, environment):
     if "--mtp-num-layers" in options:
         assert options["--position-embedding-type"][0] in ("rope", "none")
     if "--save" in options:
-        assert integer(options, "--save-interval", 0) > 0
+        assert read_integer(options, "--save-interval", 0) > 0
     if options.get("--tokenizer-type") == ("NullTokenizer",):
         assert (
             0
-            <= integer(options, "--null-tokenizer-eod-id", -1)
-            < integer(options, "--vocab-size", 0)
+            <= read_integer(options, "--null-tokenizer-eod-id", -1)
+            < read_integer(options, "--vocab-size", 0)
         )
     assert float(options["--min-lr"][0]) <= float(options["--lr"][0])
 
@@ -81,7 +86,7 @@ def check_experts(options, tp, ep):
         assert ep == 1
         assert not [name for name in options if name.startswith("--moe-") or "expert" in name]
         return
-    number = integer(options, "--num-experts", 0)
+    number = read_integer(options, "--num-experts", 0)
     assert number % ep == 0
     assert not (ep > 1 and "--fp16" in options)
     assert tp == 1 or "--sequence-parallel" in options
@@ -93,7 +98,8 @@ def check_experts(options, tp, ep):
         assert "--moe-router-pre-softmax" in options
     if "--moe-router-num-groups" in options:
         groups, kept = (
-            integer(options, f"--moe-router-{name}", 0) for name in ("num-groups", "group-topk")
+            read_integer(options, f"--moe-router-{name}", 0)
+            for name in ("num-groups", "group-topk")
         )
         assert number % groups == 0
         assert kept <= groups
@@ -104,12 +110,17 @@ def check_experts(options, tp, ep):
     if "--moe-layer-freq" in options:
         pattern = options["--moe-layer-freq"][0]
         assert set(pattern) <= set("0123456789[]()+*,")
-        assert len(eval(pattern)) == integer(options, "--num-layers", 0)
+        assert len(eval(pattern)) == read_integer(options, "--num-layers", 0)
 
 
 def check_stages(options, pp):
-    ways = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
-    spellings = [name for name in (*ways, "--pipeline-model-parallel-layout") if name in options]
+    options_of_stages = (
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+    )
+    spellings = [
+        name for name in (*options_of_stages, "--pipeline-model-parallel-layout") if name in options
+    ]
     assert len(spellings) <= 1
     counted = sum(
         f"--account-for-{name}-in-pipeline-split" in options for name in ("embedding", "loss")
@@ -117,19 +128,19 @@ def check_stages(options, pp):
     if "--pipeline-model-parallel-layout" in options:
         assert not counted
         return
-    virtual = integer(options, "--num-virtual-stages-per-pipeline-rank", 1)
-    layers = integer(options, "--num-layers", 0) + counted
+    virtual = read_integer(options, "--num-virtual-stages-per-pipeline-rank", 1)
+    layers = read_integer(options, "--num-layers", 0) + counted
     assert layers % pp == 0
     assert layers // pp % virtual == 0
     if virtual > 1:
         assert pp > (2 if "--no-overlap-p2p-communication" in options else 1)
-        group = integer(options, "--microbatch-group-size-per-virtual-pipeline-stage", pp)
+        group = read_integer(options, "--microbatch-group-size-per-virtual-pipeline-stage", pp)
         assert group >= pp
 
 
 def check_batches(options, dp):
-    step = integer(options, "--micro-batch-size", 0) * dp
-    batch = integer(options, "--global-batch-size", 0)
+    step = read_integer(options, "--micro-batch-size", 0) * dp
+    batch = read_integer(options, "--global-batch-size", 0)
     assert batch % step == 0
     by_steps = {"--train-iters", "--lr-decay-iters", "--lr-warmup-iters"} & set(options)
     by_samples = {"--train-samples", "--lr-decay-samples", "--lr-warmup-samples"} & set(options)
@@ -184,13 +195,13 @@ def check_overlap(options, tp, cp, pp, environment):
     if "--tp-comm-overlap" in options:
         assert "--sequence-parallel" in options
         assert tp > 1
-    queues = environment["CUDA_DEVICE_MAX_CONNECTIONS"]
-    moving = "--overlap-moe-expert-parallel-comm" in options
-    if (tp > 1 or cp > 1) and not moving and "--use-megatron-fsdp" not in options:
-        assert queues == "1"
-    if moving:
-        assert queues != "1"
-        assert integer(options, "--expert-model-parallel-size", 1) > 1
+    connections = environment["CUDA_DEVICE_MAX_CONNECTIONS"]
+    overlaps_moe = "--overlap-moe-expert-parallel-comm" in options
+    if (tp > 1 or cp > 1) and not overlaps_moe and "--use-megatron-fsdp" not in options:
+        assert connections == "1"
+    if overlaps_moe:
+        assert connections != "1"
+        assert read_integer(options, "--expert-model-parallel-size", 1) > 1
         assert options["--moe-token-dispatcher-type"][0] in ("alltoall", "flex")
         assert pp == 1 or {
             "--num-virtual-stages-per-pipeline-rank",
@@ -199,5 +210,5 @@ def check_overlap(options, tp, cp, pp, environment):
         assert options.get("--recompute-granularity") != ("full",)
         assert "moe" not in options.get("--recompute-modules", ())
         assert "--bf16" in options or "--fp16" in options
-        assert integer(options, "--mtp-num-layers", 0) <= 1
+        assert read_integer(options, "--mtp-num-layers", 0) <= 1
         assert not {"moe", "mlp"} & set(options.get("--cuda-graph-modules", ()))

@@ -27,7 +27,8 @@ _INTRODUCTION = """# The command line
 | 141 | the reader of the output closed it |
 | 143 | saved and ended on SIGTERM |
 
-Text output is for people; `--json` writes the same as data. `python -m moewright` starts the same
+Text output is for people; `--json PATH` writes the same as data, and `--json -` gives standard
+output to the data alone: tables go to standard error. `python -m moewright` starts the same
 program.
 """
 

@@ -1,4 +1,4 @@
-"""The report in a real browser: from file://, with the network cut, at two widths."""
+"""The report in a real browser: from file://, without a network, at two widths."""
 
 import shutil
 from pathlib import Path
@@ -95,9 +95,9 @@ def test_key_numbers_stand_in_the_first_screen(page):
 def test_curves_span_their_plots(page):
     plots = page.locator(".canvas")
     assert plots.count() == 2
-    for place in range(2):
-        canvas = plots.nth(place).bounding_box()
-        for curve in plots.nth(place).locator(".curve").all():
+    for index in range(2):
+        canvas = plots.nth(index).bounding_box()
+        for curve in plots.nth(index).locator(".curve").all():
             box = curve.bounding_box()
             assert box["width"] > 0.5 * canvas["width"]
             assert box["height"] > 0.05 * canvas["height"]

@@ -11,7 +11,7 @@ from moewright.cli.main import main
 from moewright.intake.job import read_job
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/quickstart_2cpu_bf16.toml"
-JOB = ("Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep8,recompute=full")
+JOB = ("Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep8,zero3,recompute=full")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,29 @@ def test_hfu_counts_what_is_replayed() -> None:
     assert full.peak_bytes < plain.peak_bytes
 
 
+def test_full_recompute_takes_a_third_of_the_layers_work_once_more() -> None:
+    """Repeat the forward of the layers, half of what their backward takes."""
+    plain = estimate_layout("ep8")
+    full = estimate_layout("ep8,recompute=full")
+    work_s = plain.step_s - sum(
+        seconds(plain, part) for part in (TimePart.HEAD, TimePart.DP_COMM, TimePart.OPTIMIZER)
+    )
+    assert full.step_s - plain.step_s == pytest.approx(seconds(full, TimePart.RECOMPUTE))
+    assert seconds(full, TimePart.RECOMPUTE) == pytest.approx(work_s / 3, rel=0.05)
+
+
+def test_zero3_reduces_and_gathers_twice_every_micro_batch() -> None:
+    """A gather of bf16 weights takes half of the reduction of fp32 gradients."""
+
+    def exchange_s(text: str) -> float:
+        share = next(s for s in estimate_layout(text).shares if s.part is TimePart.DP_COMM)
+        return share.seconds + share.hidden_s
+
+    micro_batches = 64 // 16
+    ratio = micro_batches * (2 + 2 * 1) / (2 + 1)
+    assert exchange_s("ep8,zero3") / exchange_s("ep8") == pytest.approx(ratio, rel=0.01)
+
+
 def test_every_assumption_has_a_source() -> None:
     result = estimate_layout()
     assert all(assumption.source and assumption.value for assumption in result.assumptions)

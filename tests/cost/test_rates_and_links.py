@@ -69,6 +69,14 @@ def test_misses_name_what_the_file_lacks() -> None:
     assert "held flat" in assumptions[0].value
 
 
+def test_experts_with_few_rows_multiply_slowly() -> None:
+    """Without a rate in the file, experts of 60 rows reach half the rate of large ones."""
+    hardware = h800(("grouped_rolloff_rows", 60.0))
+    rates = DeviceRates(replace(hardware, device=replace(hardware.device, rates=())))
+    few_s, many_s = (rates.seconds(op_row(Op.GROUPED_GEMM, rows)) for rows in (60, 1e9))
+    assert few_s == pytest.approx(2 * many_s)
+
+
 def test_the_hardware_file_wins_over_defaults() -> None:
     fast, slow = (
         DeviceRates(h800(("gemm_time_scale", scale))).seconds(op_row(Op.GEMM, 1e12))

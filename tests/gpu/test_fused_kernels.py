@@ -1,7 +1,7 @@
-"""Triton's kernels compiled: in 16 bits against fp32, and beside the reference on the clock.
+"""Compiled Triton kernels: 16 bits against fp32, and their time against the reference's.
 
-Skipped without a device. In fp32 tests/engine/test_fused_triton.py compiles them where there is
-one.
+The tests are skipped without a device. tests/engine/test_fused_triton.py compiles the kernels in
+fp32 on a machine with a device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ pytestmark = [
 
 from moewright.engine.kernels.fused.triton import TritonKernels  # noqa: E402 - which needs Triton
 
-PLAIN, FUSED = TorchKernels(), TritonKernels()
+PLAIN = TorchKernels()
+FUSED = TritonKernels()
 # Qwen3-30B-A3B on one device: 4096 tokens, 8 of 128 experts, hidden 2048, expert width 768, 32
 # heads of 128.
 TOKENS = 4096
-TOP_K, EXPERTS = 8, 128
-HIDDEN, WIDTH = 2048, 768
-HEADS, HEAD = 32, 128
+TOP_K = 8
+EXPERTS = 128
+HIDDEN = 2048
+WIDTH = 768
+HEADS = 32
+HEAD_DIM = 128
 VOCABULARY = 151936
 EPS = 1e-6
 
@@ -49,7 +53,7 @@ def draw_normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 def assert_rounded_once(result: torch.Tensor, wide: torch.Tensor) -> None:
     """Assert that an error is at most half a unit of the last place of the largest number.
 
-    On top comes what fp32 sums and exponentials are off.
+    The errors of fp32 sums and exponentials come on top.
     """
     unit = torch.finfo(result.dtype).eps
     assert float((result.float() - wide).abs().max()) <= (0.5 * unit + 1e-5) * float(
@@ -69,9 +73,10 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert_rounded_once(
         FUSED.unpermute(rows, slots, True), PLAIN.unpermute(rows.float(), slots, True)
     )
-    x_BSHD = draw_normal(2, TOKENS // 2, HEADS, HEAD, dtype=dtype)
-    angle = 9 * draw_normal(TOKENS // 2, HEAD // 2)
-    cos, sin = angle.cos(), angle.sin()
+    x_BSHD = draw_normal(2, TOKENS // 2, HEADS, HEAD_DIM, dtype=dtype)
+    angle = 9 * draw_normal(TOKENS // 2, HEAD_DIM // 2)
+    cos = angle.cos()
+    sin = angle.sin()
     assert_rounded_once(FUSED.rotate(x_BSHD, cos, sin), PLAIN.rotate(x_BSHD.float(), cos, sin))
 
 
@@ -95,16 +100,16 @@ def test_half_precision_activations_are_rounded_once(dtype: torch.dtype, clamped
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [HEAD, HIDDEN])
-def test_half_precision_norms(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("width", [HEAD_DIM, HIDDEN])
+def test_half_precision_norms_are_rounded_once(dtype: torch.dtype, width: int) -> None:
     """Forward rounds twice, as the reference does; the weight's gradient is the same every time."""
     x, grad = draw_normal(2, TOKENS, width, dtype=dtype)
     weight = (1 + draw_normal(width) / 8).to(dtype)
     result, scale = FUSED.rms_norm(x, weight, EPS)
     expected, expected_scale = PLAIN.rms_norm(x, weight, EPS)
     torch.testing.assert_close(scale, expected_scale, rtol=1e-5, atol=0.0)
-    # A scale one fp32 rounding apart may round to the 16-bit neighbour, and so may what is made of
-    # that.
+    # A scale that is one fp32 rounding apart may round to the 16-bit neighbour, and so may what is
+    # computed from it.
     torch.testing.assert_close(
         result, expected, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny
     )
@@ -120,7 +125,7 @@ def test_half_precision_norms(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_losses(dtype: torch.dtype) -> None:
+def test_half_precision_losses_are_rounded_once(dtype: torch.dtype) -> None:
     """The losses are of a whole vocabulary, and of a part of one whose last columns are padding."""
     tokens = 64
     size = VOCABULARY - 3
@@ -128,10 +133,10 @@ def test_half_precision_losses(dtype: torch.dtype) -> None:
     grad = draw_normal(tokens)
     targets = torch.randint(0, size, (tokens,), generator=build_generator(), device="cuda")
     targets[::5] = -1
-    meant = targets >= 0
+    has_target = targets >= 0
     expected = PLAIN.cross_entropy(logits.float(), targets)
     torch.testing.assert_close(
-        FUSED.cross_entropy(logits, targets)[meant], expected[meant], rtol=1e-5, atol=1e-5
+        FUSED.cross_entropy(logits, targets)[has_target], expected[has_target], rtol=1e-5, atol=1e-5
     )
     top = logits[:, :size].amax(-1).float()
     summed = PLAIN.sum_exp(logits[:, :size].float(), top)
@@ -143,19 +148,21 @@ def test_half_precision_losses(dtype: torch.dtype) -> None:
         )
 
 
-def _milliseconds(work: Callable[[], object]) -> float:
+def _measure_ms(function: Callable[[], object]) -> float:
     for _ in range(3):
-        work()
+        function()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(20):
-        work()
+        function()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 20
 
 
-def test_times_beside_the_reference(record_property: Callable[[str, object], None]) -> None:
+def test_times_of_the_kernels_and_the_reference_are_reported(
+    record_property: Callable[[str, object], None],
+) -> None:
     """Times are reported, not judged: forward and backward of each chain, in bf16."""
     bf16 = torch.bfloat16
     spec = RouterSpec(top_k=TOP_K, score=ScoreFunction.SOFTMAX)
@@ -168,8 +175,8 @@ def test_times_beside_the_reference(record_property: Callable[[str, object], Non
     weight = draw_normal(TOKENS * TOP_K).sigmoid()
     gated = draw_normal(TOKENS * TOP_K, 2 * WIDTH, dtype=bf16)
     grad = draw_normal(TOKENS * TOP_K, WIDTH, dtype=bf16)
-    x_BSHD = draw_normal(1, TOKENS, HEADS, HEAD, dtype=bf16)
-    angle = draw_normal(TOKENS, HEAD // 2)
+    x_BSHD = draw_normal(1, TOKENS, HEADS, HEAD_DIM, dtype=bf16)
+    angle = draw_normal(TOKENS, HEAD_DIM // 2)
     norm_weight = draw_normal(HIDDEN).to(bf16)
     grad_x = draw_normal(TOKENS, HIDDEN, dtype=bf16)
     vocab_logits = draw_normal(TOKENS, VOCABULARY, dtype=bf16)
@@ -182,7 +189,7 @@ def test_times_beside_the_reference(record_property: Callable[[str, object], Non
             _, weights, scores = kernels.route_tokens(router_logits, spec, None, None)
             (weights.sum() + scores.square().sum()).backward()
 
-        works: dict[str, Callable[[], object]] = {
+        functions: dict[str, Callable[[], object]] = {
             "permute": lambda kernels=kernels: kernels.permute(x, tokens),
             "unpermute": lambda kernels=kernels: kernels.unpermute(rows, slots, True),
             "unpermute_some": lambda kernels=kernels: kernels.unpermute(rows, slots, False),
@@ -201,8 +208,8 @@ def test_times_beside_the_reference(record_property: Callable[[str, object], Non
             ),
             "router": route,
         }
-        for name, work in works.items():
-            taken = _milliseconds(work)
-            record_property(f"{type(kernels).__name__} {name} ms", taken)
-            print(f"{type(kernels).__name__:9} {name:22} {taken:8.3f} ms")
-            assert taken > 0
+        for name, function in functions.items():
+            time_ms = _measure_ms(function)
+            record_property(f"{type(kernels).__name__} {name} ms", time_ms)
+            print(f"{type(kernels).__name__:9} {name:22} {time_ms:8.3f} ms")
+            assert time_ms > 0

@@ -1,8 +1,6 @@
-"""One GPU: NCCL over one rank, and bf16 against fp32 on the CPU.
+"""One GPU: NCCL over one rank, bf16 against fp32 on the CPU, and the idle time of the device.
 
-Measured too is how long the device waits for the host.
-
-Skipped without a device. Written for torch 2.11 and later.
+The tests are skipped without a device. They are written for torch 2.11 and later.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ pytestmark = [
 _BF16_EPS = 2.0**-8
 
 
-def first_gradients(plan: Plan, folder: Path, rank_context: RankContext) -> RankOutcome:
+def leave_first_gradients(plan: Plan, folder: Path, rank_context: RankContext) -> RankOutcome:
     """Leave the loss and gradients of the first step in `folder`."""
     device = init_distributed(rank_context)
     state = build_train_state(
@@ -66,10 +64,10 @@ def run_step(
     """Return the loss and gradients with forced experts: rounding sends no token elsewhere."""
     folder.mkdir()
     router = RouterTraining(force=RouterForce.BALANCED)
-    work = replace(WORKLOAD, precision=precision, router=router, fused_kernels=kernels)
-    plan = tiny_jobs.build_plan(work, "mbs4", world_size=1)
+    workload = replace(WORKLOAD, precision=precision, router=router, fused_kernels=kernels)
+    plan = tiny_jobs.build_plan(workload, "mbs4", world_size=1)
     done = launch(
-        partial(first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=device
+        partial(leave_first_gradients, plan, folder), nproc=1, run_dir=folder / "run", device=device
     )
     assert done is ExitCode.DONE
     return pickle.loads((folder / "result").read_bytes())
@@ -83,7 +81,7 @@ def assert_rounds_alike(result: torch.Tensor, reference: torch.Tensor, name: str
 def test_bf16_on_the_gpu_is_within_rounding_of_fp32_on_the_cpu(tmp_path: Path) -> None:
     """A gradient is a product of sums that were rounded a few times.
 
-    16 units of bf16 hold on a CPU.
+    A CPU keeps within 16 units of bf16.
     """
     loss, references = run_step(Dtype.FP32, DeviceKind.CPU, tmp_path / "cpu")
     gpu_loss, gradients = run_step(Dtype.BF16, DeviceKind.CUDA, tmp_path / "gpu")
@@ -146,11 +144,11 @@ def test_nccl_makes_a_world_of_one(tmp_path: Path) -> None:
 def test_the_gpu_trains_and_its_idle_share_is_measured(
     record_property: pytest.FixtureRequest,
 ) -> None:
-    """On the quickstart's model: the device's busy time within a step, and a finite loss."""
+    """The model is the quickstart's; the share is the time of a step in which the device idles."""
     device = torch.device("cuda", 0)
-    job = overhead.build_state(device)
+    state = overhead.build_state(device)
     losses = [
-        train_step(job, step=step, lr=1e-3, stop_requested=False, count_ledger=False).loss
+        train_step(state, step=step, lr=1e-3, stop_requested=False, count_ledger=False).loss
         for step in range(1, 4)
     ]
     assert all(map(torch.isfinite, map(torch.tensor, losses)))
@@ -159,7 +157,7 @@ def test_the_gpu_trains_and_its_idle_share_is_measured(
     with torch.profiler.profile(activities=activities) as profile:
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started.record()
-        train_step(job, step=4, lr=1e-3, stop_requested=False, count_ledger=False)
+        train_step(state, step=4, lr=1e-3, stop_requested=False, count_ledger=False)
         ended.record()
         torch.cuda.synchronize()
     busy_ms = sum(row.self_device_time_total for row in profile.key_averages()) * 1e-3
@@ -178,15 +176,15 @@ def test_the_engine_keeps_up_with_a_plain_loop_on_the_gpu() -> None:
 def test_one_gpu_computes_the_fp32_curve_of_the_cpu(tmp_path: Path) -> None:
     """In fp32 without TF32 the proof of layouts holds across devices.
 
-    It does so at a hundred times its tolerance.
+    The tolerance is a hundred times that of the proof.
     """
     reference = layout_proof.run_reference(tiny_jobs.MODEL, WORKLOAD, 4)
-    work = replace(WORKLOAD, seed=reference.seed)
-    plan = tiny_jobs.build_plan(work, "mbs4", world_size=1)
+    workload = replace(WORKLOAD, seed=reference.seed)
+    plan = tiny_jobs.build_plan(workload, "mbs4", world_size=1)
     folder = tmp_path / "gpu"
     folder.mkdir()
     done = launch(
-        partial(first_gradients, plan, folder),
+        partial(leave_first_gradients, plan, folder),
         nproc=1,
         run_dir=folder / "run",
         device=DeviceKind.CUDA,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_megatron_catalogue import CANNOT, layouts, model, plan_of, workloads
 
+from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, workloads
 from moewright.codec import fingerprint, parse_layout
 from moewright.exporters.megatron.refusals import find_refusals
 from moewright.exporters.megatron.script import render_megatron_script
@@ -35,7 +35,7 @@ from moewright.spec.workload import (
     Workload,
 )
 
-EXPORTED = sorted(set(catalogue.model_names()) - set(CANNOT))
+EXPORTED = sorted(set(catalogue.model_names()) - set(REFUSED_MODELS))
 
 
 def back(text, folder, *, world=None, named=None, **environment):
@@ -53,8 +53,10 @@ def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, 
 
     Fingerprints cover model, workload, hardware and layout.
     """
-    layout = parse_layout("tp2,ep4,mbs2" if model(name).moe else "tp2,mbs2", world_size=16)
-    plan = plan_of(name, layout, Workload(seq_len=2048, global_batch=64))
+    layout = parse_layout(
+        "tp2,ep4,mbs2" if catalogue_model(name).moe else "tp2,mbs2", world_size=16
+    )
+    plan = build_plan(name, layout, Workload(seq_len=2048, global_batch=64))
     result = back(render_megatron_script(plan), tmp_path)
     again = fingerprint(result.model, result.workload, plan.hardware, result.layout)
     assert again == fingerprint(plan.model, plan.workload, plan.hardware, plan.layout)
@@ -64,11 +66,12 @@ def test_every_model_of_the_catalogue_is_the_same_after_export_and_import(name, 
 @given(st.data())
 def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_factory, data):
     name = data.draw(st.sampled_from(EXPORTED))
-    layout, workload = data.draw(layouts(model(name).moe is not None)), data.draw(workloads())
-    assume(not check_legality(model(name), workload, layout))
-    if model(name).moe is None:  # what trains a router says nothing then
+    layout = data.draw(layouts(catalogue_model(name).moe is not None))
+    workload = data.draw(workloads())
+    assume(not check_legality(catalogue_model(name), workload, layout))
+    if catalogue_model(name).moe is None:  # what trains a router says nothing then
         workload = replace(workload, loss=LossSpec(), router=RouterTraining())
-    plan = plan_of(name, layout, workload)
+    plan = build_plan(name, layout, workload)
     assume(not find_refusals(plan))
     result = back(render_megatron_script(plan), tmp_path_factory.mktemp("script"))
     assert (result.model, result.layout, result.workload) == (plan.model, layout, workload)
@@ -91,7 +94,7 @@ def test_what_a_job_says_beyond_a_plan_comes_back_too(tmp_path):
         ),
         checkpoint=CheckpointSpec(every_steps=100, mode=SaveMode.ASYNC),
     )
-    plan = plan_of("Qwen/Qwen3-0.6B", Layout(world_size=8), workload)
+    plan = build_plan("Qwen/Qwen3-0.6B", Layout(world_size=8), workload)
     assert back(render_megatron_script(plan), tmp_path).workload == workload
 
 
@@ -129,7 +132,7 @@ eval ${run_cmd} 2>&1 | tee log.txt
 
 def test_a_script_with_arrays_variables_defaults_tests_and_eval(tmp_path):
     result = back(QWEN, tmp_path, EP="", CKPT="/ckpt")
-    assert result.model == model("Qwen/Qwen3-30B-A3B")
+    assert result.model == catalogue_model("Qwen/Qwen3-30B-A3B")
     assert result.layout == parse_layout(
         "tp2,ep8,etp2", world_size=32
     )  # expert tensor parallelism is tp when not said
@@ -346,7 +349,7 @@ def test_arguments_behind_the_script_and_what_it_sets_of_a_known_model(tmp_path)
         read_launch(script, {}, ("A3B", "2", "4")), world_size=8, folder=tmp_path
     )
     assert result.layout == parse_layout("tp4,mbs2,overlap=tp", world_size=8)
-    legal = model("Qwen/Qwen3-30B-A3B")
+    legal = catalogue_model("Qwen/Qwen3-30B-A3B")
     assert (result.model.name, result.model.vocab_size) == (legal.name, legal.vocab_size)
     assert result.model.initializer_range == 0.008
     assert (result.model.moe.router.pre_softmax, result.model.moe.router.renormalize) == (

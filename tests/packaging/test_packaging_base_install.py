@@ -1,4 +1,4 @@
-"""The base install plans without torch: a fresh environment, installed as a user would."""
+"""The base install plans without torch, in a fresh environment like a user's."""
 
 from __future__ import annotations
 
@@ -17,22 +17,14 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def moewright(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs the installed program in an environment that holds the base dependencies only."""
+    """Return a function that runs the installed program with the base dependencies only."""
     folder = tmp_path_factory.mktemp("base")
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin" / "python"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", ROOT], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    install = [*pip, "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, "-c", ROOT / "constraints.txt", ROOT], check=True)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         program = [venv / "bin" / "moewright", *arguments]
@@ -40,18 +32,19 @@ def moewright(tmp_path_factory: pytest.TempPathFactory) -> Run:
             program, cwd=folder, capture_output=True, text=True, timeout=60, check=False
         )
 
-    lacking = "import importlib.util as u; assert not any(map(u.find_spec, ('torch', 'safetensors', 'tokenizers')))"
-    subprocess.run([python, "-c", lacking], check=True)
+    engine_packages = "('torch', 'safetensors', 'tokenizers')"
+    check = f"import importlib.util as u; assert not any(map(u.find_spec, {engine_packages}))"
+    subprocess.run([python, "-c", check], check=True)
     return run
 
 
-def test_help(moewright: Run) -> None:
+def test_the_help_lists_the_verbs(moewright: Run) -> None:
     done = moewright("--help")
     assert done.returncode == 0, done.stderr
     assert "estimate" in done.stdout
 
 
-def test_plan(moewright: Run, tmp_path: Path) -> None:
+def test_a_plan_is_made_without_torch(moewright: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     done = moewright(
         "plan", "Qwen3-235B-A22B", "--on", "256xH800", "--top", "3", "--json", str(path)
@@ -65,12 +58,11 @@ def test_plan(moewright: Run, tmp_path: Path) -> None:
     assert len(plan["fingerprint"]) == 16
 
 
-def test_estimate(moewright: Run, tmp_path: Path) -> None:
+def test_an_estimate_is_made_without_torch(moewright: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     layout = "tp2,ep8,pp8,vpp2,mbs1,recompute=moe_act+layernorm"
-    done = moewright(
-        "estimate", "Qwen/Qwen3-235B-A22B", "--on", "256xH800", "--layout", layout, "--json", str(path)
-    )  # fmt: skip
+    model = "Qwen/Qwen3-235B-A22B"
+    done = moewright("estimate", model, "--on", "256xH800", "--layout", layout, "--json", str(path))
     assert done.returncode == 0, done.stderr
     plan = json.loads(path.read_text())
     assert plan["layout"]["vpp"] == 2
@@ -78,7 +70,7 @@ def test_estimate(moewright: Run, tmp_path: Path) -> None:
     assert plan["estimate"]["step_s"] > 0
 
 
-def test_training_says_what_it_lacks(moewright: Run, tmp_path: Path) -> None:
+def test_a_verb_of_the_engine_says_what_to_install(moewright: Run, tmp_path: Path) -> None:
     done = moewright("data", "build", "--out", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.splitlines() == [

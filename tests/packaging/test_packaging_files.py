@@ -1,3 +1,5 @@
+"""Files of the package: pins, licence, the check of the host, the Makefile and links of pages."""
+
 from __future__ import annotations
 
 import os
@@ -10,7 +12,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Under `make test` a make inside would say which folder it enters.
+# A make that runs under `make test` would otherwise print the folder that it enters.
 MAKE = ("make", "--no-print-directory")
 
 
@@ -31,12 +33,12 @@ def _pins() -> dict[str, str]:
 def test_every_direct_dependency_is_pinned_within_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
-    wanted = [
+    requirements = [
         Requirement(text)
         for text in (*project["dependencies"], *(text for extra in extras for text in extra))
     ]
     pins = _pins()
-    for requirement in wanted:
+    for requirement in requirements:
         if requirement.name != "moewright":
             assert pins[_canonical(requirement.name)] in requirement.specifier
 
@@ -67,19 +69,22 @@ def test_make_train_from_a_bare_clone_shows_every_step(tmp_path: Path) -> None:
         [*MAKE, "-n", "train"], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
     steps = ["pip install", "data build", "bench machine", "moewright plan", "moewright train"]
-    places = [shown.index(step) for step in steps]
-    assert places[0] < min(places[1:3])
-    assert max(places[1:3]) < places[3] < places[4]
+    positions = [shown.index(step) for step in steps]
+    assert positions[0] < min(positions[1:3])
+    assert max(positions[1:3]) < positions[3] < positions[4]
 
 
 def test_make_train_again_only_trains(tmp_path: Path) -> None:
     for name in ("Makefile", "constraints.txt", "pyproject.toml", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)
-    made = (
-        ".venv/constraints.txt", ".venv/.ready", "runs/quickstart_data/corpus.json", "runs/machine.toml",
+    targets = (
+        ".venv/constraints.txt",
+        ".venv/.ready",
+        "runs/quickstart_data/corpus.json",
+        "runs/machine.toml",
         "runs/quickstart/plan.json",
-    )  # fmt: skip
-    for name in made:
+    )
+    for name in targets:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     shown = subprocess.run(

@@ -32,8 +32,8 @@ def tokens_per_s(row: MeasuredRow, seconds: float) -> float:
     return row.workload.tokens_per_step / row.hardware.count / seconds
 
 
-def test_seed_rows_left_out_one_by_one() -> None:
-    """Qwen3-235B on 256 H800, 12 balanced lines: error, order, and loss of the chosen layout."""
+def test_each_seed_row_is_predicted_without_it() -> None:
+    """The 12 balanced lines of Qwen3-235B on 256 H800: error, order, loss of the best layout."""
     runs = runs_from_rows(SEED)
     predicted = predict_left_out(runs, lambda run: run.id)
     assert len(runs) == 12
@@ -44,8 +44,8 @@ def test_seed_rows_left_out_one_by_one() -> None:
     assert 1 - measured[expected.index(max(expected))] / max(measured) <= 0.013
 
 
-def test_groups_left_out_one_by_one() -> None:
-    """Every complete row, by constants fitted without its model on its device."""
+def test_each_group_is_predicted_without_it() -> None:
+    """Every complete row is predicted by constants fitted without its model on its device."""
     group = {row.id: row.group for row in ROWS}
     runs = runs_from_rows(ROWS)
     predicted = predict_left_out(runs, lambda run: group[run.id])
@@ -75,8 +75,8 @@ def group_order(predicted: tuple[float, ...]) -> dict[tuple[str, str], float]:
     return correlations
 
 
-def test_h100_by_constants_of_h800() -> None:
-    """What constants fitted to 12 rows of one cluster are worth on another with newer software."""
+def test_constants_of_h800_predict_h100() -> None:
+    """Constants fitted to 12 rows of one cluster carry over to another with newer software."""
     frozen = fit_constants(runs_from_rows(SEED))
     rows = [row for row in ROWS if row.hardware.name == "H100" and row.model.moe]
     runs = runs_from_rows(rows)
@@ -89,7 +89,7 @@ def test_h100_by_constants_of_h800() -> None:
     assert rank_correlation(expected, measured) >= 0.8
 
 
-def test_shipped_constants_on_the_rows_they_were_fitted_to() -> None:
+def test_shipped_constants_predict_the_rows_they_were_fitted_to() -> None:
     runs = runs_from_rows(ROWS)
     errors = relative_errors(runs, [run.prepared.step_s(()) for run in runs])
     assert np.median(np.abs(errors)) <= 0.035
@@ -131,7 +131,7 @@ def read_vtrain_runs() -> tuple[MeasuredRun, ...]:
                 max_position=2048,
                 tie_embeddings=True,
             )
-            work = Workload(
+            workload = Workload(
                 seq_len=int(row["seq"]), global_batch=int(row["gbs"]), grad_dtype=Dtype.BF16
             )
             text = f"tp{row['tp']},pp{row['pp']},mbs{row['mbs']},zero0,recompute=full"
@@ -139,7 +139,7 @@ def read_vtrain_runs() -> tuple[MeasuredRun, ...]:
             hardware = catalogue.hardware(f"{row['gpus']}xA100")
             network = replace(hardware.fabric.network_Bps, value=100e9 / 8)
             hardware = replace(hardware, fabric=replace(hardware.fabric, network_Bps=network))
-            prepared = RepriceableStep(model, work, hardware, layout)
+            prepared = RepriceableStep(model, workload, hardware, layout)
             measured = float(row["step_time_s"])
             runs.append(
                 MeasuredRun(id=row["id"], prepared=prepared, hardware=hardware, measured_s=measured)
@@ -147,7 +147,7 @@ def read_vtrain_runs() -> tuple[MeasuredRun, ...]:
     return tuple(runs)
 
 
-def test_dense_models_on_a100() -> None:
+def test_dense_models_on_a100_are_predicted() -> None:
     runs = read_vtrain_runs()
     predicted = predict_left_out(runs, lambda run: run.id, centre=PriorCentre.HARDWARE)
     assert len(runs) == 55
@@ -159,23 +159,26 @@ def seconds(
     text: str, *, on: str = "256xH800", batch: int = 2048, part: TimePart | None = None
 ) -> float:
     hardware = catalogue.hardware(on)
-    work = Workload(seq_len=4096, global_batch=batch)
+    workload = Workload(seq_len=4096, global_batch=batch)
     layout = parse_layout(text, world_size=hardware.count)
-    prediction = estimate(catalogue.model("Qwen3-235B-A22B"), work, hardware, layout)
+    prediction = estimate(catalogue.model("Qwen3-235B-A22B"), workload, hardware, layout)
     if part is None:
         return prediction.step_s
     return next(share.seconds for share in prediction.shares if share.part is part)
 
 
-FAR = "tp2,ep32,pp8,vpp4,mbs1,dispatcher=deepep,recompute=select"
-NEAR = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
+EP_OVER_NODES = "tp2,ep32,pp8,vpp4,mbs1,dispatcher=deepep,recompute=select"
+EP_IN_NODE = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
 
 
-def test_the_published_order_of_layouts() -> None:
-    """22.4 s, 25.7 s, 27.6 s, and 35.4 and 35.5 s, which lie too close to order."""
-    plain = FAR.replace("dispatcher=deepep,", "")
-    first = seconds(NEAR)
-    second = seconds(FAR)
+def test_layouts_have_the_published_order() -> None:
+    """The published times are 22.4 s, 25.7 s, 27.6 s, and 35.4 and 35.5 s.
+
+    The last two lie too close to order.
+    """
+    plain = EP_OVER_NODES.replace("dispatcher=deepep,", "")
+    first = seconds(EP_IN_NODE)
+    second = seconds(EP_OVER_NODES)
     third = seconds("tp2,ep8,pp8,mbs1,recompute=select")
     assert first < second < min(seconds(plain), seconds("tp4,ep8,pp8,vpp4,mbs1"))
     assert first < third < min(seconds(plain), seconds("tp4,ep8,pp8,vpp4,mbs1"))
@@ -187,12 +190,16 @@ def test_overlap_of_expert_exchange_turns_the_order() -> None:
 
     Exposed: 25.7 s against 22.4 on H800. Overlapped: 276 against 200 TFLOP/s on H100.
     """
-    assert seconds(FAR) > seconds(NEAR)
-    assert seconds(f"{FAR},overlap=ep") < seconds(NEAR)
-    assert 1.1 < seconds(NEAR, on="256xH100") / seconds(f"{FAR},overlap=ep", on="256xH100") < 1.6
+    assert seconds(EP_OVER_NODES) > seconds(EP_IN_NODE)
+    assert seconds(f"{EP_OVER_NODES},overlap=ep") < seconds(EP_IN_NODE)
+    assert (
+        1.1
+        < seconds(EP_IN_NODE, on="256xH100") / seconds(f"{EP_OVER_NODES},overlap=ep", on="256xH100")
+        < 1.6
+    )
 
 
-def test_what_virtual_stages_win() -> None:
+def test_virtual_stages_gain_as_published() -> None:
     """+6.5 % tokens/s at TP2 PP32 MBS4: the bubble, and transfers that are no longer waited for."""
     without = seconds("tp2,ep8,pp32,mbs4,recompute=full", batch=8192) / 2
     assert 1.03 < without / seconds("tp2,ep8,pp32,vpp3,mbs4,recompute=full", batch=4096) < 1.10
@@ -203,29 +210,34 @@ def test_larger_micro_batches_pay_for_full_recompute() -> None:
 
     The gain saturates.
     """
-    base = seconds(NEAR)
+    base = seconds(EP_IN_NODE)
     four = 2 * base / seconds("tp1,ep8,pp32,vpp3,mbs4,recompute=full", batch=4096)
     eight = 4 * base / seconds("tp1,ep8,pp32,vpp3,mbs8,recompute=full", batch=8192)
     assert 1.0 < four < 1.15
     assert abs(eight / four - 1) < 0.06
 
 
-def test_capacity_under_natural_routing() -> None:
+def test_a_larger_capacity_costs_time_under_natural_routing() -> None:
     """Raising the capacity from 1 to 5 cost 23.4 % tokens/s (644.9 to 494.0).
 
     A hot rank computes what it may take.
     """
     model = catalogue.model("Qwen3-235B-A22B")
     hardware = catalogue.hardware("256xH800")
-    work = Workload(seq_len=4096, global_batch=2048, routing=Routing.LEARNED, load_factor=2.0)
+    workload = Workload(seq_len=4096, global_batch=2048, routing=Routing.LEARNED, load_factor=2.0)
     times = [
         estimate(
-            model, work, hardware, parse_layout(f"{NEAR},capacity={capacity}", world_size=256)
+            model,
+            workload,
+            hardware,
+            parse_layout(f"{EP_IN_NODE},capacity={capacity}", world_size=256),
         ).step_s
         for capacity in (1, 1.5, 2, 3, 5)
     ]
     assert times == sorted(times)
-    assert times[0] == pytest.approx(seconds(NEAR), rel=0.01)  # nobody takes more than the mean
+    assert times[0] == pytest.approx(
+        seconds(EP_IN_NODE), rel=0.01
+    )  # nobody takes more than the mean
     assert 0.10 < 1 - times[0] / times[-1] < 0.35
 
 
@@ -233,17 +245,18 @@ def test_a_hot_rank_costs_what_its_rows_cost() -> None:
     """Skew moves rows and bytes of the expert block, and nothing else."""
     model = catalogue.model("Qwen3-235B-A22B")
     hardware = catalogue.hardware("256xH800")
-    layout = parse_layout(NEAR, world_size=256)
+    layout = parse_layout(EP_IN_NODE, world_size=256)
     even = Workload(seq_len=4096, global_batch=2048)
 
-    def parts(skew: float) -> dict[TimePart, float]:
-        work = replace(even, routing=Routing.SKEWED, load_skew=skew)
+    def time_shares(skew: float) -> dict[TimePart, float]:
+        workload = replace(even, routing=Routing.SKEWED, load_skew=skew)
         return {
-            share.part: share.seconds for share in estimate(model, work, hardware, layout).shares
+            share.part: share.seconds
+            for share in estimate(model, workload, hardware, layout).shares
         }
 
-    flat = parts(0.0)
-    hot = parts(1.0)
+    flat = time_shares(0.0)
+    hot = time_shares(1.0)
     assert hot[TimePart.ATTENTION] == flat[TimePart.ATTENTION]
     assert hot[TimePart.TP_COMM] == flat[TimePart.TP_COMM]
     for part in (TimePart.EXPERTS, TimePart.EP_COMM):

@@ -19,9 +19,8 @@ EXACT = 5e-4
 # Differences between hyper-parameters and the published round totals; Kimi-K2's is known and
 # unexplained.
 PUBLISHED_TOTAL = {"moonshotai/Kimi-K2": 0.016}
-PUBLISHED_ACTIVE = (
-    0.0285  # Moonlight; "active" with or without the input embedding, whichever the source counts
-)
+# Moonlight's; "active" is with or without the input embedding, whichever the source counts.
+PUBLISHED_ACTIVE = 0.0285
 
 # Total and active, billions.
 ALSO_PUBLISHED = {
@@ -48,8 +47,8 @@ def test_every_catalogue_model_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("name", ALSO_PUBLISHED)
-def test_models_beside_the_table(name: str) -> None:
-    """Totals in billions as their reports and model cards print them, rounded there."""
+def test_models_outside_the_table_have_their_published_counts(name: str) -> None:
+    """Totals are in billions as reports and model cards print them, rounded there."""
     counted = parameters.count_parameters(catalogue.model(name))
     total, active = ALSO_PUBLISHED[name]
     assert counted.total / 1e9 == pytest.approx(total, rel=0.006)
@@ -57,7 +56,7 @@ def test_models_beside_the_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["model"] for row in ROWS])
-def test_counts(row: dict[str, str]) -> None:
+def test_counts_equal_the_independent_ones(row: dict[str, str]) -> None:
     counted = parameters.count_parameters(catalogue.model(row["model"]))
     for field in ("total", "active", "active_without_embedding", "mtp", "embedding"):
         expected = float(row[f"{field}_b"])
@@ -68,9 +67,9 @@ def test_counts(row: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [r for r in ROWS if r["published_total_b"]], ids=lambda r: r["model"]
+    "row", [row for row in ROWS if row["published_total_b"]], ids=lambda row: row["model"]
 )
-def test_published_totals(row: dict[str, str]) -> None:
+def test_counts_equal_the_published_totals(row: dict[str, str]) -> None:
     counted = parameters.count_parameters(catalogue.model(row["model"]))
     total = float(row["published_total_b"]) * 1e9
     active = float(row["published_active_b"]) * 1e9
@@ -81,21 +80,23 @@ def test_published_totals(row: dict[str, str]) -> None:
     assert nearest <= PUBLISHED_ACTIVE
 
 
-def test_published_mtp_total() -> None:
+def test_the_mtp_module_of_deepseek_v3_explains_its_published_total() -> None:
     """DeepSeek-V3's checkpoint of 685B repeats embedding and head in the MTP module: 2 x 0.927B."""
     counted = parameters.count_parameters(catalogue.model("DeepSeek-V3"))
     assert counted.total + counted.mtp + 2 * counted.embedding == pytest.approx(685e9, rel=1e-3)
 
 
-def test_olmoe_totals() -> None:
-    """The OLMoE paper: 6.9B total, 1.3B active."""
+def test_olmoe_has_its_published_totals() -> None:
+    """The OLMoE paper prints 6.9B total and 1.3B active parameters."""
     counted = parameters.count_parameters(catalogue.model("OLMoE-1B-7B-0924"))
     assert counted.total == pytest.approx(6.9e9, rel=5e-3)
     assert counted.active == pytest.approx(1.3e9, rel=2e-2)
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if r["seq_len"]], ids=lambda r: r["model"])
-def test_flops_per_token(row: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row["seq_len"]], ids=lambda row: row["model"]
+)
+def test_flops_per_token_equal_the_independent_ones(row: dict[str, str]) -> None:
     model = catalogue.model(row["model"])
     if row["model"] in WINDOWED:
         model = replace(model, attention=replace(model.attention, sliding_window=0, window_every=0))
@@ -106,7 +107,7 @@ def test_flops_per_token(row: dict[str, str]) -> None:
     assert without == pytest.approx(float(row["gflop_per_token_without_mtp"]), rel=EXACT)
 
 
-def test_windowed_flops_of_gpt_oss() -> None:
+def test_flops_of_gpt_oss_count_its_window() -> None:
     """Megatron-Bridge from 26.06 on counts three matrices and the window.
 
     That is 32.63 GFLOP per token at 4096.

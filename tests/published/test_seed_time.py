@@ -19,7 +19,7 @@ SEQ_LEN = 4096
 WORLD = 256
 
 
-def test_order_and_error() -> None:
+def test_step_times_have_the_measured_order_and_small_errors() -> None:
     with (Path(__file__).parent / "data" / "seed0.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     model = catalogue.model("Qwen3-235B-A22B")
@@ -28,9 +28,9 @@ def test_order_and_error() -> None:
     measured = []
     errors = []
     for row in rows:
-        work = Workload(seq_len=SEQ_LEN, global_batch=int(row["global_batch"]))
+        workload = Workload(seq_len=SEQ_LEN, global_batch=int(row["global_batch"]))
         layout = parse_layout(row["layout"], world_size=WORLD)
-        prediction = estimate(model, work, hardware, layout)
+        prediction = estimate(model, workload, hardware, layout)
         measured.append(int(row["global_batch"]) * SEQ_LEN / WORLD / float(row["step_s"]))
         predicted.append(prediction.tokens_per_s_per_device)
         errors.append(abs(prediction.step_s / float(row["step_s"]) - 1))

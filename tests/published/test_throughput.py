@@ -18,19 +18,19 @@ ROWS = tuple(
 )
 EXACT = 5e-4
 
-# The source prints 211.52 TFLOP/s beside 1428.04 tokens/s: 148.12 GFLOP a token where its four
+# The source prints 211.52 TFLOP/s next to 1428.04 tokens/s: 148.12 GFLOP a token where its four
 # other lines give 148.05 (means of logged rates are not rates of means). No FLOPs formula fits them
 # all to 0.05 %.
 UNEVEN = {"seed000-010": 6e-4}
 
 
-def test_all_lines_are_there() -> None:
+def test_the_table_has_all_lines() -> None:
     assert len(ROWS) == 16
     assert sum(bool(row["tflops_per_gpu"]) for row in ROWS) == 5
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: r["id"])
-def test_line(row: dict[str, str]) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
+def test_a_published_line_follows_from_its_step_time(row: dict[str, str]) -> None:
     seq_len = int(row["seq_len"])
     step_s = float(row["time_per_iter_s"])
     tokens_per_s = int(row["gbs"]) * seq_len / (int(row["num_gpus"]) * step_s)

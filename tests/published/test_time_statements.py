@@ -21,8 +21,8 @@ from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Workload
 
 ROWS = read_table(Path(__file__).parent / "data" / "measured_steps.csv").rows
-NEAR = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
-PLAIN = "tp2,ep8,pp8,mbs1,recompute=select"
+EP_IN_NODE = "tp2,ep8,pp32,vpp3,mbs1,recompute=select"
+PP8 = "tp2,ep8,pp8,mbs1,recompute=select"
 
 
 def seconds(
@@ -37,40 +37,40 @@ def seconds(
 
 
 def test_tensor_parallelism_over_four_costs_more_than_its_exchange() -> None:
-    """TP2 against TP4: x1.58, together with fewer stages and no recompute."""
-    assert 1.4 < seconds("tp4,ep8,pp8,vpp4,mbs1") / seconds(NEAR) < 1.7
+    """The published cost of TP4 against TP2 is x1.58, with fewer stages and no recompute."""
+    assert 1.4 < seconds("tp4,ep8,pp8,vpp4,mbs1") / seconds(EP_IN_NODE) < 1.7
 
 
-def test_one_copy_a_node_instead_of_one_an_expert() -> None:
-    """DeepEP over four nodes: x1.375."""
+def test_sending_a_token_once_a_node_gains() -> None:
+    """The published gain of DeepEP over four nodes is x1.375."""
     text = "tp2,ep32,pp8,vpp4,mbs1,recompute=select"
     assert 1.25 < seconds(text) / seconds(f"{text},dispatcher=deepep") < 1.5
 
 
 def test_more_stages_with_virtual_ones_gain_more_than_the_bubble_explains() -> None:
-    """PP8 against PP32 and VPP3: +22.9 %, of which the bubble explains 3.4 %."""
-    assert 1.08 < seconds(PLAIN) / seconds(NEAR) < 1.27
+    """The gain of PP32 VPP3 over PP8 is 22.9 %, of which the bubble explains 3.4 %."""
+    assert 1.08 < seconds(PP8) / seconds(EP_IN_NODE) < 1.27
 
 
 def test_overlap_of_a_rare_reduction_does_not_pay() -> None:
     """With 128 micro-batches a step, overlapped gradients and weights made it 7.6 % slower."""
-    slower = seconds(f"{PLAIN},overlap=grad+param") / seconds(PLAIN)
+    slower = seconds(f"{PP8},overlap=grad+param") / seconds(PP8)
     assert 1.0 < slower < 1.1
 
 
 def test_overlap_of_tensor_parallel_traffic_over_two_ranks_gains_next_to_nothing() -> None:
-    """+1.3 %."""
-    gain = seconds(f"{PLAIN},overlap=grad+param") / seconds(f"{PLAIN},overlap=grad+param+tp")
+    """The published gain is +1.3 %."""
+    gain = seconds(f"{PP8},overlap=grad+param") / seconds(f"{PP8},overlap=grad+param+tp")
     assert 1.0 <= gain < 1.03
 
 
-def test_replaying_the_experts_instead_of_cutting_the_layer() -> None:
-    """`moe` at TP1 against selective at TP2: -2.3 %."""
+def test_recomputing_the_experts_costs_as_much_as_cutting_the_layer() -> None:
+    """Recompute of `moe` at TP1 is 2.3 % slower than selective recompute at TP2."""
     moe = seconds("tp1,ep8,pp32,vpp3,mbs1,recompute=moe+layernorm")
-    assert abs(seconds(NEAR) / moe - (1 - 0.023)) < 0.1
+    assert abs(seconds(EP_IN_NODE) / moe - (1 - 0.023)) < 0.1
 
 
-def test_whole_experts_beat_cut_ones() -> None:
+def test_whole_experts_beat_sharded_ones() -> None:
     """Mixtral 8x7B: EP8 with ETP1 against EP4 with ETP2."""
     for tp in (1, 2):
         whole, sharded = (
@@ -82,17 +82,17 @@ def test_whole_experts_beat_cut_ones() -> None:
         assert whole < sharded
 
 
-def test_replaying_attention_costs_more_the_longer_the_sequence() -> None:
+def test_recomputing_attention_costs_more_the_longer_the_sequence() -> None:
     """It is worth it at no length, and least at 64K, where it is over a tenth of the step."""
     model = catalogue.model("Qwen3-235B-A22B")
     hardware = catalogue.hardware("256xH100")
 
-    def step(seq_len: int, recompute: str) -> float:
+    def step_s(seq_len: int, recompute: str) -> float:
         text = f"tp4,cp4,ep8,pp8,vpp4,mbs1,dispatcher=deepep,recompute={recompute}"
-        work = Workload(seq_len=seq_len, global_batch=256)
-        return estimate(model, work, hardware, parse_layout(text, world_size=256)).step_s
+        workload = Workload(seq_len=seq_len, global_batch=256)
+        return estimate(model, workload, hardware, parse_layout(text, world_size=256)).step_s
 
-    costs = [step(n, "select+core_attn") / step(n, "select") for n in (4096, 16384, 65536)]
+    costs = [step_s(n, "select+core_attn") / step_s(n, "select") for n in (4096, 16384, 65536)]
     assert 1 < costs[0] < costs[1] < costs[2]
     assert costs[2] > 1.1
 
@@ -104,13 +104,13 @@ def test_the_best_published_layout_is_among_the_best_predicted() -> None:
         "tp1,ep8,pp32,vpp3,mbs8,recompute=full": 8192,
         "tp2,ep8,pp32,vpp3,mbs4,recompute=full": 4096,
         "tp1,ep8,pp32,vpp3,mbs1,recompute=moe+layernorm": 2048,
-        NEAR: 2048,
-        PLAIN: 2048,
+        EP_IN_NODE: 2048,
+        PP8: 2048,
     }
     speeds = {text: batch / seconds(text, batch=batch) for text, batch in batches.items()}
     best = max(speeds.values())
     assert speeds["tp1,ep8,pp32,vpp3,mbs4,recompute=full"] > best / 1.03
-    assert max(speeds[text] for text in (NEAR, PLAIN)) < best
+    assert max(speeds[text] for text in (EP_IN_NODE, PP8)) < best
 
 
 # The four terms that carry the model, each taken away by its constants.

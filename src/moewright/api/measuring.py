@@ -24,15 +24,14 @@ from moewright.calibration.fit_inputs import (
 from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.score import Score, score_table
 from moewright.calibration.table import read_table
-from moewright.codec import parse_layout
 from moewright.rules.engine_limits import unsupported_layout
-from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
+from moewright.tuning.sweep import predict_layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -116,15 +115,13 @@ def sweep(
     request = read_plan_request(model, on, options)
     plans = []
     refusals = []
+    nouns = (request.model, request.workload, request.hardware)
     for layout in layouts:
-        try:
-            if isinstance(layout, str):
-                chosen = parse_layout(layout, world_size=request.hardware.count)
-            else:
-                chosen = layout
-            plans.append(build_plan(request.model, request.workload, request.hardware, chosen))
-        except BadInput as error:
-            refusals.append((str(layout), str(error)))
+        prediction = predict_layout(*nouns, layout)
+        if prediction.plan is None:
+            refusals.append((str(layout), prediction.refusal))
+        else:
+            plans.append(prediction.plan)
     return SweepResult(plans=tuple(plans), refusals=tuple(refusals))
 
 

@@ -24,12 +24,12 @@ from moewright.codec import (
     read_toml_data,
     to_data,
 )
-from moewright.cost.estimate import estimate
+from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Estimate
+from moewright.spec.plan import Estimate, Plan
 from moewright.spec.workload import Routing, Workload
 
 TRIALS_FILE = "trials.jsonl"
@@ -106,6 +106,14 @@ class SweepTrial:
     tokens: float = 0.0
     tflops: float = 0.0
     failed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutPrediction:
+    """The plan of one layout of a sweep; None with a `refusal` where the layout is illegal."""
+
+    plan: Plan | None
+    refusal: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +203,18 @@ def write_trial(folder: Path, trial: SweepTrial) -> None:
     append_line(folder / TRIALS_FILE, json.dumps(to_data(trial)))
 
 
+def predict_layout(
+    model: ModelSpec, workload: Workload, hardware: Hardware, layout: str | Layout
+) -> LayoutPrediction:
+    """Estimate one layout of a sweep; an illegal one says why there is no plan."""
+    try:
+        if isinstance(layout, str):
+            layout = parse_layout(layout, world_size=hardware.count)
+        return LayoutPrediction(plan=build_plan(model, workload, hardware, layout))
+    except BadInput as error:
+        return LayoutPrediction(plan=None, refusal=str(error))
+
+
 def build_row(
     spec: SweepRowSpec,
     model: ModelSpec,
@@ -203,12 +223,7 @@ def build_row(
     trials: tuple[SweepTrial, ...],
 ) -> SweepRow:
     """Build the row with its prediction and what was measured: here, else as published."""
-    predicted = None
-    refusal = ""
-    try:
-        predicted = estimate(model, workload, hardware, row_layout(spec, hardware))
-    except BadInput as error:
-        refusal = str(error)
+    prediction = predict_layout(model, workload, hardware, spec.layout)
     key = trial_key(spec, workload)
     trial = next((trial for trial in trials if (trial.layout, trial.global_batch) == key), None)
     return SweepRow(
@@ -216,8 +231,8 @@ def build_row(
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
         devices=hardware.count,
-        predicted=predicted,
-        refusal=refusal,
+        predicted=prediction.plan.estimate if prediction.plan else None,
+        refusal=prediction.refusal,
         measured=_measured_figures(spec, trial),
         trial=trial,
     )

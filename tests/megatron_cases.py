@@ -1,0 +1,156 @@
+"""Models, plans, layouts and workloads for the tests of Megatron-LM's export and import."""
+
+from functools import cache
+
+from hypothesis import strategies as st
+
+from moewright.codec import parse_layout
+from moewright.intake import catalogue
+from moewright.spec.plan import Estimate, Plan, Verdict
+from moewright.spec.workload import (
+    BatchRampSpec,
+    Dtype,
+    LossSpec,
+    RouterForce,
+    RouterTraining,
+    Workload,
+)
+
+_NO_ESTIMATE = Estimate(
+    ledgers=(),
+    peak_rank=0,
+    peak_bytes=0,
+    capacity_bytes=0,
+    verdict=Verdict.FITS,
+    margin_bytes=0,
+    peak_sd_bytes=0,
+    largest="",
+    step_s=0,
+    step_sd=0,
+    shares=(),
+    micro_batches=0,
+    bubble_fraction=0,
+    tokens_per_s_per_device=0,
+    model_flops_per_step=0,
+    tflops_per_device=0,
+    mfu=0,
+    hfu=0,
+    assumptions=(),
+)
+# The field that the export to Megatron-LM refuses of a model, whatever the layout.
+REFUSED_MODELS = {
+    "allenai/OLMoE-1B-7B-0924": "model.attention.qk_norm",
+    "deepseek-ai/DeepSeek-V2": "model.moe.router.group_scores",
+    "mistralai/Mistral-7B-v0.1": "model.attention.sliding_window",
+    "moonshotai/Kimi-K2": "model.attention.rope.scaling",
+    "openai/gpt-oss-120b": "model.mlp_bias",
+    "openai/gpt-oss-20b": "model.mlp_bias",
+}
+
+
+@cache
+def catalogue_model(name):
+    return catalogue.model(name)
+
+
+@cache
+def h800_hardware(count):
+    return catalogue.hardware(f"{count}xH800")
+
+
+def build_plan(name, layout, workload):
+    return Plan(
+        model=catalogue_model(name),
+        workload=workload,
+        hardware=h800_hardware(layout.world_size),
+        layout=layout,
+        estimate=_NO_ESTIMATE,
+        fingerprint="",
+    )
+
+
+def draw_choice(draw, *choices):
+    """Draw one of the choices."""
+    return draw(st.sampled_from(choices))
+
+
+@st.composite
+def layouts(draw, experts: bool):
+    tp = draw_choice(draw, 1, 1, 2, 4, 8)
+    pp = draw_choice(draw, 1, 1, 2, 4, 8)
+    vpp = draw_choice(draw, 1, 1, 2, 3, 4) if pp > 1 else 1
+    cp = draw_choice(draw, 1, 1, 1, 2, 4)
+    ep = draw_choice(draw, 1, 2, 4, 8) if experts else 1
+    etp = draw_choice(draw, 1, 1, 1, 2) if experts else 1
+    terms = [
+        f"tp{tp}",
+        f"pp{pp}",
+        f"vpp{vpp}",
+        f"cp{cp}",
+        f"ep{ep}",
+        f"etp{etp}",
+        f"mbs{draw_choice(draw, 1, 1, 2, 4)}",
+    ]
+    terms.append(f"zero{draw_choice(draw, 1, 1, 1, 0, 3)}")
+    if cp > 1:
+        terms.append(f"cp_comm={draw_choice(draw, 'p2p', 'allgather', 'a2a', 'a2a+p2p')}")
+    modules = ("moe_act", "moe", "shared_experts") if experts else ("mlp",)
+    recompute = draw_choice(
+        draw, "none", "none", "full", "block1", "uniform2", "layernorm", "core_attn", "mla_up_proj"
+    )
+    more = "+".join(draw(st.sets(st.sampled_from(modules), max_size=2)))
+    if more and recompute not in ("full", "block1", "uniform2"):
+        recompute = more
+    terms.append(f"recompute={recompute}")
+    offload = draw_choice(
+        draw,
+        "none",
+        "none",
+        "none",
+        "optimizer",
+        "optimizer0.5",
+        "attn_norm+qkv_linear",
+        "core_attn+attn_proj",
+    )
+    terms.append(f"offload={offload}")
+    overlap = draw(
+        st.sampled_from(
+            ("none", "none", "grad", "grad+param", "grad+param+tp", "tp", "p2p", "p2p+grad")
+        )
+    )
+    if experts:
+        dispatcher = draw_choice(draw, "alltoall", "alltoall", "allgather", "deepep", "hybridep")
+        terms.append(f"dispatcher={dispatcher}")
+        terms.append(f"capacity={draw_choice(draw, 0, 0, 0, 1.25)}")
+        overlap = draw_choice(draw, overlap, overlap, "ep+p2p", "ep+grad")
+    terms.append(f"overlap={overlap}")
+    routed_graph = "attn+moe_router" if experts else "attn"
+    terms.append(f"graphs={draw_choice(draw, 'none', 'none', 'attn', routed_graph, 'full')}")
+    return parse_layout(",".join(terms), world_size=draw_choice(draw, 1, 2, 8, 16, 64, 256))
+
+
+@st.composite
+def workloads(draw):
+    precision = draw_choice(
+        draw, Dtype.BF16, Dtype.BF16, Dtype.FP32, Dtype.FP16, Dtype.FP8, Dtype.MXFP8
+    )
+    return Workload(
+        seq_len=draw_choice(draw, 2048, 4096, 131072),
+        global_batch=2048,
+        steps=draw_choice(draw, 0, 1000),
+        precision=precision,
+        grad_dtype=draw_choice(draw, Dtype.FP32, Dtype.FP32, Dtype.BF16),
+        loss=draw_choice(
+            draw,
+            LossSpec(),
+            LossSpec(aux_coeff=1e-3),
+            LossSpec(seq_aux_coeff=1e-4, global_aux_coeff=1e-3),
+        ),
+        router=RouterTraining(force=draw_choice(draw, *RouterForce)),
+        ramp=draw_choice(
+            draw,
+            BatchRampSpec(),
+            BatchRampSpec(),
+            BatchRampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10**5),
+        ),
+    )
