@@ -16,7 +16,7 @@ JOB = ("Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep8,zero3,recompute=full"
 
 @pytest.mark.parametrize(
     ("seq_len", "global_batch", "expected"),
-    [("4096", "64", (4096, 64)), ("4Ki", "1.024k", (4096, 1024)), ("8_192", "1k", (8192, 1000))],
+    [("4096", "64", (4096, 64)), ("4Ki", "1.024k", (4096, 1024)), ("2_048", "1k", (2048, 1000))],
 )
 def test_a_count_is_read(
     seq_len: str,

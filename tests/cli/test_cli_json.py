@@ -108,6 +108,15 @@ def test_json_has_standard_output_alone(
     assert shown in tables
 
 
+def test_the_hint_of_a_diagnosis_is_printed_last(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(("diagnose", str(folder / "run.log"))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "iterations" in lines[0]
+    assert lines[-1].startswith("the log alone does not tell")
+
+
 def test_a_file_holds_what_standard_output_has(
     folder: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,31 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def test_a_depth_joins_the_token_ahead_with_the_hidden_state() -> None:
+    """Project the embedding before the hidden state, as published weights (eh_proj) have them."""
+    plan = plan_case(Case(name="", shape="ahead", layout=parse_layout("mbs2", world_size=1)))
+    state = build_train_state(
+        plan_job(plan),
+        build_batches(plan.workload, plan.model),
+        rank=0,
+        device=torch.device("cpu"),
+        initial_value=draw_test_weight,
+    )
+    depth = state.model.mtp["0"]
+    depth.layer.forward = lambda decisions, context, x_tH: (x_tH,)
+    generator = torch.Generator().manual_seed(0)
+    embedded, hidden = torch.randn(2, 6, plan.model.hidden_size, generator=generator)
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, plan.model.norm_eps)
+
+    joined = torch.cat(
+        (normed(embedded, depth.embed_norm.weight), normed(hidden, depth.hidden_norm.weight)), -1
+    )
+    (projected,) = depth(embedded, hidden, None, False)
+    torch.testing.assert_close(projected, joined @ depth.proj.weight.T)
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 def test_depths_recompute_and_offload_as_layers_do(choice: str) -> None:
     documents = DocumentMasking.RESTARTED if "block" in choice else DocumentMasking.JOINED

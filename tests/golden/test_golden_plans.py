@@ -43,11 +43,13 @@ CASES = {
     ],
 }
 
+EXIT_CODES = {"deepseek_v3_estimate": 3}  # it does not fit
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_reads_as_before(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(CASES[name]) == 0
+    assert main(CASES[name]) == EXIT_CODES.get(name, 0)
     assert capsys.readouterr().out == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")

@@ -385,16 +385,18 @@ class PassTimes:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """What the passes of a layer are made of: device time, recompute and offloaded activations."""
+
+    device: DeviceTime
+    replay: ReplayCost
+    offloaded: OffloadedActivations
+    is_moe: bool
+
+
 def pass_times(
-    collectives: CollectiveModel,
-    sym: Symbols,
-    layout: Layout,
-    device: DeviceTime,
-    replay: ReplayCost,
-    offloaded: OffloadedActivations,
-    *,
-    moe: bool,
-    synced: bool,
+    collectives: CollectiveModel, sym: Symbols, layout: Layout, cost: LayerCost, *, synced: bool
 ) -> PassTimes:
     """Return the passes of a layer: device and host side by side, and copies beside both.
 
@@ -402,20 +404,22 @@ def pass_times(
     one, in forward and in backward. `synced`: the host waits for transfers between stages.
     """
     c = collectives.constants
+    device = cost.device
+    replay = cost.replay
     p = host_exponent(c, sym, synced=synced)
     sync_s = 0.0
-    if moe and layout.ep > 1:
+    if cost.is_moe and layout.ep > 1:
         sync_s = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
     group_s = c["host_s_per_recompute_module"]
     forward_host_s = replay.host_s / 3  # backward launches twice as much (docs/findings.md 2)
     backward_host_s = 2 * forward_host_s + group_s * replay.kernel_groups
-    copies_host_s = group_s * offloaded.modules
+    copies_host_s = group_s * cost.offloaded.modules
     forward_s = join_times(p, device.forward_s, forward_host_s + copies_host_s) + sync_s
     backward_device_s = device.backward_s + replay.kernel_s
     backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s) + sync_s
     block_s = join_times(p, replay.block_s, replay.block_host_share * forward_host_s)
     has_block = np.greater(replay.block_s, 0)
-    copy_s = offloaded.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
+    copy_s = cost.offloaded.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
     return PassTimes(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -439,15 +443,13 @@ def layer_time(
     sym: Symbols,
     layout: Layout,
     priced: PricedOps,
-    device: DeviceTime,
-    replay: ReplayCost,
-    offloaded: OffloadedActivations,
-    *,
-    moe: bool,
+    cost: LayerCost,
 ) -> MicroBatchTime:
     """Return the time of one layer and micro-batch by part."""
+    device = cost.device
+    replay = cost.replay
     synced = layout.pp > 1 and layout.vpp == 1
-    passes = pass_times(collectives, sym, layout, device, replay, offloaded, moe=moe, synced=synced)
+    passes = pass_times(collectives, sym, layout, cost, synced=synced)
     busy_s = device.backward_s + replay.kernel_s
     host_s = passes.forward_s - device.forward_s + passes.backward_s - busy_s
     wait_s = float(passes.forward_wait_s + passes.backward_wait_s)

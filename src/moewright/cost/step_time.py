@@ -22,6 +22,7 @@ from moewright.cost.layer_time import (
     DeviceTime,
     FloatOrArray,
     LayerCollectives,
+    LayerCost,
     MicroBatchTime,
     PartSeconds,
     PricedOps,
@@ -231,9 +232,8 @@ class Pricer:
             _, device = self._device_time(layout, kind)
             replay = self._replay_cost(layout, kind, layout)
             offloaded = _offloaded(self._collectives.constants, sym, kind)
-            layers[kind] = layer_time(
-                self._collectives, sym, layout, rows, device, replay, offloaded, moe=kind.is_moe
-            )
+            cost = LayerCost(device=device, replay=replay, offloaded=offloaded, is_moe=kind.is_moe)
+            layers[kind] = layer_time(self._collectives, sym, layout, rows, cost)
         priced = self._priced
         times = [
             add_times([(layers[part.kind], 1.0), (priced.mtp, float(part.is_mtp))])
@@ -301,17 +301,8 @@ class Pricer:
         synced: bool,
     ) -> FloatOrArray:
         _, device = self._device_time(layout, kind)
-        times = pass_times(
-            self._collectives,
-            self.sym,
-            layout,
-            device,
-            replay,
-            offloaded,
-            moe=kind.is_moe,
-            synced=synced,
-        )
-        return times.total_s
+        cost = LayerCost(device=device, replay=replay, offloaded=offloaded, is_moe=kind.is_moe)
+        return pass_times(self._collectives, self.sym, layout, cost, synced=synced).total_s
 
     def part_seconds(
         self, parts: StageParts, layers: Mapping[LayerKind, FloatOrArray]
