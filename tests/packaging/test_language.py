@@ -1,6 +1,6 @@
 """The language of the source: class names, identifiers, docstrings, conditionals, imports.
 
-The checks are those that CONTRIBUTING.md states about names and that ruff has no rule for.
+They are rules of CONTRIBUTING.md ("The language") that ruff does not check.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import grimp
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 # Pronouns and participles say nothing about what a name stands for.
-VAGUE_NAMES = frozenset(
-    ("found", "one", "each", "mine", "theirs", "ours", "held", "beside", "given", "asked", "known")
-    + ("said", "way", "there", "here")
-)
+_PRONOUNS = ("one", "each", "mine", "theirs", "ours", "there", "here", "way", "beside")
+_PARTICIPLES = ("found", "said", "held", "given", "asked", "known")
+VAGUE_NAMES = frozenset((*_PRONOUNS, *_PARTICIPLES))
 # `said` is a key of the journal of tuning, so that these records and what reads them have it.
 SERIALISED_NAME = "said"
 SERIALISED_IN = ("TrialOutcome", "ValidationCheck")

@@ -179,14 +179,14 @@ def test_a_run_moves_from_layout_to_layout(
     shutil.copytree(whole / middle, tmp_path / middle)
 
     def restore_and_save(
-        make_plan: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
+        state: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
     ) -> int:
         """Save again what the ranks hold once they have loaded."""
-        done = restore(make_plan, run_dir, identity, comm)
+        done = restore(state, run_dir, identity, comm)
         save_checkpoint(
             run_dir / "loaded",
             step=done,
-            shards=make_plan.local_shards(),
+            shards=state.local_shards(),
             extra={},
             keep=1,
             comm=comm,

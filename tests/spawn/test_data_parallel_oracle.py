@@ -130,6 +130,13 @@ def full_gradient(grad: torch.Tensor | None) -> torch.Tensor:
         (4, "zero1", wrap_fully_shard, tiny_jobs.MODEL),
         (4, "zero3,shard2", partial(wrap_fully_shard, blocks=2), tiny_jobs.MODEL),
     ],
+    ids=[
+        "2-zero0-replicated-model0",
+        "4-zero1-replicated-model1",
+        "2-zero3-cut-model2",
+        "4-zero1-cut-model3",
+        "4-zero3,shard2-wrap4-model4",
+    ],
 )
 def test_gradients_equal_those_of_data_parallelism_in_torch(
     world: int, layout: str, wrap: Wrap, model: ModelSpec, tmp_path: Path

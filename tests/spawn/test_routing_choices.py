@@ -141,7 +141,8 @@ _THOROUGH = (
         make_plan(
             "ahead",
             2,
-            "ep2,mbs2,recompute=moe_act,offload=expert_fc1+optimizer,expert_placement=balanced,spare3",
+            "ep2,mbs2,recompute=moe_act,offload=expert_fc1+optimizer,"
+            "expert_placement=balanced,spare3",
         ),
     ),
     (

@@ -1,4 +1,4 @@
-"""Nouns <-> plain data (dicts, lists, strings, numbers): strict, with every error located."""
+"""Records to and from plain data (dicts, lists, strings, numbers), with every error located."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ INT_LIMIT = 2**63
 
 
 class FloatPolicy(StrEnum):
-    """Which floats are read: people write finite ones; a diverged run may measure others."""
+    """The floats that a reader accepts: finite ones from people, NaN and Infinity from runs too."""
 
     FINITE = "finite"
     NON_FINITE = "non-finite"
 
 
 class _Refused(Exception):
-    """A value that is not what its field takes; only callers know the path to it."""
+    """A value that its field does not accept; the path to it is known to callers alone."""
 
     def __init__(self, rule: str, value: object, nearest_value: str = "") -> None:
         super().__init__(rule)
@@ -85,7 +85,9 @@ def fingerprint(*records: object) -> str:
     Equal records have equal fingerprints.
     """
     canonical = json.dumps(
-        [[type(noun).__name__, to_data(noun)] for noun in records], sort_keys=True, allow_nan=False
+        [[type(record).__name__, to_data(record)] for record in records],
+        sort_keys=True,
+        allow_nan=False,
     )
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

@@ -162,7 +162,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def read_complete_lines(path: Path) -> list[str]:
     """Return the lines of a file that end with a newline; [] where there is no file.
 
-    Whoever wrote text after the last newline was killed over it.
+    Text after the last newline is left out: its writer was killed before the line was complete.
     """
     if not path.exists():
         return []
@@ -170,7 +170,7 @@ def read_complete_lines(path: Path) -> list[str]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Write a line after the complete ones, over a torn one; it is on disk on return."""
+    """Append a line after the last complete one, in place of a torn one; return once on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as stream:
         stream.seek(0)

@@ -59,7 +59,7 @@ _OFF = ("0", "off", "false", "no")
 _ZERO_ALLOWED = ("zero", "shard", "vpp_group", "ep_node", "spare")
 _EXCLUSIVE = (Recompute.FULL, CudaGraphScope.FULL)
 _COMBINABLE = frozenset({Recompute.LOSS})  # goes with FULL: it is no module of a layer
-_SELECT = (Recompute.LAYERNORM, Recompute.MOE_ACT)
+_SELECT = (Recompute.LAYERNORM, Recompute.MOE_ACT)  # what recompute=select stands for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,9 +335,9 @@ def _parse_choice(key: str, text: str, choices: type[StrEnum]) -> StrEnum:
 
 
 def _parse_set(item: _Item, choices: type[StrEnum]) -> tuple[StrEnum, ...]:
-    """Return a sorted tuple without repeats.
+    """Return the members of a set as a sorted tuple without repeats.
 
-    "none" is the empty one, "select" Megatron's usual pair.
+    "none" is the empty set; "select" is layernorm+moe_act, Megatron-LM's usual pair.
     """
     if item.value.casefold() == "none":
         return ()

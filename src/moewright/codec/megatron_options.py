@@ -1,4 +1,4 @@
-"""Megatron-LM's options for the fields of a Layout and a Workload: one table for all who name them.
+"""Megatron-LM's options for the fields of a Layout and a Workload, in one table for all callers.
 
 The names are those of its parser at d98e8a64 (2026-08-22). A field that several options say
 together, such as `zero`, or that Megatron-LM does not have, is not in the tables.
@@ -43,7 +43,8 @@ WORKLOAD_OPTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# What switches an overlap on; that of p2p is on by itself and has an option to switch it off.
+# The option that switches each overlap on. That of p2p is on by default; Megatron-LM has only an
+# option to switch it off.
 OVERLAP_OPTIONS: Mapping[Overlap, str] = MappingProxyType(
     {
         Overlap.GRAD: "--overlap-grad-reduce",
@@ -57,7 +58,7 @@ OVERLAP_OPTIONS: Mapping[Overlap, str] = MappingProxyType(
 
 
 def field_option(field: str) -> str:
-    """Return the option that says a field such as "layout.tp"; the field itself where none does."""
+    """Return the option that sets a field such as "layout.tp"; the field itself where none does."""
     record, _, name = field.partition(".")
     options = {"layout": LAYOUT_OPTIONS, "workload": WORKLOAD_OPTIONS}.get(record, {})
     return options.get(name, field)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from enum import IntEnum
 
-# How many letters two words, two names of one family and two other names share to be near.
+# The least SequenceMatcher ratio at which two words, two names of one family, and two other names
+# count as near.
 _WORD_CUTOFF = 0.65
 _FAMILY_CUTOFF = 0.4
 _NAME_CUTOFF = 0.5
@@ -16,7 +17,7 @@ _WORDS = re.compile(r"[a-z]+|\d+(?:\.\d+)*")
 
 
 class _Likeness(IntEnum):
-    """How a word resembles another."""
+    """The degrees to which a word resembles another."""
 
     NONE = 0
     MISSPELT = 1
@@ -37,7 +38,7 @@ def closest_match(name: str, candidates: Iterable[str]) -> str:
 
 
 def _closeness(name: str, candidate: str) -> tuple[float, ...]:
-    """Return what a nearer candidate has more of, most important first; () where it is not near."""
+    """Return a sort key that grows with closeness; () where the candidate is not near."""
     words = _WORDS.findall(name.casefold())
     candidate_words = _WORDS.findall(candidate.casefold())
     letters = SequenceMatcher(None, candidate.casefold(), name.casefold(), autojunk=False).ratio()

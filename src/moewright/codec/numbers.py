@@ -41,8 +41,8 @@ def parse_count(text: str, field: str) -> int:
     by underscores or commas.
 
     Raises:
-        BadInput: names `field` where `text` is no number, is negative, is not whole or is too large
-            for 63 bits.
+        BadInput: `text` is no number, is negative, is not whole or is too large for 63 bits; the
+            Reason names `field`.
     """
     match = _NUMBER.fullmatch(text.strip())
     has_digits = match is not None and (match[2] or (match[3] or ".") != ".")

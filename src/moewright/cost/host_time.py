@@ -1,4 +1,4 @@
-"""Host time of a layer: what its launches take, and how far they run beside the device.
+"""Host time of a layer: the time of its launches, and how far they overlap with the device.
 
 docs/formulas.md 11.
 """
@@ -54,10 +54,10 @@ def _graphed_share(constants: Constants, graphs: Sequence[CudaGraphScope]) -> fl
 
 
 def host_exponent(constants: Constants, sym: Symbols, *, synced: bool) -> float:
-    """Return p, which says how far host and device run side by side.
+    """Return the exponent p of (device^p + host^p)^(1/p): the higher, the more the two overlap.
 
-    It is lower where the host waits for every transfer (`synced`, as in 1F1B), and 1 where a step
-    has too few micro-batches for the host to run ahead.
+    It is lower where the host waits for every transfer (`synced`, as in 1F1B), and 1, so that times
+    add, where a step has too few micro-batches for the host to run ahead.
     """
     if not sym.is_steady:
         return 1.0

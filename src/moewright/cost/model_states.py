@@ -31,8 +31,9 @@ _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
 class BucketSet:
     """The buckets of parameters that one group reduces, and the slice that a rank owns.
 
-    `group_size`: ranks that share their states, all of the group unless sharding is hybrid.
-    `holders`: pipeline ranks that then sum their slices.
+    `group_size` is the number of ranks that share their states: the whole group, unless sharding is
+    hybrid. `holders` are the pipeline ranks that hold the same parameters and sum their slices
+    after that; () where one rank alone holds them. This rank owns slice `index` of `shards`.
     """
 
     group: str
@@ -54,7 +55,7 @@ def bucket_sets(
 ) -> tuple[BucketSet, ...]:
     """Return the bucket sets of a rank by the group that reduces them, in rules.shards' order.
 
-    What several pipeline ranks hold is apart.
+    Parameters that several pipeline ranks hold have sets of their own.
     """
     params = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
     return _sets(params, model, workload, layout, rank)
@@ -97,15 +98,15 @@ def _bucket_set(
     *,
     holders: tuple[int, ...],
 ) -> BucketSet:
-    over = fsdp.state_group(layout, group)
-    size = grid.group_size(layout, over)
+    state_group = fsdp.state_group(layout, group)
+    size = grid.group_size(layout, state_group)
     count = size if layout.zero else 1
     return BucketSet(
         group=group,
         holders=holders,
         group_size=size,
         shards=count,
-        index=grid.group_ranks(layout, over, rank).index(rank) if layout.zero else 0,
+        index=grid.group_ranks(layout, state_group, rank).index(rank) if layout.zero else 0,
         buckets=buckets.plan_buckets(
             [(param.name, prod(shards.local_shape(param, layout))) for param in params],
             shards=count,
@@ -139,25 +140,28 @@ def sharded_states(zero: int) -> frozenset[Component]:
 def fsdp_rows(
     workload: Workload, layout: Layout, units: Sequence[fsdp.FsdpUnit]
 ) -> tuple[MemoryRow, ...]:
-    """Return the memory rows of what fully_shard cuts: a rank's part is the fp32 master.
+    """Return the memory rows of what fully_shard shards: a rank's part is the fp32 master.
 
-    Room without rows is OTHER's. With an offloaded optimizer all of it is in host memory, gradients
+    Padding is booked to OTHER. With an offloaded optimizer all of it is in host memory, gradients
     too.
     """
     sums: dict[tuple[Component, Module], int] = {}
-    away = Offload.OPTIMIZER in layout.offload
+    is_offloaded = Offload.OPTIMIZER in layout.offload
+    # component, bytes of an element, and whether the padding is allocated too
     sizes = (
         (Component.MASTER, MASTER_BYTES, True),
         (Component.GRADIENTS, workload.grad_dtype.nbytes, True),
         (Component.MOMENTS, 2 * workload.optimizer.moment_dtype.nbytes, False),
     )
-    for cut in (cut for unit in units for cut in unit.shards):
-        for component, nbytes, padded in sizes:
+    for shard in (shard for unit in units for shard in unit.shards):
+        padding = shard.padded_numel - shard.own_numel
+        for component, nbytes, is_padded in sizes:
+            booked_to = Component.HOST if is_offloaded else component
             for module, numel in (
-                (cut.module, cut.own_numel),
-                (Module.OTHER, (cut.padded_numel - cut.own_numel) * padded),
+                (shard.module, shard.own_numel),
+                (Module.OTHER, padding if is_padded else 0),
             ):
-                key = Component.HOST if away else component, module
+                key = booked_to, module
                 sums[key] = sums.get(key, 0) + numel * nbytes
     return tuple(
         MemoryRow(component=component, module=module, bytes=nbytes)
@@ -171,8 +175,8 @@ def state_bytes(
 ) -> dict[Component, Array]:
     """Return the bytes of all states; those of an offloaded optimizer are in host memory.
 
-    `whole` are elements as a rank's replica group holds them, `own` those of its shards, both in
-    arrays of one shape.
+    `whole` are the elements of the rank's parameters before ZeRO shards them, `own` those of the
+    rank's shards, both in arrays of one shape.
     """
     sharded = sharded_states(layout.zero)
     sizes = {
@@ -208,10 +212,10 @@ def state_rows(
 
 
 def checkpoint_copy_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:
-    """Return what a rank copies to host memory for checkpoints that are written beside training.
+    """Return the bytes that a rank copies to host memory for asynchronous checkpoints.
 
-    It keeps the copy from the first save on: its part of master weights and moments, of which those
-    that hold the same share the work.
+    It keeps the copy from the first save on: its part of master weights and moments, which ranks
+    that hold the same elements share among them.
     """
     parts = [
         copied_elements(layout, bucket_set.group, bucket_set.numel, len(bucket_set.holders))
@@ -221,12 +225,12 @@ def checkpoint_copy_bytes(workload: Workload, layout: Layout, sets: Sequence[Buc
 
 
 def copied_elements(layout: Layout, group: str, numel: Any, holders: Any) -> Any:
-    """Return a rank's part of the elements that `group` reduces and so many pipeline ranks hold."""
+    """Return a rank's part of the elements that `group` reduces and `holders` pipeline ranks hold."""
     return numel // (grid.group_size(layout, group) * np.maximum(1, holders))
 
 
 def checkpoint_bytes(workload: Workload, elements: Any) -> Any:
-    """Return what so many elements take for a checkpoint written beside training, else 0."""
+    """Return the bytes of the host copy of so many elements; 0 for synchronous checkpoints."""
     if workload.checkpoint.mode is SaveMode.SYNC:
         return 0 * elements
     return elements * (MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes)

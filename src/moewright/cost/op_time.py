@@ -15,7 +15,7 @@ from moewright.spec.plan import Assumption, TimePart
 from moewright.spec.sourced import SourceKind
 from moewright.spec.workload import Dtype
 
-# The constants that matter only where the hardware file has no rate for the operation.
+# Constants that stand in for a rate: they matter only where the hardware file has none for the op.
 _STAND_IN_CONSTANTS: Mapping[str, Op] = MappingProxyType(
     {
         "gemm_efficiency": Op.GEMM,
@@ -37,10 +37,10 @@ _LARGE_GEMM_FLOPS = 1e12  # a product so large that it reaches the best rate of 
 class OpRow:
     """A row of work of one kind, done at the rate that a curve has at `x`.
 
-    `amount` is in FLOPs, bytes or parameters, as `op` says. `recomputed_by` names the recompute
+    `amount` is in FLOPs, bytes or parameters, as `op` says. `recomputed_by` lists the recompute
     choices that run a forward row again in backward; `efficiency` is the share of the usual rate
-    that the row reaches; `scale_constant` names a constant that multiplies its time besides that
-    of its Op.
+    that the row reaches; `scale_constant` names a constant that multiplies its time, besides the
+    constant of its Op.
     """
 
     name: str
@@ -87,9 +87,9 @@ class DeviceRates:
         self._peaks = {peak.dtype: peak.rate.value for peak in hardware.device.peaks}
 
     def _time_scale(self, op: Op, dtype: Dtype) -> float:
-        """Return what multiplies the time of an operation.
+        """Return the factor on the time of an operation.
 
-        The products of experts have the factor of other GEMMs and one of their own.
+        Grouped GEMMs have the factor of other GEMMs times one of their own.
         """
         c = self.constants
         if op not in (Op.GEMM, Op.GROUPED_GEMM):
@@ -104,9 +104,9 @@ class DeviceRates:
         return scale
 
     def peak_flops(self, dtype: Dtype) -> float:
-        """Return the dense peak in FLOP/s: that of the dtype, else the first listed.
+        """Return the dense peak in FLOP/s: that of the dtype, else the first one listed.
 
-        The widest kind is listed first. MXFP8 without a peak of its own has that of FP8.
+        The widest dtype is listed first. MXFP8 without a peak of its own has that of FP8.
         """
         if dtype is Dtype.MXFP8 and dtype not in self._peaks:
             dtype = Dtype.FP8
@@ -128,7 +128,7 @@ class DeviceRates:
     def uses_constant(self, constant: str) -> bool:
         """Return whether an estimate can depend on a constant.
 
-        A stand-in does not count where the hardware file has the rate.
+        It cannot where the constant stands in for a rate that the hardware file has.
         """
         op = _STAND_IN_CONSTANTS.get(constant)
         return op is None or all(curve_op is not op for curve_op, _ in self._curves)

@@ -1,8 +1,8 @@
-"""Buckets of many ranks at once: ranks that lay the same parameters first share the work.
+"""Buckets of many ranks at once: ranks whose first layers have equal parameters share the work.
 
-A rank lays the parameters of its layers one after another into buckets (rules.buckets). Sequences
-of layers form a tree; under one way to cut parameters every node of it is laid once, and the
-buckets of any rank are those along the path to its node.
+A rank places the parameters of its layers one after another in buckets (rules.buckets). Sequences
+of layers form a tree of common prefixes. For one way of sharding parameters every node of the tree
+is placed once, and the buckets of any rank are those along the path from the root to its node.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _LocalParam = tuple[int, bool]  # elements on a rank, and whether an 8-bit linea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSequences:
-    """The parameters of a pipeline rank: `layers` are the blocks that it holds, by layer.
+    """The parameters of a pipeline rank, as numbers of blocks and nodes of a ParameterTree.
 
-    `nodes` [sets] are the sequences in which it lays them into buckets, `holders` [sets] how many
-    pipeline ranks hold the parameters of each: a table that several hold has buckets of its own.
+    `layers` holds the block of each layer. `nodes` [sets] are the sequences in which the rank
+    places them in buckets, and `holders` [sets] how many pipeline ranks hold the parameters of
+    each: a table that several ranks hold has buckets of its own.
     """
 
     layers: tuple[int, ...]
@@ -37,7 +38,11 @@ class RankSequences:
 
 
 class ParameterTree:
-    """Blocks, the parameters of one layer without regard to its number, and sequences of them."""
+    """A tree of sequences of blocks; a block is the parameters of a layer, whatever its number.
+
+    `blocks` [blocks] holds the parameters; `parents` and `last_blocks` [nodes] hold, for each
+    sequence, the node of the sequence without its last block (-1 for the root) and that block.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[tuple[Param, ...]] = []
@@ -74,20 +79,22 @@ class ParameterTree:
         tables: Mapping[str, tuple[int, ...]],
         ranks: tuple[int, ...],
     ) -> int | None:
-        """Return the block of a layer's parameters that these pipeline ranks hold together."""
+        """Return the block of a layer's parameters that just these `ranks` hold; None if empty."""
         if 0 <= layer < model.layers:
             return None if ranks else self._layer_block(model, layer, params)
         held_params = tuple(param for param in params if tables.get(param.name, ()) == ranks)
         return self._number(held_params) if held_params else None
 
     def _layer_block(self, model: ModelSpec, layer: int, params: tuple[Param, ...]) -> int:
-        if not 0 <= layer < model.layers:  # a rank can hold a part of it
+        # Of embeddings, head and MTP depths a rank may hold a part, so these are not cached by layer.
+        if not 0 <= layer < model.layers:
             return self._number(params)
         if layer not in self._by_layer:
             self._by_layer[layer] = self._number(params)
         return self._by_layer[layer]
 
     def _number(self, params: tuple[Param, ...]) -> int:
+        """Return the number of the block with such parameters, a new one where there is none."""
         key = tuple((param.shape, param.sharded_dims, param.module) for param in params)
         if key not in self._numbers:
             self._numbers[key] = len(self.blocks)
@@ -95,6 +102,7 @@ class ParameterTree:
         return self._numbers[key]
 
     def _node(self, sequence: Iterable[int]) -> int:
+        """Return the node of a sequence of blocks, and add the nodes that are missing."""
         node = 0
         for block in sequence:
             if (node, block) not in self._children:
@@ -116,9 +124,10 @@ def local_params(params: Sequence[Param], layout: Layout, group: str) -> list[_L
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketTotals:
-    """The buckets of every node of a tree [nodes]: their elements, padding included, and number.
+    """The buckets along the path to every node of a tree, in arrays [nodes].
 
-    `linear` are the elements of linear weights, `own_linear` those in the first rank's slices.
+    `numel` is their elements, padding included; `calls` their number; `linear` their elements of
+    linear weights; `own_linear` those of them in the slices of the group's first rank.
     """
 
     numel: Array
@@ -128,10 +137,10 @@ class BucketTotals:
 
 
 class BucketFill:
-    """How the sequences of a tree fill buckets under one way to cut parameters.
+    """The buckets that the sequences of a tree fill, for one way of sharding parameters.
 
-    `local` gives the elements of a block on a rank; without `follows_linear` no slices of linear
-    weights are followed, and `BucketTotals.own_linear` is 0.
+    `local` returns the local parameters of a block on a rank. Without `follows_linear` the places
+    of linear weights are not recorded, and `BucketTotals.own_linear` is 0.
     """
 
     def __init__(
@@ -142,17 +151,22 @@ class BucketFill:
         bucket_elements: int,
         follows_linear: bool,
     ) -> None:
-        self._tree, self._local, self._bucket_elements = tree, local, bucket_elements
+        self._tree = tree
+        self._local = local
+        self._bucket_elements = bucket_elements
         self._follows_linear = follows_linear
         self._blocks: list[list[_LocalParam]] = []
-        self._ends = [0]  # of the open bucket of every node
+        # For every node: where its last, open bucket ends; its elements of linear weights; and
+        # (start, elements) of the linear weights in the open bucket.
+        self._ends = [0]
         self._linear = [0]
-        self._open: list[tuple[tuple[int, int], ...]] = [()]  # (start, elements) of linear weights
+        self._open: list[tuple[tuple[int, int], ...]] = [()]
+        # Closed buckets: the node that closes one, its end, and its linear weights as above.
         self._closed: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
         self._totals: dict[int, BucketTotals] = {}
 
     def totals(self, shard_count: int) -> BucketTotals:
-        """Return the buckets of every node, cut into so many shards."""
+        """Return the buckets of every node, each cut into `shard_count` shards."""
         if len(self._ends) < len(self._tree.parents):
             self._extend()
             self._totals.clear()
@@ -161,7 +175,7 @@ class BucketFill:
         return self._totals[shard_count]
 
     def _extend(self) -> None:
-        """Lay the blocks of the nodes that came since."""
+        """Place the last blocks of the nodes that were added to the tree since the last call."""
         tree = self._tree
         self._blocks += [self._local(params) for params in tree.blocks[len(self._blocks) :]]
         for node in range(len(self._ends), len(tree.parents)):
@@ -213,9 +227,9 @@ class BucketFill:
             own_linear=own_linear,
         )
 
-    def _along_paths(self, of_node: Array) -> Array:
-        """Sum over the nodes on the way to each."""
-        sums = of_node.tolist()
+    def _along_paths(self, node_values: Array) -> Array:
+        """Return, for every node, the sum of the values on the path from the root to it."""
+        sums = node_values.tolist()
         for node, parent in enumerate(self._tree.parents):
             if node:
                 sums[node] += sums[parent]

@@ -34,9 +34,9 @@ def rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[stages.
 def recomputed_layers(
     model: ModelSpec, layout: Layout, chunks: Sequence[stages.Chunk]
 ) -> frozenset[int]:
-    """Return the layers of the chunks that some recompute choice touches.
+    """Return the layers of the chunks that some recompute choice affects.
 
-    These are all, unless full recompute takes the first layers of each chunk alone.
+    They are all layers, unless full recompute takes only the first layers of each chunk.
     """
     return frozenset(
         layer
@@ -50,11 +50,12 @@ def recomputed_layers(
 class ExpertRows:
     """The rows through one rank's experts in a step, by micro-batch and MoE layer of the rank.
 
-    Tables are [micro_batch][index into layers]. `balanced` is the count of one entry under even
-    routing. `own_ep_rows` come over the rank's own EP group; each rank of its ETP group has such a
-    part, of which the largest is `widest_etp_rows`. `attended_pairs` is what documents left of the
-    rank's attention in the step (see Selection), 0 where none bound it; `windowed_pairs` the same
-    of layers with a sliding window, 0 where it is not known.
+    Tables are [micro_batch][index into layers]. `balanced` is the value of one entry under even
+    routing. `own_ep_rows` are those that arrive over the rank's own EP group; each rank of its ETP
+    group has such a part, and `widest_etp_rows` is the largest of them. `attended_pairs` is twice
+    the (query, key) pairs that documents left to the rank's attention in the step (see Selection),
+    0 where they bound none; `windowed_pairs` is the same number for layers with a sliding window, 0
+    where it is not known.
     """
 
     layers: tuple[int, ...]
@@ -118,9 +119,9 @@ def _select_columns(
 
 
 def run_lengths(micro_batches: Iterable[Item]) -> Iterator[tuple[Item, int]]:
-    """Yield each run of equal micro-batches once, with its length.
+    """Yield each run of equal consecutive micro-batches once, with its length.
 
-    A prediction is one run, of up to millions.
+    A prediction is a single run of up to millions of equal micro-batches.
     """
     for micro_batch, equal in groupby(micro_batches):
         yield micro_batch, len(list(equal))
@@ -143,7 +144,7 @@ def count_expert_rows(
 ) -> ExpertRows:
     """Return the rows of a rank: those of a recorded selection, or `load` times the balanced ones.
 
-    Rows that are padded to a capacity are what they are, whatever was selected.
+    Where rows are padded to a capacity their number is fixed, and `selection` is not used.
 
     Raises:
         BadInput: the selection is not one of this model, layout and batch.
@@ -226,9 +227,9 @@ def _selected_rows(
 def _with_attention_pairs(
     rows: ExpertRows, job: Job, rank: int, selection: Selection | None
 ) -> ExpertRows:
-    """Return the rows with the pairs that the rank's attention works on.
+    """Return the rows with the (query, key) pairs that the rank's attention computes.
 
-    They are recorded where documents decide them, else those of the rank's positions.
+    The pairs are recorded ones where documents decide them, else those of the rank's positions.
     """
     if selection and selection.attended:
         return replace(

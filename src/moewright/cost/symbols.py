@@ -18,7 +18,7 @@ _FEW_MICRO_BATCHES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Symbols:
-    """The letters of docs/formulas.md as numbers of one layout, and what they are derived from.
+    """The letters of docs/formulas.md as numbers of one layout, and the records they derive from.
 
     `c` is the bytes of an activation; `T` the tokens of a micro-batch on a tensor-parallel group,
     of which one rank holds `t` under sequence parallelism; `R` the rows through the rank's experts;

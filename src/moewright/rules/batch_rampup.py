@@ -1,6 +1,6 @@
-"""Which samples a step trains on while the global batch grows.
+"""The samples that a step trains on while the global batch grows.
 
-It is a pure function of the step, so that any resume agrees. The sizes are Megatron-LM's: with
+They are a pure function of the step, so that any resume agrees. The sizes are Megatron-LM's: with
 n = (global_batch - start) / increment, a step that comes after c < ramp_samples sequences takes
 start + increment * floor(c * n / ramp_samples); later steps take global_batch.
 """
@@ -69,7 +69,7 @@ def check_ramp(workload: Workload, layout: Layout) -> Iterator[Reason]:
 
 
 def _ramp_stages(ramp: BatchRampSpec, full_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the sizes below the full one, each with the samples after which the next one begins."""
+    """Yield each batch size below the full one, and the sample at which the next size begins."""
     if not ramp.ramp_start:
         return
     count = (full_size - ramp.ramp_start) // ramp.ramp_increment

@@ -53,9 +53,10 @@ def padded_numel(end: Any, shards: int) -> Any:
 def lay_parameter(
     end: int, numel: int, *, bucket_elements: int, align: int = _ALIGN_ELEMENTS
 ) -> tuple[int, int, bool]:
-    """Lay a parameter behind the `end` of a bucket; return its start, its end, and if it closes it.
+    """Place a parameter after the `end` of a bucket; return start, end, and if the bucket closes.
 
-    A bucket closes when it holds `bucket_elements` or more, alignment gaps included.
+    Start and end are the parameter's, in elements of the bucket. The bucket closes when it holds
+    `bucket_elements` or more, alignment gaps included.
     """
     start = _round_up(end, align)
     return start, start + numel, start + numel >= bucket_elements

@@ -27,7 +27,7 @@ def routed_rows(model: ModelSpec, workload: Workload, layout: Layout, load: floa
 
     `load` is the load of the rank over the mean. Under an even load tokens * top_k rows leave every
     rank and as many arrive, and ETP ranks share the rows of their group. A capacity bounds the rows
-    by what each source may send; padded to the capacity they are that many whatever the load.
+    by what each source may send; rows padded to the capacity are always as many as this bound.
     """
     if model.moe is None:
         return 0

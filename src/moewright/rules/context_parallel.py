@@ -1,9 +1,9 @@
-"""Context parallelism: the positions that a rank holds, and with whom attention exchanges what.
+"""Context parallelism: the positions that a rank holds, and its partners in attention exchanges.
 
 A sequence is cut in 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r (zigzag): early chunks
-attend little, late ones much, and the two together attend the same on every rank. All-to-all gives
-each rank of its group all tokens of that group for a part of the heads; over a ring, or by one
-all-gather, keys and values visit the queries of other ranks.
+attend few keys, late ones many, and the two together attend the same number on every rank. An
+all-to-all gives each rank of its group all tokens of that group for a part of the heads; a ring or
+an all-gather brings keys and values to the queries of other ranks.
 """
 
 from __future__ import annotations

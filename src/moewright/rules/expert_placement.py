@@ -25,7 +25,7 @@ class ReplicaPlacement:
     """A placement with more slots than experts.
 
     `slots` holds the expert of every slot; the tokens of an expert are dealt evenly to its slots.
-    Of each rank's slots the last hold replicas, sorted by the rank that owns their expert.
+    The last slots of each rank hold replicas, sorted by the rank that owns their expert.
     """
 
     slots: tuple[int, ...]
@@ -59,7 +59,7 @@ def count_slots(model: ModelSpec, workload: Workload, layout: Layout, layer: int
 
 
 def rank_slots(slots: Sequence[int], ep: int, rank: int) -> slice:
-    """Return where the slots of one rank are."""
+    """Return the range of slots that one rank holds, as a slice of all slots."""
     local = len(slots) // ep
     return slice(rank * local, (rank + 1) * local)
 
@@ -70,9 +70,9 @@ def rank_experts(slots: Sequence[int], ep: int, rank: int) -> Sequence[int]:
 
 
 def rows_for_slot(count: int, slots: int, source: int, slot: int) -> int:
-    """Return how many of an expert's rows the rank `source` of a group sends to one of its slots.
+    """Return how many of an expert's `count` rows rank `source` sends to one of its `slots` slots.
 
-    It deals them in turn and starts where its own number says, so that the remainders of all
+    The source deals them in turn and starts at slot source % slots, so that the remainders of all
     sources do not go to the same slot.
     """
     return (count - (slot - source) % slots + slots - 1) // slots
@@ -80,11 +80,11 @@ def rows_for_slot(count: int, slots: int, source: int, slot: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaExchange:
-    """What one rank exchanges to hold replicas.
+    """The weights of experts that one rank sends and receives so that spare slots hold replicas.
 
-    `sent_slots` numbers the slots of its own experts whose weights it sends, ordered by the rank
-    that they go to; the counts are per rank of the group. What it receives fills its spare slots in
-    order.
+    `sent_slots` lists the slots of its own experts whose weights it sends, ordered by the rank that
+    they go to; the two counts [ep] are experts per rank of the group. The received experts fill the
+    spare slots in order.
     """
 
     sent_slots: tuple[int, ...]
@@ -155,8 +155,8 @@ class _ReplicaPacking:
     def choose_next(self) -> tuple[int, int]:
         """Return the expert that gets the next replica, and the rank that holds it.
 
-        Of the replicas that leave no rank above the hottest rank with an expert to share, it is the
-        one that lowers the sum of squared loads the most.
+        The replica is of an expert of the hottest rank that has one to share. Of the choices that
+        make no rank hotter than that one, it lowers the sum of squared loads the most.
         """
         free_ranks = [rank for rank in range(len(self.own)) if self._has_room(rank)]
         for hot_rank in sorted(range(len(self.loads)), key=lambda r: (-self.loads[r], r)):
@@ -207,7 +207,7 @@ class _ReplicaPacking:
 
 @lru_cache(maxsize=512)
 def place_with_replicas(counts: tuple[int, ...], ep: int, spare: int) -> ReplicaPlacement:
-    """Return the balanced placement with `spare` slots more on each rank for replicas.
+    """Return the balanced placement with `spare` more slots on each rank for replicas.
 
     Each replica goes to an expert of the hottest rank that has one to share, on the least loaded
     rank with room that does not hold it yet. Where none would even out the load any more, a rank

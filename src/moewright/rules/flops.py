@@ -42,16 +42,16 @@ class ForwardFlops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
-    """What one rank computes in one pass: which layers, over how many tokens and rows.
+    """The part of a forward that one rank computes: its layers, and their tokens and rows.
 
     `tokens` are the tokens of its TP group (its CP part of the batch), the same for every layer.
     `routed_rows` are the rows through its local experts, summed over the MoE layers of the share,
     MTP depths included. `mtp` is the number of MTP depths.
 
-    `attended` is twice the causal pairs of its tokens' queries (of all tokens of the ranks that
-    exchange heads) with the keys that documents leave them, over all heads; 0 where whole sequences
-    attend. `attended_windowed` is the same of layers with a sliding window; 0 where it is that of
-    whole sequences, or not known.
+    `attended` is twice the number of causal (query, key) pairs that documents leave, over all
+    heads, for the queries of the rank's tokens (of all tokens of the ranks that exchange heads); 0
+    where whole sequences attend. `attended_windowed` is the same number for layers with a sliding
+    window; 0 where it is that of whole sequences, or not known.
     """
 
     layers: tuple[int, ...]
@@ -61,7 +61,7 @@ class RankShare:
     mtp: int = 0
     attended: int = 0
     attended_windowed: int = 0
-    mtp_rows: int = 0  # the part of the routed rows that is of MTP depths
+    mtp_rows: int = 0  # those of `routed_rows` that belong to MTP depths
 
 
 def model_flops_per_token(model: ModelSpec, seq_len: int, *, attended_share: float = 1.0) -> int:
@@ -141,7 +141,7 @@ def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> 
 def is_windowed(model: ModelSpec, layer: int) -> bool:
     """Return whether a layer's attention is limited to the sliding window.
 
-    That of MTP depths (layer >= L) is not.
+    The attention of MTP depths (layer >= L) is not.
     """
     return model.layer_window(layer) > 0
 

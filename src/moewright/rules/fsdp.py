@@ -45,8 +45,8 @@ class FsdpShard:
 class FsdpUnit:
     """Parameters that are gathered and reduced at once.
 
-    A unit that stays gathered is gathered once a micro-batch for forward and backward, instead of
-    once for each.
+    A unit whose `stays_gathered` is set is gathered once a micro-batch, for forward and backward
+    together; any other is gathered once for each.
     """
 
     group: str
@@ -103,7 +103,7 @@ def state_group(layout: Layout, group: str) -> str:
 
 
 def flat_buffer_layout(layout: Layout) -> Layout:
-    """Return the layout as the parameters in flat buffers see it."""
+    """Return the layout that governs parameters in flat buffers: zero=3 leaves these at zero=1."""
     return replace(layout, zero=1, shard=0) if layout.zero == 3 else layout
 
 

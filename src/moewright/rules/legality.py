@@ -28,7 +28,7 @@ from moewright.spec.layout import DispatcherKind, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
-# Larger numbers are slips of the pen; refusing them keeps every search for a nearest value short.
+# Larger numbers are typing errors; refusing them keeps every search for a nearest value short.
 _MAX_WORLD = 2**20
 _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
@@ -65,9 +65,10 @@ def check_legality(model: ModelSpec, workload: Workload, layout: Layout) -> tupl
 
 
 def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...]:
-    """Return why devices cannot compute in the workload's precision.
+    """Return why devices cannot compute in the workload's precision; () where they can.
 
-    That is a precision of less than 16 bits for which they list no rate.
+    They cannot where it has less than 16 bits and the device lists neither a peak nor a rate for
+    it.
     """
     dtype = workload.precision
     device = hardware.device
@@ -88,9 +89,10 @@ def _check_first_step(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
 
 
 def _check_bounds(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """Return the numbers that are not numbers or beyond all bounds.
+    """Return the values that are no whole numbers or beyond all bounds.
 
-    The workload's are checked only once the layout's can be calculated with.
+    The workload's are checked only where the layout's are sound, because their bounds depend on
+    these.
     """
     reasons = [
         *_check_range("layout.world_size", layout.world_size, 1, _MAX_WORLD),
@@ -179,10 +181,10 @@ def _check_grids(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
 
 
 def _grid_reason(layout: Layout, choices: dict[str, tuple[int, ...]]) -> Reason:
-    """Return a Reason for the axis that one change mends.
+    """Return a Reason that names the axis whose change makes the grid fit.
 
-    `choices` holds the legal degrees of the fast and of the slow axis of a grid. The fast one is
-    named when it is above 1, then the slow one, then the world.
+    `choices` holds the legal degrees of the fast and of the slow axis of a grid. The Reason names
+    the fast axis where its degree is above 1, else the slow one, else the world size.
     """
     fast, slow = choices
     world = layout.world_size
@@ -249,7 +251,7 @@ def _stage_ranks(layout: Layout) -> int:
 
 
 def _pp_choices(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """Return the degrees that both grids and the layers allow.
+    """Return the pipeline degrees that both grids and the layers allow.
 
     If there is none, return those that divide the world.
     """
@@ -358,7 +360,8 @@ def _sequence_step(layout: Layout) -> int:
 def _check_sequence(job: Job) -> Iterator[Reason]:
     """Yield why the sequence cannot be cut.
 
-    Context parallelism cuts it in 2 cp chunks, sequence parallelism a rank's part of it in tp.
+    Context parallelism cuts it in 2 cp chunks, and sequence parallelism cuts a CP rank's part of it
+    in tp parts.
     """
     layout = job.layout
     seq_len = job.workload.seq_len

@@ -1,4 +1,4 @@
-"""What pipeline ranks send each other as they run a timetable, and when.
+"""The messages that pipeline ranks send each other as they run a timetable, and their order.
 
 A forward sends its hidden state to the next virtual stage, a backward the gradient of its input to
 the stage before; on the turn of a V both stages lie on one rank and nothing is sent. Every rank
@@ -26,7 +26,7 @@ class PipelineAction:
 
     Before the row runs, the receives for the rows at `recvs_to_post` are to be posted, in that
     order. Once the input of the row has arrived, the results of the rows at `sends_completed` have
-    reached the ranks that they were sent to. Both count the rows of the rank from 0.
+    reached the ranks that they were sent to. Both hold indices into the rows of the rank.
     """
 
     row: TimetableRow
@@ -125,9 +125,10 @@ def _receives_to_post(
     *,
     is_early: bool,
 ) -> list[list[int]]:
-    """Return, for each row, the receives to post before it.
+    """Return, for each row, the receives to post before it, as indices of rows.
 
-    These are the ones up to its own in the order in which their sender sends.
+    They are those up to the row's own, in the order in which their sender sends, that are not
+    posted yet.
     """
     indices = _row_indices(layout, table[pp_rank], pp_rank)
     to_post: list[list[int]] = [[] for _ in sources]
@@ -149,9 +150,9 @@ def _completed_sends(
     pp_rank: int,
     targets: Sequence[int | None],
 ) -> list[list[int]]:
-    """Return, for each row, the sends that its input proves complete.
+    """Return, for each row, the sends that its input proves complete, as indices of rows.
 
-    The row's input was made after the results of these sends were used.
+    The sender of the row's input made it after it had used the results of these sends.
     """
     indices = _row_indices(layout, table[pp_rank], pp_rank)
     completed: list[list[int]] = [[] for _ in targets]

@@ -43,7 +43,7 @@ class SavedTensor:
     name: str
     bytes: int
     freed_by: tuple[Recompute, ...]
-    owner: Module  # the module that it is part of, also where all is booked to an MTP depth
+    owner: Module  # the module that it is part of, even where `module` is an MTP depth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +60,10 @@ class _TableSymbols:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LocalExperts:
-    """What a dispatch brings to the experts of a rank."""
+    """The rows and copies that a dispatch brings to the experts of a rank."""
 
     R: int
-    slots: int  # of all ranks
+    slots: int  # expert slots of all ranks, those of replicas included
     dispatch: routing.DispatchCounts
 
 
@@ -84,8 +84,8 @@ def saved_tensors(
     last one, after the two norms and the projection, all booked to MTP.
 
     `repeats_exchange` is for fused CUDA stacks. They save attention's output once, as the
-    projection takes it, and exchange it again in backward. Beside DeepEP and HybridEP they save
-    indices as beside an all-to-all, while our engine saves those of its own sort.
+    projection takes it, and exchange it again in backward. With DeepEP and HybridEP they save the
+    same indices as with an all-to-all, while our engine saves those of its own sort.
     """
     symbols = _TableSymbols(
         c=activation_nbytes(workload),
@@ -131,8 +131,8 @@ def layer_kept_tensors(
 ) -> tuple[SavedTensor, ...]:
     """Return the tensors that the layer at `place` of its chunk keeps.
 
-    A checkpoint over several layers keeps only the input of its first layer of what any of them
-    reads from the one before; an MTP depth has a checkpoint of its own.
+    A checkpoint over several layers keeps the input of its first layer alone, not those that the
+    layers hand to each other; an MTP depth has a checkpoint of its own.
     """
     kept = kept_tensors(rows, layer_recompute(layout, place))
     is_depth = any(row.module is Module.MTP for row in rows)
@@ -151,8 +151,8 @@ def kept_tensors(
 def loss_chunk_columns(model: ModelSpec, layout: Layout) -> int:
     """Return the columns of the logits that a rank makes at a time under recompute=loss.
 
-    They are as many as the hidden state has, so that they take what the head's input takes; at most
-    its part of the vocabulary, padding included.
+    They are as many as the hidden size, so that they take as many bytes as the head's input, but at
+    most the rank's part of the vocabulary, padding included.
     """
     return min(model.hidden_size, shard_size(model.vocab_size, layout.tp))
 
@@ -267,13 +267,14 @@ def _moe(
 def _index_count(
     moe: MoeSpec, layout: Layout, t: int, local: _LocalExperts, *, is_fused_stack: bool
 ) -> int:
-    """Return how many indices are saved that tell which row went where, for the way back.
+    """Return how many indices of permutations are saved for unpermute and backward.
 
-    Each sort saves the row of every slot and the token of every row; where slots may have no row,
-    the slots of the rows too. De-duplication sorts once for each crossing and once for the experts;
-    a library that dispatches keeps what it needs to itself. All-to-all sorts by expert on the
-    sending side, and by local expert where rows come mixed; rows that ETP ranks gathered are picked
-    out of their padding in that order: the places are saved, they have no inverse.
+    A slot here is one of the top-k choices of a token. Each sort saves the row of every slot and
+    the token of every row; where slots may have no row, the slots of the rows too. De-duplication
+    sorts once for each crossing and once for the experts; a library that dispatches keeps its own
+    indices to itself. All-to-all sorts by expert on the sending side, and by local expert where
+    rows arrive mixed. Rows that ETP ranks gathered are picked out of their padding in that order:
+    only their positions are saved, because this step has no inverse.
     """
     R, dispatch = local.R, local.dispatch
     top_k = moe.router.top_k

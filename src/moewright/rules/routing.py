@@ -32,7 +32,7 @@ class LoadBalance:
     """
 
     max_over_mean: float
-    p95_over_mean: float  # of the least expert that 95% of all do not exceed
+    p95_over_mean: float  # 95th percentile of the experts' loads over their mean
     dead_experts: int
     entropy: float
 
@@ -49,13 +49,14 @@ def local_slots(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchCounts:
-    """What one dispatch of a layer and micro-batch moves for a rank.
+    """The rows and copies of tokens that one dispatch of a layer and micro-batch moves for a rank.
 
-    `rows_sent` are the (token, expert) rows that it sends. Under dedup `copies_out` and `copies_in`
-    are the copies of tokens, one per rank, that it sends and receives. Where tokens cross to nodes
-    first, `node_copies_out` and `node_copies_in` are the copies, one per node, that it sends and
-    receives, and `copies_out` are of the tokens that nodes sent to it. `copies_gathered` are the
-    copies that the ranks of its ETP group have received together, each part padded to the largest.
+    `rows_sent` counts the (token, expert) rows that the rank sends. Under dedup `copies_out` and
+    `copies_in` count the copies of tokens, one per destination rank, that it sends and receives.
+    Where tokens are sent to nodes first, `node_copies_out` and `node_copies_in` count the copies,
+    one per destination node, that it sends and receives, and `copies_out` counts the copies that it
+    forwards of the tokens which reached it as such. `copies_gathered` counts the copies that the
+    ranks of its ETP group received together, each part padded to the largest.
     """
 
     rows_sent: int
@@ -67,14 +68,17 @@ class DispatchCounts:
 
 
 def dispatch_nodes(layout: Layout) -> int:
-    """Return the nodes that a token crosses to before it crosses to a rank; 0 for a direct way."""
+    """Return the number of nodes, where tokens are sent to a node before a rank; else 0."""
     if not layout.ep_node or layout.dispatcher is not DispatcherKind.DEDUP:
         return 0
     return grid.axis_size(layout, "ep_far")
 
 
 def counts_copies(layout: Layout) -> bool:
-    """Return whether a token crosses to a rank once, and is counted so besides the expert rows."""
+    """Return whether a dispatcher sends one copy of a token to a rank, however many its rows.
+
+    Then copies are counted besides the (token, expert) rows.
+    """
     return layout.dispatcher in _COPYING_DISPATCHERS
 
 
@@ -106,9 +110,9 @@ def expected_dispatch(model: ModelSpec, workload: Workload, layout: Layout) -> D
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRobinCounts:
-    """What every rank sends where tokens take experts in turn.
+    """The counts of what every rank sends where tokens take experts in turn.
 
-    These are the rows to each expert, and the copies of tokens to each rank and to each node.
+    They are the rows to each expert, and the copies of tokens to each rank and to each node.
     """
 
     rows: tuple[int, ...]
@@ -120,10 +124,10 @@ class RoundRobinCounts:
 def round_robin_counts(
     tokens: int, top_k: int, experts: int, *, max_rows: int, ranks: int, nodes: int = 0
 ) -> RoundRobinCounts:
-    """Return what a rank sends whose tokens take experts in turn.
+    """Count what a rank sends whose tokens take experts in turn.
 
-    Each token has `top_k` slots, and slot s of all takes expert s % `experts`. An expert keeps its
-    first `max_rows` rows.
+    Each token chooses `top_k` experts; the s-th choice of all tokens together is expert s %
+    `experts`. An expert keeps its first `max_rows` rows.
     """
     rows = [0] * experts
     copies = [0] * ranks
@@ -145,7 +149,7 @@ def round_robin_counts(
 
 
 def drops_by_probability(layout: Layout, training: RouterTraining) -> bool:
-    """Return whether the copies under dedup depend on probabilities, by which rows are dropped."""
+    """Return whether the copies under dedup depend on which rows are dropped by probability."""
     drops = layout.capacity > 0 and training.drop_policy is DropPolicy.PROBS
     return drops and layout.dispatcher is DispatcherKind.DEDUP
 
@@ -220,9 +224,9 @@ def skewed_load_factor(
 ) -> float:
     """Return the expected load of the hottest of `ep` ranks over the mean (docs/formulas.md 4).
 
-    The loads of experts deviate by `skew` from their mean. A `capacity` cuts each expert off: what
-    is left has a smaller mean and spread, and the result is over the mean that even loads keep
-    under it.
+    The loads of experts have the standard deviation `skew` over their mean. A `capacity` cuts each
+    expert's load off: the kept loads have a smaller mean and spread, and the result is over the
+    mean that even loads have under that capacity.
 
     A rank's mean of n = experts / ep loads, drawn without replacement, has the deviation d = skew
     sqrt((1 - n / E) E / (E - 1) / n). Ranks are taken as log-normal: with s^2 = ln(1 + d^2) the
@@ -264,10 +268,11 @@ def _largest_of(draws: int) -> float:
 
 
 def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
-    """Return the rows that ETP ranks gather to have `rows` together (docs/formulas.md 3).
+    """Return the rows that an ETP group gathers, padding included, to share `rows` rows.
 
-    Each sends its part padded to the largest. The parts are of different tokens: about rows / etp
-    each, deviating by the root of that, unless routing is even or a capacity pads them.
+    Each rank sends its part, padded to the largest one (docs/formulas.md 3). The parts are of
+    different tokens: about rows / etp each, with the root of that as deviation, unless routing is
+    even or a capacity pads them.
     """
     is_padded = layout.capacity_fill is CapacityFill.PADDED
     if layout.etp == 1 or workload.routing is Routing.BALANCED or is_padded or not rows:
@@ -322,7 +327,7 @@ def expected_distinct(places: int, draws: int) -> float:
 def measure_load_balance(counts: Sequence[int]) -> LoadBalance:
     """Return the load balance of one layer from its tokens per expert.
 
-    All zero counts as even, with every expert dead.
+    Where all counts are zero the load is even, and every expert dead.
     """
     total = sum(counts)
     dead = sum(1 for count in counts if count == 0)

@@ -1,4 +1,4 @@
-"""How many token rows the engine processes at a time where it has no kernel of its own.
+"""The number of token rows that the engine processes at a time where it has no fused kernel.
 
 On a CPU a block has as many rows as stay in cache from one operation to the next. A block of logits
 is bounded everywhere, so that no fp32 copy of all logits ever exists.
@@ -6,9 +6,9 @@ is bounded everywhere, so that no fp32 copy of all logits ever exists.
 
 from __future__ import annotations
 
-CACHED_NUMEL = 1 << 17  # fp32 numbers that a core's cache holds beside what is made of them
+CACHED_NUMEL = 1 << 17  # fp32 numbers that a core's cache holds together with their results
 MAX_LOSS_ROWS = 512  # rows of logits in a block where the cache sets no bound
-_MIN_ROWS = 16  # fewer are not worth a round of operations
+_MIN_ROWS = 16  # for fewer rows the launches of a block outweigh its work
 
 
 def rows_per_block(width: int, numel: int) -> int:

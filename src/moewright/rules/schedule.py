@@ -27,7 +27,7 @@ _SPLIT_CHUNKS: Mapping[Schedule, int] = MappingProxyType(
 
 
 def interleaved_group_size(layout: Layout) -> int:
-    """Return the micro-batches (N) that an interleaved rank runs before it changes the chunk."""
+    """Return the micro-batches (N) that an interleaved rank runs before it switches chunks."""
     return layout.vpp_group or layout.pp
 
 
@@ -114,11 +114,11 @@ def _group_fits(group: int, pp: int, micro_batches: int) -> bool:
 
 
 def warmup_forwards(layout: Layout, micro_batches: int, pp_rank: int) -> int:
-    """Return the forwards that a rank runs before its first backward, less the one paired with it.
+    """Return the warm-up forwards of a rank: all before its first (forward, backward) pair.
 
-    A forward is of one chunk. 1F1B: pp - r - 1; interleaved: 2 (pp - r - 1) + (v - 1) N.
-    Overlapping expert communication pairs a forward with the backward of another micro-batch, which
-    takes one forward more.
+    Each is a forward of one chunk. 1F1B: pp - r - 1; interleaved: 2 (pp - r - 1) + (v - 1) N.
+    Overlapped expert communication pairs a forward with the backward of another micro-batch, which
+    takes one more forward.
     """
     count = layout.pp - pp_rank - 1
     if layout.vpp > 1:

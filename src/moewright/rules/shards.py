@@ -35,9 +35,9 @@ def holding_pp_ranks(name: str, model: ModelSpec, layout: Layout) -> tuple[int, 
     """Return the pipeline ranks that hold a parameter, ascending, where more than one does.
 
     () for all other parameters. Several ranks hold an embedding that is tied to the head or that
-    MTP depths use, and a head that depths of another stage than the loss use. Such a table has
-    buckets of its own, sharded alike on all its holders, and each shard is summed over them after
-    the data-parallel sum: so all make the same update, bit for bit.
+    MTP depths use, and a head that MTP depths on another stage than the loss use. Such a table has
+    buckets of its own, sharded alike on all its holders, and each shard's gradient is summed over
+    them after the data-parallel sum: so all make the same update, bit for bit.
     """
     if layout.pp == 1 or name not in _TABLES:
         return ()
@@ -132,10 +132,10 @@ def _held(
 
 @lru_cache(maxsize=2)
 def _by_layer(model: ModelSpec) -> Mapping[int, tuple[Param, ...]]:
-    of_layer: dict[int, list[Param]] = {}
+    by_layer: dict[int, list[Param]] = {}
     for param in parameters(model):
-        of_layer.setdefault(param.layer, []).append(param)
-    return MappingProxyType({layer: tuple(params) for layer, params in of_layer.items()})
+        by_layer.setdefault(param.layer, []).append(param)
+    return MappingProxyType({layer: tuple(params) for layer, params in by_layer.items()})
 
 
 def _rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:

@@ -33,8 +33,8 @@ def row_end_times(
     """Return when each row of a timetable ends, in seconds.
 
     A forward waits for the same micro-batch's forward one virtual stage before; a backward for its
-    own forward and for the backward one stage after; weight gradients for their backward. What
-    comes from another rank arrives `transfer_s` after it was made, while both ranks compute.
+    own forward and for the backward one stage after; weight gradients for their backward. A result
+    reaches another rank `transfer_s` after its row has ended, while both ranks compute.
 
     Raises:
         RuntimeError: The rows wait for each other for ever.
@@ -76,7 +76,7 @@ def _ready_time(
     end_times: Mapping[RowKey, float],
     transfer_s: float,
 ) -> float | None:
-    """Return when the results of all needed rows are on `rank`; None while one has not ended."""
+    """Return when the results of all needed rows are on `rank`, or None while one is not known."""
     ready_s = 0.0
     for need in needs:
         arrival_s = end_times.get(need)

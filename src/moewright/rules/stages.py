@@ -1,4 +1,4 @@
-"""Which layers stand on which virtual pipeline stage: the even split, and layout strings.
+"""The layers of each virtual pipeline stage: the even split, and layout strings.
 
 See docs/formulas.md 5. Virtual stage i lies on pipeline rank i % pp as its chunk i // pp; V-shaped
 schedules lay the second half of the stages in reverse order, so that the first rank holds the first
@@ -78,7 +78,7 @@ def stage_position(layout: Layout, stage: int) -> tuple[int, int]:
 
 
 def vpp_choices(layers: int, pp: int, *, split: EvenSplit = EvenSplit.EVEN) -> tuple[int, ...]:
-    """Return every vpp for which the split comes out even, ascending; () when there is none.
+    """Return every vpp for which `split` is even, ascending; () when there is none.
 
     Without a pipeline the only vpp is 1.
     """

@@ -1,4 +1,4 @@
-"""Upcycling: the MoE model that a dense one becomes, and the factors of its MLP weights.
+"""Upcycling of a dense model to an MoE model: its shape, and the factors of its MLP weights.
 
 See docs/formulas.md 12. Every MLP that becomes experts is cut along its hidden width into G slices,
 and each slice copied E/G times: expert r * G + g is slice g of copy r. The router's rows are equal
@@ -16,7 +16,8 @@ from moewright.rules.divisibility import divisors, nearest_legal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec, MoeSpec, RouterSpec
 
-# The families whose config.json can say the model with experts: in all layers, and in some.
+# For each dense family, the families whose config.json can describe the upcycled model: with
+# experts in all layers, and in some.
 _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "llama": ("mixtral", "qwen2_moe"),
@@ -36,7 +37,7 @@ class UpcyclingScaling(StrEnum):
 
 
 class RouterWeighting(StrEnum):
-    """What the softmax of the router is over."""
+    """The experts over which the router's softmax is taken."""
 
     CHOSEN = "post-softmax"  # the chosen experts, whose weights sum to 1
     ALL = "pre-softmax"  # all experts
@@ -59,7 +60,7 @@ class UpcyclingSpec:
 
     @property
     def copies(self) -> int:
-        """Copies of each slice."""
+        """How many experts are copies of the same slice."""
         return self.experts // self.granularity
 
     @property

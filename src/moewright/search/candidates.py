@@ -1,4 +1,4 @@
-"""The best candidates seen so far, and what else a search has to remember."""
+"""The pool of the best candidates that a search has seen, and what it counts on the way."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout with its seconds a step and its device bytes.
+    """A layout with its seconds a step, its device bytes and their standard deviation.
 
-    While a search goes on seconds are by the closed form of the pipeline; at its end the pipelines
-    of those that are left have been run row by row.
+    During a search `step_s` takes the bubble from a closed form; at the end of the search it is
+    replaced, for the candidates that are left, by that of the simulated timetable.
     """
 
     layout: Layout
     step_s: float
     peak_bytes: float
     sd_bytes: float
-    fits_surely: bool  # by more than a standard deviation
+    fits_surely: bool  # with more than a standard deviation to spare
 
     @property
     def ranking_s(self) -> float:
-        """The seconds by which it is ranked."""
+        """Return the seconds by which the candidate is ranked: more than a step's if it may OOM."""
         return self.step_s * (1.0 if self.fits_surely else RESOLUTION)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """What tells plans apart at first sight; the rest is how well these are done."""
+        """Return the degrees and micro-batch size, of which a ranking shows each set once.
+
+        Layouts that share them differ in how memory and communication are handled.
+        """
         layout = self.layout
         return layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.mbs
 
@@ -52,41 +55,44 @@ LayerDegrees = tuple[int, int, int, int, int]
 
 
 def layer_degrees(layout: Layout) -> LayerDegrees:
-    """Return what tells groups apart."""
+    """Return the key of a layout's DegreeGroup: (tp, cp, ep, etp, mbs)."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.mbs
 
 
 class CandidatePool:
-    """The best candidates of a space so far, and what else its scores say.
+    """The best candidates of a space so far, with counts and the best under other conditions.
 
-    `keep` is how many different degrees, and how many candidates, must not be lost; `extra_bytes`
-    how much more memory is looked at too.
+    The pool keeps at least the `keep` best candidates, and the best candidate of each of the `keep`
+    best sets of degrees. `extra_bytes` are amounts of additional device memory, for each of which
+    the fastest candidate that would fit is kept too.
     """
 
     def __init__(
         self, space: SearchSpace, screener: Screener, *, keep: int, extra_bytes: tuple[float, ...]
     ) -> None:
-        self._space, self._screener, self._keep = space, screener, keep
+        self._space = space
+        self._screener = screener
+        self._keep = keep
         self._limit = space.hardware.device.memory_bytes.value
         self._candidates: list[Candidate] = []
         self._extra_bytes = extra_bytes
-        self.below_s = np.inf
-        self.scored = 0
-        self.without_room = 0
-        self.refused: Counter[str] = Counter()
-        self.with_more: dict[float, Candidate] = {}
-        self.by_overlap: dict[bool, Candidate] = {}
-        self.usual: dict[Guideline, Candidate] = {}
-        self.least_parallel: dict[int, Candidate] = {}
-        self.least = 0  # ranks that the model must be cut over at least to fit; 0: nothing fits
+        self.below_s = np.inf  # a slower candidate cannot be among those that are kept
+        self.scored = 0  # legal layouts
+        self.without_room = 0  # of them, those that do not fit
+        self.refused: Counter[str] = Counter()  # layouts by the rule of the space's objections
+        self.with_more: dict[float, Candidate] = {}  # fastest, by bytes of additional memory
+        self.by_overlap: dict[bool, Candidate] = {}  # fastest, by whether EP communication overlaps
+        self.usual: dict[Guideline, Candidate] = {}  # fastest that follows each guideline
+        self.least_parallel: dict[int, Candidate] = {}  # fastest, by tp x cp x pp when it was least
+        self.least = 0  # smallest tp x cp x pp that surely fits; 0: nothing fits
 
     @property
     def room_bytes(self) -> float:
-        """The bytes up to which time is worth pricing."""
+        """Return the bytes up to which a layout's time is worth pricing."""
         return self._limit + max(self._extra_bytes, default=0.0)
 
     def screen_all(self, degrees: Collection[LayerDegrees] | None = None) -> None:
-        """Go through the whole space, or the groups of these degrees, and simulate what is left."""
+        """Screen the whole space, or the groups of `degrees`, and simulate what is left."""
         for group in degree_groups(self._space):
             if degrees is not None and layer_degrees(group.layout) not in degrees:
                 continue
@@ -102,7 +108,7 @@ class CandidatePool:
         self.least_parallel = self._simulate_all(self.least_parallel)
 
     def add_scores(self, scores: GroupScores) -> None:
-        """Remember what is good of a group."""
+        """Count the candidates of a group, and keep its best ones."""
         fits = scores.legal & (scores.peak_bytes <= self._limit + scores.sd_bytes)
         legal = int(np.count_nonzero(scores.legal))
         self.scored += legal
@@ -123,7 +129,7 @@ class CandidatePool:
         self._keep_usual(scores, fits_surely)
 
     def _keep_usual(self, scores: GroupScores, mask: Array) -> None:
-        """Keep the fastest that follows each guideline, and at the least model parallelism."""
+        """Keep the fastest in `mask` under each guideline, and at the least model parallelism."""
         fastest = np.where(mask, scores.step_s, np.inf).min(initial=np.inf)
         for guideline in GUIDELINES:
             if fastest < _step_s(self.usual, guideline):
@@ -141,6 +147,7 @@ class CandidatePool:
             self._keep_fastest(self.least_parallel, self.least, scores, mask & is_least)
 
     def _note_least(self, scores: GroupScores) -> None:
+        """Lower `least` where a group fits with less model parallelism than any before."""
         parallel = self._model_parallel_sizes(scores)
         fewer = np.arange(len(parallel))
         if self.least:
@@ -152,7 +159,7 @@ class CandidatePool:
             self.least = int(fitting.min())
 
     def _model_parallel_sizes(self, scores: GroupScores) -> Array:
-        """Return the ranks that the model is cut over [pipelines]."""
+        """Return the model parallelism tp x cp x pp of each pipeline [pipelines]."""
         cut = scores.base.tp * scores.base.cp
         return np.array([cut * shape.pp for shape in scores.pipelines.shapes])
 
@@ -183,7 +190,10 @@ class CandidatePool:
             self._trim()
 
     def _trim(self) -> None:
-        """Let go of all but the best, and the best of each of the best degrees."""
+        """Drop all but the `keep` best, and the best of each of the `keep` best sets of degrees.
+
+        Once there are `keep` sets of degrees, `below_s` becomes the time of the slowest of them.
+        """
         kept: list[Candidate] = []
         seen: set[tuple[int, ...]] = set()
         for place, candidate in enumerate(sorted(self._candidates, key=_ranking_s)):
@@ -205,6 +215,7 @@ class CandidatePool:
     def _candidate(
         self, scores: GroupScores, place: tuple[int, ...], *, fits_surely: bool
     ) -> Candidate:
+        """Return the candidate at indices (pipeline, activation policy, state policy)."""
         return Candidate(
             layout=self._screener.layout(scores, *place),
             step_s=float(scores.step_s[place]),
@@ -216,6 +227,7 @@ class CandidatePool:
     def _keep_fastest(
         self, table: dict[Key, Candidate], key: Key, scores: GroupScores, mask: Array
     ) -> None:
+        """Put the fastest candidate in `mask` into `table[key]` if it beats the one there."""
         steps = np.where(mask, scores.step_s, np.inf)
         place = np.unravel_index(int(steps.argmin()), steps.shape)
         if steps[place] < _step_s(table, key):
@@ -223,7 +235,10 @@ class CandidatePool:
             table[key] = self._candidate(scores, indices, fits_surely=True)
 
     def _without_objections(self, scores: GroupScores, mask: Array) -> Array:
-        """Return the entries of `mask` that nothing speaks against."""
+        """Return `mask` without the layouts that the space's `allowed` objects to.
+
+        Objections are counted in `refused`.
+        """
         if self._space.allowed is no_objections:
             return mask
         allowed = mask.copy()
@@ -239,5 +254,5 @@ def _ranking_s(candidate: Candidate) -> float:
 
 
 def _step_s(table: Mapping[Key, Candidate], key: Key) -> float:
-    """Return the seconds of a table's candidate, infinite where it has none."""
+    """Return the seconds of a table's candidate; infinite where it has none."""
     return table[key].step_s if key in table else np.inf

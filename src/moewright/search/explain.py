@@ -1,4 +1,4 @@
-"""Why a layout comes first, and what speaks against another one."""
+"""Explanations of a search: why a layout comes first, and what speaks against another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORTH_SAYING = 0.005  # of the step
 
 
 class HasPlans(Protocol):
-    """What a search returned, as far as an explanation needs it."""
+    """The result of a search, as far as an explanation needs it."""
 
     @property
     def plans(self) -> tuple[Plan, ...]: ...
@@ -63,7 +63,7 @@ def explain_departure(
 def explain_bound(plan: Plan) -> tuple[str, ...]:
     """Say what holds the plan back, what would change it, and how sure the numbers are.
 
-    That is memory where more of it would help, else what its step is mostly spent on.
+    Memory holds it back where more memory would make it faster, else the largest part of its step.
     """
     estimate = plan.estimate
     largest = max(estimate.shares, key=lambda share: share.seconds)
@@ -128,7 +128,7 @@ def _explain_memory(estimate: Estimate) -> str:
 
 
 def _compare(other: Estimate, best: Estimate) -> str:
-    """Say by how much a step is slower than the best, and the parts that make most of it."""
+    """Say by how much a step is slower than the best, and which parts make most of the change."""
     before = {share.part: share.seconds for share in best.shares}
     after = {share.part: share.seconds for share in other.shares}
     changes = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in (before | after)}

@@ -1,7 +1,7 @@
-"""What practitioners usually do, as published MoE tuning guides order it.
+"""Guidelines of practitioners, in the order of published MoE tuning guides.
 
-These are Megatron-LM's MoE guide and Megatron-Bridge's performance guide. A search follows none of
-them; where its winner departs from one, the plan says what keeping to it would cost.
+The guides are Megatron-LM's MoE guide and Megatron-Bridge's performance guide. A search does not
+follow guidelines; where its winner departs from one, the plan says what following it would cost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _LONG_TOKENS = 8192  # from where attention's activations are said to dominate
 
 
 class GuidelineScope(Enum):
-    """What of a layout a guideline is about: its degrees, or an axis of a group's candidates."""
+    """The part of a layout that a guideline is about.
+
+    It is the degrees, or the index of an axis of GroupScores' arrays.
+    """
 
     DEGREES = ()
     PIPELINE = (0,)
@@ -32,7 +35,10 @@ class GuidelineScope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guideline:
-    """A piece of advice; `is_followed` asks a layout, or the part of one that `scope` names."""
+    """A piece of advice, with the test of whether a layout follows it.
+
+    `is_followed` takes a layout, or the part of one that `scope` names, and the search space.
+    """
 
     text: str
     scope: GuidelineScope
@@ -46,9 +52,9 @@ class Guideline:
         states: tuple[StatePolicy, ...],
         space: SearchSpace,
     ) -> Array:
-        """Return which candidates of a group follow it, in a shape that broadcasts.
+        """Return the mask of a group's candidates that follow the guideline.
 
-        Their axes are [pipelines, activation policies, state policies].
+        It broadcasts to [pipelines, activation policies, state policies].
         """
         if self.scope is GuidelineScope.DEGREES:
             return np.full((1, 1, 1), self.is_followed(cut, space))

@@ -1,8 +1,8 @@
 """Pipelines as arrays: what each pipeline rank holds, and when its memory can be fullest.
 
-Moments that another one of the same rank exceeds in every count are left out, so a few rows stand
-for a whole timetable; ranks that hold the same are stood for by the first of them, which holds most
-in flight.
+Only a few moments of a timetable can be the fullest of a rank: a moment is left out where another
+moment of the same rank holds at least as much of everything. Ranks with the same layers are
+represented by the first of them, which has most micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from moewright.search.space import PipelineShapes
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 
-# Bucket sets of a rank: embedding and head have sets of their own where several ranks hold them.
+# The most bucket sets of a rank: its layers, and embedding and head, which have sets of their own
+# where several ranks hold them.
 _MAX_SETS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistinctRanks:
-    """The ranks of one pipeline that differ: `first` is the first rank that holds each.
+    """The pipeline ranks of one pipeline that hold different layers, one for each such content.
 
-    `chunks` [ranks, chunks, parts] is what they hold; `multiplicity` [ranks] ranks hold the same.
-    `nodes` and `holders` [ranks, sets] are those of RankSequences, 0 and 1 where a rank has fewer
-    sets; `blocks` [ranks][layers] are its layers.
+    `first` is the first pipeline rank with each content, and `multiplicity` [ranks] how many ranks
+    share it. `chunks` [ranks, chunks, parts] counts the parts that each model chunk holds. `nodes`
+    and `holders` [ranks, sets] are those of RankSequences, filled up with 0 and 1 where a rank has
+    fewer sets; `blocks` [ranks][layers] are the layers' parameter blocks.
     """
 
     chunks: Array
@@ -44,16 +46,17 @@ class DistinctRanks:
 
     @cached_property
     def contents(self) -> Array:
-        """What each rank holds [ranks, parts]."""
+        """Return the parts that each rank holds, over its chunks [ranks, parts]."""
         return np.asarray(self.chunks.sum(axis=1))
 
 
 def find_distinct_ranks(
     model: ModelSpec, parts: StageParts, tree: ParameterTree, layout: Layout
 ) -> DistinctRanks:
-    """Find the pipeline ranks of a layout that differ.
+    """Find the pipeline ranks of a layout that hold different layers.
 
-    A schedule that is not the same for a rank and the ones after it keeps every rank apart.
+    Under a schedule that splits backwards, every rank is kept apart: its timetable is not that of
+    the ranks after it.
     """
     chunks = stages.pipeline_chunks(model, layout)
     by_rank = np.zeros((layout.pp, layout.vpp, parts.count))
@@ -88,7 +91,7 @@ def _pad(values: tuple[int, ...], filler: int) -> tuple[int, ...]:
 def fullest_moments(
     ranks: DistinctRanks, parts: StageParts, layout: Layout, micro_batches: int
 ) -> tuple[MomentCounts, ...]:
-    """Return the moments at which each rank can be fullest, under the layout's timetable."""
+    """Return, for each distinct rank, the moments of the timetable at which it can be fullest."""
     return tuple(
         _undominated(parts, count_moments(parts, chunks, rank_table(layout, micro_batches, rank)))
         for chunks, rank in zip(ranks.chunks, ranks.first, strict=True)
@@ -96,10 +99,10 @@ def fullest_moments(
 
 
 def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
-    """Keep the moments that no other exceeds in every count.
+    """Drop the moments at which another moment holds at least as much of everything.
 
-    Which kinds of layer a backward holds counts, not how many; of a chunk beside it, its share of a
-    layer.
+    Of the layers in backward only their kinds matter, not how many there are; of a paired chunk
+    (whose forward runs beside the backward), one layer's share.
     """
     backward = moments.backward.copy()
     kinds = [column for column, part in enumerate(parts.layers) if not part.is_mtp]
@@ -107,12 +110,14 @@ def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
     live = moments.live.copy()
     live[:, :-1] += moments.paired / parts.count_layers(moments.paired)[:, None]
     keys = np.concatenate([live, backward], axis=1)
-    # By their bytes: columns one by one would take far longer. Adding zero leaves one zero.
-    whole = np.ascontiguousarray(np.round(keys, 9) + 0.0)
-    _, index = np.unique(whole.view(np.dtype((np.void, whole[0].nbytes))), return_index=True)
+    # Equal rows are found by their bytes: to compare column by column would take far longer. Adding
+    # 0.0 turns -0.0 into 0.0, so that equal rows have equal bytes.
+    rounded = np.ascontiguousarray(np.round(keys, 9) + 0.0)
+    _, index = np.unique(rounded.view(np.dtype((np.void, rounded[0].nbytes))), return_index=True)
     keys = keys[index]
-    left, kept = np.argsort(-keys.sum(axis=1), kind="stable"), []
-    # What exceeds a moment has the greater sum, so the first of those left is exceeded by none.
+    left = np.argsort(-keys.sum(axis=1), kind="stable")
+    kept = []
+    # A moment that dominates another has the greater sum, so nothing dominates the first one left.
     while len(left):
         kept.append(left[0])
         left = left[~(keys[left] <= keys[left[0]] + 1e-9).all(axis=1)]
@@ -124,35 +129,36 @@ def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineBatch:
-    """Several pipelines end to end: arrays over pipelines, their ranks, and moments of the ranks.
+    """Several pipelines concatenated: arrays over pipelines, their distinct ranks, and moments.
 
-    `moment_starts` say where the moments of each of the ranks that differ in theirs begin, and
-    `rank_starts` where the ranks of each pipeline do.
+    `rank_starts` holds the row at which the ranks of each pipeline begin. Ranks with the same
+    moments share them: `moment_starts` holds the row at which each set of moments begins, and
+    `moments_of_rank` the index of each rank's set.
     """
 
     pipelines: PipelineShapes
-    layouts: tuple[Layout, ...]  # [pipelines] of single ranks
+    layouts: tuple[Layout, ...]  # [pipelines] with one device a pipeline rank
     distinct: tuple[DistinctRanks, ...]  # [pipelines]
     pp: Array  # [pipelines]
-    degrees: tuple[int, ...]  # the values of pp
-    degree: Array  # [pipelines] place in `degrees`
+    degrees: tuple[int, ...]  # the distinct values of pp
+    degree: Array  # [pipelines] index in `degrees`
     vpp: Array  # [pipelines]
     micro_batches: Array  # [pipelines]
     ranks: Array  # [ranks, parts]
     multiplicity: Array  # [ranks]
     rank_starts: Array  # [pipelines]
     pipeline_of_rank: Array  # [ranks]
-    nodes: Array  # [ranks, sets] sequences of parameters, 0 for none
+    nodes: Array  # [ranks, sets] nodes of the ParameterTree, 0 for none
     holders: Array  # [ranks, sets]
     live: Array  # [moments, parts + 1]
     backward: Array  # [moments, parts]
     paired: Array  # [moments, parts]
-    moment_starts: Array  # [ranks that differ in their moments]
-    moments_of_rank: Array  # [ranks] place among those
+    moment_starts: Array  # [sets of moments]
+    moments_of_rank: Array  # [ranks] index of the rank's set
 
     @cached_property
     def transients(self) -> tuple[Array, Array, Array]:
-        """Return the `backward` and `paired` that differ, and which of them each moment has."""
+        """Return the distinct (backward, paired) rows, and the index of each moment's row."""
         parts = self.backward.shape[1]
         if not self.paired.any():
             distinct_rows, place = np.unique(self.backward, axis=0, return_inverse=True)
@@ -170,13 +176,16 @@ class PipelineBatch:
         return _take_turns(self.rank_starts, len(self.ranks))
 
     def fullest_moments(self, of_moments: Array) -> Array:
-        """Return the highest of each rank: [moments, ...] -> [ranks, ...]."""
+        """Return the highest value over each rank's moments: [moments, ...] -> [ranks, ...]."""
         return np.asarray(
             _highest(of_moments, self._moment_turns).take(self.moments_of_rank, axis=0)
         )
 
     def fullest_ranks(self, of_ranks: Array, more: Array, pipelines: Array) -> Array:
-        """Return the highest sum of some pipelines: [ranks, ...] and [ranks] -> [some, ...]."""
+        """Return the highest `of_ranks` + `more` over the ranks of each of `pipelines`.
+
+        Shapes: [ranks, ...] and [ranks] -> [some pipelines, ...].
+        """
         return _highest(of_ranks, [turn[pipelines] for turn in self._rank_turns], more)
 
     def slowest_and_all(self, of_ranks: Array) -> tuple[Array, Array]:
@@ -186,7 +195,10 @@ class PipelineBatch:
         return _highest(of_ranks, self._rank_turns), np.asarray(total)
 
     def count_blocks(self, ranks: Array, count: int) -> Array:
-        """Count the blocks of parameters that some ranks hold [some ranks, blocks]."""
+        """Count how often each of `count` parameter blocks is held by ranks [some ranks, blocks].
+
+        `ranks` are rows of this batch.
+        """
         blocks = [layers for distinct in self.distinct for layers in distinct.blocks]
         return np.array([np.bincount(blocks[rank], minlength=count) for rank in ranks])
 
@@ -201,17 +213,18 @@ class PipelineBatch:
 
 
 def _take_turns(starts: Array, count: int) -> list[Array]:
-    """Return the first row of every run, then the second, and so on; runs begin at `starts`.
+    """Return the first row of every segment, then the second row of every segment, and so on.
 
-    A short run ends with its last again and again. The highest of each run is taken over these: far
-    faster than ufunc.reduceat.
+    Segments begin at `starts` and the last ends at `count`; a segment that is too short repeats its
+    last row. `_highest` takes the maximum of each segment over them, far faster than
+    ufunc.reduceat.
     """
     lengths = np.diff(np.append(starts, count))
     return [starts + np.minimum(turn, lengths - 1) for turn in range(int(lengths.max()))]
 
 
 def _highest(rows: Array, turns: Sequence[Array], more: Array | None = None) -> Array:
-    """Return the highest of the rows, or of their sums with `more` [rows]."""
+    """Return the highest row of each segment; with `more` [rows], the highest sum of both."""
     highest: Array | None = None
     for turn in turns:
         taken = rows.take(turn, axis=0)
@@ -230,9 +243,10 @@ def batch_pipelines(
     distinct_moments: Sequence[MomentCounts],
     micro_batches: Sequence[int],
 ) -> PipelineBatch:
-    """Join the pipelines of these layouts, each with so many micro-batches.
+    """Concatenate the pipelines of `layouts` into one batch.
 
-    `moments` [pipelines][ranks] says which of `distinct_moments` each rank has.
+    `ranks` and `micro_batches` [pipelines] belong to the layouts. `moments` [pipelines][ranks] is
+    the index in `distinct_moments` of each rank's moments.
     """
     rank_counts = [len(distinct.first) for distinct in ranks]
     used, moments_of_rank = np.unique(np.concatenate(moments), return_inverse=True)

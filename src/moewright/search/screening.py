@@ -1,8 +1,8 @@
 """Seconds and bytes of all candidates of a group at once: the cost floor over arrays.
 
-The parts of a model are priced once for all pipelines, numbers of micro-batches and ways to hold
-states that go with them. Bytes are those of an estimate; seconds are too but for the bubble, which
-a closed form gives instead of the timetable's rows (tests/search/test_screening.py).
+The parts of a model are priced once and used for every pipeline, number of micro-batches and state
+policy of a group. Bytes equal those of a full estimate. Seconds do too except for the bubble, which
+comes from a closed form instead of the simulated timetable (tests/search/test_screening.py).
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ _DENSE, _EXPERT = (shards.GRADIENT_GROUPS.index(group) for group in ("dp_cp", "e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupScores:
-    """A group under one overlap of expert communication, as arrays over its candidates.
+    """The scores of a group's candidates under one overlap of expert communication.
 
-    Their axes are [pipelines, activation policies, state policies]. `legal` says which combinations
-    exist. `step_s` is infinite where it was not worth pricing, and nowhere below `floor_s`;
-    `dp_overlap` says where overlapped gradient sums and weight gathers are faster. `base` is the
-    group's layout with what pricing settled.
+    Arrays have the axes [pipelines, activation policies, state policies]. `legal` is the mask of
+    the combinations that exist. `step_s` is infinite where a time was not worth pricing, and
+    nowhere below `floor_s`. `dp_overlap` is the mask of candidates that are faster with overlapped
+    gradient reduction and weight gathers. `base` is the group's layout with the dispatcher, CP
+    exchange and overlap that were chosen for it.
     """
 
     pipelines: PipelineShapes
@@ -79,7 +80,10 @@ class _PricedGroup:
 
 
 class Screener:
-    """Prices the candidates of one space; what does not depend on the candidate is done once."""
+    """A screener that scores the candidates of one space, group by group.
+
+    What does not depend on the candidate is worked out once.
+    """
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
@@ -91,7 +95,7 @@ class Screener:
         self._memory = ScreeningMemory(
             space, self._parts, self.times.rates.constants, policies, self.state_policies
         )
-        # [light, heavy]: the one recomputes and offloads less than the other.
+        # [light, heavy]: 1 where the first policy recomputes and offloads less than the second.
         self._lighter = np.array(
             [
                 [_does_less(light, heavy) for heavy in self.activation_policies]
@@ -116,10 +120,10 @@ class Screener:
     def screen(
         self, group: DegreeGroup, *, room_bytes: float, below_s: float
     ) -> Iterator[GroupScores]:
-        """Score all candidates of a group, for each overlap of expert communication.
+        """Yield the scores of all candidates of a group, for each overlap of expert communication.
 
-        Time is left out where it cannot matter: of layouts that need more than `room_bytes` by more
-        than a standard deviation, and of pipelines that take `below_s` or more even without
+        A time that cannot matter is not priced: that of a layout whose bytes exceed `room_bytes` by
+        more than a standard deviation, and of a pipeline that takes `below_s` or more even without
         recompute.
         """
         sym = self.times.symbols(group.layout)
@@ -135,15 +139,15 @@ class Screener:
             priced = _PricedGroup(base=cut, batch=batch, timings=timings, times=times)
             taken = memory
             if Overlap.WGRAD in overlap:
-                # Delayed weight gradients fit nowhere that others do not, so those that are too
-                # slow are not even weighed.
+                # Delayed weight gradients only add memory. Where nothing fitted without them, or no
+                # pipeline is fast enough with them, their memory is not worked out either.
                 if not fits or not self._is_in_time(priced, below_s):
                     continue
                 taken = self._memory.delay_weight_gradients(memory)
             scores = self._score(
                 priced, taken, legal, is_searched, room_bytes=room_bytes, below_s=below_s
             )
-            fits = scores.floor_s < np.inf
+            fits = scores.floor_s < np.inf  # the floor is priced only where some candidate fits
             yield scores
 
     def _score(
@@ -158,7 +162,8 @@ class Screener:
     ) -> GroupScores:
         peak, sd = self._memory.device_bytes(memory, priced.batch, is_searched)
         is_worth = legal & (peak <= room_bytes + sd)
-        base, floor_s = priced.base, np.inf
+        base = priced.base
+        floor_s = np.inf
         step = np.broadcast_to(np.inf, peak.shape)
         dp_overlap = np.broadcast_to(False, peak.shape)
         if is_worth.any():
@@ -167,6 +172,7 @@ class Screener:
             if floor_s < below_s:
                 is_worth &= ~self._is_needless(legal, peak, sd)
                 step, dp_overlap = self._price(replace(priced, base=base), is_worth, below_s)
+            # The bytes above are those of the group's own dispatcher.
             peak = peak + (
                 dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
             )
@@ -186,10 +192,15 @@ class Screener:
         base = self.times.choose_exchanges(priced.base, priced.times, priced.timings[0])
         if priced.times.floor_s(base, priced.timings) >= below_s:
             return False
-        return bool((self._pipeline_s(replace(priced, base=base), np.array([0])) < below_s).any())
+        least_s = self._pipeline_s(replace(priced, base=base), np.array([0]))
+        return bool((least_s < below_s).any())
 
     def _is_needless(self, legal: Array, peak: Array, sd: Array) -> Array:
-        """Tell where nothing is gained, as less recompute or offload fits with room to spare."""
+        """Return the mask of candidates that a lighter policy makes needless.
+
+        That is where less recompute or offload of activations, or the first state policy instead of
+        this one, fits with more than a standard deviation to spare.
+        """
         has_room = legal & (peak <= self._space.hardware.device.memory_bytes.value - sd)
         has_room = has_room.transpose(0, 2, 1)
         needless = has_room.astype(np.float32) @ self._lighter > 0
@@ -197,14 +208,15 @@ class Screener:
         return np.asarray(needless.transpose(0, 2, 1))
 
     def stall_s(self, layout: Layout) -> float:
-        """Return the seconds that the timetable's rows take beyond the closed form of the scores.
+        """Return the seconds that the simulated timetable takes beyond the closed form of scores.
 
-        It is 0 for schedules that split backwards, whose tables are too long to run for any but the
-        plans shown.
+        It is 0 for schedules that split backwards, whose timetables take too long to simulate for
+        any layouts but the plans that are shown.
         """
         if layout.schedule.splits_backward:
             return 0.0
-        pricer, model = self.times.pricer(layout), self._space.model
+        pricer = self.times.pricer(layout)
+        model = self._space.model
         times = pricer.part_times(layout, self._parts)
         chunks = stages.pipeline_chunks(model, layout)
         counts = count_parts(model, layout, self._parts, chunks)
@@ -221,8 +233,9 @@ class Screener:
         return build_pipeline(layout, pricer.sym.m).total_s(forward, backward) - float(closed)
 
     def layout(self, scores: GroupScores, pipeline: int, activations: int, states: int) -> Layout:
-        """Return the layout of one entry of the arrays."""
-        policy, state_policy = self.activation_policies[activations], self.state_policies[states]
+        """Return the layout of the candidate at these indices of the scores' arrays."""
+        policy = self.activation_policies[activations]
+        state_policy = self.state_policies[states]
         layout = replace(
             scores.base,
             recompute=policy.recompute,
@@ -235,9 +248,10 @@ class Screener:
         return with_pipeline(layout, scores.pipelines.shapes[pipeline], self._space)
 
     def _expert_overlaps(self, cut: Layout) -> list[tuple[Overlap, ...]]:
-        """Return overlaps without and with that of expert communication, as far as they can gain.
+        """Return the overlaps to screen: without and with overlapped expert communication.
 
-        The last also delays weight gradients for it.
+        The last one also delays weight gradients. Where the overlap is fixed, or could hide
+        nothing, the layout's own is the only one.
         """
         hides = self.times.collectives.constants["ep_overlap_hidden"] > 0
         if "overlap" in self._space.fixed or cut.ep == 1 or not hides:
@@ -247,9 +261,9 @@ class Screener:
         return [cut.overlap, *permitted]
 
     def _legality(self, group: DegreeGroup, cut: Layout) -> tuple[Array, Array]:
-        """Return which candidates are legal, and where any activation policy is.
+        """Return the mask of legal candidates, and the mask of where any activation policy is.
 
-        [pipelines, activation policies, state policies] and [pipelines, state policies].
+        Shapes: [pipelines, activation policies, state policies] and [pipelines, state policies].
         """
         key = group.pipelines, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
@@ -315,10 +329,12 @@ class Screener:
 
     def _timing_classes(self, cut: Layout, batch: PipelineBatch) -> Iterator[TimingClass]:
         symbols = [self.times.symbols(replace(cut, pp=pp)) for pp in batch.degrees]
+        # The host's time a micro-batch changes once there are enough of them; in an eager stack, a
+        # layer's time changes with every number of micro-batches.
         likes = [int(sym.is_steady) if sym.is_fused else sym.m for sym in symbols]
         like = np.array(likes)[batch.degree]
         synced = (batch.pp > 1) & (batch.vpp == 1)
-        # Full recompute of the first layers of each chunk takes a share that the stages decide.
+        # Full recompute of the first layers of each chunk: the stages decide their share.
         stage_counts = batch.pp * batch.vpp if cut.recompute_block else np.zeros_like(batch.pp)
         keys = list(zip(like.tolist(), stage_counts.tolist(), synced.tolist(), strict=True))
         for key in sorted(set(keys)):
@@ -333,13 +349,19 @@ class Screener:
             )
 
     def _price(self, priced: _PricedGroup, is_worth: Array, below_s: float) -> tuple[Array, Array]:
-        """Return the seconds of a step where it is worth it, and whether with overlapped sums."""
+        """Return the step's seconds, and the mask of where overlapped gradient sums are faster.
+
+        Seconds are infinite where pricing is not worth it: outside `is_worth`, and for pipelines
+        that take `below_s` or more under the lightest policy. All shapes are [pipelines, activation
+        policies, state policies].
+        """
         variants = [priced]
         if self._overlaps_sums:
             variants.append(replace(priced, base=_with_dp_overlap(priced.base)))
-        step, overlapped = np.full(is_worth.shape, np.inf), np.zeros(is_worth.shape, dtype=bool)
-        # Neither recompute nor the host's work for overlapped sums make the lightest policy any
-        # shorter.
+        step = np.full(is_worth.shape, np.inf)
+        overlapped = np.zeros(is_worth.shape, dtype=bool)
+        # Policy 0 recomputes nothing: no other policy is faster, nor does the host's work for
+        # overlapped sums shorten it.
         least = self._pipeline_s(priced, np.array([0]))
         is_wanted = is_worth & (least < below_s)[:, :, None]
         needed = np.flatnonzero(is_wanted.any(axis=(0, 2)))
@@ -356,7 +378,8 @@ class Screener:
 
     def _pipeline_s(self, priced: _PricedGroup, policies: Array) -> Array:
         """Return the seconds of all micro-batches under these policies [pipelines, policies]."""
-        batch, base = priced.batch, priced.base
+        batch = priced.batch
+        base = priced.base
         by_rank = np.empty((len(batch.ranks), len(policies)))
         for timing in priced.timings:
             seconds = priced.times.seconds(timing, base, policies)
@@ -384,7 +407,8 @@ class Screener:
     def _tail_s(self, priced: _PricedGroup, is_wanted: Array) -> Array:
         """Return the seconds of what a step does once, on the rank that takes longest.
 
-        [pipelines, state policies]; 0 where nothing is wanted.
+        These are gradient reduction, weight gathers and the optimizer [pipelines, state policies];
+        0 where `is_wanted` asks for nothing.
         """
         batch = priced.batch
         tails = np.zeros((len(batch.pp), len(self.state_policies)))
@@ -406,7 +430,16 @@ class Screener:
         # Only zero=3 reduces and gathers more often with more micro-batches.
         mbs = base.mbs if base.zero == 3 else 0
         overlaps_sums = Overlap.GRAD in base.overlap
-        same = base.tp, base.cp, base.ep, base.etp, mbs, base.zero, base.offload, overlaps_sums
+        shared_key = (
+            base.tp,
+            base.cp,
+            base.ep,
+            base.etp,
+            mbs,
+            base.zero,
+            base.offload,
+            overlaps_sums,
+        )
         elements = self._memory.elements(base, policy.zero, batch)
         columns = [_DENSE, _EXPERT]
         parameters = np.concatenate(
@@ -418,7 +451,7 @@ class Screener:
         for rank_pp, numbers in zip(
             pp[ranks].tolist(), parameters[ranks].astype(np.int64).tolist(), strict=True
         ):
-            key = same, rank_pp, *numbers
+            key = shared_key, rank_pp, *numbers
             if key not in self._tails:
                 if rank_pp not in symbols:
                     symbols[rank_pp] = self.times.symbols(replace(base, pp=rank_pp))
@@ -440,7 +473,7 @@ class Screener:
 
 
 class _Pipelines:
-    """The pipelines of a space without their degrees, each worked out once."""
+    """The pipelines of a space apart from all other degrees, each worked out once."""
 
     def __init__(self, space: SearchSpace, tree: ParameterTree) -> None:
         self._space, self._tree = space, tree
@@ -452,7 +485,7 @@ class _Pipelines:
         self.distinct_moments: list[MomentCounts] = []
 
     def layout(self, shape: PipelineShape, vpp_group: int, *, is_paired: bool) -> Layout:
-        """Return a pipeline of single ranks."""
+        """Return a layout that is this pipeline with one device a pipeline rank."""
         key = shape, vpp_group, is_paired
         if key not in self._layouts:
             base = self._space.base
@@ -467,7 +500,7 @@ class _Pipelines:
         return self._layouts[key]
 
     def ranks(self, shape: PipelineShape, layout: Layout) -> DistinctRanks:
-        """Return the ranks of a pipeline that differ."""
+        """Return the pipeline ranks that hold different layers."""
         if shape not in self._ranks:
             self._ranks[shape] = find_distinct_ranks(
                 self._space.model, self._parts, self._tree, layout
@@ -475,7 +508,7 @@ class _Pipelines:
         return self._ranks[shape]
 
     def moments(self, shape: PipelineShape, layout: Layout, micro_batches: int) -> Array:
-        """Return the places in `distinct_moments` of what the ranks hold when they are fullest."""
+        """Return the index in `distinct_moments` of each distinct rank's fullest moments [ranks]."""
         steady = steady_micro_batches(layout, micro_batches)
         key = shape, steady, bool(layout.overlap)
         if key not in self._moments:
@@ -500,11 +533,12 @@ def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:
 
 
 def _offloaded(policy: ActivationPolicy) -> frozenset[Offload]:
-    """Return what a policy leaves no activation of on the device."""
+    """Return what a policy keeps off the device; under full recompute that is everything."""
     return frozenset(Offload if Recompute.FULL in policy.recompute else policy.offload)
 
 
 def _recomputed(recompute: Collection[Recompute]) -> frozenset[Recompute]:
+    """Return the modules that are recomputed, those that lie inside a wider choice among them."""
     if Recompute.FULL in recompute:
         return frozenset(Recompute)
     if Recompute.MOE in recompute:

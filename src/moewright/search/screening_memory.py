@@ -1,7 +1,7 @@
 """Device bytes of all candidates of a group at once, by the memory model of the cost floor.
 
-Nothing here is a formula of its own: what candidates have in common is worked out once, and the
-functions of moewright.cost get arrays over ranks and policies.
+This module has no formula of its own: it calls the functions of moewright.cost with arrays over
+ranks and policies, and caches what candidates have in common.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _WITHOUT_EXPERTS, _WITH_EXPERTS = False, True
 
 @dataclass(frozen=True, kw_only=True)
 class RankElements:
-    """Elements of the parameters of ranks under one way to share states [ranks].
+    """The parameter elements that ranks hold under one sharding of the model states [ranks].
 
-    `numel` and `calls` [ranks, groups] are elements of buckets, padding included, and the number of
-    buckets by the group that reduces them; `own` are those of a rank's shards. `linear` are those
-    of linear weights, `own_linear` of their shards, and `checkpointed` those that a rank saves.
+    `numel` and `calls` [ranks, groups] are the elements of the buckets, padding included, and the
+    number of buckets, by the group that reduces their gradients. `own` counts the elements of a
+    rank's shards of them. `linear` counts the elements of linear weights, `own_linear` those of
+    their shards, and `checkpointed` the elements that a rank saves in a checkpoint.
     """
 
     numel: Array
@@ -47,7 +48,10 @@ class RankElements:
 
 
 class ScreeningMemory:
-    """Works out the bytes of the candidates of one space, what they have in common once."""
+    """A calculator of the device bytes of one space's candidates.
+
+    What candidates have in common is worked out once.
+    """
 
     def __init__(
         self,
@@ -58,12 +62,15 @@ class ScreeningMemory:
         states: Sequence[StatePolicy],
     ) -> None:
         self.tree = ParameterTree()
-        self._space, self._parts, self._constants = space, parts, constants
-        self._policies, self._state_policies = policies, states
+        self._space = space
+        self._parts = parts
+        self._constants = constants
+        self._policies = policies
+        self._state_policies = states
         self._follows_linear = space.workload.precision.is_narrow and any(
             policy.zero == 3 for policy in states
         )
-        # A CPU's memory is the host's.
+        # On a CPU, device and host share a memory, so a checkpoint that is being saved counts.
         self._checkpoints_on_device = space.hardware.device.kind is not DeviceKind.CUDA
         self._dense_layers: dict[tuple[int, int, int, int], memory.LayerMemory] = {}
         self._placeholders: dict[tuple[int, int], Array] = {}
@@ -74,21 +81,22 @@ class ScreeningMemory:
         self._block_numel: dict[tuple[int, int, int], Array] = {}
 
     def model_memory(self, sym: Symbols) -> memory.ModelMemory:
-        """Return what the parts of a model take under some degrees, whatever their pipeline."""
-        context, cut = activation_context(self._constants, sym), sym.layout
+        """Return the memory of the model's parts under the degrees of `sym`, for any pipeline."""
+        context = activation_context(self._constants, sym)
+        cut = sym.layout
         layers = []
         for column, part in enumerate(self._parts.layers):
             key = column, cut.tp, cut.cp, cut.mbs
             layer = self._dense_layers.get(key)
             if layer is None:
                 layer = memory.layer_memory(context, sym, self._policies, part)
-                if not part.kind.is_moe:  # EP and ETP change nothing of it
+                if not part.kind.is_moe:  # EP and ETP change nothing in it
                     self._dense_layers[key] = layer
             layers.append(layer)
         return memory.join_memory(self._constants, sym, self._parts, layers)
 
     def delay_weight_gradients(self, taken: memory.ModelMemory) -> memory.ModelMemory:
-        """Return the same with delayed weight gradients, and what they wait with."""
+        """Return `taken` with delayed weight gradients, which keep their operands until they run."""
         waiting = memory.delayed_gradient_bytes(taken.sym)
         layers = [replace(layer, transient=layer.transient + waiting) for layer in taken.layers]
         return replace(taken, layers=tuple(layers))
@@ -98,13 +106,13 @@ class ScreeningMemory:
     ) -> tuple[Array, Array]:
         """Return the bytes of the fullest rank and their standard deviation.
 
-        Both are [pipelines, activation policies, state policies]; 0 is allocated for state policies
-        that are not searched on a pipeline, by `is_searched` [pipelines, state policies].
+        Both are [pipelines, activation policies, state policies]. Where `is_searched` [pipelines,
+        state policies] is false, allocated bytes count as 0.
         """
         backward, paired, moment = batch.transients
         short = taken.transient_bytes(backward, paired)
         fullest = taken.live_bytes(batch.live)
-        # In place: a fresh array of this sym costs the system more than its sum.
+        # In place: to allocate another array of this size takes longer than the sum itself.
         fullest += short.take(moment, axis=0)
         activations = batch.fullest_moments(fullest)
         resident = self._resident_bytes(taken.sym, batch)
@@ -122,8 +130,8 @@ class ScreeningMemory:
         return allocated + device.reserved_bytes + device.communication_bytes, device.sd_bytes
 
     def elements(self, cut: Layout, zero: int, batch: PipelineBatch) -> RankElements:
-        """Return the elements of every rank of a batch under a cut and a level of ZeRO."""
-        # Between levels that shard, hybrid sharding alone makes a difference.
+        """Return the elements of every rank of a batch under a layout `cut` and a level of ZeRO."""
+        # Levels 1 to 3 shard over the same ranks, unless sharding is hybrid (layout.shard).
         level = zero if cut.shard else min(zero, 1)
         key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp, level
         if key not in self._elements:
@@ -141,6 +149,7 @@ class ScreeningMemory:
         return np.asarray(self._communicators[key][batch.degree])
 
     def _fill(self, cut: Layout, group: str) -> BucketFill:
+        """Return the buckets of the parameters that a group reduces, cut as the layout cuts them."""
         cuts = (cut.ep, cut.etp) if group == "edp" else (cut.tp, 1)
         key = group, *cuts
         if key not in self._fills:
@@ -153,6 +162,7 @@ class ScreeningMemory:
         return self._fills[key]
 
     def _count_elements(self, layouts: Sequence[Layout], batch: PipelineBatch) -> RankElements:
+        """Count the elements of every rank; `layouts` has one layout for each of batch.degrees."""
         groups = shards.GRADIENT_GROUPS
         numel, calls = np.zeros((2, len(batch.ranks), len(groups)))
         own, linear, own_linear, checkpointed = np.zeros((4, len(batch.ranks)))
@@ -164,15 +174,15 @@ class ScreeningMemory:
                 size = grid.group_size(layout, fsdp.state_group(layout, group))
                 shard_count = size if layout.zero else 1
                 totals = self._fill(layout, group).totals(shard_count)
-                of_set = totals.numel[nodes]
-                numel[ranks, column] = of_set.sum(axis=1)
+                set_numel = totals.numel[nodes]  # [ranks, sets]
+                numel[ranks, column] = set_numel.sum(axis=1)
                 calls[ranks, column] = totals.calls[nodes].sum(axis=1)
                 own[ranks] += numel[ranks, column] / shard_count
                 linear[ranks] += totals.linear[nodes].sum(axis=1)
                 own_linear[ranks] += totals.own_linear[nodes].sum(axis=1)
                 if self._checkpoints_on_device:
-                    parts = model_states.copied_elements(layout, group, of_set, holders)
-                    checkpointed[ranks] += parts.sum(axis=1)
+                    saved = model_states.copied_elements(layout, group, set_numel, holders)
+                    checkpointed[ranks] += saved.sum(axis=1)
         return RankElements(
             numel=numel,
             calls=calls,
@@ -183,7 +193,10 @@ class ScreeningMemory:
         )
 
     def _resident_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return what lives all step long [ranks, state policies]: states, copies, buffers."""
+        """Return the bytes of what lives all step long [ranks, state policies].
+
+        These are model states, 8-bit copies of weights, and buffers.
+        """
         cut = sym.layout
         key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp
         if key not in self._resident:
@@ -203,8 +216,12 @@ class ScreeningMemory:
     def _states_bytes(
         self, sym: Symbols, policy: StatePolicy, batch: PipelineBatch, ranks: Array
     ) -> Array:
-        """Return the states of some ranks, and what stays on the device with them [some ranks]."""
-        workload, cut = sym.workload, sym.layout
+        """Return the bytes of model states, with copies and buffers that go with them [some ranks].
+
+        `ranks` are rows of the batch.
+        """
+        workload = sym.workload
+        cut = sym.layout
         layout = replace(cut, zero=policy.zero, offload=policy.offload)
         elements = self.elements(cut, policy.zero, batch)
         sizes = model_states.state_bytes(
@@ -228,9 +245,10 @@ class ScreeningMemory:
         return total
 
     def _placeholder_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return gradient placeholders and workspaces [ranks]."""
+        """Return the bytes of gradient placeholders and workspaces [ranks]."""
         key = sym.layout.tp, sym.layout.etp
         if key not in self._placeholders:
+            # By the kinds of layer that a rank holds: none, dense, MoE, both; `kinds` below.
             fullest = ((), (_WITHOUT_EXPERTS,), (_WITH_EXPERTS,), (_WITHOUT_EXPERTS, _WITH_EXPERTS))
             self._placeholders[key] = np.array(
                 [memory.placeholder_bytes(sym, kinds) for kinds in fullest], dtype=float
@@ -241,7 +259,10 @@ class ScreeningMemory:
         return self._placeholders[key][kinds] + round(self._constants["workspace_bytes"])
 
     def _layer_numel(self, cut: Layout, batch: PipelineBatch, ranks: Array) -> Array:
-        """Return the elements of the layers of some ranks; of layers alike two are enough."""
+        """Return the elements of ranks' layers [some ranks, 2 x blocks], for what zero=3 gathers.
+
+        At most two layers are gathered at once, so each block stands there at most twice.
+        """
         key = cut.tp, cut.ep, cut.etp
         blocks = self.tree.blocks
         if key not in self._block_numel or len(self._block_numel[key]) < len(blocks):
@@ -260,7 +281,7 @@ class ScreeningMemory:
         return np.concatenate([self._block_numel[key] * (counts > n) for n in (0, 1)], axis=1)
 
     def _replica_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return weights and gradients of expert replicas, with 8-bit copies of weights [ranks]."""
+        """Return the bytes of expert replicas [ranks]: weights, their 8-bit copies, gradients."""
         copies = 1.0
         if sym.is_low_precision:
             share = self._constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c

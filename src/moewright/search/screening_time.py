@@ -1,4 +1,4 @@
-"""Seconds of the parts of a group's layouts, and the fastest dispatcher and exchange of context."""
+"""Prices of the layouts of a group in seconds, and the fastest dispatcher and CP exchange."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from moewright.cost.symbols import Symbols
 from moewright.search.space import SearchSpace, cp_comm_choices, dispatcher_choices
 from moewright.spec.layout import CpComm, DispatcherKind, Layout, Overlap
 
-# What a bound is short of its formula, so that rounding never makes it exceed a price.
+# A lower bound is taken this much lower than its formula, so that rounding never lifts it above
+# the price that it bounds.
 _BELOW = 1 - 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingClass:
-    """Pipelines whose layers take the same seconds.
+    """Pipelines whose layers take the same seconds a micro-batch.
 
-    What the number of micro-batches changes is alike, and the host waits for every transfer (no
-    virtual stages) in all or none. `ranks` [ranks] tells which are theirs; `pp` and `vpp` are those
-    of one of them.
+    Two numbers in `like` decide that: what the number of micro-batches changes (whether the host
+    can run ahead; for an eager stack their number itself), and the number of stages where the first
+    layers of each are recomputed (0 elsewhere). `synced` says whether the host waits for every
+    transfer between stages, as it does without virtual stages. `ranks` [ranks] is the mask of the
+    ranks of these pipelines; `pp` and `vpp` are those of one of them.
     """
 
     like: tuple[int, int]
@@ -42,10 +45,12 @@ class TimingClass:
 
 
 class ScreeningTimes:
-    """Prices the layouts of one space; what groups have in common is priced once."""
+    """A pricer of the layouts of one space, which prices what groups have in common once."""
 
     def __init__(self, space: SearchSpace, parts: StageParts, policies: ActivationPolicies) -> None:
-        self.space, self.parts, self.policies = space, parts, policies
+        self.space = space
+        self.parts = parts
+        self.policies = policies
         self.rates = DeviceRates(space.hardware)
         self.collectives = CollectiveModel(space.hardware, self.rates.constants)
         # Policies that recompute alike and differ in what they send to the host share a price.
@@ -58,7 +63,11 @@ class ScreeningTimes:
         self._context: dict[tuple[object, ...], CpComm] = {}
 
     def _count_model(self) -> Array:
-        """Count the parts of the whole model [parts], whatever recompute makes of them."""
+        """Count the parts of the whole model [parts].
+
+        All layers count as the first variant (StageParts.columns); which of them full recompute
+        makes another variant does not matter here.
+        """
         layers = self.parts.columns[0]
         counts = np.bincount(layers[layers >= 0], minlength=self.parts.count).astype(float)
         counts[[self.parts.embedding, self.parts.head]] = 1
@@ -74,8 +83,8 @@ class ScreeningTimes:
     def pricer(self, layout: Layout) -> Pricer:
         """Return the prices of layouts with these degrees, micro-batch and dispatcher."""
         sym = self.symbols(layout)
-        # An eager stack sums the gradients of a whole layer in one row, which comes once a step
-        # otherwise.
+        # An eager stack prices the sum of a layer's gradients, experts' included, as one row of
+        # the layer, so groups have no prices in common; a fused stack sums them once a step.
         if not sym.is_fused:
             return self._price(sym)
         key = (
@@ -94,7 +103,7 @@ class ScreeningTimes:
         return Pricer(self.collectives, sym, priced)
 
     def price_group(self, cut: Layout, memory: ModelMemory) -> GroupTimes:
-        """Return the prices of a cut whose layers keep and send to the host what `memory` says."""
+        """Return the prices of a layout `cut` whose layers offload the bytes that `memory` says."""
         by_experts = {
             part.kind.is_moe: layer.offloaded
             for part, layer in reversed(list(zip(self.parts.layers, memory.layers, strict=True)))
@@ -108,53 +117,59 @@ class ScreeningTimes:
         return GroupTimes(self, cut, sent)
 
     def choose_exchanges(self, cut: Layout, times: GroupTimes, timing: TimingClass) -> Layout:
-        """Return the layout with the dispatcher and exchange of context that take least time.
+        """Return the layout with TP overlap, and the dispatcher and CP exchange of least time.
 
-        It overlaps what tensor parallelism can, too. These choices change no memory but a
-        dispatcher's own, nor each other's order, whatever is recomputed; the exchange of context
-        has nothing to do with experts.
+        Each choice can be made by itself, once for all candidates of the group: it changes no
+        memory but the dispatcher's buffers, and its fastest value stays the fastest whatever the
+        other choices and recompute are. The CP exchange does not depend on the experts, so it is
+        shared by groups that differ in EP and ETP alone.
         """
-        settled = self._with_tensor_overlap(cut)
+        chosen = self._with_tensor_overlap(cut)
         key = cut.tp, cut.cp, cut.mbs, timing.like
         if key not in self._context:
             layouts = [
-                replace(settled, cp_comm=cp_comm) for cp_comm in cp_comm_choices(self.space, cut)
+                replace(chosen, cp_comm=cp_comm) for cp_comm in cp_comm_choices(self.space, cut)
             ]
             self._context[key] = _fastest(layouts, times, timing).cp_comm
-        settled = replace(settled, cp_comm=self._context[key])
+        chosen = replace(chosen, cp_comm=self._context[key])
         dispatchers = dispatcher_choices(self.space, cut)
         if len(dispatchers) > 1 and times.exchanges_less:
-            return replace(settled, dispatcher=dispatchers[-1])
-        layouts = [replace(settled, dispatcher=dispatcher) for dispatcher in dispatchers]
+            return replace(chosen, dispatcher=dispatchers[-1])
+        layouts = [replace(chosen, dispatcher=dispatcher) for dispatcher in dispatchers]
         return _fastest(layouts, times, timing)
 
     def _with_tensor_overlap(self, cut: Layout) -> Layout:
-        """Return the layout with overlapped tensor parallelism where that hides some time.
+        """Return the layout with overlapped TP communication where that hides some time.
 
-        It costs nothing that is priced.
+        The overlap is always taken where it is free to choose: it costs nothing that is priced.
         """
+        if "overlap" in self.space.fixed or not cut.sp:
+            return cut
         hides = self.collectives.constants["tp_overlap_hidden"] > 0
-        if "overlap" in self.space.fixed or not (
-            cut.sp and hides and self.space.permits(overlap=(Overlap.TP,))
-        ):
+        if not hides or not self.space.permits(overlap=(Overlap.TP,)):
             return cut
         return replace(cut, overlap=tuple(sorted({*cut.overlap, Overlap.TP})))
 
 
 def _fastest(layouts: Sequence[Layout], times: GroupTimes, timing: TimingClass) -> Layout:
-    return layouts[0] if len(layouts) == 1 else times.fastest(layouts, timing)
+    if len(layouts) == 1:
+        return layouts[0]
+    return times.fastest(layouts, timing)
 
 
 class GroupTimes:
-    """Prices of the layouts of one cut, made when first needed.
+    """The prices of the layouts of one group, each computed when it is first needed.
 
-    `sent` is what a layer of each kind sends to the host [policies].
+    `cut` is the group's layout; `sent` holds what a layer of each kind offloads to the host under
+    each activation policy [policies].
     """
 
     def __init__(
         self, times: ScreeningTimes, cut: Layout, sent: Mapping[LayerKind, OffloadedActivations]
     ) -> None:
-        self._times, self._cut, self._sent = times, cut, sent
+        self._times = times
+        self._cut = cut
+        self._sent = sent
         self._first_sent = {
             kind: OffloadedActivations(
                 bytes=float(offloaded.bytes[0]), modules=float(offloaded.modules[0])
@@ -164,8 +179,12 @@ class GroupTimes:
         self._known: dict[tuple[DispatcherKind, tuple[int, int]], Pricer] = {}
 
     def seconds(self, timing: TimingClass, layout: Layout, policies: Array) -> Array:
-        """Return the seconds of one micro-batch under these policies [parts, policies]."""
-        times, ones = self._times, np.ones(len(policies))
+        """Return the seconds of each part for one micro-batch, forward and backward.
+
+        `policies` [policies] are indices of activation policies; the result is [parts, policies].
+        """
+        times = self._times
+        ones = np.ones(len(policies))  # spreads what no policy changes over all of them
         sent = {
             kind: OffloadedActivations(
                 bytes=offloaded.bytes[policies], modules=offloaded.modules[policies]
@@ -183,10 +202,11 @@ class GroupTimes:
         return np.stack([part * ones for part in pricer.part_seconds(times.parts, layers)])
 
     def floor_s(self, layout: Layout, timings: Sequence[TimingClass]) -> float:
-        """Return a bound that no pipeline of these classes stays below in a step.
+        """Return a lower bound of the step's seconds for every pipeline of these classes.
 
-        It holds whatever is kept and however the states are held: the slowest rank of a pipeline
-        takes at least the mean of its ranks.
+        It holds for every activation and state policy: the slowest rank of a pipeline takes at
+        least the mean over its ranks, which is the model's time over pp. pp cancels out, as the
+        number of micro-batches grows with it.
         """
         space = self._times.space
         passes = (
@@ -204,7 +224,10 @@ class GroupTimes:
 
     @cached_property
     def exchanges_less(self) -> bool:
-        """Whether rows themselves travel faster without duplicates; sorts and waits always do."""
+        """Whether the fastest dispatcher that removes duplicates also moves its rows faster.
+
+        Its sorts and waits are always shorter, so it is the fastest without further pricing.
+        """
         times = self._times
         first, *_, last = dispatcher_choices(times.space, self._cut)
         plain, dedup = (
@@ -221,7 +244,8 @@ class GroupTimes:
 
     def _least_s(self, layout: Layout, timing: TimingClass) -> float:
         """Return the seconds of one micro-batch through the model, under the first policy."""
-        pricer, times = self._pricer(layout, timing), self._times
+        pricer = self._pricer(layout, timing)
+        times = self._times
         layers = pricer.layer_total_s(
             self._staged(layout, timing),
             times.policies.members[0],
@@ -237,7 +261,7 @@ class GroupTimes:
         return self._known[key]
 
     def _staged(self, layout: Layout, timing: TimingClass) -> Layout:
-        """Return the layout on as many stages as decide the share that full recompute takes."""
+        """Return the layout on the stages of `timing`, where they decide how much is recomputed."""
         if not layout.recompute_block:
             return layout
         return replace(layout, pp=timing.pp, vpp=timing.vpp)

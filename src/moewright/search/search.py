@@ -28,20 +28,22 @@ from moewright.spec.workload import Workload
 DOES_NOT_FIT = "does not fit in memory"
 SLOWER = "slower than the layouts shown"
 
-# Candidates beyond what is shown: some turn out not to fit when estimated in full, and another
-# network may turn the order.
+# Candidates kept beyond those that are shown: a full estimate may find that some do not fit, and
+# a faster network (search_near) may change their order.
 _SPARE = 14
-_EXTRA_BYTES = (GIB, 8 * GIB)
+_EXTRA_BYTES = (GIB, 8 * GIB)  # more memory a device: what `best_with_memory` answers for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
     """The best plans of a search, best first, and what else it found.
 
-    `rejected` counts layouts by rule; `why` says why the first plan is first, and what following
-    guidelines would take; `scored` counts layouts. `best_with_memory` is the fastest candidate with
-    so many more bytes a device, `best_by_overlap` the fastest without and with overlapped expert
-    communication; `near_best` are the best candidates of many degrees, whether shown or not.
+    `rejected` counts the layouts that each rule excludes, and `scored` all layouts that were
+    scored. `why` says why the first plan is first, and what a step would take under the guidelines
+    that it departs from. `best_with_memory` pairs extra bytes a device with the fastest candidate
+    that fits with them; `best_by_overlap` pairs False and True with the fastest candidate without
+    and with overlapped expert communication. `near_best` holds the best candidates of many
+    combinations of degrees, whether they are shown or not.
     """
 
     plans: tuple[Plan, ...]
@@ -62,13 +64,15 @@ def search(
     top: int = 10,
     allowed: Objections = no_objections,
 ) -> SearchResult:
-    """Return the `top` fastest layouts that may fit, each the best of its degrees where enough are.
+    """Return the `top` fastest layouts that may fit in memory, as far as possible of other degrees.
 
-    `fixed` is layout text whose keys are pinned; `allowed` gives the reasons against a layout that
-    is legal but cannot be run.
+    Each plan is the best of its degrees (Candidate.degrees); further layouts of the same degrees
+    are shown only where fewer than `top` combinations of degrees fit. `fixed` is layout text whose
+    keys are pinned; `allowed` returns the reasons against a layout that is legal but cannot be run.
 
     Raises:
-        BadInput: `fixed` is no layout, or the devices do not multiply in the precision.
+        BadInput: `fixed` is no layout, or the devices have no matrix products in the job's
+            precision.
     """
     if reasons := check_precision(workload, hardware):
         raise BadInput(*reasons)
@@ -109,7 +113,11 @@ def search(
 def search_near(
     result: SearchResult, hardware: Hardware, *, fixed: str, allowed: Objections
 ) -> Candidate | None:
-    """Return the fastest layout on another hardware with the degrees of one of the best on this."""
+    """Return the fastest layout on other hardware, among the degrees of a search's best layouts.
+
+    `result` is the search on the hardware of its plans; its `near_best` names the degrees. Return
+    None where no layout fits by more than a standard deviation.
+    """
     first = result.plans[0]
     space = build_search_space(first.model, first.workload, hardware, fixed, allowed=allowed)
     pool = CandidatePool(space, Screener(space), keep=_SPARE, extra_bytes=())
@@ -135,11 +143,11 @@ def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout:
 
 
 def _departures(plan: Plan, pool: CandidatePool, space: SearchSpace) -> Iterator[str]:
-    """Yield what following the guidelines that the plan departs from would take.
+    """Yield a sentence on what it would take to follow the guidelines that the plan departs from.
 
-    That is a sentence for each layout that follows some.
+    Guidelines whose fastest layout is the same share a sentence.
     """
-    followers = [
+    followers = [  # (text of a guideline, the fastest candidate that follows it)
         (guideline.text, pool.usual.get(guideline))
         for guideline in find_departures(plan.layout, space)
     ]
@@ -158,6 +166,6 @@ def _departures(plan: Plan, pool: CandidatePool, space: SearchSpace) -> Iterator
 
 
 def _ranking_s(plan: Plan) -> float:
-    """Return the seconds by which a plan is ranked."""
+    """Return the seconds by which a plan is ranked: its step, longer where it may not fit."""
     is_uncertain = plan.estimate.verdict is Verdict.UNCERTAIN
     return plan.estimate.step_s * (RESOLUTION if is_uncertain else 1.0)

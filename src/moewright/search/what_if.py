@@ -19,10 +19,11 @@ _WORTH_SAYING = 0.002  # of the step
 def find_gains(
     result: SearchResult, *, fixed: str = "", allowed: Objections = no_objections
 ) -> tuple[WhatIf, ...]:
-    """Return the fastest layout under each change, where it is another or takes another time.
+    """Return the fastest layout under each change that moves the step by more than _WORTH_SAYING.
 
-    `result` is of a search of `fixed` and `allowed`. Memory and overlap are read off the search;
-    for the network everything near the best is searched again.
+    `result` is that of a search under `fixed` and `allowed`. What more memory and the overlap of
+    expert communication change is read from it; for a faster network the degrees of the best
+    candidates are searched again.
     """
     if not result.plans:
         return ()
@@ -49,7 +50,10 @@ def _network(result: SearchResult, fixed: str, allowed: Objections) -> Iterator[
 
 
 def _overlap(result: SearchResult) -> Iterator[WhatIf]:
-    """Yield the best on the other side of the choice."""
+    """Yield the best candidate whose expert communication is not treated as the best plan's is.
+
+    That is the best with overlap where the plan has none, and the best without where it has.
+    """
     has_overlap = Overlap.EP in result.plans[0].layout.overlap
     for overlaps, candidate in result.best_by_overlap:
         if overlaps != has_overlap:

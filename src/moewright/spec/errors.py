@@ -1,4 +1,4 @@
-"""How a refusal is told: a Reason names a broken rule, BadInput tells the user who broke it."""
+"""Refusals of input: a Reason names a broken rule, and BadInput carries Reasons to the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """Why a value is not legal: the field, its value, the rule, and the nearest legal value."""
+    """The reason why a value is not legal: field, value, broken rule, and nearest legal value."""
 
     field: str
     rule: str
@@ -25,9 +25,10 @@ class Reason:
 
 
 class BadInput(Exception):
-    """Input that a user can mend.
+    """The exception for input that a user can mend.
 
-    The text is one line; the command line prints it and exits with 2.
+    Its text is one line: the first Reason, and how many more there are. The command line prints it
+    and exits with 2.
     """
 
     def __init__(self, *reasons: Reason) -> None:

@@ -62,12 +62,12 @@ class PredictedChange:
 class Fix:
     """One thing to change.
 
-    `excluded` says why this run cannot take it; "" where it can, or where nobody can tell.
+    `excluded` says why this run cannot take it; "" where it can, or where that is unknown.
     """
 
     text: str
     megatron: str = ""  # flags
-    excludes: str = ""  # what cannot be combined with it
+    excludes: str = ""  # choices that cannot be combined with it
     excluded: str = ""
     price: PredictedChange | None = None
 

@@ -42,10 +42,10 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Points (x, y), x ascending, interpolated in log x and log y and constant outside of them.
+    """Points (x, y) in ascending x, interpolated in log x and log y, and flat outside their range.
 
     `measured` is the range of x that was measured, where the points are a fit that goes further; ()
-    is the range of the points.
+    means that it is the range of the points.
     """
 
     points: tuple[tuple[float, float], ...]

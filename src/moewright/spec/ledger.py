@@ -115,7 +115,7 @@ class Ledger:
     flops: tuple[FlopRow, ...] = ()
     time: tuple[TimeRow, ...] = ()
     in_flight: int = 0
-    # differences of this device that the other side (prediction or count) cannot know
+    # peculiarities of this device that the other ledger (predicted or counted) cannot contain
     notes: tuple[str, ...] = ()
 
     @property
@@ -130,7 +130,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What the routers chose in one step, and what documents left of attention.
+    """The choices of the routers in one step, and the attention that documents left.
 
     counts[micro_batch][moe_layer][source_rank][expert] holds the rows of all dense data-parallel
     ranks; rows that a capacity dropped are in no count. Under dedup
@@ -138,10 +138,10 @@ class Selection:
     otherwise. Where tokens cross to a node first, nodes[...][...][source_rank][node] counts them,
     each once per node; () otherwise.
 
-    Where documents bound attention, attended[rank] is twice the causal pairs of queries and keys
-    that attend each other in the step, over all heads: of the queries of the rank's tokens, or of
-    the tokens of all ranks that exchange heads with it; () otherwise. near[rank] is the same of
-    layers with a sliding window, if there are any.
+    Where documents bound attention, attended[rank] is twice the number of causal (query, key) pairs
+    of the step, over all heads: for the queries of the rank's tokens, or of the tokens of all ranks
+    that exchange heads with it; () otherwise. near[rank] is the same number for layers with a
+    sliding window, if there are any.
     """
 
     step: int

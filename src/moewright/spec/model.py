@@ -109,7 +109,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSpec:
-    """How tokens choose experts; see docs/formulas.md 4 for the formulas."""
+    """The way in which tokens choose experts; docs/formulas.md 4 has the formulas."""
 
     top_k: int
     score: ScoreFunction = ScoreFunction.SOFTMAX
@@ -118,7 +118,7 @@ class RouterSpec:
     scaling_factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
-    # number of highest scores of a group that are summed to the group's; 0: top_k // top_groups
+    # a group's score is the sum of so many highest scores of its experts; 0: top_k // top_groups
     group_scores: int = 0
     selection_bias: bool = False  # aux-loss-free expert bias, selection only
     logit_bias: bool = False  # a trained bias on the router linear (gpt-oss)
@@ -131,7 +131,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeSpec:
-    """The routed experts and the shared expert beside them."""
+    """The routed experts of a layer, and the shared experts beside them."""
 
     experts: int
     ffn_size: int  # hidden width of one expert
@@ -139,7 +139,7 @@ class MoeSpec:
     shared_ffn_size: int = 0  # total over all shared experts
     shared_gate: bool = False
     expert_bias: bool = False  # biases on the expert linears (gpt-oss)
-    # width that rows are projected to before dispatch and that experts work in; 0: hidden_size
+    # rows are projected to this width before dispatch, and experts work in it; 0: hidden_size
     latent_size: int = 0
 
 
@@ -195,9 +195,9 @@ class ModelSpec(Record):
         return self.attention.sliding_window if self.attention.window_every else 0
 
     def layer_window(self, layer: int) -> int:
-        """Return how many latest tokens a query of the layer attends, itself included; 0: all.
+        """Return the sliding window of a layer in tokens, the query's own included; 0 for none.
 
-        MTP depths attend all.
+        MTP depths (`layer` >= layers) have no window.
         """
         spec = self.attention
         if not spec.window_every or layer >= self.layers or layer % spec.window_every:

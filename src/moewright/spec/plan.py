@@ -116,7 +116,7 @@ class Estimate(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """The best layout if something were different, and its step from closed forms."""
+    """The best layout under one change of the job, and the seconds of its step in closed form."""
 
     change: str
     layout: Layout
@@ -125,7 +125,7 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan(Record):
-    """A whole job, as the engine runs it.
+    """A whole job, as the engine runs it, with the estimate that it was chosen by.
 
     `fingerprint` covers everything but the estimate and the gains.
     """

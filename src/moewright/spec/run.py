@@ -19,18 +19,18 @@ SESSION_WARMUP_STEPS = 2
 class LayerLoad:
     """The tokens per expert of one MoE layer in one step, and the losses of its router.
 
-    Tokens are of all data-parallel ranks. Losses include their coefficients: of the micro-batch, of
-    sequences, of the global batch, and the z loss.
+    Tokens are counted over all data-parallel ranks. The four losses (balance over the micro-batch,
+    over sequences and over the global batch, and the router z-loss) include their coefficients.
     """
 
     layer: int
     max_over_mean: float
     dead_experts: int  # experts that got no token
-    entropy: float  # of the load, in units of log(experts): 1 is even
+    entropy: float  # entropy of the load in units of log(experts): 1 is even
     counts: tuple[int, ...]
-    p95_over_mean: float = 0.0  # of the least expert that 95% of all do not exceed
+    p95_over_mean: float = 0.0  # 95th percentile of the experts' loads over their mean
     rank_counts: tuple[int, ...] = ()  # tokens of the experts on each EP rank
-    dropped_share: float = 0.0  # of the chosen rows, dropped for lack of capacity
+    dropped_share: float = 0.0  # share of the chosen rows that were dropped for lack of capacity
     aux_loss: float = 0.0
     seq_aux_loss: float = 0.0
     global_aux_loss: float = 0.0
@@ -41,8 +41,9 @@ class LayerLoad:
 class GroupWait:
     """The seconds in which this rank only waited for a collective or a message of one named group.
 
-    It waited for its peers to come and for the bytes; work that overlaps a collective is not
-    included. Known where collectives run on the host's thread (gloo); on a GPU a trace tells it.
+    It waited for its peers to arrive and for the bytes; a collective that other work hides is not
+    included. The time is known where collectives run on the host's thread (gloo); on a GPU only a
+    trace shows it.
     """
 
     group: str
@@ -53,8 +54,8 @@ class GroupWait:
 class HostTime:
     """How this rank's main thread spent a step.
 
-    It ran on a core, was queued for one, or was in Python's garbage collection. Asleep is the rest
-    of the step without the waits: a lock, a disk, a device.
+    It ran on a core, was queued for one, or was in Python's garbage collection. The rest of the
+    step, without the waits for collectives, it was asleep: for a lock, a disk or a device.
     """
 
     running_s: float = 0.0
@@ -80,10 +81,10 @@ class DeviceSample:
 class RankTiming:
     """The medians of one rank over the steps of a session, in seconds per step.
 
-    Warm-up steps and the counted step are left out. `links` is the part of `waits` that even the
-    last rank to come spent, the call itself with all ranks present; the rest of `waits` was spent
-    waiting for a late rank. It covers groups that meet as a whole; () where the calls were not
-    kept.
+    Warm-up steps and the counted step are left out. `links` is the part of `waits` that the last
+    rank to arrive spent as well: the collective itself, with all ranks present. The rest of `waits`
+    was spent waiting for a late rank. `links` covers groups whose ranks all take part in each call;
+    it is () where the calls were not kept.
     """
 
     rank: int
@@ -155,7 +156,7 @@ class Session:
 class RunRecord(Record):
     """The content of a run folder.
 
-    `ledgers` are counted, one for each rank, on the step of `selection`.
+    Each rank counted one of the `ledgers`, on the step of `selection`.
     """
 
     plan: Plan

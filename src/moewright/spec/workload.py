@@ -71,7 +71,7 @@ class LossSpec:
     seq_aux_coeff: float = 0.0  # load balance over each sequence (DeepSeek-V3)
     global_aux_coeff: float = 0.0  # load balance with the counts of the global batch so far
     z_coeff: float = 0.0  # router z-loss (ST-MoE)
-    mtp_coeff: float = 0.1  # of the mean of the MTP depths' losses, where the model has any
+    mtp_coeff: float = 0.1  # weight of the mean loss of the MTP depths, where the model has any
 
 
 class RouterForce(StrEnum):
@@ -113,10 +113,11 @@ class DropPolicy(StrEnum):
 class RouterTraining:
     """How training treats the router, besides its losses."""
 
-    router_dtype: RouterDtype = RouterDtype.FP32  # of its logits, scores and losses
+    router_dtype: RouterDtype = RouterDtype.FP32  # dtype of the router's logits, scores and losses
     assignment: RouterAssignment = RouterAssignment.TOP_K  # how experts are chosen by their scores
     sinkhorn_iterations: int = 0  # 0: until it converges
-    # the router's input times noise in 1 - eps .. 1 + eps (Switch Transformer); 0: none
+    # the router's input is multiplied by noise from 1 - eps to 1 + eps (Switch Transformer);
+    # 0: no noise
     jitter_eps: float = 0.0
     # how far a step moves the selection bias, where the model has one (arXiv 2408.15664)
     bias_update_rate: float = 1e-3
@@ -126,19 +127,19 @@ class RouterTraining:
 
 
 class DocumentMasking(StrEnum):
-    """What the end of a document inside a sequence means."""
+    """The ways in which attention, targets and positions treat a document's end in a sequence."""
 
-    JOINED = "joined"  # nothing
+    JOINED = "joined"  # the end of a document means nothing
     # neither attention nor a target crosses it: Megatron-LM's reset_attention_mask, eod_mask_loss
     BOUNDED = "bounded"
     RESTARTED = "restarted"  # positions start again too: Megatron-LM's reset_position_ids
 
 
 class FusedKernels(StrEnum):
-    """What runs the chains of small operations between matrix products and attention.
+    """The implementations of the operations between matrix products and attention.
 
-    These are norms, rotation, permute and unpermute of rows, router scores, gated activations and
-    cross-entropy.
+    These are norms, rotary embedding, permute and unpermute of rows, router scores, gated
+    activations and cross-entropy.
     """
 
     AUTO = "auto"  # Triton on CUDA devices where the package is installed, else plain
@@ -177,8 +178,8 @@ class BatchRampSpec:
 class DataSpec:
     """Megatron .bin/.idx prefixes (without suffix) and the tokenizer file; "" means none.
 
-    Where documents bound attention, `attended_share` is the share that they leave of the token
-    pairs that whole sequences attend; plans and MFU count these pairs.
+    Where documents bound attention, fewer (query, key) pairs are attended than over whole
+    sequences: `attended_share` is the share that remains. Plans and MFU count these pairs.
     """
 
     train: str = ""  # prefix of the training .bin/.idx pair, without suffix
@@ -186,7 +187,7 @@ class DataSpec:
     tokenizer: str = ""  # the tokenizer.json beside the data; "": none
     # what the end of a document inside a sequence means
     documents: DocumentMasking = DocumentMasking.JOINED
-    # token pairs attended within documents over those of whole sequences; 1: read from the data
+    # token pairs attended within documents over those of whole sequences; 1: counted in the data
     attended_share: float = 1.0
 
 
@@ -204,12 +205,13 @@ class CheckpointSpec:
     every_steps: int = 0  # 0: only at the end and on SIGTERM
     mode: SaveMode = SaveMode.SYNC  # whether training waits while a checkpoint is written
     keep: int = 2  # how many of the newest are kept
-    keep_every_steps: int = 0  # all at multiples of this step are kept too; 0: none besides `keep`
+    # checkpoints at multiples of so many steps are kept for good; 0: none besides `keep`
+    keep_every_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileSpec:
-    """A window of steps that `ranks` trace kernel by kernel: start <= step < end, counted from 1.
+    """The window of steps that `ranks` trace kernel by kernel: start <= step < end, from 1.
 
     An `end` of 0 means no window. On a GPU a snapshot of the allocator's history goes with it.
     """

@@ -103,7 +103,12 @@ def prepare_save(request: SaveRequest, comm: Coordinator) -> bool:
         BadInput: on every rank, for an unwritable directory, a full disk, or the same step of
             another job.
     """
-    return bool(run_on_all_ranks(comm, lambda: comm.rank == 0 and _prepare(request))[0])
+
+    def prepare_on_leader() -> bool:
+        return comm.rank == 0 and _prepare(request)
+
+    leader_result, *_ = run_on_all_ranks(comm, prepare_on_leader)
+    return bool(leader_result)
 
 
 def commit_save(request: SaveRequest, comm: Coordinator) -> None:
@@ -115,13 +120,18 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
         BadInput: the same on every rank, when nothing changed.
     """
     is_leader = comm.rank == 0
+
+    def commit_on_leader(index: CheckpointIndex) -> None:
+        if is_leader:
+            _commit(request, index)
+
     try:
         entries = run_on_all_ranks(comm, partial(_write, request, comm.rank))
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
         index = CheckpointIndex(
             step=request.step, extra=request.extra, files=files, tensors=request.tensors
         )
-        run_on_all_ranks(comm, partial(_commit, request, index) if is_leader else lambda: None)
+        run_on_all_ranks(comm, partial(commit_on_leader, index))
     except BadInput:
         if is_leader:
             shutil.rmtree(request.working_path, ignore_errors=True)
@@ -214,13 +224,13 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_resume_point(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
-    """Find the newest committed checkpoint, and what bears a newer step's name without being one.
+    """Find the newest committed checkpoint, and the entries named like a newer one that are none.
 
     Returns (None, ()) for a folder that has never held one.
 
     Raises:
-        BadInput: when something else is offered as a checkpoint. Starting anew next to it would
-            pass over what somebody meant to continue.
+        BadInput: when the folder holds something else and no checkpoint, or one under another
+            step's name. Starting anew there would pass over what somebody meant to continue.
     """
     if directory.exists() and not directory.is_dir():
         raise BadInput(Reason(field=str(directory), rule="is a file, not a directory"))

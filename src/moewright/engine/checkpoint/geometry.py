@@ -40,7 +40,9 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
             ((first_row, *offsets), (1, *sizes))
             for offsets, sizes in _boxes(shape[1:], start - row_start, stop - row_start)
         ]
-    cuts = sorted({start, -(-start // row_numel) * row_numel, stop // row_numel * row_numel, stop})
+    first_whole = -(-start // row_numel) * row_numel
+    end_whole = stop // row_numel * row_numel
+    cuts = sorted({start, first_whole, end_whole, stop})
     return [box for low, high in pairwise(cuts) for box in _boxes(shape, low, high)]
 
 
@@ -65,13 +67,20 @@ def find_tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
             return fault
     active: list[Box] = []  # the boxes that reach the first row of the next one
     for box in sorted(boxes):
-        active = [other for other in active if not shape or other[0][0] + other[1][0] > box[0][0]]
+        if shape:
+            first_row = box[0][0]
+            active = [other for other in active if _end_row(other) > first_row]
         for other in active:
             if _overlap(box, other):
                 return f"boxes at {list(other[0])} and {list(box[0])} overlap"
         active.append(box)
     covered = sum(prod(sizes) for _, sizes in boxes)
     return "" if covered == prod(shape) else f"boxes cover {covered} of {prod(shape)} elements"
+
+
+def _end_row(box: Box) -> int:
+    offsets, sizes = box
+    return offsets[0] + sizes[0]
 
 
 def _overlap(box: Box, other: Box) -> bool:

@@ -37,6 +37,7 @@ def load_checkpoint(
 
 def read_index_on_all_ranks(checkpoint: Path, comm: Coordinator) -> CheckpointIndex:
     """Read the index; raise on every rank when one rank cannot read it."""
+    # Results go from rank to rank as JSON; the index itself stays on the rank that read it.
     indices: list[CheckpointIndex] = []
     run_on_all_ranks(comm, lambda: indices.append(read_index(checkpoint)))
     return indices[0]
@@ -49,11 +50,11 @@ def refuse_mismatch(
     field: str = "resume",
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Raise BadInput for `field`, naming all in which a checkpoint and a job differ.
+    """Raise BadInput for `field`, naming every field in which a checkpoint and a job differ.
 
     Nested mappings are compared field by field ("model.hidden_size"); all else by equality.
-    `defaults` has what a field of the job means where the checkpoint is older than the field, and
-    lacks it.
+    `defaults` gives the value of a field that the checkpoint lacks, because it is older than the
+    field.
     """
     job_values = _flatten(expected)
     saved_values = {name: value for name, value in _flatten(defaults).items() if name in job_values}
@@ -91,9 +92,11 @@ def _check(
         tensor = tensors.get(shard.name)
         if tensor is None:
             raise BadInput(Reason(field=shard.name, rule=f"is not in the checkpoint {checkpoint}"))
-        shapes = (str(list(shard.global_shape)), str(list(tensor.shape)))
-        dtypes = (shard.dtype, tensor.dtype)
-        for quality, (value, stored) in (("shape", shapes), ("dtype", dtypes)):
+        comparisons = (
+            ("shape", str(list(shard.global_shape)), str(list(tensor.shape))),
+            ("dtype", shard.dtype, tensor.dtype),
+        )
+        for quality, value, stored in comparisons:
             if value != stored:
                 raise BadInput(
                     Reason(

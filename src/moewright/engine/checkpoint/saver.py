@@ -56,8 +56,8 @@ class CheckpointSaver:
     With SaveMode.ASYNC, `save` copies to host memory what this rank writes and returns; a thread
     writes and commits. There is one copy and one thread: a save waits for the one before it. What
     goes wrong in the thread is raised, as it was, by the next call of `raise_failure`, `save` or
-    `wait`. In the thread the ranks agree over a coordinator of its own, which needs a process group
-    of its own: a group carries the collectives of one thread, in order.
+    `wait`. The thread has a coordinator and a process group of its own, because a group carries the
+    collectives of one thread, in order.
     """
 
     def __init__(

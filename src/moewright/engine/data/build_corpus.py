@@ -63,7 +63,7 @@ class Corpus:
     """A corpus, as corpus.json describes it.
 
     `unigram_entropy` is in nats a token: held-out tokens under the train unigram distribution.
-    `stamp` is of the source, the parameters and the versions that made the corpus.
+    `stamp` identifies the source, the parameters and the versions that made the corpus.
     """
 
     source: str
@@ -170,7 +170,7 @@ def read_corpus(out: Path) -> Corpus:
 def unigram_entropy(train: IndexedDataset, heldout: IndexedDataset, vocab_size: int) -> float:
     """Return the nats a token of the held-out stream under the train stream's unigram frequencies.
 
-    Every count is one larger than counted. A model that has learnt no more than how often each
+    One is added to every count (Laplace smoothing). A model that has learnt no more than how often each
     token occurs has this loss.
     """
     counts = np.bincount(train.tokens, minlength=vocab_size) + 1.0

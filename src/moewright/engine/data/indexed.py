@@ -54,17 +54,17 @@ class PairSeal:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class IndexedDataset:
-    """A pair that was opened and checked.
+    """A .bin/.idx pair that was opened and checked.
 
     `tokens` is the whole stream [token_count], memory-mapped read-only. `document_starts` are the
-    positions in the stream of the documents' first tokens, rising. `fingerprint` is of both files'
-    sizes and content.
+    positions in the stream of the documents' first tokens, rising. `fingerprint` covers the sizes
+    and the content of both files (see fingerprint_files).
     """
 
     prefix: Path
     tokens: Tokens
     lengths: Int64s  # [sequences], tokens
-    document_marks: Int64s
+    document_marks: Int64s  # [documents + 1], numbers of sequences
     document_starts: Int64s  # [documents]
     fingerprint: str
 

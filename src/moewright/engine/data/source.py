@@ -24,7 +24,7 @@ LONE_FILE_CHARS = 256
 class TextSource:
     """Files in a fixed pseudo-random order, so that a limit takes a fair sample.
 
-    The order is by hash of the relative path. `stamp` is of names, sizes and modification times.
+    The order is by hash of the relative path. `stamp` hashes names, sizes and modification times.
     """
 
     description: str
@@ -90,7 +90,7 @@ def read_documents(source: TextSource, *, limit_bytes: int) -> SourceDocuments:
     """Read at most `limit_bytes` of text.
 
     A document is a file, or a piece of a longer one cut at a line end. Pieces have 65,536
-    characters at most; a source that is one file gives 64 pieces or more, if each gets 256.
+    characters at most; a source that is one file gives 64 pieces or more, if each has 256.
     """
     documents: list[str] = []
     remaining_bytes = limit_bytes

@@ -59,7 +59,8 @@ HeadersByFile = Mapping[str, Sequence[TensorHeader]]
 class ExportPlan:
     """A checkpoint, and the files that it will be.
 
-    `sources` says of which of our tensors, and of which part of it, each of the files' tensors is.
+    `sources` maps the name of each tensor in the files to the name of the checkpoint's tensor that
+    it is made of, and to the part of it.
     """
 
     checkpoint: Path
@@ -86,12 +87,12 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the files of a checkpoint.
 
-    One that was imported goes back as it came, unless a `dtype` is given. One of a run goes out in
-    the names of its family, in the precision that it was trained in, with the config.json that
-    `config` makes; so does one that was imported packed, in bf16.
+    A checkpoint that was imported is written as it came, unless a `dtype` is given. One of a run is
+    written in the names of its family, in the precision that it was trained in, with the
+    config.json that `config` makes; so is one that was imported from packed weights, in bf16.
 
     Raises:
-        BadInput: for a model that has no form of Hugging Face.
+        BadInput: for a model with a tensor that Hugging Face has no name for.
     """
     index = read_index(checkpoint)
     model = parse_stored_model(index, checkpoint)

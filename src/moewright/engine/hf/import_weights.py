@@ -3,8 +3,8 @@
 One box of a tensor is in memory at a time, and one file mapped. Weights become fp32, as all
 checkpoints of ours hold them; what they were, in which files, and the texts beside them are kept,
 so that the way back (hf.export_weights) gives the same bytes. Scales of packed weights are
-multiplied in and not kept: such weights go back in bf16, which software computes in that cannot
-multiply them packed.
+multiplied in and not kept: such weights are exported in bf16, in which software computes that
+cannot multiply packed weights.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from moewright.spec.workload import CheckpointSpec, Dtype
 TEXT_FILES = ("config.json", "generation_config.json", INDEX_FILE)
 # A file is closed with the box that makes it as long as this.
 _FILE_BYTES = 4 * 2**30
-# Experts are moved in groups of about as many bytes.
+# Experts are moved in groups of about this many bytes.
 _BOX_BYTES = 256 * 2**20
-# What fp32 holds bit for bit.
+# The dtypes whose values fp32 holds bit for bit.
 _EXACT_DTYPES = ("F32", "BF16", "F16")
 
 # Is called with the bytes of each part as it is written.
@@ -106,7 +106,7 @@ def _describe_origin(folder: HfFolder) -> dict[str, Any]:
 
 
 def run_import(plan: ImportPlan, on_progress: ReportProgress) -> Path:
-    """Write the checkpoint and return its path. All of it is committed, or nothing."""
+    """Write the checkpoint and return its path; all of it is committed, or nothing."""
     with HfReader(open_hf_folder(plan.source)) as reader:
 
         def build_box(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:

@@ -14,9 +14,9 @@ HF_EMBEDDING = "model.embed_tokens.weight"
 class NamePattern:
     """The names of one parameter: one for all of it, or one for its gate and one for its up.
 
-    "{}" in a name is the expert's number. A name for all experts has our dims in another
-    `dim_order`, after which dim `merged_dim` and the next are one. With `families`, the names are
-    of these families alone, and stand before the others.
+    "{}" in a name is the expert's number. A tensor of all experts has our dims in `dim_order`, and
+    then dim `merged_dim` and the next merged into one. With `families`, the names are of these
+    families alone, and are tried before those of every family.
     """
 
     names: tuple[str, ...]

@@ -36,8 +36,8 @@ READABLE_DTYPES = ("F64", "F32", "BF16", "F16", *PACKED_DTYPES)
 class HfTensor:
     """A tensor of a Hugging Face checkpoint: `ours[index]` in `shape`.
 
-    One that holds all experts has them first, and our dims below the experts, `inner_shape`, in
-    another `dim_order`.
+    A tensor of all experts has them in its first dim, and our dims in `dim_order`; `inner_shape`
+    has the sizes of our dims after the experts.
     """
 
     name: str
@@ -47,13 +47,13 @@ class HfTensor:
     inner_shape: tuple[int, ...] = ()
 
     def to_hf(self, part: torch.Tensor) -> torch.Tensor:
-        """Return this tensor, made of `ours[index]`."""
+        """Convert `part`, which is `ours[index]`, to this tensor."""
         if self.dim_order:
             part = part.permute(self.dim_order)
         return part.reshape(self.shape).contiguous()
 
     def from_hf(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return `ours[index]` for some of the experts, made of as much of this tensor."""
+        """Convert some experts of this tensor to the same experts of `ours[index]`."""
         sizes = (len(stored), *self.inner_shape)
         reordered = stored.reshape([sizes[dim] for dim in self.dim_order])
         inverse = [self.dim_order.index(dim) for dim in range(len(self.dim_order))]
@@ -91,9 +91,9 @@ def list_model_tensors(model: ModelSpec) -> tuple[ModelTensor, ...]:
 
 
 def duplicate_tensors(model: ModelSpec) -> Mapping[str, str]:
-    """Return the tensors that a checkpoint may hold besides the table's.
+    """Return the tensors that a checkpoint may hold besides those of the table.
 
-    They are given by their name, with the name of the tensor of ours that they must equal.
+    Their names are mapped to the names of our tensors that they must equal.
     """
     duplicates = {HF_HEAD: "embedding.weight"} if model.tie_embeddings else {}
     for depth in range(model.mtp_layers):
@@ -208,7 +208,7 @@ def build_name_table(model: ModelSpec, folder: HfFolder) -> NameTable:
 def match_names(model: ModelSpec, names: Collection[str], path: Path) -> NameTable:
     """Return the table of a checkpoint with tensors of these names.
 
-    Each of them stands for one place of ours.
+    Each name stands for one part of one tensor of ours.
 
     Raises:
         BadInput: naming the tensor that is missing or would be read for two.
@@ -227,7 +227,7 @@ def match_names(model: ModelSpec, names: Collection[str], path: Path) -> NameTab
 
 
 def family_name_table(model: ModelSpec) -> NameTable:
-    """Return the table of a checkpoint as the model's family has it.
+    """Return the table of a checkpoint in the names of the model's family.
 
     Raises:
         BadInput: naming the tensor that the family has no name for.

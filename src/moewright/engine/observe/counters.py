@@ -88,9 +88,10 @@ class Counters:
     ) -> Iterator[Callable[[torch.Tensor], None] | None]:
         """Count the storages that the forward of `key` keeps for backward, until `release`.
 
-        Yields what to call with every tensor that is kept, or None when nothing is counted. Each
-        storage counts once, for the module that kept it first. `is_weight` tells tensors that live
-        anyway (weights, caches). Of all forwards the counts at the fullest moment are kept.
+        Yields a function to call with every tensor that is kept, or None when nothing is counted.
+        Each storage counts once, for the module that kept it first. `is_weight` tells tensors that
+        live anyway (weights, caches). The ledger has the counts, over all forwards in flight, of
+        the moment with the most bytes.
         """
         if not self._is_counting:
             yield None

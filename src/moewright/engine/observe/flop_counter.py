@@ -1,4 +1,7 @@
-"""FLOPs of the operations that torch dispatches, from the shapes of their arguments."""
+"""FLOPs of the operations that torch dispatches, from the shapes of their arguments.
+
+The numbers of arguments are those of torch's native_functions.yaml.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,7 @@ def _attention_flops(args: _Args, kwargs: _Kwargs, *, causal: bool) -> int:
     twice_pairs = (1 if causal else 2) * int(queries) * int(v.shape[2])
     if kwargs.get("attn_mask") is not None:
         twice_pairs = kwargs["attn_mask"].twice_pairs
+    # A pair costs two FLOPs in each dim of its score and of its value.
     return twice_pairs * int(batch) * int(heads) * (int(q_dim) + int(v_dim))
 
 

@@ -30,6 +30,7 @@ class MemoryMeter(TorchDispatchMode):
         self._live_bytes: dict[Module, int] = defaultdict(int)
         # By storage, while it lives: the module that made it, and its bytes.
         self._storages: dict[int, tuple[Module, int]] = {}
+        # Storages whose size may change while they live.
         self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._total_bytes = 0
         self._peak_bytes = 0

@@ -131,7 +131,7 @@ class _FailSafeStream:
 
 
 class ConsoleWriter:
-    """A writer of a progress bar on a terminal, of plain lines elsewhere."""
+    """A writer that shows a progress bar on a terminal, and plain lines elsewhere."""
 
     def __init__(self, *, first_step: int, last_step: int, stream: TextIO) -> None:
         self._last = last_step
@@ -271,20 +271,20 @@ class Recorder:
     writers: tuple[RecordWriter, ...]
 
     def write_session(self, record: Session) -> None:
-        for sink in self.writers:
-            sink.write_session(record)
+        for writer in self.writers:
+            writer.write_session(record)
 
     def write_step(self, record: StepRecord) -> None:
-        for sink in self.writers:
-            sink.write_step(record)
+        for writer in self.writers:
+            writer.write_step(record)
 
     def write_evaluation(self, record: EvalRecord) -> None:
-        for sink in self.writers:
-            sink.write_evaluation(record)
+        for writer in self.writers:
+            writer.write_evaluation(record)
 
     def close(self) -> None:
-        for sink in self.writers:
-            sink.close()
+        for writer in self.writers:
+            writer.close()
 
 
 def build_layer_loads(
@@ -298,8 +298,8 @@ def build_layer_loads(
     """Build the load statistics of every MoE layer.
 
     `loads` [MoE layers, E] are the rows that experts received, `losses` [MoE layers, 4] the router
-    losses, `chosen_rows` the rows that all tokens chose in each layer. `slots` has the expert of
-    every slot by layer, in order; an expert's rows are dealt evenly to its slots.
+    losses, `chosen_rows` the rows that all tokens chose in each layer. `slots` maps each MoE layer,
+    in order, to the expert in each of its slots; an expert's rows are dealt evenly to its slots.
     """
     layer_loads = []
     for (layer, slot_experts), counts, layer_losses in zip(

@@ -20,9 +20,9 @@ from moewright.spec.run import DeviceSample, GroupWait, HostTime, RankTiming
 
 # The newest steady steps whose single calls are kept.
 STEPS_KEPT = 8
-# The calls of a group that are kept of a step; of a step with more, none are.
+# The most calls of a group that are kept of one step; where a step has more, none is kept.
 CALLS_KEPT = 4096
-# Groups whose neighbours send to each other: the group never meets.
+# Groups in which only neighbours send to each other: no call has all ranks of the group.
 _PAIRWISE_GROUPS = ("pp",)
 
 
@@ -95,7 +95,7 @@ class StepTimer:
         return tuple(self._calls)
 
     def build_rank_timing(self) -> RankTiming:
-        """Build the medians; what other programs take from a few steps is not in them."""
+        """Build the medians over the steady steps, which a few disturbed steps do not move."""
         hosts = self._hosts or [HostTime()]
         return RankTiming(
             rank=self._rank,
@@ -120,11 +120,12 @@ class StepTimer:
 def add_links(
     layout: Layout, timings: Sequence[RankTiming], calls: Sequence[Sequence[CallsByGroup]]
 ) -> tuple[RankTiming, ...]:
-    """Add to the timings of all ranks, in order, what the links alone took of their waits.
+    """Add to each rank's timing the part of its waits that the links took (median over steps).
 
-    `calls` are those of the same steps on every rank. A collective ends for all when the last rank
-    has come and the bytes are through. The rank that waits least for it came last, and what it
-    waits is the call; its peers wait as long, and before that for the rank. Medians over steps.
+    `timings` and `calls` have all ranks in order; `calls` are those of the same steps on every
+    rank. A collective ends for all when the last rank has come and the bytes are through. The rank
+    that waits least in a call came last, so its wait is the time of the call itself. Its peers wait
+    as long, and before that for this rank.
     """
     return tuple(replace(timing, links=_measure_links(layout, timing, calls)) for timing in timings)
 

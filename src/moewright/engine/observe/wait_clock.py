@@ -22,7 +22,7 @@ _SCHEDULER_FILE = Path("/proc/thread-self/schedstat")
 
 
 class SchedulerClock:
-    """A clock of the thread that makes it, as the kernel's scheduler tells the time."""
+    """A clock of the thread that creates it, read from the statistics of Linux's scheduler."""
 
     def __init__(self) -> None:
         self._file = None

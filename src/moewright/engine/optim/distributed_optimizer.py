@@ -33,10 +33,10 @@ class DistributedOptimizer:
     """A replicated (zero=0), ZeRO-1 or ZeRO-3 optimizer over all parameters of this rank.
 
     Gradients are summed over the group in which a parameter is replicated, never averaged: the loss
-    is already divided by the global number of targets. With overlap=grad a bucket is reduced under
-    backward, as soon as the last of its gradients is in, but after backward where replicas of its
-    experts send their gradients to it; with overlap=param updated weights come under the next
-    forward. Neither changes a bit.
+    is already divided by the global number of targets. With overlap=grad a bucket is reduced during
+    backward, as soon as the last of its gradients is ready; a bucket that gets gradients of expert
+    replicas is reduced after backward. With overlap=param updated weights are gathered during the
+    next forward. Neither overlap changes a bit of any result.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class DistributedOptimizer:
         }
 
     def _build_grad_tracker(self) -> GradReadyTracker:
-        # A full bucket waits for those before it, so those that have to wait come last.
+        # A full bucket waits for those before it, so those that wait for replicas come last.
         waiting = self._find_replicated_buckets()
-        order = sorted(self._backward_order, key=waiting.__contains__)
+        order = sorted(self._backward_order, key=lambda index: index in waiting)
         return GradReadyTracker(
             [(index, self.buckets[index].names) for index in order], self._reduce_bucket
         )
@@ -137,9 +137,9 @@ class DistributedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward.
+        """The factor of the loss in backward; gradients are that much larger until `update`.
 
-        Gradients are that much larger until `update`.
+        It is 1 unless in fp16.
         """
         return self._loss_scaler.value
 

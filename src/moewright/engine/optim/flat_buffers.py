@@ -242,7 +242,7 @@ def split_by_module(
 ) -> list[MemoryRow]:
     """Return memory rows of spans of a buffer's elements.
 
-    They add up to `nbytes`, or the bytes of the buffer; what belongs to no module is OTHER.
+    They add up to `nbytes`, by default the bytes of the buffer; what belongs to no module is OTHER.
     """
     size = buffer.element_size()
     rows = [

@@ -98,9 +98,8 @@ class FsdpParams:
         gradients = []
         for unit in self.units:
             unit_gradients = [parameter.gradient() for parameter in unit]
-            for group in {
-                member.replica_group.name: member.replica_group for member in unit
-            }.values():
+            groups = {parameter.replica_group.name: parameter.replica_group for parameter in unit}
+            for group in groups.values():
                 members = [
                     gradient
                     for parameter, gradient in zip(unit, unit_gradients, strict=True)
@@ -232,7 +231,8 @@ def apply_fsdp(
         # a step.
         if not members and module is not model:
             continue
-        group = runtime.mesh.group(_find_groups(layout, (members or parameters)[0]).shard_group)
+        first = members[0] if members else parameters[0]
+        group = runtime.mesh.group(_find_groups(layout, first).shard_group)
         if group.name not in meshes:
             meshes[group.name] = _build_device_mesh(group, device)
         weights = {parameter.parameter for parameter in members}

@@ -23,6 +23,7 @@ class LossScaler:
 
     @property
     def value(self) -> float:
+        """The factor of the loss."""
         return float(self._state[0])
 
     def update(self, *, finite: bool) -> None:

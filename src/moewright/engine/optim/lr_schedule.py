@@ -8,9 +8,10 @@ from moewright.spec.workload import OptimizerSpec
 
 
 def learning_rate(spec: OptimizerSpec, *, steps: int, step: int) -> float:
-    """Return the rate of update `step` (from 1).
+    """Return the learning rate of update `step` (from 1).
 
-    A linear warm-up, a cosine down to the floor at `decay_steps`, the floor after.
+    It rises linearly for `warmup_steps`, follows a cosine down to the floor, `min_lr_fraction` of
+    the peak, at `decay_steps` (at the end of the run, `steps`, where that is 0), and stays there.
     """
     if step <= spec.warmup_steps:
         return spec.lr * step / spec.warmup_steps

@@ -56,7 +56,9 @@ def adamw_update(
     It computes in fp32, whatever the moments are stored in.
     """
     is_narrow = states.exp_avg.dtype != torch.float32
-    batches = [[block] for block in _split(slices)] if is_narrow else [list(slices)]
+    batches = [list(slices)]
+    if is_narrow:
+        batches = [[block] for block in _split(slices)]
     for batch in batches:
         stored_avgs = [states.exp_avg[block] for block in batch]
         stored_avg_sqs = [states.exp_avg_sq[block] for block in batch]
@@ -67,7 +69,7 @@ def adamw_update(
             [grads[block] for block in batch],
             exp_avgs,
             exp_avg_sqs,
-            [],
+            [],  # max_exp_avg_sqs, which only amsgrad has
             [torch.tensor(float(updates_done), device=grads.device) for _ in batch],
             fused=True,
             amsgrad=False,
@@ -103,7 +105,7 @@ def sgd_update(
 ) -> None:
     """Apply w -= lr * (gradient + weight_decay * w).
 
-    Its curve shows a wrong gradient scale, which AdamW's hides.
+    Its loss curve shows a wrong gradient scale, which AdamW's hides.
     """
     for part in slices:
         states.master[part].mul_(1 - lr * weight_decay).sub_(grads[part], alpha=lr)

@@ -21,7 +21,7 @@ def read_batch_workload(batch: Path, *, steps: int, optimizer: OptimizerSpec) ->
     Raises:
         BadInput: when the file does not hold input_ids and labels of one such shape.
     """
-    (_, sequences, seq_len), *_ = _read_shapes(batch)
+    _, sequences, seq_len = _read_shape(batch)
     return Workload(
         seq_len=seq_len,
         global_batch=sequences,
@@ -32,7 +32,8 @@ def read_batch_workload(batch: Path, *, steps: int, optimizer: OptimizerSpec) ->
     )
 
 
-def _read_shapes(batch: Path) -> list[tuple[int, ...]]:
+def _read_shape(batch: Path) -> tuple[int, ...]:
+    """Return the shape [N,B,T] that all tensors of the file have."""
     if not batch.is_file():
         raise BadInput(Reason(field=str(batch), rule="no such file"))
     headers: list[tuple[str, tuple[int, ...]]] = []
@@ -46,11 +47,11 @@ def _read_shapes(batch: Path) -> list[tuple[int, ...]]:
                 headers.append((tensor.get_dtype(), tuple(tensor.get_shape())))
     except SafetensorError as error:
         raise BadInput(Reason(field=str(batch), rule=f"is no safetensors file: {error}")) from None
-    shapes = [shape for _, shape in headers]
+    _, first_shape = headers[0]
     for name, (dtype, shape) in zip(BATCH_TENSORS, headers, strict=True):
         is_integer = dtype.startswith(("I", "U"))
-        if not is_integer or len(shape) != 3 or shape != shapes[0] or 0 in shape:
+        if not is_integer or len(shape) != 3 or shape != first_shape or 0 in shape:
             rule = "must be integers [N, B, T], the same shape for input_ids and labels"
             value = f"{dtype} {list(shape)}"
             raise BadInput(Reason(field=f"{batch}: {name}", value=value, rule=rule))
-    return shapes
+    return first_shape

@@ -34,7 +34,14 @@ InitialValue = Callable[[NamedParameter, Runtime], torch.Tensor]
 
 
 def init_distributed(context: RankContext) -> torch.device:
-    """Meet the other ranks, and return this rank's device."""
+    """Join the process group of the job, and return this rank's device.
+
+    A world of one rank has no process group.
+
+    Raises:
+        BadInput: where a rank must not be in the group (see open_rendezvous).
+        TimeoutError: under torchrun, where ranks did not come in time.
+    """
     if context.info.device is DeviceKind.CUDA:
         device = torch.device("cuda", context.local_rank)
         backend = "nccl"

@@ -1,4 +1,4 @@
-"""The sources of micro-batches; the one of a run is a mapped corpus."""
+"""The sources of micro-batches; a training run reads a memory-mapped corpus."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BatchSource(Protocol):
 class CorpusLoader:
     """A mapped corpus and the order in which it is read.
 
-    With `follows_rampup` its global batches grow as the workload says, else all are alike.
+    With `follows_rampup` the global batch grows as the workload says; without, all have one size.
     """
 
     dataset: IndexedDataset
@@ -67,7 +67,10 @@ class CorpusLoader:
         return build_micro_batch(runtime, inputs_BS, targets_BS, segments)
 
     def _split_documents(self, runtime: Runtime, ids: Int64s, targets_BS: torch.Tensor) -> Segments:
-        """Return the documents of samples `ids`; their last tokens lose their targets."""
+        """Return a segment for each document of the samples `ids`, and mask targets in place.
+
+        The last token of a document has no target: `targets_BS` would hold another document's.
+        """
         seq_len = runtime.workload.seq_len
         lengths: list[int] = []
         for row, sample in enumerate(ids.tolist()):

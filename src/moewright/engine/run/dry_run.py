@@ -1,8 +1,9 @@
 """Dry run: become one rank of a job of any size in this process, and count a step of it.
 
-It is the trainer's model, step and optimizer on tensors without data, among ranks that are not
-there. Routing is even, and every number that the host reads from the device is 1, so losses and
-norms mean nothing; shapes, and so bytes, calls and FLOPs, are those of the real rank.
+It is the trainer's model, step and optimizer on tensors without data, in a process group whose
+other ranks do not exist. Routing is even, and every number that the host reads from the device is
+1, so losses and norms mean nothing; shapes, and so bytes, calls and FLOPs, are those of the real
+rank.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
                 initial_value=lambda parameter, runtime: _uninitialized(parameter),
                 kernels=TorchKernels(),  # they save the same tensors, and run without data
             )
-            # With zero=3 this is without gradients, which end with the step before.
+            # With zero=3 there is no gradient among them: gradients are made in the step.
             states = state.optimizer.memory_rows()
             counters = state.runtime.counters
             meter.start(counters.scopes)

@@ -14,7 +14,7 @@ from moewright.version import __version__
 
 
 def missing_devices(plan: Plan) -> tuple[Reason, ...]:
-    """Return why this machine has too few GPUs for the ranks that start here, if it has."""
+    """Return a reason where fewer GPUs are here than ranks start here; else nothing."""
     if plan.hardware.device.kind is not DeviceKind.CUDA:
         return ()
     needed = _count_local_ranks(plan)

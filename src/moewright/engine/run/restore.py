@@ -73,9 +73,9 @@ def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any
 
 
 def read_steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
-    """Return the updates that the last checkpoint stands for, once it is known to be of this job.
+    """Return the updates made up to the last checkpoint, which is checked to be of this job.
 
-    Where there is no checkpoint, the weights to start from are known to be of this model.
+    Where there is no checkpoint, the weights to start from are checked to be of this model.
 
     Raises:
         BadInput: when the checkpoint or the weights are of another job.

@@ -87,11 +87,12 @@ class TrainState:
 class StepResult:
     """The result of one step.
 
-    expert_counts [micro-batches, MoE layers, E] are the token rows of this rank (where they are
-    counted, followed by its copies to each EP rank and node), 0 in layers of other ranks;
-    expert_loads [MoE layers, E] sum them over all ranks. router_losses [MoE layers, 4] fp64 are the
-    auxiliary losses of each layer as a Router returns them; `aux_loss` is their sum and that of the
-    MTP depths.
+    expert_counts [micro-batches, MoE layers, E] are the token rows of this rank for each expert, 0
+    in layers of other ranks. Where copies are counted (rules.routing), the last dim goes on with
+    this rank's copies to each EP rank, then to each node. expert_loads [MoE layers, E] are the rows
+    summed over micro-batches and all ranks. router_losses [MoE layers, 4] fp64 are the auxiliary
+    losses of each layer as a Router returns them; `aux_loss` is their sum plus the loss of the MTP
+    depths.
 
     attended_pairs and window_pairs are `attended` and `near` of a Selection, for this rank; 0 where
     documents do not bound attention.
@@ -133,8 +134,8 @@ def train_step(
     """Do update number `step` (from 1); `count_ledger` counts this step for the ledger.
 
     The loss is the sum of token losses over the number of valid targets of the global batch, so
-    gradients are summed, never averaged. A gradient that is not finite anywhere skips the update on
-    every rank alike.
+    gradients are summed, never averaged. When a gradient of any rank is not finite, all ranks skip
+    the update.
     """
     with state.runtime.counters.counting() if count_ledger else nullcontext():
         return _train_step(state, step, lr, stop_requested)
@@ -344,7 +345,8 @@ class _MicroBatchPasses:
 
     @property
     def _aux_divisor(self) -> int:
-        # The auxiliary losses of the ranks that share tokens (TP, CP) add up.
+        # A mean over micro-batches and DP ranks; the auxiliary losses of the ranks that share
+        # tokens (TP, CP) add up.
         return len(self.batches) * self.state.runtime.mesh.layout.dp
 
     def _sum_losses(self, chunk: Chunk, out: ModelOutput) -> torch.Tensor:

@@ -52,7 +52,7 @@ def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
     """Train `plan` in `run_dir` from its last checkpoint on, and return the job's exit code.
 
     A run that has done all its steps ends at once, unless `extend` asks for as many again.
-    plan.json is written once the folder is this job's.
+    plan.json is written as soon as this job holds the lock of `run_dir`.
 
     Raises:
         BadInput: before anything is written or started, when the plan is not legal or asks for
@@ -61,11 +61,10 @@ def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
     """
     require_runnable(plan_job(plan))
     kind = plan.hardware.device.kind
+    interpreted = is_triton_interpreted()
     reasons = (
         *missing_devices(plan),
-        *unavailable_reasons(
-            plan.workload.fused_kernels, kind, interpreted=is_triton_interpreted()
-        ),
+        *unavailable_reasons(plan.workload.fused_kernels, kind, interpreted=interpreted),
     )
     if reasons:
         raise BadInput(*reasons)
@@ -90,7 +89,7 @@ def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
 def _write_plan(plan: Plan, run_dir: Path) -> None:
     """Write plan.json, and remove ledgers that were counted under another plan.
 
-    A report predicts every ledger of the folder from this file.
+    A report predicts every ledger of the folder from plan.json, so all must be of one plan.
     """
     path = run_dir / PLAN_FILE
     if path.exists() and read_json(Plan, path) == plan:
@@ -100,9 +99,9 @@ def _write_plan(plan: Plan, run_dir: Path) -> None:
 
 
 def _find_last_step(workload: Workload, steps_done: int, extend: bool) -> int:
-    """Return the step to stop at: the end of the recipe that the run is in.
+    """Return the step to stop at: the end of the recipe (`workload.steps` steps) under way.
 
-    A run that stands at the end of a recipe goes on by another one where `extend` is set.
+    With `extend`, a run that stands at the end of a recipe goes on for one more.
     """
     recipes = max(1, -(-steps_done // workload.steps))
     if extend and steps_done == recipes * workload.steps:
@@ -144,6 +143,7 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
     if workload.gc_every_steps:
         _disable_automatic_gc()
     wait_clock = state.runtime.counters.wait_clock
+    # The one step of this session that is counted for the ledger.
     counted_step = min(first_step + workload.ledger_step, last_step)
     stopped = False
     consecutive_skips = 0
@@ -167,15 +167,18 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
             timer.add_steady_step(result.phases, waits, wait_calls, host)
         record = build_step_record(plan, step, lr, result)
         recorder.write_step(replace(record, waits=waits, host=host, device=sample_device(device)))
-        consecutive_skips = consecutive_skips + 1 if result.skipped else 0
-        if consecutive_skips:
+        if result.skipped:
+            consecutive_skips += 1
             report_nonfinite(
                 state, result, step=step, rank=rank, consecutive_skips=consecutive_skips
             )
+        else:
+            consecutive_skips = 0
         if is_counted:
             record_ledger(state, run_dir, step, result, context)
         stopped = result.stop_agreed and step < last_step
         is_last = stopped or step == last_step
+        # A run that is asked to stop saves at once, without an evaluation before.
         if not stopped and (is_last or _is_due(step, workload.eval_every_steps)):
             recorder.write_evaluation(_evaluate(state, heldout_data, step, context))
         if is_last or _is_due(step, workload.checkpoint.every_steps):
@@ -193,7 +196,7 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
 
 
 def _open_data(plan: Plan, prefix: str, order: SampleOrder) -> CorpusLoader:
-    """Open a corpus; only the shuffled one, of training, follows the batch-size ramp-up."""
+    """Open a corpus; only the training corpus, which is shuffled, follows the batch ramp-up."""
     dataset = open_indexed(Path(prefix))
     sampler = build_sampler(
         dataset,
@@ -217,7 +220,7 @@ def _build_background_comm(context: RankContext) -> Coordinator:
 
 
 def _disable_automatic_gc() -> None:
-    """Leave garbage collection to `train_step`, and what the set-up made out of it for good."""
+    """Leave garbage collection to `train_step`; objects made so far are never collected."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -89,7 +89,7 @@ class VerifyJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedBatches:
-    """Batches [N,B,T] in order, the first again after the last."""
+    """A source of batches [N,B,T] in order, which begins again after the last."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -146,7 +146,7 @@ def _drop_absent_mtp(job: VerifyJob, folder: HfFolder) -> VerifyJob:
 def read_batches(path: Path, *, vocab_size: int) -> FixedBatches:
     """Read input_ids and labels of a file whose header `read_batch_workload` has read.
 
-    Targets are the labels one to the left; -100 in labels is no target.
+    Targets are the labels shifted one to the left; -100 in labels is no target.
 
     Raises:
         BadInput: for an id that is not of the vocabulary.

@@ -264,7 +264,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int) -> None:
-    """Live the life of a launched rank; this never returns.
+    """Run `worker` as a launched rank, and end the process; this never returns.
 
     Stop signals arrive blocked, and are unblocked once the flag is in place.
     """
