@@ -1,7 +1,7 @@
 """The cost of the engine beside a plain PyTorch loop, and the gain of overlapped collectives.
 
 Engine and loop train the same modules on the same tokens in fp32, in one process with no feature
-on, step by step in turn, so that what else the machine does hits both. The plain loop is what one
+on, step by step in turn, so that other work of the machine slows both. The plain loop is what one
 would write without the engine: forward, backward, gradients accumulated by autograd, a clipped
 norm, torch's fused AdamW.
 """
@@ -48,7 +48,7 @@ TrainStep = Callable[[int], float]
 class Overhead:
     """The times of engine and plain loop, medians over REPEATS pairs of steps.
 
-    The `outside` times are those of the host in a step outside of torch's operations.
+    The `outside` times are what the host spends in a step outside of torch's operations.
     """
 
     engine_s: float

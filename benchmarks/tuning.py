@@ -48,8 +48,8 @@ def compare_tuning(
 ) -> int:
     """Tune a job, then run every point of its section tune and compare the winner with the best.
 
-    All points run once a round, so that what the machine does meanwhile meets them alike; the best
-    and the winner then run in turns. The same command goes on where it was stopped.
+    All points run once a round, so that other work of the machine slows them alike; the best and
+    the winner then run in turns. The same command goes on where it was stopped.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def _measure_points(
     """Return the mean seconds a step of every point that runs, the geometric mean over rounds."""
     seconds: dict[TuningPoint, list[float]] = {}
     for number in range(1, rounds + 1):
-        # Every second round goes backwards: a drift of the machine meets no end of the list twice.
+        # Every second round goes backwards, so that a drift of the machine favours no point.
         ordered = points if number % 2 else points[::-1]
         for point in ordered:
             outcome = _run_point(space, journal, point, number)

@@ -26,7 +26,7 @@ def build_model(
     experts: int,
     expert_ffn_size: int,
 ) -> ModelSpec:
-    """Build a Qwen3-MoE of four layers, all with experts, of which a token goes to four."""
+    """Build a Qwen3-MoE of four MoE layers that routes each token to four experts."""
     return ModelSpec(
         name=name,
         family="qwen3_moe",

@@ -96,8 +96,8 @@ def prepare_environment(contestant: Contestant, folder: Path) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     _run_install([sys.executable, "-m", "venv", str(home)], contestant)
     site_packages = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})
-    # An editable install names its code in a .pth file of its own, which is not read in a folder
-    # that is lent: our code is named here as well.
+    # Python reads no .pth files in a folder that is itself named by one, so the code of an editable
+    # install is named here as well.
     lent = dict.fromkeys((sysconfig.get_path("purelib"), *map(str, _CODE_FOLDERS)))
     Path(site_packages, "lender.pth").write_text("\n".join(lent) + "\n")
     pip_install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -1,6 +1,6 @@
 """The machine's own rate beside the contest: the faster matrix product of torch, each side 2048.
 
-In fp32 torch.mm runs MKL, which is slow on some CPUs, where oneDNN is not.
+In fp32 torch.mm runs MKL, which is slower than oneDNN on some CPUs.
 """
 
 from __future__ import annotations

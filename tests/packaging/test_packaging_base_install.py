@@ -63,7 +63,7 @@ def test_an_estimate_is_made_without_torch(moewright: Run, tmp_path: Path) -> No
     layout = "tp2,ep8,pp8,vpp2,mbs1,recompute=moe_act+layernorm"
     model = "Qwen/Qwen3-235B-A22B"
     done = moewright("estimate", model, "--on", "256xH800", "--layout", layout, "--json", str(path))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr  # the layout does not fit
     plan = json.loads(path.read_text())
     assert plan["layout"]["vpp"] == 2
     assert len(plan["estimate"]["ledgers"]) == 8

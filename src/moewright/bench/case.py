@@ -22,7 +22,7 @@ class Probe(StrEnum):
     COPY = "copy"
     # x: which of tiny_steps.TINY_SHAPES, from 1; y: steps/s.
     STEP = "step"
-    # x: the round, from 1, in which ranks have the partners of pairing_rounds; y: bytes/s each way.
+    # x: the round of pairing_rounds, from 1; y: bytes/s each way.
     LINK = "link"
 
 
@@ -43,10 +43,10 @@ class Case:
     """One point of a curve at `x`, with what sets its call up on a rank.
 
     `work` is what one call does, in the unit of the curve's y times seconds. It is 0 for a call
-    that does next to nothing, and so takes what every call of its curve takes before it works.
+    that does next to nothing: its time is the launch, which is in every call of the curve.
 
-    `ranks` are those of a collective's group; the groups of a size, neighbours each, work at the
-    same time.
+    `ranks` is the size of a collective's group. The world splits into groups of so many neighbours,
+    which all communicate at the same time.
     """
 
     op: Op | Collective | Probe

@@ -118,9 +118,9 @@ def _send_and_receive(
 
 
 def build_link_cases(ranks: int) -> Iterator[Case]:
-    """Yield the exchanges of every pair of more than two ranks, a case a round.
+    """Yield the exchanges of every pair of ranks, one case for each round; none for two ranks.
 
-    In a round all ranks have a partner, but one where the ranks are odd.
+    In a round every rank has a partner, except one rank where their number is odd.
     """
     if ranks <= 2:
         return
@@ -144,8 +144,8 @@ def _build_link_case(number: int, partners: Mapping[int, int], ranks: int) -> Ca
 def pairing_rounds(ranks: int) -> tuple[Mapping[int, int], ...]:
     """Return every rank's partner in each round of a tournament in which all pairs meet once.
 
-    The circle method is used: one rank keeps its seat, the others move on by one. With an odd
-    number of ranks, the partner of an empty seat sits out.
+    The rounds are those of the circle method: one rank keeps its seat, the others move on by one.
+    With an odd number of ranks, the rank opposite the empty seat has no partner.
     """
     seats: list[int | None] = list(range(ranks))
     if ranks % 2:

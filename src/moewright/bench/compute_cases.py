@@ -23,11 +23,11 @@ COPY_BYTES = 64 * MIB
 UPDATE_SIZES = (1 << 16, 1 << 20, 1 << 23)
 # Sets of inputs of a product: a training step finds few of its operands in the nearest cache.
 INPUT_SETS = 4
-# Steps of tiny models are told apart by their differences, which takes many repeats.
+# Only the differences between steps of tiny models are used, which takes many repeats.
 STEP_SLICES = 4
 # Deviation of the experts' loads; routers trained with a balance loss lie about there.
 LOAD_DEVIATION = 0.4
-# The smallest sizes that the kernels of larger calls still take: the launch is all that they cost.
+# The smallest sizes for which the kernels of larger calls still run: they cost the launch alone.
 LAUNCH_ROWS = 8
 LAUNCH_COLUMNS = 32
 _TORCH_DTYPES = ((Dtype.BF16, torch.bfloat16), (Dtype.FP32, torch.float32))
@@ -53,7 +53,7 @@ class ComputeSizes:
     pass_width: int
     experts: int
     expert_linear: tuple[int, int]  # n, k
-    expert_rows: tuple[int, ...]  # of one expert in the mean
+    expert_rows: tuple[int, ...]  # mean rows of an expert
     seq_lens: tuple[int, ...]
     heads: int
     kv_heads: int
@@ -142,8 +142,8 @@ def build_compute_cases(kind: DeviceKind) -> Iterator[Case]:
 def _launch_cases(dtype: Dtype, torch_dtype: torch.dtype) -> Iterator[Case]:
     """Yield calls that do next to nothing.
 
-    On a CPU the thread that launches also works: what a call takes before it works belongs to the
-    host's time, which whole steps tell, and is taken off the other cases.
+    On a CPU the thread that launches also works. The launch belongs to the host's time, which is
+    solved from whole steps, so it is subtracted from the other cases.
     """
     shape = AttentionShape(batch=1, seq_len=LAUNCH_ROWS, heads=8, kv_heads=2, head_dim=HEAD_DIM)
     cases = (
@@ -182,8 +182,8 @@ def _grouped_case(
 ) -> Case:
     """Build the experts' linear [experts, n, k], forward and both products of its backward.
 
-    x is the rows of an expert in the mean. Routers load experts unevenly, and otherwise in every
-    step; so does every set of inputs.
+    x is the mean rows of an expert. Routers load experts unevenly, and differently in every step;
+    so does every set of inputs.
     """
     experts, n, k = shape
 
@@ -255,7 +255,7 @@ def _attention_cases(
 
 
 def _passes_case(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> Case:
-    """Build all of a layer that is neither product nor attention; x is the mean bytes of a pass."""
+    """Build the memory-bound passes of a layer as one case; x is the mean bytes of a pass."""
     moved_bytes, mean_pass_bytes = count_pass_bytes(kind, dtype, tokens, width)
 
     def setup(context: BenchContext) -> Call:
@@ -287,7 +287,7 @@ def _update_case(parameters: int) -> Case:
                 [grad],
                 [first_moment],
                 [second_moment],
-                [],
+                [],  # max_exp_avg_sqs, which only amsgrad has
                 [step],
                 fused=True,
                 amsgrad=False,

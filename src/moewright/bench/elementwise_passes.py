@@ -77,7 +77,7 @@ def _build_symbols(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> S
 
 
 def build_passes(dtype: Dtype, tokens: int, width: int, device: torch.device) -> Callable[[], None]:
-    """Build a call of all of a layer that is neither product nor attention, without its router.
+    """Build a call of all passes of a layer but its products, its attention and its router.
 
     The call runs two norms, two residuals, rotation, permute, unpermute and the SwiGLU of experts
     as wide as the hidden state, forward and backward.

@@ -78,9 +78,9 @@ def measure_machine(*, nproc: int, budget_s: float = 45.0) -> Hardware:
 
     Takes about `budget_s` seconds at most; a slow or busy machine loses the largest points of the
     curves, not the small ones. Work is timed by CPU time where every process has a core, so other
-    jobs hardly distort it; collectives are timed by the wall. Peaks are the best GEMM rates
-    measured, so MFU is a share of what torch reaches here. On a CPU, where the thread that launches
-    also works, rates are those beyond a launch, which the host's time has.
+    jobs hardly distort it; collectives are timed by the wall clock. Peaks are the best GEMM rates
+    measured, so MFU is a share of what torch reaches here. On a CPU the thread that launches also
+    works, so the launch is counted in the host's time and left out of the rates.
 
     Raises:
         BadInput: The machine has too few cores or GPUs, or the budget was too short.
@@ -153,7 +153,7 @@ def _link_rates(case: Case, seconds: tuple[float, ...], ranks: int) -> dict[tupl
 
 
 def _extend_past_caches(passes: CurvePoints, copies: CurvePoints) -> CurvePoints:
-    """Return the rates of passes, and beyond their largest that of a copy, which no cache holds."""
+    """Return the rates of passes, and for more bytes those of a copy that no cache holds."""
     if not passes:
         return ()
     largest = passes[-1][0]
@@ -172,7 +172,7 @@ def _list_missing(measured: Measurements) -> list[str]:
 
 
 def _build_constants(host: HostWork, source: str) -> tuple[Constant, ...]:
-    """Return the constants of the host's work, all that the steps of tiny models consist of."""
+    """Return the constants of the host's work, which is all that steps of tiny models cost."""
     constants = (
         ("host_s_per_layer_microbatch", host.layer_s, "more layers"),
         ("host_s_per_local_expert", host.expert_s, "more experts"),
@@ -188,7 +188,7 @@ def _build_constants(host: HostWork, source: str) -> tuple[Constant, ...]:
 def machine_fingerprint(nproc: int) -> str:
     """Return 16 hex digits that change with the machine, torch version or number of processes.
 
-    Of the machine, device, cores and memory count.
+    The machine is told by its device, its processor's architecture, its cores and its memory.
     """
     facts = (
         BENCH_VERSION,

@@ -43,7 +43,7 @@ class SearchRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerPlanner:
-    """Another planner, and how many layouts a second it was measured at on two cores."""
+    """A planner by others, and the layouts a second that it was measured at on two cores."""
 
     name: str
     layouts_per_s: str

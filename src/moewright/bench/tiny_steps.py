@@ -1,6 +1,7 @@
 """Training steps so small that the host's work is all that they cost.
 
-Their differences tell what a layer, an expert and a step each cost the host.
+The differences between them are the host's work for a layer and for an expert; the rest is that
+for a step.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class HostWork:
 
     layer_s: float  # of a layer and micro-batch, without its experts
     expert_s: float  # of each expert and micro-batch
-    step_s: float  # of a step besides
+    step_s: float  # of a step besides its layers
     dense_share: float  # of layer_s that a layer without experts takes
 
 

@@ -36,7 +36,7 @@ from moewright.spec.hardware import DeviceKind
 SLICE_S = 0.2
 # Calls shorter than this are timed several at once.
 BATCH_S = 2e-4
-# How long past the budget the workers are waited for; then they are taken to hang.
+# Time after the budget at which workers that still run are taken to hang.
 GRACE_S = 60.0
 _MAX_CALLS = 1000
 _MIN_REPEATS = 2
@@ -160,7 +160,7 @@ def _run_worker(rank: int, settings: WorkerSettings, parent: int) -> None:
 def _measure_all(rank: int, settings: WorkerSettings) -> Sequence[float | None]:
     torch.set_num_threads(1)
     keep_freed_memory()
-    # torch 2.13 renames collectives that 2.11 does not have yet.
+    # torch 2.13 warns that collectives have new names, which 2.11 does not have yet.
     warnings.simplefilter("ignore", FutureWarning)
     torch.manual_seed(rank)
     is_cuda = settings.kind is DeviceKind.CUDA
@@ -203,11 +203,12 @@ def _measure_case(
 ) -> float | None:
     """Return the seconds of one call; None when no time is left.
 
-    Every rank makes the same number of calls, at the same time as the others. What is returned is
-    the lower quartile of the repeats: what the ranks cost each other is in all of them, what other
-    jobs on the machine cost is mostly in the upper ones.
+    Every rank makes the same number of calls, at the same time as the others. The result is the
+    lower quartile of the repeats: the ranks slow each other down in all repeats, other jobs on the
+    machine mostly in the slower ones.
     """
     device = context.device
+    # The least time that any rank has left: all ranks must decide alike.
     left_s = -_max_over_ranks(time.monotonic() - settings.deadline, device, settings.ranks)
     if left_s <= 0:
         return None

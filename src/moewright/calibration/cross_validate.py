@@ -1,6 +1,6 @@
 """Constants for scoring that are fitted on measured rows.
 
-They are fitted on all rows of a table, or on those outside the group of the row that is scored.
+They are fitted on all rows of a table, or for each scored row on those outside its group.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def calibrate_leaving_out(rows: Sequence[MeasuredRow], columns: Sequence[str]) -
             rule = f"leaves {len(kept)} complete timed rows for {row.id}"
             raise _leave_out_error(joined_columns, f"{rule}; a fit needs {MIN_COMPLETE_ROWS}")
         fit = fit_of_all
-        # A group without complete rows leaves the fit of all rows as it is.
+        # Where the group has no complete rows, the fit of all rows is the fit without it.
         if len(kept) < len(runs):
             start = fit_of_all.restrict_to_runs(kept)
             fit = fit_constants([runs[index] for index in kept], start=start)

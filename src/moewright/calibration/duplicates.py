@@ -9,7 +9,7 @@ from itertools import combinations
 from moewright.calibration.columns import OVERLAP_COLUMNS
 from moewright.calibration.measured_row import MeasuredRow
 
-CONTRADICTION_RATIO = 1.1  # rows of the same job that differ by more contradict each other
+CONTRADICTION_RATIO = 1.1  # speeds of one job whose ratio is larger contradict each other
 # The columns in which two reports of one measurement agree.
 _REPORTED_COLUMNS = (
     "hardware",

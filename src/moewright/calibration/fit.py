@@ -44,10 +44,10 @@ class PriorCentre(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeConstant:
-    """A constant that runs may move.
+    """A constant that the fit may change.
 
-    Spreads are standard deviations of its logarithm; a `site_spread` of 0 says that it belongs to
-    the software and not to a machine. `tied_names` are constants that take the same value.
+    Spreads are standard deviations of its logarithm; a `site_spread` of 0 means that it belongs to
+    the software and is the same on every machine. `tied_names` are constants that take its value.
     """
 
     name: str
@@ -209,7 +209,7 @@ class Fit:
         return self._fitted_constants(site, self._covariance)
 
     def fitted_constants_after(self, run: MeasuredRun, site: str) -> tuple[FittedConstant, ...]:
-        """Return the constants as uncertain as they would be if this run were measured too."""
+        """Return the constants with the uncertainty that they would have after measuring `run`."""
         gradient = self.log_time_gradient(run)
         seen = self._covariance @ gradient
         information = RUN_NOISE**2 + float(gradient @ seen)
@@ -255,7 +255,7 @@ def fit_constants(
     centre: PriorCentre = PriorCentre.NEUTRAL,
     start: Fit | None = None,
 ) -> Fit:
-    """Fit the constants to the runs; with few of them the priors hold what the runs do not tell.
+    """Fit the constants to the runs; the priors decide what few runs leave open.
 
     `start` is a fit of these runs and others: its constants and derivatives are the first guess,
     which makes cross-validation fast.
@@ -345,10 +345,10 @@ def _jacobian(
     log_shifts: Vector,
     errors: Vector | None = None,
 ) -> Vector:
-    """Return the derivatives of the residuals, by differences.
+    """Return the derivatives of the residuals, by differences [runs, parts].
 
-    A site's part of a constant and the shared one move a run alike. `errors` are the residuals at
-    `log_shifts`, where they are known.
+    A run reacts alike to the shared part of a constant and to its own site's part, so one slope
+    serves both. `errors` are the residuals at `log_shifts`, where they are known.
     """
     base = _log_residuals(runs, unknowns, log_shifts) if errors is None else errors
     jacobian = np.zeros((len(runs), len(unknowns.parts)))

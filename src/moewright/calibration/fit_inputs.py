@@ -1,4 +1,4 @@
-"""Rows as runs to fit, the hardware with what a fit says, and the run worth measuring next."""
+"""Rows of a table as runs to fit, hardware with fitted constants, and the run to measure next."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind
 
 MIN_RUNS = 3
-# A constant whose uncertainty stays above this share of its prior spread was not seen by the runs.
+# A constant was not learnt from the runs if its uncertainty stays above this share of the prior's.
 _LEARNT_SHARE = 0.9
 _MAX_BASES = 6  # layouts that are varied to find the next run
 
@@ -140,10 +140,10 @@ def suggest_next_run(
     *,
     can_run: Callable[[MeasuredRow, Layout], bool] = lambda _row, _layout: True,
 ) -> NextRun | None:
-    """Suggest the change of one decision to a measured layout whose time is least certain.
+    """Suggest the layout, one decision away from a measured one, whose time is least certain.
 
-    The change is one that the software can run and that does not run out of memory. Measuring it
-    narrows the constants most: a run tells log(1 + log_time_sd^2 / RUN_NOISE^2) / 2.
+    It is one that the software can run and that is not predicted to run out of memory. To measure
+    it narrows the constants most: a run tells log(1 + log_time_sd^2 / RUN_NOISE^2) / 2 about them.
     """
     candidates = list(_unmeasured_runs(fit, rows, hardware, can_run))
     for candidate in sorted(candidates, key=lambda candidate: -candidate.log_time_sd):

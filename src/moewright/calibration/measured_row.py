@@ -1,7 +1,6 @@
 """A row of a table of measured runs, as model, workload, hardware and layout, with its figures.
 
-A fact that a source does not state stays unknown: the default is taken, and the column is listed
-with the row.
+Where a source does not state a fact, the default is taken and the row lists the column as unstated.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def parse_row(cells: Mapping[str, str], user_hardware: Sequence[Hardware]) -> Me
 def _parse_least_reading(
     cells: Mapping[str, str], user_hardware: Sequence[Hardware]
 ) -> MeasuredRow:
-    """Parse an out-of-memory row; what it leaves open is taken where it needs least memory."""
+    """Parse an out-of-memory row; unstated cells get the values that need least memory."""
     model = catalogue.model(cells["model"])
     facts = facts_for(cells, model)
     stated = fill_stated(cells, facts)

@@ -26,7 +26,7 @@ _NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """Constants for a row that win over its hardware's own, and where they come from."""
+    """Constants that override those of a row's hardware, and where they come from."""
 
     constants: tuple[Constant, ...] = ()
     source: str = "the planner's own constants"

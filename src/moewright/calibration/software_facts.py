@@ -1,4 +1,4 @@
-"""What a published source says outside its table, and what its software does that no table prints.
+"""Facts that a source states outside its table, or that are known of its software.
 
 data/sources.toml states these facts, each with its evidence and the rows that it holds for:
 cells that the source states elsewhere or implies, dtypes of gradients and moments, constants of
@@ -93,7 +93,7 @@ class SourceFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletedJob:
-    """A workload that does what its software is known to do, with constants and notes for it."""
+    """A workload completed by the known facts of its software, with constants and notes."""
 
     workload: Workload
     constants: tuple[Constant, ...]
@@ -194,7 +194,7 @@ def _has_uneven_load(model: ModelSpec, workload: Workload, layout: Layout) -> bo
 
 
 def _natural_load_factor(model: ModelSpec, layout: Layout) -> float:
-    """Return the rows of the hottest expert rank over the mean; at most all of them are its."""
+    """Return the rows of the hottest expert rank over the mean; ep where it gets all rows."""
     if model.moe is None:
         return 1.0
     excess = source_facts().natural_routing.excess

@@ -1,4 +1,4 @@
-"""Tokens per second of a published row, whatever it prints: time, tokens/s, TFLOP/s or MFU.
+"""Tokens per second of a published row, from its step time, tokens/s, TFLOP/s or MFU.
 
 TFLOP/s are converted with rules.flops under the convention of their source: Megatron counts the
 causal half of attention, MTP layers where it trains them and logits, and counts neither embedding
@@ -18,7 +18,7 @@ from moewright.spec.units import TERA
 
 # The MFU of arXiv 2504.14960 is of the dense bf16 peak of an H100.
 _DEFAULT_MFU_PEAK_TFLOPS = "989.5"
-# TFLOP/s stand for the same speed as rounded tokens/s where the two are nearer than this.
+# TFLOP/s and rounded tokens/s that are nearer than this share are taken for the same speed.
 _ROUNDING = 0.02
 
 

@@ -1,8 +1,8 @@
-"""Rows that ran out of memory and leave out what decides it, read where they need least memory.
+"""Readings of rows that ran out of memory and do not state everything that decides it.
 
-A statement that a run was out of memory has no step time and often no more than a layout. If even
-the reading that needs least does not fit, the verdict stands whatever the source left out; if it
-fits, nothing is known, and calibration.score says uncertain.
+A statement that a run was out of memory has no step time and often no more than a layout. The
+reading that needs least memory is taken. If even that does not fit, the verdict stands whatever the
+source left out; if it fits, nothing is known, and calibration.score says uncertain.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import product
 from moewright.calibration.cells import VPP_ON
 from moewright.spec.layout import Recompute
 
-# The least of what a micro-batch may be, and what the other two are where nobody says otherwise.
+# The smallest micro-batch, and the usual values of the other two.
 _LEAST: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mbs", ("1",)),
     ("seq_len", ("4096",)),
@@ -27,7 +27,7 @@ _ALL_MODULES = "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe
 def find_unstated_columns(
     cells: Mapping[str, str], implied: Mapping[str, str], *, is_moe: bool
 ) -> dict[str, tuple[str, ...]]:
-    """Return the columns of an out-of-memory row that are open, and the values they may have.
+    """Return the unstated columns of an out-of-memory row, and the values that they may have.
 
     `implied` are the same cells with what follows from their source filled in.
     """
@@ -35,7 +35,7 @@ def find_unstated_columns(
         column: least for column, least in _LEAST if not cells[column]
     }
     is_sharded = cells["fsdp"] not in ("", "none")
-    # Without a single degree there is no layout to speak of.
+    # A row without any degree states no layout, so its other degrees are not enumerated.
     if cells["tp"] or cells["pp"] or cells["ep"]:
         values |= {
             column: _POWERS for column in ("tp", "pp") if not cells[column] and not is_sharded

@@ -54,9 +54,9 @@ _OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
 )
 
 
-# Inputs of 8-bit linears: each keeps a quantised copy of its own and nobody keeps the 16 bits. The
-# output projection is told to keep its input as it is, which attention keeps anyway. (Megatron-LM,
-# attention.py: save_original_input.)
+# Inputs of 8-bit linears: each linear keeps a quantised copy of its own, and none keeps the 16-bit
+# tensor. The output projection is told to save its original input, which attention keeps anyway
+# (Megatron-LM, attention.py: save_original_input).
 _QUANTISED = frozenset(
     {
         *((Module.ATTENTION, name) for name in ("input_norm_out", "q_latent", "kv_latent")),
@@ -69,7 +69,7 @@ _QUANTISED = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationPolicy:
-    """What one micro-batch of a layer recomputes and sends to the host, and its CUDA graphs."""
+    """The recompute choices, offload choices and CUDA graphs of a layer."""
 
     recompute: tuple[Recompute, ...]
     offload: tuple[Offload, ...]
@@ -84,7 +84,7 @@ class ActivationPolicy:
 class ActivationPolicies:
     """Policies side by side, the policy axis of arrays, and what each does to a layer's tensors.
 
-    `masks` caches, by the tensors of a layer, which of them each policy keeps.
+    `masks` caches TensorMasks by the names of a layer's tensors and its position.
     """
 
     members: tuple[ActivationPolicy, ...]
@@ -97,7 +97,7 @@ class ActivationPolicies:
 
     @cached_property
     def graphs_of_policy(self) -> Array:
-        """The place among `graphs` of those of each policy [policies]."""
+        """The index into `graphs` of the graphs of each policy [policies]."""
         return np.array([self.graphs.index(policy.graphs) for policy in self.members])
 
     @cached_property
@@ -108,9 +108,11 @@ class ActivationPolicies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorMasks:
-    """Which tensors of a layer each policy leaves, and leaves on the device [policies, tensors].
+    """Masks [policies, tensors] of the tensors of a layer that each policy keeps, and where.
 
-    `recomputed_kept` is what recompute leaves of a layer that it takes, wherever it stands.
+    `on_device` marks the tensors kept on the device, `sent` those sent to the host.
+    `recomputed_kept` marks those that the recompute choices leave, at whatever position of its
+    chunk the layer stands.
     """
 
     on_device: Array
@@ -130,9 +132,9 @@ def policy_of(layout: Layout) -> ActivationPolicies:
 class ActivationContext:
     """The job and the software stack whose activations are counted.
 
-    `input_ratio`: the quantised input of an 8-bit linear over its 16-bit size; None where linears
-    are not 8-bit. `is_fused`: a CUDA stack, which exchanges attention's output again and keeps no
-    logits.
+    `input_ratio` is the size of the quantised input of an 8-bit linear over its 16-bit size; None
+    where linears are not 8-bit. `is_fused` means a CUDA stack, which exchanges attention's output
+    again in backward and keeps no logits.
     """
 
     model: ModelSpec
@@ -160,8 +162,8 @@ def activation_context(constants: Constants, sym: Symbols) -> ActivationContext:
 class LayerActivations:
     """Bytes of one layer and micro-batch, for each policy.
 
-    `saved` on the device [policies, modules]; `offloaded` to the host [policies]; `recomputed`
-    [policies] is what backward makes again and holds meanwhile.
+    `saved` [policies, modules] stays on the device; `offloaded` [policies] goes to the host;
+    `recomputed` [policies] is what backward computes again and holds meanwhile.
     """
 
     saved: Array
@@ -273,8 +275,8 @@ def quantised_bytes(
     """Return the bytes of a kept tensor where 8-bit linears keep their inputs quantised.
 
     The two down-projections of latent attention read one norm's output and keep a copy each. The
-    router reads its input in 16 bits, shared experts keep a copy beside. Together they are what
-    arXiv 2603.07685 prints of DeepSeek-V3.
+    router keeps its input in 16 bits, and shared experts keep a quantised copy besides. With these
+    rules the sum is what arXiv 2603.07685 prints for DeepSeek-V3.
     """
     if input_ratio is None:
         return tensor.bytes
@@ -325,8 +327,8 @@ def _head_bytes(context: ActivationContext) -> Array:
         recomputes = Recompute.LOSS in layout.recompute
         if not recomputes:
             head += c * T * shards.shard_size(model.vocab_size, layout.tp)
-        # Each token's log of the partition sum, which no rank can find alone, nor from a piece of
-        # the vocabulary.
+        # Each token's log-sum-exp over the whole vocabulary, which neither one TP rank nor a chunk
+        # of the logits gives.
         if recomputes or layout.tp > 1:
             head += FP32_BYTES * T
     norm = c * t * model.hidden_size + FP32_BYTES * t
@@ -352,9 +354,10 @@ def ledger_saved_rows(
     chunks: Sequence[Chunk],
     table: Sequence[schedule.TimetableRow],
 ) -> tuple[MemoryRow, ...]:
-    """Count what a rank keeps at its peak; of short-lived bytes those of paired forwards alone.
+    """Count what a rank keeps at its peak, with one more layer where a forward runs beside backward.
 
-    `rows` may differ from one micro-batch and layer to another, as a recorded step's do.
+    No other short-lived bytes are counted. `rows` may differ between micro-batches and layers, as
+    those of a recorded step do.
     """
     columns = table_from_rows(context.layout, table)
     kept_bytes = _chunk_bytes(
@@ -412,7 +415,7 @@ def _chunk_bytes(
 
 
 def saved_rows(live: Array, *, logits: int, transient: int) -> tuple[MemoryRow, ...]:
-    """Book bytes of modules [modules] as rows: the head's as logits, with `logits` more."""
+    """Return memory rows of the bytes of modules [modules]: the head's, plus `logits`, as logits."""
     sums = {
         (Component.LOGITS, Module.HEAD): logits,
         (Component.TRANSIENT, Module.OTHER): transient,

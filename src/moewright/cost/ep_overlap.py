@@ -1,4 +1,4 @@
-"""How much of the expert exchange is covered by other work.
+"""The part of the expert exchange (dispatch and combine) that other work covers.
 
 The work is that of another micro-batch, or of shared experts.
 """
@@ -53,8 +53,8 @@ def covered_exchange(
     """Return what the layout's overlap covers of the exchange of a layer with these rows.
 
     An exchange is half dispatch and half combine. Beside another micro-batch all of it counts as
-    covered, as the share of it that hides is fitted to runs; delayed weight gradients add to that
-    what they change in the windows.
+    covered, because the share that is really hidden is a constant fitted to runs
+    (`ep_overlap_hidden`); delayed weight gradients add what they gain in the overlap windows.
     """
     if Overlap.EP in layout.overlap:
         if Overlap.WGRAD not in layout.overlap:
@@ -78,7 +78,7 @@ def _shared_expert_s(rows: TimedRows) -> float:
 def _delay_gain(
     forward: TimedRows, backward: TimedRows, exchange_s: float, gradient_exchange_s: float
 ) -> CoveredTime:
-    """Return what more is covered where weight gradients are delayed."""
+    """Return how much more of the exchange is covered where weight gradients are delayed."""
     before, experts = _split_rows(forward)
     before_backward, experts_backward = _split_rows(backward)
     windows = OverlapWindows(
@@ -124,13 +124,16 @@ class OverlapWindows:
     ) -> CoveredTime:
         """Return what is covered where a forward runs beside the backward of another micro-batch.
 
-        They go layer by layer (docs/formulas.md 11). The gradient's combine runs beside the work
-        before the dispatch; the dispatch, then the gradient's dispatch, beside the experts'
-        backward, then their forward; the combine beside the backward of the work before the
-        dispatch. A dispatch or a combine takes `forward_s` forward and `backward_s` backward.
+        Both run layer by layer (docs/formulas.md 11), in three windows:
 
-        Of the backward before the dispatch, `delayed_s` are put off into the next window; of the
-        experts' backward the gradient's dispatch does not wait for `delayed_experts_s`.
+        - the gradient's combine runs beside the forward work before the dispatch;
+        - the dispatch, then the gradient's dispatch, run beside the experts' backward, then their
+          forward;
+        - the combine runs beside the backward of the work before the dispatch.
+
+        A dispatch or a combine takes `forward_s` forward and `backward_s` backward. Of the backward
+        of the work before the dispatch, `delayed_s` are put off into the next window; of the
+        experts' backward, the gradient's dispatch does not wait for `delayed_experts_s`.
         """
         experts_ready_s = self.experts_backward_s - delayed_experts_s
         forward_starts_s = max(forward_s, self.experts_backward_s)

@@ -1,6 +1,6 @@
 """Peak memory of pipeline ranks: states, activations, head, transients, and runtime overhead.
 
-What parts of a stage keep is worked out over arrays of activation policies; an estimate has one.
+The bytes that parts of a stage keep are arrays over activation policies; an estimate has one.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def steady_micro_batches(layout: Layout, micro_batches: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMemory:
-    """What one layer and micro-batch takes, for each policy.
+    """The bytes that one layer and micro-batch takes, for each policy.
 
-    `saved` stays on the device for backward [policies, modules]; `transient` lives shortly in
-    backward, `offloaded` goes to the host [policies].
+    `saved` [policies, modules] stays on the device for backward; `transient` [policies] is
+    short-lived in backward; `offloaded` [policies] goes to the host.
     """
 
     saved: Array
@@ -93,10 +93,11 @@ def layer_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
-    """What every part of a model takes under some degrees and policies.
+    """The bytes that every part of a model takes under some degrees and policies.
 
     `saved` [parts, policies, modules] is kept for backward. The bytes of a stage are sums over its
-    parts, so those of a moment are products with its counts.
+    parts, so the bytes at a moment are products of its counts of parts (MomentCounts) with the
+    bytes of each part.
     """
 
     constants: Constants
@@ -118,11 +119,15 @@ class ModelMemory:
         return np.concatenate([self.saved_bytes, logits])
 
     def live_bytes(self, live: Array) -> Array:
-        """Return what is kept at moments, and logits that live shortly [moments, policies]."""
+        """Return the bytes kept at moments, short-lived logits included [moments, policies]."""
         return np.asarray(live @ self.live_prices)
 
     def transient_bytes(self, backward: Array, paired: Array) -> Array:
-        """Return what is short-lived in backward at moments [moments, policies]."""
+        """Return the bytes that are short-lived in backward at moments [moments, policies].
+
+        They are the head's where its backward runs, but at least those of the largest layer of the
+        chunk; and one more layer of a forward that runs beside the backward.
+        """
         head_passes = backward[:, self.parts.head_columns].sum(axis=1)
         short = np.multiply.outer(self.head.backward * head_passes, np.ones(self.saved.shape[1]))
         for column, layer in enumerate(self.layers):
@@ -134,11 +139,12 @@ class ModelMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MomentCounts:
-    """What lives at moments of a rank, counted in parts.
+    """The parts that are alive at the moments of a rank, as counts.
 
-    `live` [moments, parts + 1] counts the parts that are kept, and last the passes through the head
-    of the forward that then ends. `backward` [moments, parts] is the chunk whose backward runs; of
-    `paired` [moments, parts], a chunk whose forward runs layer by layer, a layer more is held.
+    `live` [moments, parts + 1] counts the parts that are kept and, in the last column, the passes
+    through the head of the forward that ends at the moment. `backward` [moments, parts] is the
+    chunk whose backward runs. `paired` [moments, parts] is the chunk whose forward runs layer by
+    layer beside that backward, of which one more layer is held.
     """
 
     live: Array
@@ -147,7 +153,7 @@ class MomentCounts:
 
 
 def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentCounts:
-    """Count what lives at the moments of a rank that holds `counts` [chunks, parts]."""
+    """Count the parts alive at the moments of a rank that holds `counts` [chunks, parts]."""
     moments = take_snapshots(table, counts, table.chunk)
     chunks = np.concatenate([counts, np.zeros((1, parts.count))])  # the last stands for none
     head_passes = chunks[moments.forward][:, parts.head_columns].sum(axis=1)
@@ -187,8 +193,8 @@ def model_memory(
 def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tuple[MemoryRow, ...]:
     """Return the memory rows at the fullest moment of a rank, under the first policy.
 
-    `counts` [chunks, parts] is what the rank holds. Logits that live shortly are booked as logits,
-    what lives in backward as transient.
+    `counts` [chunks, parts] is what the rank holds. Short-lived logits are booked as logits,
+    short-lived bytes of backward as transient.
     """
     moments = count_moments(memory.parts, counts, table)
     live = memory.live_bytes(moments.live)[:, 0]
@@ -210,9 +216,9 @@ def rank_memory(
     counts: Array,
     table: RankTable,
 ) -> RankMemory:
-    """Return the peak of a pipeline rank under the first policy.
+    """Return the peak memory of a pipeline rank under the first policy.
 
-    It holds `counts` [chunks, parts] and the parameters of bucket `sets`, and runs `table`.
+    The rank holds `counts` [chunks, parts] and the parameters of bucket `sets`, and runs `table`.
     """
     sym, constants = memory.sym, memory.constants
     model, workload, layout = sym.model, sym.workload, sym.layout
@@ -273,19 +279,18 @@ class RuntimeOverhead:
 def runtime_overhead(
     constants: Constants, allocated: Any, *, groups: Any, buffers: int
 ) -> RuntimeOverhead:
-    """Return the overhead of allocated bytes and of communicating process groups.
+    """Return the overhead of `allocated` bytes and of so many communicating process `groups`.
 
-    Both may be arrays of one shape. `buffers` are what a dispatcher registers.
+    Both may be arrays of one shape. `buffers` are the bytes that a dispatcher registers.
     """
-    deviation = (constants["reserved_share_sd"] * allocated) ** 2 + (
-        groups * constants["communicator_bytes_sd"]
-    ) ** 2
+    reserved_variance = (constants["reserved_share_sd"] * allocated) ** 2
+    communicator_variance = (groups * constants["communicator_bytes_sd"]) ** 2
     return RuntimeOverhead(
         reserved_bytes=constants["reserved_share"] * allocated
         + constants["context_bytes"]
         + constants["stack_bytes"],
         communication_bytes=groups * constants["communicator_bytes"] + buffers,
-        sd_bytes=deviation**0.5,
+        sd_bytes=(reserved_variance + communicator_variance) ** 0.5,
     )
 
 
@@ -308,13 +313,14 @@ class HeadBytes:
 
 
 def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
-    """Return what a pass through the head holds for a short time.
+    """Return the short-lived bytes of a pass through the head.
 
-    Fused stacks hold bf16 logits and an fp32 copy (6 bytes a logit; 2 when fused in place) in
-    forward, or the logits' gradient, the head's weight gradient and the gathered input in backward,
-    the larger booked to forward. The engine's own cross-entropy keeps the logits as a saved
-    activation and makes their gradient. Under recompute=loss both hold a piece of the logits, in
-    backward its gradient too, and sum that of the head's input in fp32.
+    Fused stacks hold bf16 logits and an fp32 copy in forward (6 bytes a logit; 2 when fused in
+    place); in backward the logits' gradient, the head's weight gradient and the gathered input. The
+    larger of the two is booked to forward. The engine's own cross-entropy keeps the logits as a
+    saved activation; in backward it holds their gradient and the head's weight gradient. Under
+    recompute=loss both hold a chunk of the logits, in backward its gradient too, and sum the
+    gradient of the head's input in fp32.
     """
     layout = sym.layout
     logits = sym.T * sym.model.vocab_size // layout.tp
@@ -338,47 +344,49 @@ def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
 
 
 def layer_gradient_bytes(sym: Symbols, layer: int) -> int:
-    """Return the gradients that the backward of a layer holds.
+    """Return the bytes of the gradients that the backward of a layer holds.
 
-    These are of the first projection's output, of the activation and of the rows that enter the
-    MLP; the gathered hidden state (twice under TP); rows as ETP ranks gather them; and what delayed
-    weight gradients wait with.
+    These are the gradients of the first projection's output, of the activation and of the rows that
+    enter the MLP; the gathered hidden state (twice under TP); rows as ETP ranks gather them; and
+    the output gradients that delayed weight gradients need.
     """
     model, layout = sym.model, sym.layout
-    wide = 3 if model.gated else 2
+    # The outputs of gate and up (or of up alone) and of the activation, in widths of the MLP.
+    ffn_widths = 3 if model.gated else 2
     gathered = sym.c * sym.T * model.hidden_size * (2 if layout.tp > 1 else 1)
     if is_moe_layer(model, layer) and model.moe is not None:
-        gradients = sym.c * sym.R * (wide * model.moe.ffn_size // layout.etp + model.expert_width)
+        row_width = ffn_widths * model.moe.ffn_size // layout.etp + model.expert_width
+        gradients = sym.c * sym.R * row_width
         if layout.etp > 1:
-            gradients += (
-                sym.c * model.expert_width * routing.etp_gathered_rows(sym.workload, layout, sym.R)
-            )
+            etp_rows = routing.etp_gathered_rows(sym.workload, layout, sym.R)
+            gradients += sym.c * model.expert_width * etp_rows
     else:
-        gradients = sym.c * sym.T * wide * model.dense_ffn_size // layout.tp
-    return (
-        gradients
-        + gathered
-        + (delayed_gradient_bytes(sym) if Overlap.WGRAD in layout.overlap else 0)
-    )
+        gradients = sym.c * sym.T * ffn_widths * model.dense_ffn_size // layout.tp
+    if Overlap.WGRAD in layout.overlap:
+        gradients += delayed_gradient_bytes(sym)
+    return gradients + gathered
 
 
 def delayed_gradient_bytes(sym: Symbols) -> int:
-    """Return the output gradients that delayed weight gradients wait with.
+    """Return the bytes of the output gradients that delayed weight gradients need.
 
-    They are those of attention's projections and of shared experts, until their weight gradients
-    follow in the next layer; their inputs are those of the layer that overlapped expert
-    communication holds more.
+    They are the output gradients of attention's projections and of shared experts, kept until the
+    weight gradients run in the next layer. The inputs that weight gradients need as well are
+    already counted in the one more layer that overlapped expert communication holds.
     """
     model, layout, spec = sym.model, sym.layout, sym.model.attention
     if spec.kind is AttentionKind.MLA:
-        cut = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-        whole = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim
+        sharded_width = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+        replicated_width = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim
     else:
-        cut, whole = spec.q_width + 2 * spec.kv_width, 0
-    shared = model.moe.shared_ffn_size if model.moe else 0
-    cut += (2 if model.gated else 1) * shared
-    outputs = (2 if shared else 1) * sym.T * model.hidden_size
-    return sym.c * (sym.T * cut // layout.tp + sym.t * whole + outputs)
+        sharded_width = spec.q_width + 2 * spec.kv_width
+        replicated_width = 0
+    shared_ffn = model.moe.shared_ffn_size if model.moe else 0
+    sharded_width += (2 if model.gated else 1) * shared_ffn
+    # The outputs of attention and of shared experts, each as wide as the hidden state.
+    outputs = (2 if shared_ffn else 1) * sym.T * model.hidden_size
+    sharded = sym.T * sharded_width // layout.tp
+    return sym.c * (sharded + sym.t * replicated_width + outputs)
 
 
 def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
@@ -435,7 +443,10 @@ def count_communicators(layout: Layout) -> int:
 
 
 def memory_verdict(margin_bytes: float, spread_bytes: float) -> Verdict:
-    """Judge a margin; it is uncertain within one standard deviation of the limit."""
+    """Return the verdict on a margin; it is uncertain within one standard deviation of the limit.
+
+    `spread_bytes` is that standard deviation.
+    """
     if abs(margin_bytes) < spread_bytes:
         return Verdict.UNCERTAIN
     return Verdict.FITS if margin_bytes >= 0 else Verdict.OOM

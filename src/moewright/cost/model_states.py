@@ -225,7 +225,7 @@ def checkpoint_copy_bytes(workload: Workload, layout: Layout, sets: Sequence[Buc
 
 
 def copied_elements(layout: Layout, group: str, numel: Any, holders: Any) -> Any:
-    """Return a rank's part of the elements that `group` reduces and `holders` pipeline ranks hold."""
+    """Return a rank's part of the elements that `group` reduces on `holders` pipeline ranks."""
     return numel // (grid.group_size(layout, group) * np.maximum(1, holders))
 
 

@@ -86,7 +86,7 @@ class ParameterTree:
         return self._number(held_params) if held_params else None
 
     def _layer_block(self, model: ModelSpec, layer: int, params: tuple[Param, ...]) -> int:
-        # Of embeddings, head and MTP depths a rank may hold a part, so these are not cached by layer.
+        # A rank may hold a part of embeddings, head or MTP depths: no cache by layer for these.
         if not 0 <= layer < model.layers:
             return self._number(params)
         if layer not in self._by_layer:

@@ -19,8 +19,9 @@ from moewright.rules.schedule import (
 from moewright.rules.simulate import StageSeconds, row_end_times
 from moewright.spec.layout import Layout, Overlap
 
-# A longer table is worked out up to so many forwards of a rank, or groups of micro-batches if these
-# are more.
+# Of a long timetable only the first rows are computed: so many forwards of a rank, or so many
+# groups of micro-batches if these are more. The time of a group follows from two timetables that
+# are _GROUPS_APART groups apart.
 _MOST_FORWARDS = 512
 _FEWEST_GROUPS = 6
 _GROUPS_APART = 2
@@ -33,19 +34,21 @@ def simulate_pipeline_s(
 ) -> float:
     """Return the seconds of all micro-batches through the layout's timetable, row by row.
 
-    `stages` are the virtual stages. A transfer delays who waits for it and nobody else.
+    `stages` are the seconds of one micro-batch on each virtual stage, in stage order. A transfer
+    delays the row that waits for it and no other.
     """
     table = timetable(layout, micro_batches)
     return max(row_end_times(layout, table, stages, transfer_s=transfer_s).values())
 
 
 class TimetableEnd(Protocol):
-    """Says when all rows of a table have ended."""
+    """A timetable that tells when all its rows have ended."""
 
     def end_s(self, seconds: np.ndarray) -> float:
-        """Return the end under these seconds [2 * virtual stages].
+        """Return when the last row ends, in seconds after the start of the step.
 
-        They are of the forwards of one micro-batch, then of its backwards.
+        `seconds` [2 * virtual stages] are those of the forwards of one micro-batch, then those of
+        its backwards.
         """
         ...
 
@@ -53,55 +56,63 @@ class TimetableEnd(Protocol):
 class TimetableRows:
     """The rows of a 1F1B or interleaved timetable as arrays.
 
-    Each ends its own seconds after the later of the row before it on its rank and the message it
-    waits for. Rows of one wave wait for earlier waves alone, so a wave is worked out at once, for
-    many stage times side by side.
+    A row starts when the row before it on its rank and the row whose result it takes (from the
+    neighbouring virtual stage) have both ended. Rows of one wave wait for rows of earlier waves
+    alone, so that a wave is computed at once, for many columns of stage times side by side.
     """
 
     __slots__ = ("_after", "_message", "_stage", "_waves")
 
     def __init__(self, layout: Layout, micro_batches: int) -> None:
-        pp, vpp = layout.pp, layout.vpp
+        pp = layout.pp
+        vpp = layout.vpp
         order = np.array(forward_order(layout, micro_batches))
-        count, chunk = len(order), order[:, 1]
-        turn, rank = np.arange(count), np.arange(pp)[:, None]
-        # As if there were micro-batches enough for every warm-up.
+        micro_batch = order[:, 0]
+        chunk = order[:, 1]
+        count = len(order)
+        turn = np.arange(count)  # position of a forward, or of a backward, among those of its rank
+        rank = np.arange(pp)[:, None]
+        # Warm-up forwards as if there were micro-batches enough for every warm-up.
         enough = micro_batches + interleaved_group_size(layout) + 2 * pp
-        ahead = np.array([[warmup_forwards(layout, enough, pp_rank)] for pp_rank in range(pp)])
-        last = vpp - 1
-        place = np.empty((micro_batches, vpp), dtype=int)
-        place[order[:, 0], chunk] = turn
-        lap = np.where(
-            chunk > 0, place[order[:, 0], chunk - 1], 0
-        )  # the same micro-batch, a chunk before
+        warmup = np.array([[warmup_forwards(layout, enough, pp_rank)] for pp_rank in range(pp)])
+        turn_of = np.empty((micro_batches, vpp), dtype=int)
+        turn_of[micro_batch, chunk] = turn
+        # Turn of the same micro-batch one chunk before. Backwards have the same turns, with the
+        # chunks reversed.
+        previous_turn = np.where(chunk > 0, turn_of[micro_batch, chunk - 1], 0)
 
-        forward, backward = rank * count + turn, (pp + rank) * count + turn
-        nothing = 2 * pp * count
+        # Rows are numbered forwards rank by rank, then backwards; the last number is the start of
+        # the step, for rows that wait for nothing.
+        forward = rank * count + turn
+        backward = (pp + rank) * count + turn
+        step_start = 2 * pp * count
         after_forward = np.where(
-            turn > ahead, backward - ahead - 1, np.where(turn > 0, forward - 1, nothing)
+            turn > warmup, backward - warmup - 1, np.where(turn > 0, forward - 1, step_start)
         )
         after_backward = np.where(
-            ahead + turn < count,
-            forward + ahead,
+            warmup + turn < count,
+            forward + warmup,
             np.where(turn > 0, backward - 1, rank * count + count - 1),
         )
-        around = np.where(chunk > 0, 1, 0)
-        down = np.where(
-            rank > 0, forward - count, np.where(around, (pp - 1) * count + lap, nothing)
-        )
-        up = np.where(rank < pp - 1, backward + count, np.where(around, pp * count + lap, nothing))
+        # The first rank takes the hidden states of its later chunks from the last rank, and the
+        # last rank the gradients of its earlier chunks from the first.
+        from_last_rank = np.where(chunk > 0, (pp - 1) * count + previous_turn, step_start)
+        from_first_rank = np.where(chunk > 0, pp * count + previous_turn, step_start)
+        forward_message = np.where(rank > 0, forward - count, from_last_rank)
+        backward_message = np.where(rank < pp - 1, backward + count, from_first_rank)
         # A wave holds no two rows that wait for each other.
         skew = rank * (1 if vpp == 1 else 2)
-        wave = _flat(2 * turn + skew, 2 * (turn + ahead) + skew + 1)
-        stage = _flat(chunk * pp + rank, (vpp + last - chunk) * pp + rank)
+        wave = _flat(2 * turn + skew, 2 * (turn + warmup) + skew + 1)
+        # Index into the seconds: virtual stages of forwards, then of backwards.
+        stage = _flat(chunk * pp + rank, (2 * vpp - 1 - chunk) * pp + rank)
 
         by_wave = np.argsort(wave, kind="stable")
-        place_by_wave = np.append(np.empty(nothing, dtype=int), nothing)
-        place_by_wave[by_wave] = np.arange(nothing)
+        place_by_wave = np.append(np.empty(step_start, dtype=int), step_start)
+        place_by_wave[by_wave] = np.arange(step_start)
         self._after = place_by_wave[_flat(after_forward, after_backward)[by_wave]]
-        self._message = place_by_wave[_flat(down, up)[by_wave]]
+        self._message = place_by_wave[_flat(forward_message, backward_message)[by_wave]]
         self._stage = stage[by_wave]
-        starts = [*np.flatnonzero(np.diff(wave[by_wave], prepend=-1)).tolist(), nothing]
+        starts = [*np.flatnonzero(np.diff(wave[by_wave], prepend=-1)).tolist(), step_start]
         self._waves = [
             (slice(first, end), self._after[first:end], self._message[first:end])
             for first, end in pairwise(starts)
@@ -125,7 +136,7 @@ class TimetableRows:
         return TimetablePaths(counts=np.unique(counts, axis=0))
 
     def _ends_s(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the ends of all rows [rows + 1, ...]; the last is when the step starts."""
+        """Return the ends of all rows [rows + 1, ...] by wave; the last is the step's start."""
         lengths = seconds[self._stage]
         ends = np.zeros((len(lengths) + 1, *seconds.shape[1:]))
         for rows, after, message in self._waves:
@@ -145,7 +156,8 @@ def _flat(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
 class TimetablePaths:
     """Some paths through a timetable.
 
-    `counts` [paths, 2 * virtual stages] is how often each passes every forward and backward.
+    `counts` [paths, 2 * virtual stages] says how often each path passes through the forward and
+    through the backward of every virtual stage.
     """
 
     counts: np.ndarray
@@ -158,8 +170,8 @@ class TimetablePaths:
 class PipelineTimetable:
     """A 1F1B or interleaved timetable, worked out once for a layout.
 
-    `whole` are its rows, or, of a long one, the first groups of micro-batches; then `shorter` are
-    two groups fewer, and `groups_left_out` groups are not in `whole`.
+    `whole` are its rows or, for a long timetable, those of the first groups of micro-batches; then
+    `groups_left_out` groups are not in `whole`, and `shorter` has two groups fewer than `whole`.
     """
 
     layout: Layout
@@ -172,30 +184,30 @@ class PipelineTimetable:
     def total_s(self, forward_s: np.ndarray, backward_s: np.ndarray) -> float:
         """Return the seconds of all micro-batches; transfers take none.
 
-        The arguments are the seconds of one micro-batch on each virtual stage, in stage order. What
-        is left out of a long table takes as long as the groups before it, and no less than the
-        slowest rank works: for stages that differ within 1 % of the rows themselves
+        The arguments are the seconds of one micro-batch on each virtual stage, in stage order. The
+        groups left out of a long table take as long as the groups before them, and no less than the
+        slowest rank works. For stages that differ, the result is within 1 % of that of all rows
         (tests/cost/test_pipeline_time.py).
         """
-        of_rank = (forward_s + backward_s).reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
+        rank_s = (forward_s + backward_s).reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
         if self.layout.pp == 1:
-            return self.micro_batches * float(of_rank[0])
+            return self.micro_batches * float(rank_s[0])
         seconds = np.concatenate([forward_s, backward_s])
         end_s = self.whole.end_s(seconds)
         if not self.groups_left_out:
             return end_s
-        busy_s = self.group * float(of_rank.max())
-        return end_s + self.groups_left_out * max(
-            busy_s, (end_s - self.shorter.end_s(seconds)) / _GROUPS_APART
-        )
+        busy_s = self.group * float(rank_s.max())
+        group_s = (end_s - self.shorter.end_s(seconds)) / _GROUPS_APART
+        return end_s + self.groups_left_out * max(busy_s, group_s)
 
     def restrict_to_longest_paths(
         self, forward_s: np.ndarray, backward_s: np.ndarray
     ) -> PipelineTimetable:
-        """Return the same timetable by its longest paths alone, much faster.
+        """Return the same timetable reduced to its longest paths, which is much faster.
 
-        The paths are those of stage times in columns [virtual stages, columns]: it is exact for
-        these, and no longer than the rows for others.
+        The paths are the longest ones under the stage times in the columns [virtual stages,
+        columns] of the arguments. The result is exact for these stage times; for others it ends no
+        later than the rows do.
         """
         if self.layout.pp == 1:
             return self
@@ -225,11 +237,9 @@ def _pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
     most = max(_MOST_FORWARDS // layout.vpp, _FEWEST_GROUPS * group)
     left_out = max(0, -((most - micro_batches) // group))
     whole = TimetableRows(layout, micro_batches - left_out * group)
-    shorter = (
-        TimetableRows(layout, micro_batches - (left_out + _GROUPS_APART) * group)
-        if left_out
-        else whole
-    )
+    shorter = whole
+    if left_out:
+        shorter = TimetableRows(layout, micro_batches - (left_out + _GROUPS_APART) * group)
     return PipelineTimetable(
         layout=layout,
         micro_batches=micro_batches,
@@ -243,11 +253,11 @@ def _pipeline(layout: Layout, micro_batches: int) -> PipelineTimetable:
 def exposed_transfers(
     pp: FloatOrArray, vpp: FloatOrArray, micro_batches: FloatOrArray
 ) -> np.ndarray:
-    """Return how many times an activation's way to the next stage shows in a step.
+    """Return how many transfers between neighbouring stages are exposed in a step.
 
-    1F1B exposes two transfers a micro-batch, an activation and a gradient: what a rank sends and
-    what it receives go both ways at once. The interleaved table posts them a step ahead, so only
-    those of the fill and drain remain.
+    1F1B exposes two transfers a micro-batch, an activation and a gradient, since a rank sends and
+    receives at the same time. The interleaved timetable posts transfers one row ahead, so that only
+    those of fill and drain are exposed.
     """
     return np.asarray(
         2 * np.where(np.equal(vpp, 1), np.add(micro_batches, pp) - 1, pp) * np.greater(pp, 1)
@@ -263,9 +273,10 @@ def closed_form_s(
     micro_batches: FloatOrArray,
     transfer_s: FloatOrArray,
 ) -> np.ndarray:
-    """Return about `PipelineTimetable.total_s` and the transfers that show, in closed form.
+    """Return about `PipelineTimetable.total_s` plus exposed transfers, in closed form.
 
-    It takes nothing but the slowest of pp ranks and the sum of all; every argument may be an array.
+    `slowest_s` are the seconds of a micro-batch on the slowest of the pp ranks, `all_s` the sum
+    over all ranks; every argument may be an array.
     1F1B: sum of S + (m - 1) max S; interleaved: m max S + (pp - 1)/v mean S. It is exact for equal
     chunks.
     """

@@ -1,4 +1,4 @@
-"""One layout worked out once, so that its step can be priced again under other constants."""
+"""The step of one layout, prepared so that it can be priced again under other constants."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
-_LONGER = 1.4  # about as far as fitted constants move what one piece takes against another
+_LONGER = 1.4  # about as far as fitted constants change the time of one part against another
 
 
 class RepriceableStep:
-    """What constants do not change of one layout: rows of work, parts of stages, parameters.
+    """A step of one layout, with all that does not depend on constants computed beforehand.
+
+    These are the rows of work, the parts of stages, the parameters and the timetable.
 
     Raises:
         BadInput: The layout is illegal.
@@ -44,7 +46,7 @@ class RepriceableStep:
         "_layout",
         "_parts",
         "_pipeline",
-        "_shares",
+        "_rank_parameters",
         "_sym",
         "_transfers",
         "_work",
@@ -63,34 +65,33 @@ class RepriceableStep:
         self._parts = list_parts(model, layout)
         chunks = stages.pipeline_chunks(model, layout)
         self._counts = count_parts(model, layout, self._parts, chunks)
-        self._shares = {
-            count_rank_parameters(of_rank) for of_rank in stage_bucket_sets(model, workload, layout)
+        self._rank_parameters = {
+            count_rank_parameters(sets) for sets in stage_bucket_sets(model, workload, layout)
         }
         self._transfers = float(exposed_transfers(layout.pp, layout.vpp, self._sym.m))
         _, _, times = self._priced(())
         is_held = self._counts.any(axis=0)
-        forward, backward = (
-            self._counts[:, is_held] @ around.T
-            for around in _around(times.forward_s[is_held], times.backward_s[is_held])
-        )
+        held_counts = self._counts[:, is_held]
+        forward, backward = _vary_times(times.forward_s[is_held], times.backward_s[is_held])
         self._pipeline = build_pipeline(layout, self._sym.m).restrict_to_longest_paths(
-            forward, backward
+            held_counts @ forward.T, held_counts @ backward.T
         )
 
     def step_s(self, constants: tuple[Constant, ...]) -> float:
         """Return the seconds of a step under these constants, which win over the hardware's own.
 
-        The pipeline is priced by the paths that take longest where parts take about as long as
-        under the hardware's own constants.
+        The pipeline is priced by its longest paths, found for times of parts around those under the
+        hardware's own constants.
         """
         rates, collectives, times = self._priced(constants)
-        last = max(
-            step_tail(rates, collectives, self._sym, share).total_s for share in self._shares
+        tail_s = max(
+            step_tail(rates, collectives, self._sym, parameters).total_s
+            for parameters in self._rank_parameters
         )
-        moving = self._pipeline.total_s(
+        pipeline_s = self._pipeline.total_s(
             self._counts @ times.forward_s, self._counts @ times.backward_s
         )
-        return moving + self._transfers * times.transfer_s + last
+        return pipeline_s + self._transfers * times.transfer_s + tail_s
 
     def _priced(
         self, constants: tuple[Constant, ...]
@@ -99,23 +100,21 @@ class RepriceableStep:
             replace(self._hardware, constants=(*self._hardware.constants, *constants))
         )
         collectives = CollectiveModel(self._hardware, rates.constants)
-        return (
-            rates,
-            collectives,
-            Pricer(
-                collectives, self._sym, price_model_ops(rates, collectives, self._sym, self._work)
-            ).part_times(self._layout, self._parts),
-        )
+        priced = price_model_ops(rates, collectives, self._sym, self._work)
+        times = Pricer(collectives, self._sym, priced).part_times(self._layout, self._parts)
+        return rates, collectives, times
 
 
-def _around(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds near these [columns, parts].
+def _vary_times(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return variations [variations, parts] of the seconds of forwards and backwards [parts].
 
-    They are the seconds as they are, with those of some parts longer than of the others, and with
-    all backwards shorter and longer.
+    They are the seconds themselves, every choice of some parts longer than the others, and all
+    backwards shorter, then longer.
     """
-    some = 1 + (_LONGER - 1) * np.array(list(product((0, 1), repeat=len(forward))))[:-1]
-    same, backwards = np.ones((2, len(forward))), np.array([[1 / _LONGER], [_LONGER]])
-    return forward * np.concatenate([some, same]), backward * np.concatenate(
-        [some, same * backwards]
+    part_scales = 1 + (_LONGER - 1) * np.array(list(product((0, 1), repeat=len(forward))))[:-1]
+    unchanged = np.ones((2, len(forward)))
+    backward_scales = unchanged * np.array([[1 / _LONGER], [_LONGER]])
+    return (
+        forward * np.concatenate([part_scales, unchanged]),
+        backward * np.concatenate([part_scales, backward_scales]),
     )

@@ -1,9 +1,9 @@
 """The moments at which the memory of a pipeline rank can be fullest, from its timetable as arrays.
 
-A rank holds what its forwards kept until the backward of the same micro-batch and chunk, or its
-weight gradients where these have rows of their own, have ended. Where expert communication
-overlaps, a forward runs layer by layer beside the backward of another micro-batch, which frees a
-layer for each that it keeps: the two hold one layer more, not a chunk.
+A rank holds what a forward kept until the backward of the same micro-batch and chunk has ended, or
+its weight gradients where these have rows of their own. Where expert communication overlaps, a
+forward runs layer by layer beside the backward of another micro-batch: the backward frees a layer
+for each one that the forward keeps, so that the two hold one more layer, not one more chunk.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTable:
-    """The rows of a rank's timetable [rows], and which of them free what their forward kept.
+    """The rows of a rank's timetable as arrays [rows].
 
-    `is_paired` forwards run beside the backward in the next row.
+    `frees` marks the rows that free what their forward kept; `is_paired` marks the forwards that
+    run beside the backward in the next row.
     """
 
     micro_batch: Array
@@ -73,7 +74,7 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
     is_forward = kind == _FORWARD
     is_paired = np.zeros(len(kind), dtype=bool)
     if Overlap.EP in layout.overlap:
-        # Beside its own backward a forward cannot run.
+        # A forward cannot run beside its own backward.
         is_paired[:-1] = is_forward[:-1] & (kind[1:] == _BACKWARD) & (key[:-1] != key[1:])
     owes_weights = np.isin(key, key[kind == _WEIGHTS])
     return RankTable(
@@ -87,9 +88,11 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshots:
-    """What lives at each moment [snapshots, columns], and which items run then, -1 where none does.
+    """The contents alive at each moment, and the items that run then.
 
-    `forward` ends its forward, `backward` runs its backward; `paired` holds another layer.
+    `live` [snapshots, columns] is what is alive. The others [snapshots] are items, -1 for none:
+    the forward of `forward` ends, the backward of `backward` runs, and `paired` holds one more
+    layer because its forward runs beside that backward.
     """
 
     live: Array
@@ -99,19 +102,20 @@ class Snapshots:
 
 
 def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
-    """Follow what is alive through a timetable, in the order of its rows.
+    """Return what is alive at the moments of a timetable, in the order of its rows.
 
-    `contents` [items, columns] is what a forward keeps, in whatever unit; `item` [rows] says of
-    which item each row is: its chunk, or its micro-batch and chunk where micro-batches differ.
+    `contents` [items, columns] is what a forward of each item keeps, in any unit; `item` [rows] is
+    the item of each row: its chunk, or its micro-batch and chunk where micro-batches differ.
     """
-    of_row = contents[item]
-    kept = np.cumsum(of_row * (table.is_forward.astype(float) - table.frees)[:, None], axis=0)
+    row_contents = contents[item]
+    change = table.is_forward.astype(float) - table.frees  # 1 keeps its contents, -1 frees them
+    kept = np.cumsum(row_contents * change[:, None], axis=0)
     first = np.flatnonzero(table.is_paired)  # the forward of each pair
     is_alone = np.ones(len(item), dtype=bool)
     is_alone[first] = is_alone[first + 1] = False
     none = np.full(len(item), -1)
     # A backward still holds what it frees.
-    during = kept + of_row * table.frees[:, None]
+    during = kept + row_contents * table.frees[:, None]
     live = during[is_alone]
     forward = np.where(table.is_forward, item, none)[is_alone]
     backward = np.where(table.is_forward, none, item)[is_alone]
@@ -119,7 +123,7 @@ def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
     if len(first):
         # Before either row of a pair has ended, and after both.
         both = np.repeat(first, 2)
-        ends = np.stack([kept[first] - of_row[first], kept[first + 1]], axis=1)
+        ends = np.stack([kept[first] - row_contents[first], kept[first + 1]], axis=1)
         order = np.argsort(np.concatenate([np.flatnonzero(is_alone), both]), kind="stable")
         live = np.concatenate([live, ends.reshape(-1, contents.shape[1])])[order]
         forward = np.concatenate([forward, item[both]])[order]

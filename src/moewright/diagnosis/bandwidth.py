@@ -30,10 +30,10 @@ class CollectiveBandwidth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowLink:
-    """A link that is slow among the others.
+    """A link between two ranks that is slow among the others.
 
-    `rank` is the one that is on more of the slow pairs, so that its own port is slow rather than
-    this pair; -1: neither is.
+    `rank` is the rank of the two that is on more slow links: its own port is slow rather than this
+    link. It is -1 where both are on as many.
     """
 
     link: Link

@@ -34,7 +34,7 @@ class Section(StrEnum):
 
 
 class AgreementRule(StrEnum):
-    """What a line promises."""
+    """The agreement that a line promises between prediction and count."""
 
     EXACT = "exact"  # equality
     BOUND = "bound"  # a difference of at most SAVED_BOUND

@@ -1,9 +1,9 @@
-"""Which wall holds one of the engine's own runs back, and the waterfall of its step.
+"""Diagnosis of a run of the engine: the walls that hold it back, and the waterfall of its step.
 
 The evidence is waits by group, time without a core, phases, load of the experts, and memory.
 Everything is judged on the critical rank, the one that waits least for the others: what it does
-sets the step. Of its waits, what even the last rank to arrive spends is the link's; the rest is a
-late rank's.
+sets the step. A wait has two parts: what even the last rank to arrive spends in the collective is
+due to the link, and the rest is due to a late rank.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ _COMPUTE_PHASES = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticalRank:
-    """Seconds a step of the critical rank; `waits` is empty where nobody timed them (on a GPU).
+    """The seconds a step of the critical rank.
 
-    Where other programs take the cores, a rank stands ready without one, and its peers wait for
-    it: both are taken out of the step and of the waits, as far as the scheduler told them.
+    `waits` is empty where waits were not timed (on a GPU). Where other programs take the cores, a
+    rank that is ready to run has no core, and its peers wait for it. Both times are taken out of
+    the step and of the waits, as far as the scheduler recorded them.
     """
 
     rank: int
     step_s: float
     phases: Mapping[StepPhase, float]
     waits: Mapping[Cause, float]  # of the links; in a pipeline, for its neighbours' work too
-    no_core_s: float  # taken out
+    no_core_s: float  # ready to run without a core; not part of step_s
     gc_s: float
-    # neither working, nor ready, nor waiting for a peer, outside the loading of data; or in no
-    # phase
+    # Asleep outside data loading: not running, not ready, not waiting for a peer. Where the host
+    # was not timed: in no phase of the step.
     stalled_s: float
     running_s: float
-    late_wait_s: float  # of this rank: waiting for late ranks
-    mean_late_wait_s: float  # the same, mean over ranks
+    late_wait_s: float  # this rank's waits for late ranks
+    mean_late_wait_s: float  # the same, mean over all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +99,10 @@ def diagnose_run(record: RunRecord) -> tuple[Finding, ...]:
 
 
 def find_critical_rank(record: RunRecord) -> CriticalRank:
-    """Return the critical rank's times, from the means of all ranks.
+    """Find the rank that waits least, and return its times, medians over the steps.
 
-    For a run that has not ended by itself they are those of rank 0's steady steps.
+    Only a run that has ended by itself has the times of all ranks. For another one, the times are
+    those of rank 0's steady steps.
     """
     has_ended = bool(record.paces) and all(timing.steps for timing in record.paces)
     times = _select_rank(record.paces) if has_ended else _first_rank_times(record)
@@ -127,7 +129,7 @@ def find_critical_rank(record: RunRecord) -> CriticalRank:
             mean_late_wait_s=times.mean_late_wait_s,
         )
     if step_s:
-        # Loading stands in line for a core as all else does.
+        # Data loading waits for a core for the same share of its time as the rest of the step.
         data_s *= max(0.0, 1 - host.queued_s / step_s)
         phases[StepPhase.DATA] = data_s
     # The step as it would be with a core for every rank.
@@ -159,8 +161,9 @@ def _cause_of_wait(group: str, layout: Layout) -> Cause:
 def _select_rank(timings: tuple[RankTiming, ...]) -> _RankTimes:
     """Return the times of the rank that waits least.
 
-    A peer without a core for some time arrives so much later: that much of a wait for late ranks
-    is due to the crowded machine, and of a wait whose calls were not kept as large a share.
+    A peer that has no core for some time arrives that much later, because the machine is crowded:
+    this time is taken out of the waits for late ranks. A wait whose single calls were not recorded
+    is reduced by the peer's share of its step instead.
     """
     waited_s = {timing.rank: sum(wait.seconds for wait in timing.waits) for timing in timings}
     critical = min(timings, key=lambda timing: waited_s[timing.rank])
@@ -186,9 +189,9 @@ def _select_rank(timings: tuple[RankTiming, ...]) -> _RankTimes:
 def _late_wait_s(
     timing: RankTiming, critical: RankTiming, timings: tuple[RankTiming, ...]
 ) -> float:
-    """Return what the rank waits beyond its links.
+    """Return the seconds that a rank waits for late ranks: its waits less those of its links.
 
-    Where those are not known, it is what it waits beyond the waits of the critical rank.
+    Where a link's seconds are not known, the critical rank's wait over the same group stands in.
     """
     link_s = {wait.group: wait.seconds for wait in critical.waits}
     link_s |= {link.group: link.seconds for link in timing.links}
@@ -198,7 +201,7 @@ def _late_wait_s(
 
 
 def _first_rank_times(record: RunRecord) -> _RankTimes:
-    """Return rank 0's steady steps, of a run whose other ranks have not recorded theirs."""
+    """Return medians over rank 0's steady steps, for a run whose ranks did not record theirs."""
     steps = steady_steps(record)
     groups = {wait.group for step in steps for wait in step.waits}
     host_s = {name: median(getattr(step.host, name) for step in steps) for name in _HOST_TIMES}
@@ -220,8 +223,8 @@ def _first_rank_times(record: RunRecord) -> _RankTimes:
 def build_run_waterfall(record: RunRecord, critical: CriticalRank, job: Plan) -> Waterfall:
     """Build the waterfall from the ideal step to the measured one, on the critical rank.
 
-    Waits, host and the crowded machine are as measured; inside the compute, which nobody timed
-    apart, recompute is told by its FLOPs, and the rest is what rates below the peak cost.
+    Waits, host and the crowded machine are measured. The parts of compute were not timed: recompute
+    gets its share of the FLOPs, and the rest is what rates below the peak cost.
     """
     ideal_s = ideal_step_s(job)
     step_s = sum(critical.phases.values())
@@ -254,7 +257,7 @@ def build_run_waterfall(record: RunRecord, critical: CriticalRank, job: Plan) ->
 
 
 def _waiting_drops(critical: CriticalRank, job: Plan) -> Iterator[WaterfallDrop]:
-    """Yield the waits, predicted where nobody timed them."""
+    """Yield the waits as drops: measured, or predicted where they were not timed."""
     for cause, seconds in critical.waits.items():
         yield _measured(f"waiting: {cause}", seconds)
     yield _measured("waiting for late ranks", critical.late_wait_s)
@@ -272,7 +275,7 @@ def _measured(name: str, seconds: float) -> WaterfallDrop:
 
 
 def _recompute_share(mfu: float, hfu: float) -> float:
-    """Return the share of the FLOPs that are replays."""
+    """Return the share of the FLOPs that recompute makes."""
     return 1 - mfu / hfu if hfu else 0.0
 
 
@@ -375,7 +378,8 @@ def _diagnose_compute(record: RunRecord, critical: CriticalRank) -> Iterator[Fin
 def _compute_s(record: RunRecord, critical: CriticalRank) -> float:
     """Return the seconds that the critical rank computes.
 
-    Where nobody timed the host, they are the compute phases less the predicted dispatch in them.
+    Where the host was not timed, they are the compute phases less the predicted EP communication in
+    them.
     """
     if critical.running_s:
         return max(0.0, critical.running_s - critical.gc_s)

@@ -42,10 +42,11 @@ LayoutChange = Callable[[RemedyContext], Layout]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A remedy in words, with the change of the layout that it is.
+    """A remedy in words, with the change that it makes to a layout.
 
-    `change` returns the same layout where there is nothing to change; it is None for what is no
-    choice of a layout.
+    `change` returns the same layout where there is nothing to change; it is None for a remedy that
+    no field of a layout expresses. `megatron` holds the flags of Megatron-LM, and `excludes` what
+    the remedy rules out.
     """
 
     text: str
@@ -67,7 +68,7 @@ def _add_recompute(*policies: Recompute) -> LayoutChange:
 
 
 def _set_recompute(*policies: Recompute) -> LayoutChange:
-    """Return the change to these policies of a layer; whether logits are kept stays as it is."""
+    """Return the change of a layer's recompute to `policies`; recompute of the loss stays."""
 
     def change(context: RemedyContext) -> Layout:
         loss = {Recompute.LOSS}.intersection(context.layout.recompute)

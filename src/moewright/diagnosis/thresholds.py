@@ -38,7 +38,8 @@ def order_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
     A full memory comes first, then communication and host where all their causes together pass
     the limit, the larger first; then compute, then what passes no limit. Inside a wall the larger
-    share comes first, but what explains comes before what is left.
+    share comes first, but in compute the low kernel rates come last: they are what the other
+    findings leave unexplained.
     """
     findings = tuple(findings)
     share_of_wall = {

@@ -10,7 +10,7 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.workload import Dtype, Workload
 
-# Parts of a predicted step that do model FLOPs, recompute aside.
+# Parts of a predicted step that do the model's FLOPs; recompute is a part of its own.
 COMPUTE_PARTS = (TimePart.ATTENTION, TimePart.DENSE, TimePart.EXPERTS, TimePart.HEAD)
 DROP_NAMES = {
     TimePart.BUBBLE: "pipeline bubble",

@@ -1,6 +1,6 @@
-"""The runtime: what every part of the engine is given about the job and this rank.
+"""The runtime: the record of the job and this rank that every part of the engine is given.
 
-Nothing is global.
+No state is global.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moewright.spec.workload import Dtype, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runtime:
-    """A frozen record of the job, this rank and what its parts share.
+    """A frozen record of the job, this rank and the objects that the engine's parts share.
 
-    `dispatch_library` dispatches tokens where the layout names one.
+    `dispatch_library` dispatches tokens where the layout names DeepEP or HybridEP; None elsewhere.
     """
 
     model: ModelSpec
@@ -45,7 +45,7 @@ class Runtime:
 
     @property
     def positions(self) -> torch.Tensor:
-        """The positions in every sequence of this CP rank's tokens.
+        """The positions of this CP rank's tokens in every sequence.
 
         They are int64 [seq_len / cp], on the CPU.
         """
@@ -59,7 +59,7 @@ class Runtime:
         return policy in self.mesh.layout.recompute
 
     def offloads(self, choice: Offload) -> bool:
-        """Tell whether the layout asks for this tensor to wait for backward in host memory."""
+        """Tell whether the layout offloads this tensor to host memory until backward."""
         return choice in self.mesh.layout.offload
 
 

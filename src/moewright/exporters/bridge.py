@@ -1,6 +1,6 @@
 """A plan as a recipe of Megatron Bridge: a Python file that builds its ConfigContainer and trains.
 
-Bridge configures the same Megatron core as Megatron-LM's flags do, so the settings are those flags
+Bridge configures the same Megatron Core as Megatron-LM's flags do, so the settings are those flags
 under Bridge's names (main at 067f987d, 2026-08-22). The model's shape comes from its Hugging Face
 config.
 """
@@ -149,7 +149,7 @@ _RENAMED = {
     "--fp4-format": ("mixed_precision", "fp4"),
     "--log-throughput": ("logger", "log_throughput"),
 }
-# Flags that the choice of mixed precision or of data says.
+# Flags that follow from the recipe's choice of mixed precision or of data.
 _ELSEWHERE = (
     "--bf16",
     "--fp16",
@@ -333,7 +333,7 @@ def _precision_lines(plan: Plan, narrow_fields: list[_Field]) -> Iterator[str]:
 
 
 def _default_fields(plan: Plan) -> Iterator[tuple[str, list[_Field]]]:
-    """Yield fields that flags leave out and Bridge wants, or has otherwise by default."""
+    """Yield fields that no flag sets and that Bridge needs, or has another default for."""
     workload = plan.workload
     layout = plan.layout
     vocab_size = plan.model.vocab_size

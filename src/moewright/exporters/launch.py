@@ -1,4 +1,4 @@
-"""What a launch file starts on every node: Megatron-LM, or moewright's own engine on a job file."""
+"""The program that a launch file starts on every node: Megatron-LM, or moewright's own engine."""
 
 from __future__ import annotations
 

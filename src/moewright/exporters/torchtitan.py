@@ -1,8 +1,8 @@
 """A plan as a TOML configuration of torchtitan.
 
-The file is for its job_config.py of late 2025, the last with TOML files. torchtitan knows models by
-flavours, shards weights, gradients and states together (FSDP) or not at all, and gives experts
-ranks of data, context and tensor parallelism.
+The file is for its job_config.py of late 2025, the last version with TOML files. torchtitan knows
+models by flavours, and shards weights, gradients and optimizer states together (FSDP) or not at
+all. Its expert parallelism takes ranks of data, context and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SCHEDULES = {
     Schedule.ZBV: "ZBVZeroBubble",
     Schedule.DUALPIPEV: "DualPipeV",
 }
-# Keys pass on hop by hop, or all at once.
+# Keys and values move around a ring, or are gathered at once.
 _ROTATE_METHODS = {CpComm.P2P: "alltoall", CpComm.ALL_GATHER: "allgather"}
 _BACKENDS = {DispatcherKind.ALL_TO_ALL: "standard", DispatcherKind.DEEPEP: "deepep"}
 
@@ -110,8 +110,8 @@ def render_torchtitan_config(plan: Plan) -> str:
 def _training_section(plan: Plan) -> dict[str, Any]:
     workload = plan.workload
     layout = plan.layout
-    # A pipeline takes a rank's whole batch and cuts it; without one, gradients of local batches are
-    # summed.
+    # With pipelines the local batch is a rank's whole batch, which torchtitan cuts into
+    # micro-batches; without, it is a micro-batch, over which gradients are accumulated.
     local_batch = workload.global_batch // layout.dp if layout.pp > 1 else layout.mbs
     section: dict[str, Any] = {
         "dataset": "c4",

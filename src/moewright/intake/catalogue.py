@@ -26,9 +26,9 @@ from moewright.spec.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
-    """Where the figures of a catalogue model come from.
+    """An entry of the model catalogue, with the source of its figures.
 
-    `verified` says whether they were read again there.
+    `verified` says whether the figures were checked against the source a second time.
     """
 
     name: str

@@ -32,7 +32,7 @@ _ATTENTION_SEQ = tuple(2.0**n for n in range(8, 21))
 _EXPERT_ROWS = tuple(2.0**n for n in range(17))
 
 _EXPERT_HALF_ROWS = 60
-# Where the attention tables reach; the fit goes on beyond.
+# The sequence lengths that the attention tables cover; the fitted curve goes on beyond them.
 _ATTENTION_MEASURED = (512.0, 16384.0)
 _MEMORY_SHARE = 0.8
 _BACKWARD_SHARE = 2 * 0.79 / 2.5
@@ -40,7 +40,7 @@ _OPTIMIZER_BYTES = 60
 _DOMAIN_LATENCY_S = 1e-5
 _NETWORK_LATENCY_S = 2e-5
 
-# What names of drivers and vendors add to the device that this catalogue has: its form and memory.
+# Words that drivers and vendors add to the name of a chip: its form factor and its memory type.
 _FORM_WORDS = frozenset(
     (
         *("NVIDIA", "GPU", "GPUS", "HGX", "DGX", "NVL72", "AC"),
@@ -73,7 +73,7 @@ class AttentionEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConstantEntry:
-    """A constant of the cost model that a device has of its own."""
+    """A constant of the cost model with a value for this device."""
 
     name: str
     value: float
@@ -153,10 +153,11 @@ def device_names() -> tuple[str, ...]:
 
 
 def find_device(name: str) -> DeviceEntry | None:
-    """Return the device that people or drivers call so, letter case aside; None if it is not known.
+    """Return the device of a name as people or drivers write it; None if it is not known.
 
-    "H100", "A100-40GB", "H100-SXM5-80GB", "NVIDIA A100-SXM4-40GB" and "NVIDIA H100 80GB HBM3" are
-    known. A form or a memory size that the catalogue does not have is not: "H100 PCIe".
+    Letter case does not matter. "H100", "A100-40GB", "H100-SXM5-80GB", "NVIDIA A100-SXM4-40GB" and
+    "NVIDIA H100 80GB HBM3" are known. A form factor or a memory size that the catalogue does not
+    have is not known: "H100 PCIe".
     """
     folded = name.strip().casefold()
     for device in read_devices():
@@ -173,7 +174,7 @@ def find_device(name: str) -> DeviceEntry | None:
 
 
 def find_by_driver_name(name: str) -> DeviceEntry | None:
-    """Return the device whose chip the driver's name has, whatever else stands in it.
+    """Return the device whose chip the driver's name contains, whatever else it contains.
 
     Such names are "NVIDIA H100 80GB HBM3", "NVIDIA GB200" and "A100-SXM4-80GB".
     """
@@ -222,7 +223,7 @@ def _split_words(name: str) -> frozenset[str]:
 
 
 def _sets_apart(device: DeviceEntry, words: Iterable[str]) -> bool:
-    """Whether one of the words that stand beside the chip's name means another device."""
+    """Whether one of the words beside the chip's name says that it is another device."""
     for word in words:
         memory = _MEMORY_WORD.fullmatch(word)
         if memory is None:

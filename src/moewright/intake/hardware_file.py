@@ -15,8 +15,8 @@ def read_hardware_file(path: str) -> Hardware:
     """Read a hardware file.
 
     Raises:
-        BadInput: the file cannot be read, or an estimate could not stand on one of its numbers; it
-            has one Reason a fault.
+        BadInput: the file cannot be read, or some of its numbers cannot be used in an estimate; it
+            has one Reason for each fault.
     """
     hardware = read_toml(Hardware, Path(path))
     faults = (*_numbers_not_above_zero(hardware), *_bad_count(hardware), *_bad_curves(hardware))

@@ -1,7 +1,7 @@
 """The model of a Hugging Face config.json, as a ModelSpec.
 
 The reader is strict where a field changes the model, and never runs code from a checkpoint. It
-reads both rope dialects (`rope_theta` + `rope_scaling`, `rope_parameters`) and all spellings of the
+reads both forms of rope (`rope_theta` + `rope_scaling`, `rope_parameters`) and all spellings of the
 expert count. Fields that say nothing about the model's shape are ignored; `unknown_fields` names
 those that moewright does not know. A field that asks for other mathematics (another scorer,
 activation or mixer, a soft cap) is refused by name.
@@ -109,7 +109,7 @@ _HARMLESS = (
     "expert_parallel",
 )
 
-# An unknown field asks for other mathematics where its name holds one of these, whoever wrote it,
+# An unknown field asks for other mathematics if its name contains one of these,
 _TELLING_PARTS = (
     "mamba",
     "ssm",
@@ -144,7 +144,7 @@ _TELLING_PARTS = (
     "engram",
     "mhc",
 )
-# and where it begins with the name of a part that decides the mathematics.
+# or begins with one of these, the parts of a model that decide its mathematics.
 _TELLING_PREFIXES = (
     "attention_",
     "attn_",
@@ -163,7 +163,7 @@ _TELLING_PREFIXES = (
 _GPT2_SUMMARY_FIELDS = ("activation", "proj_to_labels", "type", "use_proj")
 _MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
-# What reads the experts of a family; None for a dense one.
+# The reader of each family's experts; None for a dense family.
 FAMILIES: Mapping[str, Callable[[FieldReader, int], MoeLayers] | None] = MappingProxyType(
     {
         "mixtral": read_mixtral,
@@ -327,9 +327,9 @@ def _read_mtp_layers(fields: FieldReader, family: str) -> int:
 
 
 def _with_latent_size(fields: FieldReader, spec: MoeSpec, hidden: int) -> MoeSpec:
-    """Return experts in a latent space where the config has Nemotron 3's name for it.
+    """Return the experts with the size of their latent space, `moe_latent_size`; 0 for none.
 
-    No family here has such experts of its own.
+    The field is Nemotron 3's; no family here has such experts of its own.
     """
     size = fields.integer("moe_latent_size", low=0, high=hidden, bound="hidden_size", default=0)
     return replace(spec, latent_size=size)

@@ -63,7 +63,7 @@ def read_gpt_oss(fields: FieldReader, layers: int) -> MoeLayers:
 
 
 def read_qwen_moe(fields: FieldReader, layers: int) -> MoeLayers:
-    """Read the experts of Qwen2-MoE and Qwen3-MoE, in every n-th layer but some."""
+    """Read the experts of Qwen2-MoE and Qwen3-MoE, in every n-th layer except `mlp_only_layers`."""
     experts, top_k = _read_counts(fields)
     step = fields.integer("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)
     dense = fields.sequence("mlp_only_layers", max_length=MAX_LAYERS) or ()
@@ -116,10 +116,10 @@ def read_deepseek_v3(fields: FieldReader, layers: int) -> MoeLayers:
 
 
 def _read_deepseek(fields: FieldReader, layers: int, router: RouterSpec) -> MoeLayers:
-    """Read the experts of a DeepSeek config and what they choose from.
+    """Read the experts of a DeepSeek config, with the groups that the router chooses from.
 
-    `router` has the family's scores; its `group_scores` are the experts that a group is rated by
-    (DeepSeek's code), 0 where all experts are chosen from at once.
+    `router` has the family's scores. Its `group_scores` is the number of experts whose scores rate
+    a group (DeepSeek's code); it is 0 where the router chooses from all experts at once.
     """
     experts, top_k = _read_counts(fields)
     router = replace(router, top_k=top_k)

@@ -1,6 +1,6 @@
-"""The rotary embedding of a config.json, in the old dialect or the new.
+"""The rotary embedding of a config.json, in its old or its new form.
 
-The old dialect writes `rope_theta` and `rope_scaling`, the new one `rope_parameters`.
+The old form has the fields `rope_theta` and `rope_scaling`, the new one `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_rope(
     a config that says otherwise is refused.
 
     Raises:
-        BadInput: a field is missing or wrong, or the two dialects disagree.
+        BadInput: a field is missing or wrong, or the two forms disagree.
     """
     new_table = fields.table("rope_parameters")
     old_table = fields.table("rope_scaling")

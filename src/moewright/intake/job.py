@@ -1,4 +1,4 @@
-"""Job files: one TOML file with what to train, on what and for how long.
+"""Job files: a TOML file that says what to train, on which hardware and for how long.
 
 The sections are:
 
@@ -45,11 +45,11 @@ _SECTIONS = ("model", "data", "layout", "train", "checkpoint", "tune")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFile:
-    """What a job file says.
+    """The contents of a job file.
 
-    `layout_text` holds what the file fixes of the layout (see codec.parse_layout), maybe nothing;
-    `hardware` is a device name or the path of a hardware file, without a count; `nproc` are the
-    ranks to start; `axes` are what tuning may change, () for whatever it likes.
+    `layout_text` holds the part of the layout that the file fixes (see codec.parse_layout), "" for
+    none; `hardware` is a device name or the path of a hardware file, without a count; `nproc` is
+    the number of ranks to start; `axes` are what tuning may change, () for its default axes.
     """
 
     model: ModelSpec
@@ -63,7 +63,8 @@ class JobFile:
 def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
     """Read the job in a TOML file, after `overrides` like "train.lr=1e-3".
 
-    Values of overrides are written as in TOML; bare text is text, and counts may be like 128k.
+    Values of overrides are written as in TOML, but text needs no quotes, and counts may be written
+    like 128k.
 
     Raises:
         BadInput: names file, section and key.

@@ -101,7 +101,7 @@ def count_keys() -> frozenset[str]:
 
 
 def resolve_beside(path: Path, value: str) -> str:
-    """Return a path that starts at the job file's folder as one from here; "" stays ""."""
+    """Return a path that is relative to the job file's folder as one from here; "" stays ""."""
     return os.path.normpath(path.parent / value) if value else ""
 
 

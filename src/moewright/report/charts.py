@@ -228,7 +228,7 @@ def build_curve(
     dots: bool = False,
     limit: int = MAX_CURVE_POINTS,
 ) -> PlotCurve:
-    """Build a curve from its finite points; the reader is told of the others elsewhere."""
+    """Build a curve from its finite points; the others are reported elsewhere on the page."""
     finite = [point for point in points if isfinite(point[1])]
     spots = [
         f"{x.to_percent(px) / 100 * PLOT_UNITS:.4g} "

@@ -148,7 +148,7 @@ class ExpertSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Learning:
-    """The finding on whether the model learned: a clause, its tone, and the loss as a tile."""
+    """The judgement of whether the model learned: a clause, its tone, and the loss as a tile."""
 
     clause: str
     tone: Tone

@@ -103,7 +103,7 @@ def render_exhaustive(
 
 
 def _format_paired_speed(paired_s: Sequence[tuple[float, float]]) -> str:
-    """Say the winner's speed over the best's, with the interval of the paired log ratios."""
+    """Return a line with the winner's speed over the best's, and its 95 % interval."""
     log_ratios = [log(best_s / winner_s) for winner_s, best_s in paired_s]
     pairs = len(log_ratios)
     mean = fmean(log_ratios)
@@ -206,7 +206,7 @@ def _format_gain(interval: Interval) -> str:
 
 
 def _profile_lines(profiles: Sequence[IncumbentProfile], basis: Basis) -> Iterator[str]:
-    """Tell the walls of each incumbent, and where its step went."""
+    """Yield lines on the walls of each incumbent, and on the largest drops of its waterfall."""
     for profile in profiles:
         outcome = profile.outcome
         yield f"Profile of `{profile.point}` ({basis}):"

@@ -508,7 +508,7 @@ class _Pipelines:
         return self._ranks[shape]
 
     def moments(self, shape: PipelineShape, layout: Layout, micro_batches: int) -> Array:
-        """Return the index in `distinct_moments` of each distinct rank's fullest moments [ranks]."""
+        """Return the index in `distinct_moments` of the fullest moments of each rank [ranks]."""
         steady = steady_micro_batches(layout, micro_batches)
         key = shape, steady, bool(layout.overlap)
         if key not in self._moments:

@@ -96,7 +96,7 @@ class ScreeningMemory:
         return memory.join_memory(self._constants, sym, self._parts, layers)
 
     def delay_weight_gradients(self, taken: memory.ModelMemory) -> memory.ModelMemory:
-        """Return `taken` with delayed weight gradients, which keep their operands until they run."""
+        """Return `taken` with the output gradients that delayed weight gradients hold longer."""
         waiting = memory.delayed_gradient_bytes(taken.sym)
         layers = [replace(layer, transient=layer.transient + waiting) for layer in taken.layers]
         return replace(taken, layers=tuple(layers))
@@ -149,7 +149,7 @@ class ScreeningMemory:
         return np.asarray(self._communicators[key][batch.degree])
 
     def _fill(self, cut: Layout, group: str) -> BucketFill:
-        """Return the buckets of the parameters that a group reduces, cut as the layout cuts them."""
+        """Return the buckets of the parameters that a group reduces, under the layout's degrees."""
         cuts = (cut.ep, cut.etp) if group == "edp" else (cut.tp, 1)
         key = group, *cuts
         if key not in self._fills:

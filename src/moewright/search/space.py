@@ -1,4 +1,7 @@
-"""The layouts worth pricing, lazily: degrees and pipelines by divisors, and what goes with them."""
+"""The layouts worth pricing: groups of degrees and pipelines, and the policies for each group.
+
+Degrees and pipelines follow from divisors; groups are yielded lazily.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-# Beyond these no published run has been, and the prices leave out what would decide: the many small
-# kernels of a ring over short parts, the launches of every transfer between ever shorter chunks. A
-# user may still ask for them.
+# No published run lies beyond these limits, and the prices leave out what would decide there: the
+# many small kernels of a ring over short parts, the launches of each transfer between ever shorter
+# chunks. A user may still ask for such a layout.
 MIN_CP_TOKENS = 4096  # a rank's part of a sequence
 MAX_VPP = 24
 MAX_EXPERT_TP = 8
-MAX_UNEVEN_VPP = 4
+MAX_UNEVEN_VPP = 4  # virtual stages of an uneven split
 
 _OFFLOADED_EXPERTS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _OFFLOADED_ATTENTION = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
@@ -59,16 +62,20 @@ class PipelineShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PipelineShapes:
-    """Pipelines that go together; one object for each such set, which stands for it in tables."""
+    """The pipelines of a group.
+
+    Equal sets share one object, whose identity is the key of caches.
+    """
 
     shapes: tuple[PipelineShape, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DegreeGroup:
-    """Candidates that cut a layer alike and take the same micro-batch.
+    """Candidates with the same tp, cp, ep, etp and micro-batch size.
 
-    `layout` has no pipeline, and the choices of the space's base.
+    `layout` has these degrees and the base's other choices, without a pipeline; `pipelines` are
+    those that a candidate may run on.
     """
 
     layout: Layout
@@ -77,7 +84,7 @@ class DegreeGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePolicy:
-    """A level of ZeRO, and whether the optimizer is offloaded."""
+    """A choice for the model states: a level of ZeRO, and whether the optimizer is offloaded."""
 
     zero: int
     offload: tuple[Offload, ...]
@@ -89,10 +96,10 @@ class StatePolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchSpace:
-    """What is searched: `base` holds what the user fixed, and the defaults of the rest.
+    """The space of layouts that is searched for a job on some hardware.
 
-    `fixed` names the fields that the user fixed; `allowed` gives the reasons against a layout that
-    is legal but cannot be run.
+    `base` has the user's values in the fields that `fixed` names, and defaults in the others.
+    `allowed` returns the reasons against a layout that is legal but cannot be run.
     """
 
     model: ModelSpec
@@ -103,7 +110,7 @@ class SearchSpace:
     allowed: Objections = no_objections
 
     def permits(self, **fields: Any) -> bool:
-        """Return whether nothing speaks against these values, whatever else a layout holds."""
+        """Return whether `allowed` has no reason against these values of a layout's fields."""
         if self.allowed is no_objections:
             return True
         reasons = self.allowed(Layout(world_size=self.hardware.count, **fields))
@@ -135,7 +142,11 @@ def build_search_space(
 
 
 def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
-    """Yield every group with a legal pipeline; rules.legality has the last word on a layout."""
+    """Yield every group that has a pipeline.
+
+    Ranks divide over the degrees of a group, and its batch over micro-batches; whether a layout of
+    it is legal in full is for rules.legality to say.
+    """
     world = space.hardware.count
     shapes = tuple(_pipeline_shapes(space))
     by_shapes: dict[tuple[PipelineShape, ...], PipelineShapes] = {}
@@ -154,7 +165,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
 
 
 def _degrees(space: SearchSpace) -> Iterator[Layout]:
-    """Yield the base with every way to cut a layer."""
+    """Yield the base with every combination of tp, cp, etp and ep."""
     for tp in _axis(space, "tp", _tensor_degrees(space)):
         sp = space.base.sp if "sp" in space.fixed else tp > 1
         for cp in _axis(space, "cp", _context_degrees(space, tp)):
@@ -164,9 +175,10 @@ def _degrees(space: SearchSpace) -> Iterator[Layout]:
 
 
 def activation_policies(space: SearchSpace) -> tuple[ActivationPolicy, ...]:
-    """Return what a layer may recompute and send to the host, none first.
+    """Return the choices of recompute and offload of activations; the first does neither.
 
-    Each takes the widest CUDA graphs that its recompute leaves legal.
+    Each policy takes the widest CUDA graphs that its recompute leaves legal. A field that the user
+    fixed keeps its value.
     """
     base = space.base
     choices = [base.recompute]
@@ -191,9 +203,9 @@ def activation_policies(space: SearchSpace) -> tuple[ActivationPolicy, ...]:
 def _offload_choices(
     space: SearchSpace, recompute: tuple[Recompute, ...]
 ) -> Iterator[tuple[Offload, ...]]:
-    """Yield activations to offload: none, or the largest that the recompute leaves.
+    """Yield sets of activations to offload: none, then large ones of the experts or of attention.
 
-    They are of experts or of attention.
+    A set whose activations the recompute drops already is left out.
     """
     if "offload" in space.fixed:
         yield tuple(item for item in space.base.offload if item is not Offload.OPTIMIZER)
@@ -216,10 +228,10 @@ def _is_compatible(space: SearchSpace, layout: Layout, field: str) -> bool:
 def _widest_graphs(
     space: SearchSpace, recompute: tuple[Recompute, ...]
 ) -> tuple[CudaGraphScope, ...]:
-    """Return the widest CUDA graphs, which take host time away and cost nothing that is priced.
+    """Return the widest legal CUDA graphs: they save host time and cost nothing that is priced.
 
-    Those of a whole iteration need a fixed number of rows an expert, which changes what is trained:
-    they are taken only when asked for.
+    Graphs of a whole iteration need a fixed number of rows an expert, which changes what is
+    trained, so they are taken only when asked for.
     """
     if space.hardware.device.kind is not DeviceKind.CUDA:
         return ()
@@ -231,7 +243,7 @@ def _widest_graphs(
 
 
 def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
-    """Return the ways to hold states, the usual one first.
+    """Return the choices for the model states, the usual one first.
 
     zero=0 is never smaller nor faster than zero=1 (it reduces the same bytes in two rounds and
     updates every parameter on every rank), so it is taken only when asked for; so is zero=3 in a
@@ -269,7 +281,7 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
 
 
 def cp_comm_choices(space: SearchSpace, cut: Layout) -> tuple[CpComm, ...]:
-    """Return the legal ways to exchange keys and values."""
+    """Return the legal ways to exchange keys and values under context parallelism."""
     if "cp_comm" in space.fixed or cut.cp == 1:
         return (space.base.cp_comm,)
     return tuple(
@@ -296,7 +308,7 @@ def _axis(space: SearchSpace, field: str, values: Iterable[int]) -> tuple[int, .
 
 
 def _tensor_degrees(space: SearchSpace) -> Iterator[int]:
-    """Yield the tensor parallelism that stays inside the fast domain and cuts every dim."""
+    """Yield the tp sizes that stay inside the fast domain and divide every dimension."""
     world = space.hardware.count
     for tp in divisors(world):
         if tp <= space.hardware.fabric.domain_size:
@@ -307,7 +319,7 @@ def _tensor_degrees(space: SearchSpace) -> Iterator[int]:
 
 
 def _context_degrees(space: SearchSpace, tp: int) -> Iterator[int]:
-    """Yield the context parallelism that leaves parts long enough, of equal work on every rank."""
+    """Yield the cp sizes that leave each rank a part long enough, and equal work."""
     seq_len = space.workload.seq_len
     for cp in divisors(space.hardware.count):
         is_long = cp * MIN_CP_TOKENS <= seq_len
@@ -362,11 +374,11 @@ def _is_permitted(space: SearchSpace, shape: PipelineShape) -> bool:
 
 
 def _uneven_splits(model: ModelSpec, pp: int) -> Iterator[tuple[int, str]]:
-    """Yield (vpp, layout string) where embedding and head count as none, one or two layers.
+    """Yield (vpp, layout string) of splits that count embedding and head as layers.
 
-    A head that counts two leaves the last stage fewer layers; an embedding that counts none, or
-    less where the first layers are dense, gives the first stage more. MTP layers may stand in a
-    stage of their own.
+    The head counts as one or two layers; two leave the last stage fewer layers. The embedding
+    counts as one or none, which gives the first stage more; where the first layers are dense, as
+    one or minus one. MTP layers may stand in a stage of their own.
     """
     if pp == 1:
         return
@@ -398,20 +410,24 @@ def _fits(world: int, pp: int, dense: int, expert: int) -> bool:
 
 
 def _has_timetable(space: SearchSpace, shape: PipelineShape, pass_sequences: int) -> bool:
-    """Return whether the batch divides into passes of so many sequences that have a timetable."""
+    """Return whether the batch divides into micro-batches, and their number has a timetable.
+
+    `pass_sequences` are the sequences of one micro-batch over all data-parallel ranks.
+    """
     if not pass_sequences or space.workload.global_batch % pass_sequences:
         return False
     micro_batches = space.workload.global_batch // pass_sequences
     if not space.fixed.isdisjoint(("schedule", "vpp_group")):
         return not check_schedule(with_pipeline(space.base, shape, space), micro_batches)
-    # An interleaved table in groups of pp, the default.
+    # The default interleaved timetable takes micro-batches in groups of pp.
     return shape.vpp == 1 or micro_batches % shape.pp == 0
 
 
 def _recompute_choices(model: ModelSpec) -> list[tuple[Recompute, ...]]:
-    """Return norms, up-projections of latent attention, ever more of the MLP, and the whole layer.
+    """Return the choices of what to recompute, from nothing to the whole layer.
 
-    Attention is not made again alone: flash attention keeps next to nothing.
+    They combine norms, the up-projections of latent attention (MLA), and more and more of the MLP.
+    Core attention alone is no choice: flash attention keeps next to nothing.
     """
     has_experts = model.moe is not None and any(model.moe_layers)
     blocks: list[set[Recompute]] = [set()]

@@ -1,4 +1,4 @@
-"""The contract of a tuning: what all its trials share, and what its figures stand for."""
+"""The contract of a tuning: what all of its trials share, and what kind of figures it has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 80  # letters of a value in a message
 
 
 class Label(StrEnum):
-    """What the figures of a tuning stand for."""
+    """The kind of the figures of a tuning."""
 
     TRAINING = "training-equivalent"
     BENCHMARK = "benchmark-only"  # experts are given, not chosen
@@ -31,10 +31,10 @@ class Label(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """Everything that a trial shares with the others.
+    """The contract of a tuning: everything that its trials share.
 
-    `data` is the fingerprint of the training data, `workload` that of the workload without what
-    tuning may change.
+    `data` is the fingerprint of the training data, and `workload` the fingerprint of the workload
+    apart from what tuning may change.
     """
 
     label: Label
@@ -94,7 +94,7 @@ def build_contract(
 
 
 def choose_label(workload: Workload) -> Label:
-    """Return what the figures of trials of a workload stand for."""
+    """Return the label of the figures of a workload's trials."""
     return Label.TRAINING if workload.router.force is RouterForce.NONE else Label.BENCHMARK
 
 

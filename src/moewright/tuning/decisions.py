@@ -22,7 +22,7 @@ class TuningPhase(StrEnum):
 
 
 class Ruling(StrEnum):
-    """What was decided of a point."""
+    """The ruling on a point."""
 
     START = "start"
     KEPT = "kept"
@@ -40,8 +40,8 @@ class AcceptanceRules:
     """Rules that tell a gain from noise, and when to stop.
 
     A candidate is kept when its interval lies below 0. It is given up when it cannot be `min_gain`
-    faster, or is not even ahead after `futile_pairs`. So many candidates in a row without gain as
-    `patience` end a phase.
+    faster, or is not even ahead after `futile_pairs`. A phase ends after `patience` candidates in a
+    row without a gain.
     """
 
     repeats: int = 3  # of the start, to see how far runs of one layout differ

@@ -27,8 +27,8 @@ _TrialKey = tuple[TuningPoint, TrialLength, int]
 class Journal:
     """A runner of trials that makes each run once: a run that the file holds is read from it.
 
-    The procedure asks for the same runs in the same order every time, so that is all it takes to
-    go on.
+    The procedure asks for the same runs in the same order every time, so the file is enough to
+    resume a tuning.
     """
 
     def __init__(self, folder: Path, run_one: RunTrial, clock: Callable[[], float]) -> None:

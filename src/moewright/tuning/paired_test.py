@@ -1,8 +1,8 @@
 """A test that tells a gain from noise: pairs of runs in turns, and an interval of their log ratio.
 
-Runs next to each other share what the machine does meanwhile, so their ratio is steadier than
-either. How far such a ratio varies by itself is a property of the machine, not of a layout: it is
-pooled over all points that ran twice or more, from the differences of consecutive runs of one point
+Two consecutive runs share the state of the machine, so their ratio is steadier than either. How far
+such a ratio varies by itself is a property of the machine, not of a layout, so it is pooled over
+all points that ran at least twice. It comes from the differences of consecutive runs of one point
 (von Neumann 1941), which a slow drift does not widen.
 """
 
@@ -15,7 +15,7 @@ from math import atan, cos, exp, pi, sin, sqrt
 from statistics import fmean
 
 CONFIDENCE = 0.95  # of the interval after the last pair, together with all looks before it
-# Consecutive differences share a run: each is so much of a degree of freedom.
+# Consecutive differences share a run, so each counts as this part of a degree of freedom.
 _FREEDOM_SHARE = 2 / 3
 _LARGEST_T = 1e4
 _TOLERANCE = 1e-9
@@ -78,8 +78,8 @@ def estimate_noise(
 def log_ratio_interval(ratios: Sequence[float], noise: Noise, *, looks: int) -> Interval:
     """Return the interval of the mean of log ratios.
 
-    `looks` is how often at most it is looked at: each look is taken at a level that holds
-    CONFIDENCE for all of them together (Bonferroni).
+    `looks` is the largest number of times that the interval is looked at. The level of each look is
+    such that all of them together have CONFIDENCE (Bonferroni).
     """
     mean = fmean(ratios)
     probability = 1 - (1 - CONFIDENCE) / looks / 2

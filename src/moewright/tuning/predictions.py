@@ -1,4 +1,4 @@
-"""What the planner expects of points, under constants refitted to the trials so far."""
+"""Predictions of points by the planner, under constants refitted to the trials so far."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Routing, Workload
 from moewright.tuning.space import TuningPoint, TuningSpace
 
-# The planner's error before any trial told it, and the least that it is taken for: of two layouts,
-# in the logarithm.
+# The error of the planner's log ratio of two layouts: before any trial, and the least assumed.
 _PRIOR_ERROR = 0.2
 _LEAST_ERROR = 0.03
-# A constant is lowered by this factor to see what depends on it: some stand at their upper bound.
+# To see whether a step depends on a constant, it is multiplied by this; it is lowered because some
+# constants stand at their upper bound.
 _LOWERED = 0.95
 
 
@@ -48,14 +48,14 @@ class PointMeasurement:
 class StepPredictor:
     """The planner's predictions of points, which every trial corrects.
 
-    `log_error` is the root mean square of log(predicted / measured) over the trials, their mean
-    taken out: what is off for all layouts alike changes no order.
+    `log_error` is the root mean square of log(predicted / measured) over the trials, less their
+    mean: an error that all layouts share does not change their order.
     """
 
     def __init__(self, space: TuningSpace) -> None:
-        # with all constants as fitted
+        # The hardware with all fitted constants.
         self.fitted_hardware: Hardware = space.hardware
-        # with the constants that the trials told something about
+        # The hardware with the fitted constants that the trials narrowed (calibration.apply_fit).
         self.learnt_hardware: Hardware = space.hardware
         self.log_error = _PRIOR_ERROR
         self._space = space
@@ -104,7 +104,7 @@ class StepPredictor:
         errors = [log(run.prepared.step_s(self._constants) / run.measured_s) for run in runs]
         mean = fmean(errors)
         spread = fmean((error - mean) ** 2 for error in errors) ** 0.5
-        # Few trials say little of the error: the one expected beforehand counts as one of them.
+        # Few trials say little about the error, so the prior error counts as one more trial.
         count = len(errors)
         mean_square = (count * spread**2 + _PRIOR_ERROR**2) / (count + 1)
         log_error: float = mean_square**0.5
@@ -129,7 +129,7 @@ class StepPredictor:
         return self._estimates[point]
 
     def build_plan(self, point: TuningPoint, workload: Workload) -> Plan:
-        """Build what the engine runs: the point under `workload`, which has steps and records."""
+        """Build the plan that the engine runs: the point under `workload`, a trial's."""
         return build_plan(
             self._space.model, point.apply_to(workload), self.fitted_hardware, point.layout
         )
@@ -140,7 +140,7 @@ class StepPredictor:
         return tuple(sorted(points, key=lambda point: (self.predict_step_s(point), str(point))))
 
     def _relevant_constants(self, point: TuningPoint) -> frozenset[str]:
-        """Return the constants that a point's step depends on; its trials tell no others."""
+        """Return the constants that a point's step depends on: its trials inform no others."""
         if point not in self._relevant:
             step = self._build_step(point, point.apply_to(self._space.workload))
             self._relevant[point] = frozenset(

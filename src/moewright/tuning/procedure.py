@@ -1,8 +1,8 @@
 """The tuning procedure: fit, scale, profile, retune one variable, validate.
 
-Every run is asked of `run_one`, and every decision follows from the outcomes alone: the same
-outcomes give the same decisions, so a journal that returns the old ones is all it takes to go on
-after a kill.
+Every run is made by `run_one`, and every decision follows from the outcomes alone. The same
+outcomes give the same decisions, so a journal that returns the old outcomes is enough to resume a
+tuning that was killed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from moewright.tuning.trials import RunTrial, TrialFailure, TrialLength, TrialOu
 
 _MAX_FINDINGS = 4  # whose fixes are tried
 _TOTAL_PAIRS = 2
-_MAX_STARTS = 5  # points of the planner's that are tried for a start that does not run
+_MAX_STARTS = 5  # points of the planner's ranking that are tried where the start does not run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prediction:
-    """What the planner expected of a point when it was tried; zeros for an illegal one."""
+    """The planner's prediction of a point at the time of its trial; zeros for an illegal one."""
 
     step_s: float = 0.0
     ratio: float = 0.0  # to the incumbent
@@ -54,9 +54,9 @@ class _Move:
 
 
 class Tuner:
-    """A tuning under way.
+    """A tuning in progress.
 
-    A `budget_s` of 0 is none; `watch` is called with the result after every decision.
+    A `budget_s` of 0 means no limit; `watch` is called with the result after every decision.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Tuner:
         return self._incumbents[0]
 
     def _fit(self) -> None:
-        """Run the start as the job has it; where that does not run, the planner's own."""
+        """Run the job's own layout; where that does not run, the first ones of the planner's."""
         start = self._space.start
         if self._try_start(start, "the job's own layout"):
             self._stop(TuningPhase.FIT, f"{start} runs")
@@ -144,7 +144,7 @@ class Tuner:
             self._decide(TuningPhase.FIT, point, why, Ruling.PRUNED, reason=reason)
             return False
         outcome = self._runner.run_screen(point)
-        with suppress(BudgetSpentError):  # one run is a start
+        with suppress(BudgetSpentError):  # one run is enough for a start
             for _ in range(self._rules.repeats - 1):
                 if outcome.failure is TrialFailure.NONE:
                     outcome = self._runner.run_screen(point)
@@ -196,7 +196,7 @@ class Tuner:
     def _reason_to_pass_over(self, point: TuningPoint) -> str:
         """Return why a change need not be run; "" when it may be a gain."""
         if self._prune(point):
-            return ""  # the contest says so
+            return ""  # the contest rules on it, without a run
         allowed = self._rules.margin * self.predictor.log_error
         log_ratio = self._predict_log_ratio(point)
         if log_ratio >= allowed:
@@ -213,7 +213,7 @@ class Tuner:
         return ""
 
     def _measured_ratios(self, point: TuningPoint) -> Iterator[float]:
-        """Yield what the same change of layout measured under other choices of training."""
+        """Yield the measured ratios of the same change of layout under other training choices."""
         for measured in self._runner.points:
             if measured.layout != point.layout:
                 continue
@@ -323,7 +323,7 @@ class Tuner:
         return decision
 
     def _judge(self, interval: Interval) -> Ruling | None:
-        """Return what an interval decides; None: another pair is needed."""
+        """Return the ruling that an interval allows; None where another pair is needed."""
         if interval.high < 0 and interval.gain >= self._rules.min_gain / 2:
             return Ruling.KEPT
         if interval.low > log(1 - self._rules.min_gain):
@@ -360,7 +360,7 @@ class Tuner:
         return log(self.predictor.predict_step_s(point) / incumbent_s)
 
     def _predict(self, point: TuningPoint) -> _Prediction:
-        """Return what the planner expects of a point, by the constants of now."""
+        """Return the planner's prediction of a point under the current constants."""
         try:
             return _Prediction(
                 step_s=self.predictor.predict_step_s(point),
@@ -381,7 +381,7 @@ class Tuner:
         interval: Interval | None = None,
         prediction: _Prediction | None = None,
     ) -> Decision:
-        """Record what was decided of a point, and learn from its runs."""
+        """Record the decision on a point, and refit the predictor to the runs."""
         prediction = prediction or self._predict(point)
         mean_step_s = self._runner.mean_step_s(point)
         decision = Decision(

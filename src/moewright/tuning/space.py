@@ -95,12 +95,12 @@ class TuningSpace:
     allowed: Objections
 
     def reasons_against(self, point: TuningPoint) -> tuple[Reason, ...]:
-        """Return what speaks against running a point."""
+        """Return the reasons against running a point; () for none."""
         illegal = check_legality(self.model, point.apply_to(self.workload), point.layout)
         return (*illegal, *self.allowed(point.layout))
 
     def contains(self, point: TuningPoint) -> bool:
-        """Return whether a point differs from the start in the axes alone, and by their values."""
+        """Return whether a point is the start with values of the axes, and nothing else changed."""
         if not self.axes:
             return True
         reached = self.start
@@ -177,9 +177,9 @@ class TuningSpace:
 
 
 def set_variable(point: TuningPoint, key: str, value: str) -> TuningPoint:
-    """Return the point with one variable set, and what goes with it.
+    """Return the point with one variable set, and the fields that depend on it.
 
-    Sequence parallelism goes with tp, the schedule with pipelines.
+    Sequence parallelism follows tp; even stages and the schedule follow pp and vpp.
     """
     if key in TUNABLE_TRAIN_KEYS:
         changed: dict[str, Any] = {key: int(value)}
@@ -219,9 +219,9 @@ def _agree(first: TuningPoint, second: TuningPoint, key: str) -> bool:
 def default_axes(
     model: ModelSpec, workload: Workload, hardware: Hardware
 ) -> tuple[TuningAxis, ...]:
-    """Return what may change where the job says nothing.
+    """Return the axes where the job spells none out.
 
-    It is every degree by divisors, and the choices that cost no accuracy.
+    They are every degree by divisors, and the choices that cost no accuracy.
     """
     axes = _common_axes(model, workload, hardware)
     if model.moe is not None:

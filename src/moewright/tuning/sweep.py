@@ -253,7 +253,7 @@ def row_layout(spec: SweepRowSpec, hardware: Hardware) -> Layout:
 
 
 def trial_key(spec: SweepRowSpec, workload: Workload) -> tuple[str, int]:
-    """Return what tells one trial of a sweep from another."""
+    """Return the key of a row's trial: its layout text and global batch."""
     return spec.layout, workload.global_batch
 
 

@@ -42,10 +42,10 @@ def trial_workload(workload: Workload, length: TrialLength) -> Workload:
 
 
 class TrialRunner:
-    """All runs of a tuning.
+    """A runner of all trials of a tuning, with their outcomes.
 
-    `oom_bytes` is the predicted peak of the smallest layout that ran out of memory; a `budget_s`
-    of 0 is none.
+    `oom_bytes` is the smallest predicted peak of a layout that ran out of memory; a `budget_s` of 0
+    means no limit.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class TrialRunner:
     def run_pair(self, point: TuningPoint, incumbent: TuningPoint, number: int) -> float | None:
         """Return log(candidate / incumbent) of two runs in a row; None when the candidate fails.
 
-        Who runs first changes from pair to pair, and an incumbent's run that has just been made is
-        taken.
+        `number` counts the pairs of one comparison from 0. Which of the two runs first alternates,
+        and a run of the incumbent that has just been made is used for the first pair.
         """
         if number == 0 and self._last_point == incumbent:
             reference = self.last_outcome(incumbent)
@@ -112,7 +112,7 @@ class TrialRunner:
         if candidate.failure is not TrialFailure.NONE:
             return None
         if reference.failure is not TrialFailure.NONE:
-            # It has run before: this is a fault of the moment.
+            # The incumbent has run before, so this failure is a passing one.
             reference = self.last_success(incumbent)
         return log(candidate.step_s / reference.step_s)
 
@@ -127,7 +127,7 @@ class TrialRunner:
         return self.run(point, TrialLength.SCREEN)
 
     def _reserve_s(self) -> float:
-        """Return what the next trial and a validation take, by the runs so far."""
+        """Return the seconds to expect of the next trial and a validation, by the runs so far."""
         mean_run_s = self.spent_s / self.run_count
         return mean_run_s * (1 + TrialLength.VALIDATE.steps / TrialLength.SCREEN.steps)
 
@@ -165,7 +165,7 @@ class TrialRunner:
         )
 
     def measurements(self) -> tuple[PointMeasurement, ...]:
-        """Return what each point that ran took."""
+        """Return the measured step of each point that ran successfully."""
         return tuple(
             PointMeasurement(
                 point=point,

@@ -1,4 +1,4 @@
-"""Trials of a tuning: what is asked for, and what each run showed."""
+"""Trials of a tuning: their requests, their outcomes, and the checks of a winner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moewright.tuning.space import TuningPoint
 
 SCREEN_STEPS = 8  # steady steps of a trial
 VALIDATE_STEPS = 50
-VALIDATION_WINDOW = 10  # the last so many of them make the figure of a validation
+VALIDATION_WINDOW = 10  # the last of them, which make the figure of a validation
 WARM_UP_STEPS = 3  # two to warm up, and the one on which every op is counted
 _SHOWN_LINES = 3  # of a ledger that differ
 
@@ -72,7 +72,7 @@ class TrialFinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """What a run showed; zeros where it failed.
+    """The outcome of a run; zeros where it failed.
 
     `step_s` is the median seconds of a steady step as they would be with a core for every rank;
     `wall_step_s` those of the last VALIDATION_WINDOW steps by the clock, other programs of the
@@ -140,7 +140,10 @@ def build_outcome(record: RunRecord, length: TrialLength) -> TrialOutcome:
 
 
 def fullest_rank_bytes(record: RunRecord) -> int:
-    """Return the bytes of the fullest rank: as the driver saw a device, else as counted."""
+    """Return the bytes of the fullest rank, by the allocator's samples or the counted ledgers.
+
+    The larger one counts; it is 0 where neither was recorded.
+    """
     samples = [step.device.peak_allocated_bytes for step in record.steps if step.device]
     return max([*samples, *(ledger.device_bytes for ledger in record.ledgers)], default=0)
 
@@ -148,7 +151,7 @@ def fullest_rank_bytes(record: RunRecord) -> int:
 def check_winner(record: RunRecord) -> tuple[ValidationCheck, ...]:
     """Check that a run was long enough, healthy, inside its memory, and of the planned layout.
 
-    It was of that layout when what each rank counted is what is predicted of it.
+    It was of the planned layout if every rank's counted ledger agrees with its prediction.
     """
     count = len(steady_steps(record))
     skipped = [step.step for step in record.steps if step.skipped]
@@ -197,7 +200,7 @@ def _check_ledgers(record: RunRecord) -> ValidationCheck:
 
 
 def predict_outcome(request: TrialRequest) -> TrialOutcome:
-    """Return the plan's estimate in the place of a run, with the walls that it expects."""
+    """Return the plan's estimate as if it were the outcome of a run, with the predicted walls."""
     plan = request.plan
     prediction = plan.estimate
     waterfall = Waterfall(

@@ -31,10 +31,12 @@ _COMPUTE_KINDS = tuple(
     kind for kind in KernelKind if kind not in (KernelKind.COMMUNICATION, KernelKind.COPY)
 )
 _TINY_GAP_S = 2e-6  # between kernels that follow each other: no cause is looked for
-_LATE_S = 5e-6  # a kernel launched less than this before its gap began was waited for by the device
+# Where a kernel was launched at least this long before its gap began, the host was not late.
+_LATE_S = 5e-6
 _SHORT_KERNEL_S = 1e-5
 
-# Where two classes are exposed at once, the one that holds back the current layer is charged.
+# Where two classes are exposed at once, the one that holds back the current layer, and so comes
+# first here, gets the time.
 _BLOCKING_FIRST = (
     CommClass.TP,
     CommClass.CP,
@@ -147,7 +149,7 @@ class _Window:
 
 
 def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown:
-    """Break down the steps that the capture marks; all that it holds where it marks none."""
+    """Break down the steps that the capture marks; the whole capture where it marks none."""
     kernels = capture.kernels
     window = _find_window(capture)
     clipped = {kind: window.clip(kernels.intervals(kernels.has_kind(kind))) for kind in KernelKind}
@@ -197,11 +199,11 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
 
 
 def _find_window(capture: Capture) -> _Window:
-    """Return what is broken down.
+    """Return the part of the capture that is broken down.
 
-    Marks are the host's and the device runs behind it: its window starts with the first kernel
-    launched inside the first step and ends with the last one launched inside the last, as far as
-    launches were recorded.
+    Steps are marked on the host, and the device runs behind it: the device's window starts with the
+    first kernel launched inside the first step, and ends with the last kernel launched inside the
+    last step, as far as launches were recorded.
     """
     kernels = capture.kernels
     first = float(kernels.start_s.min())
@@ -265,7 +267,8 @@ def _evidence(classes: Sequence[ChannelClass], indices: Sequence[int]) -> tuple[
 def _idle_seconds(capture: Capture, gaps: Intervals) -> Mapping[IdleCause, float]:
     """Return the seconds of the gaps by cause.
 
-    First counts what the host was seen doing in them, then when the next kernel was launched.
+    What the host was seen doing in a gap decides first (loading data, collecting garbage); for the
+    rest, when the next kernel was launched.
     """
     seconds = dict.fromkeys(IdleCause, 0.0)
     if not len(gaps):

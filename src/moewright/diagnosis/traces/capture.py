@@ -1,4 +1,4 @@
-"""Capture: what one rank's device and host did for a while, whichever tool recorded it."""
+"""Captures: records of what one rank's device and host did, the same for every profiling tool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 class KernelKind(StrEnum):
-    """What a kernel does, told by its name."""
+    """The kind of work that a kernel does, recognised by its name."""
 
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"
@@ -31,7 +31,7 @@ class KernelKind(StrEnum):
 class CommChannel:
     """A kind of collective over a group of ranks.
 
-    Tools record more or less of it: "", () and 0 stand for what they left out.
+    A field that the tool did not record is "", () or 0.
     """
 
     op: Collective | None  # None: sends and receives, of an exchange or of a pipeline
@@ -157,7 +157,7 @@ def comm_library(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelRow:
-    """A device activity, as a row of a KernelTable; a `kind` of None is told by the name."""
+    """A device activity, as a row of a KernelTable; a `kind` of None follows from the name."""
 
     name: str
     start_s: float
@@ -185,7 +185,7 @@ class KernelTableBuilder:
         return len(self._rows)
 
     def kind(self, name: str) -> KernelKind:
-        """Return what the kernel of that name does; it is looked up once a name."""
+        """Return the kind of the kernels of that name; each name is looked up once."""
         return list(KernelKind)[self._kinds[self._name_index(name)]]
 
     def channel_index(self, channel: CommChannel) -> int:

@@ -1,7 +1,8 @@
-"""Which parallelism a collective belongs to.
+"""Classification of collectives by the parallelism that they belong to.
 
-It is told by the groups of the layout, by what the trainer calls its group, or, where neither is
-recorded, by the kind of collective, its group and its sizes. Each answer has its evidence.
+The class follows from the groups of the layout, from the trainer's name for the group, or, where
+neither is recorded, from the kind of collective, its group and its sizes. Each answer comes with
+its evidence.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ CLASS_OF_ENGINE_GROUP: Mapping[str, CommClass] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelClass:
-    """The class of a channel, with how it was told."""
+    """The class of a channel, with the evidence for it."""
 
     comm: CommClass
     evidence: str
 
 
-# Earlier patterns win; descriptions of Megatron-Core's parallel_state, of torch's DeviceMesh and of
-# FSDP.
+# Patterns of the group descriptions of Megatron-Core's parallel_state, torch's DeviceMesh and FSDP.
+# Earlier patterns win.
 _DESCRIPTIONS: tuple[tuple[str, CommClass], ...] = (
     (
         r"expert.*data|edp|efsdp|data_parallel|dp_|_dp\b|fsdp|ddp|distributed_optimizer|\bdp",
@@ -134,7 +135,7 @@ def _classify(capture: Capture, index: int, layout: Layout | None) -> ChannelCla
 def _classify_by_layout(
     capture: Capture, channel: CommChannel, layout: Layout
 ) -> ChannelClass | None:
-    """Classify by the ranks of the group; None where no group of the layout has them."""
+    """Return the class by the ranks of the group; None where no group of the layout has them."""
     ranks = tuple(sorted(channel.ranks))
     if len(ranks) < 2 or not 0 <= capture.rank < layout.world_size or capture.rank not in ranks:
         return None
@@ -161,7 +162,7 @@ def _guess(capture: Capture, index: int) -> ChannelClass:
 
 
 def _guess_sends(capture: Capture) -> ChannelClass:
-    """Classify sends and receives by whether experts' kernels ran besides them."""
+    """Classify sends and receives by whether the capture has kernels of experts."""
     if any(_EXPERT_KERNEL.search(name) for name in capture.kernels.names):
         return ChannelClass(
             comm=CommClass.EP, evidence="sends and receives beside expert kernels (guessed)"

@@ -1,8 +1,9 @@
 """Traces of programs that computed on the CPU.
 
-Operations stand for kernels, and what is between them for idle time. Over gloo a rank's thread
-blocks in a wait, which the engine records as a range that names the group; of other programs the
-ranges of gloo's own threads tell how long a collective took, the wait for late ranks included.
+Operations are read as kernels, and the time between them as idle time. Over gloo a rank's thread
+blocks while it waits; the engine records such a wait as a range that names the group. In traces of
+other programs, the ranges of gloo's own threads say how long a collective took, including the wait
+for late ranks.
 """
 
 from __future__ import annotations
@@ -153,11 +154,11 @@ def _stream(event: _Event) -> str:
 
 
 def _operations(events: Sequence[_Event]) -> Iterator[tuple[_Event, KernelKind]]:
-    """Yield the outermost operations of torch's libraries: what a thread spends there is work.
+    """Yield the outermost operations of torch's libraries, whose time counts as work.
 
-    Two kinds are passed through to what is inside them: what is written in Python (autograd
-    Functions, the engine's operations), where the interpreter runs too, and an operation that only
-    leads to a matrix product or to attention.
+    Two kinds of operation are replaced by those inside them: operations written in Python (autograd
+    Functions, the engine's own), whose time includes the interpreter's, and operations that only
+    lead to a matrix product or to attention.
     """
     gloo_threads = {event.get("tid") for event in events if event["name"].startswith(_GLOO)}
     threads: dict[Any, list[_Event]] = defaultdict(list)
@@ -171,7 +172,7 @@ def _operations(events: Sequence[_Event]) -> Iterator[tuple[_Event, KernelKind]]
 
 
 def _outermost_operations(thread: Sequence[_Event]) -> Iterator[tuple[_Event, KernelKind]]:
-    """Yield those of one thread, whose operations are in order of start, the outer one first."""
+    """Yield the outermost operations of one thread, sorted by start, the enclosing one first."""
     busy_until = 0.0
     grouped_until = 0.0
     for event, is_entrance in zip(thread, _find_entrances(thread), strict=True):
@@ -212,7 +213,7 @@ def _operation_kind(name: str) -> KernelKind:
 def _communication(
     events: Iterable[_Event], metadata: Mapping[str, Any]
 ) -> Iterator[tuple[_Event, CommChannel]]:
-    """Yield waits that name their group; where there are none, the ranges of gloo's threads."""
+    """Yield the waits that name their group; without any, the ranges of gloo's threads."""
     waits = [event for event in events if event["name"].startswith(WAIT_RANGE_PREFIX)]
     for event in waits:
         group = event["name"].removeprefix(WAIT_RANGE_PREFIX)

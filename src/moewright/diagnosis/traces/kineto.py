@@ -46,7 +46,7 @@ from moewright.diagnosis.traces.kineto_events import (
 from moewright.spec.errors import BadInput, Reason
 
 _KIND_OF_CATEGORY = {
-    "kernel": None,  # told by its name
+    "kernel": None,  # its name decides
     "gpu_memcpy": KernelKind.COPY,
     "gpu_memset": KernelKind.COPY,
     "memcpy": KernelKind.COPY,
@@ -136,10 +136,10 @@ def _close(text: str) -> str:
 def build_captures(data: Any, path: Path, index: int = 0) -> Iterator[Capture]:
     """Yield a capture for each device that ran kernels.
 
-    Where all was computed on the CPU, it is one for each process.
+    Where the program computed on the CPU alone, yield one for each process.
 
     Raises:
-        BadInput: the data is no trace, or holds the host's side of a device alone.
+        BadInput: the data is no trace, or a device was used and only the host was recorded.
     """
     metadata = data if isinstance(data, dict) else {}
     raw_events = data if isinstance(data, list) else metadata.get("traceEvents")
@@ -167,7 +167,7 @@ def build_captures(data: Any, path: Path, index: int = 0) -> Iterator[Capture]:
 
 
 def _used_device(events: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> bool:
-    """Return whether the program used a device, recorded or not, or did not compute at all."""
+    """Return whether the program used a device, recorded or not; True without any operation."""
     if metadata.get("deviceProperties"):
         return True
     for event in events:
@@ -233,7 +233,7 @@ def _build_row(
 ) -> KernelRow:
     """Build the row of a device activity.
 
-    Of several kernels of one product the first has its FLOPs, which are taken out of
+    Where a product ran as several kernels, the first one gets its FLOPs, which are taken out of
     `uncounted_flops`.
     """
     name = event["name"]

@@ -73,7 +73,7 @@ TimeSpan = tuple[float, float]
 
 @dataclass(kw_only=True, slots=True)
 class HostEvents:
-    """What the host did, collected in one pass over the events."""
+    """The host's side of a trace, collected in one pass over its events."""
 
     launches: dict[Any, float] = field(default_factory=dict)  # correlation -> seconds
     syncs: list[TimeSpan] = field(default_factory=list)
@@ -103,9 +103,9 @@ class HostEvents:
 
 
 def parse_event(event: Any) -> dict[str, Any] | None:
-    """Parse a complete event, its times in seconds and its category in lower case.
+    """Parse a complete event: its times in seconds, its category in lower case.
 
-    Any other event, and one without numbers for its times, is None.
+    Return None for any other event, and for one whose times are not numbers.
     """
     if not isinstance(event, dict) or event.get("ph", "X") != "X":
         return None

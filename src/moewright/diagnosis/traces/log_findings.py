@@ -1,6 +1,6 @@
-"""Which wall holds a run back of which only the console log is available.
+"""Diagnosis of a run of which only the console log is available.
 
-What the log measured stands beside the prediction of the job.
+Findings come from what the log measured, and where it measured nothing, from the job's prediction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _RECOMPUTE_SHARE = 0.1
 def diagnose_log(log: MegatronLog, job: Plan | None) -> tuple[Finding, ...]:
     """Return findings, the wall to work on first in front.
 
-    There are none when neither the log nor the prediction tells one.
+    There are none when neither the log nor a prediction has one; `job` is None where no job is
+    known to predict from.
     """
     timed = tuple(diagnose_timers(log.timers, log.step_s))
     timed_causes = {finding.cause for finding in timed}
@@ -115,7 +116,7 @@ def _diagnose_spikes(log: MegatronLog) -> Iterator[Finding]:
 def predict_findings(job: Plan, measured_s: float = 0.0) -> Iterator[Finding]:
     """Yield the shares of the predicted step, without fixes.
 
-    They stand for what nobody timed in a run, or for a run that was not made.
+    They stand in for what was not timed in a run, or for a run that was not made.
     """
     prediction = job.estimate
     measured = f"measured step {format_seconds(measured_s)}, " if measured_s else ""

@@ -1,8 +1,8 @@
 """Timers that Megatron prints after an iteration with --timing-log-level 1 or 2, in every spelling.
 
-The device is synchronised where a timer starts and stops, so nothing else waits for what one
-measures. Those of gradients lie inside `forward-backward`, loading inside `forward-compute`,
-gathered weights inside `optimizer`.
+The device is synchronised where a timer starts and stops, so the timers do not overlap unless they
+are nested: the timers of gradients lie inside `forward-backward`, data loading inside
+`forward-compute`, and the gather of weights inside `optimizer`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NAME_AND_TIME = re.compile(r"([a-z][a-z0-9-]+): ([\d.]+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timer:
-    """Seconds an iteration of the rank that took least, and most, of those that ran it."""
+    """Seconds an iteration of the fastest and the slowest rank among those that ran the timer."""
 
     min_s: float
     max_s: float
@@ -119,9 +119,9 @@ def _widen(a: Timer, b: Timer) -> Timer:
 
 
 def diagnose_timers(timers: Mapping[str, Timer], step_s: float) -> Iterator[Finding]:
-    """Yield what the timers of a run say of its step, without fixes.
+    """Yield the findings of a run's timers, without fixes.
 
-    Nothing is said where the run printed no timers, or no iteration.
+    There are none where the run printed no timers, or no iteration.
     """
     if timers and step_s:
         step = _TimedStep(timers=timers, step_s=step_s)
@@ -142,8 +142,8 @@ class _TimedStep:
     def diagnose_reductions(self) -> Iterator[Finding]:
         """Report the reductions of gradients.
 
-        The rank that waits least for a sum came last: what it takes is the exchange, and what
-        others take above it is waiting for that rank.
+        The rank with the shortest timer came last, so its time is that of the exchange alone. What
+        the other ranks take beyond it is waiting for that rank.
         """
         comm = Wall.COMMUNICATION
         for cause, names, subject in _REDUCTIONS:
@@ -247,9 +247,9 @@ def _message_timers(timers: Mapping[str, Timer]) -> tuple[str, ...]:
 
 
 def _gaps_s(timers: Mapping[str, Timer]) -> float | None:
-    """Return the seconds of forward and backward that are neither computed nor a reduction.
+    """Return the seconds of forward and backward that are neither compute nor a reduction.
 
-    Computed is what the ranks do that compute most. None where that was not timed.
+    Compute is that of the ranks that compute most. Return None where it was not timed.
     """
     if not all(name in timers for name in (FORWARD_BACKWARD, FORWARD_COMPUTE, BACKWARD_COMPUTE)):
         return None

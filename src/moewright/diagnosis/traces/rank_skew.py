@@ -1,4 +1,4 @@
-"""Ranks compared with each other: who works longest, and how much communication is waiting."""
+"""Comparison of ranks: which one computes longest, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _GroupKey = tuple[str, tuple[int, ...], Collective | None, int]
 class RankWaiting:
     """Seconds a step that the average rank waits inside collectives of one class for the last rank.
 
-    `seconds` is the mean over the steps, `median_s` their median, which one step that something
-    else held up does not move.
+    `seconds` is the mean over the steps; `median_s` is their median, which a single disturbed step
+    does not move.
     """
 
     comm: CommClass
@@ -77,7 +77,7 @@ def measure_rank_skew(
 def _waiting_seconds(
     captures: Sequence[Capture], layout: Layout | None, steps: int
 ) -> dict[CommClass, Floats]:
-    """Return the seconds that the average rank waits, of each class in each step."""
+    """Return the seconds that the average rank waits, by class: arrays [steps]."""
     lengths_s: dict[_GroupKey, list[Floats]] = defaultdict(list)
     classes: dict[_GroupKey, CommClass] = {}
     for capture in captures:
@@ -91,7 +91,7 @@ def _waiting_seconds(
             continue
         table = np.stack(members)
         late = (table - table.min(0)).sum(0) / len(captures)
-        # With as many calls in each step they can be told apart by step.
+        # Calls are recorded in order: as many in each step can be assigned to their steps.
         if len(late) % steps == 0:
             waiting_s[classes[key]] += late.reshape(steps, -1).sum(1)
         else:
@@ -100,7 +100,7 @@ def _waiting_seconds(
 
 
 def _calls_of_rank(capture: Capture, layout: Layout | None) -> Iterator[_RankCalls]:
-    """Yield the calls of each channel whose group can be told from others."""
+    """Yield the calls of each channel whose ranks or group name are recorded."""
     kernels = capture.kernels
     classes = classify_channels(capture, layout)
     for index, channel in enumerate(capture.channels):

@@ -1,4 +1,4 @@
-"""Which wall holds a traced run back, with the evidence, and the waterfall of its step."""
+"""Diagnosis of a traced run: the walls that hold it back, and the waterfall of its step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PeakRate:
 class _ExposedComm:
     """Seconds a step of one class of communication, means over the ranks.
 
-    `waiting_s` of the exposed seconds are waiting for the last rank.
+    `waiting_s` is the part of `exposed_s` that is waiting for the last rank.
     """
 
     busy_s: float
@@ -70,7 +70,7 @@ class _ExposedComm:
 
 
 def find_peak_rate(breakdowns: Sequence[Breakdown], job: Plan | None) -> PeakRate:
-    """Return the peak by the job's hardware file, else the bf16 peak of the trace's device."""
+    """Return the peak rate of the job's hardware, else the bf16 peak of the trace's device."""
     if job is not None:
         precision = job.workload.precision
         note = f"{precision} peak of {job.hardware.name}"

@@ -120,18 +120,18 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
         BadInput: the same on every rank, when nothing changed.
     """
     is_leader = comm.rank == 0
-
-    def commit_on_leader(index: CheckpointIndex) -> None:
-        if is_leader:
-            _commit(request, index)
-
     try:
         entries = run_on_all_ranks(comm, partial(_write, request, comm.rank))
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
         index = CheckpointIndex(
             step=request.step, extra=request.extra, files=files, tensors=request.tensors
         )
-        run_on_all_ranks(comm, partial(commit_on_leader, index))
+
+        def commit_on_leader() -> None:
+            if is_leader:
+                _commit(request, index)
+
+        run_on_all_ranks(comm, commit_on_leader)
     except BadInput:
         if is_leader:
             shutil.rmtree(request.working_path, ignore_errors=True)
@@ -224,7 +224,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_resume_point(directory: Path) -> tuple[Path | None, tuple[Path, ...]]:
-    """Find the newest committed checkpoint, and the entries named like a newer one that are none.
+    """Find the newest committed checkpoint, and the entries of newer steps that are not committed.
 
     Returns (None, ()) for a folder that has never held one.
 

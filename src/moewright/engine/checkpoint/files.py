@@ -64,7 +64,12 @@ def write_tensors(
     tensors: Iterable[torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """Write `tensors`, each when it comes, as one safetensors file, and flush it to disk."""
+    """Write `tensors`, each when it comes, as one safetensors file, and flush it to disk.
+
+    Raises:
+        ValueError: when a tensor has other bytes than its header, or their numbers differ.
+        OSError: when the file exists or cannot be written.
+    """
     preamble, data_bytes = _build_preamble(headers, metadata)
     digest = hashlib.sha256()
     with path.open("xb") as file:

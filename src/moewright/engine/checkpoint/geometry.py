@@ -16,6 +16,9 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, 
     Each box is contiguous in the range: the k-th box is the next prod(sizes) elements. There are at
     most 2d-1 boxes for d dims: a partial first row, the whole rows, a partial last row, and the
     same again inside the partial rows.
+
+    Raises:
+        ValueError: when the range is not within the tensor.
     """
     numel = prod(shape)
     if not 0 <= start <= stop <= numel:

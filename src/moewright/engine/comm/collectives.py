@@ -1,8 +1,8 @@
 """The only caller of torch.distributed collectives.
 
 Every call over a group of more than one rank counts the payload this rank hands in; over one rank
-it is a no-op. Differentiable forms are own autograd Functions: the functional ones of torch reduce
-in backward where model parallelism must not.
+it is a no-op. Differentiable forms are autograd Functions of this module: the functional ones of
+torch reduce in backward where model parallelism must not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Group:
 def join_world(*, rank: int, world_size: int, store: Any, backend: str, timeout_s: float) -> None:
     """Join the world: one process group over all ranks.
 
-    Its timeout is the policy for every group made of it.
+    Every group that is created in it has its timeout.
     """
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
@@ -82,7 +82,7 @@ def create_process_groups(groups: Sequence[tuple[int, ...]], rank: int) -> dist.
     Returns the one that `rank` is in.
     """
     is_fake = dist.get_backend() == _FAKE
-    if is_fake:  # nobody waits for the groups of others
+    if is_fake:  # no other rank runs that would wait for its groups
         groups = [ranks for ranks in groups if rank in ranks]
     timeout = None if is_fake else _world_timeout()
     own_handle = None
@@ -96,7 +96,7 @@ def create_process_groups(groups: Sequence[tuple[int, ...]], rank: int) -> dist.
 def _world_timeout() -> timedelta | None:
     """Return the world's timeout, or None for a fake world, which has none.
 
-    A new group would not take it over: torch has a default of its own, half an hour on gloo.
+    A new group would not inherit it: torch has a default of its own, half an hour on gloo.
     """
     world: Any = dist.group.WORLD
     options = world._get_backend(_control_device(None)).options
@@ -105,7 +105,7 @@ def _world_timeout() -> timedelta | None:
 
 @dataclass(frozen=True, slots=True)
 class TimedWork:
-    """A call under way over a group, whose wait is measured for that group."""
+    """An asynchronous call over a group; the time that `wait` blocks is measured for that group."""
 
     work: dist.Work
     group: Group
@@ -117,9 +117,9 @@ class TimedWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AsyncCollective:
-    """A collective under way.
+    """A collective that has started.
 
-    Before `wait`, `out` is not to be touched, nor `tensor` to be written.
+    Until `wait` returns, `out` must be neither read nor written, and `tensor` must not be written.
     """
 
     out: torch.Tensor
@@ -203,7 +203,7 @@ def all_gather_rows(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def reduce_scatter_rows(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return slice i, on rank i, of the sum over ranks: [size * n, ...] -> [n, ...].
+    """Sum over the ranks and return this rank's slice of the sum: [size * n, ...] -> [n, ...].
 
     This is the transpose of `all_gather_rows`.
     """
@@ -236,9 +236,9 @@ class TensorParallel:
 
 
 class AllGatherRows(torch.autograd.Function):
-    """A differentiable `all_gather_rows`, with its transpose in backward.
+    """A differentiable `all_gather_rows`, whose backward is its transpose, a reduce-scatter.
 
-    Different weights use the gathered copies.
+    Each rank uses the gathered rows with weights of its own, so their gradients are summed.
     """
 
     @staticmethod
@@ -254,7 +254,7 @@ class AllGatherRows(torch.autograd.Function):
 class GatherSequence(torch.autograd.Function):
     """A differentiable `TensorParallel.gather`, whose backward sums over ranks.
 
-    The ranks' different weights use what was gathered; each of them adds to the gradient.
+    Each rank uses the gathered tokens with weights of its own, so their gradients are summed.
     """
 
     @staticmethod
@@ -268,7 +268,7 @@ class GatherSequence(torch.autograd.Function):
 
 
 class ReduceScatterRows(torch.autograd.Function):
-    """A differentiable `reduce_scatter_rows`, with its transpose in backward."""
+    """A differentiable `reduce_scatter_rows`, whose backward is its transpose, an all-gather."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -302,7 +302,8 @@ class _AllToAll(torch.autograd.Function):
         receive: tuple[int, ...],
     ) -> torch.Tensor:
         ctx.group = group
-        ctx.send, ctx.receive = send, receive
+        ctx.send = send
+        ctx.receive = receive
         return start_all_to_all(tensor, group, send=send, receive=receive).wait()
 
     @staticmethod
@@ -321,8 +322,8 @@ def all_to_all_overlapped(
 ) -> tuple[torch.Tensor, ...]:
     """Exchange each tensor by `all_to_all` while `overlapped_work` runs.
 
-    In backward the gradients travel while those of what `overlapped_work` made are computed, for
-    autograd takes the latest first.
+    In backward the gradients of `tensors` travel while the gradients of `overlapped_work` are
+    computed, because autograd runs the operations of a forward in reverse order.
     """
     if group.size == 1 or overlapped_work is None:
         out = tuple(all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors)
@@ -343,7 +344,7 @@ def all_to_all_overlapped(
 
 @dataclass(kw_only=True, slots=True)
 class _Exchange:
-    """One all-to-all under way, and in backward that of its gradient."""
+    """One all-to-all between its start and its finish, and in backward that of its gradient."""
 
     group: Group
     send: tuple[int, ...]
@@ -395,7 +396,7 @@ class _FinishExchange(torch.autograd.Function):
 
 
 class RingShift:
-    """A tensor on its way to the next rank of a ring, while that of the rank before comes here."""
+    """An exchange that sends a tensor to the next rank of a ring and receives the previous one's."""
 
     def __init__(self, tensor: torch.Tensor, group: Group) -> None:
         group.count_call(Collective.P2P, tensor)
@@ -403,8 +404,8 @@ class RingShift:
         self._received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         next_rank = group.ranks[(group.index + 1) % group.size]
         previous_rank = group.ranks[(group.index - 1) % group.size]
-        # One batch: NCCL runs what a pair of ranks exchanges in order, and two sends first would
-        # wait for each other.
+        # One batch: NCCL runs the messages between a pair of ranks in order, so in a ring of two
+        # both ranks would send first and wait for each other.
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, next_rank, group.handle),
@@ -414,7 +415,7 @@ class RingShift:
         self._works = [TimedWork(work, group) for work in works]
 
     def wait(self) -> torch.Tensor:
-        """Wait for what the rank before sent, and return it."""
+        """Wait for the tensor of the previous rank, and return it."""
         for work in self._works:
             work.wait()
         return self._received
@@ -423,7 +424,7 @@ class RingShift:
 def send(tensor: torch.Tensor, group: Group, *, to: int) -> TimedWork:
     """Start sending to rank `to` of the group.
 
-    The tensor must live, unchanged, until the work has been waited for.
+    The tensor must stay alive and unchanged until the returned work has been waited for.
     """
     group.count_call(Collective.P2P, tensor)
     with group.measure_wait():  # the call itself may block, on gloo, until the message has room
@@ -435,7 +436,7 @@ def send(tensor: torch.Tensor, group: Group, *, to: int) -> TimedWork:
 def receive(out: torch.Tensor, group: Group, *, source: int) -> TimedWork:
     """Start receiving into `out` what rank `source` of the group sends next.
 
-    It is there once the work has been waited for.
+    `out` holds it once the returned work has been waited for.
     """
     with group.measure_wait():
         work = dist.irecv(out, group.ranks[source], group=group.handle)

@@ -8,7 +8,7 @@ from moewright.engine.comm.mesh import Mesh
 from moewright.rules.grid import axis_size
 from moewright.rules.shards import shard_size
 
-# (mesh axis, tensor dim) pairs; an axis that is not named holds a full copy.
+# (mesh axis, tensor dim) pairs; over an axis that is not named every rank has a full copy.
 Sharding = tuple[tuple[str, int], ...]
 
 
@@ -16,7 +16,8 @@ Sharding = tuple[tuple[str, int], ...]
 class TensorPlacement:
     """The box of a global tensor that a local one holds: the box at `offsets`, then padding.
 
-    With `row_indices` it holds these rows of the first dim instead of those from offsets[0] on.
+    With `row_indices` the local tensor holds these rows of the first dim, instead of the rows from
+    offsets[0] on.
     """
 
     global_shape: tuple[int, ...]
@@ -26,7 +27,7 @@ class TensorPlacement:
     row_indices: tuple[int, ...] = ()
 
     def split_rows(self) -> tuple[TensorPlacement, ...]:
-        """Split the placement of a tensor of given rows into placements of one row each."""
+        """Split a placement that has `row_indices` into placements of one row each."""
         local = (1, *self.local_shape[1:])
         return tuple(
             replace(self, offsets=(row, *self.offsets[1:]), local_shape=local, row_indices=())

@@ -170,8 +170,8 @@ def read_corpus(out: Path) -> Corpus:
 def unigram_entropy(train: IndexedDataset, heldout: IndexedDataset, vocab_size: int) -> float:
     """Return the nats a token of the held-out stream under the train stream's unigram frequencies.
 
-    One is added to every count (Laplace smoothing). A model that has learnt no more than how often each
-    token occurs has this loss.
+    One is added to every count (Laplace smoothing). A model that has learnt no more than how often
+    each token occurs has this loss.
     """
     counts = np.bincount(train.tokens, minlength=vocab_size) + 1.0
     nats = np.log(counts.sum()) - np.log(counts)

@@ -93,6 +93,9 @@ def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[
     """Write one sequence for each document.
 
     Each file appears as a whole or not at all; the index comes last.
+
+    Raises:
+        ValueError: for a dtype that Megatron has no code for.
     """
     code = next((code for code, name in DTYPES if np.dtype(name) == dtype), None)
     if code is None:

@@ -40,7 +40,7 @@ class Sampler:
     order: SampleOrder = SampleOrder.SHUFFLED
 
     def sample_ids(self, first: int, count: int) -> Int64s:
-        """Return the ids at [first, first + count) of the sequence, over the edges of epochs."""
+        """Return int64 ids [count] from place `first` of the sequence on, over edges of epochs."""
         if first < 0 or count < 1:
             raise ValueError(f"{count} samples from {first} on")
         parts = []
@@ -132,6 +132,10 @@ def micro_batch_rows(
 
     Rank d owns the contiguous block [d, d + 1) * global_batch / dp; its micro-batches follow each
     other in the block.
+
+    Raises:
+        BadInput: when the global batch is no multiple of dp * mbs.
+        ValueError: for a rank or a micro-batch that does not exist.
     """
     if global_batch % (dp * mbs):
         nearest = max(global_batch // (dp * mbs), 1) * dp * mbs
@@ -159,7 +163,10 @@ def document_ends(dataset: IndexedDataset, sample: int, *, seq_len: int) -> tupl
 
 
 def attended_share(dataset: IndexedDataset, *, seq_len: int) -> float:
-    """Return the share of the token pairs of whole samples that lie within one document."""
+    """Return the share of the token pairs of whole samples that lie within one document.
+
+    It is 1 where the dataset has no whole sample.
+    """
     samples = sample_count(dataset, seq_len)
     if samples < 1:
         return 1.0

@@ -136,7 +136,8 @@ def _read(path: Path, limit_bytes: int) -> str | None:
     except OSError:
         return None
     if len(data) > limit_bytes:
-        cut = data.rfind(b"\n", 0, limit_bytes) + 1 or limit_bytes
+        after_line = data.rfind(b"\n", 0, limit_bytes) + 1
+        cut = after_line or limit_bytes
         while cut and data[cut] & 0xC0 == 0x80:  # not inside a character
             cut -= 1
         data = data[:cut]
@@ -151,7 +152,8 @@ def _read(path: Path, limit_bytes: int) -> str | None:
 def _split_text(text: str, size: int) -> Iterator[str]:
     start = 0
     while len(text) - start > size:
-        cut = text.rfind("\n", start, start + size) + 1 or start + size
+        after_line = text.rfind("\n", start, start + size) + 1
+        cut = after_line or start + size
         yield text[start:cut]
         start = cut
     yield text[start:]

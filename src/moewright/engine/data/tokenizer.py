@@ -69,6 +69,9 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     """Learn merges from the texts.
 
     A small corpus may give fewer ids than `vocab_size`, but never fewer than 257.
+
+    Raises:
+        BadInput: when `vocab_size` is not in 257..1,048,576.
     """
     if not BYTES_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         nearest = min(max(vocab_size, BYTES_VOCAB_SIZE), MAX_VOCAB_SIZE)

@@ -1,6 +1,6 @@
 """The all-gather dispatcher: every rank sees all tokens of its expert group.
 
-A rank works on those its experts were chosen for. It is cheap only where k is close to the experts
+It computes those that chose its experts. It is cheap only where k is close to the experts
 or the group is small (docs/formulas.md 3).
 """
 

@@ -34,12 +34,13 @@ from moewright.engine.kernels.fused.interface import KernelSet
 class AllToAllRoute:
     """The route of one batch of tokens.
 
-    `row_map` has the rows sent; `send` and `receive` count rows a rank of the expert group;
-    `expert_order` sorts received rows by local expert and `source_order` sorts them back, both None
-    when they already are; `expert_ends` and `sent_counts` as in TokenDispatcher.
+    `row_map` has the rows sent; `send` and `receive` count the rows for and from each rank of the
+    expert group; `expert_order` sorts received rows by local expert and `source_order` sorts them
+    back, both None when the rows are sorted as they come; `expert_ends` and `sent_counts` as in
+    TokenDispatcher.
 
     Where experts are sharded over ETP, its ranks gather each other's received rows, each padded to
-    `padded_length` rows, and `unpadded_rows` [R] are the rows that are none of the padding, sorted
+    `padded_length` rows, and `unpadded_rows` [R] are the gathered rows that are not padding, sorted
     by local expert.
     """
 
@@ -130,9 +131,9 @@ class AllToAllDispatcher:
         return RoutedRows(rows=rows, weights=weights), route
 
     def _forced_sizes(self, rows: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return what forced routing sends to each rank and receives from it.
+        """Return the row counts under forced routing, of which `rows` [E] go to each expert.
 
-        The third part is what each ETP rank received.
+        They are the rows sent to each EP rank, received from each, and received by each ETP rank.
         """
         ep = self._ep_group.size
         local = self._local_experts
@@ -210,7 +211,7 @@ def _sort_by_expert(received: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _find_unpadded_rows(gathered: torch.Tensor, padded_length: int, rows: int) -> torch.Tensor:
-    """Return the gathered rows that are no padding, by local expert.
+    """Return the indices of the gathered rows that are not padding, sorted by local expert.
 
     `gathered` [ETP ranks, sources, E_local] counts rows.
     """

@@ -1,7 +1,7 @@
 """The all-to-all dispatcher that pads every expert's rows to a capacity.
 
-Every expert gets as many rows from every source, whatever was chosen. No rank tells another how
-many come and the host waits for nothing; rows that nobody sent weigh nothing.
+Every expert gets the same number of rows from every source rank, whatever the router chose. So
+ranks need not exchange counts, and the host need not wait; padding rows have weight 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
     def preprocess(
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[RoutedRows, AllToAllRoute]:
-        """Lay slots out by expert, in `capacity` rows each; no more than that may be of one."""
+        """Lay slots out by expert, `capacity` rows each; no expert may have more slots."""
         ep, etp = self._ep_group.size, self._etp_group.size
         local = self._local_experts
         capacity = self._capacity
@@ -65,7 +65,7 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
     def _build_padded_map(self, experts_Tk: torch.Tensor, counts: torch.Tensor) -> RowMap:
         """Map slots to padded rows.
 
-        A row without a slot has the slot after the last one, and holds the first token.
+        A padding row has slot number T * k, one past the last slot, and holds the first token.
         """
         flat = experts_Tk.flatten()
         slots = flat.numel()

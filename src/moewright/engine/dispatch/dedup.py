@@ -1,10 +1,10 @@
 """The de-duplicating all-to-all dispatcher (docs/formulas.md 3).
 
 A token crosses to a rank once, with the list of its experts there, and one weighted partial sum
-comes back. It pays where a token has several experts on a rank. Over nodes it crosses twice: once
-to each node that it has experts on, to the rank of its own place there, and from that to ranks of
-the node; sums are made within the node and then between nodes. Ranks that hold parts of the same
-experts gather each other's copies.
+comes back. It pays where a token has several experts on a rank. Over two hops a token crosses once
+to each node that has experts for it, to the rank with the sender's index in the node, and from that
+rank to the ranks of the node; partial sums are made within the node, then between nodes.
+Ranks that hold parts of the same experts gather each other's copies.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from moewright.rules.routing import RoundRobinCounts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hop:
-    """One crossing over `group`: of nodes, or of ranks.
+    """One exchange over `group`, between nodes or between ranks.
 
-    `copies` maps tokens to the rows sent, one a token and destination; `send` and `receive` count
-    them.
+    `copies` maps tokens to the rows sent, one per token and destination; `send` and `receive` count
+    these rows for and from each destination.
     """
 
     group: Group
@@ -72,8 +72,9 @@ class DedupRoute:
 class _DedupSizes:
     """The sizes that ranks agree on.
 
-    Of each hop `hops` has the copies sent to and received from each rank of its group;
-    `received_copies` counts those that each ETP rank received, `local_rows` the rows here.
+    `hops` has, for each hop, the copies sent to and received from each rank of its group;
+    `received_copies` counts the copies that each ETP rank received, `local_rows` the rows of this
+    rank's experts.
     """
 
     hops: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -84,8 +85,8 @@ class _DedupSizes:
 class DedupDispatcher:
     """A dispatcher over one group of all ranks that share the experts, or over two hops.
 
-    Over two hops `groups` are that of this place in every node and then that of this node. The
-    experts may be sharded over the ranks of `etp_group`.
+    Over two hops `groups` are first the ranks of this rank's index in every node, then the ranks of
+    this node. The experts may be sharded over the ranks of `etp_group`.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class DedupDispatcher:
         """
         sizes, expert_ends, sent_counts = self._exchange_sizes(experts_Tk)
         ids = experts_Tk
-        experts_behind = self._experts  # one destination of the hop
+        experts_behind = self._experts  # those behind one destination of the hop
         hops = []
         for group, (send, receive) in zip(self._groups, sizes.hops, strict=True):
             experts_behind //= group.size
@@ -160,7 +161,7 @@ class DedupDispatcher:
             received = _exchange_rows(
                 torch.cat((table.view(group.size, -1), leaving[:, None]), 1), group
             )
-            # What comes to this place, by rank of the node.
+            # What arrives at this rank, by its destination rank in the node.
             table = received[:, :-1].sum(0).view(-1, local + 1)
             sent_counts.append(leaving)
             sizes_on_device += [leaving, received[:, -1]]
@@ -271,7 +272,7 @@ def _exchange_rows(table: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _count_reaching_tokens(destinations_Tk: torch.Tensor, destinations: int) -> torch.Tensor:
-    """Count the tokens that have one of their experts at each destination."""
+    """Count, for each destination, the tokens that have at least one expert there."""
     return count_ids(mask_repeats(destinations_Tk, destinations), destinations + 1)[:-1]
 
 

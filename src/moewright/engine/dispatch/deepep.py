@@ -2,7 +2,8 @@
 
 The module also checks such a library at the start.
 
-Shapes as in dispatch.interface; N copies that came here, j of their experts or places for them.
+Shapes as in dispatch.interface; N copies that this rank received, each with j places for its local
+experts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _TRIAL_TOP_K = 2
 class _Dispatch(torch.autograd.Function):
     """The dispatch of tokens to the ranks of their experts.
 
-    Their gradients are summed on the way back. It counts what is handed to the library.
+    Backward sums the gradients of a token's copies. Every tensor that is handed to the library is
+    counted.
     """
 
     @staticmethod
@@ -105,7 +107,7 @@ class DeepEpRoute:
 
 
 class DeepEpDispatcher:
-    """A dispatcher over an expert-parallel group by a library."""
+    """A dispatcher over an expert-parallel group that calls DeepEP or HybridEP."""
 
     def __init__(self, library: DispatchLibrary, experts: int, kernels: KernelSet) -> None:
         self._library = library
@@ -175,10 +177,11 @@ def verify_library(
 ) -> None:
     """Compare a tiny dispatch and combine, forward and backward, with the plain all-to-all.
 
-    Every rank of the group calls this, with an ETP group of one. `like` has dtype and device.
+    Every rank of the group calls this, with an ETP group of one. `like` is a tensor of the dtype
+    and device that the job uses.
 
     Raises:
-        BadInput: on all ranks, when one of them sees another result.
+        BadInput: on all ranks, when the library fails on one of them or gives another result.
     """
     plain = AllToAllDispatcher(
         library.group, etp_group, experts, TorchKernels(), forced_counts=None, may_drop=False
@@ -198,7 +201,7 @@ def verify_library(
             for result, reference in zip(results, references, strict=True)
         )
         failures += not is_close
-    # Its own kernels may refuse the device, the width of rows or the number of ranks.
+    # The library may refuse the device, the width of rows or the number of ranks.
     except Exception as error:
         failures += 1
         rule = f"failed a trial at the start: {type(error).__name__}: {error}"
@@ -211,7 +214,7 @@ def _run_trial(
 ) -> list[torch.Tensor]:
     """Return the outputs and gradients of tokens through experts that multiply by their number.
 
-    So a row at a wrong expert shows.
+    So a row that reaches a wrong expert changes the output.
     """
     device = like.device
     top_k = min(_TRIAL_TOP_K, experts)

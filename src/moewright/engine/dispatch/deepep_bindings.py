@@ -1,10 +1,10 @@
 """Bindings of DeepEP and HybridEP (github.com/deepseek-ai/DeepEP, branch hybrid-ep).
 
-Their expert-parallel kernels move one copy of a token to a rank, and between nodes one to a node,
-and sum on the way back. Both have two calls, each of which is the backward of the other: a
-dispatch, which gives a handle, and a combine, which sums without weights. Each library is called
+Their expert-parallel kernels send one copy of a token to each rank (between nodes, one to each
+node) and sum the copies on the way back. Both have two calls, each of which is the backward of
+the other: a dispatch, which returns a handle, and a combine, which sums without weights. Each library is called
 from one class of this module, through its public Python interface alone. Neither has been run on
-hardware by this project: tests put a module in their place that exchanges over gloo, and a job that
+hardware by this project: tests replace them by a module that exchanges over gloo, and a job that
 asks for one starts with `deepep.verify_library`, which compares it with the plain all-to-all.
 """
 
@@ -23,10 +23,11 @@ from moewright.spec.layout import DispatcherKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceivedCopies:
-    """Copies of tokens that came to this rank: rows [N,H].
+    """The copies of tokens that this rank received: `rows` [N,H].
 
-    `ids` [N,j] are the local experts of each, from 0, with E_local for none, and `weights` [N,j]
-    fp32 theirs. `handle` is the library's, for the way back.
+    `ids` [N,j] are the local experts of each copy, counted from 0, with E_local for none, and
+    `weights` [N,j] fp32 their weights. `handle` is the library's own, for `combine` and
+    `dispatch_cached`.
     """
 
     rows: torch.Tensor
@@ -36,9 +37,9 @@ class ReceivedCopies:
 
 
 class DispatchLibrary(Protocol):
-    """What a library does for an expert-parallel group.
+    """A library that dispatches and combines over an expert-parallel group.
 
-    Experts and weights [T,k] are of the tokens here; a dropped slot has expert E.
+    Experts and weights [T,k] are those of this rank's tokens; a dropped slot has expert E.
     """
 
     group: Group
@@ -58,14 +59,14 @@ class DispatchLibrary(Protocol):
     def combine_with_weights(
         self, rows_NH: torch.Tensor, weights_Nj: torch.Tensor, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same sums, and each weight [T,k] from the rank that it went to."""
+        """Return the sums of `combine`, and each weight [T,k] from the rank that received it."""
         ...
 
 
 class DeepEp:
-    """`deep_ep.Buffer`, by its normal kernels.
+    """A binding of `deep_ep.Buffer`, by its normal kernels.
 
-    The host waits once for the number of copies that come.
+    The host waits once a dispatch, for the number of copies that this rank receives.
     """
 
     def __init__(self, module: Any, group: Group, *, experts: int, hidden: int) -> None:
@@ -121,10 +122,10 @@ class DeepEp:
 
 
 class HybridEp:
-    """`deep_ep.HybridEPBuffer`, by its dispatch and combine without permutation.
+    """A binding of `deep_ep.HybridEPBuffer`, by its dispatch and combine without permutation.
 
-    It describes experts by maps: whether a token has an expert [T,E], with which probability [T,E];
-    what arrives has those of all experts of the node.
+    It describes a token's experts by two maps [T,E]: whether it has an expert, and with which
+    probability; a copy arrives with the probabilities of all experts of the node.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class HybridEp:
             hidden=x_TH.contiguous(), routing_map=routing_map.contiguous(), probs=probs.contiguous()
         )
         local_ids = self._local_ids.to(x_TH.device)
-        # Whether a copy is for an expert here [N,E_local]; as the library documents.
+        # Whether a copy is for each local expert, [N,E_local]; as the library documents.
         is_local = handle[4][: len(rows)]
         return ReceivedCopies(
             rows=rows,
@@ -190,7 +191,7 @@ class HybridEp:
         sums, token_probs = self._buffer.combine(
             hidden=rows_NH.contiguous(), probs=probs, handle=library_handle
         )
-        # A dropped slot has expert E, which weighs nothing.
+        # A dropped slot has expert E, whose weight is 0.
         token_probs = torch.cat((token_probs, token_probs.new_zeros(len(token_probs), 1)), 1)
         return sums, token_probs.gather(1, experts_Tk)
 
@@ -221,7 +222,7 @@ def open_library(
             max_tokens=max_tokens,
             nvlink_domain_size=nvlink_domain_size,
         )
-    except Exception as error:  # whatever it refuses: a device, a number of ranks, its own version
+    except Exception as error:  # it may refuse a device, a number of ranks, its own version
         raise BadInput(
             unusable_reason(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")
         ) from error

@@ -2,8 +2,10 @@
 
 They are dispatch (pre, comm, post) and combine (pre, comm, post). Communication stands alone in
 `dispatch` and `combine`, so that it can be overlapped or replaced: they call `overlapped_work`,
-where there is such work, while rows travel. Shapes: T tokens of this rank, k experts a token, H
-hidden, R rows for the experts here, E_local experts held here.
+where there is such work, while rows travel.
+
+Shapes: T tokens of this rank, k experts a token, H hidden, R rows for the experts of this rank,
+E experts in all, E_local of them on this rank.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ OverlappedWork = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedRows:
-    """Rows on their way: rows [*, H] in compute dtype, weights [*] fp32, one weight a row."""
+    """Rows on their way: rows [*,H] in the compute dtype, and their weights in fp32.
+
+    Weights are [*], one a row; where a row is a whole token that several experts of a rank may
+    take, they are [*,k], all weights of the token.
+    """
 
     rows: torch.Tensor
     weights: torch.Tensor
@@ -34,8 +40,8 @@ class RowMap:
     """A map between (token, slot) pairs and rows.
 
     `token_of_row` [R] is the token of each row, `row_of_slot` [T,k] the row of each slot, R where
-    it has none; `slot_of_row` [R] numbers slots t * k + j. `is_complete`: every slot has a row,
-    every row a slot.
+    the slot has none; `slot_of_row` [R] is the slot of each row, numbered t * k + j. `is_complete`
+    is true where every slot has a row and every row a slot.
     """
 
     token_of_row: torch.Tensor
@@ -58,13 +64,13 @@ class RowMap:
 
 
 def copy_to_host(*counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Copy several lists of sizes from the device at once: the one wait for it in a layer."""
+    """Copy several lists of sizes to the host in one copy: a layer waits for the device once."""
     parts = torch.cat(counts).cpu().split([len(part) for part in counts])
     return tuple(tuple(part.tolist()) for part in parts)
 
 
 def build_row_map(ids_Tk: torch.Tensor, kept: int, kernels: KernelSet) -> RowMap:
-    """Sort slots by id, those of equal id in their order; only the first `kept` become rows."""
+    """Sort slots by id, stably; only the first `kept` of the sorted slots become rows."""
     order = torch.argsort(ids_Tk.flatten(), stable=True)
     rows = torch.empty_like(order)
     rows[order] = torch.arange(order.numel(), device=order.device)
@@ -82,9 +88,9 @@ def build_row_map(ids_Tk: torch.Tensor, kept: int, kernels: KernelSet) -> RowMap
 
 
 def permute_to_local_experts(received: RoutedRows, row_map: RowMap) -> RoutedRows:
-    """Make a row for each slot of received tokens that has an expert here.
+    """Make a row for each slot of the received tokens whose expert is on this rank.
 
-    Its weight is the slot's own of the token's weights [*,k].
+    The row's weight is the one of its slot among the token's weights [*,k].
     """
     return RoutedRows(
         rows=row_map.permute(received.rows),
@@ -97,8 +103,8 @@ def pad_rows(x: torch.Tensor, rows: int, fill_value: int = 0) -> torch.Tensor:
     return torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), fill_value)))
 
 
-# What every rank sends, by its tokens and the experts of each, where forced routing lets the host
-# know without looking at the device.
+# Maps (tokens, top_k) to what every rank sends. Under forced routing the host knows that without
+# reading counts from the device.
 ForcedCounts = Callable[[int, int], RoundRobinCounts]
 
 
@@ -106,10 +112,11 @@ class TokenDispatcher(Protocol):
     """A way to bring tokens to their experts and the results back.
 
     A slot whose expert is E was dropped. `preprocess` agrees with the other ranks on sizes and
-    gives, beside the rows, what the later steps need to know: its own kind of route. Others read of
-    it `expert_ends` [E_local] int32, the running ends of the local experts' rows, and `sent_counts`
-    int64, what this rank sends: rows to each expert [E], under de-duplication followed by copies to
-    each rank [ep] and, where they cross to nodes first, to each node.
+    returns, beside the rows, a route: what the later steps of this dispatcher need to know. Other
+    code reads two fields of a route. `expert_ends` [E_local] int32 are the running ends of the
+    local experts' rows. `sent_counts` int64 are the rows that this rank sends to each expert [E];
+    de-duplication appends the copies sent to each rank [ep] and, where they cross to nodes first,
+    those sent to each node.
     """
 
     def preprocess(

@@ -1,7 +1,9 @@
 """Differentiable row functions: rows are copied, summed, selected and reordered.
 
-Each is an own autograd Function, so that what is kept for backward is the same on every device, and
-is exactly what the memory model says. Shapes: T tokens, k slots a token, R routed rows, K width.
+Each is an autograd Function of its own, so that what is kept for backward is the same on every
+device, and is exactly what the memory model says.
+
+Shapes: T tokens, k slots a token, R routed rows, K width.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from moewright.engine.kernels.fused.interface import KernelSet
 class Permute(torch.autograd.Function):
     """A copy of each token to its routed rows: x [T,K] -> [R,K]; the transpose of Unpermute.
 
-    Row i holds token tokens[i]; slot j of token t is row rows[t,j], or R where the slot has none,
-    which is nowhere so where `is_complete`. Keeps `rows`.
+    Row i holds token tokens[i]; slot j of token t is row rows[t,j], which is R for a slot without a
+    row; where `is_complete` every slot has one. Keeps `rows`.
     """
 
     @staticmethod
@@ -94,7 +96,7 @@ class ReorderRows(torch.autograd.Function):
 class SelectRows(torch.autograd.Function):
     """The rows of x at `places`; the transpose of ScatterRows. Keeps `places`.
 
-    Each place may occur once; of a place that occurs more often backward takes one gradient alone.
+    A place must not occur twice: backward would keep the gradient of only one of its copies.
     """
 
     @staticmethod
@@ -110,7 +112,7 @@ class SelectRows(torch.autograd.Function):
 
 
 class ScatterRows(torch.autograd.Function):
-    """Row i of x as row places[i] of `rows` rows, the others zero; the transpose of SelectRows.
+    """A scatter of row i of x to row places[i] of `rows`, else zeros; the transpose of SelectRows.
 
     Keeps `places`.
     """

@@ -281,6 +281,7 @@ def read_parameter_box(
     box = torch.empty(tuple(sizes))
     for hf_tensor in hf_tensors:
         lead = len(hf_tensor.index)
+        # Where this part lies in the box; a part outside of it is not read.
         position = [index - offset for index, offset in zip(hf_tensor.index, offsets, strict=False)]
         if any(not 0 <= index < size for index, size in zip(position, sizes, strict=False)):
             continue

@@ -44,10 +44,10 @@ class Segments:
 class AttentionMask:
     """A rule that says which keys each query attends.
 
-    With `segments` each segment of queries attends the segment of `key_segments` at the same
-    place, or itself where there are none: then, and only then, the mask is causal inside segments.
-    With a `window` a query attends the last so many keys up to its own position, which for the last
-    query is that of the last key; 0 is no window.
+    With `segments` each segment of queries attends the segment of the same index in `key_segments`,
+    or itself where these are None: then, and only then, the mask is causal inside segments. With a
+    `window` a query attends the last `window` keys up to its own position, where the last query and
+    the last key have the same position; 0 is no window.
     """
 
     causal: bool = True
@@ -74,7 +74,7 @@ def attention(
     if mask.segments is not None:
         return _varlen_attention(q_BSHD, k_BSGD, v_BSGD, mask)
     if mask.window and q_BSHD.device.type != "cpu":
-        # Only the kernel of segments has windows; the log-sum-exp comes in its shape.
+        # Only the kernel of segments takes windows; it returns the log-sum-exp as [1,H,T].
         return _varlen_attention(q_BSHD, k_BSGD, v_BSGD, _rows_as_segments(q_BSHD, k_BSGD, mask))
     q, k, v = (widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
     v_width = v.shape[-1]
@@ -101,8 +101,8 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, in their shapes and dtypes.
 
-    Where the keys given are only some of those attended, `out` and the log-sum-exp in `state` are
-    over all of them, and so the gradients are these keys' part.
+    Where `k` and `v` hold only some of the keys that the queries attended, `out` and the log-sum-exp
+    in `state` are over all of them; the gradients are then the part of these keys.
     """
     if mask.segments is not None:
         return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, mask)
@@ -130,7 +130,7 @@ def _flash_backward(
     state: AttentionState,
     causal: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k, v [B,heads,S,D] on CUDA, whose kernel wants a key per query."""
+    """Return the gradients of q, k, v [B,heads,S,D] on CUDA; its kernel wants equal head counts."""
     lse, seed, offset = state
     key_heads = k.shape[1]
     sharing = q.shape[1] // key_heads
@@ -325,7 +325,7 @@ def _row_segments(x_BSHD: torch.Tensor) -> Segments:
 
 
 def _slice_positions(x: torch.Tensor, positions: slice) -> torch.Tensor:
-    """Slice [B,heads,S,D] by positions and keep the note of how many columns are no padding."""
+    """Slice [B,heads,S,D] by positions and keep `true_width` (see `_pad_columns`)."""
     part = x[:, :, positions]
     if hasattr(x, "true_width"):
         part.true_width = x.true_width  # type: ignore[attr-defined]
@@ -335,7 +335,7 @@ def _slice_positions(x: torch.Tensor, positions: slice) -> torch.Tensor:
 def _pad_columns(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Pad x with zero columns to the width of `like`: the kernels want one head size.
 
-    `true_width` tells whoever counts their FLOPs how many columns are no padding.
+    The attribute `true_width` tells the FLOP counter how many columns are not padding.
     """
     missing = like.shape[-1] - x.shape[-1]
     if missing:

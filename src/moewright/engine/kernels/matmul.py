@@ -30,7 +30,7 @@ def has_native_bf16() -> bool:
 
 
 def widen(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in fp32 where it is of 16 bits on a CPU that does not multiply these."""
+    """Return the tensor in fp32 where this CPU does not multiply its 16-bit dtype in hardware."""
     if tensor.device.type != "cpu" or tensor.dtype not in (torch.bfloat16, torch.float16):
         return tensor
     if tensor.dtype == torch.bfloat16 and has_native_bf16():
@@ -46,14 +46,14 @@ def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
 def accumulate_matmul(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
     """Add a @ b to the fp32 `sum`.
 
-    The product is rounded before where the device multiplies the operands' dtype.
+    Where the device multiplies the operands' dtype, the product is rounded to it before the sum.
     """
     sum_MN.add_(_multiply(widen(a_MK), widen(b_KN)))
 
 
 @cache
 def _mkl_is_fast() -> bool:
-    """Tell whether torch.mm runs fp32 at this CPU's rate: it takes MKL, fast on Intel's alone."""
+    """Tell whether torch.mm, which calls MKL, is fast in fp32: it is on Intel's CPUs alone."""
     cpuinfo = Path("/proc/cpuinfo")
     return (
         torch.backends.mkl.is_available()
@@ -63,7 +63,7 @@ def _mkl_is_fast() -> bool:
 
 
 def _uses_onednn(dtype: torch.dtype) -> bool:
-    """Tell whether oneDNN multiplies what is on a CPU."""
+    """Tell whether oneDNN multiplies operands of this dtype on this CPU."""
     return dtype == torch.float32 and ONEDNN_LINEAR is not None and not _mkl_is_fast()
 
 
@@ -79,7 +79,7 @@ def _multiply(
 
 
 def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply consecutive row groups; `ends` [E] int32 are the running ends of the groups.
+    """Multiply consecutive row groups; `ends` [E] int32 are their running ends (cumulative sizes).
 
     a [R,K], b [E,K,N] -> [R,N]: group e of the rows times b[e].
     a [M,R], b [R,N] -> [E,M,N]: the contraction over each group (a weight gradient).
@@ -132,8 +132,7 @@ def _grouped_matmul_on_cpu(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor)
     return out
 
 
-# An operation of its own, so that whoever counts products sees the rows that are, not those that
-# pad a shape.
+# An operation of its own, so that the FLOP counter sees the real rows, not those that pad a shape.
 # Not torch.library.custom_op, whose first call takes two seconds to import a compiler. The
 # operation's name stands in traces, where moewright.diagnosis looks for it.
 _LIBRARY = torch.library.Library("moewright", "DEF")

@@ -2,7 +2,7 @@
 
 The band of attended pairs is computed in blocks of queries. The last query and the last key given
 are of one position, so query i attends the keys from i + K - Q - window + 1 on, and causally none
-after i + K - Q.
+after i + K - Q, where Q and K count the queries and the keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class WindowBlock:
     def build_mask(self, like: torch.Tensor) -> torch.Tensor:
         """Build what is added to the scores: 0, or -inf where a query does not attend a key.
 
-        `twice_pairs` tells whoever counts the FLOPs, who may see no values.
+        Its attribute `twice_pairs` tells the FLOP counter the number of attended pairs, which it
+        may not be able to read from the values.
         """
         rows = self.queries.stop - self.queries.start
         columns = self.keys.stop - self.keys.start

@@ -2,15 +2,15 @@
 
 They are counted, and where the layout says so recomputed or offloaded instead. There are two ways
 to recompute, as in Megatron-LM. `run_checkpointed` runs a block without a graph, keeps its inputs,
-and runs it again in backward. `SavedTensorManager.discard_and_recompute` lets go of one tensor that
-a following operation saves, and computes it again when backward asks for it. A recomputation
-computes and communicates like the forward did, and is counted like it; it decides nothing anew
+and runs it again in backward. `SavedTensorManager.discard_and_recompute` drops one tensor that a
+following operation saves, and computes it again when backward asks for it. A recomputation computes
+and communicates like the forward did, and is counted like it; it reuses the forward's routing
 (`RoutingDecisions`).
 
 `SavedTensorManager.offload` moves a saved tensor to host memory and fetches it when backward asks
 for it. On a GPU the copy out runs on a stream of its own during the forward; the copy back is
 waited for. On a CPU the copy lies in the same memory as the original did: it saves nothing, but
-what a rank's device would hold is counted and proven all the same.
+what a rank's device would hold is still counted and tested.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ IsResident = Callable[[torch.Tensor], bool]
 
 @dataclass(kw_only=True, slots=True)
 class RoutingDecisions:
-    """What the forward of a checkpointed MoE block decided, for its recomputation to take.
+    """The decisions of a checkpointed MoE block's forward, which its recomputation reuses.
 
-    `experts` [T,k] int64; `shares` has for each balance loss the experts' shares, fp32, of the
-    rows. A recomputation takes these instead of routing again, so that rounding cannot send a token
-    elsewhere the second time, and the ranks need not agree on the shares again.
+    `experts` [T,k] int64 are the chosen experts; `shares` has, for each balance loss, the experts'
+    shares of the rows, fp32. A recomputation takes these instead of routing again, so that rounding
+    cannot send a token elsewhere the second time, and the ranks need not sum the shares again.
     """
 
     experts: torch.Tensor | None = None
@@ -52,15 +52,15 @@ class SavedTensorManager:
         self._count: Callable[[torch.Tensor], None] | None = None
         self._replacements: dict[int, _Replacement] = {}  # by the storage they stand for
         self._copy_stream: torch.cuda.Stream | None = None
-        # Tensors of so many dims are offloaded when they are saved; 0: none.
+        # Every saved tensor with this number of dims is offloaded; 0: none.
         self._offloaded_dims = 0
         self._offloaded: list[torch.Tensor] = []
 
     @contextmanager
     def track_forward(self, key: tuple[int, int], is_resident: IsResident) -> Iterator[None]:
-        """Track the forward of `key` (micro-batch, chunk), which runs inside.
+        """Track the forward of `key` (micro-batch, chunk), which runs inside the with block.
 
-        `is_resident` tells tensors that live anyway (weights, caches).
+        `is_resident` tells the tensors that stay in memory anyway (weights, caches).
         """
         with self._counters.count_saved(key, is_resident) as count:
             if count is None and not self._replaces_tensors:
@@ -82,8 +82,8 @@ class SavedTensorManager:
     def _is_active(self, enabled: bool) -> bool:
         """Tell whether to replace tensors now.
 
-        They are replaced in the forward proper alone: in evaluation nothing is saved, and a
-        recomputation is short-lived.
+        They are replaced only in a tracked forward: in evaluation nothing is saved, and what a
+        recomputation saves is freed soon.
         """
         return enabled and self._count is not None and torch.is_grad_enabled()
 
@@ -95,9 +95,10 @@ class SavedTensorManager:
         *inputs: torch.Tensor,
         enabled: bool,
     ) -> Iterator[None]:
-        """Let operations inside not save `output`, but compute(*inputs) again in backward.
+        """Drop `output` where operations inside the with block save it; backward recomputes it.
 
-        It is computed once for all of them, and only if `enabled`.
+        Backward runs compute(*inputs) once for all operations that saved it. Unless `enabled`,
+        nothing changes.
         """
         if not self._is_active(enabled):
             yield
@@ -112,9 +113,10 @@ class SavedTensorManager:
 
     @contextmanager
     def offload(self, *tensors: torch.Tensor, enabled: bool) -> Iterator[None]:
-        """Let operations inside save these tensors on the host, if `enabled`.
+        """Keep these tensors on the host where operations inside the with block save them.
 
-        What `discard_and_recompute` replaces is not offloaded.
+        Tensors that `discard_and_recompute` replaces are not offloaded. Unless `enabled`, nothing
+        changes.
         """
         if not self._is_active(enabled):
             yield
@@ -133,9 +135,9 @@ class SavedTensorManager:
 
     @contextmanager
     def offload_saved(self, *, dims: int, enabled: bool) -> Iterator[None]:
-        """Let operations inside save on the host every tensor of `dims` dims that they save.
+        """Keep every tensor with `dims` dims on the host that operations inside the block save.
 
-        That holds for the inside alone, also of tensors that no `offload` names.
+        That includes tensors that no `offload` names. Unless `enabled`, nothing changes.
         """
         if not self._is_active(enabled):
             yield
@@ -171,9 +173,9 @@ class SavedTensorManager:
 
 
 class _Replacement:
-    """What stands for a tensor until backward restores it.
+    """A stand-in for a saved tensor until backward restores it.
 
-    It is restored when first asked for, and dropped when last asked for.
+    The tensor is restored when backward asks for its first view, and freed after the last view.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -245,7 +247,7 @@ class _Offloaded(_Replacement):
         with torch.cuda.stream(self._copy_stream):
             host.copy_(flat, non_blocking=True)
             self._copied = self._copy_stream.record_event()
-        # Its memory is not given to others before the copy is made.
+        # The allocator must not reuse its memory before the copy is made.
         flat.record_stream(self._copy_stream)
         return host
 
@@ -259,7 +261,7 @@ class _Offloaded(_Replacement):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SavedView:
-    """How an operation saw the tensor that it would have saved."""
+    """The view of a replaced tensor that one operation would have saved."""
 
     base: _Replacement
     size: torch.Size

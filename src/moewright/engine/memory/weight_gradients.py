@@ -2,12 +2,13 @@
 
 Schedules that split the backward (rules.zero_bubble) send a stage's input gradients on before they
 compute its weight gradients. While a backward is inside `WeightGradStore.defer_for`, the matrix
-products of the model leave in the store how to compute their weight gradients, with what that
-takes; `WeightGradStore.run_deferred` does it and takes the gradients on to the parameters.
+products of the model leave in the store the computation of their weight gradients, with its
+operands; `WeightGradStore.run_deferred` runs it and passes the gradients on to the parameters.
 
-Column, row and grouped products do so, which are nearly all of a stage's weight gradients. Those of
-norms, the embedding, the router and gates come with the input gradients: sums, and products no
-wider than the number of experts, of tensors that would else have to wait for the W row.
+Column-parallel, row-parallel and grouped products do so, which have nearly all of a stage's weight
+gradients. The gradients of norms, the embedding, the router and gates are computed with the input
+gradients: they are sums, and products no wider than the number of experts, whose operands would
+otherwise have to be kept until the W row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ComputeGrads = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DeferredGrads:
-    """A computation of the gradients of what `edges` lead to: parameters, or their views."""
+    """A deferred computation of the gradients at `edges`, of parameters or of their views."""
 
     edges: tuple[GradientEdge, ...]
     compute: ComputeGrads
@@ -50,14 +51,14 @@ class WeightGradStore:
     def compute_or_defer(
         self, edges: Sequence[GradientEdge], compute: ComputeGrads
     ) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of what `edges` lead to, or None for each that is deferred."""
+        """Return the gradients at `edges`, or None for each while they are deferred."""
         if self._collecting is None:
             return compute()
         self._collecting.append(_DeferredGrads(edges=tuple(edges), compute=compute))
         return (None,) * len(edges)
 
     def run_deferred(self, key: Key) -> None:
-        """Compute what was deferred for `key`, in the order of its backward."""
+        """Compute the gradients that were deferred for `key`, in the order of its backward."""
         deferred = self._deferred.pop(key)
         while deferred:
             grads = deferred.pop(0)

@@ -1,6 +1,6 @@
 """Gated activations between the two linears of an MLP or an expert.
 
-They include the weight of a routed row.
+They also multiply by the weight of a routed row.
 
 Shapes: R rows, F width.
 """
@@ -15,7 +15,7 @@ import torch
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.spec.model import ModelSpec
 
-# Takes x and the weights of its rows.
+# Takes x [R,2F] and the weights [R] of its rows, None for ones.
 Activation = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -23,8 +23,8 @@ class SwiGlu(torch.autograd.Function):
     """silu(gate) * up * weight for x [R,2F] = (gate, up), or gpt-oss's `clamped` form of it.
 
     The form is that of KernelSet.swiglu; `weight` is [R] fp32 or None; keeps x and weight.
-    Weighting here, before the second linear, spares keeping the experts' outputs (docs/formulas.md
-    7).
+    Because the weight is applied here, before the second linear, the experts' outputs need not be
+    kept (docs/formulas.md 7).
     """
 
     @staticmethod
@@ -49,6 +49,9 @@ class SwiGlu(torch.autograd.Function):
 
 
 def build_activation(model: ModelSpec, kernels: KernelSet) -> Activation:
-    """Build the activation of the model's family, whose config.json gives no other constants."""
+    """Build the activation of the model's family.
+
+    The constants of the clamped form are fixed: no config.json of its family gives others.
+    """
     clamped = model.family == "gpt_oss"
     return lambda x, weight: SwiGlu.apply(x, weight, kernels, clamped)

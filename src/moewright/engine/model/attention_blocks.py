@@ -1,16 +1,17 @@
-"""The plan of which queries of a rank attend which keys of others.
+"""The plan of which queries of a rank attend which keys, its own and those of other ranks.
 
-Sequences are split over ranks as rules.context_parallel says. The early chunk of a rank comes
-before every late one: queries of both chunks attend the early keys of lower ranks and none of their
-late ones; the late chunk alone attends the keys of higher ranks, all of them. Where documents bound
-attention, of those queries the first ones attend of those keys the last ones, as far as the
-document that both are of reaches. So every block but that of a rank's own tokens is of all its
-queries with all its keys.
+Sequences are split over ranks as rules.context_parallel says: each rank holds an early chunk and a
+late one, and every early chunk comes before every late one. So the queries of both chunks attend
+the early keys of lower ranks and none of their late ones; the keys of higher ranks, early and late,
+are attended by the late chunk alone. Where documents bound attention, only the document that spans
+such queries and keys counts: its part of the keys, the last ones, is attended by its part of the
+queries, the first ones. So in every block, except that of a rank's own tokens, all queries of a
+segment attend all of its keys, without a causal mask.
 
-Under a sliding window each chunk of queries is a block with each chunk of keys, of both what is
-near enough.
+Under a sliding window there is a block for each pair of a chunk of queries and an earlier chunk of
+keys, cut down to the tokens that the window reaches.
 
-Positions count the tokens of a sequence. A range of places counts tokens as they lie on a rank: its
+A position is the index of a token in its sequence. A place is its index on a rank, which holds its
 part of each sequence, row after row.
 """
 
@@ -39,9 +40,9 @@ Ranges = tuple[range, ...]
 class AttentionBlock:
     """Queries and the keys that they attend, both as ranges of places.
 
-    It is causal among a rank's own tokens alone. Where documents bound attention, all rows lie in
-    one, and the mask has the segments of these queries and, unless they are the same, of these
-    keys. Without documents rows are alike and are attended at once.
+    Only a block of a rank's own tokens is causal. Where documents bound attention, all rows lie in
+    one (`pack_rows`), and the mask has the segments of these queries and, unless they are the same,
+    of these keys. Without documents the ranges are of one row, and all rows are attended at once.
     """
 
     queries: Ranges
@@ -49,7 +50,7 @@ class AttentionBlock:
     mask: AttentionMask
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, AttentionState]:
-        """Attend the block, given all queries, and all keys with their values side by side."""
+        """Attend the block; `q` has all queries, `kv` all keys with their values side by side."""
         k, v = _split_kv(take_ranges(kv, self.keys), q)
         return attention(take_ranges(q, self.queries), k, v, self.mask)
 
@@ -120,9 +121,9 @@ class _Chunk:
 class BlockPlanner:
     """A planner of the attention blocks of one rank over one micro-batch.
 
-    `segments` are those of its documents, None where they do not bound attention.
-    `gathered_ranks`: how many ranks' keys are here at one time, one rank after the other in each
-    row. `window`: 0 where every earlier key is attended.
+    `segments` are its documents, None where they do not bound attention. `gathered_ranks` is the
+    number of ranks whose keys are here at one time, one rank after the other in each row. `window`
+    is 0 where every earlier key is attended.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class BlockPlanner:
     def _plan_window_blocks(self, sources: range) -> Iterator[AttentionBlock]:
         """Plan a block of each chunk of queries with each earlier chunk of keys.
 
-        The window reaches that chunk inside a document.
+        A pair of chunks has none where the window, inside a document, does not reach the keys.
         """
         for row in self._rows:
             key_chunks = list(self._key_chunks(row, sources))
@@ -196,12 +197,12 @@ class BlockPlanner:
     ) -> AttentionBlock | None:
         """Plan the block of two chunks; None where no query attends a key.
 
-        `document` has the positions of the one that the first query is of.
+        `document` has the positions of the first query's document.
         """
         first_query = queries.positions.start
         keys_end = keys.positions.stop
-        # The last query that the window lets attend the last key; the first key that it lets the
-        # first query attend.
+        # `queries_end` follows the last query whose window reaches the last key; `first_key` is the
+        # first key that the first query's window reaches.
         queries_end = min(queries.positions.stop, document.stop, keys_end - 1 + self._window)
         first_key = max(keys.positions.start, document.start, first_query - self._window + 1)
         if not (keys_end <= first_query < queries_end and first_key < keys_end):
@@ -213,7 +214,7 @@ class BlockPlanner:
         )
 
     def _document_at(self, row: int, position: int) -> range:
-        """Return the positions of the document that a position of a row is of."""
+        """Return the positions of the document that contains a position of a row."""
         offset = row * self._seq_len
         index = bisect_right(self._bounds, offset + position)
         return range(self._bounds[index - 1] - offset, self._bounds[index] - offset)
@@ -254,7 +255,7 @@ class BlockPlanner:
         for row in self._rows:
             for positions in self._positions[self._rank]:
                 for document, length in self._split_at_documents(row, positions):
-                    # The late chunk goes on with the early one's document.
+                    # The late chunk continues the early one's document.
                     if document == last_document and not self._window:
                         lengths[-1] += length
                     else:

@@ -1,7 +1,7 @@
 """Differentiable operations that keep for backward exactly what the memory model says.
 
-Each is an own autograd Function so that the saved tensors are the same on every device, and so that
-the FLOPs of backward are counted to the module whose forward made them.
+Each is an autograd Function of its own, so that the saved tensors are the same on every device and
+the FLOPs of backward are counted to the module that ran the forward.
 
 Shapes: T tokens, K width, B batch, S sequence, H query heads, G key heads, D head dim.
 """
@@ -32,7 +32,7 @@ from moewright.engine.observe.counters import Counters
 
 
 class CountedFunction(torch.autograd.Function):
-    """A function that remembers the module of its forward, for its backward to be counted to."""
+    """An autograd Function whose backward is counted to the module that ran its forward."""
 
     @staticmethod
     def save_scope(ctx: Any, counters: Counters) -> None:
@@ -46,7 +46,8 @@ class CountedFunction(torch.autograd.Function):
     ) -> Sequence[torch.Tensor | None]:
         """Return compute() now, or None for each weight whose gradient the schedule wants later.
 
-        The weights are those `inputs` among the forward's tensors; `ctx.weight_grads` is the store.
+        `inputs` selects the weights among the forward's tensor arguments; `ctx.weight_grads` is the
+        store that keeps a deferred `compute`.
         """
 
         def compute_in_scope() -> Sequence[torch.Tensor]:
@@ -59,11 +60,12 @@ class CountedFunction(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormSettings:
-    """What an RMSNorm is besides its weight.
+    """The settings that define an RMSNorm besides its weight.
 
-    Each rank of `shard_group` holds an equal part of the last dim, and the mean is over all of it.
-    The ranks of `replica_group` all have the same x; each computes the weight's gradient of its
-    part of the rows. `keeps_scale`: keep one fp32 number a row for backward.
+    Each rank of `shard_group` holds an equal part of the last dim, and the mean is over the whole
+    dim. The ranks of `replica_group` all have the same x; each computes the weight's gradient from
+    its part of the rows. With `keeps_scale` the scale of each row, one fp32 number, is kept for
+    backward.
     """
 
     eps: float
@@ -105,14 +107,15 @@ class RmsNorm(torch.autograd.Function):
                 grad, x, weight, settings.eps, scale, weight_rows
             )
             return grad_x, grad_weight, None
-        normed = x.float()
-        wide = grad.float()
-        normed = normed * (
-            _norm_scale(normed, settings.eps, settings.shard_group) if scale is None else scale
-        )
-        grad_weight = (wide * normed).flatten(0, -2)[weight_rows].sum(0)
-        wide = wide * weight.float()
-        grad_x = (wide - normed * _mean(wide * normed, settings.shard_group)).mul_(scale)
+        wide = x.float()
+        if scale is None:
+            scale = _norm_scale(wide, settings.eps, settings.shard_group)
+        normed = wide * scale
+        wide_grad = grad.float()
+        grad_weight = (wide_grad * normed).flatten(0, -2)[weight_rows].sum(0)
+        grad_normed = wide_grad * weight.float()
+        mean = _mean(grad_normed * normed, settings.shard_group)
+        grad_x = (grad_normed - normed * mean).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
@@ -131,10 +134,10 @@ def _mean(x: torch.Tensor, shard_group: Group) -> torch.Tensor:
 
 
 class Rotary(torch.autograd.Function):
-    """The rotary embedding of x [B,S,H,D], with halves paired (i, i + D/2).
+    """The rotary embedding of x [B,S,H,D], which rotates columns i and i + D/2 as a pair.
 
-    cos and sin are [S, D/2] or [B, S, D/2] fp32. The backward is the rotation back, so nothing is
-    kept but the table.
+    cos and sin are [S, D/2] or [B, S, D/2] fp32. Backward rotates by the opposite angles, so only
+    the table is kept.
     """
 
     @staticmethod
@@ -185,9 +188,9 @@ class CausalAttention(CountedFunction):
 def apply_sinks(
     out: torch.Tensor, state: AttentionState, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, AttentionState]:
-    """Add one more logit a head, with a value of zero, to each softmax.
+    """Add the sinks to finished attention: one more logit a head, whose value vector is zero.
 
-    Attention is [B,S,H,D]; `state` begins with its log-sum-exp [B,H,S] (or [1,H,B*S]).
+    `out` is [B,S,H,D]; `state` begins with its log-sum-exp [B,H,S] (or [1,H,B*S]).
     """
     if sinks is None:
         return out, state
@@ -200,22 +203,24 @@ def apply_sinks(
 def compute_sinks_grad(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the gradient of the sinks [H], given the output and log-sum-exp they are part of.
+    """Return the gradient of the sinks [H]; `out` and `lse` already include the sinks.
 
-    It is minus their share of what each query gets from its output's gradient.
+    It is minus the sum over queries of the sink's probability times the dot product grad * out.
     """
     if sinks is None:
         return None
-    share = torch.exp(sinks.float()[:, None] - lse).transpose(1, 2).reshape(out.shape[:-1])
-    return -(share * (grad.float() * out.float()).sum(-1)).flatten(0, -2).sum(0).to(sinks.dtype)
+    sink_probs = torch.exp(sinks.float()[:, None] - lse).transpose(1, 2).reshape(out.shape[:-1])
+    dots = (grad.float() * out.float()).sum(-1)
+    return -(sink_probs * dots).flatten(0, -2).sum(0).to(sinks.dtype)
 
 
 class GatherKvHeads(torch.autograd.Function):
-    """Keys and values [T,w] of a head sharded over some ranks of a group -> the whole head [T,D].
+    """A gather of the parts [T,w] of a key and value head that ranks share -> whole heads [T,D].
 
-    Where there are more ranks than key heads, neighbours' queries read the same head. Each rank
-    projects a part of it, and the parts are gathered, so that weights, their gradients and their
-    products are sharded like all others (as in Megatron-LM); nothing is kept.
+    Where a group has more ranks than key heads, the queries of neighbouring ranks attend the same
+    head. Each of these ranks projects a part of it, and the parts are gathered, so that weights,
+    their gradients and their products are sharded like all others (as in Megatron-LM). Nothing is
+    kept for backward.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Biases of linear layers. They keep nothing for backward that others do not keep anyway.
+"""Biases of linear layers, which keep no tensor for backward that is not kept anyway.
 
 Shapes: T tokens, R routed rows, N width, E experts of this rank.
 """

@@ -1,12 +1,12 @@
 """Causal attention under context parallelism (rules.context_parallel).
 
-Queries stay on their rank; keys and values of other ranks come by. What each block of keys gives a
-query is merged by its log-sum-exp, in fp32; backward hands every block the merged output and
-log-sum-exp, so that its part of the gradients is exact without a second pass (Liu et al., arXiv
-2310.01889).
+Queries stay on their rank; keys and values of other ranks are sent to it. A query's outputs over
+the blocks of keys are merged by their log-sum-exp, in fp32; backward hands every block the merged
+output and log-sum-exp, so that the block's part of the gradients is exact without a second pass
+(Liu et al., arXiv 2310.01889).
 
 Shapes: B batch, S sequence of this rank (an early and a late chunk), H query heads, G key heads, D
-head dim; a block of keys and values lies side by side, kv [B,S,G,D+V].
+head dim, V value head dim; a block's keys and values lie side by side, kv [B,S,G,D+V].
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ from moewright.spec.layout import CpComm
 def plan_attention_blocks(
     runtime: Runtime, segments: Segments | None, window: int = 0
 ) -> BlocksBySource:
-    """Plan what the queries of a micro-batch attend on this rank.
+    """Plan the attention blocks of this rank's queries in a micro-batch, by the keys' source.
 
-    The rank's own tokens come first, then those of the other ranks in the order in which they come
-    round the ring, or of all lower and of all higher ranks where keys are gathered.
+    The rank's own keys come first. Then, in a ring, come the keys of each other rank in the order
+    of their arrival; where keys are gathered, those of all lower ranks and those of all higher
+    ones.
     """
     group = runtime.mesh.group("cp_kv")
     rank, cp = group.index, group.size
@@ -59,7 +60,7 @@ def plan_attention_blocks(
         rank=rank,
         gathered_ranks=cp if _gathers_keys(runtime) else 1,
         segments=segments,
-        window=window if cp > 1 else 0,  # alone, CausalAttention has the window
+        window=window if cp > 1 else 0,  # without CP, CausalAttention applies the window
     )
     if _gathers_keys(runtime):
         lower = planner.blocks_from(range(rank))
@@ -84,10 +85,10 @@ def attend(
     sinks: torch.Tensor | None = None,
     window: int = 0,
 ) -> torch.Tensor:
-    """Attend causally over whole sequences, of which each rank of a group holds its part.
+    """Attend causally over whole sequences, of which each CP rank holds its part.
 
-    [B,S,H,D] -> [B,S,H,V]. `sinks` are of all heads of the ranks that exchange them. Where keys
-    travel, `blocks` have the `window`.
+    [B,S,H,D] -> [B,S,H,V]. `sinks` [heads] cover the heads of all ranks that exchange heads. Where
+    keys travel, the masks of `blocks` apply the window, and `window` is not read.
     """
     kv_group = runtime.mesh.group("cp_kv")
     heads_group = runtime.mesh.group("cp_a2a")
@@ -101,11 +102,11 @@ def attend(
 
 
 def scatter_heads(runtime: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
-    """Exchange heads for tokens: a part of the heads for the tokens of all ranks that exchange.
+    """Exchange heads for tokens: each of n ranks gets 1/n of the heads, for all ranks' tokens.
 
-    [B,S,H,D] -> [B,S*n,H/n,D]. All tokens together have an early and a late chunk as those of one
-    rank have (rules.context_parallel). Where n ranks share fewer heads, each gets a copy of its
-    one: H is then the next multiple of n.
+    [B,S,H,D] -> [B,S*n,H/n,D]. The tokens of all n ranks form an early and a late chunk, as those
+    of one rank do (rules.context_parallel). Where there are fewer than n heads, each rank gets a
+    copy of the one that it needs: H is then the next multiple of n.
     """
     group = runtime.mesh.group("cp_a2a")
     n = group.size
@@ -132,9 +133,9 @@ def gather_heads(runtime: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
 
 
 class _Forward:
-    """One rank's queries [B,S,H,D], and what the keys attended so far give them.
+    """The output and log-sum-exp of one rank's queries [B,S,H,D] over the keys attended so far.
 
-    The own tokens come first.
+    The rank's own keys must be attended first.
     """
 
     def __init__(self, q_BSHD: torch.Tensor, blocks: BlocksBySource) -> None:
@@ -175,9 +176,9 @@ class _Forward:
 
 
 class _Backward:
-    """Gradients of one rank's queries, and of each block of keys.
+    """The gradients of one rank's queries, and of each block of keys.
 
-    Those of the queries are in fp32 until all keys have been attended.
+    The queries' gradients are summed in fp32 until all keys have been attended.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class _Backward:
         blocks: tuple[AttentionBlock, ...],
         kv_grads: list[torch.Tensor],
     ) -> None:
-        """Add what `compute_kv_grads` gave to the sums over all ranks."""
+        """Add the gradients that `compute_kv_grads` returned to the sums over all ranks."""
         for block, kv_grad in zip(blocks, kv_grads, strict=True):
             add_at(pack_rows(sums, self._blocks), block.keys, kv_grad)
 
@@ -227,9 +228,9 @@ class _Backward:
 class RingAttention(CountedFunction):
     """Attention whose keys and values go round the ranks of `group`.
 
-    Each block is under way while the one before is attended. In backward the fp32 sums of a block's
-    gradients follow it, a step behind, and go home last. Keeps q, k, v, the output and the
-    log-sum-exp.
+    Each block travels while the one before is attended. In backward the fp32 sums of a block's
+    gradients travel one step behind the block, and the last step brings them to the rank that owns
+    it. Keeps q, k, v, the output and the log-sum-exp.
     """
 
     @staticmethod
@@ -267,16 +268,16 @@ class RingAttention(CountedFunction):
                     sums = sums_shift.wait()
                 grads.add_kv_grads(sums, source_blocks, kv_grads)
                 sums_shift = RingShift(sums, ctx.group)
-            assert sums_shift is not None  # a ring has ranks
+            assert sums_shift is not None  # a ring has at least one step
             return *grads.result(sums_shift.wait()), grad_sinks, None, None
 
 
 def _ring(
     kv: torch.Tensor, blocks: BlocksBySource, group: Group
 ) -> Iterator[tuple[tuple[AttentionBlock, ...], torch.Tensor]]:
-    """Yield the keys of all ranks with their blocks as they come by, the own ones first.
+    """Yield each rank's blocks with its keys and values, the own ones first, then as they arrive.
 
-    The next ones are asked for before these are used.
+    The exchange of the next ones starts before these are used.
     """
     for step, source_blocks in enumerate(blocks, 1):
         shift = RingShift(kv, group) if step < group.size else None
@@ -286,7 +287,7 @@ def _ring(
 
 
 class AllGatherAttention(CountedFunction):
-    """Attention for which every rank gathers all keys and values, in backward once more.
+    """Attention for which every rank gathers all keys and values, and again in backward.
 
     The gradients of all blocks are summed and scattered in fp32. Keeps q, k, v, the output and the
     log-sum-exp, not what was gathered.

@@ -1,4 +1,4 @@
-"""The routed experts of a layer, those of this rank and replicas of others.
+"""The routed experts of a layer: this rank's own experts and replicas of other ranks' experts.
 
 Shapes: R routed rows, H hidden, E experts.
 """
@@ -22,11 +22,11 @@ from moewright.spec.ledger import Module
 
 
 class RoutedExperts(nn.Module):
-    """The routed experts, or the part of each, that this rank holds.
+    """The routed experts that this rank holds, whole or as ETP shards.
 
     Rows [R,H] sorted by slot, weights [R] -> weighted outputs [R,H], to be summed over ETP. `slots`
-    has the expert of every slot of all ranks. Replicas, in the last slots here, are no parameters:
-    they equal the parameters of another rank.
+    gives the expert of every slot of all ranks. Replicas, in the last slots of this rank, are not
+    parameters: they equal the parameters of another rank.
     """
 
     ledger_module = Module.EXPERTS
@@ -72,7 +72,7 @@ class RoutedExperts(nn.Module):
         if self.replicas is None:
             return self._run_experts(rows_RH, weights_R, ends_E, _own_weight)
         own_ends = ends_E[: self._own_experts]
-        # The host waits: rows of replicas are products of their own.
+        # Replicas have products of their own, so the host must know where their rows begin.
         own_rows = int(own_ends[-1])
         own_out = self._run_experts(rows_RH[:own_rows], weights_R[:own_rows], own_ends, _own_weight)
         replica_out = self._run_experts(

@@ -24,8 +24,8 @@ class TransformerLayer(nn.Module):
         is_latent = model.attention.kind is AttentionKind.MLA
         self._runtime = runtime
         self._recomputes_norms = runtime.recomputes(Recompute.LAYERNORM)
-        # Fused into the QKV projection for GQA in the stacks that the rules are held against: only
-        # MLA recomputes it.
+        # The stacks that the rules are compared with fuse this norm into the QKV projection of GQA:
+        # only MLA recomputes it.
         self._recomputes_input_norm = is_latent and self._recomputes_norms
         self.input_norm = Norm(
             runtime,
@@ -49,7 +49,7 @@ class TransformerLayer(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Return the new hidden state; after a MoE layer, its auxiliary losses and counts too.
 
-        `decisions` are those of the checkpointed block that this is part of, None outside of one.
+        `decisions` belong to the checkpointed block around this layer; None where there is none.
         """
         runtime = self._runtime
         manager = runtime.saved_tensors

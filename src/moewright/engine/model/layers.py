@@ -50,7 +50,8 @@ _TP_COLUMNS: Sharding = (("tp", 1),)
 def hidden_replica_group(runtime: Runtime) -> Group | None:
     """Return the ranks that have the same hidden states as this one.
 
-    They are those of the TP group, without sequence parallelism.
+    Without sequence parallelism that is the TP group; with it each rank has tokens of its own, and
+    there is none.
     """
     return None if runtime.mesh.layout.sp else runtime.mesh.group("tp")
 
@@ -58,7 +59,7 @@ def hidden_replica_group(runtime: Runtime) -> Group | None:
 class Weight(nn.Module):
     """This rank's part of a named tensor `weight` of a global `shape`.
 
-    It is on the meta device until the flat buffers own it. Whoever takes `weight` calls
+    It is on the meta device until the flat buffers own it. Reading `weight` calls
     `ensure_ready` first: its values may still be on their way from other ranks. `row_indices` as in
     TensorPlacement.
     """
@@ -102,9 +103,10 @@ class Vector(Weight):
 class Norm(Weight):
     """An RMSNorm over the last dim, which may be sharded over TP.
 
-    With `recompute` it keeps its input alone. Without sequence parallelism the ranks of a TP group
-    norm the same hidden states (not queries and keys, whose heads are sharded): each then computes
-    its part of the weight's gradient, which is summed over them as with it.
+    With `recompute` it keeps only its input for backward. `on_hidden_states` tells it from a norm
+    of queries and keys, whose heads are sharded: without sequence parallelism the ranks of a TP
+    group norm the same hidden states, so each computes a part of the weight's gradient, and the
+    parts are summed over the group, as they are with sequence parallelism.
     """
 
     ledger_module = Module.NORM
@@ -134,10 +136,10 @@ class Norm(Weight):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionContext:
-    """What attention knows of a micro-batch of `sequences` sequences, one after the other.
+    """The inputs of attention that all layers share in a micro-batch of `sequences` sequences.
 
-    `blocks` say what each query attends, `window_blocks` what it attends in layers with a sliding
-    window; cos and sin [S, D/2] or [sequences, S, D/2] fp32 are the rotation of each position.
+    Its tokens lie sequence after sequence. `blocks` say what each query attends, `window_blocks`
+    what it attends in layers with a sliding window; cos and sin [S, D/2] or [sequences, S, D/2] fp32 are the rotation of each position.
     `first_sequence` is the number of the first sequence over all of training; None in evaluation.
     """
 
@@ -157,8 +159,8 @@ class AttentionContext:
 class AttentionContextBuilder:
     """A builder of attention contexts, with the rotary table that they share.
 
-    The table, cos and sin [S, D/2] fp32, is of the positions that this rank holds of a sequence; of
-    all positions where documents restart them.
+    The table, cos and sin [S, D/2] fp32, covers the positions that this rank holds of a sequence,
+    or all positions where they restart in every document.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -183,7 +185,7 @@ class AttentionContextBuilder:
     def build(
         self, sequences: int, segments: Segments | None, first_sequence: int | None
     ) -> AttentionContext:
-        """Build the context of a micro-batch whose documents are `segments`, None for one each."""
+        """Build the context of a micro-batch; `segments` None means one document per sequence."""
         blocks, window_blocks = self._full_blocks
         cos, sin = self.cos, self.sin
         if segments is not None:
@@ -341,7 +343,7 @@ class Mlp(nn.Module):
         self._runtime = runtime
         if kind is Module.DENSE_MLP:
             self._recomputes = runtime.recomputes(Recompute.MLP)
-        else:  # a recomputed MoE block computes it again as a part of itself
+        else:  # a recomputed MoE block recomputes its shared experts anyway
             self._recomputes = runtime.recomputes(
                 Recompute.SHARED_EXPERTS
             ) and not runtime.recomputes(Recompute.MOE)
@@ -363,7 +365,7 @@ class Mlp(nn.Module):
         return (self._run_second(x_tH, self._run_first(x_tH)),)
 
     def _run_first(self, x_tH: torch.Tensor) -> torch.Tensor:
-        """Compute up to the activation."""
+        """Run the first linear and the activation."""
         runtime = self._runtime
         (hidden,) = ColumnParallelLinear.apply(
             x_tH,
@@ -374,7 +376,7 @@ class Mlp(nn.Module):
         return SwiGlu.apply(self.gate_up.add_bias(hidden), None, runtime.kernels)
 
     def _run_second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        """Compute from the activation of `x` on."""
+        """Run the second linear on the activation; `x_tH`, the MLP's input, is for subclasses."""
         runtime = self._runtime
         out = RowParallelLinear.apply(
             active, self.down.weight, runtime.mesh.tensor_parallel, runtime.weight_grads
@@ -383,7 +385,7 @@ class Mlp(nn.Module):
 
 
 class VocabTable(Weight):
-    """A table of a row of width H for each token id, sharded over TP."""
+    """A table with one row of width H per token id, sharded over TP."""
 
     def __init__(self, runtime: Runtime) -> None:
         model = runtime.model
@@ -424,8 +426,7 @@ def compute_token_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the negative log-likelihood [T] in fp32, 0 where target < 0, and this rank's logits.
 
-    The logits [T,V] are those under the projection; under recompute=loss there are none, [0],
-    unless they are needed.
+    The logits are [T,V]; under recompute=loss they are not kept, and are [0] unless `needs_logits`.
     """
     shard = table.vocab_shard
     with runtime.counters.scopes.enter(Module.HEAD):

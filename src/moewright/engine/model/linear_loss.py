@@ -1,10 +1,12 @@
-"""The head's product and its loss in one, for recompute=loss.
+"""The output projection and its cross-entropy in one operation, for recompute=loss.
 
-Logits are computed a few columns at a time, twice. A chunk is some rows of the projection, so some
-columns of the logits. Split that way a chunk's part of the weight's gradient is complete at once,
-and what is summed over chunks is as wide as the hidden state, not as the vocabulary. Shapes: t of
-the T tokens of the group are this rank's between blocks; K width, V this rank's rows of the
-projection, P those of a chunk.
+Logits are computed a few columns at a time, once in forward and once more in backward. A chunk is
+some rows of the projection, so some columns of the logits. Split that way, a chunk's part of the
+weight's gradient is complete at once, and the sum over chunks is as wide as the hidden state, not
+as the vocabulary.
+
+Shapes: t of the T tokens of the group are this rank's between blocks; K width, V this rank's rows
+of the projection, P the rows of a chunk.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from moewright.engine.model.vocab_parallel import VocabShard
 
 
 def _split_shard(shard: VocabShard, rows: int, max_rows: int) -> Iterator[tuple[slice, VocabShard]]:
-    """Split the rows of the projection in chunks of `max_rows`, each with its ids.
+    """Yield chunks of at most `max_rows` rows of the projection, each with its part of the shard.
 
-    Padding is among the rows.
+    `rows` counts the padding too.
     """
     for start in range(0, rows, max_rows):
         stop = min(start + max_rows, rows)
@@ -37,9 +39,9 @@ class LinearCrossEntropy(CountedFunction):
     """Negative log-likelihood [T] fp32 of targets [T] under logits x w^T, x [t,K] and w [V,K].
 
     It is 0 where the target is negative. No more than `max_columns` columns of the logits exist at
-    once. Keeps x as it came, the targets and the log of the partition sum [T]. The weight's
-    gradient comes with that of x, also where a schedule would have it later: it would need all
-    logits a third time.
+    once. Keeps x [t,K], the targets and the log of the partition sum [T]. The weight's gradient is
+    computed with that of x, also under a schedule that defers weight gradients: deferred, it would
+    need all logits a third time.
     """
 
     @staticmethod
@@ -62,8 +64,8 @@ class LinearCrossEntropy(CountedFunction):
         # The sum of exp(logit - max), and the target's logit.
         sums = torch.zeros(2, tokens, device=x_TK.device)
         for rows, chunk in _split_shard(shard, len(w_VK), max_columns):
-            # Padding is multiplied as in a product with all rows, so that every rank of the group
-            # does the same.
+            # Padding rows are multiplied too, as in a product without chunks, so that every rank of
+            # the group does the same work.
             logits_TP = matmul(x_TK, w_VK[rows].T)[:, : chunk.size]
             if not chunk.size:
                 continue

@@ -1,4 +1,4 @@
-"""What the model takes: this rank's part of a micro-batch."""
+"""The input of the model: this rank's part of a micro-batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ IGNORED_TARGET = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Inputs and targets [mbs, seq_len / cp] int64 of this rank; a target below 0 is none.
+    """Inputs and targets [mbs, seq_len / cp] int64 of this rank; a target below 0 has no loss.
 
-    `mtp` has the inputs and targets of each MTP depth, another token further ahead each. `segments`
-    are those of the micro-batch before CP splits it, whose tokens attend only each other; None
-    where they are whole sequences.
+    `mtp` has the inputs and targets of each MTP depth, each depth one token further ahead than the
+    one before. `segments` are the packed documents of the micro-batch before CP splits it, whose
+    tokens attend only each other; None where every sequence is one segment.
     """
 
     inputs: torch.Tensor
@@ -36,7 +36,7 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Build this rank's part of whole sequences.
 
-    For the MTP depths a token follows another one only within a segment.
+    The shifts for the MTP depths stay within a segment: none takes a token of the next one.
     """
 
     def take_local(x_BS: torch.Tensor) -> torch.Tensor:

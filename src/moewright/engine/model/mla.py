@@ -34,8 +34,8 @@ from moewright.spec.ledger import Module
 class LatentAttention(nn.Module):
     """Latent attention: [t,H] -> [t,H].
 
-    Latents are computed on every rank for its own tokens, then gathered; heads are sharded over TP.
-    Without sequence parallelism every rank computes those of all tokens.
+    Every rank computes the latents of its own tokens, then gathers them; heads are sharded over TP.
+    Without sequence parallelism every rank computes the latents of all tokens.
     """
 
     ledger_module = Module.ATTENTION
@@ -99,7 +99,8 @@ class LatentAttention(nn.Module):
     def _expand_queries(self, x_tQ: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Expand [t,Q] to [B,S,h,D].
 
-        The last R of D are rotated, all scaled as yarn asks; heads are exchanged where CP does so.
+        The last R columns of D are rotated, and all are scaled where yarn asks for it; CP may then
+        exchange heads for tokens (`scatter_heads`).
         """
         runtime = self._runtime
         spec = self._spec
@@ -134,7 +135,8 @@ class LatentAttention(nn.Module):
     def _rotate(self, x_BShR: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Rotate by position.
 
-        Interleaved pairs (2i, 2i + 1) are laid apart first, as queries and keys both are.
+        Interleaved pairs (2i, 2i + 1) are first moved to columns i and i + R/2. That changes no
+        attention score, for it is done to queries and keys alike.
         """
         if self._spec.rope.interleaved:
             x_BShR = x_BShR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -56,7 +56,7 @@ class SharedExperts(Mlp):
         return out_tH * torch.sigmoid(gate)
 
     def split(self, x_tH: torch.Tensor) -> SplitSharedExperts:
-        """Split the work in two parts, each to be run when there is time for it."""
+        """Split the work in two parts, so that each can overlap with communication."""
         run_first = partial(self._run_first, x_tH)
         run_second = partial(self._run_second, x_tH)
         return SplitSharedExperts(self._runtime, run_first, run_second)
@@ -65,7 +65,7 @@ class SharedExperts(Mlp):
 class SplitSharedExperts:
     """Shared experts that run in two calls, `run_first` and `run_second`.
 
-    Then they have an `output`.
+    After both, `output` hands over the result.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class SplitSharedExperts:
 
 
 class SlotAssigner:
-    """What assigns rows to slots: an expert in several slots has its rows dealt to them.
+    """An assigner that deals each expert's rows to the slots that hold the expert, by turns.
 
-    Where experts are, rules.expert_placement says: `slots` has the expert of every slot.
+    `slots` gives the expert of every slot of all ranks (rules.expert_placement).
     """
 
     def __init__(self, runtime: Runtime, slots: Sequence[int], experts: int) -> None:
@@ -108,7 +108,7 @@ class SlotAssigner:
         max_slots = max(map(len, slots_by_expert))
         no_slot = len(slots)
         padded = [own + own[:1] * (max_slots - len(own)) for own in slots_by_expert]
-        # By expert, and of E, which stands for none.
+        # A row of slots per expert, then one for id E: a dropped row has no slot.
         table = torch.tensor([*padded, [no_slot] * max_slots])
         self._slots_by_expert = table.to(runtime.device)
         counts = [*map(len, slots_by_expert), 1]
@@ -125,15 +125,18 @@ class SlotAssigner:
         counts = count_ids(flat, self._experts + 1)
         order = flat.argsort(stable=True)
         starts = (counts.cumsum(0) - counts)[flat[order]]
-        # The place of each row among those of its expert.
+        # The index of each row among the rows of its expert.
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device) - starts
-        # Each rank starts at a slot of its own, so that the remainders do not meet in one.
+        # Each rank starts at another slot, so that the ranks' remainders do not add up in one.
         turn = (place + self._ep_rank) % self._slot_counts[flat]
         return self._slots_by_expert[flat, turn].view_as(experts_Tk)
 
     def sum_by_expert(self, sent_counts: torch.Tensor) -> torch.Tensor:
-        """Return rows sent to each expert instead of to each slot, and what follows them."""
+        """Sum the rows sent to the slots of each expert; the copy counts after them stay.
+
+        `sent_counts` as in TokenDispatcher, with slots for experts.
+        """
         slots = len(self._expert_of_slot)
         rows, copies = sent_counts.split((slots, len(sent_counts) - slots))
         by_expert = rows.new_zeros(self._experts).scatter_add_(0, self._expert_of_slot, rows)
@@ -143,7 +146,7 @@ class SlotAssigner:
 class LatentProjection(torch.nn.Module):
     """The projections into the space that the routed experts work in, and back.
 
-    [T,H] -> [T,L] -> [T,H], each rank its own tokens.
+    [T,H] -> [T,L] -> [T,H]; each rank projects its own tokens.
     """
 
     ledger_module = Module.EXPERTS
@@ -195,9 +198,9 @@ class MoeLayer(torch.nn.Module):
         decisions: RoutingDecisions | None,
         first_sequence: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the layer.
+        """Run the layer; return its output, the auxiliary losses and the sent counts.
 
-        `decisions` are those of the checkpointed block that this is part of, None outside of one.
+        `decisions` belong to the checkpointed block around this layer; None where there is none.
         `first_sequence` as in AttentionContext.
         """
         if self._runtime.recomputes(Recompute.MOE):
@@ -234,9 +237,9 @@ class MoeLayer(torch.nn.Module):
 
     @torch.no_grad()
     def _drop_over_capacity(self, selection: ExpertSelection) -> torch.Tensor:
-        """Return the ids [T,k], E where capacity leaves no room.
+        """Return the ids [T,k], with E where an expert's capacity leaves no room.
 
-        Dropped weights are not made up for by the others.
+        The weights of a token's other experts are not scaled up for a dropped one.
         """
         layout = self._runtime.mesh.layout
         if not layout.capacity:
@@ -268,7 +271,7 @@ class MoeLayer(torch.nn.Module):
 
 
 def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispatcher:
-    """Build the dispatcher of a layer with so many slots for experts."""
+    """Build the dispatcher of a layer whose ranks have `slots` slots for experts together."""
     mesh = runtime.mesh
     layout = mesh.layout
     kernels = runtime.kernels
@@ -305,9 +308,10 @@ def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispa
 
 
 def _forced_counts(runtime: Runtime, spec: MoeSpec) -> ForcedCounts | None:
-    """Return what is sent where experts are taken in turn and lie so.
+    """Return a function that counts the sent rows where forced routing fixes their number.
 
-    None where they do not, or where it depends on which rows a capacity drops.
+    It does where experts are taken round-robin and placed contiguously. Return None elsewhere, and
+    where the counts depend on which rows a capacity drops.
     """
     layout = runtime.mesh.layout
     training = runtime.workload.router

@@ -26,7 +26,7 @@ from moewright.spec.ledger import Module
 class _GatherColumns(torch.autograd.Function):
     """Each rank's columns [T,h] -> all of them [T,H], the same on every rank.
 
-    The gradient that comes back is the same on every rank, too.
+    The gradient of the output is the same on every rank too.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class MtpDepth(nn.Module):
         context: AttentionContext,
         recomputes: bool,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the depth; `recomputes`: a checkpoint of full recompute covers it, and no more."""
+        """Run the depth, under full recompute (`recomputes`) as a checkpoint of its own."""
         counters = self._runtime.counters
         with counters.scopes.enter(Module.MTP):
             if not recomputes:
@@ -91,8 +91,8 @@ class MtpDepth(nn.Module):
     def _project(self, joined_tH2: torch.Tensor) -> torch.Tensor:
         """Project [t,2H] to [t,H].
 
-        Each rank computes its columns for all tokens; the ranks then trade columns for tokens, or,
-        as all need all tokens without sequence parallelism, gather them.
+        Each rank computes its columns for all tokens; the ranks then exchange columns for tokens.
+        Without sequence parallelism every rank needs all tokens, and they gather the columns.
         """
         tp = self._runtime.mesh.tensor_parallel
         tp_group = tp.group
@@ -105,5 +105,5 @@ class MtpDepth(nn.Module):
             return _GatherColumns.apply(columns, tp_group)
         tokens = len(joined_tH2)
         splits = [tokens] * tp_group.size
-        traded = all_to_all(columns, tp_group, send=splits, receive=splits)
-        return traded.view(tp_group.size, tokens, -1).transpose(0, 1).flatten(1)
+        exchanged = all_to_all(columns, tp_group, send=splits, receive=splits)
+        return exchanged.view(tp_group.size, tokens, -1).transpose(0, 1).flatten(1)

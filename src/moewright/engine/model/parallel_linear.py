@@ -1,10 +1,10 @@
-"""Matrix products of the model, of the router and of the experts.
+"""Linear layers: column-parallel, row-parallel and replicated ones, the router and the experts.
 
-Those of the model are split by columns or rows over a tensor-parallel group. Tensor parallelism
-with sequence parallelism (Korthikanti et al. 2022): between blocks a rank holds t of the T tokens
-of its group. A column product gathers them, a row product sums over the ranks and leaves each its t
-again; backward does the transposed. Without sequence parallelism t is T, and the sums stay whole.
-In a group of one nothing moves.
+Column- and row-parallel layers are split over a tensor-parallel group, with sequence parallelism as
+in Korthikanti et al. 2022: between blocks a rank holds t of the T tokens of its group. A
+column-parallel layer gathers them; a row-parallel layer sums over the ranks and leaves each rank
+its t tokens; backward does the transpose. Without sequence parallelism t is T, and every rank keeps
+the whole sum. A group of one rank communicates nothing.
 
 Shapes: t, T tokens as above, K in, N out, R routed rows, E experts.
 """
@@ -28,7 +28,7 @@ InputNoise = Callable[[], torch.Tensor]
 class ColumnParallelLinear(CountedFunction):
     """y_i [T,N_i] = x w_i^T for x [t,K] and each w_i [N_i,K], this rank's output columns.
 
-    Keeps x as it came, [t,K]; backward gathers it again, as Megatron-LM does.
+    Keeps x [t,K], not the gathered x; backward gathers it again, as Megatron-LM does.
     """
 
     @staticmethod
@@ -104,8 +104,8 @@ class RowParallelLinear(CountedFunction):
 class RouterLinear(CountedFunction):
     """Router logits [T,E] in `dtype` from activations and weights of the compute dtype.
 
-    Keeps x as it came. `noise` makes factors [T,K] of x, or is None for none; backward makes them
-    again.
+    Keeps x in the compute dtype. `noise` draws factors [T,K] that x is multiplied by, None for no
+    noise; backward draws the same factors again.
     """
 
     @staticmethod
@@ -138,10 +138,10 @@ def _apply_noise(x_TK: torch.Tensor, noise: InputNoise | None) -> torch.Tensor:
 
 
 class ReplicatedLinear(CountedFunction):
-    """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x as it came.
+    """y [T,N] = x w^T with w [N,K] whole on every rank, in the compute dtype; keeps x.
 
-    The ranks of `replica_group` all have the same x and the same gradient of y; each gives an equal
-    share of the weight's gradient.
+    The ranks of `replica_group` all have the same x and the same gradient of y; each contributes an
+    equal share of the weight's gradient.
     """
 
     @staticmethod
@@ -171,7 +171,7 @@ class ReplicatedLinear(CountedFunction):
 class GroupedLinear(CountedFunction):
     """y [R,N]: rows of expert e times w[e]^T, w [E,N,K]; keeps x.
 
-    `ends` [E] int32 are the running ends of the groups.
+    `ends` [E] int32 are the running ends of the groups: the cumulative sums of their row counts.
     """
 
     @staticmethod

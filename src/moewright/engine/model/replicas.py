@@ -1,9 +1,9 @@
-"""Replicas of hot experts, which equal the weights of another rank's experts.
+"""Replicas of hot experts: copies of the weights of experts that other ranks own.
 
-Their gradients are sent home to those. They are no parameters. Once a step, before gradients are
-reduced, a replica's gradient is sent to the rank whose own the expert is and added to its gradient
-there; after the update that rank sends the new weights. So master weights, moments, gradient norm
-and checkpoints know every expert once, on the rank that holds it without replicas too.
+Replicas are not parameters. Once a step, before gradients are reduced, a replica's gradient is sent
+to the expert's owner and added to the expert's gradient there; after the update the owner sends the
+new weights. So master weights, moments, gradient norm and checkpoints know every expert once, on
+its owner: the rank that also holds it without replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from moewright.spec.ledger import Component, MemoryRow, Module
 
 
 class ExpertReplicas:
-    """The replicas in a rank's `spare` slots, of experts whose weights and biases are `parts`."""
+    """The replicas in the `spare` slots of a rank.
+
+    `parts` are the weights and biases of the experts that the rank owns; each has its replicas.
+    """
 
     def __init__(
         self, runtime: Runtime, parts: Sequence[Weight], exchange: ReplicaExchange, spare: int
@@ -42,7 +45,7 @@ class ExpertReplicas:
             weight.register_post_accumulate_grad_hook(self._make_hook(number))
 
     def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        """Make the hook that accumulates the gradient of a part and lets go of it."""
+        """Make the hook that adds a part's new gradient to the step's sum and frees it."""
 
         def accumulate(weight: torch.Tensor) -> None:
             if weight.grad is None:
@@ -70,9 +73,10 @@ class ExpertReplicas:
         self._parts_without_grad = set(range(len(self.parts)))
 
     def send_gradients(self, grads: Sequence[torch.Tensor]) -> None:
-        """Send the gradients of others' experts to their owners.
+        """Send the replicas' gradients to the owners of their experts.
 
-        What the replicas of this rank's own experts were given is added to `grads`.
+        The gradients that other ranks' replicas of this rank's experts got are added to `grads`,
+        one tensor for each of `parts`.
         """
         exchange = self._exchange
         for number, (grad, own_grad) in enumerate(zip(self._grads, grads, strict=True)):
@@ -81,13 +85,13 @@ class ExpertReplicas:
             received = all_to_all(
                 grad, self._group, send=exchange.receive_counts, receive=exchange.send_counts
             )
-            # In their order: a scatter would not keep to it.
+            # One by one in a fixed order, which a scatter-add would not keep.
             for row, slot in zip(received, exchange.sent_slots, strict=True):
                 own_grad[slot].add_(row)
 
     @torch.no_grad()
     def fetch_weights(self) -> None:
-        """Fetch the weights from the ranks whose own these experts are."""
+        """Fetch the replicas' weights from the owners of their experts."""
         exchange = self._exchange
         for weight, part in zip(self._weights, self.parts, strict=True):
             sent = part.weight.detach()[self._sent_slots]
@@ -97,7 +101,7 @@ class ExpertReplicas:
             weight.copy_(received)
 
     def memory_rows(self) -> list[MemoryRow]:
-        """Return the bytes of weights and gradients."""
+        """Return the bytes of the replicas' weights and gradients."""
         weight_bytes = sum(weight.nbytes for weight in self._weights)
         grad_bytes = sum(grad.nbytes for grad in self._grads)
         return [

@@ -17,10 +17,10 @@ def rope_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """Return the angles per position [dim/2] fp64, and the factor on cos and sin.
 
-    linear divides all by `factor`. yarn (Peng et al., arXiv 2309.00071) divides those that turn
-    less than `beta_slow` times over the original context, keeps those above `beta_fast`, and blends
-    between; `rounded` says whether the blend's bounds are whole dims. llama3 does so by wavelength,
-    between its low and high frequency factors.
+    linear divides all frequencies by `factor`. yarn (Peng et al., arXiv 2309.00071) divides those
+    that turn less than `beta_slow` times over the original context, keeps those above `beta_fast`,
+    and blends between; `rounded` says whether the blend's bounds are rounded to whole dims. llama3
+    blends by wavelength, between its low and high frequency factors.
     """
     plain = spec.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if spec.scaling == "linear":

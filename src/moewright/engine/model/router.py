@@ -28,9 +28,9 @@ from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec, ScoreFunction
 from moewright.spec.workload import DropPolicy, LossSpec, RouterAssignment, RouterDtype, RouterForce
 
-_MIN_COLUMN_SUM = 1e-290  # under sums of exponentials in fp64, all of which may have vanished
-_SINKHORN_TOLERANCE = 1e-4  # the scales move by less, on average, at the end (Megatron-LM)
-# Beyond, an expert that no token prefers keeps the scales moving by less and less.
+_MIN_COLUMN_SUM = 1e-290  # added to sums of fp64 exponentials, which may all have underflowed
+_SINKHORN_TOLERANCE = 1e-4  # mean relative change of converged scales (Megatron-LM)
+# A bound: an expert that no token prefers keeps the scales moving, by less and less.
 _MAX_ITERATIONS = 10_000
 
 
@@ -38,7 +38,8 @@ _MAX_ITERATIONS = 10_000
 class ExpertSelection:
     """The experts of every token.
 
-    ids [T,k] int64, weights [T,k] and scores [T,E] in the logits' dtype, counts [E] int64.
+    `experts` [T,k] int64 are their ids, `weights` [T,k] and `scores` [T,E] are in the logits'
+    dtype, and `counts` [E] int64 are the rows of each expert.
     """
 
     experts: torch.Tensor
@@ -47,12 +48,13 @@ class ExpertSelection:
     counts: torch.Tensor
 
     def drop_over_capacity(self, rows: int, policy: DropPolicy) -> torch.Tensor:
-        """Return the ids [T,k] with E where an expert already has `rows` rows.
+        """Return the ids [T,k] with E in place of each row beyond an expert's first `rows` rows.
 
-        Weights of the others stay as they are.
+        DropPolicy.PROBS keeps the rows of the highest weights, otherwise those of the first slots.
+        The weights of the kept rows do not change.
         """
         flat = self.experts.flatten()
-        extent = len(self.counts)
+        dropped_id = len(self.counts)
         slots = torch.arange(len(flat), device=flat.device)
         preferred = slots
         if policy is DropPolicy.PROBS:
@@ -63,7 +65,7 @@ class ExpertSelection:
         is_over = slots - starts[flat[order]] >= rows
         # A mask: the host need not know how many are dropped.
         is_dropped = torch.empty_like(is_over).scatter_(0, order, is_over)
-        return flat.masked_fill(is_dropped, extent).view_as(self.experts)
+        return flat.masked_fill(is_dropped, dropped_id).view_as(self.experts)
 
 
 def select_experts(
@@ -88,8 +90,8 @@ def sinkhorn(logits_TE: torch.Tensor, iterations: int) -> torch.Tensor:
     """Scale rows and columns of exp(logits) [T,E] fp64 to sums of 1 and of T / E.
 
     They are scaled by turns `iterations` times, or until the scales converge where that is 0
-    (docs/formulas.md 4). A row's maximum is taken off its logits first, which its scale makes up
-    for, so that nothing overflows.
+    (docs/formulas.md 4). Each row's maximum is subtracted from its logits first, so that nothing
+    overflows; the row's scale makes up for it.
     """
     wide = logits_TE.double()
     kernel = (wide - wide.amax(1, keepdim=True)).exp()
@@ -126,9 +128,10 @@ def z_loss(logits_TE: torch.Tensor, token_group: Group) -> torch.Tensor:
 
 
 def aux_loss_coefficients(loss: LossSpec) -> tuple[float, float, float, float]:
-    """Return the coefficients of a router's auxiliary losses, in the order in which it has them.
+    """Return the coefficients of a router's auxiliary losses, in the order of these losses.
 
-    They are over micro-batch, sequences, global batch; z.
+    They are of the balance losses over the micro-batch, each sequence and the global batch, then of
+    the z-loss.
     """
     return loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff, loss.z_coeff
 
@@ -155,7 +158,8 @@ class Router(Weight):
         self.bias = Vector(runtime, experts) if self._spec.logit_bias else None
         is_fp64 = self._training.router_dtype is RouterDtype.FP64
         self._dtype = torch.float64 if is_fp64 else torch.float32
-        # Rows to each expert in this step, on all ranks, and the passes that they are of.
+        # The rows to each expert so far in this step, on all ranks, and the number of forward
+        # passes that routed them.
         self._step_counts = torch.zeros(experts, dtype=torch.int64, device=device)
         self._passes = 0
         self.selection_bias: torch.Tensor | None = None
@@ -170,7 +174,7 @@ class Router(Weight):
     ) -> tuple[ExpertSelection, torch.Tensor]:
         """Select experts and compute the auxiliary losses.
 
-        `decisions` are those of the checkpointed block that this is part of, None outside of one.
+        `decisions` belong to the checkpointed block around this layer; None where there is none.
         `first_sequence` as in AttentionContext.
         """
         runtime = self._runtime
@@ -200,13 +204,13 @@ class Router(Weight):
     def _draw_noise(self, first_sequence: int, tokens: int, width: int) -> torch.Tensor:
         """Draw factors [T,H] fp32 of the router's input in training.
 
-        They depend on the number of the token over all of training.
+        A token's factors depend on its number over all of training, not on the layout.
         """
         runtime = self._runtime
         layout = runtime.mesh.layout
         eps = self._training.jitter_eps
         positions = runtime.positions
-        # A TP group shares a list of tokens.
+        # With sequence parallelism the ranks of a TP group split one list of tokens.
         group_tokens = tokens * (layout.tp if layout.sp else 1)
         start = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
         sequences = first_sequence + torch.arange(group_tokens // len(positions))
@@ -219,7 +223,7 @@ class Router(Weight):
     def _assign_by_sinkhorn(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the experts [t,k] that Sinkhorn gives this rank's tokens.
 
-        It runs over all of the micro-batch: every rank that shares it computes the same scales.
+        It runs over the whole micro-batch: every rank that holds a part computes the same scales.
         """
         token_group = self._runtime.mesh.group("tp_cp")
         gathered = all_gather_rows(logits, token_group)
@@ -236,7 +240,7 @@ class Router(Weight):
     def update_selection_bias(self, counts_E: torch.Tensor) -> None:
         """Move the selection bias towards an even load (docs/formulas.md 4).
 
-        The counts are everyone's, of a global batch.
+        `counts_E` [E] are the rows of each expert on all ranks in a global batch.
         """
         if self.selection_bias is not None:
             load = counts_E.to(self.selection_bias)
@@ -264,8 +268,8 @@ class Router(Weight):
     def _compute_shares(self, selection: ExpertSelection) -> tuple[torch.Tensor, ...]:
         """Return the share of routed rows that each expert got, for each balance loss that is on.
 
-        They are of the micro-batch [E], of each token's sequence [T,E], of the global batch so far
-        [E].
+        The shares are those of the micro-batch [E], of each token's sequence [T,E] and of the
+        global batch so far [E].
         """
         loss = self._runtime.workload.loss
         mesh = self._runtime.mesh
@@ -287,10 +291,10 @@ class Router(Weight):
     def _compute_sequence_shares(
         self, selection: ExpertSelection, token_group: Group
     ) -> torch.Tensor:
-        """Return the shares of each token's sequence.
+        """Return the experts' shares over each token's sequence: [T,E].
 
-        A TP group shares a list of tokens, sequence after sequence; each CP rank has a part of
-        every sequence.
+        With sequence parallelism the ranks of a TP group split one list of tokens, sequence after
+        sequence; each CP rank has a part of every sequence.
         """
         runtime = self._runtime
         layout = runtime.mesh.layout
@@ -308,9 +312,9 @@ class Router(Weight):
 
     @torch.no_grad()
     def _force_experts(self, tokens: int, experts: int) -> torch.Tensor | None:
-        """Return the experts that a benchmark gives its tokens, [T,k].
+        """Return the forced experts [T,k] of a benchmark, None where routing is not forced.
 
-        They come in turn, or by a noisy fixed preference.
+        They are taken round-robin, or by a fixed preference with noise.
         """
         training = self._training
         top_k = self._spec.top_k
@@ -318,7 +322,7 @@ class Router(Weight):
         if training.force is RouterForce.NONE:
             return None
         if training.force is RouterForce.BALANCED:
-            # The dispatcher counts on this order where it does not look at the counts.
+            # ForcedCounts relies on this order: the host then knows the counts by itself.
             slots = torch.arange(tokens * top_k, device=device)
             return (slots % experts).view(tokens, top_k)
         generator = torch.Generator().manual_seed(self._runtime.workload.seed + self.layer_number)
@@ -333,7 +337,7 @@ def list_routers(model: torch.nn.Module) -> tuple[Router, ...]:
 
 
 def selection_bias_shards(model: torch.nn.Module) -> list[LocalShard]:
-    """Return the selection biases of a model, as what a checkpoint holds of them."""
+    """Return the selection biases of a model as the shards that a checkpoint stores."""
     shards = []
     for router in list_routers(model):
         bias = router.selection_bias

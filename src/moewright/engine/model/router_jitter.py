@@ -1,6 +1,6 @@
-"""Noise that depends on what it is for, not on where or when it is drawn.
+"""Random noise whose values depend on a token's number, not on where or when they are drawn.
 
-So it is the same in any layout and in any recomputation.
+So the noise is the same in any layout and in any recomputation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-_BITS = 24  # of a uniform number in fp32
+_BITS = 24  # significant bits of an fp32 number
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,10 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 @torch.no_grad()
 def uniform_noise(numbers_T: torch.Tensor, width: int, *, seed: int, stream: int) -> torch.Tensor:
-    """Draw [T,width] fp32 in [0, 1): row t depends on numbers[t] int64, seed and stream alone."""
+    """Draw uniform fp32 [T,width] in [0, 1); row t depends on numbers[t], seed and stream alone.
+
+    `numbers_T` [T] int64 tells the tokens apart.
+    """
     key = _mix(_mix(torch.tensor(seed, device=numbers_T.device)) ^ stream) + _GOLDEN
     rows_T = _mix(_mix(numbers_T + key) ^ key)
     columns = torch.arange(1, width + 1, device=numbers_T.device) * _GOLDEN

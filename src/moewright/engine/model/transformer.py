@@ -37,15 +37,16 @@ from moewright.spec.ledger import Module
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOutput:
-    """What one chunk makes of one micro-batch.
+    """The output of one chunk for one micro-batch.
 
-    Hidden state [t,H], nll [T] fp32 (0 where no target), the sum of the nll of its MTP depths; of
-    its MoE layers the auxiliary losses [layers, 4] as a Router returns them, counts [layers, E].
+    `hidden_tH` is the hidden state [t,H], `nll` [T] fp32 is 0 where there is no target, `mtp_nll`
+    is the sum of the nll of the chunk's MTP depths. Its MoE layers give `aux_losses` [layers, 4],
+    as a Router returns them, and `expert_counts` [layers, E].
 
-    `logits` [T,V] are those that backward keeps, detached: this rank's part of the vocabulary;
-    empty where none are kept, unless they were needed. `nll` and `logits` are empty after a chunk
-    without the loss. The TP group shares one nll; the auxiliary losses and the counts of its ranks
-    add up.
+    `logits` [T,V] are those that backward keeps, detached, of this rank's part of the vocabulary;
+    empty where none are kept, unless the caller needs them. `nll` and `logits` are empty after a
+    chunk without the loss. All ranks of a TP group have the same nll; their auxiliary losses and
+    counts add up.
     """
 
     hidden_tH: torch.Tensor
@@ -125,8 +126,8 @@ class Transformer(nn.Module):
         """Run one chunk, from the hidden state after the chunk before it.
 
         The chunk that holds the embedding starts from the ids. `first_sequence` as in
-        AttentionContext; `needs_logits`: return all logits of this rank, whatever the layout makes
-        of them.
+        AttentionContext; `needs_logits`: return all logits of this rank, also where the layout
+        keeps none.
         """
         held_chunk = self.chunks[chunk]
         x_tH = hidden_tH
@@ -171,9 +172,9 @@ class Transformer(nn.Module):
         hidden_tH: torch.Tensor,
         results: _RouterResults,
     ) -> torch.Tensor:
-        """Run the MTP depths and return the sum of their nll.
+        """Run the MTP depths, which follow the chunk's layers, and return the sum of their nll.
 
-        They come after the chunk's layers.
+        The results of their routers are added to `results`.
         """
         layout = self._runtime.mesh.layout
         mtp_nll = hidden_tH.new_zeros((), dtype=torch.float32)
@@ -202,7 +203,7 @@ class Transformer(nn.Module):
         context: AttentionContext,
         x_tH: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return what the layers make of `x_tH`, and the results of the MoE layers among them."""
+        """Return the hidden state after the layers, and the results of their MoE layers."""
         if not recomputes:
             return _run_layers(layers, [None] * len(layers), context, x_tH)
         counters = self._runtime.counters
@@ -270,5 +271,6 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
 
 def draw_normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
     """Draw a normal tensor that the job's seed and its own name decide."""
-    seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
-    return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -1,8 +1,9 @@
 """Embedding and loss over a vocabulary that is sharded over the tensor-parallel group.
 
 A rank holds V rows of the table, from `start` on; where the group does not divide the vocabulary
-the last V - size rows are padding, which no token names and no probability reaches. Shapes: t of
-the T tokens of the group are this rank's between blocks; K width.
+the last V - size rows are padding, which no token id names and which gets no probability.
+
+Shapes: t of the T tokens of the group are this rank's between blocks; K width.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ class VocabShard:
         return self.tp.group
 
     def local_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return row numbers here, 0 for ids of other ranks, and which those are."""
+        """Return each id's row on this rank, 0 for ids of other ranks, and a mask of the latter."""
         elsewhere = (ids < self.start) | (ids >= self.start + self.size)
         return (ids - self.start).masked_fill(elsewhere, 0), elsewhere
 
     def local_columns(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the column of each id in the logits here, -1 for other ids."""
+        """Return the column of each id in this rank's logits, -1 for ids of other ranks."""
         columns, elsewhere = self.local_rows(ids)
         return columns.masked_fill_(elsewhere, -1)
 
     def target_logits(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        """Return each target's logit [T] fp32, 0 where it is not here."""
+        """Return each target's logit [T] fp32, 0 where another rank has it."""
         columns, elsewhere = self.local_rows(targets_T)
         return logits_TV.gather(1, columns[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
 
@@ -55,7 +56,8 @@ class VocabParallelEmbedding(torch.autograd.Function):
         ctx: Any, ids_T: torch.Tensor, w_VK: torch.Tensor, shard: VocabShard
     ) -> torch.Tensor:
         ctx.save_for_backward(ids_T)
-        ctx.table_shape, ctx.table_dtype = w_VK.shape, w_VK.dtype
+        ctx.table_shape = w_VK.shape
+        ctx.table_dtype = w_VK.dtype
         ctx.shard = shard
         if shard.group.size == 1:
             return w_VK.index_select(0, ids_T)

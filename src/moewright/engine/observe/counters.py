@@ -49,6 +49,7 @@ class Counters:
     def __init__(self, *, blocking: bool = True) -> None:
         self.scopes = ModuleScopes()
         self.wait_clock = WaitClock(blocking=blocking)
+        # By operation and group: the bytes handed in, and the calls.
         self.collectives: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
         self.flops: dict[tuple[FlopOp, Module], int] = defaultdict(int)
         # Bytes that each forward in flight keeps for its backward.

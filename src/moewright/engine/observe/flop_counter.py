@@ -1,6 +1,6 @@
 """FLOPs of the operations that torch dispatches, from the shapes of their arguments.
 
-The numbers of arguments are those of torch's native_functions.yaml.
+The numbers of arguments are those of torch's native_functions.yaml; `causal` is its `is_causal`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class GradReadyTracker:
     def begin_step(self, micro_batches: int) -> None:
         """Start a step of so many micro-batches."""
         # The counts of the step before, scaled to so many micro-batches. A parameter whose count
-        # cannot be scaled is expected never: its bucket waits for `flush`.
+        # cannot be scaled has no expected count, and its bucket waits for `flush`.
         self._expected_counts = {
             name: count * micro_batches // self._micro_batches
             for name, count in self._ready_counts.items()

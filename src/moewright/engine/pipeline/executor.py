@@ -18,10 +18,10 @@ Key = tuple[int, int]  # micro-batch, chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkResult:
-    """What the forward of a chunk gives: a hidden state and a share of the loss.
+    """The result of a chunk's forward: a hidden state and a share of the loss.
 
-    The hidden state is for the next stage, None on the last. The scalar share of the loss is None
-    where it has none that depends on a weight.
+    `hidden` is for the next stage, None on the last. `loss`, a scalar, is None where the chunk has
+    no share of the loss that depends on a weight.
     """
 
     hidden: torch.Tensor | None
@@ -37,8 +37,9 @@ WeightGradStep = Callable[[Key], None]
 class _InFlightChunk:
     """A chunk between its forward and its backward.
 
-    The tensors that it handed on are not kept, only their place in the graph; `loss` comes last
-    among the roots. A chunk that does nothing has no roots: gradients pass through it.
+    `entry` is the hidden state that it received. The tensors that it handed on are not kept, only
+    their edges in the graph, the `roots`; that of the loss is the last. A chunk that does nothing
+    has no roots: gradients pass through it.
     """
 
     entry: torch.Tensor | None
@@ -57,9 +58,9 @@ def execute_timetable(
     """Run the rows in order.
 
     Activations live exactly as long as the timetable says; under no_grad none do. `forward` gets
-    the hidden state that the stage before made (None on the first); `backward` the roots of a
-    chunk's graph, the gradient of each (None for the loss), and whether its weight gradients are
-    left to `weight_grad`.
+    the hidden state of the stage before (None on the first stage); `backward` gets the roots of a
+    chunk's graph, the gradient of each root (None for the loss), and whether the weight gradients
+    are left to `weight_grad`.
     """
     split = split_backwards([action.row for action in actions])
     in_flight: dict[Key, _InFlightChunk] = {}
@@ -88,7 +89,7 @@ def _keep_roots(entry: torch.Tensor | None, result: ChunkResult) -> _InFlightChu
     if hidden is not None and hidden is entry:
         if result.loss is None:
             return _InFlightChunk(entry=None, has_output=False, roots=())
-        # A chunk of MTP depths alone: the view is where the gradient that comes back enters.
+        # A chunk of MTP depths alone: the gradient of its output enters the graph at this view.
         hidden = entry.view_as(entry)
     roots = tuple(get_gradient_edge(root) for root in (hidden, result.loss) if root is not None)
     return _InFlightChunk(entry=entry, has_output=hidden is not None, roots=roots)

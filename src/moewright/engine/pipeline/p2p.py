@@ -18,8 +18,8 @@ NewBuffer = Callable[[int], torch.Tensor]
 class P2PChannel:
     """The channel of one rank's messages over its actions.
 
-    Nothing blocks but the wait for the input of the row that runs next. `group` carries what goes
-    to higher pipeline ranks, `upstream` what goes to lower ones. Rows are counted from 0.
+    It blocks only to wait for the input of the row that runs next. `group` carries messages to
+    higher pipeline ranks, `upstream` those to lower ones. Rows are counted from 0.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class P2PChannel:
         self._group = group
         self._upstream = upstream
         self._new_buffer = new_buffer
-        # By the row that needs it.
+        # Buffers by the row that needs them.
         self._receiving: dict[int, tuple[torch.Tensor, TimedWork]] = {}
-        # By the row that made it.
+        # Sent tensors by the row that made them.
         self._sending: dict[int, tuple[torch.Tensor, TimedWork]] = {}
-        # What the next virtual stage, on this rank, will take.
+        # Results for the next virtual stage, where that is on this rank too.
         self._local: dict[tuple[RowKind, int, int], torch.Tensor] = {}
 
     def receive_input(self, index: int) -> torch.Tensor | None:
         """Return the input of row `index`, None where it has none.
 
-        This lets go of what others have received by now.
+        This frees the sent tensors that others have received by now.
         """
         action = self._actions[index]
         for row in action.recvs_to_post:
@@ -61,7 +61,7 @@ class P2PChannel:
         return tensor
 
     def send_output(self, index: int, result: torch.Tensor) -> None:
-        """Hand on what row `index` made."""
+        """Send the result of row `index` to the rank that needs it."""
         action = self._actions[index]
         if action.target is None:
             return

@@ -59,8 +59,8 @@ def evaluate_batch(
 ) -> None:
     """Run every forward of `batches`.
 
-    `on_output` gets what each chunk on this rank made of each of them, with all logits where they
-    are needed.
+    `on_output` gets the output of each chunk on this rank for each micro-batch; with `needs_logits`
+    it has all logits of this rank.
     """
     mesh = runtime.mesh
     actions = _forward_actions(mesh.layout, len(batches), mesh.coordinate("pp"))

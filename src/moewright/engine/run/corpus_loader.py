@@ -27,7 +27,7 @@ class BatchSource(Protocol):
     """A source of micro-batches."""
 
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int, /) -> MicroBatch:
-        """Return this rank's part of a micro-batch of a step, counted from 0."""
+        """Return this rank's part of a micro-batch; `step` and `micro_batch` count from 0."""
         ...
 
 
@@ -43,7 +43,7 @@ class CorpusLoader:
     follows_rampup: bool
 
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        """Return this rank's part of a micro-batch of a step, counted from 0."""
+        """Return this rank's part of a micro-batch; `step` and `micro_batch` count from 0."""
         layout = runtime.mesh.layout
         workload = runtime.workload
         ramped = workload if self.follows_rampup else replace(workload, ramp=BatchRampSpec())

@@ -42,11 +42,11 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
 _POLL_S = 0.2
-# Time after the first failure for its cause to show, when that failure was a consequence.
+# Time to wait for the cause of the first failure, when that failure is only a consequence.
 _SETTLE_S = 0.7
 # Time between SIGTERM and SIGKILL for the ranks that are left.
 _GRACE_S = 1.0
-# Time past the collective timeout, so that a rank that times out by itself is heard first.
+# Time past the collective timeout, so that a rank that times out can report that itself.
 _HANG_MARGIN_S = 3.0
 
 
@@ -68,8 +68,8 @@ def launch(
     CUDA, where `worker` must be importable. Under torchrun the worker runs in this process. Main
     thread only, Linux only.
 
-    A rank that fails ends all: its own error comes first on stderr, and RANK_FAILED is returned.
-    SIGTERM and SIGINT are handed to every rank; STOPPED means that they agreed and saved.
+    When a rank fails, all are ended: the first line on stderr is its own error, and RANK_FAILED is
+    returned. SIGTERM and SIGINT are handed to every rank; STOPPED means that they agreed and saved.
 
     Raises:
         BadInput: what a rank refused, or a number of ranks that cannot be started here.

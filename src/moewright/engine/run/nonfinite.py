@@ -44,7 +44,7 @@ def report_nonfinite(
         if rank == 0:
             message = f"step {step} is skipped: {name} of rank {culprit} is not finite"
             print(message, file=sys.stderr, flush=True)
-    elif rank == culprit:  # the others wait for it until they are ended
+    elif rank == culprit:  # the launcher ends the others, which wait in their next collective
         after = "" if has_skips_left else f" after {consecutive_skips} skipped steps in a row"
         raise FloatingPointError(f"{name} is not finite{after}")
 

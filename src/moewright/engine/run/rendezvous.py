@@ -1,4 +1,4 @@
-"""How ranks that another program started come together: a roll call.
+"""The roll call by which ranks that another program started meet.
 
 It names the ranks that are missing, or that came twice.
 """

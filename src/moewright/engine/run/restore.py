@@ -1,4 +1,4 @@
-"""What a run starts from: its own last checkpoint, the weights of another, or fresh ones."""
+"""What a run starts from: its own last checkpoint, the weights of another run, or fresh ones."""
 
 from __future__ import annotations
 

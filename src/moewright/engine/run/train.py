@@ -220,7 +220,7 @@ def _build_background_comm(context: RankContext) -> Coordinator:
 
 
 def _disable_automatic_gc() -> None:
-    """Leave garbage collection to `train_step`; objects made so far are never collected."""
+    """Leave garbage collection to `train_step`, and have it pass over the objects made so far."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -110,8 +110,8 @@ def upcycle(
 ) -> Path:
     """Write `model`, which `choice` makes of `dense`, as a checkpoint in `out`; return its path.
 
-    There is a file for each layer. In memory at a time are one tensor of the dense model and one
-    copy of it.
+    There is a file for each layer. At most one tensor of the dense model and one copy of it are in
+    memory at a time.
     """
     dense_params = {param.name: param for param in parameters(dense)}
     params = {param.name: param for param in parameters(model)}

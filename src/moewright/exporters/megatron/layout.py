@@ -1,6 +1,6 @@
-"""The layout and the workload in Megatron-LM's flags.
+"""The layout and the workload as Megatron-LM's flags.
 
-They are degrees, memory savers, overlaps, batches, optimizer and data.
+The flags are those of degrees, memory savers, overlaps, batches, optimizer and data.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def workload_flags(workload: Workload, layout: Layout, hardware: Hardware) -> It
 def fp8_recipe(precision: Dtype, hardware: Hardware) -> tuple[str, str]:
     """Return Megatron's FP8 format and recipe.
 
-    There is one scale a tensor, or one a block as the device's tensor cores take it. Blocks are of
-    32 elements (MX) where the datasheet gives an MXFP8 peak of its own, and of 128 on Hopper.
+    FP8 has a scale for each tensor, MXFP8 one for each block, in the size that the device's tensor
+    cores take: 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, 128 on Hopper.
     """
     if precision is Dtype.FP8:
         return "hybrid", "tensorwise"
@@ -70,7 +70,7 @@ def fp8_recipe(precision: Dtype, hardware: Hardware) -> tuple[str, str]:
 
 
 def has_mx_tensor_cores(hardware: Hardware) -> bool:
-    """Whether the device multiplies MX blocks, as Blackwell does; its catalogue name tells."""
+    """Whether the device multiplies MX blocks, as Blackwell does, by its catalogue name."""
     return re.match(r"G?B\d", hardware.device.name) is not None
 
 
@@ -159,12 +159,13 @@ def _training_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
 
 
 def _duration_flags(workload: Workload) -> Iterator[Flag]:
-    """Yield how long training lasts, and over how long the learning rate moves.
+    """Yield the flags of the length of training, and of the learning rate's warm-up and decay.
 
-    They are counted in steps, or in sequences where the batch grows: the parser takes a ramp with
-    sample-based training alone.
+    Lengths are in steps, or in sequences where the batch grows: Megatron-LM's parser takes a batch
+    ramp with sample-based training alone.
     """
-    ramp, optimizer = workload.ramp, workload.optimizer
+    ramp = workload.ramp
+    optimizer = workload.optimizer
     decay = optimizer.decay_steps or workload.steps
     if not ramp.ramp_start:
         if workload.steps:

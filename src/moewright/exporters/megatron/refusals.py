@@ -1,4 +1,4 @@
-"""What Megatron-LM cannot say of a plan, and the nearest thing that it can."""
+"""Refusals of what Megatron-LM's flags cannot express, each with the nearest that they can."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ def flag_lines(flags: tuple[Flag, ...]) -> tuple[str, ...]:
 
 
 def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
-    """Return the flags of pretrain_gpt.py that say this plan.
+    """Return the flags of pretrain_gpt.py for this plan.
 
-    Nothing is left to a default that depends on another flag. What only predictions read (the
-    expert load, the step that is counted) has no flag.
+    Nothing is left to a default that depends on another flag. A value that only predictions read
+    (the expert load, the step that is counted) has no flag.
 
     Raises:
         BadInput: one Reason for each thing that Megatron-LM cannot say.

@@ -11,7 +11,7 @@ from moewright.spec.errors import BadInput, Reason
 class Arguments:
     """A command's options; it remembers which were read, so that the others can be named.
 
-    The values are checked against the parser's types before (see options.find_launch). Reading one
+    The values were checked against the parser's types before (launch.find_launch). To read a value
     that is only known when the script runs raises BadInput.
     """
 

@@ -1,9 +1,10 @@
 """An interpreter of launch scripts that starts nothing: the part of bash they are written in.
 
 It reads assignments, arrays, exports, quotes, continued lines, ${X:-default}, $((arithmetic)), if,
-case, && and ||, `eval` and `bash -c`; and loops only to see that they do not run. What only running
-would tell (the output of commands, positional parameters, variables set elsewhere) stands in the
-words as its name between zero bytes, so that whoever needs the value can say which one is missing.
+case, && and ||, `eval` and `bash -c`. A loop is read only if it does not run. A value that is only
+known when the script runs (the output of commands, positional parameters, variables set elsewhere)
+stands in the words as its name between zero bytes, so that the reader of the value can say which
+one is missing.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def read_commands(
 ) -> tuple[Command, ...]:
     """Return every command of a script that bash would reach, with its words expanded.
 
-    Variables come from the script, then from `environment`; `arguments` are what stands behind the
-    script's name.
+    Variables come from the script, then from `environment`; `arguments` are the words that would
+    stand behind the script's name on the command line.
 
     Raises:
         BadInput: names a line that cannot be read.
@@ -385,7 +386,7 @@ class _Interpreter:
             raise syntax_refusal(line, f"$(({text.strip()[:40]})) is not read") from None
 
     def _evaluate_test(self, words: list[ShellToken]) -> bool:
-        """Return the truth of [ ... ]; no file exists for it."""
+        """Return whether the test [ ... ] holds; a test of a file is false."""
         line = words[0].line
         operands = [" ".join(self.expand(word)) for word in words[1:]]
         operands = [operand for operand in operands if operand not in ("]", "]]")]
@@ -398,10 +399,10 @@ class _Interpreter:
         return self._compare(operands, line)
 
     def _require_known(self, text: str, line: int) -> str:
-        """Return a text that decides what runs next, where variables without value are empty.
+        """Return a text that decides which commands run next; unset variables are empty in it.
 
         Raises:
-            BadInput: it depends on what a program prints.
+            BadInput: the text depends on what a program prints.
         """
         text = UNKNOWN_VALUE.sub(
             lambda match: match[0] if match[1].startswith(_OUTPUT_PREFIX) else "", text

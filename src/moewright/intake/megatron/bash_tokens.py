@@ -1,4 +1,4 @@
-"""The words of a shell script: where one ends, what of it is quoted, what its dollars stand for."""
+"""A tokenizer of shell scripts: words with their quoting, and the $-expressions inside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that people write for Megatron-LM and that its parser does not have, and what is meant.
+"""Options that people write for Megatron-LM although its parser lacks them, and their meaning.
 
 The names come from blog posts, Megatron-DeepSpeed, older releases and Pai-Megatron-Patch.
 """
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 
 class Treatment(StrEnum):
-    """What is done with an option that Megatron-LM's parser does not have."""
+    """The treatment of an option that Megatron-LM's parser does not have."""
 
     CHECK = "check"  # it is a derived number and is checked against the others
     RENAMED = "same"  # other options mean the same today
@@ -23,9 +23,10 @@ class Treatment(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignOption:
-    """How many values stand behind an option, what is done with it, and why.
+    """An option that Megatron-LM's parser does not have, with its treatment and the reason.
 
-    `replacements` are the options that say it today.
+    `value_count` is the number of values behind it; `replacements` are the options that mean the
+    same today.
     """
 
     treatment: Treatment

@@ -1,4 +1,4 @@
-"""The command of a script that starts pretrain_gpt.py, taken apart as its own parser would."""
+"""The command of a script that starts pretrain_gpt.py, split as Megatron-LM's parser splits it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _ELLIPSIS = "..."
 class LaunchCommand:
     """A training command: its ranks, its environment and its options with their values.
 
-    Nodes and ranks are 0 where only running tells; `foreign_options` are those that Megatron-LM's
-    parser does not have.
+    Nodes and ranks are 0 where they are only known when the script runs; `foreign_options` are
+    those that Megatron-LM's parser does not have.
     """
 
     nodes: int
@@ -88,7 +88,7 @@ def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
 
 
 class _LaunchParser:
-    """The words of a launch command, sorted one after another into options and their values."""
+    """A parser that sorts the words of a launch command into options and their values."""
 
     def __init__(self, words: list[str]) -> None:
         self.words = words

@@ -37,8 +37,8 @@ def read_layout(
 ) -> tuple[Layout, tuple[str, ...]]:
     """Return the layout over `world_size` ranks, and notes on defaults that surprise.
 
-    `zero` is what a DeepSpeed config says, None where there is none. Whether the layout is legal
-    for the model is a question for rules.legality.
+    `zero` is the ZeRO stage of a DeepSpeed config, None where there is none. Whether the layout is
+    legal for the model is for rules.legality to say.
 
     Raises:
         BadInput: an option is not planned here, or Megatron-LM itself refuses a combination.

@@ -28,7 +28,7 @@ _ACCUMULATION_STEPS = "--gradient-accumulation-steps"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptJob:
-    """A job as a script says it; `notes` are lines on what is not taken as it is written."""
+    """The job of a launch script; `notes` say what is not taken as the script has it."""
 
     model: ModelSpec
     workload: Workload
@@ -41,7 +41,8 @@ def read_launch(
 ) -> LaunchCommand:
     """Return the training command of a script.
 
-    Variables come from the script, then from `environment`; `arguments` stand behind its name.
+    Variables come from the script, then from `environment`; `arguments` are the words that would
+    stand behind the script's name on the command line.
 
     Raises:
         BadInput: the script cannot be read, or starts no training.
@@ -54,8 +55,8 @@ def interpret_launch(
 ) -> ScriptJob:
     """Return the job of a training command over `world_size` ranks.
 
-    `folder` is where a DeepSpeed config would lie; `named_model` stands in where the command gives
-    no sizes.
+    `folder` is the folder that the path of a DeepSpeed config is relative to; `named_model` is
+    taken where the command gives no sizes.
 
     Raises:
         BadInput: options contradict each other or cannot be planned here.
@@ -91,7 +92,7 @@ def interpret_launch(
 
 
 def _read_foreign_options(command: LaunchCommand) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield a note on every option that is not Megatron-LM's, and the options that say it today."""
+    """Yield a note on every option that is not Megatron-LM's, and the options to read instead."""
     for name in command.foreign_options:
         option = FOREIGN_OPTIONS[name]
         if option.treatment is Treatment.REFUSE:
@@ -103,10 +104,10 @@ def _read_foreign_options(command: LaunchCommand) -> Iterator[tuple[str, tuple[s
 
 
 def _check_queues(queues: str, layout: Layout) -> tuple[str, ...]:
-    """Return a note where the hardware queues that the script sets do not suit what it overlaps.
+    """Return a note where the script's number of hardware queues does not suit its overlaps.
 
     Raises:
-        BadInput: Megatron-LM stops.
+        BadInput: Megatron-LM would stop at this number.
     """
     overlaps_experts = Overlap.EP in layout.overlap
     if layout.zero == 3 and queues == "1":
@@ -185,7 +186,7 @@ def _read_global_batch(
 
 
 def _read_deepspeed_zero(command: LaunchCommand, folder: Path, *, is_pipelined: bool) -> int | None:
-    """Return ZeRO as DeepSpeed's options say it; None where there are none."""
+    """Return the ZeRO stage of DeepSpeed's options; None where there are none."""
     values = {
         name.replace("_", "-"): next(iter(value), "")
         for name, value in command.foreign_options.items()

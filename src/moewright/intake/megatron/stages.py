@@ -23,7 +23,7 @@ _COUNT_LOSS = "--account-for-loss-in-pipeline-split"
 def read_stages(arguments: Arguments, model: ModelSpec, layout: Layout) -> Layout:
     """Return the layout with its virtual stages.
 
-    It gets a layout string where the split is not one that a Layout has without.
+    The layout gets a layout string where `vpp` alone would split the layers otherwise.
 
     Raises:
         BadInput: layers do not divide, or options exclude each other.
@@ -69,8 +69,8 @@ def _split_over_ranks(
 ) -> tuple[int, ...]:
     """Return the layers of every pipeline rank.
 
-    Embedding and loss are among them where they are counted as layers (`counted` of them); `first`
-    and `last` are the layers of the outer ranks, -1 where they are not given.
+    `counted` is how many of embedding and loss count as layers; they are among the layers returned.
+    `first` and `last` are the layers of the outer ranks, -1 where they are not given.
     """
     if max(first, last) >= 0 and counted:
         rule = f"excludes {_COUNT_EMBEDDING} and {_COUNT_LOSS}"

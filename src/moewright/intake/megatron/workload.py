@@ -41,7 +41,7 @@ _BALANCING = "--moe-router-load-balancing-type"
 def read_workload(
     arguments: Arguments, layout: Layout, global_batch: int
 ) -> tuple[Workload, tuple[str, ...]]:
-    """Return the workload with a global batch that was checked, and notes on what it cannot hold.
+    """Return the workload with its checked global batch, and notes on what it cannot hold.
 
     Raises:
         BadInput: an option is not planned here, or Megatron-LM itself refuses a combination.
@@ -52,7 +52,7 @@ def read_workload(
         rule = "is missing, and Megatron-LM has no default for it"
         raise BadInput(Reason(field=WORKLOAD_OPTIONS["seq_len"], rule=rule))
     ramp = _read_ramp(arguments)
-    # Steps of a growing batch can be counted in this workload.
+    # This workload is enough to count the steps of a growing batch.
     timed = Workload(seq_len=seq_len, global_batch=global_batch, ramp=ramp)
     steps = arguments.integer("--train-iters")
     steps = steps or _count_steps(timed, arguments.integer("--train-samples"))
@@ -96,7 +96,7 @@ def _read_ramp(arguments: Arguments) -> BatchRampSpec:
 
 
 def _count_steps(workload: Workload, samples: int) -> int:
-    """Return how many steps so many sequences last, the last one whole."""
+    """Return the number of steps that `samples` sequences last, the last step counted in full."""
     if not workload.ramp.ramp_start:
         return -(-samples // workload.global_batch)
     low = 0
@@ -111,7 +111,7 @@ def _count_steps(workload: Workload, samples: int) -> int:
 
 
 def _read_precision(arguments: Arguments) -> tuple[Dtype, Dtype]:
-    """Return what is computed in, and what gradients are summed in."""
+    """Return the dtype of compute, and the dtype that gradients are reduced in."""
     is_fp16 = arguments.has("--fp16")
     is_bf16 = arguments.has("--bf16")
     fp8_format = arguments.text("--fp8-format")

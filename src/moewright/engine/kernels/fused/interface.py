@@ -27,7 +27,7 @@ class KernelSet(Protocol):
     ) -> torch.Tensor:
         """Sum each token's own rows in their fixed order, in fp32: [T,H].
 
-        rows_Tk holds R where a slot has no row, which is nowhere so where `is_complete`.
+        rows_Tk holds R for a slot without a row; where `is_complete` every slot has one.
         """
 
     def swiglu(
@@ -97,8 +97,8 @@ class KernelSet(Protocol):
     ) -> torch.Tensor:
         """Return (exp(logit - log_sum) - 1 at the target's column) * grad: [T,V].
 
-        It is 0 from column `size` on. A column of -1 is none of these; log_sum [T] fp32 is that of
-        all V where it is None.
+        It is 0 from column `size` on. A column of -1 stands for a target outside these columns.
+        Where log_sum [T] fp32 is None, it is computed over all V columns.
         """
 
     def route_tokens(

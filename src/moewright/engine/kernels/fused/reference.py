@@ -14,7 +14,7 @@ from moewright.spec.model import RouterSpec, ScoreFunction
 # clamped to.
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
-SCORE_SUM_EPS = 1e-20  # under a sum of independent scores, all of which may be zero
+SCORE_SUM_EPS = 1e-20  # added to a sum of independent scores, which may all be zero
 
 
 class TorchKernels:
@@ -28,7 +28,7 @@ class TorchKernels:
         self._block_numel = block_numel
 
     def _row_blocks(self, rows: int, width: int, *, max_rows: int = 0) -> Iterator[slice]:
-        """Return the blocks of `rows` rows of `width`; of `max_rows` where all would be taken."""
+        """Yield blocks of `rows` rows of `width`; `max_rows` a block where `block_numel` is 0."""
         step = max_rows or max(1, rows)
         if self._block_numel:
             step = rows_per_block(width, self._block_numel)

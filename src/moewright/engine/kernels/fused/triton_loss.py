@@ -1,8 +1,8 @@
 """Triton kernels of cross-entropy over logits [T,V].
 
 V columns may be a part of the vocabulary. All arithmetic is in fp32, whatever the logits hold, and
-no copy of them is made. A program goes over all columns of some rows, for most vocabularies one.
-Rows past the last one repeat it, so no largest logit is minus infinity.
+no copy of them is made. A program goes over all columns of some rows, of one row for most
+vocabularies. Rows past the last one repeat it, so that every row has a finite largest logit.
 """
 
 from __future__ import annotations

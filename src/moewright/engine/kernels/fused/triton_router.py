@@ -1,8 +1,8 @@
 """Triton kernels of the router, forward and backward.
 
 They compute scores, the best experts and their weights, and the gradient of the logits. A program
-holds some tokens with all of their experts. Groups of experts that exclude others are not chosen
-among here: such a choice comes in.
+holds some tokens with the scores of all experts. Where groups of experts are excluded, the choice
+is made elsewhere and comes in as `forced`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moewright.engine.kernels.fused.reference import SCORE_SUM_EPS
 from moewright.engine.kernels.fused.triton_rows import pointer_or
 from moewright.spec.model import RouterSpec, ScoreFunction
 
-_PROGRAM_SCORES = 4096  # that a program holds
+_PROGRAM_SCORES = 4096  # scores that a program holds
 _SCORE: Mapping[ScoreFunction, int] = MappingProxyType(
     {ScoreFunction.SOFTMAX: 0, ScoreFunction.SIGMOID: 1, ScoreFunction.SQRT_SOFTPLUS: 2}
 )
@@ -27,7 +27,7 @@ _SCORE: Mapping[ScoreFunction, int] = MappingProxyType(
 
 @triton.jit
 def _softplus(x):
-    """Return log(1 + exp(x)), to the last digits also where exp(x) vanishes beside 1."""
+    """Return log(1 + exp(x)), accurate also where 1 + exp(x) rounds to 1."""
     small = tl.exp(-tl.abs(x))
     more = 1.0 + small
     log1p = tl.where(

@@ -14,7 +14,7 @@ import triton.language as tl
 from moewright.engine.kernels.fused.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 _PROGRAM_NUMEL = 4096  # elements that a program holds at a time
-_MAX_COLUMNS = 1024  # of them
+_MAX_COLUMNS = 1024  # columns of these elements
 _ALPHA = tl.constexpr(SWIGLU_ALPHA)
 _LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
@@ -169,7 +169,7 @@ def permute(x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
 
 
 def unpermute(rows_RH: torch.Tensor, rows_Tk: torch.Tensor) -> torch.Tensor:
-    """Compute KernelSet.unpermute; slots without a row are told by their number."""
+    """Compute KernelSet.unpermute; a slot without a row is known by its row number R."""
     routed = rows_RH.contiguous()
     tokens, slots = rows_Tk.shape
     width = rows_RH.shape[1]
@@ -251,8 +251,8 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
         count = out.numel() // width
         half = width // 2
         rows, block = tile_shape(half)
-        # A program has two numbers, two angles and their addresses of an element: more do not fit
-        # registers.
+        # A program holds two numbers, two angles and their addresses for each element: registers
+        # hold no more than half as many elements.
         rows //= 2
         cos, sin = (angles.contiguous().expand(len(x), tokens, half) for angles in (cos, sin))
         _rotate[(triton.cdiv(count, rows), triton.cdiv(half, block))](
@@ -273,7 +273,7 @@ def rotate(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def pointer_or(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for a kernel, which takes no None; it does not read the placeholder."""
+    """Return a tensor in place of None, which kernels do not take; they never read it."""
     return placeholder if tensor is None else tensor.contiguous()
 
 
