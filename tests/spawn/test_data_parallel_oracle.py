@@ -105,7 +105,8 @@ def torch_gradients(state: TrainState, wrap: Wrap, world: int) -> dict[str, torc
         slot.owner.weight = nn.Parameter(slot.owner.weight.detach().clone())
     wrapped = wrap(state.model, world)  # its hooks live as long as this name
     out = wrapped(state.train_data.micro_batch(state.runtime, 0, 0))
-    loss = out.nll.sum() / int((state.train_data.targets[0] >= 0).sum()) + out.aux_loss.sum() / world
+    valid_targets = int((state.train_data.targets[0] >= 0).sum())
+    loss = out.nll.sum() / valid_targets + out.aux_losses.sum() / world
     # DDP takes the mean over ranks, of a sum that is already over all valid targets.
     if isinstance(wrapped, DistributedDataParallel):
         loss = loss * world

@@ -348,12 +348,9 @@ def test_under_uniform_routing_tokens_reach_the_expected_number_of_ranks(
     counted = read_run(tmp_path / "run").ledgers
     expected = tuple(predict_ledger(plan, rank=rank, selection=None) for rank in range(4))
     for group, count in places.items():
-        _assert_replica_bytes(
-            count,
-            *(_all_to_all_bytes(ledgers, group) for ledgers in (counted, expected)),
-            workload,
-            moe,
-        )
+        counted_bytes = _all_to_all_bytes(counted, group)
+        expected_bytes = _all_to_all_bytes(expected, group)
+        _assert_replica_bytes(count, counted_bytes, expected_bytes, workload, moe)
 
 
 def _all_to_all_bytes(ledgers: tuple[Ledger, ...], group: str) -> int:

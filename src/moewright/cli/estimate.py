@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moewright.cli.answers import open_console, write_answer
-from moewright.cli.main import DOES_NOT_FIT
+from moewright.cli.exit_codes import DOES_NOT_FIT
 from moewright.cli.options import JsonOption, LaunchScriptOptions, PlanningOptions
 from moewright.spec.errors import BadInput, Reason
 

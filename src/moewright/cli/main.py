@@ -8,17 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from moewright.cli.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, PIPE_CLOSED
 from moewright.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from cyclopts import App
-
-DONE = 0
-FAILED = 1
-BAD_INPUT = 2
-DOES_NOT_FIT = 3  # of `estimate`; of `train`, 3 is a rank that failed
-INTERRUPTED = 130
-PIPE_CLOSED = 141
 _ENGINE_PACKAGES = ("torch", "safetensors", "tokenizers")
 
 

@@ -6,7 +6,6 @@ from cyclopts import App
 
 from moewright.cli.bench import bench_machine, bench_search
 from moewright.cli.catalogues import hardware, models
-from moewright.cli.completion import completion
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
@@ -48,7 +47,7 @@ def build_app() -> App:
     app.command(export)
     app.command(models)
     app.command(hardware)
-    app.command(completion)
+    app.command(build_completion_verb(app))
     data = App(name="data", help="Make training data.")
     data.command(data_build, name="build")
     app.command(data)

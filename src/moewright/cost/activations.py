@@ -354,10 +354,10 @@ def ledger_saved_rows(
     chunks: Sequence[Chunk],
     table: Sequence[schedule.TimetableRow],
 ) -> tuple[MemoryRow, ...]:
-    """Count what a rank keeps at its peak, with one more layer where a forward runs beside backward.
+    """Count what a rank keeps at its peak.
 
-    No other short-lived bytes are counted. `rows` may differ between micro-batches and layers, as
-    those of a recorded step do.
+    Of short-lived bytes only one more layer is counted, where a forward runs beside a backward.
+    `rows` may differ between micro-batches and layers, as those of a recorded step do.
     """
     columns = table_from_rows(context.layout, table)
     kept_bytes = _chunk_bytes(
@@ -415,7 +415,10 @@ def _chunk_bytes(
 
 
 def saved_rows(live: Array, *, logits: int, transient: int) -> tuple[MemoryRow, ...]:
-    """Return memory rows of the bytes of modules [modules]: the head's, plus `logits`, as logits."""
+    """Return the memory rows of bytes by module [modules].
+
+    The head's bytes and `logits` are booked as logits, `transient` as transient.
+    """
     sums = {
         (Component.LOGITS, Module.HEAD): logits,
         (Component.TRANSIENT, Module.OTHER): transient,

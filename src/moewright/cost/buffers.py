@@ -1,4 +1,4 @@
-"""Buffers beside tensors of the model: what dispatchers register, graphs pin and ZeRO-3 gathers."""
+"""Buffers besides the model's tensors: those of dispatchers, CUDA graphs and ZeRO-3 gathers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GATHERED_LAYERS = 2  # the layer at work and the one after it
 
 
 def dispatcher_bytes(sym: Symbols) -> int:
-    """Return what a dispatcher keeps registered whatever it sends.
+    """Return the bytes that a dispatcher registers, however much it sends.
 
     DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP: room for
     every token of its group going to one rank, once each way (assumed: its buffers are not
@@ -49,9 +49,9 @@ def dispatcher_bytes(sym: Symbols) -> int:
 def graph_bytes(
     model: ModelSpec, workload: Workload, layout: Layout, graphs: Collection[CudaGraphScope]
 ) -> int:
-    """Return what the CUDA graphs of one layer and micro-batch in flight pin.
+    """Return the bytes that the CUDA graphs of one layer and micro-batch in flight pin.
 
-    That is their static input and the gradient of their output.
+    They are the static input and the gradient of the output.
     60 of them in DeepSeek-V3 on GB200 are 7.05 GB; arXiv 2603.07685 prints 7. A graph of the whole
     iteration pins what its run holds anyway.
     """
@@ -62,9 +62,9 @@ def graph_bytes(
 
 
 def gathered_bytes(workload: Workload, layer_numel: Array) -> Array:
-    """Return the whole weights and gradients of the layers that ZeRO-3 holds gathered [ranks].
+    """Return the bytes [ranks] of the layers that ZeRO-3 holds gathered: weights and gradients.
 
-    `layer_numel` [ranks, layers] are the elements of every layer of a rank before ZeRO cuts them.
+    `layer_numel` [ranks, layers] are the elements of every layer of a rank before ZeRO shards them.
     """
     largest = np.sort(layer_numel, axis=1)[:, -_GATHERED_LAYERS:].sum(axis=1)
     element_bytes = recompute.activation_nbytes(workload) + workload.grad_dtype.nbytes

@@ -67,8 +67,9 @@ def comm_rows(
 def _layer_calls(job: Job, chunks: Sequence[Chunk], rows: ExpertRows) -> Iterator[CallSum]:
     """Yield the calls of the layers in `chunks`, and of the embedding and head around them.
 
-    Where full recompute takes some layers alone: all layers without recompute, and what recompute
-    adds to those.
+    Where full recompute covers only some layers, these are the calls of all layers without
+    recompute, plus those that recompute adds to the covered layers: their calls with recompute less
+    their calls without it.
     """
     layout = job.layout
     if not layout.recompute_block:
@@ -107,10 +108,13 @@ def _step_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
     """Yield the statistics of a step and the counts of its routers.
 
     Once a step: valid targets (int64), the four statistics and the losses of all routers, and the
-    expert counts of all layers for the record. With a balance loss also the counts of each
-    micro-batch and layer of the rank, over the ranks that share its tokens (of each sequence where
-    they count), or over all that share the global batch; with Sinkhorn routing the logits of the
-    rank's tokens.
+    expert counts of all layers for the record. For each micro-batch and MoE layer of the rank,
+    besides:
+
+    - with a balance loss over the micro-batch, its expert counts, over the ranks that share it;
+    - with one over sequences, the counts of each sequence, over the same ranks;
+    - with one over the global batch, the counts, over all ranks that share that batch;
+    - with Sinkhorn routing, the logits of the rank's tokens.
     """
     yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
     moe = job.model.moe

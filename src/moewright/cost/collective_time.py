@@ -72,10 +72,10 @@ class CollectiveModel:
     ) -> float:
         """Return the time of one call.
 
-        A ring collective moves (n-1)/n of the full buffer past each rank, and past each network
-        port only what leaves a domain, shared by the ports of its ranks; the slower level counts.
-        An all-to-all uses both levels in turn. `efficiency` scales the bandwidth of the formula,
-        not a measured curve.
+        In a ring collective (n-1)/n of the full buffer passes each rank. The network carries only
+        the part that leaves a domain, shared by the ports of the domain's ranks. The slower of the
+        two levels decides. An all-to-all uses both levels in turn. `efficiency` scales the
+        bandwidth of the formula, not a measured curve.
         """
         if span.size == 1 or payload_bytes == 0:
             return 0.0

@@ -27,10 +27,10 @@ from moewright.spec.model import MoeSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DispatchVolume:
-    """What the dispatches of a step move: all micro-batches and MoE layers of a rank together.
+    """The sizes of a step's dispatches, over all micro-batches and MoE layers of a rank.
 
     `passes` are micro-batches x layers, each with so many `forwards` (two where recompute runs the
-    forward again). `slots` are the expert slots of all ranks, once a pass.
+    forward again). `slots` is the number of expert slots of all ranks, summed over the passes.
     """
 
     row_bytes: int

@@ -34,11 +34,12 @@ _QUANTISE_4BIT_BYTES = 4 + 2 * 9 / 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementwiseKernel:
-    """A kernel that costs bytes an element, forward and backward, fused or one pass an operation.
+    """A kernel with its bytes per element, forward and backward, fused and eager.
 
-    Bytes are (constant, multiple of c). `fused` are those of the fused forward; `forward` and
-    `backward` those of the eager passes, of which `calls` tells the number, so that the size of one
-    is known, and `exps` the exponentials an element.
+    Bytes are (constant, multiple of c). `fused` are those of the fused forward, and
+    `fused_backward` is the ratio of backward to forward. `forward` and `backward` are those of all
+    eager passes together, one pass an operation; `calls` is the number of these passes, from which
+    the size of one follows, and `exps` the exponentials per element.
     """
 
     fused: tuple[float, float]
@@ -49,9 +50,9 @@ class ElementwiseKernel:
     fused_backward: float = _FUSED_BACKWARD
 
 
-# What the exponential of an element costs on a CPU core, in bytes that it could move instead:
-# beside passes at 45 GB/s softmax and its logarithm take 0.5-0.8 ns an element more, silu hardly
-# any (each function alone, 256 columns, AVX-512).
+# The cost of an element's exponential on a CPU core, in bytes that it could move instead: compared
+# with passes at 45 GB/s softmax and its logarithm take 0.5-0.8 ns an element more, silu hardly any
+# (each function alone, 256 columns, AVX-512).
 EXP_BYTES = 20
 
 # Per element of the tensor that each row of `layer_elementwise_rows` names.
@@ -113,7 +114,7 @@ def kernel_rows(
 ) -> tuple[OpRow, OpRow]:
     """Return the forward and the backward row of a kernel over so many elements.
 
-    An eager kernel takes them in so many blocks.
+    An eager kernel processes them in `blocks` blocks, each with calls of its own.
     """
     if _is_fused(kernel, sym):
         constant, factor = kernel.fused
@@ -184,7 +185,7 @@ def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
     if spec.qk_norm is not QkNorm.NONE:
         elements = sym.T * (spec.q_width + spec.kv_width) / tp
         if _is_fused(RMS_NORM, sym):
-            elements /= 2  # fused into the rotation it is one pass more than the rotation's own
+            elements /= 2  # fused into the rotation, the norm adds one pass
         yield kernel_rows(RMS_NORM, "qk_norm", sym, elements)
     if sym.is_low_precision:
         # 4.5 bytes an element around attention, 1.5 x the usual (docs/findings.md 2).

@@ -107,7 +107,7 @@ def _check(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Lay
 def _rate_assumptions(
     rates: DeviceRates, sym: Symbols, parameters: RankParameters
 ) -> Iterator[Assumption]:
-    """Yield what stands in for rates that the hardware file does not have."""
+    """Yield the stand-ins for rates that the hardware file does not have."""
     optimizer = optimizer_ops(
         sym,
         numel=parameters.dense + parameters.expert,
@@ -164,9 +164,9 @@ def _memory(
     sets: Sequence[Sequence[BucketSet]],
     rank_counts: Sequence[Array],
 ) -> tuple[tuple[memory.RankMemory, ...], float]:
-    """Return the peak of every pipeline rank, and how the highest grows with the expert load.
+    """Return the peak of every pipeline rank, and the growth of the highest with the expert load.
 
-    That is in bytes for each time the even rows more, on the hottest expert rank.
+    The growth is in bytes per unit of load factor of the hottest expert rank.
     """
     model, layout = sym.model, sym.layout
     steady = memory.steady_micro_batches(layout, sym.m)
@@ -225,7 +225,7 @@ def _phases(
     tails: Sequence[StepTail],
     times: Sequence[MicroBatchTime],
 ) -> Iterator[tuple[TimeRow, ...]]:
-    """Yield the step of each pipeline rank by phase; what it waits for others is OTHER."""
+    """Yield the step of each pipeline rank by phase; its waits for other ranks are OTHER."""
     for tail, stage in zip(tails, times, strict=True):
         seconds = {
             StepPhase.FORWARD: sym.m * stage.forward_s,

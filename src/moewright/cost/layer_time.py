@@ -1,6 +1,6 @@
-"""Seconds of one layer, or of what stands outside the layers, for one micro-batch.
+"""Seconds of one layer, or of embedding, head and MTP projection, for one micro-batch.
 
-They are made of rows of work, collectives and host time (docs/formulas.md 11). Device and host
+They consist of rows of work, collectives and host time (docs/formulas.md 11). Device and host
 overlap in part: time = (device^p + host^p)^(1/p), for forward, backward and a recomputed block
 each; p = 1 adds them. Waits for the split sizes of an all-to-all are always added.
 """
@@ -42,7 +42,8 @@ _NO_SYNC = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
 class MicroBatchTime:
     """Seconds of one micro-batch, forward and backward, by part: exposed, and hidden by other work.
 
-    Of the exposed seconds `forward_s` belong to forward, `weight_grad_s` to the weight gradients.
+    `forward_s` are those of the exposed seconds that belong to the forward, `weight_grad_s` those
+    that belong to the weight gradients.
     """
 
     exposed: PartSeconds
@@ -108,9 +109,10 @@ def replace_expert_rows(priced: PricedOps, experts: PricedOps) -> PricedOps:
 class LayerCollectives:
     """Seconds of the collectives of one layer and micro-batch.
 
-    `ep_*` are dispatch and combine; `tp_s` is one gather or scatter, of which each of `tp_blocks`
-    blocks makes two in forward and three in backward; `qk_norm_s` are the sums of norms over all
-    heads, of which each rank has a part; `cp_s` is that of the forward.
+    `ep_forward_s` and `ep_backward_s` are dispatch and combine. `tp_s` is one gather or scatter;
+    each of `tp_blocks` blocks makes two in forward and three in backward. `qk_norm_s` are the
+    all-reduces of a query and key norm over all heads, of which each rank has a part. `cp_s` is the
+    exchange of context parallelism in forward.
     """
 
     ep_forward_s: float
@@ -265,12 +267,13 @@ def _add_pass(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayCost:
-    """What recompute and graphs make of a layer's time: numbers for one choice, or arrays for many.
+    """The terms that recompute and graphs add to a layer's time.
 
-    `host_s` is the host time of forward and backward. A recomputed block stands alone: it takes
-    `block_s` on the device and `block_host_share` of the forward's host time, in a share
-    `block_layer_share` of the layers. Other recompute choices repeat kernels inside the backward,
-    for `kernel_s`, in `kernel_groups` groups of launches.
+    Fields are numbers for one policy, or arrays for many. `host_s` is the host time of forward and
+    backward. A recomputed block (a whole layer or its MoE block) runs as a forward of its own: it
+    takes `block_s` on the device and `block_host_share` of the forward's host time, in a share
+    `block_layer_share` of the layers. Other recompute choices repeat kernels inside the backward:
+    they take `kernel_s`, in `kernel_groups` groups of launches.
     """
 
     host_s: FloatOrArray
@@ -289,7 +292,7 @@ class ReplayCost:
 
 
 class ReplayPolicy(Protocol):
-    """What a layer recomputes, and its CUDA graphs: a layout has both, and so has a part of one."""
+    """Anything with recompute choices and CUDA graphs: a Layout or an ActivationPolicy."""
 
     @property
     def recompute(self) -> tuple[Recompute, ...]: ...
@@ -307,10 +310,10 @@ def replay_cost(
     *,
     moe: bool,
 ) -> ReplayCost:
-    """Return what a policy costs in a layout.
+    """Return the replay cost of a policy in a layout.
 
-    Full recompute is one forward more, with its collectives and host time, in the share of the
-    layers that it takes; recompute=moe repeats its block, with a share of the forward's host time.
+    Full recompute is one more forward, with its collectives and host time, in the share of the
+    layers that it covers; recompute=moe repeats its block, with a share of the forward's host time.
     """
     c = collectives.constants
     choices = policy.recompute
@@ -364,7 +367,7 @@ class PassTimes:
     """Seconds of a layer's passes: device and host together.
 
     `block_s` is a recomputed block; `forward_wait_s` and `backward_wait_s` are waits for copies of
-    offloaded activations, of which those of one direction take `copy_s`.
+    offloaded activations; `copy_s` is the time of the copies in one direction.
     """
 
     forward_s: FloatOrArray
@@ -400,8 +403,9 @@ def pass_times(
 ) -> PassTimes:
     """Return the passes of a layer: device and host side by side, and copies beside both.
 
-    What takes longer than a pass shows. An offloaded module costs the host as much as a recomputed
-    one, in forward and in backward. `synced`: the host waits for transfers between stages.
+    Copies that take longer than a pass are exposed as waits. An offloaded module costs the host as
+    much as a recomputed one, in forward and in backward. `synced` tells that the host waits for
+    transfers between stages.
     """
     c = collectives.constants
     device = cost.device
@@ -483,8 +487,8 @@ def outside_layers_time(
 ) -> MicroBatchTime:
     """Return the time of the embedding, the head or an MTP projection, on the device alone.
 
-    Under TP they make `gathers` collectives of the hidden state, and in forward `sums` all-reduces
-    of a number a token, as the loss over a sharded vocabulary does.
+    Under TP the rows make `gathers` gathers or scatters of the hidden state, and in forward `sums`
+    all-reduces of one number a token, as the loss over a sharded vocabulary does.
     """
     parts = _PartSums()
     forward_s = parts.expose_rows(priced.forward)

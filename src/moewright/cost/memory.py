@@ -125,8 +125,8 @@ class ModelMemory:
     def transient_bytes(self, backward: Array, paired: Array) -> Array:
         """Return the bytes that are short-lived in backward at moments [moments, policies].
 
-        They are the head's where its backward runs, but at least those of the largest layer of the
-        chunk; and one more layer of a forward that runs beside the backward.
+        They are those of the head or of the largest layer of the chunk, whichever are more, and one
+        more layer of a forward that runs beside the backward.
         """
         head_passes = backward[:, self.parts.head_columns].sum(axis=1)
         short = np.multiply.outer(self.head.backward * head_passes, np.ones(self.saved.shape[1]))

@@ -228,9 +228,9 @@ def expert_numel(model: ModelSpec, layout: Layout) -> int:
 
 
 def _expert_weight_reads(sym: Symbols) -> Iterator[OpRow]:
-    """Yield the read of the expert weights that a pass makes once, on CUDA.
+    """Yield the one read of the expert weights that a pass makes, on CUDA.
 
-    A CPU's rate of experts is measured by rows an expert and has the read inside.
+    On a CPU the grouped GEMM rates, measured by rows per expert, include the read.
     """
     if sym.is_fused:
         read_bytes = sym.c * expert_numel(sym.model, sym.layout)
@@ -241,7 +241,7 @@ def _expert_weight_reads(sym: Symbols) -> Iterator[OpRow]:
 
 
 def gradient_sum_bytes(sym: Symbols) -> float:
-    """Return what the eager accumulation moves for a gradient element, mean over micro-batches.
+    """Return the bytes that eager accumulation moves a gradient element, mean over micro-batches.
 
     A gradient is widened and added (c + 16 bytes), but copied (c + 4) for the first micro-batch.
     """
@@ -251,8 +251,8 @@ def gradient_sum_bytes(sym: Symbols) -> float:
 def _gradient_accumulation(sym: Symbols, moe: bool) -> Iterator[OpRow]:
     """Yield the fp32 accumulation of weight gradients.
 
-    A fused one is part of the product and moves the sum alone; only that of experts shows beside
-    the products. The eager one is a pass of its own over all weights of the layer.
+    A fused accumulation is part of the product and moves only the sum; for experts alone it is
+    exposed beside the products. An eager one is a pass of its own over all weights of the layer.
     """
     if not sym.is_fused:
         moved_bytes = gradient_sum_bytes(sym) * _layer_numel(sym, moe)

@@ -57,7 +57,8 @@ class ParameterTree:
         layers = shards.layer_parameters(model, layout, pp_rank)
         tables = shards.shared_table_ranks(model, layout) if layout.pp > 1 else {}
         shared = {ranks for name, ranks in tables.items() if pp_rank in ranks}
-        nodes, holders = [], []
+        nodes = []
+        holders = []
         for ranks in ((), *sorted(shared)):
             blocks = (
                 self._block(model, layer, params, tables, ranks)

@@ -1,8 +1,8 @@
-"""What pipeline stages hold, counted in parts: the columns of every array over stages.
+"""The contents of pipeline stages, counted in parts: the columns of every array over stages.
 
-A part is a kind of layer, an MTP depth, the embedding, or the final norm with head and loss. What a
-stage costs is the sum of its parts, so memory and time of any pipeline are products of a matrix of
-counts with the cost of each part.
+A part is a kind of layer, an MTP depth, the embedding, or the final norm with head and loss. The
+cost of a stage is the sum over its parts, so memory and time of any pipeline are products of a
+matrix of counts with the cost of each part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class LayerKind(NamedTuple):
-    """What decides how long a layer takes."""
+    """The properties of a layer that decide how long it takes."""
 
     is_moe: bool
     is_windowed: bool
@@ -49,9 +49,10 @@ class LayerPart:
 class StageParts:
     """The parts of a model: its layers, MTP depths last, then embedding, head and an MTP input.
 
-    An MTP depth embeds its tokens and makes its pass through the head itself. Its input is a part
-    of its own where no final norm on the same stage keeps it. `columns` [variants][layers] finds
-    the column of a layer; full recompute makes variants of the positions in a chunk.
+    The part of an MTP depth includes its embedding and its pass through the head. Its input is a
+    part of its own where no final norm on the same stage keeps it. `columns` [variants][layers]
+    holds the column of a layer; variants are the positions in a chunk that full recompute treats
+    differently.
     """
 
     layers: tuple[LayerPart, ...]
@@ -90,7 +91,7 @@ class StageParts:
 
 
 def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
-    """List the parts of a model on any pipeline; of the layout its recompute alone matters."""
+    """List the parts of a model on any pipeline; they depend on the layout's recompute alone."""
     depths = range(model.layers + 1, model.layers + 1 + model.mtp_layers)
     parts: dict[tuple[object, ...], LayerPart] = {}
     columns = np.full((_VARIANTS, model.layers + 1 + model.mtp_layers), -1)
@@ -110,14 +111,17 @@ _VARIANTS = 2
 
 
 def _variant(layout: Layout, position: int) -> int:
-    """Return 1 for the later layers of a chunk or of a checkpoint's span, which keep otherwise."""
+    """Return 1 for the later layers of a chunk or of a checkpoint's span, else 0.
+
+    They keep other tensors than the first ones.
+    """
     if layout.recompute_block:
         return int(position >= layout.recompute_block)
     return int(position % layout.recompute_span > 0)
 
 
 def _positions(layout: Layout) -> tuple[int, ...]:
-    """Return a position in a chunk of each variant."""
+    """Return one position in a chunk for each variant."""
     if layout.recompute_block:
         return 0, layout.recompute_block
     return (0, 1) if layout.recompute_span > 1 else (0,)

@@ -90,7 +90,10 @@ class RankParameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTail:
-    """Seconds of what a step does once; `hidden_s` of the collectives run under other work."""
+    """Seconds of the work that a step does once, after its micro-batches.
+
+    `hidden_s` are the seconds of collectives that other work hides; the other fields are exposed.
+    """
 
     reduce_s: float
     gather_s: float
@@ -181,9 +184,9 @@ def price_model_ops(
 
 
 def reprice_experts(rates: DeviceRates, priced: PricedModelOps, sym: Symbols) -> PricedModelOps:
-    """Price anew what stands between dispatch and combine, for experts that are cut otherwise.
+    """Price the rows between dispatch and combine again, for experts that are sharded otherwise.
 
-    The layout is one of a fused stack with an equal dispatcher.
+    `sym` is of a fused stack, with the same dispatcher as the priced layout.
     """
     if sym.model.moe is None:
         return priced
@@ -196,10 +199,10 @@ def reprice_experts(rates: DeviceRates, priced: PricedModelOps, sym: Symbols) ->
 
 
 class Pricer:
-    """Prices the parts of layouts that differ in pipeline, recompute, offload, overlap and graphs.
+    """Prices of parts for layouts that differ in pipeline, recompute, offload, overlap or graphs.
 
-    What a choice does not touch is worked out once: rows for all, collectives and policies for each
-    set of overlaps.
+    Rows are priced once for all of these layouts, collectives and policies once for each set of
+    overlaps.
     """
 
     __slots__ = ("_collectives", "_device", "_priced", "_replays", "_shared", "sym")
@@ -212,14 +215,14 @@ class Pricer:
         shared: Pricer | None = None,
     ) -> None:
         self.sym, self._collectives, self._priced = sym, collectives, priced
-        self._shared = shared  # has the prices of what experts do not change
+        self._shared = shared  # prices the layers without experts, which are the same
         self._device: dict[tuple[object, ...], tuple[LayerCollectives, DeviceTime]] = {}
         self._replays: dict[tuple[object, ...], ReplayCost] = {}
 
     def with_experts(self, rates: DeviceRates, sym: Symbols) -> Pricer:
-        """Return the prices of layouts that cut their experts otherwise, by a fused stack.
+        """Return the prices of layouts that shard their experts otherwise, on a fused stack.
 
-        They take an equal dispatcher: only what experts change is priced anew.
+        Their dispatcher is the same; only the rows of experts are priced again.
         """
         priced = reprice_experts(rates, self._priced, sym)
         return Pricer(self._collectives, sym, priced, shared=self)
@@ -256,8 +259,9 @@ class Pricer:
     ) -> dict[LayerKind, Array]:
         """Return the seconds of a layer of each kind, under policies instead of the layout's own.
 
-        `chosen` [policies] says which of `replays` each takes, `offloaded` [policies] what it sends
-        to the host, which waits for every transfer between stages if `synced`.
+        `chosen` [policies] is the index into `replays` that each policy takes, `offloaded`
+        [policies] what it sends to the host. With `synced` the host waits for every transfer
+        between stages.
         """
         is_used = np.zeros(len(replays), dtype=bool)
         is_used[chosen] = True
@@ -357,21 +361,22 @@ def _offloaded(constants: Constants, sym: Symbols, kind: LayerKind) -> Offloaded
 
 
 def stage_time(times: PartTimes, counts: Array) -> MicroBatchTime:
-    """Return the time of one micro-batch through the parts that `counts` [parts] says."""
+    """Return the time of one micro-batch through a stage that holds `counts` [parts]."""
     weights = zip(times.parts, counts.tolist(), strict=True)
     return add_times((time, weight) for time, weight in weights if weight)
 
 
 def pipeline_s(sym: Symbols, times: PartTimes, counts: Array) -> tuple[float, float]:
-    """Return the seconds of all micro-batches, and how much longer they take for transfers.
+    """Return the seconds of all micro-batches without transfers, and those that transfers add.
 
     `counts` [virtual stages, parts] is what the pipeline holds.
     """
     layout = sym.layout
     forward, backward = counts @ times.forward_s, counts @ times.backward_s
     if not layout.schedule.splits_backward:
-        shown = float(exposed_transfers(layout.pp, layout.vpp, sym.m))
-        return build_pipeline(layout, sym.m).total_s(forward, backward), shown * times.transfer_s
+        transfers = float(exposed_transfers(layout.pp, layout.vpp, sym.m))
+        computing_s = build_pipeline(layout, sym.m).total_s(forward, backward)
+        return computing_s, transfers * times.transfer_s
     weights = counts @ times.weight_grad_s
     seconds = [
         StageSeconds(forward=forward_s, input_backward=input_s, weight_backward=weight_s)
@@ -379,21 +384,20 @@ def pipeline_s(sym: Symbols, times: PartTimes, counts: Array) -> tuple[float, fl
             forward.tolist(), (backward - weights).tolist(), weights.tolist(), strict=True
         )
     ]
-    still, sending = (
+    without_s, with_transfers_s = (
         simulate_pipeline_s(layout, seconds, micro_batches=sym.m, transfer_s=transfer_s)
         for transfer_s in (0.0, times.transfer_s)
     )
-    return still, sending - still
+    return without_s, with_transfers_s - without_s
 
 
 def count_owned_parameters(layout: Layout, parameters: RankParameters) -> int:
     """Count the parameters that a rank updates: its shards of what it holds."""
     if not layout.zero:
         return parameters.dense + parameters.expert
-    dense, expert = (
-        grid.group_size(layout, fsdp.state_group(layout, group)) for group in ("dp_cp", "edp")
-    )
-    return parameters.dense // dense + parameters.expert // expert
+    dense_shards = grid.group_size(layout, fsdp.state_group(layout, "dp_cp"))
+    expert_shards = grid.group_size(layout, fsdp.state_group(layout, "edp"))
+    return parameters.dense // dense_shards + parameters.expert // expert_shards
 
 
 def step_tail(
@@ -402,13 +406,14 @@ def step_tail(
     """Return gradient reduction, optimizer and weight gather of a rank with so many parameters.
 
     zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under
-    hybrid sharding copies of a part then sum its gradient, once a step. Replicas of experts send
-    gradients home after backward, before their owners reduce, and take weights at the end of the
-    step: nothing of that is hidden.
+    hybrid sharding the ranks that hold replicas of a shard then sum its gradient, once a step.
+    Replicas of experts send gradients to the experts' owners after backward, before the owners
+    reduce, and receive weights at the end of the step: none of that, nor the owners' reduction and
+    gather, is hidden.
     """
     layout = sym.layout
-    reduce_s, gather_s, copies_s = 0.0, 0.0, 0.0
-    beside_reduce_s, beside_gather_s = 0.0, 0.0  # what may run beside computation
+    reduce_s, gather_s, replica_sums_s = 0.0, 0.0, 0.0
+    hideable_reduce_s, hideable_gather_s = 0.0, 0.0  # what other work may hide
     for group, numel, calls in (
         ("dp_cp", parameters.dense, parameters.dense_calls),
         ("edp", parameters.expert, parameters.expert_calls),
@@ -418,10 +423,10 @@ def step_tail(
         exchange = _state_exchange(collectives, sym, group, numel, calls)
         reduce_s += exchange.reduce_s
         gather_s += exchange.gather_s
-        copies_s += exchange.copies_s
+        replica_sums_s += exchange.replica_sums_s
         if not layout.spare or group != "edp":
-            beside_reduce_s = reduce_s
-            beside_gather_s = gather_s
+            hideable_reduce_s = reduce_s
+            hideable_gather_s = gather_s
     if layout.spare and sym.model.moe is not None:
         span = collectives.span(layout, "ep")
         replicas = layout.spare * parameters.expert * layout.ep / sym.model.moe.experts
@@ -430,11 +435,11 @@ def step_tail(
     hidden_share = 1 - collectives.constants["overlapped_dp_share"] if sym.is_fused else 0.0
     hidden_reduce_s, hidden_gather_s = 0.0, 0.0
     if Overlap.GRAD in layout.overlap or layout.zero == 3:
-        hidden_reduce_s = hidden_share * beside_reduce_s
+        hidden_reduce_s = hidden_share * hideable_reduce_s
     if Overlap.PARAM in layout.overlap or layout.zero == 3:
-        hidden_gather_s = hidden_share * beside_gather_s
+        hidden_gather_s = hidden_share * hideable_gather_s
     return StepTail(
-        reduce_s=reduce_s - hidden_reduce_s + copies_s,
+        reduce_s=reduce_s - hidden_reduce_s + replica_sums_s,
         gather_s=gather_s - hidden_gather_s,
         optimizer_s=_optimizer_s(rates, sym, parameters),
         hidden_s=hidden_reduce_s + hidden_gather_s,
@@ -443,11 +448,11 @@ def step_tail(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StateExchange:
-    """Seconds of a group's gradient reduction and weight gather, and of sums over copies."""
+    """Seconds of a group's gradient reduction and weight gather, and of sums over replicas."""
 
     reduce_s: float
     gather_s: float
-    copies_s: float
+    replica_sums_s: float
 
 
 def _state_exchange(
@@ -460,19 +465,19 @@ def _state_exchange(
     call_bytes = workload.grad_dtype.nbytes * numel / calls
     if not layout.zero:
         reduce_s = calls * collectives.seconds(Collective.ALL_REDUCE, span, call_bytes)
-        return _StateExchange(reduce_s=reduce_s, gather_s=0.0, copies_s=0.0)
+        return _StateExchange(reduce_s=reduce_s, gather_s=0.0, replica_sums_s=0.0)
     reduce_s = calls * collectives.seconds(Collective.REDUCE_SCATTER, span, call_bytes)
     weight_bytes = sym.c * numel / span.size / calls
     gather_s = calls * collectives.seconds(Collective.ALL_GATHER, span, weight_bytes)
-    copies_s = 0.0
+    replica_sums_s = 0.0
     if layout.shard:
-        copies = collectives.span(layout, fsdp.fsdp_groups(layout, group).replica_group)
-        copies_s = calls * collectives.seconds(
-            Collective.ALL_REDUCE, copies, call_bytes / span.size
+        replicas_span = collectives.span(layout, fsdp.fsdp_groups(layout, group).replica_group)
+        replica_sums_s = calls * collectives.seconds(
+            Collective.ALL_REDUCE, replicas_span, call_bytes / span.size
         )
     gathers = 2 * passes if layout.zero == 3 else 1
     return _StateExchange(
-        reduce_s=passes * reduce_s, gather_s=gathers * gather_s, copies_s=copies_s
+        reduce_s=passes * reduce_s, gather_s=gathers * gather_s, replica_sums_s=replica_sums_s
     )
 
 
@@ -494,10 +499,11 @@ def step_time(
     stages: Sequence[MicroBatchTime],
     last: StepTail,
 ) -> StepTime:
-    """Return the time of the pipeline of `stages`, then `last`.
+    """Return the time of a step: the pipeline of `stages`, then the tail `last`.
 
-    `counts` [virtual stages, parts] is what the pipeline holds, `stages` the time of each pipeline
-    rank. What the slowest rank does not work is transfers and bubble.
+    `counts` [virtual stages, parts] is what the pipeline holds, `stages` the time of one
+    micro-batch on each pipeline rank. The time in which the slowest rank does not work is booked to
+    transfers and bubble.
     """
     totals = [stage.total_s for stage in stages]
     slowest = totals.index(max(totals))

@@ -18,11 +18,11 @@ from moewright.spec.model import AttentionKind, ModelSpec, QkNorm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorWork:
-    """What sequence parallelism moves in one micro-batch of some chunks.
+    """The tensors that sequence parallelism moves in one micro-batch of some chunks.
 
-    `gathered` and `scattered` have the width of each tensor of T tokens; `norm_sums` and `losses`
-    count the reductions of a number a token; `mtp_exchanges` count the exchanges of columns for
-    tokens.
+    `gathered` and `scattered` list the width of each gathered and scattered tensor of T tokens;
+    `norm_sums` and `losses` count all-reduces of one number a token; `mtp_exchanges` counts the
+    all-to-alls of MTP depths that exchange columns for tokens.
     """
 
     gathered: list[int]

@@ -111,17 +111,17 @@ def layer_parameters(
     """
     chunks = _rank_chunks(model, layout, pp_rank)
     by_layer = _by_layer(model)
-    found = []
+    layers = []
     for layer in (EMBEDDING_LAYER, *sorted(i for chunk, _ in chunks for i in chunk.layers)):
         params = by_layer[layer]
         if layer == EMBEDDING_LAYER:
             params = _held(params, model, chunks)
         if params:
-            found.append((layer, params))
+            layers.append((layer, params))
     for layer in range(model.layers, model.layers + 1 + model.mtp_layers):
         if params := _held(by_layer[layer], model, chunks):
-            found.append((layer, params))
-    return tuple(found)
+            layers.append((layer, params))
+    return tuple(layers)
 
 
 def _held(

@@ -104,27 +104,27 @@ def explain_objections(
     reasons = check_legality(model, workload, layout)
     if reasons:
         return tuple(f"{name} is not legal: {reason}" for reason in reasons)
-    own = estimate(model, workload, hardware, layout)
+    layout_estimate = estimate(model, workload, hardware, layout)
     lines = []
-    if own.verdict is not Verdict.FITS:
-        lines.append(f"{name} {_explain_memory(own)}")
+    if layout_estimate.verdict is not Verdict.FITS:
+        lines.append(f"{name} {_explain_memory(layout_estimate)}")
     if ranked.plans:
         best = ranked.plans[0]
         if best.layout == layout:
             lines.append(f"{name} is the best plan")
         else:
-            comparison = _compare(own, best.estimate)
+            comparison = _compare(layout_estimate, best.estimate)
             lines.append(f"{name} against {format_layout(best.layout)}: {comparison}")
     return tuple(lines) or (f"nothing: {name} fits and no plan was found that beats it",)
 
 
 def _explain_memory(estimate: Estimate) -> str:
-    short = "is within the spread of"
+    excess = "is within the spread of"
     if estimate.margin_bytes < 0:
-        short = f"is {format_bytes(-estimate.margin_bytes)} over"
+        excess = f"is {format_bytes(-estimate.margin_bytes)} over"
     peak, capacity = format_bytes(estimate.peak_bytes), format_bytes(estimate.capacity_bytes)
     use = f"{peak} of {capacity} on pipeline rank {estimate.peak_rank}"
-    return f"{short} the memory: {use}, most of it {estimate.largest}"
+    return f"{excess} the memory: {use}, most of it {estimate.largest}"
 
 
 def _compare(other: Estimate, best: Estimate) -> str:

@@ -161,38 +161,38 @@ class PipelineBatch:
         """Return the distinct (backward, paired) rows, and the index of each moment's row."""
         parts = self.backward.shape[1]
         if not self.paired.any():
-            distinct_rows, place = np.unique(self.backward, axis=0, return_inverse=True)
-            return distinct_rows, np.zeros_like(distinct_rows), place.reshape(-1)
+            distinct_rows, index = np.unique(self.backward, axis=0, return_inverse=True)
+            return distinct_rows, np.zeros_like(distinct_rows), index.reshape(-1)
         both = np.concatenate([self.backward, self.paired], axis=1)
-        distinct_rows, place = np.unique(both, axis=0, return_inverse=True)
-        return distinct_rows[:, :parts], distinct_rows[:, parts:], place.reshape(-1)
+        distinct_rows, index = np.unique(both, axis=0, return_inverse=True)
+        return distinct_rows[:, :parts], distinct_rows[:, parts:], index.reshape(-1)
 
     @cached_property
-    def _moment_turns(self) -> list[Array]:
-        return _take_turns(self.moment_starts, len(self.live))
+    def _moment_rows(self) -> list[Array]:
+        return _segment_rows(self.moment_starts, len(self.live))
 
     @cached_property
-    def _rank_turns(self) -> list[Array]:
-        return _take_turns(self.rank_starts, len(self.ranks))
+    def _rank_rows(self) -> list[Array]:
+        return _segment_rows(self.rank_starts, len(self.ranks))
 
-    def fullest_moments(self, of_moments: Array) -> Array:
+    def fullest_moments(self, moment_values: Array) -> Array:
         """Return the highest value over each rank's moments: [moments, ...] -> [ranks, ...]."""
         return np.asarray(
-            _highest(of_moments, self._moment_turns).take(self.moments_of_rank, axis=0)
+            _highest(moment_values, self._moment_rows).take(self.moments_of_rank, axis=0)
         )
 
-    def fullest_ranks(self, of_ranks: Array, more: Array, pipelines: Array) -> Array:
-        """Return the highest `of_ranks` + `more` over the ranks of each of `pipelines`.
+    def fullest_ranks(self, rank_values: Array, more: Array, pipelines: Array) -> Array:
+        """Return the highest `rank_values` + `more` over the ranks of each of `pipelines`.
 
         Shapes: [ranks, ...] and [ranks] -> [some pipelines, ...].
         """
-        return _highest(of_ranks, [turn[pipelines] for turn in self._rank_turns], more)
+        return _highest(rank_values, [rows[pipelines] for rows in self._rank_rows], more)
 
-    def slowest_and_all(self, of_ranks: Array) -> tuple[Array, Array]:
+    def slowest_and_all(self, rank_values: Array) -> tuple[Array, Array]:
         """Return the largest of each pipeline, and the sum over its ranks: [pipelines, ...]."""
-        weighted = of_ranks * self.multiplicity.reshape(-1, *[1] * (of_ranks.ndim - 1))
+        weighted = rank_values * self.multiplicity.reshape(-1, *[1] * (rank_values.ndim - 1))
         total = np.add.reduceat(weighted, self.rank_starts, axis=0)
-        return _highest(of_ranks, self._rank_turns), np.asarray(total)
+        return _highest(rank_values, self._rank_rows), np.asarray(total)
 
     def count_blocks(self, ranks: Array, count: int) -> Array:
         """Count how often each of `count` parameter blocks is held by ranks [some ranks, blocks].
@@ -212,7 +212,7 @@ class PipelineBatch:
                 yield layout, rank
 
 
-def _take_turns(starts: Array, count: int) -> list[Array]:
+def _segment_rows(starts: Array, count: int) -> list[Array]:
     """Return the first row of every segment, then the second row of every segment, and so on.
 
     Segments begin at `starts` and the last ends at `count`; a segment that is too short repeats its
@@ -220,16 +220,16 @@ def _take_turns(starts: Array, count: int) -> list[Array]:
     ufunc.reduceat.
     """
     lengths = np.diff(np.append(starts, count))
-    return [starts + np.minimum(turn, lengths - 1) for turn in range(int(lengths.max()))]
+    return [starts + np.minimum(position, lengths - 1) for position in range(int(lengths.max()))]
 
 
-def _highest(rows: Array, turns: Sequence[Array], more: Array | None = None) -> Array:
+def _highest(values: Array, segment_rows: Sequence[Array], more: Array | None = None) -> Array:
     """Return the highest row of each segment; with `more` [rows], the highest sum of both."""
     highest: Array | None = None
-    for turn in turns:
-        taken = rows.take(turn, axis=0)
+    for rows in segment_rows:
+        taken = values.take(rows, axis=0)
         if more is not None:
-            taken += more[turn, None]
+            taken += more[rows, None]
         highest = taken if highest is None else np.maximum(highest, taken, out=highest)
     assert highest is not None
     return highest

@@ -103,7 +103,7 @@ class Screener:
             ],
             dtype=np.float32,
         )
-        self._overlaps_sums = (
+        self._searches_dp_overlap = (
             space.hardware.device.kind is DeviceKind.CUDA
             and "overlap" not in space.fixed
             and space.permits(overlap=(Overlap.GRAD, Overlap.PARAM))
@@ -137,15 +137,15 @@ class Screener:
                 continue
             batch, timings = self._batch(group, is_paired=Overlap.EP in overlap)
             priced = _PricedGroup(base=cut, batch=batch, timings=timings, times=times)
-            taken = memory
+            parts_memory = memory
             if Overlap.WGRAD in overlap:
                 # Delayed weight gradients only add memory. Where nothing fitted without them, or no
                 # pipeline is fast enough with them, their memory is not worked out either.
                 if not fits or not self._is_in_time(priced, below_s):
                     continue
-                taken = self._memory.delay_weight_gradients(memory)
+                parts_memory = self._memory.delay_weight_gradients(memory)
             scores = self._score(
-                priced, taken, legal, is_searched, room_bytes=room_bytes, below_s=below_s
+                priced, parts_memory, legal, is_searched, room_bytes=room_bytes, below_s=below_s
             )
             fits = scores.floor_s < np.inf  # the floor is priced only where some candidate fits
             yield scores
@@ -161,17 +161,19 @@ class Screener:
         below_s: float,
     ) -> GroupScores:
         peak, sd = self._memory.device_bytes(memory, priced.batch, is_searched)
-        is_worth = legal & (peak <= room_bytes + sd)
+        is_worth_pricing = legal & (peak <= room_bytes + sd)
         base = priced.base
         floor_s = np.inf
         step = np.broadcast_to(np.inf, peak.shape)
         dp_overlap = np.broadcast_to(False, peak.shape)
-        if is_worth.any():
+        if is_worth_pricing.any():
             base = self.times.choose_exchanges(base, priced.times, priced.timings[0])
             floor_s = priced.times.floor_s(base, priced.timings)
             if floor_s < below_s:
-                is_worth &= ~self._is_needless(legal, peak, sd)
-                step, dp_overlap = self._price(replace(priced, base=base), is_worth, below_s)
+                is_worth_pricing &= ~self._is_needless(legal, peak, sd)
+                step, dp_overlap = self._price(
+                    replace(priced, base=base), is_worth_pricing, below_s
+                )
             # The bytes above are those of the group's own dispatcher.
             peak = peak + (
                 dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
@@ -291,7 +293,7 @@ class Screener:
                 for policy in self.activation_policies
             ]
             self._legal_policies[key] = np.array(
-                [next(of_policy, None) is None for of_policy in reasons]
+                [next(policy_reasons, None) is None for policy_reasons in reasons]
             )
         return self._legal_policies[key]
 
@@ -348,29 +350,31 @@ class Screener:
                 vpp=int(batch.vpp[first]),
             )
 
-    def _price(self, priced: _PricedGroup, is_worth: Array, below_s: float) -> tuple[Array, Array]:
+    def _price(
+        self, priced: _PricedGroup, is_worth_pricing: Array, below_s: float
+    ) -> tuple[Array, Array]:
         """Return the step's seconds, and the mask of where overlapped gradient sums are faster.
 
-        Seconds are infinite where pricing is not worth it: outside `is_worth`, and for pipelines
-        that take `below_s` or more under the lightest policy. All shapes are [pipelines, activation
-        policies, state policies].
+        Seconds are infinite outside `is_worth_pricing`, and for pipelines that take `below_s` or
+        more under the lightest policy. All shapes are [pipelines, activation policies, state
+        policies].
         """
         variants = [priced]
-        if self._overlaps_sums:
+        if self._searches_dp_overlap:
             variants.append(replace(priced, base=_with_dp_overlap(priced.base)))
-        step = np.full(is_worth.shape, np.inf)
-        overlapped = np.zeros(is_worth.shape, dtype=bool)
-        # Policy 0 recomputes nothing: no other policy is faster, nor does the host's work for
-        # overlapped sums shorten it.
+        step = np.full(is_worth_pricing.shape, np.inf)
+        overlapped = np.zeros(is_worth_pricing.shape, dtype=bool)
+        # Policy 0 is the lightest: neither more recompute nor the host's work for overlapped sums
+        # makes a pipeline shorter than under it.
         least = self._pipeline_s(priced, np.array([0]))
-        is_wanted = is_worth & (least < below_s)[:, :, None]
-        needed = np.flatnonzero(is_wanted.any(axis=(0, 2)))
+        is_needed = is_worth_pricing & (least < below_s)[:, :, None]
+        needed = np.flatnonzero(is_needed.any(axis=(0, 2)))
         if not len(needed):
             return step, overlapped
         for variant in variants:
             pipeline_s = self._pipeline_s(variant, needed)
-            total = pipeline_s[:, :, None] + self._tail_s(variant, is_wanted)[:, None, :]
-            total_s = np.where(is_wanted[:, needed], total, np.inf)
+            total = pipeline_s[:, :, None] + self._tail_s(variant, is_needed)[:, None, :]
+            total_s = np.where(is_needed[:, needed], total, np.inf)
             better = total_s < step[:, needed]
             step[:, needed] = np.where(better, total_s, step[:, needed])
             overlapped[:, needed] = np.where(better, variant is not priced, overlapped[:, needed])
@@ -404,16 +408,16 @@ class Screener:
             )
         return self._transfers[key]
 
-    def _tail_s(self, priced: _PricedGroup, is_wanted: Array) -> Array:
+    def _tail_s(self, priced: _PricedGroup, is_needed: Array) -> Array:
         """Return the seconds of what a step does once, on the rank that takes longest.
 
         These are gradient reduction, weight gathers and the optimizer [pipelines, state policies];
-        0 where `is_wanted` asks for nothing.
+        0 where `is_needed` asks for nothing.
         """
         batch = priced.batch
         tails = np.zeros((len(batch.pp), len(self.state_policies)))
         for column, policy in enumerate(self.state_policies):
-            pipelines = np.asarray(is_wanted[:, :, column].any(axis=1))
+            pipelines = np.asarray(is_needed[:, :, column].any(axis=1))
             ranks = np.flatnonzero(pipelines[batch.pipeline_of_rank])
             if len(ranks):
                 seconds = self._rank_tails_s(priced.base, policy, batch, ranks)
@@ -429,7 +433,7 @@ class Screener:
         )
         # Only zero=3 reduces and gathers more often with more micro-batches.
         mbs = base.mbs if base.zero == 3 else 0
-        overlaps_sums = Overlap.GRAD in base.overlap
+        overlaps_reduction = Overlap.GRAD in base.overlap
         shared_key = (
             base.tp,
             base.cp,
@@ -438,7 +442,7 @@ class Screener:
             mbs,
             base.zero,
             base.offload,
-            overlaps_sums,
+            overlaps_reduction,
         )
         elements = self._memory.elements(base, policy.zero, batch)
         columns = [_DENSE, _EXPERT]

@@ -95,14 +95,16 @@ class ScreeningMemory:
             layers.append(layer)
         return memory.join_memory(self._constants, sym, self._parts, layers)
 
-    def delay_weight_gradients(self, taken: memory.ModelMemory) -> memory.ModelMemory:
-        """Return `taken` with the output gradients that delayed weight gradients hold longer."""
-        waiting = memory.delayed_gradient_bytes(taken.sym)
-        layers = [replace(layer, transient=layer.transient + waiting) for layer in taken.layers]
-        return replace(taken, layers=tuple(layers))
+    def delay_weight_gradients(self, parts_memory: memory.ModelMemory) -> memory.ModelMemory:
+        """Return the memory with the output gradients that delayed weight gradients hold longer."""
+        waiting = memory.delayed_gradient_bytes(parts_memory.sym)
+        layers = [
+            replace(layer, transient=layer.transient + waiting) for layer in parts_memory.layers
+        ]
+        return replace(parts_memory, layers=tuple(layers))
 
     def device_bytes(
-        self, taken: memory.ModelMemory, batch: PipelineBatch, is_searched: Array
+        self, parts_memory: memory.ModelMemory, batch: PipelineBatch, is_searched: Array
     ) -> tuple[Array, Array]:
         """Return the bytes of the fullest rank and their standard deviation.
 
@@ -110,12 +112,12 @@ class ScreeningMemory:
         state policies] is false, allocated bytes count as 0.
         """
         backward, paired, moment = batch.transients
-        short = taken.transient_bytes(backward, paired)
-        fullest = taken.live_bytes(batch.live)
+        short = parts_memory.transient_bytes(backward, paired)
+        fullest = parts_memory.live_bytes(batch.live)
         # In place: to allocate another array of this size takes longer than the sum itself.
         fullest += short.take(moment, axis=0)
         activations = batch.fullest_moments(fullest)
-        resident = self._resident_bytes(taken.sym, batch)
+        resident = self._resident_bytes(parts_memory.sym, batch)
         allocated = np.zeros((*is_searched.shape, len(self._policies.members)))
         for column in range(len(self._state_policies)):
             some = np.flatnonzero(is_searched[:, column])
@@ -124,8 +126,8 @@ class ScreeningMemory:
         device = memory.runtime_overhead(
             self._constants,
             allocated,
-            groups=self._count_communicators(taken.sym.layout, batch)[:, None, None],
-            buffers=dispatcher_bytes(taken.sym),
+            groups=self._count_communicators(parts_memory.sym.layout, batch)[:, None, None],
+            buffers=dispatcher_bytes(parts_memory.sym),
         )
         return allocated + device.reserved_bytes + device.communication_bytes, device.sd_bytes
 

@@ -67,7 +67,8 @@ def write_tensors(
     """Write `tensors`, each when it comes, as one safetensors file, and flush it to disk.
 
     Raises:
-        ValueError: when a tensor has other bytes than its header, or their numbers differ.
+        ValueError: when a tensor has not the bytes of its header, or there are not as many tensors
+            as headers.
         OSError: when the file exists or cannot be written.
     """
     preamble, data_bytes = _build_preamble(headers, metadata)

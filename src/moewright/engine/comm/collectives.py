@@ -367,7 +367,7 @@ class _Exchange:
 class _StartExchange(torch.autograd.Function):
     """The start of an exchange, whose backward finishes that of the gradient.
 
-    It gives a ticket, an empty tensor, that orders the start and the finish.
+    It returns a ticket, an empty tensor that makes autograd run the finish after the start.
     """
 
     @staticmethod
@@ -396,7 +396,7 @@ class _FinishExchange(torch.autograd.Function):
 
 
 class RingShift:
-    """An exchange that sends a tensor to the next rank of a ring and receives the previous one's."""
+    """An exchange that sends a tensor to the next rank of a ring and receives the previous's."""
 
     def __init__(self, tensor: torch.Tensor, group: Group) -> None:
         group.count_call(Collective.P2P, tensor)

@@ -19,8 +19,8 @@ class Mesh:
 
     `groups` are in the order of rules.grid.GROUPS. `upstream` is the pipeline group once more, for
     messages to lower ranks: on NCCL the messages of a pair of ranks over one group run in order,
-    whichever direction they go, so each direction has a group of its own. `shared_table_groups` maps
-    the pipeline ranks that hold a table in common to the group of those ranks in this rank's
+    whichever direction they go, so each direction has a group of its own. `shared_table_groups`
+    maps the pipeline ranks that hold a table in common to the group of those ranks in this rank's
     pipeline, or of this rank alone where it is not among them.
     """
 

@@ -95,7 +95,7 @@ class DeepEpRoute:
     """The route of one batch of tokens, which is filled when the library has brought the copies.
 
     Until then it has `experts` [T,k] alone; after that `handle` and `row_map`, the rows of the
-    local experts among the slots of the copies here. `expert_ends` and `sent_counts` as in
+    local experts among the slots of the copies received. `expert_ends` and `sent_counts` as in
     TokenDispatcher.
     """
 

@@ -2,10 +2,12 @@
 
 Their expert-parallel kernels send one copy of a token to each rank (between nodes, one to each
 node) and sum the copies on the way back. Both have two calls, each of which is the backward of
-the other: a dispatch, which returns a handle, and a combine, which sums without weights. Each library is called
-from one class of this module, through its public Python interface alone. Neither has been run on
-hardware by this project: tests replace them by a module that exchanges over gloo, and a job that
-asks for one starts with `deepep.verify_library`, which compares it with the plain all-to-all.
+the other: a dispatch, which returns a handle, and a combine, which sums without weights.
+
+Each library is called from one class of this module, through its public Python interface alone.
+Neither has been run on hardware by this project: tests replace them by a module that exchanges over
+gloo, and a job that asks for one starts with `deepep.verify_library`, which compares it with the
+plain all-to-all.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, in their shapes and dtypes.
 
-    Where `k` and `v` hold only some of the keys that the queries attended, `out` and the log-sum-exp
-    in `state` are over all of them; the gradients are then the part of these keys.
+    Where `k` and `v` hold only some of the keys that the queries attended, `out` and the
+    log-sum-exp in `state` are over all of them; the gradients are then the part of these keys.
     """
     if mask.segments is not None:
         return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, mask)

@@ -44,7 +44,7 @@ class WindowBlock:
     def _count_twice_pairs(self, rows: int, columns: int) -> int:
         """Return twice the attended pairs; a query's own key is a half (rules.context_parallel).
 
-        The own key is among the keys where there are none after it.
+        A query's own key is among its keys where the mask hides the keys after it.
         """
         attended = sum(
             min(columns, row + self.high + 1) - max(0, row + self.low) for row in range(rows)

@@ -3,10 +3,10 @@
 Sequences are split over ranks as rules.context_parallel says: each rank holds an early chunk and a
 late one, and every early chunk comes before every late one. So the queries of both chunks attend
 the early keys of lower ranks and none of their late ones; the keys of higher ranks, early and late,
-are attended by the late chunk alone. Where documents bound attention, only the document that spans
-such queries and keys counts: its part of the keys, the last ones, is attended by its part of the
-queries, the first ones. So in every block, except that of a rank's own tokens, all queries of a
-segment attend all of its keys, without a causal mask.
+are attended by the late chunk alone. Where documents bound attention, only the document on the
+border of those keys and queries counts: its part of the keys, the last ones, is attended by its
+part of the queries, the first ones. So in every block, except that of a rank's own tokens, all
+queries of a segment attend all of its keys, without a causal mask.
 
 Under a sliding window there is a block for each pair of a chunk of queries and an earlier chunk of
 keys, cut down to the tokens that the window reaches.

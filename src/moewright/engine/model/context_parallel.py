@@ -132,7 +132,7 @@ def gather_heads(runtime: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
     return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-class _Forward:
+class _MergedAttention:
     """The output and log-sum-exp of one rank's queries [B,S,H,D] over the keys attended so far.
 
     The rank's own keys must be attended first.
@@ -175,7 +175,7 @@ class _Forward:
         return out, (self._lse, *self._random_state)
 
 
-class _Backward:
+class _BlockGradients:
     """The gradients of one rank's queries, and of each block of keys.
 
     The queries' gradients are summed in fp32 until all keys have been attended.
@@ -246,7 +246,7 @@ class RingAttention(CountedFunction):
         CountedFunction.save_scope(ctx, group.counters)
         ctx.group = group
         ctx.blocks = blocks
-        merged = _Forward(q, blocks)
+        merged = _MergedAttention(q, blocks)
         for source_blocks, kv in _ring(torch.cat((k, v), -1), blocks, group):
             merged.attend(kv, source_blocks)
         out, state = apply_sinks(*merged.result(), sinks)
@@ -256,7 +256,7 @@ class RingAttention(CountedFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, *state = ctx.saved_tensors
-        grads = _Backward(q, out, tuple(state), grad, ctx.blocks)
+        grads = _BlockGradients(q, out, tuple(state), grad, ctx.blocks)
         grad_sinks = compute_sinks_grad(grad, out, state[0], sinks)
         sums_shift: RingShift | None = None
         with ctx.counters.scopes.enter(ctx.scope):
@@ -306,7 +306,7 @@ class AllGatherAttention(CountedFunction):
         CountedFunction.save_scope(ctx, group.counters)
         ctx.group = group
         ctx.blocks = blocks
-        merged = _Forward(q, blocks)
+        merged = _MergedAttention(q, blocks)
         gathered = _gather_kv(torch.cat((k, v), -1), group)
         for source_blocks in blocks:
             merged.attend(gathered, source_blocks)
@@ -317,7 +317,7 @@ class AllGatherAttention(CountedFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, *state = ctx.saved_tensors
-        grads = _Backward(q, out, tuple(state), grad, ctx.blocks)
+        grads = _BlockGradients(q, out, tuple(state), grad, ctx.blocks)
         grad_sinks = compute_sinks_grad(grad, out, state[0], sinks)
         with ctx.counters.scopes.enter(ctx.scope):
             gathered = _gather_kv(torch.cat((k, v), -1), ctx.group)

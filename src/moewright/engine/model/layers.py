@@ -139,8 +139,9 @@ class AttentionContext:
     """The inputs of attention that all layers share in a micro-batch of `sequences` sequences.
 
     Its tokens lie sequence after sequence. `blocks` say what each query attends, `window_blocks`
-    what it attends in layers with a sliding window; cos and sin [S, D/2] or [sequences, S, D/2] fp32 are the rotation of each position.
-    `first_sequence` is the number of the first sequence over all of training; None in evaluation.
+    what it attends in layers with a sliding window; cos and sin [S, D/2] or [sequences, S, D/2]
+    fp32 are the rotation of each position. `first_sequence` is the number of the first sequence
+    over all of training; None in evaluation.
     """
 
     sequences: int

@@ -85,6 +85,7 @@ def execute_timetable(
 
 
 def _keep_roots(entry: torch.Tensor | None, result: ChunkResult) -> _InFlightChunk:
+    """Return what backward needs of a chunk that received `entry`."""
     hidden = result.hidden
     if hidden is not None and hidden is entry:
         if result.loss is None:
@@ -105,7 +106,8 @@ def _run_backward(
 ) -> torch.Tensor | None:
     """Run the backward of a chunk and return the gradient of its input."""
     output_grads = (received,) if chunk.has_output else ()
-    loss_grads = (None,) * (len(chunk.roots) - chunk.has_output)
-    grads = output_grads + loss_grads if chunk.roots else ()
-    backward(key, chunk.roots, grads, is_split)
-    return received if chunk.entry is None else chunk.entry.grad
+    loss_grads = (None,) * (len(chunk.roots) - len(output_grads))
+    backward(key, chunk.roots, output_grads + loss_grads, is_split)
+    if chunk.entry is None:  # the first stage, which received nothing, or a chunk without roots
+        return received
+    return chunk.entry.grad

@@ -35,7 +35,7 @@ class TritonKernels:
         bias_E: torch.Tensor | None,
         forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose as the reference does where groups of experts exclude others, then weigh."""
+        """Choose as the reference does where groups of experts are excluded, then weigh."""
         if forced_Tk is None and spec.top_groups < spec.groups:
             scores = reference.compute_scores(logits_TE.detach(), spec.score)
             forced_Tk = reference.choose_experts(scores, spec, bias_E)

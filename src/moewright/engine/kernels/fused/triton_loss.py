@@ -75,7 +75,7 @@ def _cross_entropy_backward(
         total = tl.full((ROWS,), 1.0, tl.float32)
     else:
         row_max, total = _max_and_sum_exp(logits, row, width, stride, ROWS, BLOCK)
-    wide = tl.load(grad + row)
+    row_grad = tl.load(grad + row)
     target = tl.load(columns + row)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
@@ -83,8 +83,8 @@ def _cross_entropy_backward(
             tl.float32
         )
         prob = tl.exp(x - row_max[:, None]) / total[:, None]
-        back = (prob - tl.where(column == target[:, None], 1.0, 0.0)) * wide[:, None]
-        tl.store(out + row[:, None] * width + column, back, column < width)
+        grad_logit = (prob - tl.where(column == target[:, None], 1.0, 0.0)) * row_grad[:, None]
+        tl.store(out + row[:, None] * width + column, grad_logit, column < width)
 
 
 def cross_entropy(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:

@@ -56,11 +56,11 @@ def _rms_norm_backward(
         column = start + tl.arange(0, BLOCK)
         inside = (row < count)[:, None] & (column < width)[None, :]
         wide = tl.load(x + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
-        back = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(
+        wide_grad = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(
             tl.float32
         )
         factor = tl.load(weight + column, column < width, 0.0).to(tl.float32)
-        products += back * factor[None, :] * wide
+        products += wide_grad * factor[None, :] * wide
         if not SCALED:
             squares += wide * wide
     if SCALED:
@@ -76,13 +76,13 @@ def _rms_norm_backward(
             tl.load(x + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
             * row_scale[:, None]
         )
-        back = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(
+        wide_grad = tl.load(grad + row[:, None] * grad_stride + column[None, :], inside, 0.0).to(
             tl.float32
         )
         factor = tl.load(weight + column, column < width, 0.0).to(tl.float32)
-        row_grad_x = (back * factor[None, :] - normed * mean[:, None]) * row_scale[:, None]
+        row_grad_x = (wide_grad * factor[None, :] - normed * mean[:, None]) * row_scale[:, None]
         tl.store(grad_x + row[:, None] * width + column[None, :], row_grad_x, inside)
-        summed = tl.sum(tl.where(counted, back * normed, 0.0), 0)
+        summed = tl.sum(tl.where(counted, wide_grad * normed, 0.0), 0)
         tl.store(
             grad_weights + tl.program_id(0).to(tl.int64) * width + column, summed, column < width
         )

@@ -28,10 +28,12 @@ _SCORE: Mapping[ScoreFunction, int] = MappingProxyType(
 @triton.jit
 def _softplus(x):
     """Return log(1 + exp(x)), accurate also where 1 + exp(x) rounds to 1."""
-    small = tl.exp(-tl.abs(x))
-    more = 1.0 + small
+    exp_neg = tl.exp(-tl.abs(x))
+    one_plus_exp = 1.0 + exp_neg
     log1p = tl.where(
-        more == 1.0, small, tl.log(more) * small / tl.where(more == 1.0, 1.0, more - 1.0)
+        one_plus_exp == 1.0,
+        exp_neg,
+        tl.log(one_plus_exp) * exp_neg / tl.where(one_plus_exp == 1.0, 1.0, one_plus_exp - 1.0),
     )
     return tl.maximum(x, 0.0) + log1p
 
@@ -116,19 +118,19 @@ def _route_backward(
         slot_grad = tl.sum(tl.where((slot == number)[None, :], grad, 0.0), 1)
         grad_score += tl.where(expert[None, :] == best[:, None], slot_grad[:, None], 0.0)
     if SCORE == 0:
-        back = score * (grad_score - tl.sum(grad_score * score, 1)[:, None])
+        grad_logit = score * (grad_score - tl.sum(grad_score * score, 1)[:, None])
     elif SCORE == 1:
-        back = grad_score * score * (1.0 - score)
+        grad_logit = grad_score * score * (1.0 - score)
     else:
         x = tl.load(logits + address, inside, 0.0)
-        back = grad_score / (1.0 + tl.exp(-x)) / (2.0 * tl.where(inside, score, 1.0))
-    tl.store(grad_logits + address, back, inside)
+        grad_logit = grad_score / (1.0 + tl.exp(-x)) / (2.0 * tl.where(inside, score, 1.0))
+    tl.store(grad_logits + address, grad_logit, inside)
 
 
 class RouteTokens(torch.autograd.Function):
     """The autograd function of KernelSet.route_tokens.
 
-    `forced` may be None where experts have no groups that exclude others.
+    `forced` may be None where no groups of experts are excluded.
     """
 
     @staticmethod

@@ -1,0 +1,8 @@
+"""The exit codes of the command line."""
+
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
+DOES_NOT_FIT = 3  # of `estimate`; of `train`, 3 is a rank that failed
+INTERRUPTED = 130
+PIPE_CLOSED = 141
