@@ -6,6 +6,7 @@ from cyclopts import App
 
 from moewright.cli.bench import bench_machine, bench_search
 from moewright.cli.catalogues import hardware, models
+from moewright.cli.completion import build_completion_verb
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
 from moewright.cli.diagnose import diagnose
