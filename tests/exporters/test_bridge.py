@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_megatron_catalogue import CANNOT, layouts, model, plan_of, workloads
 
+from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, workloads
 from moewright.codec import parse_layout
 from moewright.exporters.bridge import render_bridge_recipe
 from moewright.exporters.megatron.refusals import find_refusals
@@ -85,7 +85,7 @@ def built(plan):
 
 def planned(text, world=256, name="Qwen/Qwen3-235B-A22B", **work):
     workload = Workload(**{"seq_len": 4096, "global_batch": 2048, **work})
-    return plan_of(name, parse_layout(text, world_size=world), workload)
+    return build_plan(name, parse_layout(text, world_size=world), workload)
 
 
 def test_a_recipe_holds_the_plan(monkeypatch):
@@ -170,11 +170,14 @@ def test_narrows_growing_batches_data_and_checkpoints():
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_flag_of_any_plan_has_a_place(data):
-    names = [name for name in catalogue.model_names() if "/" in name and name not in CANNOT]
+    names = [name for name in catalogue.model_names() if "/" in name and name not in REFUSED_MODELS]
     name = data.draw(st.sampled_from(names))
-    layout, workload = data.draw(layouts(model(name).moe is not None)), data.draw(workloads())
-    assume(not check_legality(model(name), workload, layout))
-    plan = plan_of(name, layout, workload)
+    layout, workload = (
+        data.draw(layouts(catalogue_model(name).moe is not None)),
+        data.draw(workloads()),
+    )
+    assume(not check_legality(catalogue_model(name), workload, layout))
+    plan = build_plan(name, layout, workload)
     assume(not find_refusals(plan))
     cfg = built(plan)
     assert cfg.model.tensor_model_parallel_size == layout.tp

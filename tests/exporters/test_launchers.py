@@ -8,8 +8,8 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from test_megatron_catalogue import plan_of
 
+from megatron_cases import build_plan
 from moewright.codec import parse_layout
 from moewright.exporters.kubernetes import render_train_job
 from moewright.exporters.megatron.script import environment_variables, megatron_flags
@@ -24,7 +24,7 @@ yaml = pytest.importorskip("yaml")
 
 
 def planned(text="tp2,ep8", world=32, name="Qwen/Qwen3-30B-A3B"):
-    return plan_of(
+    return build_plan(
         name, parse_layout(text, world_size=world), Workload(seq_len=4096, global_batch=256)
     )
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_started_is_refused():
         render_slurm_script(cpu_plan(), job="", run_dir="")
     with pytest.raises(BadInput, match="must fill whole nodes of 8 devices"):
         render_slurm_script(
-            plan_of("Qwen/Qwen3-0.6B", parse_layout("", world_size=12), planned().workload),
+            build_plan("Qwen/Qwen3-0.6B", parse_layout("", world_size=12), planned().workload),
             job="",
             run_dir="",
         )

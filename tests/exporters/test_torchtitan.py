@@ -7,8 +7,8 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-from test_megatron_catalogue import plan_of
 
+from megatron_cases import build_plan
 from moewright.codec import parse_layout
 from moewright.exporters.torchtitan import render_torchtitan_config
 from moewright.spec.errors import BadInput
@@ -62,7 +62,7 @@ KNOWN = {
 
 def planned(text, world=16, name=LLAMA, **work):
     workload = Workload(seq_len=4096, global_batch=64, **work)
-    return plan_of(name, parse_layout(text, world_size=world), workload)
+    return build_plan(name, parse_layout(text, world_size=world), workload)
 
 
 def written(*options, **more):
@@ -101,6 +101,12 @@ def test_copies_and_hybrid_shards():
     parallel = written("zero3,shard4", 16)["parallelism"]
     assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (
         4,
+        4,
+    )
+    # Torchtitan counts the context-parallel ranks of a shard apart.
+    parallel = written("zero3,cp2,shard4", 16)["parallelism"]
+    assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (
+        2,
         4,
     )
 

@@ -76,7 +76,8 @@ def test_every_compared_line_stands_in_the_page(page):
 def test_a_broken_promise_is_marked_in_text_and_colour_and_in_the_verdict():
     short = replace(ledger(1), comm=ledger(1).comm[1:])
     page = render_page(
-        record(), [compare_ledgers(ledger(0), counted_ledger(0)), compare_ledgers(short, counted_ledger(1))]
+        record(),
+        [compare_ledgers(ledger(0), counted_ledger(0)), compare_ledgers(short, counted_ledger(1))],
     )
     assert '<section id="verdict" class="bad">' in page
     assert "the ledger differs on 1 of 2 ranks" in find_sentence(page)
