@@ -141,11 +141,11 @@ def run_tests(repository: Path, source: Path, tests: Sequence[str], *options: st
     )
 
 
-def check_unmutated(repository: Path, mutants: Sequence[Mutant]) -> bool:
+def check_unmutated(repository: Path, mutants: Sequence[Mutant], jobs: int) -> bool:
     """Run the tests of all mutants on the package as it is, which they have to pass."""
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     with copied_package(repository, None) as source:
-        result = run_tests(repository, source, tests)
+        result = run_tests(repository, source, tests, "-n", str(jobs), "--dist", "worksteal")
     passed = result.outcome is Outcome.SURVIVED
     summary = result.output if not passed else result.output.splitlines()[-1]
     print(f"without a mutant {'all tests pass' if passed else 'TESTS FAIL'}: {summary}", flush=True)
@@ -167,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check that tests catch faults.")
     parser.add_argument("ids", nargs="*", help="the mutants to run; all without any")
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--mutants", type=Path, default=MUTANTS_FILE, help="another list")
     parser.add_argument("--repository", type=Path, default=REPOSITORY, help="another checkout")
     arguments = parser.parse_args()
@@ -184,7 +184,7 @@ def main() -> int:
     if faults := tuple(find_list_faults(mutants, repository)):
         print(*faults, sep="\n")
         return 2
-    passed = check_unmutated(repository, mutants)
+    passed = check_unmutated(repository, mutants, arguments.jobs)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         results = list(pool.map(lambda mutant: run_mutant(repository, mutant), mutants))
     caught = sum(result.outcome is Outcome.CAUGHT for result in results)
