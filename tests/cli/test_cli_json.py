@@ -16,7 +16,8 @@ from test_cli_export import SCRIPT
 
 import sample_run
 from moewright.cli.answers import format_json
-from moewright.cli.main import DOES_NOT_FIT, main
+from moewright.cli.exit_codes import DOES_NOT_FIT
+from moewright.cli.main import main
 from moewright.codec import format_record, write_json
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moewright.cli.main import DOES_NOT_FIT, main
+from moewright.cli.exit_codes import DOES_NOT_FIT
+from moewright.cli.main import main
 
 LAYOUT = "tp2,ep8,pp8,vpp4,mbs1,recompute=select"
 JOB = ["Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048", "--layout", LAYOUT]
