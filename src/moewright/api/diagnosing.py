@@ -7,8 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from moewright.api.launch_scripts import read_flags, read_logged_flags
-from moewright.api.reporting import PLAN_FILE, find_run_folder
-from moewright.codec import read_json
+from moewright.api.reporting import find_run_folder
+from moewright.codec import PLAN_FILE, read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.priced_fixes import price_findings

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moewright.codec import read_run
+from moewright.codec import PLAN_FILE, read_run
 from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ranks
 from moewright.diagnosis.engine_run import diagnose_run
 from moewright.spec.finding import Finding
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
-
-PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -14,7 +14,14 @@ from moewright.api.requests import (
     to_job_keys,
     translate_fields,
 )
-from moewright.codec import explicit_fields, fingerprint, format_layout, parse_layout, read_json
+from moewright.codec import (
+    PLAN_FILE,
+    explicit_fields,
+    fingerprint,
+    format_layout,
+    parse_layout,
+    read_json,
+)
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake import catalogue
@@ -28,7 +35,6 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload
 
-PLAN_FILE = "plan.json"
 STEPS_FILE = "steps.jsonl"
 
 

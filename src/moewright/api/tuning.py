@@ -21,6 +21,7 @@ from moewright.api.requests import (
     translate_fields,
 )
 from moewright.codec import (
+    PLAN_FILE,
     fingerprint,
     parse_layout,
     read_run,
@@ -61,7 +62,6 @@ from moewright.tuning.trials import (
 from moewright.version import __version__
 
 REPORT_FILE = "report.md"
-PLAN_FILE = "plan.json"
 MACHINE_FILE = "machine.toml"
 MAX_MINUTES = 10_000.0
 # What allocators, the kernel and the launcher say when there is no memory left, in lower case.

@@ -49,6 +49,7 @@ def tune(
         Another value for a key of the job, section.key=value; may be given again.
     """
     from moewright.api import tuning
+    from moewright.codec import PLAN_FILE
 
     tuning.check_budget(budget_minutes)
     if on and not predict:
@@ -72,7 +73,7 @@ def tune(
     if answer.plan is None:
         print(f"no layout was found valid; {report_path} tells why")
         return NOTHING_VALID
-    plan_path = folder / tuning.PLAN_FILE
+    plan_path = folder / PLAN_FILE
     winner = f"winner: {answer.result.winner}"
     print(f"{winner}; {report_path} tells what was tried, {plan_path} is its plan")
     return 0

@@ -12,6 +12,7 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, RankTiming, RunRecord, Session, StepRecord
 
+PLAN_FILE = "plan.json"
 RANK_TIMINGS_FILE = "paces.json"
 
 _KINDS: tuple[tuple[str, type[Session | StepRecord | EvalRecord]], ...] = (
@@ -41,7 +42,7 @@ def read_run(directory: Path) -> RunRecord:
     """
     if not directory.is_dir():
         raise BadInput(Reason(field=str(directory), rule="no such run folder"))
-    plan = read_json(Plan, directory / "plan.json")
+    plan = read_json(Plan, directory / PLAN_FILE)
     sessions: list[Session] = []
     steps: dict[int, StepRecord] = {}
     evals: dict[int, EvalRecord] = {}

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from moewright.codec import from_data, read_json, to_data, write_json
+from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
 from moewright.engine.checkpoint import CheckpointSaver, Coordinator, require_space
 from moewright.engine.comm import collectives
 from moewright.engine.data.build_corpus import read_corpus
@@ -44,8 +44,6 @@ from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.spec.run import SESSION_WARMUP_STEPS, EvalRecord, RankTiming
 from moewright.spec.workload import Workload
-
-PLAN_FILE = "plan.json"
 
 
 def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
