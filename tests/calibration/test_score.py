@@ -9,7 +9,8 @@ import pytest
 
 from moewright.calibration.columns import COLUMNS
 from moewright.calibration.measured_row import MeasuredRow
-from moewright.calibration.score import Calibration, Score, rank_correlation, score_table
+from moewright.calibration.score import Calibration, Score, score_table
+from moewright.calibration.splits import rank_correlation
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.spec.hardware import Constant
 from moewright.spec.plan import Verdict
@@ -76,6 +77,26 @@ def test_errors_and_group(tmp_path: Path) -> None:
     assert summary.complete_speeds.bias == pytest.approx(0.05 / 3)
     (group,) = summary.groups
     assert (group.model, group.hardware, group.layouts) == ("Qwen/Qwen3-30B-A3B", "H100", 3)
+
+
+def test_splits_are_over_all_timed_rows(tmp_path: Path) -> None:
+    changes = (
+        {},
+        {"publisher": "other", "cuda_graph": "", "ep": "8"},
+        {"force_balance": "false", "ep": "8", "pp": "2"},
+    )
+    rows = table(tmp_path, *({**change, "tokens_per_s_per_gpu": "9e9"} for change in changes))
+    counts = {
+        (split.by, split.name): split.speeds.rows for split in score_table(rows).summary.splits
+    }
+    assert counts == {
+        ("moe", "all"): 3,
+        ("moe, stated", "complete"): 1,
+        ("moe, stated", "switches unstated"): 1,
+        ("moe, stated", "natural routing"): 1,
+        ("moe, publisher", "a"): 2,
+        ("moe, publisher", "other"): 1,
+    }
 
 
 def test_regret_is_what_the_layout_predicted_best_loses(tmp_path: Path) -> None:

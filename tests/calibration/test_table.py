@@ -111,6 +111,29 @@ def test_a_row_that_cannot_be_scored_says_why(
     assert reason in runs.skipped[0].reason
 
 
+def test_tables_are_read_one_after_another(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    table(tmp_path / "first", {"id": "a-1"}, {"id": "a-2", "mbs": ""})
+    table(tmp_path, {"id": "a-1"}, {"id": "b-1", "publisher": "somebody"})
+    both = read_table(tmp_path / "first" / "runs.csv", tmp_path / "runs.csv")
+    assert both.order == ("a-1", "a-2", "a-1@line2", "b-1")
+    assert [row.publisher for row in both.rows] == ["a", "a", "somebody"]
+    assert [row.id for row in both.skipped] == ["a-2"]
+
+
+def test_a_publisher_has_rows_of_several_kinds_of_ids(tmp_path: Path) -> None:
+    source = "NVIDIA-NeMo/Megatron-Bridge examples/model_verification_cards/x.yaml"
+    (row,) = table(tmp_path, {"id": "mvc-3", "source": source}).rows
+    assert row.publisher == "bridge"
+
+
+def test_a_model_may_be_cut(tmp_path: Path) -> None:
+    change = {"model": "Qwen3-235B-A22B (4 layers)", "pp": "1", "vpp": "", "dp": "128"}
+    runs = table(tmp_path, change, {**change, "id": "a-2", "model": "Qwen3-235B-A22B (95 layers)"})
+    assert (runs.rows[0].model.layers, runs.rows[0].model.moe_layers) == (4, (True,) * 4)
+    assert "has 94 layers" in runs.skipped[0].reason
+
+
 def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
     change = {
         **DEEPSEEK,

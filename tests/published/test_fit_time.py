@@ -12,7 +12,7 @@ import pytest
 from moewright.calibration.fit import MeasuredRun, PriorCentre, fit_constants, predict_left_out
 from moewright.calibration.fit_inputs import relative_errors, runs_from_rows
 from moewright.calibration.measured_row import MeasuredRow
-from moewright.calibration.score import MIN_LAYOUTS, rank_correlation
+from moewright.calibration.splits import MIN_LAYOUTS, rank_correlation
 from moewright.calibration.table import read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate

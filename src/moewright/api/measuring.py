@@ -126,12 +126,12 @@ def sweep(
 
 
 def validate(
-    table: Path | str, *, fit_on: Path | str | None = None, leave_out: Sequence[str] = ()
+    *tables: Path | str, fit_on: Path | str | None = None, leave_out: Sequence[str] = ()
 ) -> Score:
-    """Score the planner on a table of measured runs: errors, order of layouts, memory, verdicts.
+    """Score the planner on tables of measured runs: errors, order of layouts, memory, verdicts.
 
     Args:
-        table: a CSV with the columns of docs/tables.md.
+        tables: CSV files with the columns of docs/tables.md.
         fit_on: fit the constants on this table first, in place of the planner's own.
         leave_out: cross-validate: fit the constants for each row without the rows that share its
             values in these columns.
@@ -150,7 +150,9 @@ def validate(
         raise BadInput(
             Reason(field="--fit-on", value=str(fit_on), rule=rule, nearest="one of the two")
         )
-    rows = read_table(Path(table))
+    if not tables:
+        raise BadInput(Reason(field="TABLES", rule="needs a table of measured runs"))
+    rows = read_table(*map(Path, tables))
     if fit_on is not None:
         source = Path(fit_on)
         calibrate = calibrate_on(read_table(source).rows, table_name=source.name)

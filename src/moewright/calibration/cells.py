@@ -78,6 +78,18 @@ def parse_whole_number(column: str, text: str) -> int:
     return int(value)
 
 
+def parse_model(text: str) -> ModelSpec:
+    """Return the model of that name; "X (8 layers)" is X cut to its first 8 layers."""
+    cut = re.fullmatch(r"(.+?) \((\d+) layers\)", text.strip())
+    if not cut:
+        return catalogue.model(text)
+    whole = catalogue.model(cut[1])
+    layers = parse_whole_number("model", cut[2])
+    if layers > whole.layers:
+        raise cell_error("model", text, f"has {whole.layers} layers")
+    return replace(whole, name=text, layers=layers, moe_layers=whole.moe_layers[:layers])
+
+
 def parse_hardware(text: str, count: int, user_hardware: Sequence[Hardware] = ()) -> Hardware:
     """Return `count` devices of that name: the user's own, or the catalogue's.
 

@@ -60,10 +60,12 @@ NEEDED_COLUMNS = ("model", "hardware", "num_gpus")
 _TABLE_COLUMNS = (
     _text("id"),
     _text("source"),
+    _text("publisher"),
     _text("date_release"),
     _text("task"),
     _text("model", "model_name", "model_id"),
     _text("hardware", "gpu", "gpu_type", "device", "device_type"),
+    _text("network"),
     _number("num_gpus", "gpus", "num_devices", "devices", "world_size", "n_gpus"),
     _text("precision", "dtype"),
     _number("seq_len", "seq_length", "sequence_length", "seqlen"),

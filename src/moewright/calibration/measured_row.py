@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from moewright.calibration import cells as cell
 from moewright.calibration.cells import MeasuredPeak
@@ -21,7 +22,6 @@ from moewright.calibration.software_facts import (
 from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_without_mtp
 from moewright.calibration.unstated import enumerate_readings, find_unstated_columns
 from moewright.cost.estimate import estimate
-from moewright.intake import catalogue
 from moewright.rules.legality import check_legality
 from moewright.rules.stages import parse_stages
 from moewright.spec.errors import BadInput
@@ -34,6 +34,14 @@ _REQUIRED = ("model", "hardware", "num_gpus", "seq_len", "mbs")
 _SPEEDS = ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
 _NO_LAYOUT_STRING = ("", "custom layout string")
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
+
+
+class RowKind(StrEnum):
+    """How much of what decides a row's speed its source states."""
+
+    COMPLETE = "complete"
+    UNSTATED = "switches unstated"
+    NATURAL = "natural routing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +73,18 @@ class MeasuredRow:
         return self.model.name, self.hardware.name
 
     @property
+    def publisher(self) -> str:
+        """Return who ran it: the rows of one publisher share machines, habits and errors."""
+        return self.cells["publisher"]
+
+    @property
+    def kind(self) -> RowKind:
+        """Return how much of what decides its speed the source states."""
+        if self.model.moe is not None and self.workload.routing is Routing.LEARNED:
+            return RowKind.NATURAL
+        return RowKind.COMPLETE if self.is_complete else RowKind.UNSTATED
+
+    @property
     def release_family(self) -> str:
         """Return the software family of the run.
 
@@ -94,7 +114,7 @@ def _parse_least_reading(
     cells: Mapping[str, str], user_hardware: Sequence[Hardware]
 ) -> MeasuredRow:
     """Parse an out-of-memory row; unstated cells get the values that need least memory."""
-    model = catalogue.model(cells["model"])
+    model = cell.parse_model(cells["model"])
     facts = facts_for(cells, model)
     stated = fill_stated(cells, facts)
     implied = fill_implied(stated, facts)
@@ -120,7 +140,7 @@ def _parse_reading(cells: Mapping[str, str], user_hardware: Sequence[Hardware]) 
     _require_needed_cells(cells)
     devices = cell.parse_whole_number("num_gpus", cells["num_gpus"])
     seq_len = cell.parse_whole_number("seq_len", cells["seq_len"])
-    model = catalogue.model(cells["model"])
+    model = cell.parse_model(cells["model"])
     facts = facts_for(cells, model)
     cells = fill_stated(cells, facts)
     if cells["vpp"] == cell.VPP_ON:

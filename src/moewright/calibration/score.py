@@ -5,14 +5,21 @@ The score has the errors of speeds and peaks, rank correlation and regret of lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-import numpy as np
-
 from moewright.calibration.cells import PeakKind
 from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.splits import (
+    GroupScore,
+    SpeedErrors,
+    SpeedPair,
+    SplitScore,
+    score_groups,
+    speed_errors,
+    split_scores,
+)
 from moewright.calibration.table import MeasurementTable
 from moewright.cost.estimate import estimate
 from moewright.spec.hardware import Constant
@@ -20,7 +27,6 @@ from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate, Verdict
 from moewright.spec.units import GB
 
-MIN_LAYOUTS = 3  # of a group whose rank correlation says anything
 _NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
 
 
@@ -51,31 +57,6 @@ class ScoredRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedErrors:
-    """Errors of predicted tokens/s over some rows, as shares of the measured figure."""
-
-    rows: int
-    median_error: float
-    mean_error: float
-    p90_error: float
-    bias: float  # mean of predicted / measured - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupScore:
-    """How well the layouts of one model on one device are ranked.
-
-    `regret` is how much slower the layout predicted best is than the best.
-    """
-
-    model: str
-    hardware: str
-    layouts: int
-    rank_correlation: float
-    regret: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryScore:
     """Errors of peaks over the measured figure, and verdicts.
 
@@ -96,7 +77,8 @@ class MemoryScore:
 class ScoreSummary:
     """The score over all rows; a measurement under two ids counts once.
 
-    `complete_speeds` are of the rows whose source states all that decides the speed.
+    `complete_speeds` are of the rows whose source states all that decides the speed, and so are
+    the groups; `splits` are over all timed rows.
     """
 
     rows: int
@@ -107,6 +89,7 @@ class ScoreSummary:
     mean_rank_correlation: float | None
     worst_regret: float | None
     groups: tuple[GroupScore, ...]
+    splits: tuple[SplitScore, ...]
     memory: MemoryScore
     contradictions: tuple[str, ...]
 
@@ -184,8 +167,9 @@ def predict_peak(row: MeasuredRow, prediction: Estimate) -> float:
 
 def _summarise(table: MeasurementTable, predicted: dict[str, ScoredRow]) -> ScoreSummary:
     once = [row for row in table.rows if not row.duplicate_of]
-    complete = [row for row in once if row.is_complete]
-    groups = tuple(_score_groups(complete, predicted))
+    pairs = list(_pair_speeds(once, predicted))
+    complete = [pair for pair in pairs if pair.row.is_complete]
+    groups = tuple(score_groups(complete))
     mean_rank_correlation = None
     if groups:
         mean_rank_correlation = fmean(group.rank_correlation for group in groups)
@@ -193,95 +177,27 @@ def _summarise(table: MeasurementTable, predicted: dict[str, ScoredRow]) -> Scor
         rows=len(table.order),
         scored=len(table.rows),
         skipped=len(table.skipped),
-        all_speeds=_speed_errors(predicted[row.id] for row in once),
-        complete_speeds=_speed_errors(predicted[row.id] for row in complete),
+        all_speeds=speed_errors(pairs),
+        complete_speeds=speed_errors(complete),
         mean_rank_correlation=mean_rank_correlation,
         worst_regret=max((group.regret for group in groups), default=None),
         groups=groups,
+        splits=tuple(split_scores(pairs)),
         memory=_score_memory([predicted[row.id] for row in once]),
         contradictions=table.contradictions,
     )
 
 
-def _speed_errors(rows: Iterable[ScoredRow]) -> SpeedErrors | None:
-    ratios = [
-        row.predicted_tokens_per_s_per_gpu / row.measured_tokens_per_s_per_gpu
-        for row in rows
-        if row.measured_tokens_per_s_per_gpu and row.predicted_tokens_per_s_per_gpu
-    ]
-    if not ratios:
-        return None
-    errors = np.abs(np.array(ratios) - 1)
-    return SpeedErrors(
-        rows=len(ratios),
-        median_error=float(np.median(errors)),
-        mean_error=float(errors.mean()),
-        p90_error=float(np.quantile(errors, 0.9)),
-        bias=fmean(ratios) - 1,
-    )
-
-
-def _score_groups(
-    rows: Sequence[MeasuredRow], predicted: dict[str, ScoredRow]
-) -> Iterator[GroupScore]:
-    """Score groups of at least MIN_LAYOUTS layouts.
-
-    Runs of one layout are averaged, whatever their release.
-    """
-    speeds_by_group: dict[tuple[str, str], dict[object, list[tuple[float, float]]]] = {}
+def _pair_speeds(
+    rows: Sequence[MeasuredRow], predicted: Mapping[str, ScoredRow]
+) -> Iterator[SpeedPair]:
+    """Yield the rows that have both speeds."""
     for row in rows:
         scored = predicted[row.id]
-        measured_speed = scored.measured_tokens_per_s_per_gpu
-        predicted_speed = scored.predicted_tokens_per_s_per_gpu
-        if measured_speed and predicted_speed:
-            speeds = speeds_by_group.setdefault(row.group, {})
-            speeds.setdefault(_layout_key(row), []).append((measured_speed, predicted_speed))
-    for (model, hardware), speeds in sorted(speeds_by_group.items()):
-        if len(speeds) < MIN_LAYOUTS:
-            continue
-        measured = [fmean(speed for speed, _ in pairs) for pairs in speeds.values()]
-        expected = [fmean(speed for _, speed in pairs) for pairs in speeds.values()]
-        picked = measured[max(range(len(expected)), key=expected.__getitem__)]
-        yield GroupScore(
-            model=model,
-            hardware=hardware,
-            layouts=len(speeds),
-            rank_correlation=rank_correlation(measured, expected),
-            regret=1 - picked / max(measured),
-        )
-
-
-def _layout_key(row: MeasuredRow) -> tuple[object, ...]:
-    """Return what makes two runs of a group the same."""
-    workload = row.workload
-    return (
-        row.layout,
-        workload.precision,
-        workload.seq_len,
-        workload.global_batch,
-        row.model.mtp_layers,
-    )
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Spearman's rank correlation, equal values sharing their mean rank.
-
-    It is 0 when one side does not vary.
-    """
-    a = _ranks(first)
-    b = _ranks(second)
-    a = a - a.mean()
-    b = b - b.mean()
-    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
-    return float((a * b).sum()) / scale if scale else 0.0
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    array = np.array(values)
-    _, index, counts = np.unique(array, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = (last - (counts - 1) / 2)[index]
-    return ranks
+        measured = scored.measured_tokens_per_s_per_gpu
+        expected = scored.predicted_tokens_per_s_per_gpu
+        if measured and expected:
+            yield SpeedPair(row=row, measured=measured, predicted=expected)
 
 
 def _score_memory(rows: Sequence[ScoredRow]) -> MemoryScore:

@@ -113,8 +113,12 @@ def facts_for(cells: Mapping[str, str], model: ModelSpec) -> tuple[SourceFact, .
 
 
 def fill_stated(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:
-    """Fill empty cells with what the source states outside its table."""
-    return _fill(cells, [fact.stated for fact in facts])
+    """Fill empty cells with what the source states outside its table.
+
+    A publisher that neither says is the part of the row's id before its number.
+    """
+    by_id = {"publisher": cells["id"].rpartition("-")[0]}
+    return _fill(cells, [*(fact.stated for fact in facts), by_id])
 
 
 def fill_implied(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:

@@ -6,7 +6,7 @@ A row that cannot be scored is skipped with its reason.
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,25 +48,21 @@ class MeasurementTable:
     contradictions: tuple[str, ...]
 
 
-def read_table(path: Path, user_hardware: Sequence[Hardware] = ()) -> MeasurementTable:
-    """Read the rows of a table; a bad row is skipped, not raised.
+def read_table(*paths: Path, user_hardware: Sequence[Hardware] = ()) -> MeasurementTable:
+    """Read the rows of tables, one after another; a bad row is skipped, not raised.
 
     `user_hardware` are parts besides the catalogue's that the hardware column may name.
 
     Raises:
-        BadInput: the file is no such table.
+        BadInput: a file is no such table.
     """
-    lines = _read_lines(path)
-    titles = {title: canonical_column(title) for title in (lines[0] if lines else ()) if title}
-    _require_columns(set(titles.values()), path)
     rows: list[MeasuredRow] = []
     skipped: list[SkippedRow] = []
-    order: list[str] = []
-    for number, line in enumerate(lines, _FIRST_LINE):
-        cells = _canonical_cells(line, titles)
+    order: dict[str, None] = {}
+    for number, cells in _read_cells(paths):
         if not cells["id"] or cells["id"] in order:
             cells["id"] = f"{cells['id']}@line{number}"
-        order.append(cells["id"])
+        order[cells["id"]] = None
         try:
             cells = fill_from_layout(cells)
             rows.append(parse_row(cells, user_hardware))
@@ -79,6 +75,16 @@ def read_table(path: Path, user_hardware: Sequence[Hardware] = ()) -> Measuremen
         skipped=tuple(skipped),
         contradictions=tuple(find_contradictions(marked)),
     )
+
+
+def _read_cells(paths: Sequence[Path]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the cells of every line of the tables, with its number in its file."""
+    for path in paths:
+        lines = _read_lines(path)
+        titles = {title: canonical_column(title) for title in (lines[0] if lines else ()) if title}
+        _require_columns(set(titles.values()), path)
+        for number, line in enumerate(lines, _FIRST_LINE):
+            yield number, _canonical_cells(line, titles)
 
 
 def _read_lines(path: Path) -> list[dict[str, str]]:

@@ -9,9 +9,7 @@ from moewright.cli.options import JsonOption
 
 
 def validate(
-    table: Path,
-    /,
-    *,
+    *tables: Path,
     json: JsonOption = None,
     fit_on: Path | None = None,
     leave_out: str = "",
@@ -22,9 +20,9 @@ def validate(
 
     Parameters
     ----------
-    table
-        A CSV with the columns of published measurements (id, model, hardware, num_gpus, seq_len,
-        gbs, mbs, tp, ...).
+    tables
+        One or more CSV files with the columns of published measurements (id, model, hardware,
+        num_gpus, seq_len, gbs, mbs, tp, ...).
     json
         Write the summary and every row, predicted and measured, to this file; "-": to standard
         output, and the tables to standard error.
@@ -32,13 +30,13 @@ def validate(
         Fit the constants on this table before scoring, instead of taking the planner's own.
     leave_out
         Cross-validate: fit each row's constants without the rows that share its values in these
-        columns, such as "model,hardware"; "id" leaves out one row at a time.
+        columns, such as "publisher" or "model,hardware"; "id" leaves out one row at a time.
     """
     from moewright.api.measuring import validate as score_planner
     from moewright.report.score_text import print_score
 
     columns = [column.strip() for column in leave_out.split(",") if column.strip()]
-    score = score_planner(table, fit_on=fit_on, leave_out=columns)
+    score = score_planner(*tables, fit_on=fit_on, leave_out=columns)
     console = open_console(json)
     print_score(console, score)
     write_answer(console, json, score)

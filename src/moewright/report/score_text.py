@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moewright.calibration.score import Score, ScoredRow, ScoreSummary, SpeedErrors
+from moewright.calibration.score import Score, ScoredRow, ScoreSummary
+from moewright.calibration.splits import SpeedErrors
 
 # Most rows that the tables of the worst predictions and of skipped rows show.
 _MAX_WORST = 8
@@ -26,6 +27,7 @@ def print_score(console: Console, score: Score) -> None:
     )
     if summary.all_speeds:
         console.print(_error_table(summary))
+        console.print(_split_table(summary))
     if summary.groups:
         console.print(_group_table(summary))
     console.print(_memory_table(summary))
@@ -71,6 +73,34 @@ def _error_table(summary: ScoreSummary) -> Table:
                 f"{speeds.p90_error:.1%}",
                 f"{speeds.bias:+.1%}",
             )
+    return table
+
+
+def _split_table(summary: ScoreSummary) -> Table:
+    table = _make_table(
+        "Speed by what is stated, and by publisher",
+        "rows",
+        "",
+        "count",
+        "median",
+        "p90",
+        "bias",
+        "rank corr.",
+        "regret",
+    )
+    table.columns[1].justify = "left"
+    for split in summary.splits:
+        speeds = split.speeds
+        table.add_row(
+            split.by,
+            split.name,
+            str(speeds.rows),
+            f"{speeds.median_error:.1%}",
+            f"{speeds.p90_error:.1%}",
+            f"{speeds.bias:+.1%}",
+            "" if split.rank_correlation is None else f"{split.rank_correlation:+.2f}",
+            "" if split.regret is None else f"{split.regret:.1%}",
+        )
     return table
 
 

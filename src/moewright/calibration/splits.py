@@ -1,0 +1,167 @@
+"""Errors of predicted speeds over parts of a table: by what rows state, and by publisher.
+
+A mean over easy rows says little about the hard ones, so a score names all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from moewright.calibration.measured_row import MeasuredRow, RowKind
+
+MIN_LAYOUTS = 3  # of a group whose rank correlation says anything
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedPair:
+    """A measured row with the tokens/s/device that are measured and predicted."""
+
+    row: MeasuredRow
+    measured: float
+    predicted: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedErrors:
+    """Errors of predicted tokens/s over some rows, as shares of the measured figure."""
+
+    rows: int
+    median_error: float
+    mean_error: float
+    p90_error: float
+    bias: float  # mean of predicted / measured - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupScore:
+    """How well the layouts of one model on one device are ranked.
+
+    `regret` is how much slower the layout predicted best is than the best.
+    """
+
+    model: str
+    hardware: str
+    layouts: int
+    rank_correlation: float
+    regret: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitScore:
+    """The score of a part of the rows: `by` says what tells them apart, `name` which part it is.
+
+    Rank correlation and regret are means over the groups of the part; None where it has none.
+    """
+
+    by: str
+    name: str
+    speeds: SpeedErrors
+    groups: int
+    rank_correlation: float | None
+    regret: float | None
+
+
+def split_scores(pairs: Sequence[SpeedPair]) -> Iterator[SplitScore]:
+    """Yield the scores of MoE and dense rows: of all, by what is stated, and by publisher."""
+    for family in ("moe", "dense"):
+        own = [pair for pair in pairs if (pair.row.model.moe is not None) == (family == "moe")]
+        if not own:
+            continue
+        yield _score_split(family, "all", own)
+        for kind in RowKind:
+            part = [pair for pair in own if pair.row.kind is kind]
+            if part:
+                yield _score_split(f"{family}, stated", kind.value, part)
+        for publisher in sorted({pair.row.publisher for pair in own}):
+            part = [pair for pair in own if pair.row.publisher == publisher]
+            yield _score_split(f"{family}, publisher", publisher, part)
+
+
+def _score_split(by: str, name: str, pairs: Sequence[SpeedPair]) -> SplitScore:
+    groups = tuple(score_groups(pairs))
+    return SplitScore(
+        by=by,
+        name=name,
+        speeds=_errors_of(pairs),
+        groups=len(groups),
+        rank_correlation=fmean(group.rank_correlation for group in groups) if groups else None,
+        regret=fmean(group.regret for group in groups) if groups else None,
+    )
+
+
+def speed_errors(pairs: Sequence[SpeedPair]) -> SpeedErrors | None:
+    """Return the errors of the rows; None where there are none."""
+    return _errors_of(pairs) if pairs else None
+
+
+def _errors_of(pairs: Sequence[SpeedPair]) -> SpeedErrors:
+    ratios = [pair.predicted / pair.measured for pair in pairs]
+    errors = np.abs(np.array(ratios) - 1)
+    return SpeedErrors(
+        rows=len(ratios),
+        median_error=float(np.median(errors)),
+        mean_error=float(errors.mean()),
+        p90_error=float(np.quantile(errors, 0.9)),
+        bias=fmean(ratios) - 1,
+    )
+
+
+def score_groups(pairs: Iterable[SpeedPair]) -> Iterator[GroupScore]:
+    """Score groups of at least MIN_LAYOUTS layouts.
+
+    Runs of one layout are averaged, whatever their release.
+    """
+    speeds_by_group: dict[tuple[str, str], dict[object, list[tuple[float, float]]]] = {}
+    for pair in pairs:
+        speeds = speeds_by_group.setdefault(pair.row.group, {})
+        speeds.setdefault(_layout_key(pair.row), []).append((pair.measured, pair.predicted))
+    for (model, hardware), speeds in sorted(speeds_by_group.items()):
+        if len(speeds) < MIN_LAYOUTS:
+            continue
+        measured = [fmean(speed for speed, _ in both) for both in speeds.values()]
+        expected = [fmean(speed for _, speed in both) for both in speeds.values()]
+        picked = measured[max(range(len(expected)), key=expected.__getitem__)]
+        yield GroupScore(
+            model=model,
+            hardware=hardware,
+            layouts=len(speeds),
+            rank_correlation=rank_correlation(measured, expected),
+            regret=1 - picked / max(measured),
+        )
+
+
+def _layout_key(row: MeasuredRow) -> tuple[object, ...]:
+    """Return what makes two runs of a group the same."""
+    workload = row.workload
+    return (
+        row.layout,
+        workload.precision,
+        workload.seq_len,
+        workload.global_batch,
+        row.model.mtp_layers,
+    )
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Spearman's rank correlation, equal values sharing their mean rank.
+
+    It is 0 when one side does not vary.
+    """
+    a = _ranks(first)
+    b = _ranks(second)
+    a = a - a.mean()
+    b = b - b.mean()
+    scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / scale if scale else 0.0
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    array = np.array(values)
+    _, index, counts = np.unique(array, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = (last - (counts - 1) / 2)[index]
+    return ranks
