@@ -36,7 +36,7 @@ _NO_LAYOUT_STRING = ("", "custom layout string")
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 
-class RowKind(StrEnum):
+class RowStatement(StrEnum):
     """How much of what decides a row's speed its source states."""
 
     COMPLETE = "complete"
@@ -78,11 +78,11 @@ class MeasuredRow:
         return self.cells["publisher"]
 
     @property
-    def kind(self) -> RowKind:
+    def kind(self) -> RowStatement:
         """Return how much of what decides its speed the source states."""
         if self.model.moe is not None and self.workload.routing is Routing.LEARNED:
-            return RowKind.NATURAL
-        return RowKind.COMPLETE if self.is_complete else RowKind.UNSTATED
+            return RowStatement.NATURAL
+        return RowStatement.COMPLETE if self.is_complete else RowStatement.UNSTATED
 
     @property
     def release_family(self) -> str:

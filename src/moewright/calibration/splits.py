@@ -11,7 +11,7 @@ from statistics import fmean
 
 import numpy as np
 
-from moewright.calibration.measured_row import MeasuredRow, RowKind
+from moewright.calibration.measured_row import MeasuredRow, RowStatement
 
 MIN_LAYOUTS = 3  # of a group whose rank correlation says anything
 
@@ -72,7 +72,7 @@ def split_scores(pairs: Sequence[SpeedPair]) -> Iterator[SplitScore]:
         if not own:
             continue
         yield _score_split(family, "all", own)
-        for kind in RowKind:
+        for kind in RowStatement:
             part = [pair for pair in own if pair.row.kind is kind]
             if part:
                 yield _score_split(f"{family}, stated", kind.value, part)
