@@ -10,6 +10,7 @@ from moewright.cost.activations import policy_of
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import NVFP4_CONSTANTS, OFFLOAD_CONSTANTS, Constants
+from moewright.cost.evidence import judge_evidence
 from moewright.cost.head_ops import optimizer_ops
 from moewright.cost.layer_time import MicroBatchTime
 from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_logit_rows
@@ -36,6 +37,12 @@ from moewright.cost.step_time import (
     step_time,
 )
 from moewright.cost.symbols import Symbols, build_symbols
+from moewright.cost.uncertainty import (
+    fit_probability,
+    peak_interval,
+    step_deviation,
+    step_interval,
+)
 from moewright.rules import flops, routing, stages
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.legality import check_legality, check_precision
@@ -263,17 +270,20 @@ def _join(
     model_flops = flops_per_token * workload.tokens_per_step
     device_flops_per_s = model_flops / step.step_s / devices
     mfu = device_flops_per_s / rates.peak_flops(workload.precision)
+    margin_bytes = capacity - peak.peak_bytes
+    evidence = judge_evidence(sym.model, workload, hardware, sym.layout)
+    step_sd = step_deviation(rates.constants, evidence)
     return Estimate(
         ledgers=ledgers,
         peak_rank=peak_rank,
         peak_bytes=peak.peak_bytes,
         capacity_bytes=capacity,
-        verdict=memory.memory_verdict(capacity - peak.peak_bytes, peak.sd_bytes),
-        margin_bytes=capacity - peak.peak_bytes,
+        verdict=memory.memory_verdict(margin_bytes, peak.sd_bytes),
+        margin_bytes=margin_bytes,
         peak_sd_bytes=round(peak.sd_bytes),
         largest=f"{largest.component} of {largest.module}",
         step_s=step.step_s,
-        step_sd=rates.constants["step_time_sd"],
+        step_sd=step_sd,
         shares=tuple(
             TimeShare(
                 part=part, seconds=step.exposed.get(part, 0.0), hidden_s=step.hidden.get(part, 0.0)
@@ -289,6 +299,12 @@ def _join(
         mfu=mfu,
         hfu=mfu * (1 + _recomputed_flops(sym) / model_flops),
         assumptions=assumptions,
+        step_interval_80=step_interval(step.step_s, step_sd, 0.8),
+        step_interval_95=step_interval(step.step_s, step_sd, 0.95),
+        peak_interval_80=peak_interval(peak.peak_bytes, peak.sd_bytes, 0.8),
+        peak_interval_95=peak_interval(peak.peak_bytes, peak.sd_bytes, 0.95),
+        fit_probability=fit_probability(margin_bytes, peak.sd_bytes),
+        evidence=evidence,
     )
 
 

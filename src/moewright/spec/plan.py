@@ -62,12 +62,37 @@ class Assumption:
     source: str
 
 
+class EvidenceGrade(StrEnum):
+    """How near measured runs come to an estimate, best first."""
+
+    MEASURED = "measured"  # a run made every choice of the job together
+    COMBINED = "combined"  # runs made every pair of its choices, but none all of them
+    STACKED = "stacked"  # runs made every choice, but not every pair of them
+    FORMULA = "formula"  # some choice was made by no run: a formula prices it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """The choices of a job that measured runs support, and those that rest on a formula.
+
+    A choice is what decides how work is priced: a part, a precision, an overlap, a recomputed
+    module. `runs` counts the runs that made all choices of the job. `formula` names choices that no
+    run made, and pairs ("a with b") of choices that no run made together.
+    """
+
+    grade: EvidenceGrade
+    runs: int = 0
+    measured: tuple[str, ...] = ()
+    formula: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Estimate(Record):
     """The expected memory and time of one layout.
 
     `ledgers` holds one predicted Ledger for each pipeline rank, of the worst rank of that stage.
-    MFU counts model FLOPs only; HFU adds recomputation.
+    MFU counts model FLOPs only; HFU adds recomputation. Intervals are (low, high), each with its
+    nominal share of outcomes inside.
     """
 
     ledgers: tuple[Ledger, ...]
@@ -92,6 +117,12 @@ class Estimate(Record):
     # Rows of the hottest expert rank over the rows of an even load at which the device is full;
     # 0: no load fills it.
     load_limit: float = 0.0
+    step_interval_80: tuple[float, float] = (0.0, 0.0)  # seconds
+    step_interval_95: tuple[float, float] = (0.0, 0.0)
+    peak_interval_80: tuple[float, float] = (0.0, 0.0)  # bytes
+    peak_interval_95: tuple[float, float] = (0.0, 0.0)
+    fit_probability: float = 0.0  # that the peak stays within capacity
+    evidence: Evidence = Evidence(grade=EvidenceGrade.FORMULA)
 
     def title(self) -> str:
         """Return the verdict with the peak, and the speed."""

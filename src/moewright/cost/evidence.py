@@ -1,0 +1,142 @@
+"""The evidence for an estimate: which choices of a job measured runs made, alone and together.
+
+data/measured_choices.csv has one line for each set of choices that published runs made, with their
+number; docs/tools/measured_choices.py writes it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import combinations
+from math import log, log10
+
+from moewright.rules.parameters import count_parameters
+from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.layout import CpComm, ExpertPlacement, Layout, Schedule
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Evidence, EvidenceGrade
+from moewright.spec.sourced import SourceKind
+from moewright.spec.workload import Routing, Workload
+
+_TOGETHER = " with "
+_OWN_RATES = "rates of this machine"
+_USUAL_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredChoices:
+    """The sets of choices that measured runs made, with the number of runs of each."""
+
+    runs: tuple[tuple[frozenset[str], int], ...]
+
+    def support(self, choices: Iterable[str]) -> Evidence:
+        """Return what these runs say of a job with such choices."""
+        names = tuple(dict.fromkeys(choices))
+        measured = {name for made, _ in self.runs for name in made}
+        missing = [name for name in names if name not in measured]
+        pairs = [
+            f"{first}{_TOGETHER}{second}"
+            for first, second in combinations(names, 2)
+            if first in measured and second in measured and not self._has_pair(first, second)
+        ]
+        runs = sum(count for made, count in self.runs if made.issuperset(names))
+        grade = EvidenceGrade.COMBINED
+        if runs:
+            grade = EvidenceGrade.MEASURED
+        elif missing:
+            grade = EvidenceGrade.FORMULA
+        elif pairs:
+            grade = EvidenceGrade.STACKED
+        return Evidence(
+            grade=grade,
+            runs=runs,
+            measured=tuple(name for name in names if name in measured),
+            formula=(*missing, *pairs),
+        )
+
+    def _has_pair(self, first: str, second: str) -> bool:
+        return any(first in made and second in made for made, _ in self.runs)
+
+
+@cache
+def read_measured_choices() -> MeasuredChoices:
+    """Read the choices of the published runs that ship with the package."""
+    text = resources.files("moewright.cost").joinpath("data/measured_choices.csv").read_text()
+    rows = csv.DictReader(text.splitlines())
+    return MeasuredChoices(
+        runs=tuple((frozenset(row["choices"].split()), int(row["runs"])) for row in rows)
+    )
+
+
+def judge_evidence(
+    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
+) -> Evidence:
+    """Return which choices of a job measured runs support.
+
+    A CPU is priced by its own measured rates; no published run used one.
+    """
+    if hardware.device.kind is not DeviceKind.CUDA:
+        kinds = {rate.curve.kind for rate in hardware.device.rates}
+        if SourceKind.MEASURED in kinds:
+            return Evidence(grade=EvidenceGrade.COMBINED, measured=(_OWN_RATES,))
+        return Evidence(grade=EvidenceGrade.FORMULA, formula=("rates of the device",))
+    choices = list_choices(model, workload, hardware, layout)
+    return read_measured_choices().support(choices)
+
+
+def count_missing(evidence: Evidence) -> tuple[int, int]:
+    """Count the choices that no run made, and the pairs that no run made together."""
+    pairs = sum(_TOGETHER in name for name in evidence.formula)
+    return len(evidence.formula) - pairs, pairs
+
+
+def list_choices(
+    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
+) -> tuple[str, ...]:
+    """List the choices of a job that decide how it is priced, a word each.
+
+    Sizes fall into classes: parameters by half decades, devices by powers of four.
+    """
+    return (*_job_choices(model, workload, hardware), *layout_choices(layout, hardware))
+
+
+def _job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Iterator[str]:
+    parameters = count_parameters(model).total
+    yield f"parameters~1e{round(2 * log10(parameters)) / 2:g}"
+    yield f"attention={model.attention.kind.value}"
+    yield "moe" if model.moe_layer_count else "dense"
+    yield f"part={hardware.device.name.split()[0]}"
+    yield f"devices~{4 ** round(log(hardware.count, 4))}"
+    yield f"precision={workload.precision.value}"
+    if model.moe_layer_count and workload.routing is not Routing.BALANCED:
+        yield f"routing={workload.routing.value}"
+    if model.mtp_layers:
+        yield "mtp"
+
+
+def layout_choices(layout: Layout, hardware: Hardware) -> Iterator[str]:
+    """Yield the choices of a layout, those that take part of its default left out."""
+    yield from (name for name in ("tp", "cp", "pp", "vpp", "etp") if getattr(layout, name) > 1)
+    if layout.ep > 1:
+        yield "ep" if layout.ep * layout.etp <= hardware.fabric.domain_size else "ep-between"
+        yield f"dispatcher={layout.dispatcher.value}"
+    if layout.mbs > 1:
+        yield "mbs>1"
+    if layout.zero != 1:
+        yield f"zero={layout.zero}"
+    if layout.pp > 1 and layout.schedule not in _USUAL_SCHEDULES:
+        yield f"schedule={layout.schedule.value}"
+    if layout.cp > 1 and layout.cp_comm is not CpComm.P2P:
+        yield f"cp_comm={layout.cp_comm.value}"
+    if layout.capacity:
+        yield "capacity"
+    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS or layout.spare:
+        yield "placement"
+    yield from (f"recompute={name.value}" for name in layout.recompute)
+    yield from (f"offload={name.value}" for name in layout.offload)
+    yield from (f"overlap={name.value}" for name in layout.overlap)
+    yield from (f"graphs={name.value}" for name in layout.graphs)

@@ -1,0 +1,59 @@
+"""How far a prediction may be off: intervals of time and memory, and the probability of fitting.
+
+A step is taken as lognormal around its prediction, a peak as normal. The functions work on numbers
+and on arrays alike, so that the search ranks by what an estimate states.
+"""
+
+from __future__ import annotations
+
+from math import erf, exp, sqrt
+from statistics import NormalDist
+
+from moewright.cost.constants import Constants
+from moewright.cost.evidence import count_missing
+from moewright.cost.stage_parts import Array
+from moewright.spec.plan import Evidence
+
+_STANDARD = NormalDist()
+
+
+def step_deviation(constants: Constants, evidence: Evidence) -> float:
+    """Return the standard deviation of the logarithm of a step's seconds.
+
+    A choice that no run made, and a pair that no run made together, add theirs in squares.
+    """
+    choices, pairs = count_missing(evidence)
+    return sqrt(
+        constants["step_time_sd"] ** 2
+        + constants["choice_time_sd"] ** 2 * choices
+        + constants["pair_time_sd"] ** 2 * pairs
+    )
+
+
+def step_interval(step_s: float, step_sd: float, share: float) -> tuple[float, float]:
+    """Return the seconds between which a step lies with a probability of `share`."""
+    factor = exp(_half_width(share) * step_sd)
+    return step_s / factor, step_s * factor
+
+
+def peak_interval(peak_bytes: float, sd_bytes: float, share: float) -> tuple[float, float]:
+    """Return the bytes between which a peak lies with a probability of `share`; never below 0."""
+    half_bytes = _half_width(share) * sd_bytes
+    return max(0.0, peak_bytes - half_bytes), peak_bytes + half_bytes
+
+
+def fit_probability(margin_bytes: float, sd_bytes: float) -> float:
+    """Return the probability that a peak stays within capacity, `margin_bytes` above the mean."""
+    if sd_bytes <= 0:
+        return float(margin_bytes >= 0)
+    return 0.5 * (1 + erf(margin_bytes / sd_bytes / sqrt(2)))
+
+
+def needed_margin(sd_bytes: Array, probability: float) -> Array:
+    """Return the bytes between mean peak and capacity at which a layout fits so probably."""
+    return _STANDARD.inv_cdf(probability) * sd_bytes
+
+
+def _half_width(share: float) -> float:
+    """Return the standard deviations on either side that hold a share of a normal variable."""
+    return _STANDARD.inv_cdf((1 + share) / 2)
