@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moewright.cost.snapshots import RankTable, rank_table, table_from_rows, take_snapshots
-from moewright.rules import schedule
+from moewright.rules import schedule, timetable_row
 from moewright.spec.layout import Layout, Overlap, Schedule
 
 
@@ -58,12 +58,12 @@ def test_moments_are_those_of_a_walk(pipeline: tuple[Layout, int]) -> None:
 
 
 def _walk(
-    layout: Layout, rows: Sequence[schedule.TimetableRow]
+    layout: Layout, rows: Sequence[timetable_row.TimetableRow]
 ) -> Iterator[tuple[list[float], int, int, int]]:
     live = [0.0] * layout.vpp
     skips = False
     for row, after in zip(rows, (*rows[1:], None), strict=True):
-        is_forward = row.kind is schedule.RowKind.F
+        is_forward = row.kind is timetable_row.RowKind.F
         if skips:
             skips = False
         elif is_forward and after is not None and _runs_beside(layout, row, after):
@@ -81,10 +81,10 @@ def _walk(
 
 
 def _runs_beside(
-    layout: Layout, forward: schedule.TimetableRow, after: schedule.TimetableRow
+    layout: Layout, forward: timetable_row.TimetableRow, after: timetable_row.TimetableRow
 ) -> bool:
     own = (forward.micro_batch, forward.chunk) == (after.micro_batch, after.chunk)
-    return Overlap.EP in layout.overlap and after.kind is schedule.RowKind.B and not own
+    return Overlap.EP in layout.overlap and after.kind is timetable_row.RowKind.B and not own
 
 
 @pytest.mark.parametrize("name", [Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV])

@@ -10,6 +10,7 @@ from moewright.api.launch_scripts import read_flags, read_logged_flags
 from moewright.api.reporting import find_run_folder
 from moewright.codec import PLAN_FILE, read_json
 from moewright.codec import read_run as read_run_folder
+from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.priced_fixes import price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
@@ -32,8 +33,6 @@ from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
 
-TRACE_FOLDER = "trace"
-MERGED_TRACE_FILE = "trace.json"
 _SQLITE = b"SQLite format 3\0"
 
 

@@ -17,6 +17,7 @@ from cattrs.gen import make_dict_structure_fn
 
 from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.record import to_plain_data
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class _Refused(Exception):
 
 def to_data(record: object) -> Any:
     """Return the plain data of a record: a dataclass as dict, a tuple as list, an enum as value."""
-    return _converter(FloatPolicy.FINITE).unstructure(record)
+    return to_plain_data(record)
 
 
 def default_values(record: object) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def fingerprint(*records: object) -> str:
 
 @cache
 def _converter(floats: FloatPolicy) -> Converter:
-    converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
+    converter = Converter(forbid_extra_keys=True)
     converter.register_structure_hook(bool, _bool)
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(

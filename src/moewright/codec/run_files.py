@@ -14,6 +14,8 @@ from moewright.spec.run import EvalRecord, RankTiming, RunRecord, Session, StepR
 
 PLAN_FILE = "plan.json"
 RANK_TIMINGS_FILE = "paces.json"
+TRACE_FOLDER = "trace"  # the traces of its ranks
+MERGED_TRACE_FILE = "trace.json"
 
 _KINDS: tuple[tuple[str, type[Session | StepRecord | EvalRecord]], ...] = (
     ("session", Session),

@@ -27,7 +27,7 @@ from moewright.cost.stage_parts import (
     list_parts,
 )
 from moewright.cost.symbols import Symbols
-from moewright.rules import recompute, routing, schedule, shards
+from moewright.rules import micro_batches, recompute, routing, shards, timetable_row
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -295,7 +295,7 @@ def quantised_bytes(
 
 def outside_bytes(context: ActivationContext) -> Array:
     """Return what embedding, head and an MTP depth's input keep [3, modules], in that order."""
-    tokens = routing.micro_batch_tokens(context.workload, context.layout)
+    tokens = micro_batches.micro_batch_tokens(context.workload, context.layout)
     hidden = recompute.activation_nbytes(context.workload) * tokens * context.model.hidden_size
     return np.array(
         [_embedding_bytes(context), _head_bytes(context), _modules({Module.MTP: hidden})]
@@ -320,7 +320,7 @@ def _head_bytes(context: ActivationContext) -> Array:
     """
     model, layout = context.model, context.layout
     c = recompute.activation_nbytes(context.workload)
-    t = routing.micro_batch_tokens(context.workload, layout)
+    t = micro_batches.micro_batch_tokens(context.workload, layout)
     T = _tokens(context)
     head = c * t * model.hidden_size + INT64_BYTES * T
     if not context.is_fused:
@@ -352,7 +352,7 @@ def ledger_saved_rows(
     rows: ExpertRows,
     *,
     chunks: Sequence[Chunk],
-    table: Sequence[schedule.TimetableRow],
+    table: Sequence[timetable_row.TimetableRow],
 ) -> tuple[MemoryRow, ...]:
     """Count what a rank keeps at its peak.
 

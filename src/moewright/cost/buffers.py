@@ -9,7 +9,7 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
-from moewright.rules import recompute, routing, shards
+from moewright.rules import micro_batches, recompute, shards
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
@@ -57,7 +57,7 @@ def graph_bytes(
     """
     if not graphs or CudaGraphScope.FULL in graphs:
         return 0
-    tokens = routing.micro_batch_tokens(workload, layout)
+    tokens = micro_batches.micro_batch_tokens(workload, layout)
     return 2 * recompute.activation_nbytes(workload) * tokens * model.hidden_size
 
 

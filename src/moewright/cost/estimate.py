@@ -43,7 +43,7 @@ from moewright.cost.uncertainty import (
     step_deviation,
     step_interval,
 )
-from moewright.rules import flops, routing, stages
+from moewright.rules import capacity, flops, routing, stages
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.legality import check_legality, check_precision
 from moewright.spec.errors import BadInput, Reason
@@ -191,7 +191,7 @@ def _memory(
         return peaks, 0.0
     fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
     load = routing.expected_load_factor(model, sym.workload, layout) + 1
-    hotter = replace(sym, R=routing.routed_rows(model, sym.workload, layout, load))
+    hotter = replace(sym, R=capacity.routed_rows(model, sym.workload, layout, load))
     taken = memory.model_memory(constants, hotter, parts, policies)
     return peaks, float(peak(fullest, taken).peak_bytes - peaks[fullest].peak_bytes)
 

@@ -34,7 +34,7 @@ from moewright.cost.routed_rows import is_moe_layer
 from moewright.cost.snapshots import RankTable, take_snapshots
 from moewright.cost.stage_parts import Array, LayerPart, StageParts
 from moewright.cost.symbols import Symbols
-from moewright.rules import recompute, routing, schedule
+from moewright.rules import capacity, recompute, routing, schedule
 from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
@@ -83,7 +83,7 @@ def layer_memory(
     context: ActivationContext, sym: Symbols, policies: ActivationPolicies, part: LayerPart
 ) -> LayerMemory:
     """Count what a layer takes under the load that the symbols expect."""
-    even = routing.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
+    even = capacity.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
     load = sym.R / even if even else 1.0
     kept = layer_activations(context, policies, part, load=load)
     transient = layer_gradient_bytes(sym, part.layer) + kept.recomputed * sym.layout.recompute_span

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from moewright.cost.stage_parts import Array
-from moewright.rules import schedule
+from moewright.rules import schedule, timetable_row
 from moewright.spec.layout import Layout, Overlap
 
 _FORWARD, _BACKWARD, _WEIGHTS = range(3)
 _KINDS = {
-    schedule.RowKind.F: _FORWARD,
-    schedule.RowKind.B: _BACKWARD,
-    schedule.RowKind.W: _WEIGHTS,
+    timetable_row.RowKind.F: _FORWARD,
+    timetable_row.RowKind.B: _BACKWARD,
+    timetable_row.RowKind.W: _WEIGHTS,
 }
 
 
@@ -61,7 +61,7 @@ def rank_table(layout: Layout, micro_batches: int, pp_rank: int) -> RankTable:
     return _build_table(layout, kind, micro_batch, chunk)
 
 
-def table_from_rows(layout: Layout, rows: Sequence[schedule.TimetableRow]) -> RankTable:
+def table_from_rows(layout: Layout, rows: Sequence[timetable_row.TimetableRow]) -> RankTable:
     """Build the arrays of a timetable's rows."""
     kind = np.array([_KINDS[row.kind] for row in rows])
     micro_batch = np.array([row.micro_batch for row in rows])

@@ -44,7 +44,7 @@ from moewright.cost.ops import LayerOps, expert_ops, layer_ops
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
 from moewright.cost.stage_parts import Array, LayerKind, StageParts, layer_kind
 from moewright.cost.symbols import Symbols
-from moewright.rules import fsdp, grid, routing
+from moewright.rules import capacity, fsdp, grid
 from moewright.rules.simulate import StageSeconds
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
@@ -350,7 +350,7 @@ class Pricer:
 
 def _offloaded(constants: Constants, sym: Symbols, kind: LayerKind) -> OffloadedActivations:
     """Return what a layer of a kind sends to the host under the layout's own policy."""
-    even = routing.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
+    even = capacity.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
     sent = offloaded_activations(
         activation_context(constants, sym),
         policy_of(sym.layout),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moewright.rules import routing
+from moewright.rules import capacity, micro_batches
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
@@ -83,8 +83,8 @@ def build_symbols(
         dtype=workload.precision,
         c=activation_nbytes(workload),
         T=workload.seq_len * layout.mbs // layout.cp,
-        t=routing.micro_batch_tokens(workload, layout),
-        R=routing.routed_rows(model, workload, layout, load),
+        t=micro_batches.micro_batch_tokens(workload, layout),
+        R=capacity.routed_rows(model, workload, layout, load),
         seq_len=workload.seq_len,
         attended_share=workload.data.attended_share,
         router_efficiency=router_efficiency,

@@ -12,13 +12,11 @@ from math import gcd, isfinite, lcm
 
 from moewright.rules.batch_rampup import check_ramp, workload_at_step
 from moewright.rules.compatibility import check_compatibility, has_experts
-from moewright.rules.divisibility import divisors as divisors
-from moewright.rules.divisibility import nearest_legal, nearest_multiples
+from moewright.rules.divisibility import divisors, nearest_legal, nearest_multiples
 from moewright.rules.expert_placement import check_placement
 from moewright.rules.grid import NODE_AWARE_DISPATCHERS, min_world_size
 from moewright.rules.job import Job
-from moewright.rules.micro_batches import check_batch
-from moewright.rules.micro_batches import micro_batches as micro_batches
+from moewright.rules.micro_batches import check_batch, micro_batches
 from moewright.rules.routing import check_load_histogram
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import check_stages

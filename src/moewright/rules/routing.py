@@ -9,10 +9,9 @@ from math import ceil, exp, log, sqrt
 from statistics import NormalDist, fmean
 
 from moewright.rules import expert_placement, grid
-from moewright.rules.capacity import capacity_rows as capacity_rows
-from moewright.rules.capacity import routed_rows as routed_rows
+from moewright.rules.capacity import capacity_rows
 from moewright.rules.job import Job
-from moewright.rules.micro_batches import micro_batch_tokens as micro_batch_tokens
+from moewright.rules.micro_batches import micro_batch_tokens
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from moewright.rules.timetable_row import RowKind as RowKind
-from moewright.rules.timetable_row import TimetableRow as TimetableRow
+from moewright.rules.timetable_row import RowKind, TimetableRow
 from moewright.rules.zero_bubble import TimetableBuilder, dualpipev, zb_h1, zbv
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap, Schedule

@@ -13,7 +13,8 @@ from typing import Any
 from moewright.codec import explicit_fields, parse_layout
 from moewright.cost.activations import ActivationPolicy
 from moewright.rules.compatibility import check_compatibility
-from moewright.rules.legality import check_legality, divisors
+from moewright.rules.divisibility import divisors
+from moewright.rules.legality import check_legality
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import EvenSplit, even_layout_string, parse_stages, vpp_choices
 from moewright.spec.errors import Reason

@@ -12,10 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moewright.codec import read_json_data, write_text
+from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.spec.workload import ProfileSpec
 
-TRACE_FOLDER = "trace"
-MERGED_FILE = "trace.json"
 # The numbers of processes that a rank's trace may use.
 _PROCESS_NUMBERS_PER_RANK = 1000
 
@@ -123,5 +122,6 @@ def merge_traces(run_dir: Path) -> None:
     if paths:
         events = [event for path in paths for event in read_json_data(path)["traceEvents"]]
         write_text(
-            run_dir / MERGED_FILE, json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+            run_dir / MERGED_TRACE_FILE,
+            json.dumps({"displayTimeUnit": "ms", "traceEvents": events}),
         )
