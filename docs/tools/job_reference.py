@@ -26,6 +26,7 @@ from moewright.spec.workload import (
     OptimizerSpec,
     ProfileSpec,
     RouterTraining,
+    TrainerSpec,
     Workload,
 )
 
@@ -95,6 +96,7 @@ SECTIONS = (
             OptimizerSpec,
             LossSpec,
             RouterTraining,
+            TrainerSpec,
             LossScalingSpec,
             BatchRampSpec,
         ),
@@ -103,6 +105,7 @@ SECTIONS = (
             "optimizer",
             "loss",
             "router",
+            "trainer",
             "scaling",
             "ramp",
             "data",

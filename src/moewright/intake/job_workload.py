@@ -21,6 +21,7 @@ from moewright.spec.workload import (
     OptimizerSpec,
     ProfileSpec,
     RouterTraining,
+    TrainerSpec,
     Workload,
 )
 
@@ -36,6 +37,7 @@ _FLAT_RECORDS: Mapping[str, type] = {
     "optimizer": OptimizerSpec,
     "loss": LossSpec,
     "router": RouterTraining,
+    "trainer": TrainerSpec,
     "scaling": LossScalingSpec,
     "ramp": BatchRampSpec,
 }
@@ -141,6 +143,8 @@ def _range_faults(workload: Workload, where: str) -> Iterator[Reason]:
         *_optimizer_ranges(workload.optimizer),
         *_loss_ranges(workload.loss),
         *_router_ranges(workload.router),
+        ("train.attention_dropout", workload.trainer.attention_dropout, 0, 0.999),
+        ("train.hidden_dropout", workload.trainer.hidden_dropout, 0, 0.999),
         *_scaling_ranges(workload.scaling),
         *_ramp_ranges(workload.ramp, workload.global_batch),
         ("data.attended_share", workload.data.attended_share, 1e-9, 1),

@@ -13,7 +13,13 @@ from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap
 from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import (
+    AttentionBackend,
+    CrossEntropyKernel,
+    Dtype,
+    ExpertKernels,
+    Workload,
+)
 
 # Packages that a dispatcher needs.
 _PACKAGES: Mapping[DispatcherKind, tuple[str, ...]] = MappingProxyType(
@@ -161,7 +167,21 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32,)),
         ("train.moment_dtype", workload.optimizer.moment_dtype, (Dtype.FP32, Dtype.BF16)),
     )
+    trainer = workload.trainer
+    choices = (
+        ("attention_backend", trainer.attention_backend, AttentionBackend.FLASH),
+        ("attention_dropout", trainer.attention_dropout, 0.0),
+        ("hidden_dropout", trainer.hidden_dropout, 0.0),
+        ("expert_kernels", trainer.expert_kernels, ExpertKernels.GROUPED),
+        ("cross_entropy", trainer.cross_entropy, CrossEntropyKernel.FP32),
+        ("unfused", "+".join(trainer.unfused), ""),
+    )
     return (
+        *(
+            Reason(field=f"train.{field}", value=str(value), rule=_NOT_YET, nearest=str(own))
+            for field, value, own in choices
+            if value != own
+        ),
         *(
             Reason(field=f"model.{field}", value=str(value), rule=_NOT_YET, nearest=nearest)
             for field, value, is_unsupported, nearest in features

@@ -24,7 +24,7 @@ from moewright.rules.shards import shard_size
 from moewright.spec.layout import DispatcherKind, Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm, ScoreFunction
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Fusion, TrainerSpec, Workload
 
 _FP32_BYTES = 4
 _INT64_BYTES = 8
@@ -56,6 +56,8 @@ class _TableSymbols:
     h: int
     tp: int
     a2a_ranks: int  # ranks that exchange heads for tokens
+    seq_len: int
+    trainer: TrainerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +96,8 @@ def saved_tensors(
         h=model.hidden_size,
         tp=layout.tp,
         a2a_ranks=cp_factors(layout)[0],
+        seq_len=workload.seq_len,
+        trainer=workload.trainer,
     )
     is_mtp = layer > model.layers
     has_experts = model.moe_layers[-1 if is_mtp else layer]
@@ -182,10 +186,30 @@ def _attention(
     if symbols.a2a_ranks > 1 and not repeats_exchange:
         # Attention saves its own output, of more tokens and fewer heads than the projection takes.
         yield _row(Module.ATTENTION, "attention_out", out_bytes, Recompute.CORE_ATTN)
-    lse_bytes = _FP32_BYTES * T * spec.heads // symbols.tp
-    yield _row(Module.ATTENTION, "lse", lse_bytes, Recompute.CORE_ATTN)
+    yield from _scores(model, symbols)
+    # Each block's output is dropped before it joins the residual stream, and both masks are kept.
+    mask_bytes = 2 * t * h if symbols.trainer.hidden_dropout else 0
+    yield _row(Module.NORM, "dropout_masks", mask_bytes)
     yield _row(Module.NORM, "residual", c * t * h)
     yield _row(Module.NORM, "post_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM)
+
+
+def _scores(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
+    """Yield what attention keeps of its scores.
+
+    In tiles it is the log-sum of each query, in fp32. In whole matrices [heads, queries, keys] it
+    is the probabilities, and where some are dropped the mask and what is left, whatever attention
+    masks or windows.
+    """
+    queries = symbols.T * model.attention.heads // symbols.tp
+    if not symbols.trainer.attention_backend.keeps_scores:
+        yield _row(Module.ATTENTION, "lse", _FP32_BYTES * queries, Recompute.CORE_ATTN)
+        return
+    scores = queries * symbols.seq_len
+    yield _row(Module.ATTENTION, "probabilities", symbols.c * scores, Recompute.CORE_ATTN)
+    if symbols.trainer.attention_dropout:
+        dropped_bytes = (1 + symbols.c) * scores
+        yield _row(Module.ATTENTION, "dropped_probabilities", dropped_bytes, Recompute.CORE_ATTN)
 
 
 def _gqa_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -254,6 +278,9 @@ def _moe(
     yield _row(Module.EXPERTS, "latent_out", c * t * model.moe.latent_size, moe)
     yield _row(Module.EXPERTS, "fc1", c * R * fc1_width // etp, moe)
     yield _row(Module.EXPERTS, "activation", c * R * ffn // etp, Recompute.MOE_ACT, moe)
+    if is_fused_stack:
+        unweighted = c * R * _unweighted_width(model, symbols.trainer) // etp
+        yield _row(Module.EXPERTS, "unweighted", unweighted, Recompute.MOE_ACT, moe)
     yield _row(Module.EXPERTS, "probs", _FP32_BYTES * R, moe)
     indices = _index_count(model.moe, layout, t, local, is_fused_stack=is_fused_stack)
     yield _row(Module.EXPERTS, "indices", _INT64_BYTES * indices, moe)
@@ -347,6 +374,17 @@ def _mtp_inputs(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTenso
     yield _row(Module.MTP, "embedding", symbols.c * symbols.t * symbols.h)
     yield _row(Module.MTP, "joined", 2 * symbols.c * symbols.t * symbols.h)
     yield _row(Module.MTP, "joined_rstd", 2 * _norm_statistics(model, symbols.t))
+
+
+def _unweighted_width(model: ModelSpec, trainer: TrainerSpec) -> int:
+    """Return the widths of what an expert's activation keeps between its steps, unless fused.
+
+    The product with the router's weight keeps the activation, and a gated one the activated gate.
+    Kernels that fuse them exist for gated activations.
+    """
+    if model.moe is None or (model.gated and Fusion.ACTIVATION not in trainer.unfused):
+        return 0
+    return _fc1_width(model, model.moe.ffn_size)
 
 
 def _fc1_width(model: ModelSpec, ffn: int) -> int:

@@ -32,6 +32,8 @@ class Component(StrEnum):
     MOMENTS = "moments"
     ACTIVATIONS = "activations"
     LOGITS = "logits"
+    # what stays all step long beside states: workspaces of libraries, gathered tensors
+    BUFFERS = "buffers"
     TRANSIENT = "transient"  # the largest short-lived working set of backward
     COMMUNICATION = "communication"  # dispatcher and collective buffers, communicators
     FRAGMENTATION = "fragmentation"

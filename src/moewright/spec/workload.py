@@ -147,6 +147,61 @@ class FusedKernels(StrEnum):
     PLAIN = "plain"  # operations of torch
 
 
+class AttentionBackend(StrEnum):
+    """The implementations of attention, which differ in what they keep of the scores.
+
+    Scores are those of every query with every key, [heads, queries, keys].
+    """
+
+    FLASH = "flash"  # in tiles; keeps a log-sum of each query (FlashAttention)
+    FUSED = "fused"  # the same in cuDNN
+    UNFUSED = "unfused"  # whole matrices of scores, in Transformer Engine
+    LOCAL = "local"  # whole matrices of scores, in Megatron-LM's own layers
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether the scores of a whole sequence lie in memory."""
+        return self in (AttentionBackend.UNFUSED, AttentionBackend.LOCAL)
+
+
+class ExpertKernels(StrEnum):
+    """The ways in which the products of a rank's experts are computed."""
+
+    GROUPED = "grouped"  # all experts of a rank in one call
+    SEQUENTIAL = "sequential"  # one expert after the other
+
+
+class Fusion(StrEnum):
+    """Chains of operations that a trainer may compute in one kernel."""
+
+    ACTIVATION = "activation"  # an MLP's activation, with the router's weights
+    WEIGHT_GRAD = "weight_grad"  # weight gradients are summed by the product that makes them
+
+
+class CrossEntropyKernel(StrEnum):
+    """The implementations of the loss, by what they keep of the logits."""
+
+    FP32 = "fp32"  # their softmax in fp32
+    IN_PLACE = "in_place"  # their gradient in their own place and dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSpec:
+    """The choices of a training framework that decide what it keeps and which kernels it starts.
+
+    This engine takes all of them at their defaults; those of other trainers are planned.
+    """
+
+    # how attention is computed, and whether it keeps the scores of whole sequences
+    attention_backend: AttentionBackend = AttentionBackend.FLASH
+    attention_dropout: float = 0.0  # share of attention's probabilities that is dropped
+    hidden_dropout: float = 0.0  # share of what a block adds to the residual stream that is dropped
+    # how the products of a rank's experts are computed
+    expert_kernels: ExpertKernels = ExpertKernels.GROUPED
+    cross_entropy: CrossEntropyKernel = CrossEntropyKernel.FP32  # what the loss keeps of logits
+    unfused: tuple[Fusion, ...] = ()  # chains of operations that run one by one
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScalingSpec:
     """Dynamic loss scaling (Micikevicius et al. 2018), for fp16 only.
@@ -253,6 +308,7 @@ class Workload(Record):
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
     router: RouterTraining = RouterTraining()
+    trainer: TrainerSpec = TrainerSpec()
     scaling: LossScalingSpec = LossScalingSpec()
     ramp: BatchRampSpec = BatchRampSpec()
     data: DataSpec = DataSpec()

@@ -16,7 +16,18 @@ from moewright.spec.model import (
     RouterSpec,
     ScoreFunction,
 )
-from moewright.spec.workload import Dtype, LossSpec, RouterAssignment, RouterForce, Workload
+from moewright.spec.workload import (
+    AttentionBackend,
+    CrossEntropyKernel,
+    Dtype,
+    ExpertKernels,
+    Fusion,
+    LossSpec,
+    RouterAssignment,
+    RouterForce,
+    TrainerSpec,
+    Workload,
+)
 
 Flag = tuple[str, ...]  # the flag, then its values
 
@@ -35,6 +46,7 @@ def format_number(value: float) -> str:
 def model_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     """Yield the flags of a model and of what its router is trained with."""
     yield from _shape_flags(model, workload)
+    yield from trainer_flags(workload.trainer, is_gated=model.gated)
     yield from _attention_flags(model.attention, model.position)
     if model.moe:
         yield from _moe_flags(model.moe, model, workload)
@@ -54,8 +66,6 @@ def _shape_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     yield "--normalization", "RMSNorm" if model.norm is NormKind.RMS else "LayerNorm"
     yield "--norm-epsilon", format_number(model.norm_eps)
     yield "--init-method-std", format_number(model.initializer_range)
-    yield "--attention-dropout", "0"
-    yield "--hidden-dropout", "0"
     if model.gated:
         yield ("--swiglu",)
     if not model.mlp_bias:
@@ -65,6 +75,23 @@ def _shape_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     if model.mtp_layers:
         yield "--mtp-num-layers", str(model.mtp_layers)
         yield "--mtp-loss-scaling-factor", format_number(workload.loss.mtp_coeff)
+
+
+def trainer_flags(trainer: TrainerSpec, *, is_gated: bool) -> Iterator[Flag]:
+    """Yield the flags of kernels and dropout; what is Megatron-LM's own choice is left out."""
+    yield "--attention-dropout", format_number(trainer.attention_dropout)
+    yield "--hidden-dropout", format_number(trainer.hidden_dropout)
+    if trainer.attention_backend is AttentionBackend.LOCAL:
+        yield "--transformer-impl", "local"
+    elif trainer.attention_backend is not AttentionBackend.FLASH:
+        yield "--attention-backend", trainer.attention_backend.value
+    if trainer.cross_entropy is CrossEntropyKernel.IN_PLACE:
+        yield ("--cross-entropy-loss-fusion",)
+        yield "--cross-entropy-fusion-impl", "te"
+    activation = "--no-bias-swiglu-fusion" if is_gated else "--no-bias-gelu-fusion"
+    switches = {Fusion.ACTIVATION: activation, Fusion.WEIGHT_GRAD: "--no-gradient-accumulation-fusion"}
+    for fusion in trainer.unfused:
+        yield (switches[fusion],)
 
 
 def _attention_flags(attention: AttentionSpec, position: PositionKind) -> Iterator[Flag]:
@@ -122,7 +149,8 @@ def _moe_flags(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[F
         yield "--moe-latent-size", str(moe.latent_size)
     if moe.shared_gate:
         yield ("--moe-shared-expert-gate",)
-    if workload.precision is Dtype.BF16 or workload.precision.is_narrow:
+    has_bf16 = workload.precision is Dtype.BF16 or workload.precision.is_narrow
+    if has_bf16 and workload.trainer.expert_kernels is ExpertKernels.GROUPED:
         yield ("--moe-grouped-gemm",)  # the parser takes it with --bf16 only
 
 

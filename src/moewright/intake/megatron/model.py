@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from moewright.intake import catalogue
 from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.vocabulary import padded_vocabulary, read_vocabulary
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
     AttentionKind,
@@ -81,7 +82,12 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
     if not shaped.vocab_size:
         rule = "is missing, and the tokenizer that would tell it is not read"
         raise BadInput(Reason(field="--vocab-size", rule=rule, nearest="--vocab-size 128000"))
-    return ScriptModel(model=shaped, note="model of the script's own sizes, none that is known")
+    padded = padded_vocabulary(arguments, shaped.vocab_size)
+    _, vocabulary_note = read_vocabulary(arguments)
+    note = "model of the script's own sizes, none that is known"
+    if vocabulary_note:
+        note = f"{note}; {vocabulary_note}"
+    return ScriptModel(model=replace(shaped, vocab_size=padded), note=note)
 
 
 def _use_named_model(named_model: ModelSpec | None) -> ScriptModel:
@@ -183,7 +189,7 @@ def _read_shape(arguments: Arguments) -> ModelSpec:
         family="",
         hidden_size=hidden,
         layers=layers,
-        vocab_size=arguments.integer("--vocab-size"),
+        vocab_size=read_vocabulary(arguments)[0],
         attention=_read_attention(arguments, hidden, heads, has_biases, position),
         dense_ffn_size=ffn or dense_ffn,
         moe=_read_moe(arguments, ffn or default_ffn, has_biases) if any(moe_layers) else None,

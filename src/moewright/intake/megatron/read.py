@@ -71,7 +71,7 @@ def interpret_launch(
     queue_notes = _check_queues(command.exported.get(_QUEUES, ""), layout)
     _check_data_parallel(command, layout)
     batch, batch_notes = _read_global_batch(arguments, command, layout)
-    workload, workload_notes = read_workload(arguments, layout, batch)
+    workload, workload_notes = read_workload(arguments, layout, batch, command.exported)
     unread = " ".join(arguments.unread_names)
     notes = (
         script_model.note,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from moewright.codec.megatron_options import WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.trainer import read_trainer
 from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
@@ -39,9 +42,11 @@ _BALANCING = "--moe-router-load-balancing-type"
 
 
 def read_workload(
-    arguments: Arguments, layout: Layout, global_batch: int
+    arguments: Arguments, layout: Layout, global_batch: int, environment: Mapping[str, str]
 ) -> tuple[Workload, tuple[str, ...]]:
     """Return the workload with its checked global batch, and notes on what it cannot hold.
+
+    `environment` is what the command is started in.
 
     Raises:
         BadInput: an option is not planned here, or Megatron-LM itself refuses a combination.
@@ -74,6 +79,7 @@ def read_workload(
         optimizer=optimizer,
         loss=_read_losses(arguments),
         router=_read_router(arguments),
+        trainer=read_trainer(arguments, environment),
         scaling=_read_scaling(arguments, precision),
         ramp=ramp,
         data=data,

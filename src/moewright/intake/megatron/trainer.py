@@ -1,0 +1,91 @@
+"""What a Megatron-LM command says about kernels and dropout, as a TrainerSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moewright.intake.megatron.arguments import Arguments
+from moewright.spec.workload import (
+    AttentionBackend,
+    CrossEntropyKernel,
+    ExpertKernels,
+    Fusion,
+    TrainerSpec,
+)
+
+_DROPOUT = 0.1  # Megatron-LM's default for both
+# Transformer Engine's switches of its backends, in the order in which it prefers them.
+_TILED_BACKENDS = (
+    ("NVTE_FLASH_ATTN", AttentionBackend.FLASH),
+    ("NVTE_FUSED_ATTN", AttentionBackend.FUSED),
+)
+
+
+def read_trainer(arguments: Arguments, environment: Mapping[str, str]) -> TrainerSpec:
+    """Return the choices of a command that is started in `environment`.
+
+    Options of fusions that change neither bytes nor launches by much are counted as read.
+    """
+    arguments.ignore(
+        "--no-masked-softmax-fusion",
+        "--attention-softmax-in-fp32",
+        "--no-bias-dropout-fusion",
+        "--no-rope-fusion",
+        "--moe-permute-fusion",
+        "--moe-router-fusion",
+    )
+    return TrainerSpec(
+        attention_backend=_read_attention_backend(arguments, environment),
+        attention_dropout=arguments.number("--attention-dropout", _DROPOUT),
+        hidden_dropout=arguments.number("--hidden-dropout", _DROPOUT),
+        cross_entropy=_read_cross_entropy(arguments),
+        expert_kernels=_read_expert_kernels(arguments),
+        unfused=tuple(sorted(_read_unfused(arguments))),
+    )
+
+
+def _read_attention_backend(
+    arguments: Arguments, environment: Mapping[str, str]
+) -> AttentionBackend:
+    """Return the backend that the command ends up with.
+
+    Megatron-LM's own layers have one of their own. Transformer Engine takes what is asked for, else
+    the first that its environment does not switch off.
+    """
+    arguments.ignore("--use-flash-attn")
+    if arguments.text("--transformer-impl", "transformer_engine") == "local":
+        return AttentionBackend.LOCAL
+    backend = arguments.text("--attention-backend", "auto").rpartition(".")[2]
+    if backend != "auto":
+        return AttentionBackend(backend)
+    for switch, tiled in _TILED_BACKENDS:
+        if environment.get(switch, "1") != "0":
+            return tiled
+    return AttentionBackend.UNFUSED
+
+
+def _read_expert_kernels(arguments: Arguments) -> ExpertKernels:
+    """Return how experts are computed; the parser takes grouped products with --bf16 alone."""
+    has_choice = arguments.has("--num-experts") and arguments.has("--bf16")
+    if arguments.has("--moe-grouped-gemm") or not has_choice:
+        return ExpertKernels.GROUPED
+    return ExpertKernels.SEQUENTIAL
+
+
+def _read_cross_entropy(arguments: Arguments) -> CrossEntropyKernel:
+    """Return the loss's kernel; of Megatron-LM's own ones, fused or not, none works in place."""
+    is_fused = arguments.has("--cross-entropy-loss-fusion")
+    implementation = arguments.text("--cross-entropy-fusion-impl", "native")
+    if is_fused and implementation == "te":
+        return CrossEntropyKernel.IN_PLACE
+    return CrossEntropyKernel.FP32
+
+
+def _read_unfused(arguments: Arguments) -> set[Fusion]:
+    is_swiglu = arguments.has("--swiglu")
+    activation = "--no-bias-swiglu-fusion" if is_swiglu else "--no-bias-gelu-fusion"
+    switches = {
+        Fusion.ACTIVATION: arguments.has(activation),
+        Fusion.WEIGHT_GRAD: arguments.has("--no-gradient-accumulation-fusion"),
+    }
+    return {fusion for fusion, is_off in switches.items() if is_off}
