@@ -81,7 +81,9 @@ def test_the_tokenizer_tells_the_vocabulary_and_tensor_parallelism_pads_it() -> 
     assert read(GPT2).model.vocab_size == 50304  # 50,257 in steps of 128
     assert read(f"{GPT2} --tensor-model-parallel-size 2").model.vocab_size == 50432
     assert read(f"{GPT2} --no-pad-vocab-size").model.vocab_size == 50257
-    nemotron = "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model $D/nemotron_2_256k.model"
+    nemotron = (
+        "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model $D/nemotron_2_256k.model"
+    )
     assert read(nemotron).model.vocab_size == 256000
     assert read("--vocab-size 1000 --make-vocab-size-divisible-by 3").model.vocab_size == 1002
 

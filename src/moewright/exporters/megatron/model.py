@@ -89,7 +89,10 @@ def trainer_flags(trainer: TrainerSpec, *, is_gated: bool) -> Iterator[Flag]:
         yield ("--cross-entropy-loss-fusion",)
         yield "--cross-entropy-fusion-impl", "te"
     activation = "--no-bias-swiglu-fusion" if is_gated else "--no-bias-gelu-fusion"
-    switches = {Fusion.ACTIVATION: activation, Fusion.WEIGHT_GRAD: "--no-gradient-accumulation-fusion"}
+    switches = {
+        Fusion.ACTIVATION: activation,
+        Fusion.WEIGHT_GRAD: "--no-gradient-accumulation-fusion",
+    }
     for fusion in trainer.unfused:
         yield (switches[fusion],)
 
