@@ -90,7 +90,9 @@ SECTIONS = (
     Section(
         heading="[train]",
         text="`nproc` (default 1) is the number of processes to start, `hardware` (default\n"
-        "`runs/machine.toml`) a device name or a hardware file.",
+        '`runs/machine.toml`) a device name or a hardware file, `network` (default `""`) the kind\n'
+        "of network in place of the hardware's own: `ib`, `roce`, `efa`, `tcp`, `nvl36`, `pcie`\n"
+        "and others, two joined by `+`.",
         records=(
             Workload,
             OptimizerSpec,

@@ -83,6 +83,8 @@ class HardwareTable(Record):
                     "devices_per_domain": fabric.domain_size,
                     "domain_GBps": fabric.domain_Bps.value / 1e9,
                     "network_GBps": fabric.network_Bps.value / 1e9,
+                    "domain": fabric.domain.value,
+                    "network": fabric.network.value,
                     "source": device.memory_Bps.source,
                 }
             )
@@ -134,22 +136,26 @@ def model(name: str | Path) -> ModelSpec:
     return catalogue.model(str(name))
 
 
-def hardware(on: str = "") -> Hardware | HardwareTable:
+def hardware(on: str = "", *, network: str = "") -> Hardware | HardwareTable:
     """Read hardware as people write it, or list the devices that are known by name.
 
     Args:
         on: "256xH800", "H100x8", "2xruns/machine.toml"; "" lists the devices.
+        network: kinds of network in place of the hardware's own, such as "efa" or "nvl36+efa".
 
     Raises:
-        BadInput: the device is not known, or the count is not legal.
+        BadInput: the device is not known, the count is not legal, or the hardware cannot have the
+            network.
 
     Example:
         >>> import moewright as mw
         >>> mw.hardware("8xH100").count
         8
+        >>> mw.hardware("64xH100", network="efa").fabric.network.value
+        'efa'
         >>> "H800 SXM" in [row["device"] for row in mw.hardware().to_rows()]
         True
     """
     if on:
-        return read_hardware(on)
+        return read_hardware(on, network)
     return HardwareTable(devices=tuple(read_hardware(name) for name in device_names()))

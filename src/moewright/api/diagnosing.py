@@ -96,6 +96,7 @@ def diagnose(
     script: Path | str | None = None,
     on: str | Hardware = "",
     model: str = "",
+    network: str = "",
 ) -> Diagnosis:
     """Name the walls that hold a run back, with evidence, a waterfall and priced fixes.
 
@@ -107,6 +108,7 @@ def diagnose(
         script: the Megatron-LM launch script of a trace or a log, in place of a plan.
         on: the hardware of the script or of the log.
         model: the model of a script or a log that gives no sizes.
+        network: kinds of network of the script or of the log, in place of the hardware's own.
 
     Raises:
         BadInput: there is nothing to read, or the options contradict each other.
@@ -126,7 +128,7 @@ def diagnose(
         if plan is not None:
             rule = "states the job, and so does the plan"
             raise BadInput(Reason(field="script", value=str(script), rule=rule))
-        reading = read_flags(script, on=on, model=model)
+        reading = read_flags(script, on=on, model=model, network=network)
         notes = reading.notes
         job = reading.plan
     if not path.exists():
@@ -137,7 +139,7 @@ def diagnose(
         job = read_json(Plan, path.parent / PLAN_FILE)
     if path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path):
         return _diagnose_traces(path, job, notes)
-    return _diagnose_log(path, job, notes, model=model, on=on)
+    return _diagnose_log(path, job, notes, model=model, on=on, network=network)
 
 
 def is_engine_run(path: Path) -> bool:
@@ -192,11 +194,17 @@ def _diagnose_traces(path: Path, job: Plan | None, notes: tuple[str, ...]) -> Di
 
 
 def _diagnose_log(
-    path: Path, job: Plan | None, notes: tuple[str, ...], *, model: str, on: str | Hardware
+    path: Path,
+    job: Plan | None,
+    notes: tuple[str, ...],
+    *,
+    model: str,
+    on: str | Hardware,
+    network: str,
 ) -> Diagnosis:
     log = read_log(path)
     if job is None and log.arguments and on:
-        job, reasons = _read_logged_job(log, path, model=model, on=on)
+        job, reasons = _read_logged_job(log, path, model=model, on=on, network=network)
         notes = (*notes, *reasons)
     waterfall = None
     hint = ""
@@ -218,11 +226,11 @@ def _diagnose_log(
 
 
 def _read_logged_job(
-    log: MegatronLog, path: Path, *, model: str, on: str | Hardware
+    log: MegatronLog, path: Path, *, model: str, on: str | Hardware, network: str
 ) -> tuple[Plan | None, tuple[str, ...]]:
     """Return the job by the arguments that the log printed, or the reason why there is none."""
     try:
-        reading = read_logged_flags(log.arguments, path, model=model, on=on)
+        reading = read_logged_flags(log.arguments, path, model=model, on=on, network=network)
     except BadInput as error:
         return None, (f"the log's arguments make no job that can be planned: {error}",)
     if reading is None:

@@ -69,6 +69,7 @@ def read_flags(
     on: str | Hardware = "",
     model: str = "",
     arguments: str = "",
+    network: str = "",
 ) -> ScriptPlan:
     """Read a Megatron-LM launch script into a plan, estimated on some hardware.
 
@@ -77,6 +78,7 @@ def read_flags(
         on: count x device, or the device alone: the script states the count.
         model: stands in where the script gives no sizes.
         arguments: what stands behind the script's name, as a shell reads it.
+        network: kinds of network in place of the hardware's own.
 
     Raises:
         BadInput: an option cannot be read, or the job cannot be planned.
@@ -94,23 +96,30 @@ def read_flags(
         )
         raise BadInput(reason) from None
     path = Path(script)
-    return plan_launch(read_launch(path, os.environ, words), path, model=model, on=on)
+    command = read_launch(path, os.environ, words)
+    return plan_launch(command, path, model=model, on=on, network=network)
 
 
 def read_logged_flags(
-    arguments: Sequence[tuple[str, str]], log: Path, *, model: str, on: str | Hardware
+    arguments: Sequence[tuple[str, str]],
+    log: Path,
+    *,
+    model: str,
+    on: str | Hardware,
+    network: str = "",
 ) -> ScriptPlan | None:
     """Read the arguments that a log printed into a plan; None when they do not say the ranks."""
     text = rebuild_command(arguments)
     if not text:
         return None
-    return plan_launch(find_launch(read_commands(text, {})), log, model=model, on=on)
+    command = find_launch(read_commands(text, {}))
+    return plan_launch(command, log, model=model, on=on, network=network)
 
 
 def plan_launch(
-    command: LaunchCommand, script: Path, *, model: str, on: str | Hardware
+    command: LaunchCommand, script: Path, *, model: str, on: str | Hardware, network: str = ""
 ) -> ScriptPlan:
-    """Return the plan of a training command, estimated on the hardware `on`.
+    """Return the plan of a training command, estimated on the hardware `on` over `network`.
 
     Raises:
         BadInput: the hardware is not named or has another count than the command's ranks.
@@ -118,7 +127,7 @@ def plan_launch(
     if not on:
         rule = "is needed: a script does not name its devices"
         raise BadInput(Reason(field="--on", rule=rule, nearest="--on H100"))
-    hardware = read_hardware(on)
+    hardware = read_hardware(on, network)
     states_count = isinstance(on, Hardware) or parse_hardware_text(on).count is not None
     if command.world_size and not states_count:
         hardware = replace(hardware, count=command.world_size)

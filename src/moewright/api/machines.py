@@ -66,4 +66,4 @@ def measure_unmeasured(job: JobFile, tell: Tell) -> None:
 
 def read_job_hardware(job: JobFile) -> Hardware:
     """Return the hardware that a job names, as many devices as the job has ranks."""
-    return catalogue.hardware(f"{job.nproc}x{job.hardware}")
+    return catalogue.hardware(f"{job.nproc}x{job.hardware}", job.network)

@@ -12,6 +12,7 @@ from moewright.intake import catalogue
 from moewright.intake.expert_load import read_expert_load
 from moewright.intake.job import JobFile, read_job
 from moewright.intake.job_workload import MAX_BATCH, MAX_SEQ_LEN
+from moewright.intake.networks import apply_network
 from moewright.rules.job import Job
 from moewright.rules.routing import check_load_histogram
 from moewright.spec.errors import BadInput, Reason
@@ -45,12 +46,16 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadOptions:
-    """What the caller says of the workload; None leaves it to the job or to the default."""
+    """What the caller says of the workload; None leaves it to the job or to the default.
+
+    `network` names kinds of network in place of the hardware's own; "" leaves them.
+    """
 
     seq_len: int | None = None  # tokens
     global_batch: int | None = None  # sequences a step
     precision: Dtype | None = None
     load: Path | None = None  # measured tokens of each expert
+    network: str = ""
 
 
 def read_plan_request(
@@ -107,7 +112,7 @@ def _read_model_request(
         spec = catalogue.model(str(model))
         if skipped := catalogue.skipped_fields(str(model)):
             defaults.append(f"skipped in {model}, not known here: {', '.join(skipped)}")
-    hardware = read_hardware(on)
+    hardware = read_hardware(on, options.network)
     seq_len = options.seq_len
     if seq_len is None:
         seq_len = DEFAULT_SEQ_LEN
@@ -143,12 +148,13 @@ def _check_range(field: str, value: int, highest: int) -> None:
     )
 
 
-def read_hardware(on: str | Hardware) -> Hardware:
-    """Return the hardware that `on` names as count x device; a refusal names --on."""
-    if isinstance(on, Hardware):
-        return on
-    with translate_fields(lambda field: "--on" if field == "hardware" else field):
-        return catalogue.hardware(on)
+def read_hardware(on: str | Hardware, network: str = "") -> Hardware:
+    """Return the hardware that `on` names as count x device; a refusal names --on or --network."""
+    options = {"hardware": "--on", "network": "--network"}
+    with translate_fields(lambda field: options.get(field, field)):
+        if isinstance(on, Hardware):
+            return apply_network(on, network)
+        return catalogue.hardware(on, network)
 
 
 def _read_job_request(path: Path, on: str | Hardware, options: WorkloadOptions) -> PlanRequest:
@@ -161,9 +167,10 @@ def _read_job_request(path: Path, on: str | Hardware, options: WorkloadOptions) 
     job = read_job(path, changes)
     defaults: tuple[str, ...] = ()
     if on:
-        hardware = read_hardware(on)
+        hardware = read_hardware(on, options.network)
     else:
-        hardware = catalogue.hardware(f"{job.nproc}x{job.hardware}")
+        text = f"{job.nproc}x{job.hardware}"
+        hardware = read_hardware(catalogue.hardware(text, job.network), options.network)
         defaults = (f"hardware {job.nproc}x{job.hardware} (from {path}; --on)",)
     job = replace(job, workload=fill_attended_share(job.workload))
     return request_training(job, hardware, defaults)

@@ -32,6 +32,7 @@ from moewright.spec.hardware import (
     Fabric,
     Hardware,
     Link,
+    NetworkKind,
     Op,
     OpRate,
 )
@@ -100,7 +101,7 @@ def measure_machine(*, nproc: int, budget_s: float = 45.0) -> Hardware:
         name=f"{nproc} x {device_name()}",
         count=nproc,
         device=_build_device(kind, nproc, measured, work_source),
-        fabric=_build_fabric(nproc, measured, source),
+        fabric=_build_fabric(kind, nproc, measured, source),
         constants=_build_constants(solve_host_work(measured.tiny_step_s), work_source),
         fingerprint=machine_fingerprint(nproc),
     )
@@ -271,7 +272,7 @@ def _build_device(kind: DeviceKind, nproc: int, measured: Measurements, source: 
     )
 
 
-def _build_fabric(nproc: int, measured: Measurements, source: str) -> Fabric:
+def _build_fabric(kind: DeviceKind, nproc: int, measured: Measurements, source: str) -> Fabric:
     """Return the fabric of one domain, the machine.
 
     Bandwidth is what leaves a rank in the largest all-to-all, latency the time of the smallest.
@@ -313,6 +314,8 @@ def _build_fabric(nproc: int, measured: Measurements, source: str) -> Fabric:
         network_latency_s=_sourced(latency_s, network_source),
         times=times,
         links=links,
+        domain=NetworkKind.MEMORY if kind is DeviceKind.CPU else NetworkKind.NVLINK,
+        network=NetworkKind.TCP if kind is DeviceKind.CPU else NetworkKind.IB,
     )
 
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 from moewright.calibration.columns import OVERLAP_COLUMNS
 from moewright.calibration.software_facts import find_device_name
 from moewright.intake import catalogue
+from moewright.intake.networks import apply_network
 from moewright.rules import stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Device, Hardware
@@ -90,19 +91,22 @@ def parse_model(text: str) -> ModelSpec:
     return replace(whole, name=text, layers=layers, moe_layers=whole.moe_layers[:layers])
 
 
-def parse_hardware(text: str, count: int, user_hardware: Sequence[Hardware] = ()) -> Hardware:
+def parse_hardware(
+    text: str, count: int, user_hardware: Sequence[Hardware] = (), *, network: str = ""
+) -> Hardware:
     """Return `count` devices of that name: the user's own, or the catalogue's.
 
-    "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's device with this memory.
+    "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's device with this memory. `network` names kinds
+    of network in place of the device's own.
     """
     for hardware in user_hardware:
         names = (hardware.name.casefold(), hardware.device.name.casefold())
         if text.strip().casefold() in names:
-            return replace(hardware, count=count)
+            return apply_network(replace(hardware, count=count), network)
     name, _, inside = text.partition("(")
     alias = find_device_name(name.strip())
     device_name = alias.device if alias else name.strip()
-    hardware = catalogue.hardware(f"{count}x{device_name}")
+    hardware = catalogue.hardware(f"{count}x{device_name}", network)
     if not inside:
         return hardware
     device = _with_memory(hardware.device, inside, source=text)

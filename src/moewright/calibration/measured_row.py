@@ -158,7 +158,9 @@ def _parse_reading(cells: Mapping[str, str], user_hardware: Sequence[Hardware]) 
     global_batch = _parse_global_batch(cells, layout)
     workload = _parse_workload(cells, seq_len, global_batch)
     job = apply_software_facts(cells, model, workload, layout, facts)
-    hardware = cell.parse_hardware(cells["hardware"], devices, user_hardware)
+    hardware = cell.parse_hardware(
+        cells["hardware"], devices, user_hardware, network=cells["network"]
+    )
     reasons = check_legality(model, job.workload, layout)
     if reasons:
         raise BadInput(*reasons)

@@ -67,7 +67,9 @@ def diagnose(
     elif layout or workload.seq_len:
         option = "--layout" if layout else "--seq-len"
         raise BadInput(Reason(field=option, rule="needs --model beside it"))
-    diagnosis = diagnose_path(run, plan=plan, script=script, on=on, model=model)
+    diagnosis = diagnose_path(
+        run, plan=plan, script=script, on=on, model=model, network=workload.network
+    )
     console = open_console(json)
     for note in diagnosis.notes:
         console.print(note, soft_wrap=True)

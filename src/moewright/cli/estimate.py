@@ -61,7 +61,13 @@ def estimate(
 
     if script.from_flags is not None:
         _refuse_options_of_script(layout, workload)
-        reading = read_flags(script.from_flags, on=on, model=model, arguments=script.script_args)
+        reading = read_flags(
+            script.from_flags,
+            on=on,
+            model=model,
+            arguments=script.script_args,
+            network=workload.network,
+        )
         plan = reading.plan
         notes = reading.notes
     else:

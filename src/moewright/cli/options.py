@@ -56,7 +56,7 @@ OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchOptions:
-    """Options that describe the workload.
+    """Options that describe the workload, and the network it runs over.
 
     Parameters
     ----------
@@ -67,18 +67,25 @@ class BatchOptions:
         Sequences a step, such as 512 or 1k; 16 a device when neither this nor a job says it.
     precision
         Compute precision; bf16 when neither this nor a job says it.
+    network
+        The network in place of the hardware's own: ib, roce, efa or tcp between fast domains;
+        nvlink, nvl36, nvl72 or pcie inside them; two joined by +, such as nvl36+efa.
     """
 
     seq_len: OptionalCount = None
     global_batch: OptionalCount = None
     precision: Dtype | None = None
+    network: str = ""
 
     def to_workload_options(self) -> WorkloadOptions:
         """Return the options as the face of the package takes them."""
         from moewright.api.requests import WorkloadOptions
 
         return WorkloadOptions(
-            seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            precision=self.precision,
+            network=self.network,
         )
 
 
@@ -105,6 +112,7 @@ class PlanningOptions(BatchOptions):
             seq_len=self.seq_len,
             global_batch=self.global_batch,
             precision=self.precision,
+            network=self.network,
             load=self.load,
         )
 

@@ -19,6 +19,7 @@ from moewright.intake.devices import (
 )
 from moewright.intake.hardware_file import read_hardware_file
 from moewright.intake.hardware_text import parse_hardware_text
+from moewright.intake.networks import apply_network
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
@@ -101,16 +102,21 @@ def skipped_fields(name: str) -> tuple[str, ...]:
     return () if _find_model(name) is not None else hf.unknown_fields(Path(name))
 
 
-def hardware(text: str) -> Hardware:
+def hardware(text: str, network: str = "") -> Hardware:
     """Return the hardware of "256xH800", "H800x256", "2xpath/machine.toml" or "path/machine.toml".
 
     A hardware file without a count before it keeps its own count; a device without one is one
-    device. A driver's name of the device is read too: "8 x NVIDIA H100 80GB HBM3".
+    device. A driver's name of the device is read too: "8 x NVIDIA H100 80GB HBM3". `network` names
+    kinds of network in place of the hardware's own (intake.networks).
 
     Raises:
-        BadInput: the device is not known, with the nearest; the count is not legal; or the file
-            cannot be read.
+        BadInput: the device is not known, with the nearest; the count is not legal; the file cannot
+            be read; or the hardware cannot have such a network (field "network").
     """
+    return apply_network(_read_hardware(text), network)
+
+
+def _read_hardware(text: str) -> Hardware:
     request = parse_hardware_text(text)
     if request.is_file:
         machine = read_hardware_file(request.name)

@@ -10,6 +10,7 @@ from importlib import resources
 from typing import TypeVar
 
 from moewright.codec import from_data, parse_json
+from moewright.intake.networks import complete_fabric
 from moewright.spec.hardware import (
     Constant,
     Curve,
@@ -18,6 +19,7 @@ from moewright.spec.hardware import (
     DtypePeak,
     Fabric,
     Hardware,
+    NetworkKind,
     Op,
     OpRate,
 )
@@ -100,6 +102,8 @@ class DeviceEntry:
     network_Bps: float
     network_kind: SourceKind
     constants: tuple[ConstantEntry, ...]
+    domain: NetworkKind = NetworkKind.NVLINK
+    network: NetworkKind = NetworkKind.IB
 
     @property
     def product(self) -> str:
@@ -208,12 +212,14 @@ def build_hardware(entry: DeviceEntry, *, count: int) -> Hardware:
         Constant(name=c.name, value=Sourced(value=c.value, kind=c.kind, source=c.source))
         for c in entry.constants
     )
-    return Hardware(
-        name=entry.aliases[0],
-        count=count,
-        device=device,
-        fabric=_build_fabric(entry),
-        constants=constants,
+    return complete_fabric(
+        Hardware(
+            name=entry.aliases[0],
+            count=count,
+            device=device,
+            fabric=_build_fabric(entry),
+            constants=constants,
+        )
     )
 
 
@@ -248,6 +254,8 @@ def _build_fabric(entry: DeviceEntry) -> Fabric:
         network_latency_s=_assumed(
             _NETWORK_LATENCY_S, "launch and hand-shake of a collective over the network"
         ),
+        domain=entry.domain,
+        network=entry.network,
     )
 
 

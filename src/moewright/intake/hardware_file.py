@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moewright.codec import read_toml
 from moewright.intake.devices import MAX_DEVICES
+from moewright.intake.networks import complete_fabric
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Curve, Hardware
 
@@ -32,7 +33,7 @@ def read_hardware_file(path: str) -> Hardware:
                 for fault in faults
             )
         )
-    return hardware
+    return complete_fabric(hardware)
 
 
 def _numbers_not_above_zero(hardware: Hardware) -> Iterator[Reason]:

@@ -8,7 +8,7 @@ The sections are:
 - [data]: the fields of DataSpec.
 - [layout]: `text = "ep2,mbs2"`, or the layout's keys; what is absent is for the search to choose.
 - [train]: the fields of Workload, OptimizerSpec, LossSpec, RouterTraining, LossScalingSpec and
-  BatchRampSpec, and `nproc` and `hardware`.
+  BatchRampSpec, and `nproc`, `hardware` and `network`.
 - [checkpoint]: the fields of CheckpointSpec.
 - [tune]: what tuning may change, each key with a list of values.
 
@@ -34,6 +34,7 @@ from moewright.intake import catalogue, hf
 from moewright.intake.devices import MAX_DEVICES, device_names, find_device
 from moewright.intake.job_workload import count_keys, read_workload, resolve_beside
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import NetworkKind
 from moewright.spec.model import ModelSpec
 from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
 from moewright.spec.workload import Workload
@@ -48,8 +49,9 @@ class JobFile:
     """The contents of a job file.
 
     `layout_text` holds the part of the layout that the file fixes (see codec.parse_layout), "" for
-    none; `hardware` is a device name or the path of a hardware file, without a count; `nproc` is
-    the number of ranks to start; `axes` are what tuning may change, () for its default axes.
+    none; `hardware` is a device name or the path of a hardware file, without a count; `network`
+    names kinds of network in place of its own; `nproc` is the number of ranks to start; `axes` are
+    what tuning may change, () for its default axes.
     """
 
     model: ModelSpec
@@ -57,6 +59,7 @@ class JobFile:
     layout_text: str
     nproc: int
     hardware: str
+    network: str = ""
     axes: tuple[TuningAxis, ...] = ()
 
 
@@ -84,6 +87,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         layout_text=_read_layout_text(tables["layout"], where),
         nproc=nproc,
         hardware=_read_hardware_name(train.get("hardware"), path, where),
+        network=_read_network(train.get("network", ""), where),
         axes=tuple(
             _read_axis(key, values, f"{where}: tune.{key[:60]}")
             for key, values in tables["tune"].items()
@@ -245,6 +249,25 @@ def _read_hardware_name(value: Any, path: Path, where: str) -> str:
         rule = "must be a known device or the path of a .toml; how many stands in train.nproc"
         raise BadInput(Reason(field=field, value=value[:60], rule=rule, nearest=nearest))
     return value
+
+
+def _read_network(value: Any, where: str) -> str:
+    """Return the names of the kinds of network, joined by "+"; "" leaves the hardware's own."""
+    if value == "":
+        return ""
+    kinds = [kind.value for kind in NetworkKind]
+    names = value.split("+") if isinstance(value, str) else [""]
+    unknown = next((name for name in names if name not in kinds), None)
+    if unknown is None:
+        return str(value)
+    raise BadInput(
+        Reason(
+            field=f"{where}: train.network",
+            value=format_value(value),
+            rule=f"must be one of {', '.join(kinds)}",
+            nearest=closest_match(unknown[:60], kinds) or NetworkKind.IB.value,
+        )
+    )
 
 
 def _check_integer(value: Any, where: str, *, high: int, low: int = 1) -> int:

@@ -30,7 +30,7 @@ MAX_BATCH = 2**24
 MAX_STEPS = 10**9
 
 # Keys of [train] that say where the job runs and are no fields of a Workload.
-LAUNCH_KEYS = ("nproc", "hardware")
+LAUNCH_KEYS = ("nproc", "hardware", "network")
 
 # Records of a Workload whose fields are keys of [train] itself.
 _FLAT_RECORDS: Mapping[str, type] = {

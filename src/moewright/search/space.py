@@ -12,9 +12,12 @@ from typing import Any
 
 from moewright.codec import explicit_fields, parse_layout
 from moewright.cost.activations import ActivationPolicy
+from moewright.cost.collective_time import group_span
 from moewright.rules.compatibility import check_compatibility
 from moewright.rules.divisibility import divisors
 from moewright.rules.legality import check_legality
+from moewright.rules.networks import runs_on
+from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import EvenSplit, even_layout_string, parse_stages, vpp_choices
 from moewright.spec.errors import Reason
@@ -265,18 +268,24 @@ def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
 
 
 def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind, ...]:
-    """Return the plain all-to-all, and the fastest dispatcher that removes duplicates.
+    """Return the plain all-to-all, and the dispatcher that removes duplicates on this fabric.
 
-    An all-gather holds the tokens of the whole group, which memory does not price: it is taken only
-    when asked for.
+    That is DeepEP, or HybridEP where DeepEP does not run (GB200 and GB300), which is as fast and
+    holds more memory; none where neither runs, as over PCIe or TCP. An all-gather holds the tokens
+    of the whole group, which memory does not price: it is taken only when asked for.
     """
     if "dispatcher" in space.fixed:
         return (space.base.dispatcher,)
     if cut.ep == 1 or space.hardware.device.kind is not DeviceKind.CUDA:
         return (DispatcherKind.ALL_TO_ALL,)
+    fabric = space.hardware.fabric
+    domains = group_span(cut, "ep", fabric.domain_size).domains
+    libraries = [
+        library for library in LIBRARY_DISPATCHERS if runs_on(fabric, library, domains=domains)
+    ]
     return tuple(
         dispatcher
-        for dispatcher in (DispatcherKind.ALL_TO_ALL, DispatcherKind.DEEPEP)
+        for dispatcher in (DispatcherKind.ALL_TO_ALL, *libraries[:1])
         if space.permits(dispatcher=dispatcher)
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moewright.spec.layout import DispatcherKind
 from moewright.spec.record import Record, Row
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
@@ -104,9 +105,46 @@ class Device:
     rates: tuple[OpRate, ...]
 
 
+class NetworkKind(StrEnum):
+    """The kinds of network: those that join a domain's devices, and those between domains."""
+
+    NVLINK = "nvlink"  # NVLink switches of one node
+    NVL36 = "nvl36"
+    NVL72 = "nvl72"
+    PCIE = "pcie"
+    XGMI = "xgmi"  # AMD's Infinity Fabric
+    HCCS = "hccs"  # Ascend
+    ICI = "ici"  # the torus of a TPU pod
+    MEMORY = "memory"  # processes of one machine
+    IB = "ib"  # InfiniBand, GPUs post messages themselves (IBGDA)
+    ROCE = "roce"
+    EFA = "efa"  # AWS, a CPU thread posts the messages
+    TCP = "tcp"
+
+
+class MessagePath(StrEnum):
+    """The ways in which the messages of a dispatcher's library leave a device."""
+
+    GPU = "gpu"  # its kernels write to the peer, or post the messages
+    PROXY = "proxy"  # a CPU thread posts what the kernels ask for
+    NONE = "none"  # the library does not run there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LibraryPath:
+    """The ways in which a dispatcher's library moves tokens inside a domain and between domains."""
+
+    dispatcher: DispatcherKind
+    inside: MessagePath
+    between: MessagePath
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
-    """Two levels of network: domains of ranks on the fast link, and the network between domains."""
+    """Two levels of network: domains of ranks on the fast link, and the network between domains.
+
+    A dispatcher that `library_paths` does not list needs collectives alone.
+    """
 
     domain_size: int
     devices_per_node: int
@@ -116,6 +154,9 @@ class Fabric:
     network_latency_s: Sourced
     times: tuple[CollectiveTime, ...] = ()  # measured curves, preferred to the formula
     links: tuple[Link, ...] = ()  # measured; not used by estimates, they show which link is slow
+    domain: NetworkKind = NetworkKind.NVLINK
+    network: NetworkKind = NetworkKind.IB
+    library_paths: tuple[LibraryPath, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,202 @@
+"""Kinds of network: what each allows, and hardware whose fabric is of another kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+
+from moewright.codec import closest_match, from_data, read_toml_data
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import (
+    Constant,
+    Fabric,
+    Hardware,
+    LibraryPath,
+    MessagePath,
+    NetworkKind,
+)
+from moewright.spec.layout import DispatcherKind
+from moewright.spec.sourced import Sourced, SourceKind
+
+_NETWORKS = Path(__file__).parent / "data" / "networks.toml"
+_ANY_PRODUCT = "any"
+
+
+class NetworkLevel(StrEnum):
+    """What a kind of network joins: the devices of a fast domain, or domains."""
+
+    DOMAIN = "domain"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkEntry:
+    """A kind of network as networks.toml has it, which says what each field means.
+
+    A `domain_size` of 0 leaves the part's own.
+    """
+
+    kind: NetworkKind
+    joins: NetworkLevel
+    title: str
+    source: str
+    latency_s: float
+    deepep: MessagePath
+    hybridep: MessagePath
+    domain_size: int = 0
+    parts: tuple[str, ...] = ()
+    Bps: dict[str, float] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+
+    def is_possible_for(self, hardware: Hardware) -> bool:
+        """Return whether the part can have this network."""
+        words = _product_words(hardware)
+        return not self.parts or any(part.upper() in words for part in self.parts)
+
+    def bandwidth(self, hardware: Hardware) -> float | None:
+        """Return the bytes/s of a device of this part; None where the part's own stay."""
+        words = _product_words(hardware)
+        of_part = (rate for part, rate in self.Bps.items() if part.upper() in words)
+        return next(of_part, self.Bps.get(_ANY_PRODUCT))
+
+    def path(self, dispatcher: DispatcherKind) -> MessagePath:
+        """Return how the messages of a dispatcher's library leave a device here."""
+        return self.deepep if dispatcher is DispatcherKind.DEEPEP else self.hybridep
+
+    def sourced(self, value: float) -> Sourced:
+        """Return a figure of this kind with its source."""
+        return Sourced(value=value, kind=SourceKind.ASSUMED, source=f"{self.kind}: {self.source}")
+
+    def sourced_constants(self) -> tuple[Constant, ...]:
+        """Return the constants that this kind implies."""
+        return tuple(
+            Constant(name=name, value=self.sourced(value)) for name, value in self.constants.items()
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NetworkTable:
+    network: tuple[NetworkEntry, ...]
+
+
+@cache
+def read_networks() -> dict[NetworkKind, NetworkEntry]:
+    """Return the kinds of network, in the order of the file."""
+    table = from_data(_NetworkTable, read_toml_data(_NETWORKS), where=_NETWORKS.name)
+    return {entry.kind: entry for entry in table.network}
+
+
+def apply_network(hardware: Hardware, text: str) -> Hardware:
+    """Return the hardware with a fabric of the kinds that `text` names, such as "nvl36+efa".
+
+    A kind that the fabric has already changes nothing, nor does an empty text.
+
+    Raises:
+        BadInput: a kind is not known, or this hardware cannot have it; the field is "network".
+    """
+    for name in text.split("+") if text.strip() else ():
+        entry = _find_entry(name.strip().casefold(), hardware)
+        if entry.joins is NetworkLevel.DOMAIN and entry.kind is not hardware.fabric.domain:
+            hardware = _change_domain(hardware, entry)
+        elif entry.joins is NetworkLevel.NETWORK and entry.kind is not hardware.fabric.network:
+            hardware = _change_network(hardware, entry)
+    return hardware
+
+
+def complete_fabric(hardware: Hardware) -> Hardware:
+    """Return the hardware with what its kinds of network imply: paths of libraries, constants.
+
+    Constants that the hardware has already win.
+    """
+    fabric = hardware.fabric
+    entries = (read_networks()[fabric.domain], read_networks()[fabric.network])
+    own_names = {constant.name for constant in hardware.constants}
+    implied = [
+        constant
+        for entry in entries
+        for constant in entry.sourced_constants()
+        if constant.name not in own_names
+    ]
+    return replace(
+        hardware,
+        fabric=replace(fabric, library_paths=_library_paths(fabric)),
+        constants=(*hardware.constants, *implied),
+    )
+
+
+def _find_entry(name: str, hardware: Hardware) -> NetworkEntry:
+    """Return the entry of a name; refuse one that is unknown or that the hardware cannot have."""
+    networks = read_networks()
+    possible = [entry.kind.value for entry in networks.values() if entry.is_possible_for(hardware)]
+    entry = networks[NetworkKind(name)] if name in tuple(NetworkKind) else None
+    if entry is not None and entry.kind.value in possible:
+        return entry
+    rule = f"must be one of {', '.join(possible)}"
+    if entry is not None:
+        rule = f"{hardware.device.name} cannot have it; {rule}"
+    nearest = closest_match(name, possible) or hardware.fabric.network.value
+    raise BadInput(Reason(field="network", value=name[:60], rule=rule, nearest=nearest))
+
+
+def _change_domain(hardware: Hardware, entry: NetworkEntry) -> Hardware:
+    fabric = hardware.fabric
+    rate = entry.bandwidth(hardware)
+    fabric = replace(
+        fabric,
+        domain=entry.kind,
+        domain_size=entry.domain_size or fabric.domain_size,
+        domain_Bps=fabric.domain_Bps if rate is None else entry.sourced(rate),
+        domain_latency_s=entry.sourced(entry.latency_s),
+        times=(),
+        links=(),
+    )
+    constants = _change_constants(hardware, read_networks()[hardware.fabric.domain], entry)
+    return complete_fabric(replace(hardware, fabric=fabric, constants=constants))
+
+
+def _change_network(hardware: Hardware, entry: NetworkEntry) -> Hardware:
+    fabric = hardware.fabric
+    rate = entry.bandwidth(hardware)
+    fabric = replace(
+        fabric,
+        network=entry.kind,
+        network_Bps=fabric.network_Bps if rate is None else entry.sourced(rate),
+        network_latency_s=entry.sourced(entry.latency_s),
+    )
+    constants = _change_constants(hardware, read_networks()[hardware.fabric.network], entry)
+    return complete_fabric(replace(hardware, fabric=fabric, constants=constants))
+
+
+def _change_constants(
+    hardware: Hardware, old: NetworkEntry, new: NetworkEntry
+) -> tuple[Constant, ...]:
+    """Return the hardware's constants without those of the old kind, and with the new one's."""
+    replaced = {*new.constants}
+    kept = [
+        constant
+        for constant in hardware.constants
+        if constant not in old.sourced_constants() and constant.name not in replaced
+    ]
+    return (*kept, *new.sourced_constants())
+
+
+def _library_paths(fabric: Fabric) -> tuple[LibraryPath, ...]:
+    """Return how each library moves tokens: between domains only where it runs inside them."""
+    domain = read_networks()[fabric.domain]
+    network = read_networks()[fabric.network]
+    paths = []
+    for dispatcher in (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP):
+        inside = domain.path(dispatcher)
+        between = network.path(dispatcher)
+        if inside is MessagePath.NONE:
+            between = MessagePath.NONE
+        paths.append(LibraryPath(dispatcher=dispatcher, inside=inside, between=between))
+    return tuple(paths)
+
+
+def _product_words(hardware: Hardware) -> frozenset[str]:
+    """Return the words of a part's names: H100 and PCIE of both "H100-PCIe" and "H100 PCIe"."""
+    names = f"{hardware.name} {hardware.device.name}".upper().replace("-", " ")
+    return frozenset(names.split())
