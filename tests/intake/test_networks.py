@@ -101,7 +101,8 @@ def test_a_hardware_file_and_a_job_name_their_network(tmp_path) -> None:
     machine = read_hardware_file(str(path))
     assert message_path(machine.fabric, DispatcherKind.DEEPEP, domains=2) is MessagePath.PROXY
     job = tmp_path / "job.toml"
-    text = '[model]\nconfig = "Qwen3-30B-A3B"\n[train]\nhardware = "H100"\nnetwork = "{}"\n'
+    text = '[model]\nconfig = "Qwen3-30B-A3B"\n[train]\nseq_len = 8\nglobal_batch = 8\n'
+    text += 'hardware = "H100"\nnetwork = "{}"\n'
     job.write_text(text.format("efa"))
     assert read_job(job).network == "efa"
     job.write_text(text.format("wifi"))
