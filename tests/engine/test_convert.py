@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -269,6 +272,98 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(("convert", "export", str(tmp_path / "ours"), "--out", str(tmp_path / "new"))) == 2
     assert "its checksum does not hold" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+_NORM = "model.norm.weight"
+
+
+def _rename(extra: dict[str, Any], key: str, old: str, new: str) -> None:
+    extra["hf"][key][new] = extra["hf"][key].pop(old)
+
+
+# What a forged checkpoint says of its files, and what the refusal says.
+_FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a weight file above": (
+        lambda extra: _rename(extra, "files", "model.safetensors", "../outside.safetensors"),
+        "hf.files='../outside.safetensors': is not the plain name",
+    ),
+    "a hidden weight file": (
+        lambda extra: _rename(extra, "files", "model.safetensors", "..safetensors"),
+        "hf.files='..safetensors': is not the plain name",
+    ),
+    "a text above": (
+        lambda extra: extra["hf"]["texts"].update({"../outside.json": "{}"}),
+        "hf.texts='../outside.json': is not a file that an import keeps",
+    ),
+    "a text of another name": (
+        lambda extra: extra["hf"]["texts"].update({"modeling.py": "print()"}),
+        "hf.texts='modeling.py': is not a file",
+    ),
+    "texts that are a list": (
+        lambda extra: extra["hf"].update(texts=["config.json"]),
+        "hf.texts",
+    ),
+    "a text that is a number": (
+        lambda extra: extra["hf"]["texts"].update({"config.json": 1}),
+        "config.json",
+    ),
+    "no files": (lambda extra: extra["hf"].pop("files"), "hf.files: is missing"),
+    "nothing": (lambda extra: extra.update(hf=[]), "hf=a list of 0: must be a table"),
+    "an entry of one": (
+        lambda extra: extra["hf"]["files"].update({"model.safetensors": [[_NORM]]}),
+        "hf.files",
+    ),
+    "a dtype of another world": (
+        lambda extra: extra["hf"]["files"]["model.safetensors"][0].__setitem__(1, "F7"),
+        "is of F7; known are F32, BF16, F16",
+    ),
+    "a tensor twice": (
+        lambda extra: extra["hf"]["files"].update({"more.safetensors": [[_NORM, "BF16"]]}),
+        f"hf.files.more.safetensors: names {_NORM} twice",
+    ),
+    "a tensor of another model": (
+        lambda extra: extra["hf"]["files"]["model.safetensors"].append(["model.x", "BF16"]),
+        "model.x: is not a tensor of this model",
+    ),
+    "a precision of another world": (
+        lambda extra: (extra.pop("hf"), extra.update(train={"precision": "fp7"})),
+        "train.precision=fp7: is not a precision",
+    ),
+    "a history that is a number": (
+        lambda extra: (extra.pop("hf"), extra.update(train=7)),
+        "train.precision=7: is not a precision",
+    ),
+    "a model of another width": (
+        lambda extra: extra["model"].update(hidden_size=64),
+        "has shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", _FORGERIES)
+def test_a_forged_history_writes_nothing(
+    forgery: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint comes from anybody; its own words choose no path, and are no traceback."""
+    forge, message = _FORGERIES[forgery]
+    write_model("qwen3", tmp_path / "hf", dtype=torch.bfloat16)
+    home = tmp_path / "home"
+    assert main(("convert", "import", str(tmp_path / "hf"), "--out", str(home / "ours"))) == 0
+    path = home / "ours" / "step-00000000" / "index.json"
+    body = json.loads(path.read_text())["body"]
+    if _NORM not in str(body["extra"]["hf"]["files"]):
+        raise AssertionError("the tensor that forgeries name is not there")
+    forge(body["extra"])
+    canonical = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest, "body": body}))
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert main(("convert", "export", str(home / "ours"), "--out", str(home / "new"))) == 2
+    refusal = capsys.readouterr().err
+    assert message in refusal
+    assert refusal.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_table_that_writes_a_tensor_twice_fails_by_name(

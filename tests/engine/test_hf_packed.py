@@ -114,6 +114,10 @@ def test_what_is_wrong_with_scales_is_named(
     assert f"{norm}: has no tensor {norm.removesuffix('_scale_inv')} of F8_E4M3" in refused(
         {norm: torch.ones(1)}
     )
+    orphan = "model.layers.7.mlp.gate_proj.weight_scale_inv"
+    assert f"{orphan}: has no tensor {orphan.removesuffix('_scale_inv')} of F8_E4M3" in refused(
+        {orphan: torch.ones(1, 1).to(torch.float8_e4m3fn)}
+    )
     assert f"{factors}: has shape [4, 1], blocks of [10, 12] make [4, 2]" in refused(
         {factors: torch.ones(4, 1)}
     )

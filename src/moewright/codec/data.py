@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -103,6 +103,7 @@ def _converter(floats: FloatPolicy) -> Converter:
     )
     converter.register_structure_hook(str, _str)
     converter.register_structure_hook_factory(_is_tuple, lambda cls: _tuple(converter, cls))
+    converter.register_structure_hook_factory(_is_mapping, lambda cls: _mapping(converter, cls))
     converter.register_structure_hook_factory(is_dataclass, lambda cls: _record(converter, cls))
     return converter
 
@@ -177,6 +178,31 @@ def _tuple(converter: Converter, cls: Any) -> Callable[[Any, Any], tuple[Any, ..
         if faults:
             raise IterableValidationError("items", faults, cls)
         return tuple(built)
+
+    return structure
+
+
+def _is_mapping(cls: Any) -> bool:
+    return get_origin(cls) is Mapping
+
+
+def _mapping(converter: Converter, cls: Any) -> Callable[[Any, Any], dict[str, Any]]:
+    _, item_type = get_args(cls)  # the keys of JSON and TOML are text
+
+    def structure(value: Any, _: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _Refused("must be a table of keys", value)
+        built = {}
+        faults = []
+        for key, item in value.items():
+            try:
+                built[key] = converter.get_structure_hook(item_type)(item, item_type)
+            except Exception as error:
+                error.add_note(AttributeValidationNote(f"key {key}", str(key), item_type))
+                faults.append(error)
+        if faults:
+            raise IterableValidationError("items", faults, cls)
+        return built
 
     return structure
 

@@ -6,12 +6,12 @@ One tensor is in memory at a time.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from moewright.engine.checkpoint import (
     write_text,
 )
 from moewright.engine.hf.folder import INDEX_FILE, SINGLE_FILE
-from moewright.engine.hf.import_weights import ReportProgress
+from moewright.engine.hf.import_weights import TEXT_FILES, ReportProgress
 from moewright.engine.hf.names import (
     HfTensor,
     NameTable,
@@ -40,6 +40,7 @@ from moewright.engine.hf.names import (
     list_model_tensors,
     match_names,
 )
+from moewright.engine.hf.packed import tensor_error
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype
@@ -52,7 +53,22 @@ _DTYPE_NAMES: Mapping[Dtype, str] = MappingProxyType(
 # The order of dtypes in a file, as safetensors has it.
 _DTYPE_ORDER = ("F32", "BF16", "F16")
 
+# The names that a checkpoint may give files of weights: no folders, nothing hidden.
+_WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+
 HeadersByFile = Mapping[str, Sequence[TensorHeader]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfOrigin:
+    """The folder that a checkpoint was imported from, as its `extra` describes it.
+
+    `texts` are small files, word for word; `files` has the name and the dtype of each tensor of
+    every file of weights, in order.
+    """
+
+    texts: Mapping[str, str]
+    files: Mapping[str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +112,8 @@ def plan_export(
     """
     index = read_index(checkpoint)
     model = parse_stored_model(index, checkpoint)
-    origin = index.extra.get("hf")
+    _check_shapes(index, model)
+    origin = _parse_origin(index, checkpoint)
     if origin is not None:
         sources = _map_imported(model, origin, checkpoint)
         if dtype is None:
@@ -106,7 +123,7 @@ def plan_export(
                 index=index,
                 sources=sources,
                 files=_sort_headers(files),
-                texts=dict(origin["texts"]),
+                texts=origin.texts,
             )
     else:
         mtp_duplicates = {
@@ -116,8 +133,7 @@ def plan_export(
         }
         sources = _map_sources(family_name_table(model), mtp_duplicates)
     if dtype is None:
-        computed = index.extra.get("train", {}).get("precision", Dtype.FP32)
-        dtype = Dtype(index.extra.get("unpacked_to", computed))
+        dtype = _stored_precision(index, checkpoint)
     files = _split_into_files(_build_headers(model, sources, dtype))
     texts = {"config.json": config(model, dtype)}
     if len(files) > 1:
@@ -127,15 +143,90 @@ def plan_export(
     )
 
 
+def _check_shapes(index: CheckpointIndex, model: ModelSpec) -> None:
+    """Raise BadInput for a tensor whose shape is not that of the model."""
+    shapes = {tensor.name: tensor.shape for tensor in list_model_tensors(model)}
+    for entry in index.tensors:
+        expected = shapes.get(entry.name, entry.shape)
+        if entry.shape != expected:
+            rule = f"has shape {list(entry.shape)}, its model says {list(expected)}"
+            raise BadInput(Reason(field=entry.name, rule=rule))
+
+
+def _parse_origin(index: CheckpointIndex, checkpoint: Path) -> HfOrigin | None:
+    """Return the folder that a checkpoint was imported from; None where there was none.
+
+    A checkpoint may come from anybody, and its names become files.
+
+    Raises:
+        BadInput: naming the entry that is no plain file name, or names a tensor twice.
+    """
+    data = index.extra.get("hf")
+    if data is None:
+        return None
+    where = f"{checkpoint}: hf"
+    origin = from_data(HfOrigin, data, where=where)
+    for name in origin.texts:
+        if name not in TEXT_FILES:
+            rule = "is not a file that an import keeps"
+            raise BadInput(
+                Reason(
+                    field=f"{where}.texts",
+                    value=ascii(name),
+                    rule=rule,
+                    nearest=", ".join(TEXT_FILES),
+                )
+            )
+    seen: set[str] = set()
+    for file, entries in origin.files.items():
+        if not _WEIGHT_FILE.fullmatch(file):
+            rule = "is not the plain name of a safetensors file"
+            raise BadInput(
+                Reason(field=f"{where}.files", value=ascii(file), rule=rule, nearest=SINGLE_FILE)
+            )
+        for name, dtype in entries:
+            field = f"{where}.files.{file}"
+            if dtype not in _DTYPE_ORDER:
+                known = ", ".join(_DTYPE_ORDER)
+                rule = f"{name} is of {dtype}; known are {known}"
+                raise BadInput(Reason(field=field, rule=rule))
+            if name in seen:
+                raise BadInput(Reason(field=field, rule=f"names {name} twice"))
+            seen.add(name)
+    return origin
+
+
+def _stored_precision(index: CheckpointIndex, checkpoint: Path) -> Dtype:
+    """Return the precision that a checkpoint was trained in, or unpacked to."""
+    train = index.extra.get("train", {})
+    field = "train.precision"
+    name = train.get("precision", Dtype.FP32) if isinstance(train, dict) else train
+    if "unpacked_to" in index.extra:
+        field = "unpacked_to"
+        name = index.extra[field]
+    dtype = next((dtype for dtype in _DTYPE_NAMES if dtype.value == name), None)
+    if dtype is None:
+        rule = "is not a precision that files are written in"
+        nearest = ", ".join(_DTYPE_NAMES)
+        raise BadInput(
+            Reason(field=f"{checkpoint}: {field}", value=str(name), rule=rule, nearest=nearest)
+        )
+    return dtype
+
+
 def _map_imported(
-    model: ModelSpec, origin: Mapping[str, Any], checkpoint: Path
+    model: ModelSpec, origin: HfOrigin, checkpoint: Path
 ) -> dict[str, tuple[str, HfTensor]]:
     """Map the tensors that were imported to ours."""
-    names = {name for entries in origin["files"].values() for name, _ in entries}
+    names = {name for entries in origin.files.values() for name, _ in entries}
     duplicates = {
         hf_name: name for hf_name, name in duplicate_tensors(model).items() if hf_name in names
     }
-    return _map_sources(match_names(model, names, checkpoint), duplicates)
+    sources = _map_sources(match_names(model, names, checkpoint), duplicates)
+    unknown = next(iter(sorted(names - sources.keys())), None)
+    if unknown is not None:
+        raise tensor_error(checkpoint, unknown, "is not a tensor of this model")
+    return sources
 
 
 def _map_sources(
@@ -152,7 +243,7 @@ def _map_sources(
 
 
 def _original_headers(
-    origin: Mapping[str, Any], sources: Mapping[str, tuple[str, HfTensor]]
+    origin: HfOrigin, sources: Mapping[str, tuple[str, HfTensor]]
 ) -> dict[str, list[TensorHeader]]:
     """Return the headers of the files that were imported."""
     return {
@@ -160,7 +251,7 @@ def _original_headers(
             TensorHeader(name=hf_name, dtype=dtype, shape=sources[hf_name][1].shape)
             for hf_name, dtype in entries
         ]
-        for file, entries in origin["files"].items()
+        for file, entries in origin.files.items()
     }
 
 

@@ -64,7 +64,7 @@ def resolve_packed(
             yield name.removesuffix(_BLOCKS_SUFFIX), _resolve_mxfp4(path, name, tensors)
         elif name.endswith(_FACTORS_SUFFIX):
             scaled = name.removesuffix(_FACTORS_SUFFIX)
-            if tensors.get(scaled, stored).dtype != FP8:
+            if scaled not in tensors or tensors[scaled].dtype != FP8:
                 raise tensor_error(path, name, f"has no tensor {scaled} of {FP8} to scale")
         elif stored.dtype == FP8:
             yield name, _resolve_fp8(path, name, tensors, block)
