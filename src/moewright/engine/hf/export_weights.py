@@ -187,8 +187,8 @@ def _parse_origin(index: CheckpointIndex, checkpoint: Path) -> HfOrigin | None:
         for name, dtype in entries:
             field = f"{where}.files.{file}"
             if dtype not in _DTYPE_ORDER:
-                known = ", ".join(_DTYPE_ORDER)
-                rule = f"{name} is of {dtype}; known are {known}"
+                legal = ", ".join(_DTYPE_ORDER)
+                rule = f"{name} is of {dtype}; known are {legal}"
                 raise BadInput(Reason(field=field, rule=rule))
             if name in seen:
                 raise BadInput(Reason(field=field, rule=f"names {name} twice"))
