@@ -16,7 +16,7 @@ import torch
 from moewright.codec import parse_layout
 from moewright.engine.checkpoint import LocalShard, load_checkpoint, read_index, single_process
 from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES
-from moewright.engine.data.build_corpus import build_corpus
+from moewright.engine.data.build_corpus import CorpusOptions, build_corpus
 from moewright.engine.data.tokenizer import TokenizerKind
 from moewright.spec.hardware import Device, DeviceKind, DtypePeak, Fabric, Hardware
 from moewright.spec.model import (
@@ -70,9 +70,8 @@ def write_corpus(folder: Path, *, documents: int = 30, words: int = 400) -> Data
         if words != 400:
             length = rng.randint(1, words)
         (text_folder / f"{number:03d}.txt").write_text(" ".join(rng.choices(vocabulary, k=length)))
-    corpus = build_corpus(
-        text_folder, folder / "data", tokenizer=TokenizerKind.BYTES, heldout_fraction=0.2
-    )
+    options = CorpusOptions(tokenizer=TokenizerKind.BYTES, heldout_fraction=0.2)
+    corpus = build_corpus(text_folder, folder / "data", options)
     return corpus.data
 
 

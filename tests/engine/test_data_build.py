@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moewright.engine.data import build_corpus as build_module
 from moewright.engine.data.build_corpus import (
     BuildOutcome,
+    CorpusOptions,
     RebuildPolicy,
     build_corpus,
+    find_heldout_limit,
     read_corpus,
-    split_documents,
-    unigram_entropy,
 )
 from moewright.engine.data.indexed import open_indexed
-from moewright.engine.data.source import STDLIB_EXCLUDED, find_source, read_documents
-from moewright.engine.data.tokenizer import TokenizerKind, load_tokenizer
+from moewright.engine.data.source import STDLIB_EXCLUDED, DocumentReader, SkipReason, find_source
+from moewright.engine.data.tokenizer import TokenizerKind, load_tokenizer, train_bpe
+from moewright.engine.data.unigram import unigram_entropy
 from moewright.spec.errors import BadInput
 
 WORDS = (
@@ -58,7 +63,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder(folder: Path, tmp_path: Path) -> None:
-    report = build_corpus(folder, tmp_path / "out", vocab_size=300, heldout_fraction=0.2)
+    report = build_corpus(
+        folder, tmp_path / "out", CorpusOptions(vocab_size=300, heldout_fraction=0.2)
+    )
     corpus = report.corpus
     assert report.outcome is BuildOutcome.BUILT
     assert (corpus.files, corpus.skipped_files, corpus.vocab_size) == (31, 2, 300)
@@ -83,7 +90,7 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
 
 
 def test_entropy_by_hand(folder: Path, tmp_path: Path) -> None:
-    report = build_corpus(folder, tmp_path / "out", tokenizer=TokenizerKind.BYTES)
+    report = build_corpus(folder, tmp_path / "out", CorpusOptions(tokenizer=TokenizerKind.BYTES))
     train = open_indexed(tmp_path / "out" / "train")
     heldout = open_indexed(tmp_path / "out" / "heldout")
     counts = Counter(train.tokens.tolist())
@@ -105,7 +112,8 @@ def test_the_same_corpus_is_used_again_and_a_changed_one_is_not(
     def run(
         vocab_size: int = 280, rebuild: RebuildPolicy = RebuildPolicy.IF_CHANGED
     ) -> BuildOutcome:
-        return build_corpus(folder, out, vocab_size=vocab_size, rebuild=rebuild).outcome
+        options = CorpusOptions(vocab_size=vocab_size)
+        return build_corpus(folder, out, options, rebuild=rebuild).outcome
 
     assert run() is BuildOutcome.BUILT
     first = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -127,10 +135,10 @@ def test_one_file_is_cut_into_documents(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     lines = [f"line {number} of a book with {number * 7919 % 1000}\n" for number in range(2000)]
     path.write_text("".join(lines))
-    texts = read_documents(find_source(path, tmp_path / "out"), limit_bytes=10**6)
-    assert "".join(texts.documents) == "".join(lines)
-    assert 64 <= len(texts.documents) <= 80
-    assert all(document.endswith("\n") for document in texts.documents)
+    documents = list(DocumentReader(find_source(path, tmp_path / "out")))
+    assert "".join(documents) == "".join(lines)
+    assert 64 <= len(documents) <= 80
+    assert all(document.endswith("\n") for document in documents)
     assert build_corpus(path, tmp_path / "out").corpus.heldout.documents >= 3
 
 
@@ -143,9 +151,9 @@ def test_the_limit_cuts_at_lines_or_characters(
 ) -> None:
     path = tmp_path / "t.txt"
     path.write_text(text, "utf-8")
-    texts = read_documents(find_source(path, tmp_path / "out"), limit_bytes=limit)
-    assert "".join(texts.documents) == kept
-    assert texts.text_bytes == len(kept.encode())
+    reader = DocumentReader(find_source(path, tmp_path / "out"), limit_bytes=limit)
+    assert "".join(reader) == kept
+    assert reader.text_bytes == len(kept.encode())
 
 
 def test_order_does_not_depend_on_the_file_system(folder: Path, tmp_path: Path) -> None:
@@ -156,24 +164,26 @@ def test_order_does_not_depend_on_the_file_system(folder: Path, tmp_path: Path) 
         target.write_bytes(path.read_bytes())
     for name in ("latin.txt", "zero.bin", "empty.txt"):
         (moved / name).write_bytes((folder / name).read_bytes())
-    limit = 8000
-    first = read_documents(find_source(folder, tmp_path / "out"), limit_bytes=limit)
-    assert read_documents(find_source(moved, tmp_path / "out"), limit_bytes=limit) == first
-    assert 7000 < first.text_bytes <= limit
+    first, second = (
+        DocumentReader(find_source(root, tmp_path / "out"), limit_bytes=8000)
+        for root in (folder, moved)
+    )
+    assert list(first) == list(second)
+    assert 7000 < first.text_bytes <= 8000
 
 
 def test_equal_documents_are_on_one_side() -> None:
-    documents = [f"document {number % 5}" for number in range(50)]
-    train, heldout = split_documents(documents, 0.01, "here")
-    assert len(heldout) == 10
-    assert not set(train) & set(heldout)
-    assert [document for document in documents if document not in heldout] == list(train)
+    hashes = np.array([7, 3, 3, 9, 5] * 10, dtype=np.uint64)
+    chars = np.full(50, 10)
+    limits = [find_heldout_limit(hashes, chars, share, "here") for share in (0.0, 0.01, 0.5, 1.0)]
+    # 3 has two fifths of the characters; the largest hash always stays to train on.
+    assert limits == [0, 5, 7, 9]
 
 
 def test_out_inside_the_source_is_not_read(folder: Path) -> None:
     out = folder / "corpus"
-    assert build_corpus(folder, out, vocab_size=280).outcome is BuildOutcome.BUILT
-    assert build_corpus(folder, out, vocab_size=280).outcome is BuildOutcome.REUSED
+    assert build_corpus(folder, out, CorpusOptions(vocab_size=280)).outcome is BuildOutcome.BUILT
+    assert build_corpus(folder, out, CorpusOptions(vocab_size=280)).outcome is BuildOutcome.REUSED
     with pytest.raises(BadInput, match="is the source itself"):
         build_corpus(folder, folder)
 
@@ -186,8 +196,9 @@ def test_standard_library() -> None:
     assert not any(
         STDLIB_EXCLUDED & set(path.relative_to(source.root).parts) for path in source.files
     )
-    report_texts = read_documents(source, limit_bytes=200_000)
-    assert 150_000 < report_texts.text_bytes <= 200_000
+    reader = DocumentReader(source, limit_bytes=200_000)
+    assert list(reader)
+    assert 150_000 < reader.text_bytes <= 200_000
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
@@ -202,7 +213,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (folder / "latin.txt", out, {}, "two different documents"),
         (folder, tmp_path / "file", {}, "is a file; a folder is needed"),
         (folder, tmp_path / "file" / "below", {}, "cannot be written"),
-        (folder, out, {"heldout_fraction": 0.0}, "heldout_fraction=0: .*nearest legal value"),
+        (folder, out, {"heldout_fraction": 0.6}, "heldout_fraction=0.6: .*nearest legal value"),
         (folder, out, {"heldout_fraction": math.nan}, "heldout_fraction"),
         (folder, out, {"limit_bytes": 0}, "limit_bytes"),
         (folder, out, {"vocab_size": 256}, "vocab_size=256: .*nearest legal value: 257"),
@@ -210,5 +221,128 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     )
     for source, target, changes, words in cases:
         with pytest.raises(BadInput, match=words):
-            build_corpus(source, target, **changes)  # type: ignore[arg-type]
+            build_corpus(source, target, CorpusOptions(**changes))  # type: ignore[arg-type]
     assert not out.exists() or not any(out.iterdir())
+
+
+def test_everything_is_read_unless_a_limit_says_otherwise(tmp_path: Path) -> None:
+    root = tmp_path / "texts"
+    root.mkdir()
+    for number in range(3):
+        (root / f"{number}.txt").write_text(f"line of file {number}\n" * 500_000)
+    report = build_corpus(
+        root, tmp_path / "out", CorpusOptions(tokenizer=TokenizerKind.BYTES, heldout_fraction=0.0)
+    )
+    assert report.corpus.text_bytes == sum(path.stat().st_size for path in root.iterdir()) > 2e7
+    assert report.corpus.train.tokens == report.corpus.text_bytes + report.corpus.train.documents
+    assert (report.corpus.heldout.documents, report.data.heldout) == (0, "")
+    assert not (tmp_path / "out" / "heldout.bin").exists()
+
+
+def write_records(root: Path) -> list[str]:
+    """Write two files of records; return their texts, of which two are empty."""
+    texts = [f"record {number} says {WORDS[number % 14]}\n" for number in range(60)]
+    records = [json.dumps({"id": number, "body": text}) for number, text in enumerate(texts)]
+    root.mkdir()
+    (root / "a.jsonl").write_text("\n".join([*records[:30], "", '{"body": null}']) + "\n")
+    with gzip.open(root / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join([*records[30:], '{"body": "  "}']))
+    return texts
+
+
+def test_records_are_read_by_their_field(tmp_path: Path) -> None:
+    texts = write_records(tmp_path / "texts")
+    reader = DocumentReader(find_source(tmp_path / "texts", tmp_path / "out"), field="body")
+    assert sorted(reader) == sorted(texts)
+    assert (reader.files, reader.skipped) == (2, {SkipReason.EMPTY: 2})
+    options = CorpusOptions(field="body", vocab_size=300)
+    corpus = build_corpus(tmp_path / "texts", tmp_path / "out", options).corpus
+    assert corpus.train.documents + corpus.heldout.documents == 60
+    assert corpus.empty_documents == 2
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow", "stream.arrow"])
+def test_columns_are_read_by_their_name(tmp_path: Path, name: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    texts = [f"row {number}" for number in range(3000)]
+    table = pyarrow.table({"n": list(range(3000)), "text": texts})
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, row_group_size=700)
+    else:
+        create = ipc.new_stream if name.startswith("stream") else ipc.new_file
+        with create(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=700)
+    assert list(DocumentReader(find_source(path, tmp_path / "out"))) == texts
+    rule = r"no field 'txt'; it has n, text.*nearest legal value: text"
+    with pytest.raises(BadInput, match=rule):
+        list(DocumentReader(find_source(path, tmp_path / "out"), field="txt"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(BadInput, match=f"{name}: "):
+        list(DocumentReader(find_source(path, tmp_path / "out")))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "a"', r"t.jsonl:2: is no line of JSON"),
+        ("[1]", r"t.jsonl:2: is no JSON object"),
+        ('{"texts": "a"}', r"t.jsonl:2: has no field 'text'; it has texts.*: texts"),
+        ('{"text": 3}', r"t.jsonl:2: text: must be text, and is of type int"),
+        ("[" * 100_000, r"t.jsonl:2: is no line of JSON"),
+    ],
+)
+def test_a_broken_record_is_named_and_nothing_is_written(
+    tmp_path: Path, line: str, words: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(BadInput, match=words):
+        build_corpus(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_published_tokenizer_encodes_the_text(folder: Path, tmp_path: Path) -> None:
+    """Its documents end with the eos_token that the file beside it names."""
+    published = tmp_path / "published"
+    published.mkdir()
+    made = train_bpe((path.read_text() for path in folder.glob("*/*.txt")), vocab_size=300)
+    text = made.inner.to_str().replace("<|endoftext|>", "<|my_end|>")
+    (published / "tokenizer.json").write_text(text)
+    options = CorpusOptions(tokenizer=TokenizerKind.PUBLISHED, tokenizer_path=published)
+    with pytest.raises(BadInput, match=r"has no .* token to end documents"):
+        build_corpus(folder, tmp_path / "out", options)
+    (published / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|my_end|>"}}')
+    report = build_corpus(folder, tmp_path / "out", options)
+    tokenizer = load_tokenizer(Path(report.data.tokenizer))
+    assert tokenizer.inner.id_to_token(tokenizer.end_of_document) == "<|my_end|>"
+    data = open_indexed(Path(report.data.train))
+    first = data.tokens[: data.lengths[0]].tolist()
+    assert first[-1] == tokenizer.end_of_document
+    assert tokenizer.decode(first) in {path.read_text("utf-8") for path in folder.glob("*/*.txt")}
+
+
+def test_an_interrupted_build_goes_on_where_it_flushed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "_FLUSH_BYTES", 5000)
+    monkeypatch.setattr(build_module, "_BATCH_DOCUMENTS", 4)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    build_corpus(folder, whole)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "encoding" and done > 0.6 * total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus(folder, out, report_progress=interrupt)
+    with pytest.raises(BadInput):
+        read_corpus(out)
+    report = build_corpus(folder, out)
+    assert 0 < report.resumed_documents < 30
+    names = {path.name for path in whole.iterdir()}
+    assert {path.name for path in out.iterdir()} == names
+    for name in names - {"lock"}:
+        assert (out / name).read_bytes() == (whole / name).read_bytes()

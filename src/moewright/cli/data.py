@@ -2,10 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
+
+from cyclopts import Parameter
 
 from moewright.cli.options import Count, Flag
+from moewright.codec.names import closest_match
+from moewright.spec.errors import BadInput, Reason
+
+if TYPE_CHECKING:
+    from moewright.engine.data.build_corpus import BuildReport, CorpusOptions
+
+_MADE_TOKENIZERS = ("bpe", "bytes")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusFlags:
+    """Options that say what a corpus is made of.
+
+    Parameters
+    ----------
+    field
+        The field of text of JSON lines, Parquet and Arrow.
+    tokenizer
+        bpe learns merges over bytes from the text; bytes takes the 256 bytes as they are; anything
+        else is a published tokenizer.json, or the folder that holds it.
+    vocab_size
+        Size of the vocabulary that bpe learns, such as 4096 or 32k.
+    heldout
+        Share of the text that is held out of training; 0 holds nothing out.
+    limit
+        Text to read at most, such as 16MB or 2GB, a fair sample of the files; all of it when not
+        given.
+    """
+
+    field: str = "text"
+    tokenizer: str = "bpe"
+    vocab_size: Count = 4096
+    heldout: float = 0.05
+    limit: str = ""
+
+    def to_options(self) -> CorpusOptions:
+        """Return the options of the build.
+
+        Raises:
+            BadInput: for a tokenizer that is neither a kind nor a file, or a limit that is no size.
+        """
+        from moewright.codec.numbers import parse_bytes
+        from moewright.engine.data.build_corpus import CorpusOptions
+        from moewright.engine.data.tokenizer import TokenizerKind
+
+        kind = TokenizerKind.PUBLISHED
+        path = None
+        if self.tokenizer in _MADE_TOKENIZERS:
+            kind = TokenizerKind(self.tokenizer)
+        else:
+            path = _find_tokenizer(self.tokenizer)
+        return CorpusOptions(
+            field=self.field,
+            tokenizer=kind,
+            tokenizer_path=path,
+            vocab_size=self.vocab_size,
+            heldout_fraction=self.heldout,
+            limit_bytes=parse_bytes(self.limit, "--limit") if self.limit else None,
+        )
+
+
+DEFAULT_CORPUS_FLAGS = CorpusFlags()
 
 
 def data_build(
@@ -13,53 +81,105 @@ def data_build(
     /,
     *,
     out: Path,
-    vocab_size: Count = 4096,
-    tokenizer: Literal["bpe", "bytes"] = "bpe",
+    corpus: CorpusFlags = DEFAULT_CORPUS_FLAGS,
     force: Flag = False,
 ) -> int:
     """Turn text into Megatron .bin/.idx files for training and held-out loss.
 
-    A tokenizer is trained on the text as well.
+    A build that was interrupted goes on where it stopped.
 
     Parameters
     ----------
     source
-        A text file or a folder of them; the running interpreter's own standard library when not
-        given.
+        A file or a folder: text, JSON lines (.jsonl, .jsonl.gz), Parquet or Arrow; the running
+        interpreter's own standard library when not given.
     out
         The folder to write.
-    vocab_size
-        Size of the vocabulary that bpe learns, such as 4096 or 32k.
-    tokenizer
-        bpe learns merges over bytes; bytes takes the 256 bytes as they are.
     force
         Build again even when the folder holds this very data.
     """
-    from moewright.engine.data.build_corpus import BuildOutcome, RebuildPolicy, build_corpus
-    from moewright.engine.data.tokenizer import TokenizerKind
+    from moewright.engine.data.build_corpus import RebuildPolicy, build_corpus
+
+    options = corpus.to_options()
+    rebuild = RebuildPolicy.ALWAYS if force else RebuildPolicy.IF_CHANGED
+    with _show_progress() as report_progress:
+        result = build_corpus(
+            source, out, options, rebuild=rebuild, report_progress=report_progress
+        )
+    _print_report(out, options, result)
+    return 0
+
+
+def _find_tokenizer(text: str) -> Path:
+    path = Path(text)
+    if not path.exists():
+        rule = f"must be {' or '.join(_MADE_TOKENIZERS)}, or a tokenizer.json or its folder"
+        nearest = closest_match(text, _MADE_TOKENIZERS)
+        raise BadInput(Reason(field="--tokenizer", value=text, rule=rule, nearest=nearest))
+    return path
+
+
+def _print_report(out: Path, options: CorpusOptions, result: BuildReport) -> None:
+    from moewright.engine.data.build_corpus import BuildOutcome
     from moewright.spec.units import format_bytes, format_seconds
 
-    rebuild = RebuildPolicy.ALWAYS if force else RebuildPolicy.IF_CHANGED
-    result = build_corpus(
-        source,
-        out,
-        vocab_size=vocab_size,
-        tokenizer=TokenizerKind(tokenizer),
-        rebuild=rebuild,
-    )
     corpus = result.corpus
     if result.outcome is BuildOutcome.REUSED:
         print(f"{out} already holds this corpus; --force builds it again")
     else:
         line = f"read {format_bytes(corpus.text_bytes)} from {corpus.files} files"
         line += f" of {corpus.source}"
+        if options.limit_bytes is not None:
+            line += f", at most {format_bytes(options.limit_bytes)} as --limit says"
         if corpus.skipped_files:
             line += f", {corpus.skipped_files} skipped as not UTF-8 text"
+        if corpus.empty_documents:
+            line += f", {corpus.empty_documents:,} empty documents left out"
         print(line)
+        if result.resumed_documents:
+            print(f"went on after {result.resumed_documents:,} documents of an interrupted build")
+        else:
+            rate = corpus.text_bytes / 1e6 / max(result.encode_s, 1e-9)
+            print(f"encoded at {rate:,.1f} MB/s")
+    heldout = "nothing held out"
+    if corpus.heldout.documents:
+        heldout = (
+            f"{corpus.heldout.tokens:,} held out, "
+            f"unigram entropy {corpus.unigram_entropy:.3f} nats a token"
+        )
     print(
-        f"{out}: {corpus.train.tokens:,} tokens to train on, {corpus.heldout.tokens:,} held out, "
-        f"vocabulary {corpus.vocab_size} ({corpus.tokenizer}), "
-        f"unigram entropy {corpus.unigram_entropy:.3f} nats a token; "
-        f"{format_seconds(result.seconds)}"
+        f"{out}: {corpus.train.tokens:,} tokens to train on, {heldout}; "
+        f"vocabulary {corpus.vocab_size} ({corpus.tokenizer}); {format_seconds(result.seconds)}"
     )
-    return 0
+
+
+@contextmanager
+def _show_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Draw a bar of the bytes read on a terminal's standard error."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        tasks: dict[str, int] = {}
+
+        def report_progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(progress.tasks[tasks[what]].id, completed=done)
+
+        yield report_progress

@@ -62,5 +62,21 @@ def parse_count(text: str, field: str) -> int:
     return int(value)
 
 
+def parse_bytes(text: str, field: str) -> int:
+    """Return the bytes that `text` says, such as 16MB (16,000,000), 4GiB or 1048576.
+
+    Raises:
+        BadInput: `text` is no whole number of bytes, zero or more; the Reason names `field`.
+    """
+    number = text.strip()
+    if number[-1:] in ("B", "b"):
+        number = number[:-1]
+    try:
+        return parse_count(number, field)
+    except BadInput as error:
+        rule = "must be a size such as 16MB, 4GiB or 1048576"
+        raise _refusal(text, field, rule) from error
+
+
 def _refusal(text: str, field: str, rule: str, nearest: str = "") -> BadInput:
     return BadInput(Reason(field=field, value=text[:60], rule=rule, nearest=nearest[:60]))

@@ -1,38 +1,56 @@
-"""Text to a corpus: two .bin/.idx pairs, a tokenizer, and a description.
+"""Text to a corpus: one or two .bin/.idx pairs, a tokenizer, and a description.
 
-They are `train` and `heldout`, tokenizer.json, and corpus.json.
+They are `train` and `heldout`, tokenizer.json, and corpus.json. The text is read twice and never
+held: once to see which documents are held out and to train a tokenizer, once to encode it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 
 from moewright.codec import read_json, write_json
-from moewright.engine.data.indexed import IndexedDataset, open_indexed, token_dtype, write_indexed
-from moewright.engine.data.source import find_source, read_documents
+from moewright.engine.checkpoint.lock import lock_run_dir
+from moewright.engine.data.indexed import IndexedDataset, IndexedWriter, open_indexed, token_dtype
+from moewright.engine.data.source import DocumentReader, SkipReason, TextSource, find_source
 from moewright.engine.data.tokenizer import (
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
     Tokenizer,
     TokenizerKind,
     build_byte_tokenizer,
+    check_vocab_size,
     load_tokenizer,
     train_bpe,
 )
+from moewright.engine.data.unigram import unigram_entropy
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DataSpec
 
 CORPUS_FILE = "corpus.json"
-TOKENIZER_FILE = "tokenizer.json"
 # A part of the stamp: raise it when the same input gives other files.
-BUILD_VERSION = 1
-DEFAULT_LIMIT_BYTES = 16_000_000
+BUILD_VERSION = 2
+_PROGRESS_FILE = ".build.json"
+# Documents that are encoded together, by all cores.
+_BATCH_DOCUMENTS = 256
+# Text after which what is encoded is brought to the disk, where an interrupted build goes on.
+_FLUSH_BYTES = 64_000_000
+# Text that a BPE is trained on at most: documents with the smallest hashes, held-out ones left out.
+_BPE_BYTES = 256_000_000
+_HASHES = 1 << 64
+
+Progress = Callable[[str, int, int], None]  # what is done, bytes on disk so far, and in all
 
 
 class RebuildPolicy(StrEnum):
@@ -53,22 +71,23 @@ class BuildOutcome(StrEnum):
 class CorpusSplit:
     """One pair of files; tokens include one end-of-document token for each document."""
 
-    documents: int
-    tokens: int
-    fingerprint: str
+    documents: int = 0
+    tokens: int = 0
+    fingerprint: str = ""  # "" where there is no pair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
     """A corpus, as corpus.json describes it.
 
-    `unigram_entropy` is in nats a token: held-out tokens under the train unigram distribution.
-    `stamp` identifies the source, the parameters and the versions that made the corpus.
+    `unigram_entropy` is in nats a token: held-out tokens under the train unigram distribution; 0
+    where nothing is held out. `stamp` identifies the source, the parameters and the versions that
+    made the corpus.
     """
 
     source: str
     files: int
-    skipped_files: int  # not UTF-8 text
+    skipped_files: int  # not UTF-8 text, or unreadable
     text_bytes: int
     tokenizer: TokenizerKind
     vocab_size: int
@@ -76,89 +95,112 @@ class Corpus:
     heldout: CorpusSplit
     unigram_entropy: float
     stamp: str
+    empty_documents: int = 0  # left out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusOptions:
+    """What a corpus is made of, and how.
+
+    `field` is the field of text of JSON lines, Parquet and Arrow files. `tokenizer_path` names the
+    tokenizer.json, or its folder, of TokenizerKind.PUBLISHED. `heldout_fraction` is the share of
+    the text that is held out, 0 for none. `limit_bytes` is the text that is read at most, a fair
+    sample of the files; None reads all.
+    """
+
+    field: str = "text"
+    tokenizer: TokenizerKind = TokenizerKind.BPE
+    tokenizer_path: Path | None = None
+    vocab_size: int = 4096
+    heldout_fraction: float = 0.05
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildReport:
-    """The report of a build; `data` is how a job names the corpus."""
+    """The report of a build; `data` is how a job names the corpus.
+
+    `encode_s` are the seconds of reading and encoding the text, of the documents after
+    `resumed_documents`, which an interrupted build had encoded.
+    """
 
     corpus: Corpus
     outcome: BuildOutcome
     seconds: float
     data: DataSpec
+    encode_s: float = 0.0
+    resumed_documents: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BuildProgress:
+    """How far a build got: what both pairs hold on the disk, by the build's stamp."""
+
+    stamp: str
+    train: CorpusSplit = field(default_factory=CorpusSplit)
+    heldout: CorpusSplit = field(default_factory=CorpusSplit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DocumentCensus:
+    """The documents of a source as their first 64 hash bits and their characters [documents]."""
+
+    hashes: npt.NDArray[np.uint64]
+    chars: npt.NDArray[np.int64]
+    files: int
+    text_bytes: int
+    skipped: Mapping[SkipReason, int]
 
 
 def build_corpus(
     source: Path | None,
     out: Path,
+    options: CorpusOptions = CorpusOptions(),
     *,
-    vocab_size: int = 4096,
-    tokenizer: TokenizerKind = TokenizerKind.BPE,
-    heldout_fraction: float = 0.05,
-    limit_bytes: int = DEFAULT_LIMIT_BYTES,
     rebuild: RebuildPolicy = RebuildPolicy.IF_CHANGED,
+    report_progress: Progress = lambda _what, _done, _total: None,
 ) -> BuildReport:
-    """Build a corpus in folder `out` from a text file or a folder.
+    """Build a corpus in folder `out` from a file or a folder.
 
     Where `source` is None, the text is the interpreter's standard library. The documents with the
-    smallest content hashes are held out, `heldout_fraction` of the text and one at least, so equal
-    documents are never on both sides. Every file is replaced as a whole, corpus.json last; a folder
-    that holds the same corpus (same source files, parameters, versions; files intact) is left
-    alone.
+    smallest content hashes are held out, so equal documents are never on both sides. Every file is
+    replaced as a whole, corpus.json last; a folder that holds the same corpus (same source files,
+    parameters, versions; files intact) is left alone. A build that was interrupted goes on where it
+    last flushed.
 
     Raises:
-        BadInput: for parameters or a source that give no corpus, or a folder that cannot be
-            written.
+        BadInput: for options or a source that give no corpus, or a folder that cannot be written
+            or that another build writes.
     """
     started = time.monotonic()
-    _validate_parameters(heldout_fraction, limit_bytes, out)
+    _check_options(options, out)
     text_source = find_source(source, out)
-    parameters = (
-        text_source.stamp,
-        vocab_size,
-        tokenizer,
-        heldout_fraction,
-        limit_bytes,
-        BUILD_VERSION,
-        tokenizers.__version__,
-        np.__version__,
-    )
-    stamp = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
+    stamp = _stamp(text_source, options)
     corpus = _read_intact_corpus(out, stamp) if rebuild is RebuildPolicy.IF_CHANGED else None
     outcome = BuildOutcome.REUSED
+    encode_s = 0.0
+    resumed_documents = 0
     if corpus is None:
         outcome = BuildOutcome.BUILT
-        documents = read_documents(text_source, limit_bytes=limit_bytes)
-        train_texts, heldout_texts = split_documents(
-            documents.documents, heldout_fraction, str(text_source.root)
-        )
-        if tokenizer is TokenizerKind.BPE:
-            built_tokenizer = train_bpe(train_texts, vocab_size=vocab_size)
-        else:
-            built_tokenizer = build_byte_tokenizer()
+        build = _CorpusBuild(text_source, out, options, stamp, report_progress)
         try:
-            train, heldout = _write_data(out, built_tokenizer, train_texts, heldout_texts)
-            corpus = Corpus(
-                source=text_source.description,
-                files=documents.files,
-                skipped_files=documents.skipped_files,
-                text_bytes=documents.text_bytes,
-                tokenizer=tokenizer,
-                vocab_size=built_tokenizer.vocab_size,
-                train=_describe_split(train),
-                heldout=_describe_split(heldout),
-                unigram_entropy=unigram_entropy(train, heldout, built_tokenizer.vocab_size),
-                stamp=stamp,
-            )
-            write_json(out / CORPUS_FILE, corpus)
+            corpus = build.run(is_resumable=rebuild is RebuildPolicy.IF_CHANGED)
         except OSError as error:
             rule = f"cannot be written: {error.strerror or error}"
             raise BadInput(Reason(field=str(out), rule=rule)) from error
-    data = DataSpec(
-        train=str(out / "train"), heldout=str(out / "heldout"), tokenizer=str(out / TOKENIZER_FILE)
-    )
+        encode_s = build.encode_s
+        resumed_documents = build.resumed_documents
     return BuildReport(
-        corpus=corpus, outcome=outcome, seconds=time.monotonic() - started, data=data
+        corpus=corpus,
+        outcome=outcome,
+        seconds=time.monotonic() - started,
+        data=DataSpec(
+            train=str(out / "train"),
+            heldout=str(out / "heldout") if corpus.heldout.documents else "",
+            tokenizer=str(out / TOKENIZER_FILE),
+        ),
+        encode_s=encode_s,
+        resumed_documents=resumed_documents,
     )
 
 
@@ -167,32 +209,263 @@ def read_corpus(out: Path) -> Corpus:
     return read_json(Corpus, out / CORPUS_FILE)
 
 
-def unigram_entropy(train: IndexedDataset, heldout: IndexedDataset, vocab_size: int) -> float:
-    """Return the nats a token of the held-out stream under the train stream's unigram frequencies.
+def corpus_entropy(train: IndexedDataset, heldout: IndexedDataset, vocab_size: int) -> float:
+    """Return the unigram entropy of two pairs: that of their corpus.json, or counted anew."""
+    with suppress(BadInput):  # pairs of other programs have no corpus.json
+        corpus = read_corpus(heldout.prefix.parent)
+        if (corpus.train.fingerprint, corpus.heldout.fingerprint) == (
+            train.fingerprint,
+            heldout.fingerprint,
+        ):
+            return corpus.unigram_entropy
+    return unigram_entropy(train, heldout, vocab_size)
 
-    One is added to every count (Laplace smoothing). A model that has learnt no more than how often
-    each token occurs has this loss.
+
+def find_heldout_limit(
+    hashes: npt.NDArray[np.uint64], chars: npt.NDArray[np.int64], fraction: float, root: str
+) -> int:
+    """Return the hash below which documents are held out.
+
+    They are the documents with the smallest hashes whose characters are `fraction` of all, one at
+    least; equal documents have one hash. 0 where the fraction is 0.
+
+    Raises:
+        BadInput: when one side would be empty.
     """
-    counts = np.bincount(train.tokens, minlength=vocab_size) + 1.0
-    nats = np.log(counts.sum()) - np.log(counts)
-    return float(nats[heldout.tokens].mean())
+    unique, inverse = np.unique(hashes, return_inverse=True)
+    if fraction == 0 and len(unique):
+        return 0
+    if len(unique) < 2:
+        rule = (
+            "needs two different documents of UTF-8 text at least, one to train on and one to "
+            "hold out"
+        )
+        raise BadInput(Reason(field="source", rule=rule, value=f"{root} with {len(unique)}"))
+    sums = np.cumsum(np.bincount(inverse, weights=chars))
+    heldout = 1 + int(np.searchsorted(sums, fraction * sums[-1]))
+    return int(unique[min(heldout, len(unique) - 1)])
 
 
-def _validate_parameters(heldout_fraction: float, limit_bytes: int, out: Path) -> None:
-    if not 0 < heldout_fraction <= 0.5:
+class _CorpusBuild:
+    """One build of a corpus, of which the folder holds nothing intact."""
+
+    def __init__(
+        self,
+        source: TextSource,
+        out: Path,
+        options: CorpusOptions,
+        stamp: str,
+        report_progress: Progress,
+    ) -> None:
+        self._source = source
+        self._out = out
+        self._options = options
+        self._stamp = stamp
+        self._report_progress = report_progress
+        self._total_bytes = sum(path.stat().st_size for path in source.files)
+        self.encode_s = 0.0
+        self.resumed_documents = 0
+
+    def run(self, *, is_resumable: bool) -> Corpus:
+        """Build everything; corpus.json, which comes last, makes it a corpus."""
+        census = self._take_census()
+        limit = find_heldout_limit(
+            census.hashes,
+            census.chars,
+            self._options.heldout_fraction,
+            str(self._source.root),
+        )
+        self._out.mkdir(parents=True, exist_ok=True)
+        with lock_run_dir(self._out):
+            return self._write(census, limit, is_resumable=is_resumable)
+
+    def _take_census(self) -> _DocumentCensus:
+        hashes: list[int] = []
+        chars: list[int] = []
+        reader = self._open_reader()
+        for document in reader:
+            hashes.append(_hash(document))
+            chars.append(len(document))
+            self._report_progress("reading", reader.file_bytes, self._total_bytes)
+        return _DocumentCensus(
+            hashes=np.array(hashes, dtype=np.uint64),
+            chars=np.array(chars, dtype=np.int64),
+            files=reader.files,
+            text_bytes=reader.text_bytes,
+            skipped=dict(reader.skipped),
+        )
+
+    def _open_reader(self) -> DocumentReader:
+        options = self._options
+        return DocumentReader(self._source, field=options.field, limit_bytes=options.limit_bytes)
+
+    def _write(self, census: _DocumentCensus, limit: int, *, is_resumable: bool) -> Corpus:
+        progress_path = self._out / _PROGRESS_FILE
+        progress = _read_progress(progress_path, self._stamp) if is_resumable else None
+        if progress is None:
+            (self._out / CORPUS_FILE).unlink(missing_ok=True)
+            progress_path.unlink(missing_ok=True)
+            tokenizer = self._make_tokenizer(census, limit)
+            tokenizer.save(self._out / TOKENIZER_FILE)
+            progress = _BuildProgress(stamp=self._stamp)
+        else:
+            tokenizer = load_tokenizer(self._out / TOKENIZER_FILE)
+            self.resumed_documents = progress.train.documents + progress.heldout.documents
+        self._encode(tokenizer, census, limit, progress)
+        progress_path.unlink(missing_ok=True)
+        corpus = self._describe(census, tokenizer, has_heldout=limit > 0)
+        write_json(self._out / CORPUS_FILE, corpus)
+        return corpus
+
+    def _make_tokenizer(self, census: _DocumentCensus, limit: int) -> Tokenizer:
+        options = self._options
+        if options.tokenizer is TokenizerKind.BYTES:
+            return build_byte_tokenizer()
+        if options.tokenizer is TokenizerKind.BPE:
+            return train_bpe(self._bpe_documents(census, limit), vocab_size=options.vocab_size)
+        path = _require_tokenizer_path(options)
+        config = (path if path.is_dir() else path.parent) / TOKENIZER_CONFIG_FILE
+        if config.is_file():
+            shutil.copyfile(config, self._out / TOKENIZER_CONFIG_FILE)
+        return load_tokenizer(path)
+
+    def _bpe_documents(self, census: _DocumentCensus, limit: int) -> Iterator[str]:
+        """Yield the documents to train a tokenizer on: all to train on, or a sample by hash."""
+        share = min(1.0, _BPE_BYTES / max(1, census.text_bytes))
+        stop = limit + int(share * (_HASHES - limit))
+        reader = self._open_reader()
+        for document, key in zip(reader, census.hashes.tolist(), strict=True):
+            if limit <= key < stop:
+                self._report_progress("tokenizer", reader.file_bytes, self._total_bytes)
+                yield document
+
+    def _encode(
+        self, tokenizer: Tokenizer, census: _DocumentCensus, limit: int, progress: _BuildProgress
+    ) -> None:
+        """Encode the documents after those of `progress` into both pairs, and finish them."""
+        started = time.monotonic()
+        dtype = token_dtype(tokenizer.vocab_size)
+        train, heldout = (
+            IndexedWriter(
+                self._out / name, dtype=dtype, documents=split.documents, tokens=split.tokens
+            )
+            for name, split in (("train", progress.train), ("heldout", progress.heldout))
+        )
+        reader = self._open_reader()
+        documents = iter(reader)
+        position = train.documents + heldout.documents
+        next(islice(documents, position, position), None)
+        flushed_bytes = reader.text_bytes
+        while batch := list(islice(documents, _BATCH_DOCUMENTS)):
+            keys = census.hashes[position : position + len(batch)].tolist()
+            for key, tokens in zip(keys, tokenizer.encode_documents(batch), strict=True):
+                writer = heldout if key < limit else train
+                writer.append(tokens)
+            position += len(batch)
+            self._report_progress("encoding", reader.file_bytes, self._total_bytes)
+            if reader.text_bytes - flushed_bytes >= _FLUSH_BYTES:
+                flushed_bytes = reader.text_bytes
+                self._flush(train, heldout)
+        train.finish()
+        if heldout.documents:
+            heldout.finish()
+        else:
+            heldout.discard()
+        self.encode_s = time.monotonic() - started
+
+    def _flush(self, train: IndexedWriter, heldout: IndexedWriter) -> None:
+        train.flush()
+        heldout.flush()
+        progress = _BuildProgress(
+            stamp=self._stamp,
+            train=CorpusSplit(documents=train.documents, tokens=train.tokens),
+            heldout=CorpusSplit(documents=heldout.documents, tokens=heldout.tokens),
+        )
+        write_json(self._out / _PROGRESS_FILE, progress)
+
+    def _describe(
+        self, census: _DocumentCensus, tokenizer: Tokenizer, *, has_heldout: bool
+    ) -> Corpus:
+        train = open_indexed(self._out / "train")
+        heldout = open_indexed(self._out / "heldout") if has_heldout else None
+        entropy = 0.0
+        if heldout is not None:
+            entropy = unigram_entropy(train, heldout, tokenizer.vocab_size)
+        empty = census.skipped.get(SkipReason.EMPTY, 0)
+        return Corpus(
+            source=self._source.description,
+            files=census.files,
+            skipped_files=sum(census.skipped.values()) - empty,
+            text_bytes=census.text_bytes,
+            tokenizer=self._options.tokenizer,
+            vocab_size=tokenizer.vocab_size,
+            train=_describe_split(train),
+            heldout=_describe_split(heldout) if heldout is not None else CorpusSplit(),
+            unigram_entropy=entropy,
+            stamp=self._stamp,
+            empty_documents=empty,
+        )
+
+
+def _hash(document: str) -> int:
+    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8], "big")
+
+
+def _stamp(source: TextSource, options: CorpusOptions) -> str:
+    """Return the identity of what is built: source, options and versions."""
+    tokenizer_digest = ""
+    if options.tokenizer is TokenizerKind.PUBLISHED:
+        inner = load_tokenizer(_require_tokenizer_path(options)).inner
+        tokenizer_digest = hashlib.sha256(inner.to_str().encode()).hexdigest()
+    parameters = (
+        source.stamp,
+        options.field,
+        options.vocab_size,
+        options.tokenizer,
+        tokenizer_digest,
+        options.heldout_fraction,
+        options.limit_bytes,
+        BUILD_VERSION,
+        tokenizers.__version__,
+        np.__version__,
+    )
+    return hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
+
+
+def _require_tokenizer_path(options: CorpusOptions) -> Path:
+    if options.tokenizer_path is None:
+        rule = "is needed: the tokenizer.json, or its folder, of a published tokenizer"
+        raise BadInput(Reason(field="tokenizer", rule=rule))
+    return options.tokenizer_path
+
+
+def _check_options(options: CorpusOptions, out: Path) -> None:
+    if not 0 <= options.heldout_fraction <= 0.5:
         raise BadInput(
             Reason(
                 field="heldout_fraction",
-                rule="must be above 0 and at most 0.5",
-                value=f"{heldout_fraction:g}",
+                rule="must be at least 0 (nothing is held out) and at most 0.5",
+                value=f"{options.heldout_fraction:g}",
                 nearest="0.05",
             )
         )
-    if limit_bytes < 1:
+    if options.limit_bytes is not None and options.limit_bytes < 1:
         rule = "must be positive"
-        raise BadInput(Reason(field="limit_bytes", rule=rule, value=str(limit_bytes), nearest="1"))
+        value = str(options.limit_bytes)
+        raise BadInput(Reason(field="limit_bytes", rule=rule, value=value, nearest="1"))
+    if options.tokenizer is TokenizerKind.BPE:
+        check_vocab_size(options.vocab_size)
     if out.exists() and not out.is_dir():
         raise BadInput(Reason(field="out", rule="is a file; a folder is needed", value=str(out)))
+
+
+def _read_progress(path: Path, stamp: str) -> _BuildProgress | None:
+    """Read how far a build of this stamp got; None where there is none to go on with."""
+    try:
+        progress = read_json(_BuildProgress, path)
+    except BadInput:
+        return None
+    return progress if progress.stamp == stamp else None
 
 
 def _read_intact_corpus(out: Path, stamp: str) -> Corpus | None:
@@ -202,71 +475,16 @@ def _read_intact_corpus(out: Path, stamp: str) -> Corpus | None:
         vocab_size = load_tokenizer(out / TOKENIZER_FILE).vocab_size
         if corpus.stamp != stamp or vocab_size != corpus.vocab_size:
             return None
-        train = open_indexed(out / "train")
-        heldout = open_indexed(out / "heldout")
+        splits = [("train", corpus.train)]
+        if corpus.heldout.documents:
+            splits.append(("heldout", corpus.heldout))
+        fingerprints = [open_indexed(out / name).fingerprint for name, _ in splits]
     except BadInput:
         return None
-    is_intact = (
-        corpus.train.fingerprint == train.fingerprint
-        and corpus.heldout.fingerprint == heldout.fingerprint
-    )
-    return corpus if is_intact else None
-
-
-def _write_data(
-    out: Path, tokenizer: Tokenizer, train_texts: Sequence[str], heldout_texts: Sequence[str]
-) -> tuple[IndexedDataset, IndexedDataset]:
-    """Write everything but corpus.json; until that is written, the folder holds no corpus."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / CORPUS_FILE).unlink(missing_ok=True)
-    tokenizer.save(out / TOKENIZER_FILE)
-    train = _write_split(out / "train", train_texts, tokenizer)
-    heldout = _write_split(out / "heldout", heldout_texts, tokenizer)
-    return train, heldout
+    return corpus if fingerprints == [split.fingerprint for _, split in splits] else None
 
 
 def _describe_split(dataset: IndexedDataset) -> CorpusSplit:
     return CorpusSplit(
         documents=dataset.documents, tokens=dataset.token_count, fingerprint=dataset.fingerprint
     )
-
-
-def split_documents(
-    documents: Sequence[str], heldout_fraction: float, root: str
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split documents into train and held-out ones, each in the order given.
-
-    Raises:
-        BadInput: when one side would be empty.
-    """
-    hashes = [hashlib.sha256(document.encode()).digest() for document in documents]
-    chars_by_hash = dict.fromkeys(sorted(hashes), 0)
-    for key, document in zip(hashes, documents, strict=True):
-        chars_by_hash[key] += len(document)
-    if len(chars_by_hash) < 2:
-        rule = (
-            "needs two different documents of UTF-8 text at least, one to train on and one to "
-            "hold out"
-        )
-        value = f"{root} with {len(chars_by_hash)}"
-        raise BadInput(Reason(field="source", rule=rule, value=value))
-    target_chars = heldout_fraction * sum(chars_by_hash.values())
-    heldout_hashes: set[bytes] = set()
-    heldout_chars = 0
-    for key in list(chars_by_hash)[:-1]:
-        if heldout_chars >= target_chars:
-            break
-        heldout_hashes.add(key)
-        heldout_chars += chars_by_hash[key]
-    train: list[str] = []
-    heldout: list[str] = []
-    for key, document in zip(hashes, documents, strict=True):
-        side = heldout if key in heldout_hashes else train
-        side.append(document)
-    return tuple(train), tuple(heldout)
-
-
-def _write_split(prefix: Path, documents: Sequence[str], tokenizer: Tokenizer) -> IndexedDataset:
-    dtype = token_dtype(tokenizer.vocab_size)
-    write_indexed(prefix, tokenizer.encode_documents(documents), dtype=dtype)
-    return open_indexed(prefix)

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ DTYPES: tuple[tuple[int, str], ...] = (
     (8, "<u2"),
 )
 
+_LENGTH = np.dtype("<i4")  # tokens of a sequence
 SAMPLE_BYTES = 1 << 20
 # A fingerprint reads files up to this size whole, longer ones in 64 samples.
 WHOLE_FILE_BYTES = 64 * SAMPLE_BYTES
@@ -89,6 +90,76 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
+class IndexedWriter:
+    """A pair that is written document by document, one sequence for each.
+
+    The pair appears as a whole when it is finished, the index last. Until then what was written
+    lies in hidden files beside it, which outlive the process: a writer that is given their sizes
+    goes on after the last documents that were flushed.
+
+    Args:
+        prefix: path of the pair without suffix.
+        dtype: dtype of the tokens in the file.
+        documents: documents that an earlier writer flushed; what follows them is dropped.
+        tokens: the tokens of those documents.
+
+    Raises:
+        ValueError: for a dtype that Megatron has no code for.
+    """
+
+    def __init__(
+        self, prefix: Path, *, dtype: np.dtype[Any], documents: int = 0, tokens: int = 0
+    ) -> None:
+        code = next((code for code, name in DTYPES if np.dtype(name) == dtype), None)
+        if code is None:
+            raise ValueError(f"no Megatron dtype code for {dtype}")
+        self._code = code
+        self._dtype = dtype
+        self._prefix = prefix
+        self._parts = {
+            name: prefix.with_name(f".{prefix.name}.{name}.part")
+            for name in ("bin", "lengths", "idx", "seal.json")
+        }
+        self.documents = documents
+        self.tokens = tokens
+        self._bin = _open_part(self._parts["bin"], tokens * dtype.itemsize)
+        self._lengths = _open_part(self._parts["lengths"], documents * _LENGTH.itemsize)
+
+    def append(self, document: Tokens) -> None:
+        self._bin.write(np.ascontiguousarray(document, dtype=self._dtype).tobytes())
+        self._lengths.write(np.asarray(len(document), dtype=_LENGTH).tobytes())
+        self.documents += 1
+        self.tokens += len(document)
+
+    def flush(self) -> None:
+        """Bring every document that was appended to the disk."""
+        for file in (self._bin, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        """Write the index and the seal, and put the pair in its place."""
+        self._bin.close()
+        self._lengths.close()
+        lengths = np.fromfile(self._parts["lengths"], dtype=_LENGTH)
+        _write_index(self._parts["idx"], self._code, self._dtype.itemsize, lengths)
+        fingerprint = fingerprint_files(self._parts["bin"], self._parts["idx"])
+        seal = PairSeal(fingerprint=fingerprint, documents=self.documents, tokens=self.tokens)
+        write_json(self._parts["seal.json"], seal)
+        # An older index must not meet the new tokens.
+        _with_suffix(self._prefix, ".idx").unlink(missing_ok=True)
+        for name in ("bin", "seal.json", "idx"):
+            os.replace(self._parts[name], _with_suffix(self._prefix, f".{name}"))
+        self._parts["lengths"].unlink()
+
+    def discard(self) -> None:
+        """Remove what was written; after `finish` there is nothing to remove."""
+        self._bin.close()
+        self._lengths.close()
+        for path in self._parts.values():
+            path.unlink(missing_ok=True)
+
+
 def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[Any]) -> None:
     """Write one sequence for each document.
 
@@ -97,33 +168,13 @@ def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[
     Raises:
         ValueError: for a dtype that Megatron has no code for.
     """
-    code = next((code for code, name in DTYPES if np.dtype(name) == dtype), None)
-    if code is None:
-        raise ValueError(f"no Megatron dtype code for {dtype}")
-    bin_path = _with_suffix(prefix, ".bin")
-    seal_path = _with_suffix(prefix, ".seal.json")
-    idx_path = _with_suffix(prefix, ".idx")
-    temporary = {
-        path: path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        for path in (bin_path, seal_path, idx_path)
-    }
-    lengths: list[int] = []
+    writer = IndexedWriter(prefix, dtype=dtype)
     try:
-        with temporary[bin_path].open("wb") as file:
-            for document in documents:
-                file.write(np.ascontiguousarray(document, dtype=dtype).tobytes())
-                lengths.append(len(document))
-        index_lengths = np.asarray(lengths, dtype=np.int32)
-        _write_index(temporary[idx_path], code, dtype.itemsize, index_lengths)
-        fingerprint = fingerprint_files(temporary[bin_path], temporary[idx_path])
-        seal = PairSeal(fingerprint=fingerprint, documents=len(lengths), tokens=sum(lengths))
-        write_json(temporary[seal_path], seal)
-        idx_path.unlink(missing_ok=True)  # an older index must not meet the new tokens
-        for path, temporary_path in temporary.items():
-            os.replace(temporary_path, path)
+        for document in documents:
+            writer.append(document)
+        writer.finish()
     finally:
-        for temporary_path in temporary.values():
-            temporary_path.unlink(missing_ok=True)
+        writer.discard()
 
 
 def open_indexed(prefix: Path) -> IndexedDataset:
@@ -207,6 +258,14 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
 
 def _file_error(path: Path, rule: str) -> BadInput:
     return BadInput(Reason(field=str(path), rule=rule))
+
+
+def _open_part(path: Path, size: int) -> BinaryIO:
+    """Open a file for appending after its first `size` bytes; what follows them is cut off."""
+    file = path.open("r+b" if size else "w+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def _write_index(path: Path, code: int, itemsize: int, lengths: npt.NDArray[np.int32]) -> None:

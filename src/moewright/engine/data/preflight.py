@@ -21,21 +21,17 @@ def check_data(model: ModelSpec, workload: Workload) -> str:
             has a larger vocabulary than the model.
     """
     data = workload.data
-    _require_prefix("train", data.train)
-    _require_prefix("heldout", data.heldout)
+    if not data.train:
+        rule = "is needed to train: the path of a .bin/.idx pair without its suffix"
+        nearest = "out/train, from `moewright data build`"
+        raise BadInput(Reason(field="data.train", rule=rule, nearest=nearest))
     train = open_indexed(Path(data.train))
-    heldout = open_indexed(Path(data.heldout))
     _require_global_batch(train, workload, SampleOrder.SHUFFLED)
-    _require_global_batch(heldout, workload, SampleOrder.SEQUENTIAL)
+    if data.heldout:
+        heldout = open_indexed(Path(data.heldout))
+        _require_global_batch(heldout, workload, SampleOrder.SEQUENTIAL)
     _check_vocabulary(data, model.vocab_size)
     return train.fingerprint
-
-
-def _require_prefix(key: str, prefix: str) -> None:
-    if not prefix:
-        rule = "is needed to train: the path of a .bin/.idx pair without its suffix"
-        nearest = f"out/{key}, from `moewright data build`"
-        raise BadInput(Reason(field=f"data.{key}", rule=rule, nearest=nearest))
 
 
 def _require_global_batch(dataset: IndexedDataset, workload: Workload, order: SampleOrder) -> None:
@@ -49,9 +45,11 @@ def _require_global_batch(dataset: IndexedDataset, workload: Workload, order: Sa
 
 
 def _check_vocabulary(data: DataSpec, vocab_size: int) -> None:
-    corpus_file = Path(data.heldout).parent / CORPUS_FILE
-    # Evaluation reads the unigram entropy in this file.
-    sizes = [(str(corpus_file), read_corpus(corpus_file.parent).vocab_size)]
+    """Refuse a larger vocabulary than the model's; Megatron's own pairs do not state theirs."""
+    sizes = []
+    corpus_file = Path(data.train).parent / CORPUS_FILE
+    if corpus_file.is_file():
+        sizes.append((str(corpus_file), read_corpus(corpus_file.parent).vocab_size))
     if data.tokenizer:
         sizes.append((data.tokenizer, load_tokenizer(Path(data.tokenizer)).vocab_size))
     for path, size in sizes:

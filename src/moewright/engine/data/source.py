@@ -1,15 +1,23 @@
-"""Where text comes from: the interpreter's standard library, or a file or folder of UTF-8 text."""
+"""Where text comes from: the interpreter's standard library, or a file or folder of text.
+
+Files of records (JSON lines, Parquet, Arrow) are read by their field of text; any other file is
+text as it stands. A file is read piece by piece, so its size is bounded by the disk alone.
+"""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import platform
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
+from moewright.engine.data.records import is_record_file, read_records
 from moewright.spec.errors import BadInput, Reason
 
 STDLIB_EXCLUDED = frozenset(
@@ -18,6 +26,15 @@ STDLIB_EXCLUDED = frozenset(
 DOCUMENT_CHARS = 1 << 16
 LONE_FILE_DOCUMENTS = 64
 LONE_FILE_CHARS = 256
+_CHUNK_BYTES = 1 << 22
+
+
+class SkipReason(StrEnum):
+    """Why a file or a record gave no document."""
+
+    NOT_TEXT = "files skipped as not UTF-8 text"
+    UNREADABLE = "files skipped as unreadable"
+    EMPTY = "empty documents left out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +50,81 @@ class TextSource:
     stamp: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceDocuments:
-    """The documents that were read; files that hold no UTF-8 text are skipped."""
+class DocumentReader:
+    """The documents of a source, in its order, with counts of what was read and skipped.
 
-    documents: tuple[str, ...]
-    text_bytes: int
-    files: int
-    skipped_files: int
+    Args:
+        source: the files.
+        field: the field of text of record files.
+        limit_bytes: bytes of text to read at most; None reads all.
+    """
+
+    def __init__(
+        self, source: TextSource, *, field: str = "text", limit_bytes: int | None = None
+    ) -> None:
+        self._source = source
+        self._field = field
+        self._limit_bytes = limit_bytes
+        self.files = 0
+        self.file_bytes = 0  # read so far, on disk
+        self.text_bytes = 0
+        self.skipped: Counter[SkipReason] = Counter()
+        self._read_bytes = 0  # towards the limit
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the documents that hold more than white space.
+
+        A document is a record, or a file of text, or a piece of a longer one cut at a line end.
+        Pieces have 65,536 characters at most; a source that is one file of text gives 64 pieces or
+        more, if each has 256.
+
+        Raises:
+            BadInput: a record file is damaged, or has no such field.
+        """
+        for path in self._source.files:
+            if self._remaining_bytes() == 0:
+                return
+            pieces = self._record_texts(path) if is_record_file(path) else self._pieces(path)
+            for text in pieces:
+                if not text.strip():
+                    self.skipped[SkipReason.EMPTY] += 1
+                    continue
+                self.text_bytes += len(text.encode())
+                yield text
+            self.file_bytes += path.stat().st_size
+
+    def _remaining_bytes(self) -> int | None:
+        return None if self._limit_bytes is None else self._limit_bytes - self._read_bytes
+
+    def _record_texts(self, path: Path) -> Iterator[str]:
+        """Yield the texts of a record file within the limit; a record stays whole."""
+        self.files += 1
+        for text in read_records(path, self._field):
+            remaining = self._remaining_bytes()
+            if remaining is not None and len(text.encode()) > remaining:
+                self._read_bytes += remaining
+                return
+            self._read_bytes += len(text.encode())
+            yield text
+
+    def _pieces(self, path: Path) -> Iterator[str]:
+        """Yield the pieces of a file of text."""
+        try:
+            measured = _measure_text(path, self._remaining_bytes())
+        except OSError:
+            self.skipped[SkipReason.UNREADABLE] += 1
+            return
+        if measured is None:
+            self.skipped[SkipReason.NOT_TEXT] += 1
+            return
+        text_bytes, chars = measured
+        self.files += 1
+        self._read_bytes += text_bytes
+        size = DOCUMENT_CHARS
+        if len(self._source.files) == 1:
+            size = min(size, max(chars // LONE_FILE_DOCUMENTS, LONE_FILE_CHARS))
+        pieces = _split_text(_decode(path, text_bytes), size)
+        yield from (piece for piece in pieces if piece)
 
 
 def find_source(path: Path | None, out: Path) -> TextSource:
@@ -86,37 +170,6 @@ def _list_files(path: Path, out: Path) -> list[Path]:
     return [file for file in files if out.resolve() not in file.resolve().parents]
 
 
-def read_documents(source: TextSource, *, limit_bytes: int) -> SourceDocuments:
-    """Read at most `limit_bytes` of text.
-
-    A document is a file, or a piece of a longer one cut at a line end. Pieces have 65,536
-    characters at most; a source that is one file gives 64 pieces or more, if each has 256.
-    """
-    documents: list[str] = []
-    remaining_bytes = limit_bytes
-    files = 0
-    skipped_files = 0
-    for file in source.files:
-        if remaining_bytes <= 0:
-            break
-        text = _read(file, remaining_bytes)
-        if text is None:
-            skipped_files += 1
-            continue
-        files += 1
-        remaining_bytes -= len(text.encode())
-        size = DOCUMENT_CHARS
-        if len(source.files) == 1:
-            size = min(size, max(len(text) // LONE_FILE_DOCUMENTS, LONE_FILE_CHARS))
-        documents += [piece for piece in _split_text(text, size) if piece.strip()]
-    return SourceDocuments(
-        documents=tuple(documents),
-        text_bytes=sum(len(document.encode()) for document in documents),
-        files=files,
-        skipped_files=skipped_files,
-    )
-
-
 def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(
@@ -128,35 +181,68 @@ def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
                 yield path
 
 
-def _read(path: Path, limit_bytes: int) -> str | None:
-    """Read a file up to the last line end within the limit; None when it is not UTF-8 text."""
+def _measure_text(path: Path, limit_bytes: int | None) -> tuple[int, int] | None:
+    """Return the bytes of a file up to the last line end within the limit, and their characters.
+
+    None stands for a file that is not UTF-8 text, or that is no regular file.
+    """
+    size = path.stat().st_size
+    is_cut = limit_bytes is not None and size > limit_bytes
+    stop = _find_cut(path, limit_bytes) if is_cut and limit_bytes is not None else size
+    chars = 0
     try:
-        with path.open("rb") as file:
-            data = file.read(limit_bytes + 1)
-    except OSError:
-        return None
-    if len(data) > limit_bytes:
-        after_line = data.rfind(b"\n", 0, limit_bytes) + 1
-        cut = after_line or limit_bytes
-        while cut and data[cut] & 0xC0 == 0x80:  # not inside a character
-            cut -= 1
-        data = data[:cut]
-    if b"\0" in data:
-        return None
-    try:
-        return data.decode("utf-8")
+        for text in _decode(path, stop):
+            if "\0" in text:
+                return None
+            chars += len(text)
     except UnicodeDecodeError:
         return None
+    return stop, chars
 
 
-def _split_text(text: str, size: int) -> Iterator[str]:
-    start = 0
-    while len(text) - start > size:
-        after_line = text.rfind("\n", start, start + size) + 1
-        cut = after_line or start + size
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
+def _find_cut(path: Path, limit_bytes: int) -> int:
+    """Return the bytes up to the last line end within the limit, or up to a character's end."""
+    with path.open("rb") as file:
+        stop = limit_bytes
+        while stop > 0:
+            start = max(0, stop - _CHUNK_BYTES)
+            file.seek(start)
+            after_line = file.read(stop - start).rfind(b"\n") + 1
+            if after_line:
+                return start + after_line
+            stop = start
+        cut = limit_bytes
+        while cut:
+            file.seek(cut)
+            if file.read(1)[0] & 0xC0 != 0x80:  # not inside a character
+                break
+            cut -= 1
+        return cut
+
+
+def _decode(path: Path, size: int) -> Iterator[str]:
+    """Yield the text of the first `size` bytes of a file in chunks."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        while size > 0 and (data := file.read(min(size, _CHUNK_BYTES))):
+            size -= len(data)
+            yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
+
+
+def _split_text(chunks: Iterator[str], size: int) -> Iterator[str]:
+    """Yield pieces of at most `size` characters, each but the last up to a line end if it can."""
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        start = 0
+        while len(text) - start > size:
+            after_line = text.rfind("\n", start, start + size) + 1
+            cut = after_line or start + size
+            yield text[start:cut]
+            start = cut
+        text = text[start:]
+    yield text
 
 
 def _hash(text: str) -> bytes:

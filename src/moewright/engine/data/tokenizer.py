@@ -1,13 +1,13 @@
-"""Byte-level tokenizers: a BPE trained on the corpus, or the 256 bytes as they are.
+"""Tokenizers: a byte-level BPE trained on the corpus, the 256 bytes alone, or a published one.
 
-Both are stored as one tokenizer.json.
+All are stored as one tokenizer.json.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,9 +18,14 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from moewright.codec import read_json_data
 from moewright.spec.errors import BadInput, Reason
 
 END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # beside the tokenizers of Hugging Face folders
+# Markers that published tokenizers end a document with, where no file beside them names one.
+_END_MARKERS = ("</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "<|eos|>", "[EOS]")
 BYTES_VOCAB_SIZE = 257
 MAX_VOCAB_SIZE = 1 << 20
 
@@ -32,6 +37,7 @@ class TokenizerKind(StrEnum):
 
     BPE = "bpe"
     BYTES = "bytes"  # id = byte value, 256 ends a document
+    PUBLISHED = "published"  # a tokenizer.json that somebody else trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +71,7 @@ class Tokenizer:
         os.replace(file.name, path)
 
 
-def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """Learn merges from the texts.
 
     A small corpus may give fewer ids than `vocab_size`, but never fewer than 257.
@@ -73,6 +79,20 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     Raises:
         BadInput: when `vocab_size` is not in 257..1,048,576.
     """
+    check_vocab_size(vocab_size)
+    inner = _build_byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return _build_tokenizer(inner, END_OF_DOCUMENT)
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise BadInput where no byte-level vocabulary has so many ids."""
     if not BYTES_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         nearest = min(max(vocab_size, BYTES_VOCAB_SIZE), MAX_VOCAB_SIZE)
         rule = (
@@ -82,15 +102,6 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
         raise BadInput(
             Reason(field="vocab_size", rule=rule, value=str(vocab_size), nearest=str(nearest))
         )
-    inner = _build_byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer, length=len(texts))
-    return _build_tokenizer(inner, END_OF_DOCUMENT)
 
 
 def build_byte_tokenizer() -> Tokenizer:
@@ -103,28 +114,57 @@ def build_byte_tokenizer() -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json that has the end-of-document marker.
+    """Read a tokenizer.json, or the one of a folder.
+
+    The marker that ends a document is <|endoftext|> where the vocabulary has it, as it has in
+    pre-training; else the eos_token of the tokenizer_config.json beside it, else a usual one.
 
     Raises:
-        BadInput: naming the file, when it is none.
+        BadInput: naming the file, when it is none, or has no such marker.
     """
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
+        if not path.is_file():
+            rule = (
+                "does not exist; a fast tokenizer's save_pretrained of transformers writes it, "
+                "also from a SentencePiece model"
+            )
+            raise BadInput(Reason(field=str(path), rule=rule))
     try:
         inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(Reason(field=str(path), rule=f"cannot be read: {error.strerror}")) from error
     except Exception as error:  # the library raises bare Exception for malformed JSON
         raise BadInput(Reason(field=str(path), rule=f"is not a tokenizer.json: {error}")) from error
-    if inner.token_to_id(END_OF_DOCUMENT) is None:
-        raise BadInput(
-            Reason(field=str(path), rule=f"has no {END_OF_DOCUMENT} token to end documents with")
+    markers = (END_OF_DOCUMENT, _read_eos_token(path.parent), *_END_MARKERS)
+    marker = next((name for name in markers if inner.token_to_id(name) is not None), None)
+    if marker is None:
+        rule = (
+            f"has no {END_OF_DOCUMENT} token to end documents with, and no {TOKENIZER_CONFIG_FILE} "
+            "beside it names an eos_token"
         )
-    return _build_tokenizer(inner, END_OF_DOCUMENT)
+        raise BadInput(Reason(field=str(path), rule=rule))
+    return _build_tokenizer(inner, marker)
+
+
+def _read_eos_token(folder: Path) -> str:
+    """Return the eos_token of a folder's tokenizer_config.json; "" where it names none."""
+    path = folder / TOKENIZER_CONFIG_FILE
+    if not path.is_file():
+        return ""
+    config = read_json_data(path)
+    token = config.get("eos_token", "") if isinstance(config, dict) else ""
+    if isinstance(token, dict):  # an AddedToken, written with its properties
+        token = token.get("content", "")
+    return token if isinstance(token, str) else ""
 
 
 def _build_tokenizer(inner: Any, marker: str) -> Tokenizer:
     inner.encode_special_tokens = True  # a corpus must not be able to spell the marker
     return Tokenizer(
-        inner=inner, vocab_size=inner.get_vocab_size(), end_of_document=inner.token_to_id(marker)
+        inner=inner,
+        vocab_size=max(inner.get_vocab(with_added_tokens=True).values()) + 1,
+        end_of_document=inner.token_to_id(marker),
     )
 
 

@@ -32,6 +32,14 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeldoutData:
+    """A held-out corpus with the loss, in nats, of a model that knows token frequencies alone."""
+
+    loader: CorpusLoader
+    unigram_entropy: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusLoader:
     """A mapped corpus and the order in which it is read.
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
 from moewright.engine.checkpoint import CheckpointSaver, Coordinator, require_space
 from moewright.engine.comm import collectives
-from moewright.engine.data.build_corpus import read_corpus
-from moewright.engine.data.indexed import open_indexed
+from moewright.engine.data.build_corpus import corpus_entropy
+from moewright.engine.data.indexed import IndexedDataset, open_indexed
 from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import SampleOrder, build_sampler, count_whole_batches
 from moewright.engine.kernels.fused.select import unavailable_reasons
@@ -27,7 +27,7 @@ from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
 from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import build_train_state, init_distributed
-from moewright.engine.run.corpus_loader import CorpusLoader
+from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData
 from moewright.engine.run.env import is_triton_interpreted
 from moewright.engine.run.launch import launch
 from moewright.engine.run.ledger_record import record_ledger
@@ -115,7 +115,7 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
     comm = Coordinator(rank=rank, world_size=context.world_size, gather=collectives.gather_json)
     refuse_different_ranks(plan, comm)
     train_data = _open_data(plan, workload.data.train, SampleOrder.SHUFFLED)
-    heldout_data = _open_data(plan, workload.data.heldout, SampleOrder.SEQUENTIAL)
+    heldout = _open_heldout(plan, train_data.dataset)
     state = build_train_state(
         plan_job(plan),
         train_data,
@@ -177,8 +177,9 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
         stopped = result.stop_agreed and step < last_step
         is_last = stopped or step == last_step
         # A run that is asked to stop saves at once, without an evaluation before.
-        if not stopped and (is_last or _is_due(step, workload.eval_every_steps)):
-            recorder.write_evaluation(_evaluate(state, heldout_data, step, context))
+        is_evaluated = is_last or _is_due(step, workload.eval_every_steps)
+        if heldout is not None and is_evaluated and not stopped:
+            recorder.write_evaluation(_evaluate(state, heldout, step, context))
         if is_last or _is_due(step, workload.checkpoint.every_steps):
             saver.save(step, state.local_shards())
         if stopped:
@@ -208,6 +209,16 @@ def _open_data(plan: Plan, prefix: str, order: SampleOrder) -> CorpusLoader:
     )
 
 
+def _open_heldout(plan: Plan, train: IndexedDataset) -> HeldoutData | None:
+    """Open the held-out corpus; None where the job names none."""
+    data = plan.workload.data
+    if not data.heldout:
+        return None
+    loader = _open_data(plan, data.heldout, SampleOrder.SEQUENTIAL)
+    entropy = corpus_entropy(train, loader.dataset, plan.model.vocab_size)
+    return HeldoutData(loader=loader, unigram_entropy=entropy)
+
+
 def _build_background_comm(context: RankContext) -> Coordinator:
     group = collectives.new_control_group()
     return Coordinator(
@@ -229,18 +240,18 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _evaluate(
-    state: TrainState, heldout_data: CorpusLoader, step: int, context: RankContext
+    state: TrainState, heldout: HeldoutData, step: int, context: RankContext
 ) -> EvalRecord:
     workload = state.runtime.workload
     batches = count_whole_batches(
-        heldout_data.sampler, global_batch=workload.global_batch, limit=workload.eval_batches
+        heldout.loader.sampler, global_batch=workload.global_batch, limit=workload.eval_batches
     )
-    loss, targets = compute_heldout_loss(state, heldout_data, batches, partial(context.beat, step))
-    corpus = read_corpus(Path(workload.data.heldout).parent)
+    beat = partial(context.beat, step)
+    loss, targets = compute_heldout_loss(state, heldout.loader, batches, beat)
     return EvalRecord(
         step=step,
         heldout_loss=clamp_to_finite(loss),
-        unigram_entropy=corpus.unigram_entropy,
+        unigram_entropy=heldout.unigram_entropy,
         tokens=targets,
     )
 
