@@ -63,7 +63,7 @@ from moewright.spec.workload import (
 
 BATCH = 8
 LENGTH = 16
-STEPS = 4
+STEPS = 3
 _BATCHES = 4
 _COUNTED_STEP = 2  # the step whose ledger is kept
 # A least distance of routing scores, above what legal rounding moves them by in these few steps.

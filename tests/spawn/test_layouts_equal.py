@@ -364,9 +364,7 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
     memory_savers = (
         "",
         ",recompute=full",
-        ",recompute=uniform2",
         ",recompute=block2",
-        f",recompute=select,offload={every_offload}",
         f",recompute=core_attn,offload={every_offload}",
     )
     plain, *others = (

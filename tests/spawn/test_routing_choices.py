@@ -82,7 +82,6 @@ _IN_EVERY_TEST = (
         "noise over stages, replayed",
         make_plan("olmoe", 4, "pp2,ep2,mbs1,recompute=full", _JITTERED),
     ),
-    ("placed over TP and DP", make_plan("qwen", 4, "tp2,ep4,mbs2,expert_placement=balanced")),
     (
         "replicas over TP and EDP",
         make_plan("qwen", 4, "tp2,ep2,mbs2,expert_placement=balanced,spare1,overlap=grad"),
@@ -94,6 +93,7 @@ _IN_EVERY_TEST = (
     ("padded", make_plan("qwen", 4, "tp2,ep4,mbs2,capacity=4,capacity_fill=padded")),
 )
 _THOROUGH = (
+    ("placed over TP and DP", make_plan("qwen", 4, "tp2,ep4,mbs2,expert_placement=balanced")),
     (
         "fixed sinkhorn, noise, over CP",
         make_plan("deep", 4, "cp2,ep2,mbs2,recompute=moe", _SINKHORN_FIXED, _Z_LOSS),
