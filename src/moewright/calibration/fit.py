@@ -1,9 +1,11 @@
 """A fit of the time model's constants to measured runs, with priors, bounds and uncertainties.
 
-A constant is prior * exp(shared + site), where `site` is a hardware's own part. The fit minimises
-the sum of squares of log(predicted / measured) / RUN_NOISE, robust against rows that nothing
-explains (Huber), and of every shift over its spread (Gauss-Newton). The inverse of the second
-derivative at the minimum says how uncertain each constant stays.
+A constant is prior * exp(shared + own parts), with an own part for each group that a run belongs
+to: its device, its publisher, its network. Spreads of own parts pool the groups in part: many runs
+of one publisher move its own part, and the shared part only as far as publishers agree. The fit
+minimises the sum of squares of log(predicted / measured) over its noise, robust against rows that
+nothing explains (Huber), and of every shift over its spread (Gauss-Newton). The inverse of the
+second derivative at the minimum says how uncertain each constant stays.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import exp, log, sqrt
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from moewright.cost.constants import Constants
-from moewright.cost.repricing import RepriceableStep
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.sourced import Sourced, SourceKind
 
@@ -28,11 +30,24 @@ _HUBER = 1.5
 _STEP = 0.02  # for derivatives by differences, in the logarithm of a constant
 _LARGEST_MOVE = 0.5
 _MAX_ITERATIONS = 8
+_LAST_JACOBIAN = 1  # the iteration after which derivatives stay as they are
+_REWEIGHTINGS = 12
 _CONVERGED = 0.003
 # Spread of constants that were fitted on published runs already, over the neutral spread.
 _HARDWARE_PRIOR_SHARE = 0.6
 
 Vector = npt.NDArray[np.float64]
+
+
+class Level(StrEnum):
+    """The groups of runs that may have a part of a constant of their own."""
+
+    PART = "part"
+    PUBLISHER = "publisher"
+    NETWORK = "network"
+
+
+Group = tuple[Level, str]  # such as (PART, "H100")
 
 
 class PriorCentre(StrEnum):
@@ -46,17 +61,28 @@ class PriorCentre(StrEnum):
 class FreeConstant:
     """A constant that the fit may change.
 
-    Spreads are standard deviations of its logarithm; a `site_spread` of 0 means that it belongs to
-    the software and is the same on every machine. `tied_names` are constants that take its value.
+    Spreads are standard deviations of its logarithm: of the part that all runs share, and of the
+    own parts of devices (`site_spread`), publishers and networks; 0 means that these have none.
+    `tied_names` are constants that take its value.
     """
 
     name: str
     prior: float
     spread: float
     site_spread: float = 0.0
+    publisher_spread: float = 0.0
+    network_spread: float = 0.0
     low: float = 0.0
     high: float = float("inf")
     tied_names: tuple[str, ...] = ()
+
+    def own_spread(self, level: Level) -> float:
+        """Return the spread of the own parts of groups at a level."""
+        return {
+            Level.PART: self.site_spread,
+            Level.PUBLISHER: self.publisher_spread,
+            Level.NETWORK: self.network_spread,
+        }[level]
 
 
 # Kernel tables and nominal bandwidths as they are (1), and round numbers where nothing is tabled.
@@ -97,20 +123,42 @@ FREE_CONSTANTS = (
 )
 
 
+class PricedStep(Protocol):
+    """Anything that says how long a step takes under constants."""
+
+    def step_s(self, constants: tuple[Constant, ...]) -> float: ...
+
+
+def run_groups(hardware: Hardware, *, publisher: str = "", network: str = "") -> tuple[Group, ...]:
+    """Return the groups of a run; one that is not known is left out."""
+    names = (
+        (Level.PART, hardware.name),
+        (Level.PUBLISHER, publisher),
+        (Level.NETWORK, network),
+    )
+    return tuple((level, name) for level, name in names if name)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRun:
-    """A measured step; `weight` is below 1 for a run that repeats another."""
+    """A measured step; `weight` is below 1 for a run that repeats another.
+
+    `noise` is the standard deviation of the logarithm of its seconds that no constant explains.
+    """
 
     id: str
-    prepared: RepriceableStep
+    prepared: PricedStep
     hardware: Hardware
     measured_s: float
     weight: float = 1.0
+    publisher: str = ""
+    network: str = ""
+    noise: float = RUN_NOISE
 
     @property
-    def site(self) -> str:
-        """Return the name of the hardware, whose part of the constants the run shares."""
-        return self.hardware.name
+    def groups(self) -> tuple[Group, ...]:
+        """Return the groups whose own parts of constants the run has."""
+        return run_groups(self.hardware, publisher=self.publisher, network=self.network)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,35 +174,46 @@ class FittedConstant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ConstantParts:
-    """The unknowns of a fit: a shift for each (constant, site) in `parts`.
+    """The unknowns of a fit: a shift for each (constant, group) in `parts`.
 
-    Site "" is the part that all sites share. `priors` holds the values of the free constants that
-    the shifts of a site start from.
+    A group of None is the part that all runs share. `priors` holds, by device, the values of the
+    free constants that the shifts start from; `seen` are the groups of the runs.
     """
 
     free_constants: tuple[FreeConstant, ...]
-    parts: tuple[tuple[int, str], ...]
+    parts: tuple[tuple[int, Group | None], ...]
     priors: Mapping[str, tuple[float, ...]]
+    seen: frozenset[Group]
 
-    def site_priors(self, site: str) -> tuple[float, ...]:
-        """Return the priors of a site; the neutral ones where no run was measured."""
-        return self.priors.get(site) or tuple(free.prior for free in self.free_constants)
+    def priors_on(self, groups: Sequence[Group]) -> tuple[float, ...]:
+        """Return the priors of a device; the neutral ones where no run was measured."""
+        for level, name in groups:
+            if level is Level.PART and name in self.priors:
+                return self.priors[name]
+        return tuple(free.prior for free in self.free_constants)
 
-    def values(self, site: str, log_shifts: Vector) -> tuple[float, ...]:
-        """Return the value of each free constant on a site, inside its bounds."""
+    def members(self, groups: Sequence[Group]) -> npt.NDArray[np.bool_]:
+        """Return which parts a run of these groups has [parts]."""
+        return np.array([group is None or group in groups for _, group in self.parts])
+
+    def values(self, groups: Sequence[Group], log_shifts: Vector) -> tuple[float, ...]:
+        """Return the value of each free constant for a run of these groups, inside its bounds."""
         sums = [0.0] * len(self.free_constants)
-        for (index, part_site), shift in zip(self.parts, log_shifts, strict=True):
-            if part_site in ("", site):
+        for (index, group), shift in zip(self.parts, log_shifts, strict=True):
+            if group is None or group in groups:
                 sums[index] += float(shift)
-        priors = self.site_priors(site)
         return tuple(
             min(max(prior * exp(total), free.low), free.high)
-            for free, prior, total in zip(self.free_constants, priors, sums, strict=True)
+            for free, prior, total in zip(
+                self.free_constants, self.priors_on(groups), sums, strict=True
+            )
         )
 
-    def constants(self, site: str, log_shifts: Vector, *, source: str) -> tuple[Constant, ...]:
-        """Return the constants of a site, those tied to a free one among them."""
-        values = self.values(site, log_shifts)
+    def constants(
+        self, groups: Sequence[Group], log_shifts: Vector, *, source: str
+    ) -> tuple[Constant, ...]:
+        """Return the constants of a run of these groups, those tied to a free one among them."""
+        values = self.values(groups, log_shifts)
         return tuple(
             Constant(name=name, value=Sourced(value=value, kind=SourceKind.FITTED, source=source))
             for free, value in zip(self.free_constants, values, strict=True)
@@ -199,10 +258,13 @@ class Fit:
             jacobian=self.jacobian[list(indices)],
         )
 
-    def constants_for(self, hardware: Hardware) -> tuple[Constant, ...]:
+    def constants_for(
+        self, hardware: Hardware, *, publisher: str = "", network: str = ""
+    ) -> tuple[Constant, ...]:
         """Return what the fit says of every free constant on this hardware."""
         source = f"fit of {self.run_count} runs"
-        return self.parts.constants(hardware.name, self.log_shifts, source=source)
+        groups = run_groups(hardware, publisher=publisher, network=network)
+        return self.parts.constants(groups, self.log_shifts, source=source)
 
     def fitted_constants(self, site: str) -> tuple[FittedConstant, ...]:
         """Return every free constant on a site, the best known first."""
@@ -212,23 +274,21 @@ class Fit:
         """Return the constants with the uncertainty that they would have after measuring `run`."""
         gradient = self.log_time_gradient(run)
         seen = self._covariance @ gradient
-        information = RUN_NOISE**2 + float(gradient @ seen)
+        information = run.noise**2 + float(gradient @ seen)
         covariance = self._covariance - np.outer(seen, seen) / information
         return self._fitted_constants(site, covariance)
 
     def _fitted_constants(self, site: str, covariance: Vector) -> tuple[FittedConstant, ...]:
-        priors = self.parts.site_priors(site)
-        values = self.parts.values(site, self.log_shifts)
+        groups = ((Level.PART, site),)
+        priors = self.parts.priors_on(groups)
+        values = self.parts.values(groups, self.log_shifts)
+        members = self.parts.members(groups)
         constants = []
         for index, (free, prior, value) in enumerate(
             zip(self.free_constants, priors, values, strict=True)
         ):
-            is_part = np.array(
-                [
-                    1.0 if part == index and part_site in ("", site) else 0.0
-                    for part, part_site in self.parts.parts
-                ]
-            )
+            is_constant = np.array([part == index for part, _ in self.parts.parts])
+            is_part = np.where(members & is_constant, 1.0, 0.0)
             prior_sd = sqrt(float((is_part * self._spreads**2).sum()))
             sd = sqrt(float(is_part @ covariance @ is_part))
             constants.append(
@@ -243,9 +303,25 @@ class Fit:
         return gradient
 
     def log_time_sd(self, run: MeasuredRun) -> float:
-        """Return the standard deviation of the log of a run's seconds, from the constants alone."""
+        """Return the standard deviation of the log of a run's seconds, from the constants alone.
+
+        A group that the fit has no runs of adds the spread of the own part that it would have.
+        """
         gradient = self.log_time_gradient(run)
-        return sqrt(float(gradient @ self._covariance @ gradient))
+        variance = float(gradient @ self._covariance @ gradient)
+        by_constant = {
+            index: slope
+            for (index, group), slope in zip(self.parts.parts, gradient, strict=True)
+            if group is None
+        }
+        unseen = [group for group in run.groups if group not in self.parts.seen]
+        for level, _ in unseen:
+            variance += sum(
+                (slope * self.free_constants[index].own_spread(level)) ** 2
+                for index, slope in by_constant.items()
+            )
+        return sqrt(variance)
+
 
 
 def fit_constants(
@@ -263,27 +339,19 @@ def fit_constants(
     unknowns = _build_parts(runs, free_constants, centre, start)
     prior_share = _HARDWARE_PRIOR_SHARE if centre is PriorCentre.HARDWARE else 1.0
     spreads = np.array(
-        [prior_share * _spread(free_constants[index], site) for index, site in unknowns.parts]
+        [prior_share * _spread(free_constants[index], group) for index, group in unknowns.parts]
     )
     log_shifts = start.log_shifts.copy() if start else np.zeros(len(unknowns.parts))
-    weights = np.array([run.weight for run in runs]) / RUN_NOISE
-    known_jacobian = None
+    weights = np.array([run.weight / run.noise for run in runs])
+    jacobian = None
     if start is not None and len(start.jacobian) == len(runs):
-        known_jacobian = start.jacobian
-    jacobian = np.zeros((len(runs), len(unknowns.parts)))
+        jacobian = start.jacobian
     hessian = np.diag(1 / spreads**2)
-    for _ in range(_MAX_ITERATIONS):
+    for iteration in range(_MAX_ITERATIONS):
         errors = _log_residuals(runs, unknowns, log_shifts)
-        if known_jacobian is not None:
-            jacobian = known_jacobian
-        else:
+        if jacobian is None or (start is None and iteration <= _LAST_JACOBIAN):
             jacobian = _jacobian(runs, unknowns, log_shifts, errors)
-        huber = np.minimum(1.0, _HUBER / np.maximum(1e-9, np.abs(errors * weights)))
-        robust_weights = weights * np.sqrt(huber)
-        scaled = jacobian * robust_weights[:, None]
-        hessian = scaled.T @ scaled + np.diag(1 / spreads**2)
-        gradient = scaled.T @ (errors * robust_weights) + log_shifts / spreads**2
-        move = -np.linalg.solve(hessian, gradient)
+        move, hessian = _solve(jacobian, errors, weights, log_shifts, spreads)
         largest = float(np.abs(move).max())
         log_shifts = log_shifts + move * min(1.0, _LARGEST_MOVE / max(largest, 1e-12))
         if largest < _CONVERGED:
@@ -294,8 +362,30 @@ def fit_constants(
         spreads=spreads,
         log_shifts=log_shifts,
         covariance=np.asarray(np.linalg.inv(hessian), dtype=np.float64),
-        jacobian=jacobian,
+        jacobian=np.zeros((0, len(unknowns.parts))) if jacobian is None else jacobian,
     )
+
+
+def _solve(
+    jacobian: Vector, errors: Vector, weights: Vector, log_shifts: Vector, spreads: Vector
+) -> tuple[Vector, Vector]:
+    """Return the move to the minimum for residuals that are linear in the shifts, and its Hessian.
+
+    Robust weights are found by iteration: they fall where a residual stays large after the move.
+    """
+    move = np.zeros(len(log_shifts))
+    hessian = np.diag(1 / spreads**2)
+    for _ in range(_REWEIGHTINGS):
+        left = np.abs((errors + jacobian @ move) * weights)
+        robust = weights * np.sqrt(np.minimum(1.0, _HUBER / np.maximum(1e-9, left)))
+        scaled = jacobian * robust[:, None]
+        hessian = scaled.T @ scaled + np.diag(1 / spreads**2)
+        gradient = scaled.T @ (errors * robust) + log_shifts / spreads**2
+        previous = move
+        move = -np.linalg.solve(hessian, gradient)
+        if float(np.abs(move - previous).max()) < _CONVERGED:
+            break
+    return move, hessian
 
 
 def predict_left_out(
@@ -319,12 +409,15 @@ def predict_left_out(
         )
         for index in inside:
             run = runs[index]
-            predicted[index] = run.prepared.step_s(fit.constants_for(run.hardware))
+            constants = fit.constants_for(
+                run.hardware, publisher=run.publisher, network=run.network
+            )
+            predicted[index] = run.prepared.step_s(constants)
     return tuple(predicted)
 
 
-def _spread(free: FreeConstant, site: str) -> float:
-    return free.site_spread if site else free.spread
+def _spread(free: FreeConstant, group: Group | None) -> float:
+    return free.spread if group is None else free.own_spread(group[0])
 
 
 def _log_residuals(
@@ -332,10 +425,11 @@ def _log_residuals(
 ) -> Vector:
     """Return log(predicted / measured) of every run."""
     constants = {
-        site: unknowns.constants(site, log_shifts, source="") for site in {run.site for run in runs}
+        groups: unknowns.constants(groups, log_shifts, source="")
+        for groups in {run.groups for run in runs}
     }
     return np.array(
-        [log(run.prepared.step_s(constants[run.site]) / run.measured_s) for run in runs]
+        [log(run.prepared.step_s(constants[run.groups]) / run.measured_s) for run in runs]
     )
 
 
@@ -347,21 +441,21 @@ def _jacobian(
 ) -> Vector:
     """Return the derivatives of the residuals, by differences [runs, parts].
 
-    A run reacts alike to the shared part of a constant and to its own site's part, so one slope
-    serves both. `errors` are the residuals at `log_shifts`, where they are known.
+    A run reacts alike to the shared part of a constant and to its groups' own parts, so one slope
+    serves them all. `errors` are the residuals at `log_shifts`, where they are known.
     """
     base = _log_residuals(runs, unknowns, log_shifts) if errors is None else errors
-    jacobian = np.zeros((len(runs), len(unknowns.parts)))
-    for shared, (index, site) in enumerate(unknowns.parts):
-        if site:
+    members = np.array([unknowns.members(run.groups) for run in runs])
+    jacobian = np.zeros(members.shape)
+    for shared, (index, group) in enumerate(unknowns.parts):
+        if group is not None:
             continue
         moved = log_shifts.copy()
         moved[shared] += _STEP
         slope = (_log_residuals(runs, unknowns, moved) - base) / _STEP
-        for part, (part_index, part_site) in enumerate(unknowns.parts):
+        for part, (part_index, _) in enumerate(unknowns.parts):
             if part_index == index:
-                is_moved = np.array([part_site in ("", run.site) for run in runs])
-                jacobian[:, part] = np.where(is_moved, slope, 0.0)
+                jacobian[:, part] = np.where(members[:, part], slope, 0.0)
     return jacobian
 
 
@@ -372,28 +466,34 @@ def _build_parts(
     start: Fit | None,
 ) -> _ConstantParts:
     """Build the unknowns of a fit, those of `start` where there is one."""
-    sites = tuple(sorted({run.site for run in runs}))
-    parts = start.parts.parts if start else _list_parts(free_constants, sites)
+    parts = start.parts.parts if start else _list_parts(free_constants, runs)
     priors = dict(start.parts.priors) if start else {}
     for run in runs:
-        if run.site not in priors:
-            priors[run.site] = _prior_values(free_constants, run.hardware, centre)
-    return _ConstantParts(free_constants=free_constants, parts=parts, priors=priors)
+        if run.hardware.name not in priors:
+            priors[run.hardware.name] = _prior_values(free_constants, run.hardware, centre)
+    seen = frozenset(group for run in runs for group in run.groups)
+    return _ConstantParts(free_constants=free_constants, parts=parts, priors=priors, seen=seen)
 
 
 def _list_parts(
-    free_constants: tuple[FreeConstant, ...], sites: tuple[str, ...]
-) -> tuple[tuple[int, str], ...]:
-    """Return (constant, site) of every unknown; one site alone has no part of its own."""
-    shared = [(index, "") for index in range(len(free_constants))]
-    if len(sites) < 2:
-        return tuple(shared)
-    own = [
-        (index, site)
-        for index, free in enumerate(free_constants)
-        if free.site_spread
-        for site in sites
-    ]
+    free_constants: tuple[FreeConstant, ...], runs: Sequence[MeasuredRun]
+) -> tuple[tuple[int, Group | None], ...]:
+    """Return (constant, group) of every unknown.
+
+    A level of which the runs have one group alone has no own parts.
+    """
+    shared: list[tuple[int, Group | None]] = [(index, None) for index in range(len(free_constants))]
+    groups = sorted({group for run in runs for group in run.groups})
+    own: list[tuple[int, Group | None]] = []
+    for level in Level:
+        of_level = [group for group in groups if group[0] is level]
+        if len(of_level) > 1:
+            own += [
+                (index, group)
+                for index, free in enumerate(free_constants)
+                if free.own_spread(level)
+                for group in of_level
+            ]
     return (*shared, *own)
 
 
