@@ -53,6 +53,8 @@ OVERLAP_COLUMNS: Mapping[Overlap, str] = MappingProxyType(
         Overlap.PARAM: "overlap_param_gather",
         Overlap.TP: "tp_comm_overlap",
         Overlap.EP: "overlap_moe_ep_comm",
+        Overlap.WGRAD: "delay_wgrad_compute",
+        Overlap.SHARED: "moe_shared_expert_overlap",
     }
 )
 # A table may leave any column but the needed ones out, and may have more.

@@ -40,19 +40,6 @@ def select_complete_rows(rows: Sequence[MeasuredRow]) -> tuple[MeasuredRow, ...]
     return tuple(row for row in rows if row.is_complete and row.speed and not row.duplicate_of)
 
 
-def run_from_row(row: MeasuredRow) -> MeasuredRun:
-    """Return a complete row as the fit takes it.
-
-    Raises:
-        ValueError: the row has no speed.
-    """
-    if row.speed is None:
-        raise ValueError(f"{row.id} has no speed")
-    seconds = row.workload.tokens_per_step / row.speed.tokens_per_s_per_device / row.hardware.count
-    prepared = RepriceableStep(row.model, row.workload, row.hardware, row.layout)
-    return MeasuredRun(id=row.id, prepared=prepared, hardware=row.hardware, measured_s=seconds)
-
-
 def calibrate_on(rows: Sequence[MeasuredRow], *, table_name: str) -> Calibrator:
     """Fit the constants once, for every row that is scored.
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import exp, log, sqrt
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from moewright.calibration.readings import PricedStep
 from moewright.cost.constants import Constants
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.sourced import Sourced, SourceKind
@@ -120,13 +120,8 @@ FREE_CONSTANTS = (
     FreeConstant(name="tp_time_scale", prior=0.85, spread=0.25, site_spread=0.1),
     FreeConstant(name="tp_overlap_hidden", prior=0.4, spread=0.4, high=0.9),
     FreeConstant(name="overlapped_dp_share", prior=0.25, spread=0.2, high=1.0),
+    FreeConstant(name="natural_load_scale", prior=1.0, spread=0.3, low=0.3, high=3.0),
 )
-
-
-class PricedStep(Protocol):
-    """Anything that says how long a step takes under constants."""
-
-    def step_s(self, constants: tuple[Constant, ...]) -> float: ...
 
 
 def run_groups(hardware: Hardware, *, publisher: str = "", network: str = "") -> tuple[Group, ...]:

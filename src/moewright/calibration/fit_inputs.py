@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
-from moewright.calibration.fit import Fit, FittedConstant, MeasuredRun
-from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.fit import RUN_NOISE, Fit, FittedConstant, MeasuredRun
+from moewright.calibration.measured_row import MeasuredRow, RowStatement
+from moewright.calibration.readings import (
+    LOAD_SCALE,
+    MixedStep,
+    NaturalStep,
+    PricedStep,
+    Reading,
+)
+from moewright.calibration.software_facts import natural_load_factor
 from moewright.codec import format_layout
+from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.repricing import RepriceableStep
 from moewright.rules.legality import check_legality
@@ -30,6 +40,17 @@ from moewright.spec.sourced import Sourced, SourceKind
 MIN_RUNS = 3
 # A constant was not learnt from the runs if its uncertainty stays above this share of the prior's.
 _LEARNT_SHARE = 0.9
+# Multiples of the expected excess of the hottest rank at which natural routing is prepared.
+_LOAD_SCALES = (0.4, 1.0, 2.5)
+# Standard deviation of the logarithm of a row's seconds that no constant explains: of rows that the
+# model describes in full, of those with switches inferred, and of those whose router decides.
+_NOISE: Mapping[RowStatement, float] = MappingProxyType(
+    {
+        RowStatement.COMPLETE: RUN_NOISE,
+        RowStatement.UNSTATED: 0.12,
+        RowStatement.NATURAL: 0.15,
+    }
+)
 _MAX_BASES = 6  # layouts that are varied to find the next run
 
 
@@ -85,20 +106,53 @@ def runs_from_rows(
     Repeats of a layout share their weight: n of them count as sqrt(n).
     """
     repeats = Counter(_job_key(row) for row in rows)
-    runs = []
-    for row in rows:
-        row_hardware = row.hardware
-        if hardware:
-            row_hardware = replace(hardware, count=row.hardware.count)
-        run = MeasuredRun(
-            id=row.id,
-            prepared=RepriceableStep(row.model, row.workload, row_hardware, row.layout),
-            hardware=row_hardware,
-            measured_s=measured_step_s(row),
-            weight=repeats[_job_key(row)] ** -0.5,
-        )
-        runs.append(run)
-    return tuple(runs)
+    return tuple(
+        run_from_row(row, hardware, weight=repeats[_job_key(row)] ** -0.5) for row in rows
+    )
+
+
+def run_from_row(
+    row: MeasuredRow, hardware: Hardware | None = None, *, weight: float = 1.0
+) -> MeasuredRun:
+    """Return a timed row as the fit takes it, in all its readings.
+
+    Raises:
+        ValueError: the row has no speed.
+    """
+    row_hardware = replace(hardware, count=row.hardware.count) if hardware else row.hardware
+    steps = [
+        (reading.share, _priced_step(row, reading, hardware)) for reading in _readings_of(row)
+    ]
+    return MeasuredRun(
+        id=row.id,
+        prepared=steps[0][1] if len(steps) == 1 else MixedStep(steps),
+        hardware=row_hardware,
+        measured_s=measured_step_s(row),
+        weight=weight,
+        publisher=row.publisher if row.cells else "",
+        network=row.cells.get("network", ""),
+        noise=_NOISE[row.kind],
+    )
+
+
+def _readings_of(row: MeasuredRow) -> tuple[Reading, ...]:
+    own = Reading(share=1.0, workload=row.workload, hardware=row.hardware, layout=row.layout)
+    return row.readings or (own,)
+
+
+def _priced_step(row: MeasuredRow, reading: Reading, hardware: Hardware | None) -> PricedStep:
+    """Return a reading of a row, prepared; under natural routing at several loads."""
+    on = reading.hardware
+    if hardware:
+        on = replace(hardware, count=reading.hardware.count)
+    if row.kind is not RowStatement.NATURAL or not row.cells:
+        return RepriceableStep(row.model, reading.workload, on, reading.layout)
+    steps: list[tuple[float, PricedStep]] = []
+    for scale in _LOAD_SCALES:
+        load_factor = natural_load_factor(row.model, reading.layout, scale=scale)
+        workload = replace(reading.workload, load_factor=load_factor)
+        steps.append((scale, RepriceableStep(row.model, workload, on, reading.layout)))
+    return NaturalStep(steps, default=Constants(on)[LOAD_SCALE])
 
 
 def _job_key(row: MeasuredRow) -> tuple[object, ...]:

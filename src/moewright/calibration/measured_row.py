@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from moewright.calibration import cells as cell
 from moewright.calibration.cells import MeasuredPeak
@@ -18,7 +19,10 @@ from moewright.calibration.software_facts import (
     fill_implied,
     fill_stated,
     find_device_name,
+    infer_cells,
+    natural_peak_load_factor,
 )
+from moewright.calibration.readings import Reading, likely_readings
 from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_without_mtp
 from moewright.calibration.unstated import enumerate_readings, find_unstated_columns
 from moewright.cost.estimate import estimate
@@ -50,7 +54,8 @@ class MeasuredRow:
 
     `unstated` names the columns that decide its speed or memory and are not stated;
     `assumed_least` those taken at the values that need least memory (out-of-memory rows alone);
-    `duplicate_of` is the earlier row that reports the same measurement ("" for none).
+    `duplicate_of` is the earlier row that reports the same measurement ("" for none); `readings`
+    are the jobs that it may have been, the likeliest first, which the row itself has.
     """
 
     id: str
@@ -66,6 +71,15 @@ class MeasuredRow:
     assumed_least: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     duplicate_of: str = ""
+    readings: tuple[Reading, ...] = ()
+
+    @property
+    def peak_workload(self) -> Workload:
+        """Return the workload that the peak goes by, whose natural load is of one moment."""
+        if self.kind is not RowStatement.NATURAL or not self.cells:
+            return self.workload
+        load_factor = natural_peak_load_factor(self.model, self.layout)
+        return replace(self.workload, load_factor=load_factor)
 
     @property
     def group(self) -> tuple[str, str]:
@@ -107,7 +121,36 @@ def parse_row(cells: Mapping[str, str], user_hardware: Sequence[Hardware]) -> Me
     """
     if cells["oom"] == "true":
         return _parse_least_reading(cells, user_hardware)
-    return _parse_reading(cells, user_hardware)
+    return _parse_likely_readings(cells, user_hardware)
+
+
+def _parse_likely_readings(
+    cells: Mapping[str, str], user_hardware: Sequence[Hardware]
+) -> MeasuredRow:
+    """Parse a row in every likely reading of what it leaves open, and return the likeliest."""
+    _require_needed_cells(cells)
+    model = cell.parse_model(cells["model"])
+    facts = facts_for(cells, model)
+    known = fill_implied(fill_stated(cells, facts), facts)
+    is_full = not any(_find_unstated(known, model))
+    rows: list[tuple[float, MeasuredRow]] = []
+    refusal: BadInput | None = None
+    for share, guess in infer_cells(known, model, is_full=is_full):
+        try:
+            rows.append((share, _parse_reading(cells, user_hardware, guess)))
+        except BadInput as error:
+            refusal = refusal or error
+    if refusal is not None and not rows:
+        raise refusal
+    readings = likely_readings(
+        rows[0][1].model,
+        [
+            Reading(share=share, workload=row.workload, hardware=row.hardware, layout=row.layout)
+            for share, row in rows
+        ],
+    )
+    likeliest = next(row for _, row in rows if row.layout == readings[0].layout)
+    return replace(likeliest, readings=readings)
 
 
 def _parse_least_reading(
@@ -135,8 +178,12 @@ def _parse_least_reading(
     return replace(least[1], cells=stated, assumed_least=tuple(sorted(columns)))
 
 
-def _parse_reading(cells: Mapping[str, str], user_hardware: Sequence[Hardware]) -> MeasuredRow:
-    """Parse a row of which every needed cell is filled."""
+def _parse_reading(
+    cells: Mapping[str, str],
+    user_hardware: Sequence[Hardware],
+    guess: Mapping[str, str] = MappingProxyType({}),
+) -> MeasuredRow:
+    """Parse a row of which every needed cell is filled; `guess` fills others that are empty."""
     _require_needed_cells(cells)
     devices = cell.parse_whole_number("num_gpus", cells["num_gpus"])
     seq_len = cell.parse_whole_number("seq_len", cells["seq_len"])
@@ -151,7 +198,7 @@ def _parse_reading(cells: Mapping[str, str], user_hardware: Sequence[Hardware]) 
         model = replace(model, mtp_layers=0)
         notes.append("trained without MTP")
     unstated = list(_find_unstated(cells, model))
-    cells = fill_implied(cells, facts)
+    cells = {**fill_implied(cells, facts), **guess}
     layout = _parse_layout(cells, model, devices)
     if layout.stages and cells["pp_layout"] in _NO_LAYOUT_STRING:
         unstated.append("pp_layout")

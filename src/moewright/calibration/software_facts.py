@@ -17,7 +17,7 @@ from pathlib import Path
 from moewright.codec import from_data, read_toml_data
 from moewright.spec.hardware import Constant
 from moewright.spec.layout import Layout
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import ModelSpec, MoeSpec
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype, Routing, Workload
 
@@ -46,13 +46,8 @@ class SourceFact:
     note: str = ""
 
     def holds_for(self, cells: Mapping[str, str]) -> bool:
-        return (
-            all(_contains_any(cells[column], texts) for column, texts in self.when.items())
-            and not any(
-                _contains_any(cells[column], texts) for column, texts in self.unless.items()
-            )
-            and not any(cells[column] for column in self.empty)
-        )
+        is_open = not any(cells[column] for column in self.empty)
+        return is_open and matches(cells, self.when, self.unless)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +70,41 @@ class ReleaseAge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NaturalRouting:
-    """The load of the hottest expert rank where the router decides and no bias evens it out."""
+    """The load of the hottest expert rank over the mean where the router decides.
 
-    excess: float
+    A step waits for the hottest rank of every layer: it takes 1 + an excess, by what evens the load
+    out, at most all rows that can go to one rank. A peak is of one moment, and grows as fewer
+    experts share a rank: 1 + `peak_excess` / (experts on a rank), where no bias evens it out.
+    """
+
+    aux_excess: float
+    bias_excess: float
+    peak_excess: float
     evidence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """Cells that a source may have meant, and how likely that is."""
+
+    share: float
+    cells: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inference:
+    """What is likely of switches that the rows of a software line do not state.
+
+    `when` and `unless` are those of a fact.
+    """
+
+    evidence: str
+    when: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unless: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    alternatives: tuple[Alternative, ...]
+
+    def holds_for(self, cells: Mapping[str, str]) -> bool:
+        return matches(cells, self.when, self.unless)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +115,7 @@ class SourceFacts:
     natural_routing: NaturalRouting
     device: tuple[DeviceName, ...]
     fact: tuple[SourceFact, ...]
+    inference: tuple[Inference, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +153,48 @@ def fill_implied(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[
     return _fill(cells, [fact.implied for fact in facts])
 
 
+def infer_cells(
+    cells: Mapping[str, str], model: ModelSpec, *, is_full: bool
+) -> tuple[tuple[float, dict[str, str]], ...]:
+    """Return what the empty cells of a row may say, with how likely that is, likeliest first.
+
+    A rule may ask for `moe` (yes, no) and `stated` (full, part: whether all that decides the speed
+    is stated) beside the columns. A cell that a rule fills is left alone by the rules after it.
+    """
+    row = {
+        **cells,
+        "model": model.name,
+        "attention": model.attention.kind.value,
+        "moe": "yes" if model.moe else "no",
+        "stated": "full" if is_full else "part",
+    }
+    guesses: list[tuple[float, dict[str, str]]] = [(1.0, {})]
+    for rule in source_facts().inference:
+        if rule.holds_for(row):
+            guesses = [
+                (share * alternative.share, _fill_guess(cells, guess, alternative.cells))
+                for share, guess in guesses
+                for alternative in rule.alternatives
+            ]
+    shares: dict[frozenset[tuple[str, str]], float] = {}
+    for share, guess in guesses:
+        key = frozenset(guess.items())
+        shares[key] = shares.get(key, 0.0) + share
+    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
+    return tuple((share, dict(key)) for key, share in ordered)
+
+
+def _fill_guess(
+    cells: Mapping[str, str], guess: Mapping[str, str], values: Mapping[str, str]
+) -> dict[str, str]:
+    new = {
+        column: text
+        for column, text in values.items()
+        if not cells[column] and column not in guess
+    }
+    return {**guess, **new}
+
+
 def find_device_name(written: str) -> DeviceName | None:
     """Return the entry of a hardware name that leaves the part open; None for any other name."""
     return next((name for name in source_facts().device if name.written == written), None)
@@ -150,8 +219,8 @@ def apply_software_facts(
         if fact.moment_dtype is not None:
             optimizer = replace(workload.optimizer, moment_dtype=fact.moment_dtype)
             workload = replace(workload, optimizer=optimizer)
-    if _has_uneven_load(model, workload, layout):
-        load_factor = _natural_load_factor(model, layout)
+    if workload.routing is Routing.LEARNED and model.moe is not None:
+        load_factor = natural_load_factor(model, layout)
         workload = replace(workload, load_factor=load_factor)
         notes.append(f"natural routing: hottest rank taken at {load_factor:.2f} x the mean")
     return CompletedJob(workload=workload, constants=tuple(constants.values()), notes=tuple(notes))
@@ -187,22 +256,48 @@ def _fill(cells: Mapping[str, str], values: Sequence[Mapping[str, str]]) -> dict
     return filled
 
 
+def matches(
+    cells: Mapping[str, str],
+    when: Mapping[str, Sequence[str]],
+    unless: Mapping[str, Sequence[str]],
+) -> bool:
+    """Return whether cells have a text of each column of `when`, and none of `unless`."""
+    return all(
+        _contains_any(cells.get(column, ""), texts) for column, texts in when.items()
+    ) and not any(_contains_any(cells.get(column, ""), texts) for column, texts in unless.items())
+
+
 def _contains_any(cell: str, texts: Sequence[str]) -> bool:
     return any(text in cell for text in texts)
 
 
-def _has_uneven_load(model: ModelSpec, workload: Workload, layout: Layout) -> bool:
-    if workload.routing is not Routing.LEARNED or not model.moe or layout.ep == 1:
-        return False
-    return not model.moe.router.selection_bias
+def natural_load_factor(model: ModelSpec, layout: Layout, *, scale: float = 1.0) -> float:
+    """Return the rows of the hottest expert rank over the mean that a step's time goes by.
 
-
-def _natural_load_factor(model: ModelSpec, layout: Layout) -> float:
-    """Return the rows of the hottest expert rank over the mean; ep where it gets all rows."""
-    if model.moe is None:
+    `scale` multiplies the excess over an even load.
+    """
+    if model.moe is None or layout.ep == 1:
         return 1.0
-    excess = source_facts().natural_routing.excess
-    return min(1 + excess * layout.ep / model.moe.experts, layout.ep)
+    natural = source_facts().natural_routing
+    router = model.moe.router
+    excess = natural.bias_excess if router.selection_bias else natural.aux_excess
+    return min(1 + scale * excess, _most_load(model.moe, layout))
+
+
+def natural_peak_load_factor(model: ModelSpec, layout: Layout) -> float:
+    """Return the rows of the hottest expert rank over the mean that its peak goes by."""
+    if model.moe is None or layout.ep == 1 or model.moe.router.selection_bias:
+        return 1.0
+    excess = source_facts().natural_routing.peak_excess * layout.ep / model.moe.experts
+    return min(1 + excess, _most_load(model.moe, layout))
+
+
+def _most_load(moe: MoeSpec, layout: Layout) -> float:
+    """Return the load of a rank that gets all rows that can go to it.
+
+    A token goes to distinct experts, so a rank gets as many of its rows as it has experts.
+    """
+    return layout.ep * min(moe.router.top_k, moe.experts // layout.ep) / moe.router.top_k
 
 
 def _constant(name: str, value: float, evidence: str) -> Constant:
