@@ -141,7 +141,7 @@ def test_a_calibration_reaches_the_rows_and_is_named(tmp_path: Path) -> None:
 def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> None:
     small = {"tokens_per_s_per_gpu": "1000"}
     huge = {"recompute_granularity": "none", "mbs": "4"}
-    maybe = {"recompute_granularity": "", "mbs": "4", "tokens_per_s_per_gpu": "1000"}
+    maybe = {**huge, "recompute_granularity": "", "source": "", "tokens_per_s_per_gpu": "1000"}
     scored_table = score_table(table(tmp_path, small, {"mbs": ""}, {**huge, "oom": "true"}, maybe))
     assert [row.id for row in scored_table.rows] == ["a-0", "a-1", "a-2", "a-3"]
     assert [row.verdict for row in scored_table.rows] == [

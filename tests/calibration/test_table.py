@@ -301,15 +301,37 @@ def test_what_software_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Pat
     assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.BF16
     (row,) = table(tmp_path, {**bridge, "optimizer": "adam, main grads fp32"}).rows
     assert row.workload.grad_dtype is row.workload.optimizer.moment_dtype is Dtype.FP32
-    # 128 experts over 8 ranks are 16 a rank: 1 + 4/16; a model with selection bias keeps itself
-    # even.
+    # A step waits for every layer's hottest rank; a peak is of one moment: 1 + 4 / 16 experts.
     guide = "Megatron MoE benchmark and tuning guide (Pai-Megatron-Patch commit 2b201af)"
     natural = {"id": "seed000-013", "source": guide, "force_balance": ""}
     (row,) = table(tmp_path, natural).rows
-    assert row.workload.load_factor == pytest.approx(1.25)
+    assert row.workload.load_factor == pytest.approx(2.0)
+    assert row.peak_workload.load_factor == pytest.approx(1.25)
     assert row.unstated == ("expert_load",)
     (row,) = table(tmp_path, {**bridge, "force_balance": "false"}).rows
-    assert row.workload.load_factor == 1.0
+    assert row.workload.load_factor == pytest.approx(1.7)  # a bias balances the batch
+    assert row.peak_workload.load_factor == 1.0
+
+
+def test_what_a_published_row_leaves_open_is_read_in_several_ways(tmp_path: Path) -> None:
+    blank = {"recompute_granularity": "", "recompute_modules": "", "cuda_graph": ""}
+    (row,) = table(tmp_path, {**blank, "source": "somebody's blog"}).rows
+    assert len(row.readings) > 1
+    assert sum(reading.share for reading in row.readings) == pytest.approx(1)
+    assert row.readings[0].layout == row.layout
+    assert {"recompute_granularity", "cuda_graph"} <= set(row.unstated)
+    assert {bool(reading.layout.recompute) for reading in row.readings} == {True, False}
+    (own,) = table(tmp_path, {**blank, "source": ""}).rows
+    assert [reading.share for reading in own.readings] == [1.0]
+    assert own.layout.recompute == ()
+
+
+def test_notes_tell_switches(tmp_path: Path) -> None:
+    overlap = {"overlap_moe_ep_comm": "true", "dispatcher": "alltoall"}
+    (row,) = table(tmp_path, {**overlap, "notes": "dropless; delay_wgrad_compute on"}).rows
+    assert Overlap.WGRAD in row.layout.overlap
+    (row,) = table(tmp_path, {"notes": "table: tokendrop; token-drop"}).rows
+    assert row.layout.capacity == 1.0
 
 
 def test_a_forks_own_policies_are_not_guessed(tmp_path: Path) -> None:

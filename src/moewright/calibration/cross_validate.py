@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from statistics import median
 
 from moewright.calibration.cells import PeakKind
-from moewright.calibration.fit import Fit, MeasuredRun, fit_constants
+from moewright.calibration.fit import Fit, fit_constants
+from moewright.calibration.fit_inputs import run_from_row
 from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.score import Calibration, predict_peak
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
-from moewright.cost.repricing import RepriceableStep
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant
 from moewright.spec.sourced import Sourced, SourceKind
@@ -115,7 +115,9 @@ def _key(row: MeasuredRow, columns: Sequence[str]) -> tuple[str, ...]:
 def _calibrate(
     row: MeasuredRow, fit: Fit, stack_constants: Mapping[str, Constant], source: str
 ) -> Calibration:
-    constants = fit.constants_for(row.hardware)
+    constants = fit.constants_for(
+        row.hardware, publisher=row.publisher, network=row.cells["network"]
+    )
     stack_constant = stack_constants.get(row.release_family)
     if stack_constant is not None:
         constants = (*constants, stack_constant)
@@ -128,7 +130,7 @@ def _unexplained_peaks(rows: Sequence[MeasuredRow]) -> list[_UnexplainedPeak]:
     for row in rows:
         if row.peak is None or row.peak.kind is not PeakKind.DEVICE or row.duplicate_of:
             continue
-        prediction = estimate(row.model, row.workload, row.hardware, row.layout)
+        prediction = estimate(row.model, row.peak_workload, row.hardware, row.layout)
         missing = (row.peak.value - predict_peak(row, prediction)) * row.peak.unit_bytes
         unexplained_bytes = missing + Constants(row.hardware)[_STACK_BYTES]
         peaks.append(_UnexplainedPeak(row=row, unexplained_bytes=unexplained_bytes))

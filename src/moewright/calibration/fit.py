@@ -30,7 +30,7 @@ _HUBER = 1.5
 _STEP = 0.02  # for derivatives by differences, in the logarithm of a constant
 _LARGEST_MOVE = 0.5
 _MAX_ITERATIONS = 8
-_LAST_JACOBIAN = 1  # the iteration after which derivatives stay as they are
+_LAST_JACOBIAN = 4  # the iteration after which derivatives stay as they are
 _REWEIGHTINGS = 12
 _CONVERGED = 0.003
 # Spread of constants that were fitted on published runs already, over the neutral spread.
@@ -318,7 +318,6 @@ class Fit:
         return sqrt(variance)
 
 
-
 def fit_constants(
     runs: Sequence[MeasuredRun],
     *,
@@ -368,8 +367,8 @@ def _solve(
 
     Robust weights are found by iteration: they fall where a residual stays large after the move.
     """
-    move = np.zeros(len(log_shifts))
-    hessian = np.diag(1 / spreads**2)
+    move: Vector = np.zeros(len(log_shifts))
+    hessian: Vector = np.diag(1 / spreads**2)
     for _ in range(_REWEIGHTINGS):
         left = np.abs((errors + jacobian @ move) * weights)
         robust = weights * np.sqrt(np.minimum(1.0, _HUBER / np.maximum(1e-9, left)))
@@ -377,7 +376,7 @@ def _solve(
         hessian = scaled.T @ scaled + np.diag(1 / spreads**2)
         gradient = scaled.T @ (errors * robust) + log_shifts / spreads**2
         previous = move
-        move = -np.linalg.solve(hessian, gradient)
+        move = np.asarray(-np.linalg.solve(hessian, gradient), dtype=np.float64)
         if float(np.abs(move - previous).max()) < _CONVERGED:
             break
     return move, hessian

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import hypot
 from types import MappingProxyType
 
 import numpy as np
@@ -43,12 +44,13 @@ _LEARNT_SHARE = 0.9
 # Multiples of the expected excess of the hottest rank at which natural routing is prepared.
 _LOAD_SCALES = (0.4, 1.0, 2.5)
 # Standard deviation of the logarithm of a row's seconds that no constant explains: of rows that the
-# model describes in full, of those with switches inferred, and of those whose router decides.
+# model describes in full, of those with switches inferred (besides the spread of their readings),
+# and of those whose router decides.
 _NOISE: Mapping[RowStatement, float] = MappingProxyType(
     {
         RowStatement.COMPLETE: RUN_NOISE,
-        RowStatement.UNSTATED: 0.12,
-        RowStatement.NATURAL: 0.15,
+        RowStatement.UNSTATED: 0.08,
+        RowStatement.NATURAL: 0.12,
     }
 )
 _MAX_BASES = 6  # layouts that are varied to find the next run
@@ -106,9 +108,7 @@ def runs_from_rows(
     Repeats of a layout share their weight: n of them count as sqrt(n).
     """
     repeats = Counter(_job_key(row) for row in rows)
-    return tuple(
-        run_from_row(row, hardware, weight=repeats[_job_key(row)] ** -0.5) for row in rows
-    )
+    return tuple(run_from_row(row, hardware, weight=repeats[_job_key(row)] ** -0.5) for row in rows)
 
 
 def run_from_row(
@@ -121,38 +121,41 @@ def run_from_row(
     """
     row_hardware = replace(hardware, count=row.hardware.count) if hardware else row.hardware
     steps = [
-        (reading.share, _priced_step(row, reading, hardware)) for reading in _readings_of(row)
+        (reading.share, _priced_step(row, reading, row_hardware)) for reading in _readings_of(row)
     ]
+    noise = _NOISE[row.kind]
+    prepared: PricedStep = steps[0][1]
+    if len(steps) > 1:
+        mixed = MixedStep(steps)
+        prepared = mixed
+        noise = hypot(noise, mixed.log_sd(()))
     return MeasuredRun(
         id=row.id,
-        prepared=steps[0][1] if len(steps) == 1 else MixedStep(steps),
+        prepared=prepared,
         hardware=row_hardware,
         measured_s=measured_step_s(row),
         weight=weight,
         publisher=row.publisher if row.cells else "",
         network=row.cells.get("network", ""),
-        noise=_NOISE[row.kind],
+        noise=noise,
     )
 
 
 def _readings_of(row: MeasuredRow) -> tuple[Reading, ...]:
-    own = Reading(share=1.0, workload=row.workload, hardware=row.hardware, layout=row.layout)
+    own = Reading(share=1.0, workload=row.workload, layout=row.layout)
     return row.readings or (own,)
 
 
-def _priced_step(row: MeasuredRow, reading: Reading, hardware: Hardware | None) -> PricedStep:
+def _priced_step(row: MeasuredRow, reading: Reading, hardware: Hardware) -> PricedStep:
     """Return a reading of a row, prepared; under natural routing at several loads."""
-    on = reading.hardware
-    if hardware:
-        on = replace(hardware, count=reading.hardware.count)
     if row.kind is not RowStatement.NATURAL or not row.cells:
-        return RepriceableStep(row.model, reading.workload, on, reading.layout)
+        return RepriceableStep(row.model, reading.workload, hardware, reading.layout)
     steps: list[tuple[float, PricedStep]] = []
     for scale in _LOAD_SCALES:
         load_factor = natural_load_factor(row.model, reading.layout, scale=scale)
         workload = replace(reading.workload, load_factor=load_factor)
-        steps.append((scale, RepriceableStep(row.model, workload, on, reading.layout)))
-    return NaturalStep(steps, default=Constants(on)[LOAD_SCALE])
+        steps.append((scale, RepriceableStep(row.model, workload, hardware, reading.layout)))
+    return NaturalStep(steps, default=Constants(hardware)[LOAD_SCALE])
 
 
 def _job_key(row: MeasuredRow) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from moewright.calibration import cells as cell
 from moewright.calibration.cells import MeasuredPeak
+from moewright.calibration.readings import Reading, likely_readings
 from moewright.calibration.software_facts import (
     apply_software_facts,
     facts_for,
@@ -22,7 +23,6 @@ from moewright.calibration.software_facts import (
     infer_cells,
     natural_peak_load_factor,
 )
-from moewright.calibration.readings import Reading, likely_readings
 from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_without_mtp
 from moewright.calibration.unstated import enumerate_readings, find_unstated_columns
 from moewright.cost.estimate import estimate
@@ -144,10 +144,8 @@ def _parse_likely_readings(
         raise refusal
     readings = likely_readings(
         rows[0][1].model,
-        [
-            Reading(share=share, workload=row.workload, hardware=row.hardware, layout=row.layout)
-            for share, row in rows
-        ],
+        rows[0][1].hardware,
+        [Reading(share=share, workload=row.workload, layout=row.layout) for share, row in rows],
     )
     likeliest = next(row for _, row in rows if row.layout == readings[0].layout)
     return replace(likeliest, readings=readings)

@@ -36,11 +36,12 @@ class Reading:
 
     share: float
     workload: Workload
-    hardware: Hardware
     layout: Layout
 
 
-def likely_readings(model: ModelSpec, readings: Sequence[Reading]) -> tuple[Reading, ...]:
+def likely_readings(
+    model: ModelSpec, hardware: Hardware, readings: Sequence[Reading]
+) -> tuple[Reading, ...]:
     """Return the likely readings, the likeliest first; shares sum to 1.
 
     Readings of the same job are one.
@@ -53,7 +54,7 @@ def likely_readings(model: ModelSpec, readings: Sequence[Reading]) -> tuple[Read
         merged[job] = replace(reading, share=share)
     ordered = sorted(merged.values(), key=lambda reading: -reading.share)
     if len({reading.layout.recompute for reading in ordered}) > 1:
-        ordered = _weigh_by_memory(model, ordered)
+        ordered = _weigh_by_memory(model, hardware, ordered)
     kept: list[Reading] = []
     total = 0.0
     whole = sum(reading.share for reading in ordered)
@@ -65,13 +66,15 @@ def likely_readings(model: ModelSpec, readings: Sequence[Reading]) -> tuple[Read
     return tuple(replace(reading, share=reading.share / total) for reading in kept)
 
 
-def _weigh_by_memory(model: ModelSpec, readings: Sequence[Reading]) -> list[Reading]:
+def _weigh_by_memory(
+    model: ModelSpec, hardware: Hardware, readings: Sequence[Reading]
+) -> list[Reading]:
     """Return readings whose shares fall as their recompute fits less likely, for the run ran."""
     probability: dict[object, float] = {}
     for reading in readings:
         recompute = reading.layout.recompute
         if recompute not in probability:
-            prediction = estimate(model, reading.workload, reading.hardware, reading.layout)
+            prediction = estimate(model, reading.workload, hardware, reading.layout)
             spread = hypot(prediction.peak_sd_bytes, _PEAK_ERROR * prediction.peak_bytes)
             probability[recompute] = NormalDist().cdf(prediction.margin_bytes / spread)
             if probability[recompute] > _SURE:

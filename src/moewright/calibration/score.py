@@ -11,6 +11,7 @@ from statistics import fmean, median
 
 from moewright.calibration.cells import PeakKind
 from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.software_facts import source_facts
 from moewright.calibration.splits import (
     GroupScore,
     SpeedErrors,
@@ -117,12 +118,15 @@ def score_table(
 def _score_row(row: MeasuredRow, calibration: Calibration) -> ScoredRow:
     hardware = replace(row.hardware, constants=(*row.hardware.constants, *calibration.constants))
     prediction = estimate(row.model, row.workload, hardware, row.layout)
+    at_peak = prediction
+    if row.peak_workload != row.workload:
+        at_peak = estimate(row.model, row.peak_workload, hardware, row.layout)
     notes = [calibration.source, *row.notes]
     if row.unstated:
         notes.append(f"not stated, taken at the default: {', '.join(row.unstated)}")
     if row.duplicate_of:
         notes.append(f"the same measurement as {row.duplicate_of}")
-    verdict = prediction.verdict
+    verdict = at_peak.verdict
     may_recompute = "recompute_granularity" in row.unstated
     if verdict is Verdict.OOM and may_recompute and not row.oom:
         verdict = Verdict.UNCERTAIN
@@ -139,7 +143,7 @@ def _score_row(row: MeasuredRow, calibration: Calibration) -> ScoredRow:
         measured_tokens_per_s_per_gpu=row.speed.tokens_per_s_per_device if row.speed else None,
         predicted_tokens_per_s_per_gpu=prediction.tokens_per_s_per_device,
         measured_peak_memory_gb=row.peak.value if row.peak else None,
-        predicted_peak_memory_gb=predict_peak(row, prediction),
+        predicted_peak_memory_gb=predict_peak(row, at_peak),
         verdict=verdict,
         measured_oom=row.oom,
         calibration="; ".join(notes),
@@ -161,7 +165,9 @@ def predict_peak(row: MeasuredRow, prediction: Estimate) -> float:
         left_out = _NOT_ALLOCATED
     rank = -1 if kind is PeakKind.LAST_RANK else prediction.peak_rank
     rows = prediction.ledgers[rank].device_rows
-    counted_bytes = sum(memory.bytes for memory in rows if memory.component not in left_out)
+    counted_bytes = float(sum(memory.bytes for memory in rows if memory.component not in left_out))
+    if kind is PeakKind.DEVICE:
+        counted_bytes += source_facts().device_monitor.extra_bytes
     return counted_bytes / row.peak.unit_bytes
 
 

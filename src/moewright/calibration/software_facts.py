@@ -84,6 +84,15 @@ class NaturalRouting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMonitor:
+    """The bytes that a monitor of the whole device reads beside what a peak is made of."""
+
+    extra_bytes: float
+    extra_bytes_sd: float
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
     """Cells that a source may have meant, and how likely that is."""
 
@@ -113,6 +122,7 @@ class SourceFacts:
 
     release_age: ReleaseAge
     natural_routing: NaturalRouting
+    device_monitor: DeviceMonitor
     device: tuple[DeviceName, ...]
     fact: tuple[SourceFact, ...]
     inference: tuple[Inference, ...]
@@ -158,8 +168,9 @@ def infer_cells(
 ) -> tuple[tuple[float, dict[str, str]], ...]:
     """Return what the empty cells of a row may say, with how likely that is, likeliest first.
 
-    A rule may ask for `moe` (yes, no) and `stated` (full, part: whether all that decides the speed
-    is stated) beside the columns. A cell that a rule fills is left alone by the rules after it.
+    A row without a source is one of the user's own, whose empty cells are defaults. A rule may ask
+    for `moe` (yes, no) and `stated` (full, part: whether all that decides the speed is stated)
+    beside the columns. A cell that a rule fills is left alone by the rules after it.
     """
     row = {
         **cells,
@@ -169,6 +180,8 @@ def infer_cells(
         "stated": "full" if is_full else "part",
     }
     guesses: list[tuple[float, dict[str, str]]] = [(1.0, {})]
+    if not cells["source"]:
+        return tuple(guesses)
     for rule in source_facts().inference:
         if rule.holds_for(row):
             guesses = [
@@ -188,9 +201,7 @@ def _fill_guess(
     cells: Mapping[str, str], guess: Mapping[str, str], values: Mapping[str, str]
 ) -> dict[str, str]:
     new = {
-        column: text
-        for column, text in values.items()
-        if not cells[column] and column not in guess
+        column: text for column, text in values.items() if not cells[column] and column not in guess
     }
     return {**guess, **new}
 
