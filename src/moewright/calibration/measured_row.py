@@ -131,11 +131,11 @@ def _parse_likely_readings(
     _require_needed_cells(cells)
     model = cell.parse_model(cells["model"])
     facts = facts_for(cells, model)
-    known = fill_implied(fill_stated(cells, facts), facts)
-    is_full = not any(_find_unstated(known, model))
+    cells_so_far = fill_implied(fill_stated(cells, facts), facts)
+    is_full = not any(_find_unstated(cells_so_far, model))
     rows: list[tuple[float, MeasuredRow]] = []
     refusal: BadInput | None = None
-    for share, guess in infer_cells(known, model, is_full=is_full):
+    for share, guess in infer_cells(cells_so_far, model, is_full=is_full):
         try:
             rows.append((share, _parse_reading(cells, user_hardware, guess)))
         except BadInput as error:
