@@ -94,7 +94,7 @@ def test_zero3_gathers_two_layers() -> None:
     sharded = parse_layout("zero3", world_size=16)
     layer_numel = rank_layer_numel(QWEN, sharded, 0)
     assert gathered_bytes(WORK, layer_numel[None]).tolist() == [2 * layer * (2 + 4)]
-    assert memory_bytes(estimate_layout("zero3"), Component.TRANSIENT) > 2 * layer * 6
+    assert memory_bytes(estimate_layout("zero3"), Component.TRANSIENT) >= 2 * layer * 6
 
 
 def test_natural_routing_eats_the_margin() -> None:

@@ -87,9 +87,11 @@ def test_an_mtp_depth_is_a_layer_a_projection_and_a_pass_through_the_head() -> N
     assert memory_bytes(with_mtp, Component.WEIGHTS, Module.MTP) == pytest.approx(
         layer + 2 * 2 * H * H + norms, abs=2 * H
     )
-    assert memory_bytes(with_mtp, Component.LOGITS, Module.HEAD) == 2 * memory_bytes(
+    # Of its logits the softmax in fp32 waits for backward while the head runs.
+    more = memory_bytes(with_mtp, Component.LOGITS, Module.HEAD) - memory_bytes(
         without, Component.LOGITS, Module.HEAD
     )
+    assert more == 4096 * (4 * V + 2 * H + 8)
 
 
 @pytest.mark.parametrize("extra", [0, 1, 3])

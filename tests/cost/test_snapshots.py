@@ -42,7 +42,7 @@ def _assert_equal(left: RankTable, right: RankTable) -> None:
 
 @given(pipelines())
 def test_moments_are_those_of_a_walk(pipeline: tuple[Layout, int]) -> None:
-    """A forward that runs beside a backward is seen twice, with a layer more alive."""
+    """A forward beside a backward is seen twice with a layer more, and alone as it ends."""
     layout, micro_batches = pipeline
     for pp_rank, rows in enumerate(schedule.timetable(layout, micro_batches)):
         table = rank_table(layout, micro_batches, pp_rank)
@@ -67,10 +67,11 @@ def _walk(
         if skips:
             skips = False
         elif is_forward and after is not None and _runs_beside(layout, row, after):
-            yield [*live], row.chunk, after.chunk, row.chunk
+            yield [*live], -1, after.chunk, row.chunk
             live[after.chunk] -= 1
             live[row.chunk] += 1
-            yield [*live], row.chunk, after.chunk, row.chunk
+            yield [*live], -1, after.chunk, row.chunk
+            yield [*live], row.chunk, -1, -1
             skips = True
         elif is_forward:
             live[row.chunk] += 1

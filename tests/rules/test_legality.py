@@ -225,7 +225,7 @@ def test_the_batch_divides() -> None:
 @pytest.mark.parametrize(
     ("change", "rule", "near"),
     [
-        ({"shard": 4}, "zero=1 cuts no weights: shard goes with zero=3", "0"),
+        ({"zero": 0, "shard": 4}, "zero=0 cuts no states: shard goes with zero=1 and zero=3", "0"),
         (
             {"zero": 3, "shard": 3},
             "must divide the 8 ranks of dp * cp, and be more than 1",

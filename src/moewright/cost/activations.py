@@ -32,7 +32,7 @@ from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Workload
+from moewright.spec.workload import CrossEntropyKernel, Workload
 
 INT64_BYTES = 8
 FP32_BYTES = 4
@@ -40,16 +40,20 @@ FP32_BYTES = 4
 MODULES = tuple(Module)  # the last axis of arrays of saved bytes
 _COLUMN: Mapping[Module, int] = MappingProxyType({module: i for i, module in enumerate(MODULES)})
 
-# The saved tensor (rules.recompute) that each offload choice moves to the host: its module's input.
-_OFFLOADED: Mapping[Offload, tuple[Module, str]] = MappingProxyType(
+# The saved tensors (rules.recompute) that each offload choice moves to the host: its module's
+# input, and what attention keeps of its scores.
+_OFFLOADED: Mapping[Offload, tuple[Module, tuple[str, ...]]] = MappingProxyType(
     {
-        Offload.ATTN_NORM: (Module.NORM, "layer_input"),
-        Offload.QKV_LINEAR: (Module.ATTENTION, "input_norm_out"),
-        Offload.CORE_ATTN: (Module.ATTENTION, "qkv"),
-        Offload.ATTN_PROJ: (Module.ATTENTION, "attention_out"),
-        Offload.MLP_NORM: (Module.NORM, "residual"),
-        Offload.EXPERT_FC1: (Module.EXPERTS, "permuted"),
-        Offload.MOE_ACT: (Module.EXPERTS, "fc1"),
+        Offload.ATTN_NORM: (Module.NORM, ("layer_input",)),
+        Offload.QKV_LINEAR: (Module.ATTENTION, ("input_norm_out",)),
+        Offload.CORE_ATTN: (
+            Module.ATTENTION,
+            ("qkv", "probabilities", "dropped_probabilities"),
+        ),
+        Offload.ATTN_PROJ: (Module.ATTENTION, ("attention_out",)),
+        Offload.MLP_NORM: (Module.NORM, ("residual",)),
+        Offload.EXPERT_FC1: (Module.EXPERTS, ("permuted",)),
+        Offload.MOE_ACT: (Module.EXPERTS, ("fc1",)),
     }
 )
 
@@ -101,6 +105,11 @@ class ActivationPolicies:
         return np.array([self.graphs.index(policy.graphs) for policy in self.members])
 
     @cached_property
+    def recomputes_layers(self) -> Array:
+        """Whether each policy recomputes whole layers [policies]."""
+        return np.array([Recompute.FULL in policy.recompute for policy in self.members])
+
+    @cached_property
     def offloaded_modules(self) -> Array:
         """How many modules of a layer each policy sends to the host [policies]."""
         return np.array([count_offloaded_modules(policy.offload) for policy in self.members])
@@ -134,7 +143,8 @@ class ActivationContext:
 
     `input_ratio` is the size of the quantised input of an 8-bit linear over its 16-bit size; None
     where linears are not 8-bit. `is_fused` means a CUDA stack, which exchanges attention's output
-    again in backward and keeps no logits.
+    again in backward and keeps no logits. `kept_logit_bytes` is what it keeps of a logit of an MTP
+    depth until that depth's backward, which follows the last head's.
     """
 
     model: ModelSpec
@@ -142,6 +152,7 @@ class ActivationContext:
     layout: Layout
     is_fused: bool
     input_ratio: float | None
+    kept_logit_bytes: int = 0
 
 
 def activation_context(constants: Constants, sym: Symbols) -> ActivationContext:
@@ -155,7 +166,15 @@ def activation_context(constants: Constants, sym: Symbols) -> ActivationContext:
         layout=sym.layout,
         is_fused=sym.is_fused,
         input_ratio=input_ratio,
+        kept_logit_bytes=_kept_logit_bytes(sym),
     )
+
+
+def _kept_logit_bytes(sym: Symbols) -> int:
+    if not sym.is_fused or Recompute.LOSS in sym.layout.recompute:
+        return 0
+    is_in_place = sym.workload.trainer.cross_entropy is CrossEntropyKernel.IN_PLACE
+    return sym.c if is_in_place else FP32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,12 +182,14 @@ class LayerActivations:
     """Bytes of one layer and micro-batch, for each policy.
 
     `saved` [policies, modules] stays on the device; `offloaded` [policies] goes to the host;
-    `recomputed` [policies] is what backward computes again and holds meanwhile.
+    `recomputed` [policies] is what backward computes again and holds meanwhile, and
+    `recomputed_attention` what attention has of it.
     """
 
     saved: Array
     offloaded: Array
     recomputed: Array
+    recomputed_attention: Array
 
 
 def layer_activations(
@@ -200,11 +221,13 @@ def layer_activations(
     by_module = np.zeros((len(tensors), len(MODULES)))
     by_module[np.arange(len(tensors)), [_COLUMN[tensor.module] for tensor in tensors]] = kept
     saved = masks.on_device @ by_module
+    in_attention = whole * [tensor.owner is Module.ATTENTION for tensor in tensors]
     saved[:, _COLUMN[Module.OTHER]] = _graph_bytes(context, policies)
     return LayerActivations(
         saved=saved,
         offloaded=masks.sent @ kept,
         recomputed=whole.sum() - masks.recomputed_kept @ whole,
+        recomputed_attention=in_attention.sum() - masks.recomputed_kept @ in_attention,
     )
 
 
@@ -266,7 +289,8 @@ def count_offloaded_modules(offload: Collection[Offload]) -> int:
 
 def is_offloaded(tensor: recompute.SavedTensor, choices: Collection[Offload]) -> bool:
     """Return whether one of the choices moves the tensor to the host."""
-    return any((tensor.owner, tensor.name) == _OFFLOADED.get(choice) for choice in choices)
+    sent = (_OFFLOADED[choice] for choice in choices if choice in _OFFLOADED)
+    return any(tensor.owner is module and tensor.name in names for module, names in sent)
 
 
 def quantised_bytes(
@@ -304,7 +328,9 @@ def outside_bytes(context: ActivationContext) -> Array:
 
 def mtp_bytes(context: ActivationContext) -> Array:
     """Return what an MTP depth keeps besides its layer [modules]: an embedding's and a head's."""
-    return _embedding_bytes(context) + _head_bytes(context)
+    logits = _tokens(context) * shards.shard_size(context.model.vocab_size, context.layout.tp)
+    kept = _modules({Module.HEAD: context.kept_logit_bytes * logits})
+    return _embedding_bytes(context) + _head_bytes(context) + kept
 
 
 def _embedding_bytes(context: ActivationContext) -> Array:

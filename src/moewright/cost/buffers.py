@@ -7,12 +7,13 @@ from math import ceil, prod
 
 import numpy as np
 
+from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
 from moewright.rules import micro_batches, recompute, shards
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
-from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Workload
+from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.workload import AttentionBackend, ExpertKernels, Fusion, Workload
 
 # DeepEP's defaults (deep_ep/csrc/config.hpp): channels (two SMs each), tokens that a peer may have
 # under way inside the node and between nodes, and what travels beside a token's hidden state
@@ -22,6 +23,13 @@ _DEEPEP_CHANNELS = 10
 _DEEPEP_TOKENS_INSIDE = 256
 _DEEPEP_TOKENS_BETWEEN = 128
 _DEEPEP_BESIDE_BYTES = 2064
+
+# Threads with a cuBLAS handle of their own: that of the program and that of backward.
+_HANDLES = 2
+# Streams on which Transformer Engine starts the products of several experts.
+_GROUPED_STREAMS = 4
+
+_BF16_BYTES = 2
 
 _GATHERED_LAYERS = 2  # the layer at work and the one after it
 
@@ -80,3 +88,98 @@ def rank_layer_numel(model: ModelSpec, layout: Layout, pp_rank: int) -> Array:
         ],
         dtype=float,
     )
+
+
+def resident_bytes(
+    constants: Constants, sym: Symbols, has_experts: Collection[bool], *, has_head: bool
+) -> int:
+    """Return the bytes that stay all step long on a rank besides model states and activations.
+
+    They are gradient placeholders, the workspaces of libraries, and the buffer that gathers share.
+    `has_experts` tells which kinds of layer a rank holds: with experts, without, or both.
+    """
+    grouped = sym.workload.trainer.expert_kernels is ExpertKernels.GROUPED and True in has_experts
+    streams = 1 + (_GROUPED_STREAMS if grouped else 0)
+    cublas_bytes = sym.workload.trainer.cublas_workspace_bytes or constants["cublas_bytes"]
+    workspaces = _HANDLES * cublas_bytes + streams * constants["gemm_workspace_bytes"]
+    gather = gather_buffer_bytes(sym, has_experts, has_head=has_head)
+    head = head_placeholder_bytes(constants, sym) if has_head else 0
+    return placeholder_bytes(sym, has_experts) + head + round(workspaces) + gather
+
+
+def head_placeholder_bytes(constants: Constants, sym: Symbols) -> int:
+    """Return the bytes of the gradient placeholders that the head and MTP's projection cache.
+
+    Megatron-LM makes the head's in every backward until August 2025 and caches it since.
+    """
+    is_unfused = Fusion.WEIGHT_GRAD in sym.workload.trainer.unfused
+    is_older = constants["stack_age_years"] > constants["head_placeholder_years"]
+    if not sym.is_fused or is_unfused or is_older:
+        return 0
+    model = sym.model
+    joined = 2 * model.hidden_size if model.mtp_layers else 0
+    return _BF16_BYTES * (model.vocab_size + joined) * model.hidden_size // sym.layout.tp
+
+
+def gather_buffer_bytes(sym: Symbols, has_experts: Collection[bool], *, has_head: bool) -> int:
+    """Return the bytes of the buffer that gathers of Megatron-LM's own layers share.
+
+    It stays as large as its largest use: the input of the head (of all linears in its own layers)
+    under sequence parallelism, the rows that an all-gather dispatcher takes, and in its own
+    attention the products of queries and keys.
+    """
+    if not sym.is_fused:
+        return 0
+    layout, h = sym.layout, sym.model.hidden_size
+    is_local = sym.workload.trainer.attention_backend is AttentionBackend.LOCAL
+    sizes = [0]
+    if layout.sp and layout.tp > 1 and (has_head or is_local):
+        sizes.append(sym.T * h)
+    if layout.dispatcher is DispatcherKind.ALL_GATHER and True in has_experts:
+        ranks = layout.ep * layout.etp
+        sizes.append(sym.t * ranks * h if ranks > 1 else 0)
+    if is_local and has_experts:
+        sizes.append(score_count(sym))
+    return sym.c * max(sizes)
+
+
+def score_count(sym: Symbols) -> int:
+    """Return the scores of queries and keys of a layer and micro-batch on a rank."""
+    return sym.T * sym.seq_len * sym.model.attention.heads // sym.layout.tp
+
+
+def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
+    """Return the gradient placeholders that fused linear layers cache, in bf16.
+
+    There is one for each distinct weight shape, in CUDA stacks only. `has_experts` tells which
+    kinds of layer a rank holds: with experts, without, or both.
+    """
+    is_unfused = Fusion.WEIGHT_GRAD in sym.workload.trainer.unfused
+    if not sym.is_fused or not has_experts or is_unfused:
+        return 0
+    model, layout, spec, h = sym.model, sym.layout, sym.model.attention, sym.model.hidden_size
+    wide = 2 if model.gated else 1
+    shapes = {(h, spec.out_width // layout.tp)}
+    if spec.kind is AttentionKind.GQA:
+        shapes.add(((spec.q_width + 2 * spec.kv_width) // layout.tp, h))
+    else:
+        q_in = spec.q_lora_rank or h
+        shapes |= {
+            (spec.q_width // layout.tp, q_in),
+            (spec.kv_lora_rank + spec.qk_rope_head_dim, h),
+        }
+        shapes.add(
+            (spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) // layout.tp, spec.kv_lora_rank)
+        )
+        shapes |= {(spec.q_lora_rank, h)} if spec.q_lora_rank else set()
+    widths = set()
+    if False in has_experts:
+        widths.add(model.dense_ffn_size // layout.tp)
+    if model.moe is not None and True in has_experts:
+        widths.add(model.moe.shared_ffn_size // layout.tp)
+        width, inner = model.moe.ffn_size // layout.etp, model.expert_width
+        shapes |= {(wide * width, inner), (inner, width)}
+        shapes |= {(inner, h), (h, inner)} if model.moe.latent_size else set()
+    for width in widths:
+        shapes |= {(wide * width, h), (h, width)}
+    return _BF16_BYTES * sum(rows * columns for rows, columns in shapes)

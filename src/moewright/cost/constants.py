@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moewright.spec.hardware import Constant, DeviceKind, Hardware
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.units import GIB
+from moewright.spec.units import GIB, MIB
 from moewright.spec.workload import Dtype
 
 TIME_FINDINGS = "fit of 96 published MoE rows, centre of the neutral priors"
@@ -29,6 +29,9 @@ _NARROW_HEADS = (
     "AIConfigurator 0.11.0 attention tables: heads of 64 reach 0.78 (Hopper) and 0.64 (Blackwell)"
     " of heads of 128"
 )
+_CUBLAS = "workspace of a handle in PyTorch: 8 MiB and 128 KiB, but 32 MiB on Hopper"
+_HEAD_PLACEHOLDER = "Megatron-LM e7c55de99e (2025-08) caches the head's gradient placeholder"
+_GEMM_WORKSPACE = "Transformer Engine, a stream: 32 MiB from Hopper on; Megatron-LM golden values"
 _WEIGHT_TRAFFIC = "expert weights and their sums, the rest under products"
 _RECOMPUTED_MOE = "a MoE block launches about this share of its layer's forward; docs/findings.md 2"
 
@@ -139,7 +142,9 @@ _CUDA = (
     _assumed("context_bytes", 0.55 * GIB, "CUDA context and libraries"),
     _assumed("communicator_bytes", 0.45 * GIB, "one a group; NCCL issue 964 says 0.5-0.7"),
     _assumed("communicator_bytes_sd", 0.2 * GIB, MEMORY_FINDINGS),
-    _assumed("workspace_bytes", 1e8, "library workspaces"),
+    _datasheet("cublas_bytes", 8.125 * MIB, _CUBLAS),
+    _measured("head_placeholder_years", 0.9, _HEAD_PLACEHOLDER),
+    _measured("gemm_workspace_bytes", 32 * MIB, _GEMM_WORKSPACE),
     _assumed("stack_bytes", 0.0, "what a software stack holds beside all of this; fitted a stack"),
     _assumed("logit_bytes", 6.0, "bf16 logits and their fp32 softmax; 2 when fused in place"),
     _fitted("fp8_weight_copies_bytes", 2.0, "row- and column-wise; 11 FP8-Flow pairs, median 1.6"),
@@ -210,7 +215,9 @@ _CPU = (
     _assumed("context_bytes", 0.0, "the interpreter is not counted"),
     _assumed("communicator_bytes", 0.0, "gloo keeps no staging buffers to speak of"),
     _assumed("communicator_bytes_sd", 0.0, "as above"),
-    _assumed("workspace_bytes", 0.0, "library workspaces are small"),
+    _assumed("cublas_bytes", 0.0, "library workspaces are small"),
+    _assumed("gemm_workspace_bytes", 0.0, "library workspaces are small"),
+    _assumed("head_placeholder_years", 0.0, "of fused stacks only"),
     _assumed("stack_bytes", 0.0, "as above"),
     _assumed("logit_bytes", 6.0, "of fused stacks only"),
     _assumed("fp8_weight_copies_bytes", 0.0, _NO_8BIT),

@@ -5,7 +5,7 @@ The bytes that parts of a stage keep are arrays over activation policies; an est
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,14 @@ from moewright.cost.activations import (
     outside_bytes,
     saved_rows,
 )
-from moewright.cost.buffers import dispatcher_bytes, gathered_bytes, rank_layer_numel
+from moewright.cost.buffers import (
+    dispatcher_bytes,
+    gathered_bytes,
+    head_placeholder_bytes,
+    rank_layer_numel,
+    resident_bytes,
+    score_count,
+)
 from moewright.cost.constants import Constants
 from moewright.cost.model_states import (
     LINEAR_MODULES,
@@ -39,8 +46,10 @@ from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Verdict
+from moewright.spec.workload import CrossEntropyKernel
 
 _BF16_BYTES = 2
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +95,16 @@ def layer_memory(
     even = capacity.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
     load = sym.R / even if even else 1.0
     kept = layer_activations(context, policies, part, load=load)
-    transient = layer_gradient_bytes(sym, part.layer) + kept.recomputed * sym.layout.recompute_span
+    mlp = mlp_gradient_bytes(sym, part.layer)
+    attention = attention_gradient_bytes(sym)
+    # Modules are recomputed as backward comes to them, a whole layer (or span) at once.
+    by_module = np.maximum(
+        mlp + kept.recomputed - kept.recomputed_attention, attention + kept.recomputed_attention
+    )
+    whole = max(mlp, attention) + kept.recomputed * sym.layout.recompute_span
+    transient = np.where(policies.recomputes_layers, whole, by_module) + gathered_hidden_bytes(sym)
+    if Overlap.WGRAD in sym.layout.overlap:
+        transient = transient + delayed_gradient_bytes(sym)
     saved = kept.saved + mtp_bytes(context) if part.is_mtp else kept.saved
     return LayerMemory(saved=saved, transient=transient, offloaded=kept.offloaded)
 
@@ -156,7 +174,8 @@ def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentC
     """Count the parts alive at the moments of a rank that holds `counts` [chunks, parts]."""
     moments = take_snapshots(table, counts, table.chunk)
     chunks = np.concatenate([counts, np.zeros((1, parts.count))])  # the last stands for none
-    head_passes = chunks[moments.forward][:, parts.head_columns].sum(axis=1)
+    # The head's pass follows those of MTP depths, whose logits are kept by then.
+    head_passes = chunks[moments.forward][:, parts.head_columns].any(axis=1)
     return MomentCounts(
         live=np.concatenate([moments.live, head_passes[:, None]], axis=1),
         backward=chunks[moments.backward],
@@ -232,22 +251,25 @@ def rank_memory(
     allocated = [*states, *activation_rows(memory, counts, table)]
     columns = np.flatnonzero(counts[:, : len(memory.parts.layers)].any(axis=0))
     has_experts = {memory.parts.layers[column].kind.is_moe for column in columns}
-    resident = placeholder_bytes(sym, has_experts) + round(constants["workspace_bytes"])
+    has_head = bool(counts[:, memory.parts.head_columns].any())
+    resident = resident_bytes(constants, sym, has_experts, has_head=has_head)
+    gathered = 0
     if layout.zero == 3:
         layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
-        resident += int(gathered_bytes(workload, layer_numel)[0])
+        gathered = int(gathered_bytes(workload, layer_numel)[0])
     copied = checkpoint_copy_bytes(workload, layout, sets)
     if sym.is_fused:
         on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))
     else:
         resident += copied  # a CPU's memory is the host's
-    total = sum(row.bytes for row in allocated) + resident
+    total = sum(row.bytes for row in allocated) + resident + gathered
     device = runtime_overhead(
         constants, total, groups=count_communicators(layout), buffers=dispatcher_bytes(sym)
     )
     transient = sum(row.bytes for row in allocated if row.component is Component.TRANSIENT)
     allowances = (
-        (Component.TRANSIENT, transient + resident),
+        (Component.BUFFERS, resident),
+        (Component.TRANSIENT, transient + gathered),
         (Component.FRAGMENTATION, round(device.reserved_bytes)),
         (Component.COMMUNICATION, round(device.communication_bytes)),
     )
@@ -323,9 +345,16 @@ def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
     gradient of the head's input in fp32.
     """
     layout = sym.layout
+    logit_bytes = {
+        CrossEntropyKernel.FP32: constants["logit_bytes"],
+        CrossEntropyKernel.COMPILED: constants["logit_bytes"] + _FP32_BYTES,
+        CrossEntropyKernel.IN_PLACE: sym.c,
+    }[sym.workload.trainer.cross_entropy]
     logits = sym.T * sym.model.vocab_size // layout.tp
     head_input = sym.c * sym.T * sym.model.hidden_size
     head_weight = _BF16_BYTES * sym.model.vocab_size * sym.model.hidden_size // layout.tp
+    if head_placeholder_bytes(constants, sym):
+        head_weight = 0  # it stays (cost.buffers)
     if Recompute.LOSS in layout.recompute:
         piece = sym.T * recompute.loss_chunk_columns(sym.model, layout)
         summed = 4 * sym.T * sym.model.hidden_size
@@ -333,27 +362,28 @@ def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
             return HeadBytes(
                 forward=sym.c * piece, backward=2 * sym.c * piece + head_weight + summed
             )
-        fused = max(
-            round(constants["logit_bytes"] * piece), 4 * piece + head_weight + head_input + summed
-        )
+        fused = max(round(logit_bytes * piece), 4 * piece + head_weight + head_input + summed)
         return HeadBytes(forward=fused, backward=0)
     if not sym.is_fused:
         return HeadBytes(forward=0, backward=sym.c * logits + head_weight)
-    fused = max(round(constants["logit_bytes"] * logits), 2 * logits + head_weight + head_input)
+    fused = max(round(logit_bytes * logits), 2 * logits + head_weight + head_input)
     return HeadBytes(forward=fused, backward=0)
 
 
-def layer_gradient_bytes(sym: Symbols, layer: int) -> int:
-    """Return the bytes of the gradients that the backward of a layer holds.
+def gathered_hidden_bytes(sym: Symbols) -> int:
+    """Return the bytes of the hidden state that a layer's backward gathers, twice under TP."""
+    return sym.c * sym.T * sym.model.hidden_size * (2 if sym.layout.tp > 1 else 1)
+
+
+def mlp_gradient_bytes(sym: Symbols, layer: int) -> int:
+    """Return the bytes of the gradients that the backward of a layer's MLP or experts holds.
 
     These are the gradients of the first projection's output, of the activation and of the rows that
-    enter the MLP; the gathered hidden state (twice under TP); rows as ETP ranks gather them; and
-    the output gradients that delayed weight gradients need.
+    enter the MLP, and rows as ETP ranks gather them.
     """
     model, layout = sym.model, sym.layout
     # The outputs of gate and up (or of up alone) and of the activation, in widths of the MLP.
     ffn_widths = 3 if model.gated else 2
-    gathered = sym.c * sym.T * model.hidden_size * (2 if layout.tp > 1 else 1)
     if is_moe_layer(model, layer) and model.moe is not None:
         row_width = ffn_widths * model.moe.ffn_size // layout.etp + model.expert_width
         gradients = sym.c * sym.R * row_width
@@ -362,9 +392,20 @@ def layer_gradient_bytes(sym: Symbols, layer: int) -> int:
             gradients += sym.c * model.expert_width * etp_rows
     else:
         gradients = sym.c * sym.T * ffn_widths * model.dense_ffn_size // layout.tp
-    if Overlap.WGRAD in layout.overlap:
-        gradients += delayed_gradient_bytes(sym)
-    return gradients + gathered
+    return gradients
+
+
+def attention_gradient_bytes(sym: Symbols) -> int:
+    """Return the bytes of gradients that attention with whole score matrices holds at once.
+
+    Those of the probabilities and of the scores stand side by side. Where probabilities are
+    dropped, what was left of them is free by then, so there is one more matrix, not two. Attention
+    in tiles holds less than an MLP; its gradients are not counted.
+    """
+    trainer = sym.workload.trainer
+    if not trainer.attention_backend.keeps_scores:
+        return 0
+    return (1 if trainer.attention_dropout else 2) * sym.c * score_count(sym)
 
 
 def delayed_gradient_bytes(sym: Symbols) -> int:
@@ -387,42 +428,6 @@ def delayed_gradient_bytes(sym: Symbols) -> int:
     outputs = (2 if shared_ffn else 1) * sym.T * model.hidden_size
     sharded = sym.T * sharded_width // layout.tp
     return sym.c * (sharded + sym.t * replicated_width + outputs)
-
-
-def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
-    """Return the gradient placeholders that fused linear layers cache, in bf16.
-
-    There is one for each distinct weight shape, in CUDA stacks only. `has_experts` tells which
-    kinds of layer a rank holds: with experts, without, or both.
-    """
-    if not sym.is_fused or not has_experts:
-        return 0
-    model, layout, spec, h = sym.model, sym.layout, sym.model.attention, sym.model.hidden_size
-    wide = 2 if model.gated else 1
-    shapes = {(h, spec.out_width // layout.tp)}
-    if spec.kind is AttentionKind.GQA:
-        shapes.add(((spec.q_width + 2 * spec.kv_width) // layout.tp, h))
-    else:
-        q_in = spec.q_lora_rank or h
-        shapes |= {
-            (spec.q_width // layout.tp, q_in),
-            (spec.kv_lora_rank + spec.qk_rope_head_dim, h),
-        }
-        shapes.add(
-            (spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) // layout.tp, spec.kv_lora_rank)
-        )
-        shapes |= {(spec.q_lora_rank, h)} if spec.q_lora_rank else set()
-    widths = set()
-    if False in has_experts:
-        widths.add(model.dense_ffn_size // layout.tp)
-    if model.moe is not None and True in has_experts:
-        widths.add(model.moe.shared_ffn_size // layout.tp)
-        width, inner = model.moe.ffn_size // layout.etp, model.expert_width
-        shapes |= {(wide * width, inner), (inner, width)}
-        shapes |= {(inner, h), (h, inner)} if model.moe.latent_size else set()
-    for width in widths:
-        shapes |= {(wide * width, h), (h, width)}
-    return _BF16_BYTES * sum(rows * columns for rows, columns in shapes)
 
 
 def count_communicators(layout: Layout) -> int:

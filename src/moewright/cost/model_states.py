@@ -16,9 +16,10 @@ from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import SaveMode, Workload
+from moewright.spec.workload import MatrixUpdate, SaveMode, Workload
 
 MASTER_BYTES = 4
+MOMENTUM_BYTES = 4  # Muon's, in fp32
 # Modules whose weights are operands of 8-bit linears; router, embedding, norms and head stay in 16
 # bits.
 LINEAR_MODULES = frozenset(
@@ -171,18 +172,23 @@ def fsdp_rows(
 
 
 def state_bytes(
-    workload: Workload, layout: Layout, whole: Array, own: Array
+    workload: Workload, layout: Layout, whole: Array, own: Array, own_linear: Array
 ) -> dict[Component, Array]:
     """Return the bytes of all states; those of an offloaded optimizer are in host memory.
 
     `whole` are the elements of the rank's parameters before ZeRO shards them, `own` those of the
-    rank's shards, both in arrays of one shape.
+    rank's shards, and `own_linear` those of linear weights among them, all in arrays of one shape.
     """
     sharded = sharded_states(layout.zero)
     sizes = {
         component: nbytes * (own if component in sharded else whole)
         for component, nbytes in state_bytes_per_parameter(workload).items()
     }
+    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        adam_bytes = 2 * workload.optimizer.moment_dtype.nbytes
+        sizes[Component.MOMENTS] = sizes[Component.MOMENTS] - own_linear * (
+            adam_bytes - MOMENTUM_BYTES
+        )
     if Offload.OPTIMIZER not in layout.offload:
         return sizes
     on_host = np.zeros_like(whole)
@@ -198,6 +204,7 @@ def state_rows(
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
     modules = tuple(Module)
+    is_linear = np.array([module in LINEAR_MODULES for module in modules])
     whole, own = np.zeros((2, len(modules)))
     for bucket_set in sets:
         for elements, is_whole in ((whole, True), (own, False)):
@@ -205,7 +212,9 @@ def state_rows(
                 elements[modules.index(module)] += numel
     return tuple(
         MemoryRow(component=component, module=module, bytes=int(nbytes))
-        for component, sizes in sorted(state_bytes(workload, layout, whole, own).items())
+        for component, sizes in sorted(
+            state_bytes(workload, layout, whole, own, own * is_linear).items()
+        )
         for module, nbytes in sorted(zip(modules, sizes.tolist(), strict=True))
         if nbytes
     )

@@ -18,6 +18,7 @@ from moewright.spec.workload import (
     CrossEntropyKernel,
     Dtype,
     ExpertKernels,
+    MatrixUpdate,
     Workload,
 )
 
@@ -65,6 +66,9 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
     if layout.graphs:
         graphs = "+".join(layout.graphs)
         yield Reason(field="layout.graphs", value=graphs, rule=_NOT_YET, nearest="none")
+    if layout.zero == 1 and layout.shard:
+        rule = "the engine shards optimizer states over all ranks of dp * cp"
+        yield Reason(field="layout.shard", value=str(layout.shard), rule=rule, nearest="0")
     if layout.zero == 3 and layout.pp > 1:
         rule = (
             "the engine cuts weights without a pipeline alone: it would gather a stage again for "
@@ -175,6 +179,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("expert_kernels", trainer.expert_kernels, ExpertKernels.GROUPED),
         ("cross_entropy", trainer.cross_entropy, CrossEntropyKernel.FP32),
         ("unfused", "+".join(trainer.unfused), ""),
+        ("matrix_update", workload.optimizer.matrix_update, MatrixUpdate.ADAMW),
     )
     return (
         *(

@@ -215,8 +215,8 @@ def _check_shard(layout: Layout) -> Iterator[Reason]:
     shard = layout.shard
     if not shard:
         return
-    if layout.zero != 3:
-        rule = f"zero={layout.zero} cuts no weights: shard goes with zero=3"
+    if layout.zero == 0:
+        rule = "zero=0 cuts no states: shard goes with zero=1 and zero=3"
         yield _reason("shard", shard, rule, "0")
         return
     dense_ranks = layout.dp * layout.cp

@@ -25,6 +25,7 @@ from moewright.search.space import SearchSpace, StatePolicy
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Module
+from moewright.spec.workload import MatrixUpdate
 
 _WITHOUT_EXPERTS, _WITH_EXPERTS = False, True
 
@@ -67,13 +68,14 @@ class ScreeningMemory:
         self._constants = constants
         self._policies = policies
         self._state_policies = states
-        self._follows_linear = space.workload.precision.is_narrow and any(
-            policy.zero == 3 for policy in states
+        is_muon = space.workload.optimizer.matrix_update is MatrixUpdate.MUON
+        self._follows_linear = is_muon or (
+            space.workload.precision.is_narrow and any(policy.zero == 3 for policy in states)
         )
         # On a CPU, device and host share a memory, so a checkpoint that is being saved counts.
         self._checkpoints_on_device = space.hardware.device.kind is not DeviceKind.CUDA
         self._dense_layers: dict[tuple[int, int, int, int], memory.LayerMemory] = {}
-        self._placeholders: dict[tuple[int, int], Array] = {}
+        self._buffers: dict[tuple[object, ...], Array] = {}
         self._communicators: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
         self._fills: dict[tuple[str, int, int], BucketFill] = {}
         self._elements: dict[tuple[object, ...], RankElements] = {}
@@ -118,6 +120,7 @@ class ScreeningMemory:
         fullest += short.take(moment, axis=0)
         activations = batch.fullest_moments(fullest)
         resident = self._resident_bytes(parts_memory.sym, batch)
+        resident = resident + self._buffer_bytes(parts_memory.sym, batch)[:, None]
         allocated = np.zeros((*is_searched.shape, len(self._policies.members)))
         for column in range(len(self._state_policies)):
             some = np.flatnonzero(is_searched[:, column])
@@ -195,16 +198,11 @@ class ScreeningMemory:
         )
 
     def _resident_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return the bytes of what lives all step long [ranks, state policies].
-
-        These are model states, 8-bit copies of weights, and buffers.
-        """
+        """Return the bytes of states, copies and gathers of weights [ranks, state policies]."""
         cut = sym.layout
         key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp
         if key not in self._resident:
-            resident = np.repeat(
-                self._placeholder_bytes(sym, batch)[:, None], len(self._state_policies), axis=1
-            )
+            resident = np.zeros((len(batch.ranks), len(self._state_policies)))
             for column, policy in enumerate(self._state_policies):
                 is_searched = np.array(
                     [policy.is_searched_on(shape, self._space) for shape in batch.pipelines.shapes]
@@ -227,7 +225,11 @@ class ScreeningMemory:
         layout = replace(cut, zero=policy.zero, offload=policy.offload)
         elements = self.elements(cut, policy.zero, batch)
         sizes = model_states.state_bytes(
-            workload, layout, elements.numel[ranks].sum(axis=1), elements.own[ranks]
+            workload,
+            layout,
+            elements.numel[ranks].sum(axis=1),
+            elements.own[ranks],
+            elements.own_linear[ranks],
         )
         total = sum(
             (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),
@@ -246,19 +248,28 @@ class ScreeningMemory:
             total += self._replica_bytes(sym, batch)[ranks]
         return total
 
-    def _placeholder_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
-        """Return the bytes of gradient placeholders and workspaces [ranks]."""
-        key = sym.layout.tp, sym.layout.etp
-        if key not in self._placeholders:
+    def _buffer_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
+        """Return the bytes of placeholders, workspaces and gathers [ranks]."""
+        cut = sym.layout
+        key = cut.tp, cut.cp, cut.ep, cut.etp, cut.mbs, cut.dispatcher
+        if key not in self._buffers:
             # By the kinds of layer that a rank holds: none, dense, MoE, both; `kinds` below.
             fullest = ((), (_WITHOUT_EXPERTS,), (_WITH_EXPERTS,), (_WITHOUT_EXPERTS, _WITH_EXPERTS))
-            self._placeholders[key] = np.array(
-                [memory.placeholder_bytes(sym, kinds) for kinds in fullest], dtype=float
+            self._buffers[key] = np.array(
+                [
+                    [
+                        memory.resident_bytes(self._constants, sym, kinds, has_head=has_head)
+                        for kinds in fullest
+                    ]
+                    for has_head in (False, True)
+                ],
+                dtype=float,
             )
         layers = batch.ranks[:, : len(self._parts.layers)]
         is_moe = np.array([part.kind.is_moe for part in self._parts.layers])
         kinds = (layers[:, ~is_moe] > 0).any(axis=1) + 2 * (layers[:, is_moe] > 0).any(axis=1)
-        return self._placeholders[key][kinds] + round(self._constants["workspace_bytes"])
+        has_head = (batch.ranks[:, self._parts.head_columns] > 0).any(axis=1)
+        return self._buffers[key][has_head.astype(int), kinds]
 
     def _layer_numel(self, cut: Layout, batch: PipelineBatch, ranks: Array) -> Array:
         """Return the elements of ranks' layers [some ranks, 2 x blocks], for what zero=3 gathers.

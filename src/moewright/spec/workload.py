@@ -38,6 +38,13 @@ class Routing(StrEnum):
     MEASURED = "measured"  # as many tokens as `load_histogram` counted
 
 
+class MatrixUpdate(StrEnum):
+    """The optimizers of the matrices of layers; all other parameters are AdamW's."""
+
+    ADAMW = "adamw"
+    MUON = "muon"  # one fp32 momentum, made orthogonal (not run by this engine)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
     """AdamW with decoupled weight decay, and a schedule of the learning rate.
@@ -56,6 +63,7 @@ class OptimizerSpec:
     weight_decay: float = 0.1  # decoupled decay of matrices; norms and biases never decay
     clip_norm: float = 1.0  # 0: no clipping
     moment_dtype: Dtype = Dtype.FP32  # number format of the two moments
+    matrix_update: MatrixUpdate = MatrixUpdate.ADAMW  # what updates the matrices of layers
     bucket_elements: int = 40_000_000  # a gradient bucket closes when it holds this many
 
 
@@ -181,7 +189,8 @@ class Fusion(StrEnum):
 class CrossEntropyKernel(StrEnum):
     """The implementations of the loss, by what they keep of the logits."""
 
-    FP32 = "fp32"  # their softmax in fp32
+    FP32 = "fp32"  # their softmax in fp32, whose gradient takes its place
+    COMPILED = "compiled"  # the same by torch.compile, which copies it for the gradient
     IN_PLACE = "in_place"  # their gradient in their own place and dtype
 
 
@@ -198,6 +207,8 @@ class TrainerSpec:
     hidden_dropout: float = 0.0  # share of what a block adds to the residual stream that is dropped
     # how the products of a rank's experts are computed
     expert_kernels: ExpertKernels = ExpertKernels.GROUPED
+    # bytes of a cuBLAS workspace, of which forward and backward have one each; 0: PyTorch's own
+    cublas_workspace_bytes: int = 0
     cross_entropy: CrossEntropyKernel = CrossEntropyKernel.FP32  # what the loss keeps of logits
     unfused: tuple[Fusion, ...] = ()  # chains of operations that run one by one
 

@@ -85,9 +85,10 @@ def trainer_flags(trainer: TrainerSpec, *, is_gated: bool) -> Iterator[Flag]:
         yield "--transformer-impl", "local"
     elif trainer.attention_backend is not AttentionBackend.FLASH:
         yield "--attention-backend", trainer.attention_backend.value
-    if trainer.cross_entropy is CrossEntropyKernel.IN_PLACE:
+    if trainer.cross_entropy is not CrossEntropyKernel.FP32:
+        is_in_place = trainer.cross_entropy is CrossEntropyKernel.IN_PLACE
         yield ("--cross-entropy-loss-fusion",)
-        yield "--cross-entropy-fusion-impl", "te"
+        yield "--cross-entropy-fusion-impl", "te" if is_in_place else "native"
     activation = "--no-bias-swiglu-fusion" if is_gated else "--no-bias-gelu-fusion"
     switches = {
         Fusion.ACTIVATION: activation,

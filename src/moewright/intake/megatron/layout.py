@@ -22,12 +22,14 @@ from moewright.spec.layout import (
 from moewright.spec.model import ModelSpec
 
 _NOT_PLANNED = {
-    "--use-tp-pp-dp-mapping": "ranks in another order",
     "--hybrid-context-parallel": "sequences of one batch cut differently",
     "--tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
     "--moe-expert-rank-capacity-factor": "a budget of rows a rank",
 }
+_DENSE_GRAPH = "mlp"
+_OTHER_RANK_ORDER = "--use-tp-pp-dp-mapping"
+_INSTANCES = "--num-distributed-optimizer-instances"
 _FSDP_ZERO = {"no_shard": 0, "optim": 1, "optim_grads_params": 3}
 _DEPRECATED_GRAPHS = {"--external-cuda-graph": "transformer_engine", "--enable-cuda-graph": "local"}
 
@@ -55,10 +57,13 @@ def read_layout(
         zero=_read_zero(arguments) if zero is None else zero,
     )
     layout = _read_context_parallel(arguments, layout)
+    layout = _read_optimizer_instances(arguments, layout)
     notes: tuple[str, ...] = ()
     if model.moe is not None:
         layout = _read_experts(arguments, layout)
         notes = _note_expert_defaults(arguments, tp)
+    if arguments.has(_OTHER_RANK_ORDER):
+        notes += (f"{_OTHER_RANK_ORDER} is taken for the usual order of ranks: only links differ",)
     layout = read_stages(arguments, model, layout)
     layout = replace(layout, vpp_group=arguments.integer(LAYOUT_OPTIONS["vpp_group"]))
     layout = _read_recompute(arguments, layout)
@@ -81,10 +86,6 @@ def _read_micro_batch(arguments: Arguments) -> int:
 
 def _read_zero(arguments: Arguments) -> int:
     is_sharded = arguments.has("--use-distributed-optimizer")
-    instances = "--num-distributed-optimizer-instances"
-    if arguments.integer(instances, 1) > 1:
-        rule = "optimizer states sharded within several groups cannot be planned here"
-        raise BadInput(Reason(field=instances, rule=rule, nearest="1"))
     if arguments.has("--use-torch-fsdp2"):
         return 3
     strategy = arguments.text("--data-parallel-sharding-strategy", "optim_grads_params")
@@ -101,6 +102,22 @@ def _read_zero(arguments: Arguments) -> int:
             )
         )
     return _FSDP_ZERO[strategy]
+
+
+def _read_optimizer_instances(arguments: Arguments, layout: Layout) -> Layout:
+    """Return the layout with states sharded within each of several groups of data-parallel ranks.
+
+    Groups of one rank shard nothing.
+    """
+    instances = arguments.size(_INSTANCES)
+    if instances == 1 or layout.zero != 1:
+        return layout
+    ranks = layout.dp * layout.cp
+    if ranks % instances:
+        rule = f"must divide the {ranks} ranks of data and context parallelism"
+        raise BadInput(Reason(field=_INSTANCES, value=str(instances), rule=rule, nearest="1"))
+    shard = ranks // instances
+    return replace(layout, shard=shard) if shard > 1 else replace(layout, zero=0)
 
 
 def _read_context_parallel(arguments: Arguments, layout: Layout) -> Layout:
@@ -277,6 +294,9 @@ def _read_graphs(arguments: Arguments) -> tuple[tuple[CudaGraphScope, ...], tupl
         return (CudaGraphScope.FULL,), notes
     legal = [scope.value for scope in CudaGraphScope if scope is not CudaGraphScope.FULL]
     scopes = [word for module in modules for word in module.replace(",", " ").split()]
+    if _DENSE_GRAPH in scopes and len(scopes) > 1:
+        scopes.remove(_DENSE_GRAPH)
+        notes += (f"{name} {_DENSE_GRAPH} is not planned: dense MLPs are launched one by one",)
     if not scopes or not set(scopes) <= set(legal):
         rule = (
             f"graphs of {', '.join(scopes) or 'whole layers'} cannot be planned here; "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from moewright.intake.megatron.arguments import Arguments
+from moewright.spec.units import KIB
 from moewright.spec.workload import (
     AttentionBackend,
     CrossEntropyKernel,
@@ -13,6 +15,7 @@ from moewright.spec.workload import (
     TrainerSpec,
 )
 
+_CUBLAS_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 _DROPOUT = 0.1  # Megatron-LM's default for both
 # Transformer Engine's switches of its backends, in the order in which it prefers them.
 _TILED_BACKENDS = (
@@ -38,6 +41,7 @@ def read_trainer(arguments: Arguments, environment: Mapping[str, str]) -> Traine
         attention_backend=_read_attention_backend(arguments, environment),
         attention_dropout=arguments.number("--attention-dropout", _DROPOUT),
         hidden_dropout=arguments.number("--hidden-dropout", _DROPOUT),
+        cublas_workspace_bytes=_parse_workspace(environment.get(_CUBLAS_CONFIG, "")),
         cross_entropy=_read_cross_entropy(arguments),
         expert_kernels=_read_expert_kernels(arguments),
         unfused=tuple(sorted(_read_unfused(arguments))),
@@ -72,13 +76,18 @@ def _read_expert_kernels(arguments: Arguments) -> ExpertKernels:
     return ExpertKernels.SEQUENTIAL
 
 
+def _parse_workspace(config: str) -> int:
+    """Return the bytes of pairs :KiB:count such as ":4096:8"; 0 where there are none."""
+    pairs = re.findall(r":(\d+):(\d+)", config)
+    return sum(int(size) * int(count) for size, count in pairs) * KIB
+
+
 def _read_cross_entropy(arguments: Arguments) -> CrossEntropyKernel:
-    """Return the loss's kernel; of Megatron-LM's own ones, fused or not, none works in place."""
-    is_fused = arguments.has("--cross-entropy-loss-fusion")
+    """Return the loss's kernel; Megatron-LM's own fusion is torch.compile's."""
     implementation = arguments.text("--cross-entropy-fusion-impl", "native")
-    if is_fused and implementation == "te":
-        return CrossEntropyKernel.IN_PLACE
-    return CrossEntropyKernel.FP32
+    if not arguments.has("--cross-entropy-loss-fusion"):
+        return CrossEntropyKernel.FP32
+    return CrossEntropyKernel.IN_PLACE if implementation == "te" else CrossEntropyKernel.COMPILED
 
 
 def _read_unfused(arguments: Arguments) -> set[Fusion]:

@@ -19,6 +19,7 @@ from moewright.spec.workload import (
     Dtype,
     LossScalingSpec,
     LossSpec,
+    MatrixUpdate,
     OptimizerSpec,
     RouterAssignment,
     RouterDtype,
@@ -35,6 +36,11 @@ _BALANCE_COEFFICIENTS = {
     "aux_loss": "aux_coeff",
     "seq_aux_loss": "seq_aux_coeff",
     "global_aux_loss": "global_aux_coeff",
+}
+_MATRIX_UPDATES = {
+    "adam": MatrixUpdate.ADAMW,
+    "muon": MatrixUpdate.MUON,
+    "dist_muon": MatrixUpdate.MUON,
 }
 _MAX_STEPS = 10**9
 _DEFAULT_EVAL_BATCHES = 8
@@ -162,7 +168,7 @@ def _read_optimizer(
     arguments: Arguments, timed: Workload, layout: Layout, steps: int
 ) -> OptimizerSpec:
     kind = arguments.text("--optimizer", "adam")
-    if kind != "adam":
+    if kind not in _MATRIX_UPDATES:
         rule = "its states cannot be planned here"
         raise BadInput(Reason(field="--optimizer", value=kind, rule=rule, nearest="adam"))
     lr = arguments.number("--lr", OptimizerSpec().lr)
@@ -184,6 +190,7 @@ def _read_optimizer(
         weight_decay=arguments.number("--weight-decay", 0.01),
         clip_norm=arguments.number("--clip-grad", 1.0),
         moment_dtype=_read_moment_dtype(arguments),
+        matrix_update=_MATRIX_UPDATES[kind],
         bucket_elements=arguments.integer("--ddp-bucket-size") or default_bucket,
     )
 
