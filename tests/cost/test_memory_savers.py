@@ -152,9 +152,7 @@ def test_what_a_piece_of_the_logits_takes(kind: DeviceKind) -> None:
     if kind is DeviceKind.CPU:
         assert result == HeadBytes(forward=2 * block, backward=4 * block + 2 * weight + 4 * block)
     else:
-        assert result == HeadBytes(
-            forward=4 * block + 2 * block + 4 * block, backward=0
-        )
+        assert result == HeadBytes(forward=4 * block + 2 * block + 4 * block, backward=0)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
