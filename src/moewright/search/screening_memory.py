@@ -13,7 +13,7 @@ import numpy as np
 
 from moewright.cost import memory, model_states
 from moewright.cost.activations import ActivationPolicies, activation_context
-from moewright.cost.buffers import dispatcher_bytes, gathered_bytes
+from moewright.cost.buffers import dispatcher_bytes, gathered_bytes, resident_bytes
 from moewright.cost.constants import Constants
 from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
 from moewright.cost.replicas import replica_rows
@@ -258,7 +258,7 @@ class ScreeningMemory:
             self._buffers[key] = np.array(
                 [
                     [
-                        memory.resident_bytes(self._constants, sym, kinds, has_head=has_head)
+                        resident_bytes(self._constants, sym, kinds, has_head=has_head)
                         for kinds in fullest
                     ]
                     for has_head in (False, True)
@@ -269,7 +269,7 @@ class ScreeningMemory:
         is_moe = np.array([part.kind.is_moe for part in self._parts.layers])
         kinds = (layers[:, ~is_moe] > 0).any(axis=1) + 2 * (layers[:, is_moe] > 0).any(axis=1)
         has_head = (batch.ranks[:, self._parts.head_columns] > 0).any(axis=1)
-        return self._buffers[key][has_head.astype(int), kinds]
+        return np.asarray(self._buffers[key][has_head.astype(int), kinds])
 
     def _layer_numel(self, cut: Layout, batch: PipelineBatch, ranks: Array) -> Array:
         """Return the elements of ranks' layers [some ranks, 2 x blocks], for what zero=3 gathers.
