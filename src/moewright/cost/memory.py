@@ -175,7 +175,7 @@ def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentC
     moments = take_snapshots(table, counts, table.chunk)
     chunks = np.concatenate([counts, np.zeros((1, parts.count))])  # the last stands for none
     # The head's pass follows those of MTP depths, whose logits are kept by then.
-    head_passes = chunks[moments.forward][:, parts.head_columns].max(axis=1)
+    head_passes = chunks[moments.forward][:, parts.head_columns].max(axis=1).clip(max=1)
     return MomentCounts(
         live=np.concatenate([moments.live, head_passes[:, None]], axis=1),
         backward=chunks[moments.backward],

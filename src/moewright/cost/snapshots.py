@@ -123,14 +123,14 @@ def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
     if len(first):
         # While layers of both run, with what was alive before either or with what is after both;
         # and as the forward ends with the head, when the backward has freed its last layer.
-        each = np.repeat(first, 3)
+        pairs = np.repeat(first, 3)
         ends = np.stack(
             [kept[first] - row_contents[first], kept[first + 1], kept[first + 1]], axis=1
         )
         is_head = np.tile([False, False, True], len(first))
-        order = np.argsort(np.concatenate([np.flatnonzero(is_alone), each]), kind="stable")
+        order = np.argsort(np.concatenate([np.flatnonzero(is_alone), pairs]), kind="stable")
         live = np.concatenate([live, ends.reshape(-1, contents.shape[1])])[order]
-        forward = np.concatenate([forward, np.where(is_head, item[each], -1)])[order]
-        backward = np.concatenate([backward, np.where(is_head, -1, item[each + 1])])[order]
-        paired = np.concatenate([paired, np.where(is_head, -1, item[each])])[order]
+        forward = np.concatenate([forward, np.where(is_head, item[pairs], -1)])[order]
+        backward = np.concatenate([backward, np.where(is_head, -1, item[pairs + 1])])[order]
+        paired = np.concatenate([paired, np.where(is_head, -1, item[pairs])])[order]
     return Snapshots(live=live, forward=forward, backward=backward, paired=paired)
