@@ -11,7 +11,7 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, fsdp, grid, shards
-from moewright.rules.parameters import Param
+from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module

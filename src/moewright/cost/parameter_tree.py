@@ -16,7 +16,7 @@ import numpy as np
 from moewright.cost.model_states import LINEAR_MODULES
 from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, shards
-from moewright.rules.parameters import Param
+from moewright.rules.param import Param
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 

@@ -4,7 +4,7 @@ The reader is strict where a field changes the model, and never runs code from a
 reads both forms of rope (`rope_theta` + `rope_scaling`, `rope_parameters`) and all spellings of the
 expert count. Fields that say nothing about the model's shape are ignored; `unknown_fields` names
 those that moewright does not know. A field that asks for other mathematics (another scorer,
-activation or mixer, a soft cap) is refused by name.
+activation or mixer, a soft cap, an unknown switch that is on) is refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moewright.intake.fields import (
     FieldReader,
     nearest_divisor,
 )
-from moewright.intake.hf_attention import read_gqa, read_mla
+from moewright.intake.hf_attention import read_attention, read_rope_layers
 from moewright.intake.hf_experts import (
     MoeLayers,
     read_deepseek_v2,
@@ -36,8 +36,24 @@ from moewright.intake.hf_experts import (
     read_olmoe,
     read_qwen_moe,
 )
+from moewright.intake.hf_layers import read_layer_plan, read_mtp_layers
+from moewright.intake.hf_moe_families import (
+    read_bailing,
+    read_deepseek_v4,
+    read_ernie,
+    read_granite,
+    read_hunyuan,
+    read_kimi_linear,
+    read_llama4,
+    read_minimax,
+    read_nemotron_h,
+    read_phimoe,
+)
+from moewright.intake.hf_style import TIED, UNROTATED, read_style
+from moewright.intake.hf_unknown import skipped_names
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
+    Activation,
     AttentionKind,
     AttentionSpec,
     ModelSpec,
@@ -52,135 +68,69 @@ MAX_FILE_BYTES = 16 * 2**20
 # Model types whose token mixer a ModelSpec cannot describe, and what it is.
 _UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
-        "qwen3_next": "gated delta net (linear attention) layers",
-        "qwen3_5_moe": "gated delta net (linear attention) layers",
-        "nemotron_h": "hybrid Mamba-2 layers",
-        "deepseek_v32": "sparse attention with an indexer (DSA)",
-        "deepseek_v4": "compressed sparse attention layers",
-        "glm_moe_dsa": "sparse attention with an indexer (DSA)",
         "jamba": "hybrid Mamba layers",
-        "falcon_h1": "hybrid Mamba-2 layers",
+        "falcon_h1": "Mamba-2 and attention side by side",
         "mamba": "Mamba layers",
         "mamba2": "Mamba-2 layers",
     }
 )
 
-# Fields that say nothing about the shape of the model.
-_HARMLESS = (
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "_name_or_path",
-    "name_or_path",
-    "use_cache",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "unk_token_id",
-    "decoder_start_token_id",
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "aux_loss_alpha",
-    "seq_aux",
-    "ep_size",
-    "pretraining_tp",
-    "quantization_config",
-    "max_window_layers",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "num_nextn_predict_layers",
-    "is_decoder",
-    "chunk_size_feed_forward",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "task_specific_params",
-    "tokenizer_class",
-    "use_bfloat16",
-    "torchscript",
-    "initial_context_length",
-    "_attn_implementation",
-    "attn_implementation",
-    "router_z_loss_coef",
-    "moe_z_loss_coef",
-    "expert_parallel",
-)
-
-# An unknown field asks for other mathematics if its name contains one of these,
-_TELLING_PARTS = (
-    "mamba",
-    "ssm",
-    "linear_",
-    "conv",
-    "hybrid",
-    "index_",
-    "indexer",
-    "dsa",
-    "delta",
-    "softcap",
-    "soft_cap",
-    "multiplier",
-    "residual_streams",
-    "hash_layers",
-    "latent",
-    "cross_attention",
-    "output_gate",
-    "compress",
-    "full_attention_interval",
-    "attention_chunk",
-    "no_rope",
-    "inverse_layer",
-    "logit_scale",
-    "dropout",
-    "pdrop",
-    "alibi",
-    "parallel_attn",
-    "parallel_residual",
-    "sandwich",
-    "zero_expert",
-    "engram",
-    "mhc",
-)
-# or begins with one of these, the parts of a model that decide its mathematics.
-_TELLING_PREFIXES = (
-    "attention_",
-    "attn_",
-    "qk_",
-    "rope_",
-    "rotary_",
-    "norm_",
-    "mlp_",
-    "ffn_",
-    "moe_",
-    "router_",
-    "expert",
-    "n_group",
-)
-
 _GPT2_SUMMARY_FIELDS = ("activation", "proj_to_labels", "type", "use_proj")
-_MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-
 # The reader of each family's experts; None for a dense family.
 FAMILIES: Mapping[str, Callable[[FieldReader, int], MoeLayers] | None] = MappingProxyType(
     {
         "mixtral": read_mixtral,
         "qwen2_moe": read_qwen_moe,
         "qwen3_moe": read_qwen_moe,
+        "qwen3_vl_moe_text": read_qwen_moe,
         "olmoe": read_olmoe,
         "gpt_oss": read_gpt_oss,
         "deepseek_v2": read_deepseek_v2,
         "deepseek_v3": read_deepseek_v3,
         "kimi_k2": read_deepseek_v3,
+        "dots1": read_deepseek_v3,
+        "glm4_moe": read_deepseek_v3,
+        "glm4_moe_lite": read_deepseek_v3,
+        "minimax_m2": read_minimax,
+        "ernie4_5_moe": read_ernie,
+        "hunyuan_v1_moe": read_hunyuan,
+        "bailing_moe": read_bailing,
+        "bailing_moe_v2": read_bailing,
+        "phimoe": read_phimoe,
+        "granitemoe": read_granite,
+        "granitemoeshared": read_granite,
+        "llama4_text": read_llama4,
+        "grok-1": read_mixtral,
+        "qwen3_next": read_qwen_moe,
+        "qwen3_5_moe_text": read_qwen_moe,
+        "kimi_linear": read_kimi_linear,
+        "nemotron_h": read_nemotron_h,
+        "deepseek_v32": read_deepseek_v3,
+        "glm_moe_dsa": read_deepseek_v3,
+        "deepseek_v4": read_deepseek_v4,
         "llama": None,
         "mistral": None,
         "qwen2": None,
         "qwen3": None,
+        "smollm3": None,
+        "olmo3": None,
+        "nemotron": None,
         "gpt2": None,
     }
 )
+
+# Model types whose `text_config` holds the language model, and the family it has by default. What
+# they see or hear beside is not part of the ModelSpec.
+_NESTED: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen3_vl_moe": "qwen3_vl_moe_text",
+        "qwen3_5_moe": "qwen3_5_moe_text",
+        "llama4": "llama4_text",
+        "kimi_k25": "kimi_k2",
+    }
+)
+# Fields of such a model type beside `text_config`, by the beginning or the end of their names.
+_BESIDE_TEXT = ("vision", "image", "video", "audio", "projection", "boi_", "eoi_", "mm_", "media")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,98 +189,119 @@ def _read_table(file: Path) -> Mapping[str, Any]:
 
 def _parse(config: Mapping[str, Any], where: str, name: str) -> _ParsedConfig:
     fields = FieldReader(config, where)
-    family = _read_family(fields)
+    skipped: tuple[str, ...] = ()
+    family = fields.raw_value("model_type")
+    if isinstance(family, str) and family in _NESTED:
+        fields, family, skipped = _enter_text_config(fields, family)
+    else:
+        family = _read_family(fields)
     model = _read_gpt2(fields, name) if family == "gpt2" else _read_rotary(fields, family, name)
-    fields.ignore(*_HARMLESS)
-    unknown = fields.unread_names()
-    for field in unknown:
-        if _is_telling(field) and not _is_off(fields.raw_value(field)):
-            raise fields.refusal(field, "asks for what moewright does not model", "leave it out")
-    return _ParsedConfig(model=model, unknown_fields=unknown)
+    return _ParsedConfig(model=model, unknown_fields=(*skipped, *skipped_names(fields)))
 
 
-def _is_telling(field: str) -> bool:
-    return field.startswith(_TELLING_PREFIXES) or any(part in field for part in _TELLING_PARTS)
+def _enter_text_config(
+    fields: FieldReader, outer_family: str
+) -> tuple[FieldReader, str, tuple[str, ...]]:
+    """Return the nested language model, its family, and the fields beside it that are skipped."""
+    text = fields.table("text_config")
+    if text is None:
+        raise fields.refusal("text_config", "is missing: it holds the language model")
+    beside = (field for field in fields.unread_names() if _is_beside_text(field))
+    fields.ignore("model_type", "tie_word_embeddings", *beside)
+    family = text.raw_value("model_type") or _NESTED[outer_family]
+    text.ignore("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise text.refusal("model_type", f"must be {_NESTED[outer_family]}", _NESTED[outer_family])
+    return text, family, skipped_names(fields)
 
 
-def _is_off(value: object) -> bool:
-    """Whether an unknown field leaves the model as it is: absent, off, or a factor of 1."""
-    return value in (None, False, 0, 1, 1.0, [], {})
+def _is_beside_text(field: str) -> bool:
+    is_other_part = any(part in field for part in _BESIDE_TEXT)
+    return is_other_part or field.endswith(("_token_id", "_token_index"))
 
 
 def _read_family(fields: FieldReader) -> str:
     family = fields.raw_value("model_type")
     fields.ignore("model_type")
-    rule = f"must be one of {', '.join(FAMILIES)}"
+    names = (*FAMILIES, *_NESTED)
+    rule = f"must be one of {', '.join(names)}"
     if family is None:
-        raise fields.refusal("model_type", f"is missing; one of {', '.join(FAMILIES)}")
+        raise fields.refusal("model_type", f"is missing; one of {', '.join(names)}")
     if not isinstance(family, str):
         raise fields.refusal("model_type", rule)
     if family in _UNSUPPORTED:
         raise fields.refusal(
             "model_type",
-            f"has {_UNSUPPORTED[family]}, a mixer that moewright does not model; "
-            "supported: GQA and MLA attention",
+            f"has {_UNSUPPORTED[family]}, a mixer that moewright does not model",
         )
     if family not in FAMILIES:
-        raise fields.refusal("model_type", rule, closest_match(family, FAMILIES))
+        raise fields.refusal("model_type", rule, closest_match(family, names))
     return family
 
 
 def _read_rotary(fields: FieldReader, family: str, name: str) -> ModelSpec:
-    """Read any family but GPT-2: RMSNorm, rotary positions, gated MLP."""
+    """Read any family but GPT-2, by the parts that its layers consist of."""
     hidden = fields.integer("hidden_size", low=1, high=MAX_HIDDEN)
-    layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
-    max_position = fields.integer("max_position_embeddings", low=1, high=MAX_POSITION, default=2048)
-    fields.choice("hidden_act", choices=("silu", "swiglu"), default="silu")
-    fields.require_neutral("attention_dropout", 0)
-    fields.require_neutral("partial_rotary_factor", 1)
-    read_attention = read_mla if family in _MLA_FAMILIES else read_gqa
-    attention = read_attention(fields, family, hidden, layers, max_position)
+    plan = read_layer_plan(fields, family)
+    layers = len(plan.mixers) or fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+    max_position = fields.integer(
+        "max_position_embeddings", "model_max_length", low=1, high=MAX_POSITION, default=2048
+    )
+    style = read_style(fields, family)
+    attention, windows = read_attention(fields, family, hidden, layers, max_position)
     read_experts = FAMILIES[family]
     experts = read_experts(fields, layers) if read_experts else None
     moe_layers = experts.layers if experts else (False,) * layers
     moe = None
     if experts is not None and any(moe_layers):
         moe = _with_latent_size(fields, experts.spec, hidden)
-    has_dense_layers = not all(moe_layers)
-    # Families without dense layers call the width of an expert intermediate_size.
-    width = fields.integer(
-        "intermediate_size", low=1, high=MAX_FFN, default=None if has_dense_layers else 1
-    )
-    return ModelSpec(
+    model = ModelSpec(
         name=name,
         family=family,
         hidden_size=hidden,
         layers=layers,
-        mtp_layers=_read_mtp_layers(fields, family),
+        mtp_layers=read_mtp_layers(fields, family),
+        mtp_shared=family == "nemotron_h",
         vocab_size=fields.integer("vocab_size", low=1, high=MAX_VOCAB),
         attention=attention,
-        dense_ffn_size=width if has_dense_layers else 0,
+        dense_ffn_size=0,
         moe=moe,
         moe_layers=moe_layers,
+        gated=style.gated,
         mlp_bias=fields.boolean("mlp_bias", default=False),
-        norm_eps=fields.number("rms_norm_eps", low=0, high=1, default=1e-6),
+        norm=style.norm,
+        norm_eps=style.norm_eps,
+        position=PositionKind.NONE if family in UNROTATED else PositionKind.ROPE,
         max_position=max_position,
-        tie_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        tie_embeddings=fields.boolean("tie_word_embeddings", default=family in TIED),
         initializer_range=fields.number("initializer_range", low=0, high=100, default=0.02),
+        mixers=plan.mixers or windows,
+        mlp_layers=plan.mlp_layers,
+        recurrent=plan.recurrent,
+        activation=style.activation,
+        norm_placement=style.norm_placement,
+        rope_layers=read_rope_layers(fields, family, layers),
+        head_bias=style.head_bias,
+        multipliers=style.multipliers,
+        score_cap=style.score_cap,
+        residual_streams=style.residual_streams,
     )
+    return replace(model, dense_ffn_size=_read_dense_width(fields, family, model))
 
 
-def _read_mtp_layers(fields: FieldReader, family: str) -> int:
-    name = "num_nextn_predict_layers"
-    if family in _MLA_FAMILIES:
-        return fields.integer(name, low=0, high=MAX_LAYERS, default=0)
-    if fields.raw_value(name):
-        raise fields.refusal(name, f"multi-token prediction is not known for {family}", "0")
-    return 0
+def _read_dense_width(fields: FieldReader, family: str, model: ModelSpec) -> int:
+    """Return the width of dense MLPs; 0 where no layer has one.
+
+    Families without dense layers call the width of an expert intermediate_size.
+    """
+    names = ("intermediate_size_mlp",) if family == "llama4_text" else ("intermediate_size",)
+    default = None if model.dense_layer_count else 1
+    width = fields.integer(*names, low=1, high=MAX_FFN, default=default)
+    return width if model.dense_layer_count else 0
 
 
 def _with_latent_size(fields: FieldReader, spec: MoeSpec, hidden: int) -> MoeSpec:
-    """Return the experts with the size of their latent space, `moe_latent_size`; 0 for none.
-
-    The field is Nemotron 3's; no family here has such experts of its own.
-    """
+    """Return the experts with the size of their latent space, `moe_latent_size`; 0 for none."""
     size = fields.integer("moe_latent_size", low=0, high=hidden, bound="hidden_size", default=0)
     return replace(spec, latent_size=size)
 
@@ -367,6 +338,7 @@ def _read_gpt2(fields: FieldReader, name: str) -> ModelSpec:
             out_bias=True,
             rope=RopeSpec(),
         ),
+        activation=Activation.GELU,
         dense_ffn_size=fields.integer("n_inner", low=1, high=MAX_FFN, default=4 * hidden),
         moe=None,
         moe_layers=(False,) * layers,

@@ -29,10 +29,10 @@ class MoeLayers:
 
 def read_mixtral(fields: FieldReader, layers: int) -> MoeLayers:
     """Read Mixtral's experts: softmax over the chosen, in every layer."""
-    experts, top_k = _read_counts(fields)
+    experts, top_k = read_counts(fields)
     fields.require_neutral("router_jitter_noise", 0)
     ffn = fields.integer("intermediate_size", low=1, high=MAX_FFN)
-    router = _softmax_router(top_k, renormalize=True)
+    router = softmax_router(top_k, renormalize=True)
     return MoeLayers(
         spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers
     )
@@ -40,9 +40,9 @@ def read_mixtral(fields: FieldReader, layers: int) -> MoeLayers:
 
 def read_olmoe(fields: FieldReader, layers: int) -> MoeLayers:
     """Read OLMoE's experts: softmax over all, in every layer."""
-    experts, top_k = _read_counts(fields)
+    experts, top_k = read_counts(fields)
     ffn = fields.integer("intermediate_size", low=1, high=MAX_FFN)
-    router = _softmax_router(top_k, renormalize=fields.boolean("norm_topk_prob", default=False))
+    router = softmax_router(top_k, renormalize=fields.boolean("norm_topk_prob", default=False))
     return MoeLayers(
         spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers
     )
@@ -53,7 +53,7 @@ def read_gpt_oss(fields: FieldReader, layers: int) -> MoeLayers:
 
     The clamped SwiGLU goes with the family: its two constants have one legal value.
     """
-    experts, top_k = _read_counts(fields)
+    experts, top_k = read_counts(fields)
     fields.require_neutral("swiglu_limit", 7)
     fields.require_neutral("swiglu_alpha", 1.702)
     ffn = fields.integer("intermediate_size", low=1, high=MAX_FFN)
@@ -64,7 +64,7 @@ def read_gpt_oss(fields: FieldReader, layers: int) -> MoeLayers:
 
 def read_qwen_moe(fields: FieldReader, layers: int) -> MoeLayers:
     """Read the experts of Qwen2-MoE and Qwen3-MoE, in every n-th layer except `mlp_only_layers`."""
-    experts, top_k = _read_counts(fields)
+    experts, top_k = read_counts(fields)
     step = fields.integer("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)
     dense = fields.sequence("mlp_only_layers", max_length=MAX_LAYERS) or ()
     for layer in dense:
@@ -74,7 +74,7 @@ def read_qwen_moe(fields: FieldReader, layers: int) -> MoeLayers:
     spec = MoeSpec(
         experts=experts,
         ffn_size=fields.integer("moe_intermediate_size", low=1, high=MAX_FFN),
-        router=_softmax_router(top_k, renormalize=fields.boolean("norm_topk_prob", default=False)),
+        router=softmax_router(top_k, renormalize=fields.boolean("norm_topk_prob", default=False)),
         shared_ffn_size=shared,
         shared_gate=bool(shared),
     )
@@ -121,26 +121,11 @@ def _read_deepseek(fields: FieldReader, layers: int, router: RouterSpec) -> MoeL
     `router` has the family's scores. Its `group_scores` is the number of experts whose scores rate
     a group (DeepSeek's code); it is 0 where the router chooses from all experts at once.
     """
-    experts, top_k = _read_counts(fields)
-    router = replace(router, top_k=top_k)
-    groups = fields.integer("n_group", low=1, high=experts, default=1)
-    top_groups = fields.integer("topk_group", low=1, high=groups, bound="n_group", default=1)
-    if experts % groups:
-        nearest = nearest_divisor(experts, groups)
-        raise fields.refusal("n_group", f"must divide the {experts} experts", nearest)
-    if router.group_scores:
-        eligible = experts // groups * top_groups
-        if top_k > eligible:
-            rule = f"leaves {eligible} experts to choose {top_k} from"
-            raise fields.refusal("topk_group", rule, str(-(-top_k * groups // experts)))
-        router = replace(router, groups=groups, top_groups=top_groups)
+    experts, top_k = read_counts(fields)
+    router = read_groups(fields, experts, replace(router, top_k=top_k))
     ffn = fields.integer("moe_intermediate_size", low=1, high=MAX_FFN)
     scaling = fields.number("routed_scaling_factor", low=0, high=1e6, default=1.0)
     shared = fields.integer("n_shared_experts", low=0, high=MAX_EXPERTS, default=0)
-    first = fields.integer(
-        "first_k_dense_replace", low=0, high=layers, bound="num_hidden_layers", default=0
-    )
-    step = fields.integer("moe_layer_freq", low=1, high=MAX_LAYERS, default=1)
     return MoeLayers(
         spec=MoeSpec(
             experts=experts,
@@ -148,12 +133,54 @@ def _read_deepseek(fields: FieldReader, layers: int, router: RouterSpec) -> MoeL
             router=replace(router, scaling_factor=scaling),
             shared_ffn_size=shared * ffn,
         ),
-        layers=tuple(i >= first and i % step == 0 for i in range(layers)),
+        layers=read_dense_first(fields, layers),
     )
 
 
-def _read_counts(fields: FieldReader) -> tuple[int, int]:
-    """Read (experts, top-k), top-k at most the experts."""
+def read_groups(fields: FieldReader, experts: int, router: RouterSpec) -> RouterSpec:
+    """Read the groups that the router chooses from, where it rates groups at all.
+
+    Raises:
+        BadInput: the groups do not divide the experts, or leave too few to choose from.
+    """
+    groups = fields.integer("n_group", low=1, high=experts, default=1)
+    top_groups = fields.integer("topk_group", low=1, high=groups, bound="n_group", default=1)
+    if experts % groups:
+        nearest = nearest_divisor(experts, groups)
+        raise fields.refusal("n_group", f"must divide the {experts} experts", nearest)
+    if not router.group_scores:
+        return router
+    eligible = experts // groups * top_groups
+    if router.top_k > eligible:
+        rule = f"leaves {eligible} experts to choose {router.top_k} from"
+        raise fields.refusal("topk_group", rule, str(-(-router.top_k * groups // experts)))
+    return replace(router, groups=groups, top_groups=top_groups)
+
+
+def read_dense_first(fields: FieldReader, layers: int) -> tuple[bool, ...]:
+    """Read which layers have experts: those after the first dense ones, or as listed.
+
+    Raises:
+        BadInput: the list has another length, or another word than dense and sparse.
+    """
+    first = fields.integer(
+        "first_k_dense_replace", low=0, high=layers, bound="num_hidden_layers", default=0
+    )
+    step = fields.integer("moe_layer_freq", low=1, high=MAX_LAYERS, default=1)
+    listed = fields.sequence("mlp_layer_types", max_length=layers)
+    if listed is None:
+        return tuple(i >= first and i % step == 0 for i in range(layers))
+    if len(listed) != layers or any(kind not in ("dense", "sparse") for kind in listed):
+        raise fields.refusal("mlp_layer_types", f"must hold dense or sparse for {layers} layers")
+    return tuple(kind == "sparse" for kind in listed)
+
+
+def read_counts(fields: FieldReader) -> tuple[int, int]:
+    """Read (experts, top-k), top-k at most the experts.
+
+    Raises:
+        BadInput: a number is missing or wrong.
+    """
     experts = fields.integer(*EXPERT_COUNT_NAMES, low=1, high=MAX_EXPERTS)
     spelling = next(name for name in EXPERT_COUNT_NAMES if fields.has_value(name))
     top_k = fields.integer(
@@ -162,7 +189,7 @@ def _read_counts(fields: FieldReader) -> tuple[int, int]:
     return experts, top_k
 
 
-def _softmax_router(top_k: int, *, renormalize: bool) -> RouterSpec:
+def softmax_router(top_k: int, *, renormalize: bool) -> RouterSpec:
     """Build a router with softmax scores.
 
     Softmax over the chosen experts equals softmax over all, chosen and rescaled to sum 1

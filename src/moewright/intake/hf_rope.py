@@ -5,20 +5,39 @@ The old form has the fields `rope_theta` and `rope_scaling`, the new one `rope_p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from moewright.intake.fields import MAX_POSITION, FieldReader
 from moewright.spec.model import RopeSpec
 
 _TYPES = ("default", "linear", "yarn", "llama3")
+# Further types of a family; their tables of factors change numbers alone, not the model's shape.
+_MORE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"hunyuan_v1_moe": ("dynamic",), "phimoe": ("longrope",)}
+)
+# Families that may turn a part of each head only, and the part where the config does not say.
+_ROTARY_SHARES: Mapping[str, float] = MappingProxyType(
+    {
+        "glm4_moe": 0.5,
+        "qwen3_next": 0.25,
+        "qwen3_5_moe_text": 0.25,
+        "nemotron": 0.5,
+        "minimax_m2": 1.0,
+        "bailing_moe": 1.0,
+        "bailing_moe_v2": 1.0,
+    }
+)
+_VISION_FAMILIES = ("qwen3_vl_moe_text", "qwen3_5_moe_text")
 _MAX_THETA = 1e15
 _MAX_FACTOR = 1e6
 
 
 def read_rope(
-    fields: FieldReader, family: str, max_position: int, *, interleaved: bool
+    fields: FieldReader, family: str, max_position: int, *, interleaved: bool, head_dim: int
 ) -> RopeSpec:
-    """Read the rope of a config.
+    """Read the rope of a config whose heads are `head_dim` wide.
 
     gpt-oss does not round the bounds of its yarn ramp (`truncate: false`), every other family does;
     a config that says otherwise is refused.
@@ -33,20 +52,49 @@ def read_rope(
         raise fields.refusal("rope_scaling", "disagrees with rope_parameters", "leave one out")
     theta = fields.number("rope_theta", low=1, high=_MAX_THETA, default=10000.0)
     table = new_table or old_table
+    if family == "olmo3" and new_table is not None:
+        # A table for each kind of layer; windows do not rotate otherwise but for the scaling.
+        new_table.ignore("sliding_attention")
+        table = new_table.table("full_attention") or new_table
+    if family == "deepseek_v4" and table is not None:
+        return RopeSpec(theta=theta, interleaved=interleaved)  # a table for each kind of layer
+    share = _read_share(fields, table, family, head_dim)
     if table is None:
-        return RopeSpec(theta=theta, interleaved=interleaved)
+        return RopeSpec(theta=theta, interleaved=interleaved, rotary_share=share)
     table_theta = table.number("rope_theta", low=1, high=_MAX_THETA, default=theta)
     if fields.has_value("rope_theta") and table_theta != theta:
         raise table.refusal("rope_theta", "disagrees with rope_theta outside", f"{theta:g}")
-    scaling = table.choice("rope_type", "type", choices=_TYPES, default="default")
-    rope = RopeSpec(theta=table_theta, scaling=scaling, interleaved=interleaved)
-    if scaling != "default":
+    types = (*_TYPES, *_MORE_TYPES.get(family, ()))
+    scaling = table.choice("rope_type", "type", choices=types, default="default")
+    rope = RopeSpec(theta=table_theta, scaling=scaling, interleaved=interleaved, rotary_share=share)
+    if scaling in _TYPES[1:]:
         rope = _with_scaling(table, rope, family, max_position)
-    table.require_neutral("partial_rotary_factor", 1)
+    elif scaling != "default":
+        table.ignore(*table.unread_names())
     table.ignore("finetuned")
+    if family in _VISION_FAMILIES:
+        table.ignore("mrope_section", "mrope_interleaved")  # sections agree on positions of text
     for name in table.unread_names():
         raise table.refusal(name, f"is not known for rope type {scaling}", "leave it out")
     return rope
+
+
+def _read_share(
+    fields: FieldReader, table: FieldReader | None, family: str, head_dim: int
+) -> float:
+    """Read the part of a head that turns, by its factor or its width, outside or in the table."""
+    name = "partial_rotary_factor"
+    if family not in _ROTARY_SHARES:
+        fields.require_neutral(name, 1)
+        if table is not None:
+            table.require_neutral(name, 1)
+        return 1.0
+    default = _ROTARY_SHARES[family]
+    if family in ("minimax_m2", "bailing_moe", "bailing_moe_v2"):
+        width = fields.integer("rotary_dim", low=2, high=head_dim, default=head_dim)
+        default = width / head_dim
+    share = fields.number(name, low=0, high=1, default=default)
+    return table.number(name, low=0, high=1, default=share) if table is not None else share
 
 
 def _with_scaling(table: FieldReader, rope: RopeSpec, family: str, max_position: int) -> RopeSpec:

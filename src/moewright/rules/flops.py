@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moewright.rules.context_parallel import cp_factors, twice_attended_pairs
+from moewright.rules.context_parallel import cp_factors
+from moewright.rules.mixer_flops import attention_flops, mixer_macs, scan_flops
 from moewright.rules.shards import shard_size
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, FlopRow, Module
-from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.model import AttentionKind, MixerKind, ModelSpec
 
 TRAIN_TO_FORWARD_RATIO = 3
 
@@ -125,40 +126,12 @@ def sum_flops(parts: Iterable[ForwardFlops]) -> tuple[FlopRow, ...]:
     )
 
 
-def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> int:
-    """Return the forward FLOPs of scores and values over all heads.
-
-    They are 2 heads (d_qk + d_v) per attended (query, key) pair. Full causal attention attends
-    seq_len / 2 keys per query; with a window w a query attends its last w keys, of which its own
-    counts half (rules.context_parallel).
-    """
-    spec = model.attention
-    # Twice the attended pairs of one sequence, so that the arithmetic stays in integers.
-    pairs = twice_attended_pairs((seq_len,), seq_len, (range(seq_len),), model.layer_window(layer))
-    return tokens * spec.heads * (spec.head_dim + spec.v_head_dim) * pairs // seq_len
-
-
 def is_windowed(model: ModelSpec, layer: int) -> bool:
     """Return whether a layer's attention is limited to the sliding window.
 
     The attention of MTP depths (layer >= L) is not.
     """
     return model.layer_window(layer) > 0
-
-
-def attention_macs(model: ModelSpec) -> tuple[int, int]:
-    """Return the multiply-adds that a token costs in the attention projections of one layer.
-
-    The first number is sharded by TP, the second is whole on every TP rank.
-    """
-    spec, h = model.attention, model.hidden_size
-    if spec.kind is AttentionKind.GQA:
-        return h * (spec.q_width + 2 * spec.kv_width) + spec.out_width * h, 0
-    kv_up = spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-    down = h * (spec.kv_lora_rank + spec.qk_rope_head_dim)
-    if not spec.q_lora_rank:
-        return h * spec.q_width + kv_up + spec.out_width * h, down
-    return spec.q_lora_rank * spec.q_width + kv_up + spec.out_width * h, down + h * spec.q_lora_rank
 
 
 def forward_flops(
@@ -206,11 +179,18 @@ def _layer_flops(
     h, tp, tokens = model.hidden_size, layout.tp, share.tokens
     # Work that TP does not shard runs on the rank's part of the sequence.
     local_tokens = tokens // tp if layout.sp else tokens
-    sharded, replicated = attention_macs(model)
+    sharded, replicated = mixer_macs(model, layer)
     projections = 2 * tokens * sharded // tp + 2 * local_tokens * replicated
     yield FlopOp.GEMM, Module.ATTENTION, projections
-    core = _attention_core_flops(model, layout, share, layer, seq_len=seq_len)
-    yield FlopOp.ATTENTION, Module.ATTENTION, core // tp
+    if model.recurrent is not None and model.mixer(layer) is MixerKind.RECURRENT:
+        yield FlopOp.SCAN, Module.ATTENTION, scan_flops(model.recurrent, tokens) // tp
+    else:
+        core = _attention_core_flops(model, layout, share, layer, seq_len=seq_len)
+        yield FlopOp.ATTENTION, Module.ATTENTION, core // tp
+    if model.residual_streams > 1:
+        yield FlopOp.GEMM, Module.NORM, 2 * local_tokens * _stream_macs(model, layer)
+    if not model.has_mlp(layer):
+        return
     mlp_macs = tokens * _matrices(model) * h
     is_moe = model.moe_layers[layer if layer < model.layers else -1]
     if not is_moe or model.moe is None:
@@ -224,14 +204,24 @@ def _layer_flops(
     yield FlopOp.GEMM, Module.SHARED_EXPERTS, shared
 
 
+def _stream_macs(model: ModelSpec, layer: int) -> int:
+    """Return the multiply-adds of a token that decide how a layer's residual streams mix."""
+    streams = model.residual_streams
+    blocks = (model.mixer(layer) is not MixerKind.NONE) + model.has_mlp(layer)
+    return blocks * (2 + streams) * streams * streams * model.hidden_size
+
+
 def _attention_core_flops(
     model: ModelSpec, layout: Layout, share: RankShare, layer: int, *, seq_len: int
 ) -> int:
     """Return the FLOPs of scores and values of a TP group, where documents may bound attention."""
     spec = model.attention
+    core = attention_flops(model, layer, share.tokens, seq_len)
+    is_sparse = spec.indexer is not None or spec.kind is AttentionKind.COMPRESSED
+    if is_sparse or model.mixer(layer) is MixerKind.NONE:
+        return core
     pair_flops = spec.heads * (spec.head_dim + spec.v_head_dim)
     a2a_ranks = cp_factors(layout)[0]
-    core = attention_flops(model, layer, share.tokens, seq_len)
     has_window = is_windowed(model, layer)
     if share.attended_windowed and has_window:
         return share.attended_windowed * pair_flops // a2a_ranks

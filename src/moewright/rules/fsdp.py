@@ -17,7 +17,7 @@ from math import prod
 from types import MappingProxyType
 
 from moewright.rules import grid, shards
-from moewright.rules.parameters import Param
+from moewright.rules.param import Param
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec

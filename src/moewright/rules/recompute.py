@@ -82,7 +82,7 @@ def saved_tensors(
     """Return what `layer` saves before any recompute, without empty tensors.
 
     `load` is the rank's expert rows over the mean, `dispatch` what its dispatch moves (None: even
-    routing). Layers above `model.layers` are MTP depths (see parameters.Param): a layer like the
+    routing). Layers above `model.layers` are MTP depths (see rules.param): a layer like the
     last one, after the two norms and the projection, all booked to MTP.
 
     `repeats_exchange` is for fused CUDA stacks. They save attention's output once, as the

@@ -7,7 +7,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from moewright.rules import grid, stages
-from moewright.rules.parameters import EMBEDDING_LAYER, Param, parameters
+from moewright.rules.param import EMBEDDING_LAYER, Param
+from moewright.rules.parameters import parameters
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 
@@ -119,7 +120,7 @@ def layer_parameters(
         if params:
             layers.append((layer, params))
     for layer in range(model.layers, model.layers + 1 + model.mtp_layers):
-        if params := _held(by_layer[layer], model, chunks):
+        if params := _held(by_layer.get(layer, ()), model, chunks):
             layers.append((layer, params))
     return tuple(layers)
 

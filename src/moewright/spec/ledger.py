@@ -48,6 +48,7 @@ class FlopOp(StrEnum):
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"
     ATTENTION = "attention"
+    SCAN = "scan"  # of a state along the sequence, with the convolution before it
 
 
 class StepPhase(StrEnum):

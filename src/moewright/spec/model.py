@@ -13,6 +13,29 @@ class AttentionKind(StrEnum):
 
     GQA = "gqa"  # multi-head and multi-query attention are its extremes
     MLA = "mla"
+    # one head that is key and value, compressed over time, and a grouped output (DeepSeek-V4)
+    COMPRESSED = "compressed"
+
+
+class MixerKind(StrEnum):
+    """What mixes the tokens of a layer, besides its MLP or experts."""
+
+    ATTENTION = "attention"  # over the whole sequence
+    LOCAL_ATTENTION = "local_attention"  # within the sliding window, or within its chunk
+    # sparse attention over the keys that the indexer of an earlier layer has chosen
+    SHARED_INDEX = "shared_index"
+    COMPRESSED_SPARSE = "compressed_sparse"  # a window, and chosen keys of compressed blocks
+    HEAVILY_COMPRESSED = "heavily_compressed"  # a window, and all keys of long compressed blocks
+    RECURRENT = "recurrent"  # a state space or linear attention: ModelSpec.recurrent
+    NONE = "none"  # the layer is an MLP or experts alone
+
+
+class RecurrentKind(StrEnum):
+    """The families of mixers that carry a state along the sequence."""
+
+    MAMBA2 = "mamba2"
+    GATED_DELTA = "gated_delta"  # a decay for each head (Qwen3-Next)
+    KIMI_DELTA = "kimi_delta"  # a decay for each channel (Kimi Linear)
 
 
 class QkNorm(StrEnum):
@@ -21,6 +44,8 @@ class QkNorm(StrEnum):
     NONE = "none"
     PER_HEAD = "per_head"  # one weight of head_dim, shared by the heads (Qwen3)
     FULL = "full"  # one weight over all heads (OLMoE)
+    PER_HEAD_ROTATED = "per_head_rotated"  # as PER_HEAD, after the rotation (Hunyuan)
+    UNWEIGHTED = "unweighted"  # of each head after the rotation, without a weight (Llama 4)
 
 
 class NormKind(StrEnum):
@@ -28,6 +53,22 @@ class NormKind(StrEnum):
 
     RMS = "rms"
     LAYER = "layer"  # with bias
+
+
+class NormPlacement(StrEnum):
+    """Where the norms of a layer stand: around what mixes tokens, and around its MLP."""
+
+    BEFORE = "before"
+    AFTER = "after"  # OLMo 2 and 3
+    AROUND = "around"  # before and after (Grok-1)
+
+
+class Activation(StrEnum):
+    """The nonlinearity of an MLP."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    RELU_SQUARED = "relu_squared"
 
 
 class PositionKind(StrEnum):
@@ -44,6 +85,7 @@ class ScoreFunction(StrEnum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     SQRT_SOFTPLUS = "sqrtsoftplus"
+    SPARSE_MIXER = "sparse_mixer"  # two choices one after the other, each by its own softmax
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +93,7 @@ class RopeSpec:
     """The rotary embedding.
 
     `scaling` is the HF rope type ("default", "yarn", "llama3", ...); the factors are HF's.
+    `rotary_share` is the part of a head that turns.
     """
 
     theta: float = 10000.0
@@ -64,6 +107,16 @@ class RopeSpec:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     interleaved: bool = False
+    rotary_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexerSpec:
+    """The light scorer that chooses the keys of sparse attention (DeepSeek-V3.2)."""
+
+    heads: int
+    head_dim: int
+    top_k: int  # keys that a query attends to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +124,10 @@ class AttentionSpec:
     """The attention of one layer.
 
     For GQA, heads of q, k and v are `head_dim` wide. For MLA, `head_dim` is nope + rope for q and
-    k, and v has `v_head_dim`.
+    k, and v has `v_head_dim`. For compressed attention, one head of `head_dim` is key and value;
+    the output passes through `output_groups` products of rank `output_lora_rank`; a compressed
+    sparse layer makes a key of every `sparse_rate` tokens, a heavily compressed one of every
+    `heavy_rate`.
     """
 
     kind: AttentionKind
@@ -90,6 +146,13 @@ class AttentionSpec:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     rope: RopeSpec = RopeSpec()
+    output_gate: bool = False  # a gate as wide as the queries, from the same projection
+    chunked: bool = False  # the window does not slide: it is the chunk that the query lies in
+    indexer: IndexerSpec | None = None
+    output_groups: int = 0
+    output_lora_rank: int = 0
+    sparse_rate: int = 0
+    heavy_rate: int = 0
 
     @property
     def q_width(self) -> int:
@@ -108,6 +171,50 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentSpec:
+    """The mixer of the layers that carry a state along the sequence.
+
+    Values have `heads` heads of `head_dim`; keys and queries `key_heads` of `key_dim` (Mamba-2
+    calls them groups, and `key_dim` the state's size). `short_conv` is the width of the depthwise
+    convolution before, and `chunk_size` the tokens that one product takes at a time.
+    """
+
+    kind: RecurrentKind
+    heads: int
+    head_dim: int
+    key_heads: int
+    key_dim: int
+    short_conv: int = 4
+    conv_bias: bool = False
+    chunk_size: int = 64
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values, which is that of the output before its projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Width of what the convolution takes: queries, keys and values."""
+        return self.value_width + 2 * self.key_width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultiplierSpec:
+    """Constant factors on the stream of a model (Granite, Grok-1); 1 for none."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float = 1.0  # of scores, in place of 1 / sqrt(head_dim); 1 for that
+    logits: float = 1.0  # what logits are divided by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSpec:
     """The way in which tokens choose experts; docs/formulas.md 4 has the formulas."""
 
@@ -122,6 +229,8 @@ class RouterSpec:
     group_scores: int = 0
     selection_bias: bool = False  # aux-loss-free expert bias, selection only
     logit_bias: bool = False  # a trained bias on the router linear (gpt-oss)
+    scales_input: bool = False  # scores weight the rows before the experts (Llama 4)
+    hash_layers: int = 0  # so many first layers choose by the token's number (DeepSeek-V4)
 
     @property
     def scores_per_group(self) -> int:
@@ -143,11 +252,21 @@ class MoeSpec:
     latent_size: int = 0
 
 
+# The mixers that attend to a window of the latest tokens.
+_WINDOWED = (
+    MixerKind.LOCAL_ATTENTION,
+    MixerKind.COMPRESSED_SPARSE,
+    MixerKind.HEAVILY_COMPRESSED,
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ModelSpec(Record):
-    """A decoder-only transformer.
+    """A decoder-only language model.
 
-    `moe_layers[i]` tells whether layer i has experts or a dense MLP.
+    `moe_layers[i]` tells whether layer i has experts. Where `mixers` is given, `mixers[i]` is what
+    mixes the tokens of layer i, and where `mlp_layers` is, `mlp_layers[i]` tells whether the layer
+    has an MLP or experts at all; else every layer has attention and one of them.
     """
 
     name: str
@@ -168,6 +287,17 @@ class ModelSpec(Record):
     tie_embeddings: bool = False
     mtp_layers: int = 0
     initializer_range: float = 0.02
+    mixers: tuple[MixerKind, ...] = ()
+    mlp_layers: tuple[bool, ...] = ()
+    recurrent: RecurrentSpec | None = None
+    mtp_shared: bool = False  # all MTP depths have the same weights
+    activation: Activation = Activation.SILU
+    norm_placement: NormPlacement = NormPlacement.BEFORE
+    rope_layers: tuple[bool, ...] = ()  # which layers rotate; (): all
+    head_bias: bool = False
+    multipliers: MultiplierSpec = MultiplierSpec()
+    score_cap: float = 0.0  # attention's scores pass through cap * tanh(score / cap); 0: none
+    residual_streams: int = 1  # parallel residual streams (hyper-connections, DeepSeek-V4)
 
     @property
     def expert_count(self) -> int:
@@ -192,7 +322,7 @@ class ModelSpec(Record):
     @property
     def max_window(self) -> int:
         """The sliding window of the layers that have one; 0 where no layer has."""
-        return self.attention.sliding_window if self.attention.window_every else 0
+        return max(map(self.layer_window, range(self.layers)))
 
     def layer_window(self, layer: int) -> int:
         """Return the sliding window of a layer in tokens, the query's own included; 0 for none.
@@ -200,9 +330,32 @@ class ModelSpec(Record):
         MTP depths (`layer` >= layers) have no window.
         """
         spec = self.attention
+        if self.mixers:
+            return spec.sliding_window if self.mixer(layer) in _WINDOWED else 0
         if not spec.window_every or layer >= self.layers or layer % spec.window_every:
             return 0
         return spec.sliding_window
+
+    def mixer(self, layer: int) -> MixerKind:
+        """Return what mixes the tokens of a layer; MTP depths (`layer` >= layers) have attention.
+
+        That of a model with compressed attention is local.
+        """
+        if layer >= self.layers:
+            is_compressed = self.attention.kind is AttentionKind.COMPRESSED
+            return MixerKind.LOCAL_ATTENTION if is_compressed else MixerKind.ATTENTION
+        return self.mixers[layer] if self.mixers else MixerKind.ATTENTION
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether a layer has an MLP or experts; MTP depths have."""
+        return not self.mlp_layers or layer >= self.layers or self.mlp_layers[layer]
+
+    @property
+    def dense_layer_count(self) -> int:
+        """The layers that have a dense MLP."""
+        return sum(
+            self.has_mlp(layer) and not is_moe for layer, is_moe in enumerate(self.moe_layers)
+        )
 
     @property
     def moe_layer_count(self) -> int:

@@ -36,7 +36,7 @@ from moewright.engine.model.linear_loss import LinearCrossEntropy
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.model.rope import rope_frequencies
 from moewright.engine.runtime import Runtime
-from moewright.rules.parameters import has_weight_decay
+from moewright.rules.param import has_weight_decay
 from moewright.rules.recompute import loss_chunk_columns
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module

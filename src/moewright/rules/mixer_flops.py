@@ -1,0 +1,155 @@
+"""Multiply-adds of mixers: their projections, and what they do along the sequence.
+
+Sources: Megatron-Bridge's flop_utils for Mamba-2, gated delta nets, sparse attention with an
+indexer and DeepSeek-V4 (docs/formulas.md 13).
+"""
+
+from __future__ import annotations
+
+from moewright.rules.context_parallel import twice_attended_pairs
+from moewright.spec.model import (
+    AttentionKind,
+    AttentionSpec,
+    MixerKind,
+    ModelSpec,
+    RecurrentKind,
+    RecurrentSpec,
+)
+
+
+def mixer_macs(model: ModelSpec, layer: int) -> tuple[int, int]:
+    """Return the multiply-adds that a token costs in the projections of a layer's mixer.
+
+    The first number is sharded by TP, the second is whole on every TP rank.
+    """
+    mixer, spec, h = model.mixer(layer), model.attention, model.hidden_size
+    if mixer is MixerKind.NONE:
+        return 0, 0
+    if mixer is MixerKind.RECURRENT:
+        assert model.recurrent is not None  # what a recurrent layer needs
+        return _recurrent_macs(model.recurrent, h)
+    if spec.kind is AttentionKind.COMPRESSED:
+        return _compressed_macs(spec, h, mixer)
+    if spec.kind is AttentionKind.GQA:
+        sharded, replicated = _grouped_query_macs(spec, h), 0
+    else:
+        sharded, replicated = _latent_macs(spec, h)
+    if mixer is not MixerKind.SHARED_INDEX:
+        replicated += _indexer_macs(spec, h)
+    return sharded, replicated
+
+
+def _grouped_query_macs(spec: AttentionSpec, h: int) -> int:
+    gates = spec.q_width if spec.output_gate else 0
+    return h * (spec.q_width + gates + 2 * spec.kv_width) + spec.out_width * h
+
+
+def _latent_macs(spec: AttentionSpec, h: int) -> tuple[int, int]:
+    kv_up = spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    down = h * (spec.kv_lora_rank + spec.qk_rope_head_dim)
+    if not spec.q_lora_rank:
+        return h * spec.q_width + kv_up + spec.out_width * h, down
+    return spec.q_lora_rank * spec.q_width + kv_up + spec.out_width * h, down + h * spec.q_lora_rank
+
+
+def _indexer_macs(spec: AttentionSpec, h: int) -> int:
+    if spec.indexer is None:
+        return 0
+    heads, width = spec.indexer.heads, spec.indexer.head_dim
+    return (spec.q_lora_rank or h) * heads * width + h * (width + heads)
+
+
+def _compressed_macs(spec: AttentionSpec, h: int, mixer: MixerKind) -> tuple[int, int]:
+    sharded = spec.q_lora_rank * spec.q_width
+    sharded += spec.out_width * spec.output_lora_rank
+    sharded += spec.output_groups * spec.output_lora_rank * h
+    replicated = h * (spec.q_lora_rank + spec.head_dim)
+    if mixer is MixerKind.HEAVILY_COMPRESSED:
+        replicated += 2 * h * spec.head_dim
+    elif mixer is MixerKind.COMPRESSED_SPARSE:
+        assert spec.indexer is not None  # what chooses the blocks of such a layer
+        index_width = spec.indexer.heads * spec.indexer.head_dim
+        replicated += 4 * h * (spec.head_dim + spec.indexer.head_dim)
+        replicated += spec.q_lora_rank * index_width + h * spec.indexer.heads
+    return sharded, replicated
+
+
+def _recurrent_macs(spec: RecurrentSpec, h: int) -> tuple[int, int]:
+    wide = 2 * spec.key_width + 2 * spec.value_width
+    out = spec.value_width * h
+    if spec.kind is RecurrentKind.MAMBA2:
+        return h * (wide + spec.heads) + out, 0
+    if spec.kind is RecurrentKind.GATED_DELTA:
+        return h * (wide + 2 * spec.heads) + out, 0
+    low_ranks = 2 * spec.head_dim
+    sharded = h * (spec.conv_width + spec.heads) + low_ranks * spec.value_width + out
+    return sharded, h * low_ranks
+
+
+def scan_flops(spec: RecurrentSpec, tokens: int) -> int:
+    """Return the forward FLOPs of the convolution and the recurrence of some tokens.
+
+    They are those that Megatron counts: 7 an element of the state for Mamba-2, whose convolution
+    it leaves out; four products of the state with a vector for a delta net.
+    """
+    if spec.kind is RecurrentKind.MAMBA2:
+        return tokens * 7 * spec.value_width * spec.key_dim
+    convolution = spec.short_conv * spec.conv_width
+    return 2 * tokens * (convolution + 4 * spec.heads * spec.key_dim * spec.head_dim)
+
+
+def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> int:
+    """Return the forward FLOPs of scores and values over all heads.
+
+    They are 2 heads (d_qk + d_v) per attended (query, key) pair. Full causal attention attends
+    seq_len / 2 keys per query; with a window w a query attends its last w keys, of which its own
+    counts half (rules.context_parallel). Sparse attention takes `top_k` keys of the latents that
+    all heads share, and its indexer scores every pair.
+    """
+    spec, mixer = model.attention, model.mixer(layer)
+    if mixer in (MixerKind.NONE, MixerKind.RECURRENT):
+        return 0
+    if spec.kind is AttentionKind.COMPRESSED:
+        return tokens * _compressed_pair_flops(spec, mixer, seq_len) // seq_len
+    if spec.indexer is None:
+        pairs = attended_pairs(model, layer, seq_len)
+        return tokens * spec.heads * (spec.head_dim + spec.v_head_dim) * pairs // seq_len
+    pairs = _twice_pairs(seq_len, spec.indexer.top_k)
+    pair_width = spec.head_dim + spec.v_head_dim
+    if spec.kv_lora_rank:
+        pair_width = 2 * spec.kv_lora_rank + spec.qk_rope_head_dim
+    flops = spec.heads * pair_width * pairs
+    if mixer is not MixerKind.SHARED_INDEX:
+        flops += spec.indexer.heads * spec.indexer.head_dim * _twice_pairs(seq_len, 0)
+    return tokens * flops // seq_len
+
+
+def attended_pairs(model: ModelSpec, layer: int, seq_len: int) -> int:
+    """Return twice the (query, key) pairs of one sequence, so that arithmetic stays in integers."""
+    window = model.layer_window(layer)
+    if not window or not model.attention.chunked:
+        return _twice_pairs(seq_len, window)
+    chunks, rest = divmod(seq_len, window)
+    return chunks * window**2 + rest**2
+
+
+def _twice_pairs(seq_len: int, window: int) -> int:
+    return twice_attended_pairs((seq_len,), seq_len, (range(seq_len),), window)
+
+
+def _compressed_pair_flops(spec: AttentionSpec, mixer: MixerKind, seq_len: int) -> int:
+    """Return the FLOPs of the pairs of a sequence in DeepSeek-V4's attention.
+
+    Every layer attends to its window; a heavily compressed one also to every block before the
+    query, a compressed sparse one to the `top_k` blocks that its indexer scores highest.
+    """
+    pairs = _twice_pairs(seq_len, spec.sliding_window)
+    scoring = 0
+    if mixer is MixerKind.HEAVILY_COMPRESSED:
+        pairs += seq_len**2 // spec.heavy_rate
+    elif mixer is MixerKind.COMPRESSED_SPARSE:
+        assert spec.indexer is not None  # what chooses the blocks of such a layer
+        blocks = seq_len // spec.sparse_rate
+        pairs += spec.sparse_rate * _twice_pairs(blocks, spec.indexer.top_k)
+        scoring = spec.indexer.heads * spec.indexer.head_dim * seq_len**2 // spec.sparse_rate
+    return 2 * spec.heads * spec.head_dim * pairs + scoring
