@@ -171,6 +171,10 @@ def test_gpt_oss_shape() -> None:
 @pytest.mark.parametrize("name", catalogue.model_names())
 def test_written_configs_read_back(name: str) -> None:
     model = catalogue.model(name)
+    if model.family in PLANNED_FAMILIES:
+        with pytest.raises(BadInput, match="has no HF form"):
+            build_config(model)
+        return
     assert (
         hf.parse_config(json.loads(json.dumps(build_config(model))), where="c", name=name) == model
     )
@@ -287,8 +291,12 @@ def test_harmless_fields_are_ignored_and_unknown_ones_named(tmp_path: Path) -> N
         ({"norm_topk_prob": "yes"}, 'norm_topk_prob="yes": must be true or false'),
         ({"num_nextn_predict_layers": 1}, "multi-token prediction is not known for qwen3_moe"),
         ({"model_type": "qwen3_moo"}, 'model_type="qwen3_moo": must be one of'),
-        ({"model_type": "qwen3_next"}, "gated delta net (linear attention) layers, a mixer"),
-        ({"model_type": "nemotron_h"}, "hybrid Mamba-2 layers, a mixer"),
+        ({"model_type": "jamba"}, "hybrid Mamba layers, a mixer"),
+        ({"model_type": "nemotron_h"}, "hybrid_override_pattern: is missing"),
+        ({"alibi": True}, "alibi=true: asks for what moewright does not model"),
+        ({"attn_output_gate": True}, "attn_output_gate=true: asks for"),
+        ({"use_mamba": True}, "use_mamba=true: asks for"),
+        ({"some_new_switch": True}, "some_new_switch=true: asks for"),
         ({"model_type": ["x"]}, "model_type=a list of 1"),
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moewright.calibration.cells import cell_error, parse_number
-from moewright.rules import flops
+from moewright.rules import flops, mixer_flops
 from moewright.spec.model import ModelSpec
 from moewright.spec.units import TERA
 
@@ -114,7 +114,7 @@ def _flops_per_token(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -
     if convention is FlopsConvention.CAUSAL:
         return counted
     causal_half = sum(
-        flops.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers)
+        mixer_flops.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers)
     )
     return counted + flops.TRAIN_TO_FORWARD_RATIO * causal_half // seq_len
 

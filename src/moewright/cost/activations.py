@@ -20,14 +20,16 @@ from moewright.cost.routed_rows import ExpertRows
 from moewright.cost.snapshots import table_from_rows, take_snapshots
 from moewright.cost.stage_parts import (
     Array,
+    LayerKind,
     LayerPart,
     count_parts,
     layer_columns,
-    layer_kind,
+    layer_kinds,
     list_parts,
 )
 from moewright.cost.symbols import Symbols
 from moewright.rules import micro_batches, recompute, routing, shards, timetable_row
+from moewright.rules.saved_tensor import SavedTensor
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -64,6 +66,7 @@ _OFFLOADED: Mapping[Offload, tuple[Module, tuple[str, ...]]] = MappingProxyType(
 _QUANTISED = frozenset(
     {
         *((Module.ATTENTION, name) for name in ("input_norm_out", "q_latent", "kv_latent")),
+        (Module.ATTENTION, "mixer_out"),
         *((Module.DENSE_MLP, name) for name in ("post_norm_out", "activation")),
         *((Module.EXPERTS, name) for name in ("permuted", "activation")),
         (Module.SHARED_EXPERTS, "activation"),
@@ -233,7 +236,7 @@ def layer_activations(
 
 def _tensor_masks(
     policies: ActivationPolicies,
-    tensors: Sequence[recompute.SavedTensor],
+    tensors: Sequence[SavedTensor],
     layout: Layout,
     position: int,
 ) -> TensorMasks:
@@ -270,14 +273,14 @@ class OffloadedActivations:
 
 
 def offloaded_activations(
-    context: ActivationContext, policies: ActivationPolicies, *, is_moe: bool, load: float
+    context: ActivationContext, policies: ActivationPolicies, kind: LayerKind, *, load: float
 ) -> OffloadedActivations:
-    """Count what a layer with or without experts sends to the host."""
+    """Count what a layer of a kind sends to the host."""
     modules = policies.offloaded_modules
     if not modules.any():
         return OffloadedActivations(bytes=0.0 * modules, modules=modules)
-    layer = context.model.moe_layers.index(is_moe)
-    part = LayerPart(kind=layer_kind(context.model, layer), layer=layer, position=0, is_mtp=False)
+    layer = layer_kinds(context.model)[kind]
+    part = LayerPart(kind=kind, layer=layer, position=0, is_mtp=False)
     sent = layer_activations(context, policies, part, load=load).offloaded
     return OffloadedActivations(bytes=sent, modules=modules)
 
@@ -287,15 +290,13 @@ def count_offloaded_modules(offload: Collection[Offload]) -> int:
     return sum(item is not Offload.OPTIMIZER for item in offload)
 
 
-def is_offloaded(tensor: recompute.SavedTensor, choices: Collection[Offload]) -> bool:
+def is_offloaded(tensor: SavedTensor, choices: Collection[Offload]) -> bool:
     """Return whether one of the choices moves the tensor to the host."""
     sent = (_OFFLOADED[choice] for choice in choices if choice in _OFFLOADED)
     return any(tensor.owner is module and tensor.name in names for module, names in sent)
 
 
-def quantised_bytes(
-    model: ModelSpec, tensor: recompute.SavedTensor, input_ratio: float | None
-) -> int:
+def quantised_bytes(model: ModelSpec, tensor: SavedTensor, input_ratio: float | None) -> int:
     """Return the bytes of a kept tensor where 8-bit linears keep their inputs quantised.
 
     The two down-projections of latent attention read one norm's output and keep a copy each. The

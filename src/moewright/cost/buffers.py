@@ -161,7 +161,8 @@ def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
     wide = 2 if model.gated else 1
     shapes = {(h, spec.out_width // layout.tp)}
     if spec.kind is AttentionKind.GQA:
-        shapes.add(((spec.q_width + 2 * spec.kv_width) // layout.tp, h))
+        gates = spec.q_width if spec.output_gate else 0
+        shapes.add(((spec.q_width + gates + 2 * spec.kv_width) // layout.tp, h))
     else:
         q_in = spec.q_lora_rank or h
         shapes |= {
@@ -172,8 +173,12 @@ def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
             (spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim) // layout.tp, spec.kv_lora_rank)
         )
         shapes |= {(spec.q_lora_rank, h)} if spec.q_lora_rank else set()
+    if model.recurrent is not None:
+        wide_rows = model.recurrent.conv_width + model.recurrent.value_width + model.recurrent.heads
+        value_columns = model.recurrent.value_width // layout.tp
+        shapes |= {(wide_rows // layout.tp, h), (h, value_columns)}
     widths = set()
-    if False in has_experts:
+    if False in has_experts and model.dense_layer_count:
         widths.add(model.dense_ffn_size // layout.tp)
     if model.moe is not None and True in has_experts:
         widths.add(model.moe.shared_ffn_size // layout.tp)

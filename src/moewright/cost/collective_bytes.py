@@ -209,5 +209,6 @@ def _pipeline_calls(job: Job, pp_rank: int, micro_batches: int) -> Iterator[Call
             if target is not None:
                 target_rank, _ = stage_position(layout, target)
                 sends += target_rank != pp_rank
-    hidden_bytes = activation_nbytes(job.workload) * job.micro_batch_tokens * job.model.hidden_size
+    width = job.model.residual_streams * job.model.hidden_size
+    hidden_bytes = activation_nbytes(job.workload) * job.micro_batch_tokens * width
     yield Collective.P2P, "pp", micro_batches * sends * hidden_bytes, micro_batches * sends

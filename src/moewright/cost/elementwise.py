@@ -17,7 +17,7 @@ from moewright.cost.op_time import OpRow
 from moewright.cost.symbols import Symbols
 from moewright.spec.hardware import Op
 from moewright.spec.layout import DispatcherKind, Recompute
-from moewright.spec.model import AttentionKind, QkNorm
+from moewright.spec.model import AttentionKind, MixerKind, NormPlacement, QkNorm
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype, FusedKernels
 
@@ -154,19 +154,44 @@ def elementwise_row(
     )
 
 
-def layer_elementwise_rows(sym: Symbols, moe: bool) -> Iterator[tuple[OpRow, OpRow]]:
-    """Yield the forward and the backward row of each elementwise kernel of one layer."""
-    h = sym.model.hidden_size
-    yield kernel_rows(RMS_NORM, "norms", sym, 2 * sym.t * h, Recompute.LAYERNORM)
-    yield kernel_rows(RESIDUAL_ADD, "residuals", sym, 2 * sym.t * h)
-    yield from _attention_rows(sym)
-    if moe and sym.model.moe is not None:
+def layer_elementwise_rows(
+    sym: Symbols, layer: int, *, moe: bool, blocks: int
+) -> Iterator[tuple[OpRow, OpRow]]:
+    """Yield the forward and the backward row of each elementwise kernel of one layer.
+
+    `blocks` is the number of its blocks, each with a norm and a sum: a mixer, an MLP or experts.
+    """
+    model, h = sym.model, sym.model.hidden_size
+    norms = blocks * (2 if model.norm_placement is NormPlacement.AROUND else 1)
+    yield kernel_rows(RMS_NORM, "norms", sym, norms * sym.t * h, Recompute.LAYERNORM)
+    if model.residual_streams == 1:
+        yield kernel_rows(RESIDUAL_ADD, "residuals", sym, blocks * sym.t * h)
+    yield from _mixer_rows(sym, layer)
+    if moe and model.moe is not None:
         yield from _moe_rows(sym)
         return
-    activations = sym.T * sym.model.dense_ffn_size / sym.layout.tp
+    if not model.has_mlp(layer):
+        return
+    activations = sym.T * model.dense_ffn_size / sym.layout.tp
     if sym.is_low_precision:
         yield _quantise_rows("mlp.quantise", sym, sym.t * h + activations)
     yield _activation_rows("mlp.activation", sym, activations, Recompute.MLP)
+
+
+def _mixer_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
+    """Yield the kernels of plain and latent attention, and the quantisation of any mixer."""
+    model, mixer = sym.model, sym.model.mixer(layer)
+    out_width = model.attention.out_width
+    if mixer is MixerKind.NONE:
+        return
+    if mixer is MixerKind.RECURRENT and model.recurrent is not None:
+        out_width = model.recurrent.value_width
+    elif model.attention.kind is not AttentionKind.COMPRESSED:
+        yield from _attention_rows(sym)
+    if sym.is_low_precision:
+        # 4.5 bytes an element around attention, 1.5 x the usual (docs/findings.md 2).
+        elements = sym.t * model.hidden_size + sym.T * out_width / sym.layout.tp
+        yield _quantise_rows("quantise", sym, 1.5 * elements)
 
 
 def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
@@ -187,10 +212,8 @@ def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
         if _is_fused(RMS_NORM, sym):
             elements /= 2  # fused into the rotation, the norm adds one pass
         yield kernel_rows(RMS_NORM, "qk_norm", sym, elements)
-    if sym.is_low_precision:
-        # 4.5 bytes an element around attention, 1.5 x the usual (docs/findings.md 2).
-        elements = sym.t * sym.model.hidden_size + sym.T * spec.out_width / tp
-        yield _quantise_rows("quantise", sym, 1.5 * elements)
+    if spec.output_gate:
+        yield kernel_rows(GATED_ACTIVATION, "attention.gate", sym, sym.T * spec.q_width / tp)
 
 
 def _moe_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from moewright.cost.elementwise import CROSS_ENTROPY, RMS_NORM, elementwise_row, kernel_rows
 from moewright.cost.ep_overlap import NEVER_DELAYED
+from moewright.cost.gemm_rows import LayerOps, backward_gemms, gemm_row
 from moewright.cost.op_time import OpRow
-from moewright.cost.ops import LayerOps, backward_gemms, gemm_row, gradient_sum_bytes
+from moewright.cost.ops import gradient_sum_bytes
 from moewright.cost.symbols import Symbols
 from moewright.rules.recompute import loss_chunk_columns
 from moewright.rules.row_blocks import CACHED_NUMEL, MAX_LOSS_ROWS, rows_per_block

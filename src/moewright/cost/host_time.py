@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moewright.cost.constants import Constants
+from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
 from moewright.spec.layout import CudaGraphScope, Layout, Overlap
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import MixerKind, ModelSpec
 
 
 def layer_host_s(
@@ -18,39 +19,52 @@ def layer_host_s(
     layout: Layout,
     graphs: Sequence[CudaGraphScope],
     model: ModelSpec,
-    *,
-    moe: bool,
+    kind: LayerKind,
 ) -> float:
     """Return the host time of one layer and micro-batch, forward and backward.
 
-    It does not depend on the tokens.
+    It does not depend on the tokens. A layer that has a mixer or an MLP alone takes about half of
+    one that has both.
     """
     c = constants
     if CudaGraphScope.FULL in graphs:
         return c["host_s_full_graph"]
     seconds = c["host_s_per_layer_microbatch"] * float(c["host_per_year"] ** c["stack_age_years"])
-    if graphs:
-        seconds *= 1 - _graphed_share(c, graphs)
+    seconds *= _launched_share(c, graphs, kind)
     if Overlap.GRAD in layout.overlap or Overlap.PARAM in layout.overlap:
         seconds *= c["dp_overlap_host"]
     if layout.tp > 1:
         seconds *= c["tp_host"]
-    if not moe or model.moe is None:
-        return seconds * c["host_dense_layer_share"]
+    if not kind.is_moe or model.moe is None:
+        return seconds
     seconds += c["host_s_per_local_expert"] * model.moe.experts / layout.ep
     if Overlap.EP in layout.overlap:
         seconds *= c["ep_overlap_host"]
     return seconds
 
 
-def _graphed_share(constants: Constants, graphs: Sequence[CudaGraphScope]) -> float:
-    """Return the share of a layer's host time that its graphs take over."""
-    share = 0.0
-    if CudaGraphScope.ATTN in graphs:
-        share += constants["host_graphed_attention"]
-    if CudaGraphScope.MOE_ROUTER in graphs:
-        share += constants["host_graphed_router"]
-    return share
+def _launched_share(
+    constants: Constants, graphs: Sequence[CudaGraphScope], kind: LayerKind
+) -> float:
+    """Return the launches that the host makes of a layer, those of a layer with experts being 1.
+
+    A mixer takes half of what a layer with a dense MLP takes, an MLP the other half. Graphs take
+    over the launches of a mixer, or of the router.
+    """
+    dense = constants["host_dense_layer_share"]
+    has_mixer = kind.mixer is not MixerKind.NONE
+    captured = CudaGraphScope.ATTN in graphs
+    if kind.mixer is MixerKind.RECURRENT and not kind.has_mlp:
+        captured = CudaGraphScope.MAMBA in graphs
+    graphed = constants["host_graphed_attention"] if captured and has_mixer else 0.0
+    if CudaGraphScope.MOE_ROUTER in graphs and (kind.is_moe or (has_mixer and kind.has_mlp)):
+        graphed += constants["host_graphed_router"]
+    if has_mixer and kind.has_mlp:
+        return (1 - graphed) * (1.0 if kind.is_moe else dense)
+    launches = dense / 2
+    if kind.is_moe:
+        launches = 1 - dense / 2
+    return max(0.0, launches - graphed)
 
 
 def host_exponent(constants: Constants, sym: Symbols, *, synced: bool) -> float:

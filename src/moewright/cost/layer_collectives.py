@@ -7,6 +7,7 @@ from moewright.cost.symbols import Symbols
 from moewright.rules import routing
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, DispatcherKind, Layout, Overlap
+from moewright.spec.model import MixerKind
 
 _INT64_BYTES = 8
 _FP32_BYTES = 4
@@ -69,17 +70,24 @@ def ep_exchange_s(collectives: CollectiveModel, sym: Symbols) -> tuple[float, fl
     return forward_s, backward_s
 
 
-def cp_exchange_s(collectives: CollectiveModel, sym: Symbols) -> float:
+def cp_exchange_s(collectives: CollectiveModel, sym: Symbols, mixer: MixerKind) -> float:
     """Return the time that keys and values of other CP ranks take in forward.
+
+    A recurrent mixer exchanges heads for tokens, all-to-all, before and after it.
 
     P2P is a ring of cp - 1 steps, all-gather one gather; a2a moves queries and the output too, but
     only its own part of each; a2a+p2p does so inside a domain, and rings over the domains.
     """
     spec = sym.model.attention
     layout = sym.layout
-    if layout.cp == 1:
+    if layout.cp == 1 or mixer is MixerKind.NONE:
         return 0.0
     span = collectives.span(layout, "cp")
+    if mixer is MixerKind.RECURRENT and sym.model.recurrent is not None:
+        recurrent = sym.model.recurrent
+        widths = recurrent.conv_width + 2 * recurrent.value_width + recurrent.heads
+        moved_bytes = sym.c * sym.T * widths / layout.tp
+        return collectives.seconds(Collective.ALL_TO_ALL, span, moved_bytes)
     kv_bytes = sym.c * sym.T * 2 * spec.kv_width / layout.tp
     if layout.cp_comm is CpComm.ALL_GATHER:
         return collectives.seconds(Collective.ALL_GATHER, span, kv_bytes)

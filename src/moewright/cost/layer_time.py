@@ -16,6 +16,7 @@ import numpy as np
 from moewright.cost.activations import OffloadedActivations
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.ep_overlap import EXPERT_ROW_NAMES, covered_exchange, weight_gradient_s
+from moewright.cost.gemm_rows import LayerOps
 from moewright.cost.host_time import host_exponent, layer_host_s
 from moewright.cost.layer_collectives import (
     cp_exchange_s,
@@ -24,11 +25,11 @@ from moewright.cost.layer_collectives import (
     tp_exchange_s,
 )
 from moewright.cost.op_time import DeviceRates, TimedRows
-from moewright.cost.ops import LayerOps
+from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Layout, Overlap, Recompute
-from moewright.spec.model import ModelSpec, QkNorm
+from moewright.spec.model import MixerKind, ModelSpec, QkNorm
 from moewright.spec.plan import TimePart
 
 PartSeconds = Mapping[TimePart, float]
@@ -123,37 +124,40 @@ class LayerCollectives:
     cp_s: float
 
 
-def price_collectives(collectives: CollectiveModel, sym: Symbols, *, moe: bool) -> LayerCollectives:
-    """Return the seconds of the collectives of a layer."""
+def price_collectives(
+    collectives: CollectiveModel, sym: Symbols, kind: LayerKind
+) -> LayerCollectives:
+    """Return the seconds of the collectives of a layer of a kind."""
     model, layout = sym.model, sym.layout
     hidden_bytes = sym.c * sym.T * model.hidden_size
     tp_s = tp_exchange_s(collectives, layout, hidden_bytes)
     if not layout.sp:
         tp_s *= 2  # an all-reduce instead of a gather or a scatter
     ep_forward_s, ep_backward_s = 0.0, 0.0
-    if moe:
+    if kind.is_moe:
         ep_forward_s, ep_backward_s = ep_exchange_s(collectives, sym)
     qk_norm_s = 0.0
-    if model.attention.qk_norm is QkNorm.FULL:
+    if model.attention.qk_norm is QkNorm.FULL and kind.mixer is not MixerKind.NONE:
         qk_norm_s = 2 * tp_all_reduce_s(collectives, sym)
     return LayerCollectives(
         ep_forward_s=ep_forward_s,
         ep_backward_s=ep_backward_s,
         tp_s=tp_s,
-        tp_blocks=_tp_blocks(sym, moe),
+        tp_blocks=_tp_blocks(sym, kind),
         qk_norm_s=qk_norm_s,
-        cp_s=cp_exchange_s(collectives, sym),
+        cp_s=cp_exchange_s(collectives, sym, kind.mixer),
     )
 
 
-def _tp_blocks(sym: Symbols, moe: bool) -> int:
-    """Return how many blocks are tensor-parallel: attention, and a dense or shared MLP."""
+def _tp_blocks(sym: Symbols, kind: LayerKind) -> int:
+    """Return how many blocks are tensor-parallel: a mixer, and a dense or shared MLP."""
     if sym.layout.tp == 1:
         return 0
-    if not moe:
-        return 2
+    mixers = int(kind.mixer is not MixerKind.NONE)
+    if not kind.is_moe:
+        return mixers + kind.has_mlp
     has_shared_experts = sym.model.moe is not None and sym.model.moe.shared_ffn_size > 0
-    return 1 + has_shared_experts
+    return mixers + has_shared_experts
 
 
 def stage_transfer_s(collectives: CollectiveModel, sym: Symbols, layout: Layout) -> float:
@@ -161,7 +165,8 @@ def stage_transfer_s(collectives: CollectiveModel, sym: Symbols, layout: Layout)
     if layout.pp == 1:
         return 0.0
     span = collectives.span(layout, "pp")
-    return collectives.seconds(Collective.P2P, span, sym.c * sym.t * sym.model.hidden_size)
+    sent_bytes = sym.c * sym.t * sym.model.hidden_size * sym.model.residual_streams
+    return collectives.seconds(Collective.P2P, span, sent_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,8 +312,7 @@ def replay_cost(
     policy: ReplayPolicy,
     priced: PricedOps,
     moved: LayerCollectives,
-    *,
-    moe: bool,
+    kind: LayerKind,
 ) -> ReplayCost:
     """Return the replay cost of a policy in a layout.
 
@@ -337,7 +341,7 @@ def replay_cost(
         if Recompute.MOE in choices:
             block_s += moved.ep_forward_s
     return ReplayCost(
-        host_s=layer_host_s(c, layout, policy.graphs, sym.model, moe=moe),
+        host_s=layer_host_s(c, layout, policy.graphs, sym.model, kind),
         block_s=block_s,
         block_host_share=block_host_share,
         block_layer_share=block_layer_share,

@@ -30,6 +30,7 @@ from moewright.cost.buffers import (
     score_count,
 )
 from moewright.cost.constants import Constants
+from moewright.cost.mixers import mixer_width
 from moewright.cost.model_states import (
     LINEAR_MODULES,
     BucketSet,
@@ -390,8 +391,10 @@ def mlp_gradient_bytes(sym: Symbols, layer: int) -> int:
         if layout.etp > 1:
             etp_rows = routing.etp_gathered_rows(sym.workload, layout, sym.R)
             gradients += sym.c * model.expert_width * etp_rows
-    else:
+    elif model.has_mlp(layer):
         gradients = sym.c * sym.T * ffn_widths * model.dense_ffn_size // layout.tp
+    else:
+        gradients = sym.c * sym.T * sum(mixer_width(model, layer)) // layout.tp
     return gradients
 
 

@@ -6,61 +6,64 @@ The symbols are those of symbols.Symbols; h is the hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moewright.cost.elementwise import (
     elementwise_row,
     expert_elementwise_rows,
     layer_elementwise_rows,
 )
+from moewright.cost.gemm_rows import LayerOps, backward_gemms, gemm_row
+from moewright.cost.mixers import (
+    count_blocks,
+    indexer_products,
+    mixer_core,
+    mixer_passes,
+    mixer_products,
+)
 from moewright.cost.op_time import OpRow
 from moewright.cost.symbols import Symbols
-from moewright.rules import flops
+from moewright.rules.mixer_flops import mixer_macs
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Layout, Recompute
-from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.model import AttentionKind, MixerKind, ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype
 
-_NARROW_HEAD_DIM = 64  # the tables of attention rates are of heads of 128
-_BACKWARD_PRODUCTS = 2.0  # a product's gradients are two products of its size
 _FP32_SUM_BYTES = 8  # a gradient is added to its fp32 sum by one read and one write of 4 bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerOps:
-    """The rows of one layer, forward and backward, without recompute and collectives."""
-
-    forward: tuple[OpRow, ...]
-    backward: tuple[OpRow, ...]
-
-
 def layer_ops(sym: Symbols, *, layer: int, moe: bool) -> LayerOps:
-    """Return the rows of one transformer layer; `layer` decides its attention window only."""
+    """Return the rows of one layer; `layer` decides its mixer and its attention window."""
+    products = [*_projections(sym, layer)]
+    expert_gemms: tuple[OpRow, ...] = ()
     if moe:
-        dense_gemms = (*_projections(sym), *_moe_gemms(sym))
+        products += _moe_gemms(sym)
         expert_gemms = tuple(_expert_gemms(sym))
-    else:
-        dense_gemms = (*_projections(sym), *_mlp_gemms(sym, "mlp", sym.model.dense_ffn_size))
-        expert_gemms = ()
-    core, core_backward = _attention_core(sym, layer)
-    passes = tuple(layer_elementwise_rows(sym, moe))
+    elif sym.model.has_mlp(layer):
+        products += _mlp_gemms(sym, "mlp", sym.model.dense_ffn_size)
+    cores = mixer_core(sym, layer)
+    blocks = count_blocks(sym.model, layer)
+    passes = (
+        *mixer_passes(sym, layer),
+        *layer_elementwise_rows(sym, layer, moe=moe, blocks=blocks),
+    )
     weight_reads = tuple(_expert_weight_reads(sym)) if moe else ()
     return LayerOps(
         forward=(
-            *dense_gemms,
-            core,
+            *products,
+            *(forward for forward, _ in cores),
             *expert_gemms,
             *(forward for forward, _ in passes),
             *weight_reads,
         ),
         backward=(
-            *(backward_gemms(row) for row in dense_gemms),
-            core_backward,
+            *(backward_gemms(row) for row in products),
+            *(backward for _, backward in cores),
             *(backward_gemms(row) for row in expert_gemms),
             *(backward for _, backward in passes),
             *weight_reads,
-            *_gradient_accumulation(sym, moe),
+            *_gradient_accumulation(sym, layer, moe),
         ),
     )
 
@@ -79,69 +82,27 @@ def expert_ops(sym: Symbols) -> LayerOps:
             *(backward_gemms(row) for row in gemms),
             *(backward for _, backward in passes),
             *weight_reads,
-            *_gradient_accumulation(sym, moe=True),
+            *_expert_gradient_sum(sym),
         ),
     )
 
 
-def gemm_row(
-    name: str,
-    sym: Symbols,
-    tokens: int,
-    n: float,
-    k: float,
-    part: TimePart,
-    *recomputed_by: Recompute,
-) -> OpRow:
-    """Return the row of a product [tokens, k] x [k, n]."""
-    product_flops = 2.0 * tokens * n * k
-    return OpRow(
-        name=name,
-        part=part,
-        op=Op.GEMM,
-        amount=product_flops,
-        x=product_flops,
-        dtype=sym.dtype,
-        recomputed_by=(Recompute.FULL, *recomputed_by),
-    )
-
-
-def backward_gemms(row: OpRow) -> OpRow:
-    """Return the backward of a product: twice the work, in calls of the same size."""
-    return replace(row, amount=row.amount * _BACKWARD_PRODUCTS, recomputed_by=())
-
-
-def _attention_core(sym: Symbols, layer: int) -> tuple[OpRow, OpRow]:
-    """Return the forward and the backward row of flash attention."""
-    core_flops = flops.attention_flops(sym.model, layer, sym.T, sym.seq_len) / sym.layout.tp
-    if not flops.is_windowed(sym.model, layer):
-        core_flops *= sym.attended_share
-    scale_constant = ""
-    if sym.model.attention.head_dim <= _NARROW_HEAD_DIM:
-        scale_constant = "narrow_head_time_scale"
-    forward = OpRow(
-        name="attention.core",
-        part=TimePart.ATTENTION,
-        op=Op.ATTENTION,
-        amount=core_flops,
-        x=sym.seq_len,
-        dtype=sym.dtype,
-        recomputed_by=(Recompute.FULL, Recompute.CORE_ATTN),
-        scale_constant=scale_constant,
-    )
-    backward = replace(forward, op=Op.ATTENTION_BACKWARD, amount=2 * core_flops, recomputed_by=())
-    return forward, backward
-
-
-def _projections(sym: Symbols) -> Iterator[OpRow]:
+def _projections(sym: Symbols, layer: int) -> Iterator[OpRow]:
     spec = sym.model.attention
+    mixer = sym.model.mixer(layer)
+    is_other = mixer in (MixerKind.NONE, MixerKind.RECURRENT)
+    if is_other or spec.kind is AttentionKind.COMPRESSED:
+        yield from mixer_products(sym, layer)
+        return
+    yield from indexer_products(sym, layer)
     h = sym.model.hidden_size
     tp = sym.layout.tp
     T = sym.T
     dense = TimePart.DENSE
     up = Recompute.MLA_UP_PROJ
     if spec.kind is AttentionKind.GQA:
-        yield gemm_row("attention.q", sym, T, spec.q_width / tp, h, dense)
+        q_width = spec.q_width * (2 if spec.output_gate else 1)
+        yield gemm_row("attention.q", sym, T, q_width / tp, h, dense)
         yield gemm_row("attention.k", sym, T, spec.kv_width / tp, h, dense)
         yield gemm_row("attention.v", sym, T, spec.kv_width / tp, h, dense)
     else:
@@ -248,32 +209,37 @@ def gradient_sum_bytes(sym: Symbols) -> float:
     return sym.c + 16 - 12 / sym.m
 
 
-def _gradient_accumulation(sym: Symbols, moe: bool) -> Iterator[OpRow]:
+def _gradient_accumulation(sym: Symbols, layer: int, moe: bool) -> Iterator[OpRow]:
     """Yield the fp32 accumulation of weight gradients.
 
     A fused accumulation is part of the product and moves only the sum; for experts alone it is
     exposed beside the products. An eager one is a pass of its own over all weights of the layer.
     """
     if not sym.is_fused:
-        moved_bytes = gradient_sum_bytes(sym) * _layer_numel(sym, moe)
+        moved_bytes = gradient_sum_bytes(sym) * _layer_numel(sym, layer, moe)
         yield elementwise_row("gradient_sum", sym, moved_bytes, calls=2)
     elif moe:
-        sum_bytes = _FP32_SUM_BYTES * expert_numel(sym.model, sym.layout)
-        row = elementwise_row("experts.gradient_sum", sym, sum_bytes, part=TimePart.EXPERTS)
-        yield replace(row, scale_constant="weight_traffic_time_scale")
+        yield from _expert_gradient_sum(sym)
 
 
-def _layer_numel(sym: Symbols, moe: bool) -> int:
+def _expert_gradient_sum(sym: Symbols) -> Iterator[OpRow]:
+    """Yield the fp32 accumulation of the experts' gradients on a fused stack."""
+    sum_bytes = _FP32_SUM_BYTES * expert_numel(sym.model, sym.layout)
+    row = elementwise_row("experts.gradient_sum", sym, sum_bytes, part=TimePart.EXPERTS)
+    yield replace(row, scale_constant="weight_traffic_time_scale")
+
+
+def _layer_numel(sym: Symbols, layer: int, moe: bool) -> int:
     """Return the elements of one layer's matrices on one rank."""
     model = sym.model
     tp = sym.layout.tp
     h = model.hidden_size
-    sharded, replicated = flops.attention_macs(model)
+    sharded, replicated = mixer_macs(model, layer)
     numel = sharded // tp + replicated
     matrices = _first_linears(model) + 1
-    if not moe:
+    if not moe and model.has_mlp(layer):
         numel += matrices * h * model.dense_ffn_size // tp
-    elif model.moe is not None:
+    elif moe and model.moe is not None:
         numel += h * (model.moe.experts + 2 * model.moe.latent_size)
         numel += expert_numel(model, sym.layout)
         numel += matrices * h * model.moe.shared_ffn_size // tp

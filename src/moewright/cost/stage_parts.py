@@ -7,9 +7,10 @@ matrix of counts with the cost of each part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules import flops
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import MixerKind, ModelSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -28,11 +29,27 @@ class LayerKind(NamedTuple):
 
     is_moe: bool
     is_windowed: bool
+    mixer: MixerKind = MixerKind.ATTENTION
+    has_mlp: bool = True  # or experts
 
 
 def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
     """Return the kind of a layer; MTP depths are numbered above the layers."""
-    return LayerKind(is_moe_layer(model, layer), flops.is_windowed(model, layer))
+    return LayerKind(
+        is_moe_layer(model, layer),
+        flops.is_windowed(model, layer),
+        model.mixer(layer),
+        model.has_mlp(layer),
+    )
+
+
+@lru_cache(maxsize=16)
+def layer_kinds(model: ModelSpec) -> Mapping[LayerKind, int]:
+    """Return every kind of layer the model has, with a layer of that kind."""
+    mtp = [model.layers + 1] if model.mtp_layers else []
+    return MappingProxyType(
+        {layer_kind(model, layer): layer for layer in (*range(model.layers), *mtp)}
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

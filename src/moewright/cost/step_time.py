@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from types import MappingProxyType
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from moewright.cost.activations import (
 )
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import Constants
+from moewright.cost.gemm_rows import LayerOps
 from moewright.cost.head_ops import embedding_ops, head_ops, mtp_ops, optimizer_ops
 from moewright.cost.layer_time import (
     DeviceTime,
@@ -40,15 +40,14 @@ from moewright.cost.layer_time import (
     stage_transfer_s,
 )
 from moewright.cost.op_time import DeviceRates, OpRow
-from moewright.cost.ops import LayerOps, expert_ops, layer_ops
+from moewright.cost.ops import expert_ops, layer_ops
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
-from moewright.cost.stage_parts import Array, LayerKind, StageParts, layer_kind
+from moewright.cost.stage_parts import Array, LayerKind, StageParts, layer_kinds
 from moewright.cost.symbols import Symbols
 from moewright.rules import capacity, fsdp, grid
 from moewright.rules.simulate import StageSeconds
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
-from moewright.spec.model import ModelSpec
 from moewright.spec.plan import TimePart
 
 _FP32_BYTES = 4
@@ -113,15 +112,6 @@ class StepTime:
     slowest_rank: int
     exposed: PartSeconds
     hidden: PartSeconds
-
-
-@lru_cache(maxsize=16)
-def layer_kinds(model: ModelSpec) -> Mapping[LayerKind, int]:
-    """Return every kind of layer the model has, with a layer of that kind."""
-    mtp = [model.layers + 1] if model.mtp_layers else []
-    return MappingProxyType(
-        {layer_kind(model, layer): layer for layer in (*range(model.layers), *mtp)}
-    )
 
 
 def list_op_rows(sym: Symbols) -> tuple[OpRow, ...]:
@@ -322,7 +312,7 @@ class Pricer:
         key = kind, layout.overlap, layout.dispatcher, layout.cp_comm
         if key not in self._device:
             sym = replace(self.sym, layout=layout)
-            moved = price_collectives(self._collectives, sym, moe=kind.is_moe)
+            moved = price_collectives(self._collectives, sym, kind)
             rows = self._priced.layers[kind]
             self._device[key] = moved, device_time(self._collectives, layout, rows, moved)
         return self._device[key]
@@ -343,7 +333,7 @@ class Pricer:
             moved, _ = self._device_time(layout, kind)
             rows = self._priced.layers[kind]
             self._replays[key] = replay_cost(
-                self._collectives, self.sym, layout, policy, rows, moved, moe=kind.is_moe
+                self._collectives, self.sym, layout, policy, rows, moved, kind
             )
         return self._replays[key]
 
@@ -354,7 +344,7 @@ def _offloaded(constants: Constants, sym: Symbols, kind: LayerKind) -> Offloaded
     sent = offloaded_activations(
         activation_context(constants, sym),
         policy_of(sym.layout),
-        is_moe=kind.is_moe,
+        kind,
         load=sym.R / even if even else 1.0,
     )
     return OffloadedActivations(bytes=float(sent.bytes[0]), modules=int(sent.modules[0]))

@@ -13,7 +13,7 @@ from moewright.rules.recompute import activation_nbytes
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Layout, Recompute
-from moewright.spec.model import AttentionKind, ModelSpec, QkNorm
+from moewright.spec.model import AttentionKind, MixerKind, ModelSpec, QkNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,27 +87,29 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
     repeats_layer = repeats_forward(layout)
     repeats_mlp = repeats_forward(layout, Recompute.MLP)
     repeats_shared = repeats_forward(layout, Recompute.MOE, Recompute.SHARED_EXPERTS)
-    attention_gathers, attention_scatters = _attention_widths(model, layout)
     gathered: list[int] = []
     scattered: list[int] = []
     attention_layers = losses = mtp_depths = 0
     for chunk in chunks:
         layers = chunk_layers(model, chunk)
         moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
-        dense_mlps = len(layers) - moe_layers
+        dense_mlps = sum(model.has_mlp(layer) for layer in layers) - moe_layers
         shared_mlps = has_shared_experts * moe_layers
         mlps = dense_mlps + shared_mlps
         repeated_mlps = repeats_mlp * dense_mlps + repeats_shared * shared_mlps
         heads = chunk.has_loss + chunk.mtp_layers
         embeddings = chunk.has_embedding + chunk.mtp_layers
-        gathered += len(layers) * attention_gathers
+        mixers = [layer for layer in layers if model.mixer(layer) is not MixerKind.NONE]
+        for layer in mixers:
+            mixer_gathers, mixer_scatters = _mixer_widths(model, layout, layer)
+            gathered += mixer_gathers
+            scattered += mixer_scatters
         gathered += (3 * mlps + repeated_mlps + 2 * heads + embeddings) * [h]
         # An MTP depth gathers both its inputs side by side, and again for the weight gradient.
         gathered += (2 + repeats_layer) * chunk.mtp_layers * [2 * h]
-        scattered += len(layers) * attention_scatters
         scattered += (2 * mlps + repeated_mlps + heads + embeddings) * [h]
         scattered += chunk.mtp_layers * [2 * h]
-        attention_layers += len(layers)
+        attention_layers += sum(model.mixer(i) is not MixerKind.RECURRENT for i in mixers)
         losses += heads
         mtp_depths += chunk.mtp_layers
     norm_sums = 0
@@ -123,8 +125,8 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
     )
 
 
-def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list[int]]:
-    """Return the widths of what an attention layer gathers and scatters over TP.
+def _mixer_widths(model: ModelSpec, layout: Layout, layer: int) -> tuple[list[int], list[int]]:
+    """Return the widths of what a layer's mixer gathers and scatters over TP.
 
     Its input is gathered for the products and again for their weight gradients; latent attention
     gathers its latents instead, and the rotated part of the keys. The output's gradient is
@@ -133,9 +135,12 @@ def _attention_widths(model: ModelSpec, layout: Layout) -> tuple[list[int], list
     spec, h = model.attention, model.hidden_size
     product_inputs = [h]
     rotated_keys: list[int] = []
-    if spec.kind is AttentionKind.MLA:
+    is_recurrent = model.mixer(layer) is MixerKind.RECURRENT
+    if spec.kind is AttentionKind.MLA and not is_recurrent:
         product_inputs = [spec.q_lora_rank or h, spec.kv_lora_rank]
         rotated_keys = [spec.qk_rope_head_dim]
+    elif spec.kind is AttentionKind.COMPRESSED and not is_recurrent:
+        product_inputs = [spec.q_lora_rank, spec.head_dim]
     forward = product_inputs + rotated_keys
     repeated = repeats_forward(layout, Recompute.MLA_UP_PROJ) * forward
     gathered = [*forward, *product_inputs, h, *repeated]
@@ -159,7 +164,10 @@ def context_parallel_calls(
     tp = layout.tp
     c = activation_nbytes(job.workload)
     is_mla = spec.kind is AttentionKind.MLA
-    passes = micro_batches * sum(len(chunk_layers(job.model, chunk)) for chunk in chunks)
+    mixers = [job.model.mixer(i) for chunk in chunks for i in chunk_layers(job.model, chunk)]
+    yield from _recurrent_calls(job, micro_batches * mixers.count(MixerKind.RECURRENT))
+    others = (MixerKind.NONE, MixerKind.RECURRENT)
+    passes = micro_batches * sum(mixer not in others for mixer in mixers)
     head_ranks, ring_ranks = cp_factors(layout)
     all_key_heads = spec.heads if is_mla else spec.kv_heads
     key_heads = max(1, all_key_heads // tp, head_ranks)
@@ -181,3 +189,14 @@ def context_parallel_calls(
         gradient_sends = ring_ranks * passes
         yield Collective.P2P, "cp_kv", kv_sends * c * block, kv_sends
         yield Collective.P2P, "cp_kv", gradient_sends * FP32_BYTES * block, gradient_sends
+
+
+def _recurrent_calls(job: Job, passes: int) -> Iterator[CallSum]:
+    """Yield the exchanges of heads for tokens before and after each recurrent mixer."""
+    spec, layout = job.model.recurrent, job.layout
+    if spec is None or layout.cp == 1:
+        return
+    widths = spec.conv_width + 2 * spec.value_width + spec.heads
+    nbytes = activation_nbytes(job.workload) * job.tp_group_tokens * widths // layout.tp
+    exchanges = passes * (2 + repeats_forward(layout))
+    yield Collective.ALL_TO_ALL, "cp", exchanges * nbytes, 2 * exchanges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -24,6 +25,12 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 
+# What post-trained variants of a checkpoint add to its name.
+_VARIANT = re.compile(
+    r"(-(base|instruct|thinking|chat|it|pt|hf|bf16|fp8|17b-16e|[0-9]{4}))+$", re.IGNORECASE
+)
+_CUT = re.compile(r"(?P<name>.+) \((?P<layers>[0-9]{1,6}) layers\)")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
@@ -41,7 +48,9 @@ class ModelEntry:
 def model(name: str) -> ModelSpec:
     """Return the model of a catalogue name, or of the path of a config.json or its folder.
 
-    The organisation before the name and the letter case do not matter.
+    The organisation before the name, the letter case and what a post-trained variant adds to the
+    name ("-Base", "-Instruct-2507", "-Thinking") do not matter. "Grok-1 (8 layers)" is Grok-1 cut
+    to its first 8 layers.
 
     Raises:
         BadInput: the name is not known, with the nearest known name; or the model has a mixer that
@@ -50,6 +59,9 @@ def model(name: str) -> ModelSpec:
     key = _find_model(name)
     if key is not None:
         return hf.parse_config(_read_models()[key]["config"], where=key, name=key)
+    cut = _CUT.fullmatch(name.strip())
+    if cut is not None:
+        return cut_layers(model(cut["name"]), int(cut["layers"]))
     if "\0" in name or not name.strip():
         rule = "is no model name and no path"
         raise BadInput(Reason(field="model", value=repr(name)[:60], rule=rule))
@@ -73,10 +85,7 @@ def models() -> tuple[ModelEntry, ...]:
 
 def model_names() -> tuple[str, ...]:
     """Return the name of every model that `model` can give, sorted."""
-    entries = _read_models().items()
-    return tuple(
-        sorted(name for name, entry in entries if entry["config"]["model_type"] in hf.FAMILIES)
-    )
+    return tuple(sorted(_read_models()))
 
 
 def model_entry(name: str) -> ModelEntry:
@@ -157,10 +166,36 @@ def _exists(path: Path) -> bool:
 def _find_model(name: str) -> str | None:
     """Return the catalogue's key of a name with or without its organisation; None if unknown."""
     folded = name.strip().casefold()
-    for key in _read_models():
-        if folded in (key.casefold(), _without_organisation(key).casefold()):
-            return key
+    for spelling in (folded, _VARIANT.sub("", folded)):
+        for key in _read_models():
+            if spelling in (key.casefold(), _without_organisation(key).casefold()):
+                return key
     return None
+
+
+def cut_layers(spec: ModelSpec, layers: int) -> ModelSpec:
+    """Return a model cut to its first layers.
+
+    Raises:
+        BadInput: it has not so many.
+    """
+    if not 1 <= layers <= spec.layers:
+        rule = f"{spec.name} has {spec.layers} layers"
+        near = str(min(max(layers, 1), spec.layers))
+        raise BadInput(Reason(field="model", value=f"({layers} layers)", rule=rule, nearest=near))
+    moe_layers = spec.moe_layers[:layers]
+    mlp_layers = spec.mlp_layers[:layers]
+    short = replace(
+        spec,
+        name=f"{spec.name} ({layers} layers)",
+        layers=layers,
+        moe_layers=moe_layers,
+        mixers=spec.mixers[:layers],
+        mlp_layers=mlp_layers,
+        rope_layers=spec.rope_layers[:layers],
+        moe=spec.moe if any(moe_layers) else None,
+    )
+    return short if short.dense_layer_count else replace(short, dense_ffn_size=0)
 
 
 def _without_organisation(name: str) -> str:

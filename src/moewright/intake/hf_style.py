@@ -75,7 +75,7 @@ def read_style(fields: FieldReader, family: str) -> Style:
 
 
 def _read_norm_eps(fields: FieldReader, family: str) -> float:
-    names = ("rms_norm_eps",)
+    names: tuple[str, ...] = ("rms_norm_eps",)
     if family == "nemotron":
         names = ("norm_eps",)
     elif family in ("nemotron_h", "phimoe"):

@@ -74,7 +74,7 @@ def _check_recompute(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     needs = {
         Recompute.MOE: ("a model with experts", has_experts(model)),
         Recompute.MOE_ACT: ("a model with experts", has_experts(model)),
-        Recompute.MLP: ("a layer with a dense MLP", model.moe_layer_count < model.layers),
+        Recompute.MLP: ("a layer with a dense MLP", model.dense_layer_count > 0),
         Recompute.SHARED_EXPERTS: ("a shared expert", has_shared),
         Recompute.MLA_UP_PROJ: (
             "multi-latent attention",
@@ -191,6 +191,9 @@ def _check_graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if CudaGraphScope.MOE_PREPROCESS in chosen and CudaGraphScope.MOE_ROUTER not in chosen:
         rule = "moe_preprocess needs moe_router"
         yield _without("graphs", chosen, [CudaGraphScope.MOE_PREPROCESS], rule)
+    if CudaGraphScope.MAMBA in chosen and model.recurrent is None:
+        rule = "mamba needs layers that carry a state along the sequence"
+        yield _without("graphs", chosen, [CudaGraphScope.MAMBA], rule)
     if router_parts and not has_experts(model):
         yield _without("graphs", chosen, router_parts, "the model has no experts")
     if not is_full and Recompute.FULL in layout.recompute:

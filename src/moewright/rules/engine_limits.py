@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
 
+from moewright.rules.engine_features import unsupported_features
 from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap
-from moewright.spec.model import AttentionKind, ModelSpec, NormKind, PositionKind
+from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import (
     AttentionBackend,
     CrossEntropyKernel,
@@ -155,17 +156,6 @@ def _check_shard_sizes(job: Job) -> Iterator[Reason]:
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """Return the features of a model or workload that the engine cannot run yet."""
-    attention = model.attention
-    is_mla = attention.kind is AttentionKind.MLA
-    has_mla_bias = is_mla and (attention.qkv_bias or attention.out_bias)
-    is_gqa_interleaved = attention.rope.interleaved and not is_mla
-    features: tuple[tuple[str, object, bool, str], ...] = (
-        ("attention.qkv_bias", True, has_mla_bias, "false"),
-        ("attention.rope.interleaved", True, is_gqa_interleaved, "false"),
-        ("position", model.position, model.position is not PositionKind.ROPE, "rope"),
-        ("norm", model.norm, model.norm is not NormKind.RMS, "rms"),
-        ("gated", False, not model.gated, "true"),
-    )
     dtypes = (
         ("train.precision", workload.precision, (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
         ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32,)),
@@ -189,7 +179,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ),
         *(
             Reason(field=f"model.{field}", value=str(value), rule=_NOT_YET, nearest=nearest)
-            for field, value, is_unsupported, nearest in features
+            for field, value, is_unsupported, nearest in unsupported_features(model)
             if is_unsupported
         ),
         *(

@@ -284,9 +284,17 @@ def _broken_tp_rules(model: ModelSpec, tp: int) -> Iterator[str]:
     attention = model.attention
     if attention.heads % tp:
         yield f"must divide the {attention.heads} attention heads"
+    if attention.output_groups % tp:
+        yield f"must divide the {attention.output_groups} groups of attention's output"
+    recurrent = model.recurrent
+    if recurrent is not None and (recurrent.heads % tp or recurrent.key_heads % tp):
+        yield (
+            f"must divide the {recurrent.heads} heads and the {recurrent.key_heads} key heads of "
+            "recurrent layers"
+        )
     if attention.kind is AttentionKind.GQA and attention.kv_heads % tp and tp % attention.kv_heads:
         yield f"must divide the {attention.kv_heads} kv heads or be a multiple of them"
-    if model.moe_layer_count < model.layers and model.dense_ffn_size % tp:
+    if model.dense_layer_count and model.dense_ffn_size % tp:
         yield f"must divide the dense ffn width {model.dense_ffn_size}"
     if model.moe is not None and model.moe.shared_ffn_size % tp:
         yield f"must divide the shared experts' ffn width {model.moe.shared_ffn_size}"

@@ -27,9 +27,9 @@ def mixer_macs(model: ModelSpec, layer: int) -> tuple[int, int]:
         return 0, 0
     if mixer is MixerKind.RECURRENT:
         assert model.recurrent is not None  # what a recurrent layer needs
-        return _recurrent_macs(model.recurrent, h)
+        return recurrent_macs(model.recurrent, h)
     if spec.kind is AttentionKind.COMPRESSED:
-        return _compressed_macs(spec, h, mixer)
+        return compressed_macs(spec, h, mixer)
     if spec.kind is AttentionKind.GQA:
         sharded, replicated = _grouped_query_macs(spec, h), 0
     else:
@@ -59,7 +59,8 @@ def _indexer_macs(spec: AttentionSpec, h: int) -> int:
     return (spec.q_lora_rank or h) * heads * width + h * (width + heads)
 
 
-def _compressed_macs(spec: AttentionSpec, h: int, mixer: MixerKind) -> tuple[int, int]:
+def compressed_macs(spec: AttentionSpec, h: int, mixer: MixerKind) -> tuple[int, int]:
+    """Return `mixer_macs` of a layer of DeepSeek-V4."""
     sharded = spec.q_lora_rank * spec.q_width
     sharded += spec.out_width * spec.output_lora_rank
     sharded += spec.output_groups * spec.output_lora_rank * h
@@ -74,7 +75,8 @@ def _compressed_macs(spec: AttentionSpec, h: int, mixer: MixerKind) -> tuple[int
     return sharded, replicated
 
 
-def _recurrent_macs(spec: RecurrentSpec, h: int) -> tuple[int, int]:
+def recurrent_macs(spec: RecurrentSpec, h: int) -> tuple[int, int]:
+    """Return `mixer_macs` of a recurrent layer."""
     wide = 2 * spec.key_width + 2 * spec.value_width
     out = spec.value_width * h
     if spec.kind is RecurrentKind.MAMBA2:

@@ -20,30 +20,31 @@ from moewright.rules import expert_placement, routing
 from moewright.rules.capacity import routed_rows
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.micro_batches import micro_batch_tokens, tp_group_tokens
+from moewright.rules.mixer_saved import (
+    MixerSymbols,
+    compressed_saved,
+    gate_saved,
+    indexer_saved,
+    recurrent_saved,
+)
+from moewright.rules.saved_tensor import SavedTensor, saved_tensor
 from moewright.rules.shards import shard_size
 from moewright.spec.layout import DispatcherKind, Layout, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, NormKind, QkNorm, ScoreFunction
+from moewright.spec.model import (
+    AttentionKind,
+    MixerKind,
+    ModelSpec,
+    MoeSpec,
+    NormKind,
+    QkNorm,
+    ScoreFunction,
+)
 from moewright.spec.workload import Fusion, TrainerSpec, Workload
 
 _FP32_BYTES = 4
 _INT64_BYTES = 8
 _INT32_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedTensor:
-    """One tensor that a layer saves for backward, per micro-batch on one rank.
-
-    Any policy of `freed_by` frees it. No policy frees the layer input, from which even full
-    recomputation starts, nor what a router decided, which a replay must not decide again.
-    """
-
-    module: Module
-    name: str
-    bytes: int
-    freed_by: tuple[Recompute, ...]
-    owner: Module  # the module that it is part of, even where `module` is an MTP depth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,10 @@ def saved_tensors(
     )
     is_mtp = layer > model.layers
     has_experts = model.moe_layers[-1 if is_mtp else layer]
-    rows = [*_attention(model, symbols, repeats_exchange=repeats_exchange)]
+    rows = [*_mixer(model, symbols, layer, repeats_exchange=repeats_exchange)]
+    if not model.has_mlp(layer):
+        return tuple(row for row in rows if row.bytes)
+    rows += _second_norm(model, symbols, has_mixer=model.mixer(layer) is not MixerKind.NONE)
     if has_experts:
         local = _LocalExperts(
             R=routed_rows(model, workload, layout, load),
@@ -166,32 +170,68 @@ def activation_nbytes(workload: Workload) -> int:
     return 2 if workload.precision.is_narrow else workload.precision.nbytes
 
 
+def _mixer(
+    model: ModelSpec, symbols: _TableSymbols, layer: int, *, repeats_exchange: bool
+) -> Iterator[SavedTensor]:
+    """Yield the layer's input, the norm before what mixes tokens, and what that saves."""
+    c, t, h = symbols.c, symbols.t, symbols.h
+    mixer = model.mixer(layer)
+    layer_input = model.residual_streams * c * t * h
+    yield saved_tensor(Module.NORM, "layer_input", layer_input, full=False)
+    if mixer is MixerKind.NONE:
+        return
+    # Fused into the QKV projection for GQA in the stacks that the table is compared with, so only
+    # MLA can drop its output.
+    is_fused = mixer is MixerKind.RECURRENT or model.attention.kind is AttentionKind.GQA
+    freed_by = () if is_fused else (Recompute.LAYERNORM,)
+    yield saved_tensor(Module.NORM, "input_norm_rstd", _norm_statistics(model, t), *freed_by)
+    yield saved_tensor(Module.ATTENTION, "input_norm_out", c * t * h, *freed_by)
+    shared = MixerSymbols(c=c, T=symbols.T, t=t, tp=symbols.tp, seq_len=symbols.seq_len)
+    if mixer is MixerKind.RECURRENT:
+        assert model.recurrent is not None  # what a recurrent layer needs
+        yield from recurrent_saved(model.recurrent, shared)
+    elif model.attention.kind is AttentionKind.COMPRESSED:
+        yield from compressed_saved(model, mixer, shared)
+        yield from _scores(model, symbols)
+    else:
+        yield from _attention(model, symbols, repeats_exchange=repeats_exchange)
+        yield gate_saved(model.attention, shared)
+        if mixer is not MixerKind.SHARED_INDEX:
+            yield from indexer_saved(model.attention, shared)
+
+
 def _attention(
     model: ModelSpec, symbols: _TableSymbols, *, repeats_exchange: bool
 ) -> Iterator[SavedTensor]:
-    spec, c, T, t, h = model.attention, symbols.c, symbols.T, symbols.t, symbols.h
-    is_mla = spec.kind is AttentionKind.MLA
-    yield _row(Module.NORM, "layer_input", c * t * h, full=False)
-    # Fused into the QKV projection for GQA in the stacks that the table is compared with, so only
-    # MLA can drop its output.
-    freed_by = (Recompute.LAYERNORM,) if is_mla else ()
-    yield _row(Module.NORM, "input_norm_rstd", _norm_statistics(model, t), *freed_by)
-    yield _row(Module.ATTENTION, "input_norm_out", c * t * h, *freed_by)
-    if is_mla:
+    spec, c, T = model.attention, symbols.c, symbols.T
+    if spec.kind is AttentionKind.MLA:
         yield from _mla_core(model, symbols)
     else:
         yield from _gqa_core(model, symbols)
     out_bytes = c * T * spec.out_width // symbols.tp
-    yield _row(Module.ATTENTION, "attention_out", out_bytes)
+    yield saved_tensor(Module.ATTENTION, "attention_out", out_bytes)
     if symbols.a2a_ranks > 1 and not repeats_exchange:
         # Attention saves its own output, of more tokens and fewer heads than the projection takes.
-        yield _row(Module.ATTENTION, "attention_out", out_bytes, Recompute.CORE_ATTN)
+        yield saved_tensor(Module.ATTENTION, "attention_out", out_bytes, Recompute.CORE_ATTN)
     yield from _scores(model, symbols)
-    # Each block's output is dropped before it joins the residual stream, and both masks are kept.
+
+
+def _second_norm(
+    model: ModelSpec, symbols: _TableSymbols, *, has_mixer: bool
+) -> Iterator[SavedTensor]:
+    """Yield what the norm before the MLP saves, and the masks of dropout.
+
+    Each block's output is dropped before it joins the residual stream, and both masks are kept.
+    Without a mixer before, the norm takes the layer's input, which is saved already.
+    """
+    c, t, h = symbols.c, symbols.t, symbols.h
     mask_bytes = 2 * t * h if symbols.trainer.hidden_dropout else 0
-    yield _row(Module.NORM, "dropout_masks", mask_bytes)
-    yield _row(Module.NORM, "residual", c * t * h)
-    yield _row(Module.NORM, "post_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM)
+    yield saved_tensor(Module.NORM, "dropout_masks", mask_bytes)
+    if has_mixer:
+        yield saved_tensor(Module.NORM, "residual", model.residual_streams * c * t * h)
+    yield saved_tensor(
+        Module.NORM, "post_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM
+    )
 
 
 def _scores(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -203,13 +243,15 @@ def _scores(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
     """
     queries = symbols.T * model.attention.heads // symbols.tp
     if not symbols.trainer.attention_backend.keeps_scores:
-        yield _row(Module.ATTENTION, "lse", _FP32_BYTES * queries, Recompute.CORE_ATTN)
+        yield saved_tensor(Module.ATTENTION, "lse", _FP32_BYTES * queries, Recompute.CORE_ATTN)
         return
     scores = queries * symbols.seq_len
-    yield _row(Module.ATTENTION, "probabilities", symbols.c * scores, Recompute.CORE_ATTN)
+    yield saved_tensor(Module.ATTENTION, "probabilities", symbols.c * scores, Recompute.CORE_ATTN)
     if symbols.trainer.attention_dropout:
         dropped_bytes = (1 + symbols.c) * scores
-        yield _row(Module.ATTENTION, "dropped_probabilities", dropped_bytes, Recompute.CORE_ATTN)
+        yield saved_tensor(
+            Module.ATTENTION, "dropped_probabilities", dropped_bytes, Recompute.CORE_ATTN
+        )
 
 
 def _gqa_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -218,16 +260,18 @@ def _gqa_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]
     # The norms save their inputs: the projections before rotation are alive beside the rotated
     # copies.
     if spec.qk_norm is QkNorm.FULL:
-        yield _row(Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width + spec.kv_width) // tp)
-        yield _row(Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * 2)
-    elif spec.qk_norm is QkNorm.PER_HEAD:
+        yield saved_tensor(
+            Module.ATTENTION, "qk_norm_in", c * T * (spec.q_width + spec.kv_width) // tp
+        )
+        yield saved_tensor(Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * 2)
+    elif spec.qk_norm is not QkNorm.NONE:
         local_width = spec.q_width // tp + kv_heads * spec.head_dim
         local_heads = spec.heads // tp + kv_heads
-        yield _row(Module.ATTENTION, "qk_norm_in", c * T * local_width)
-        yield _row(Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * local_heads)
+        yield saved_tensor(Module.ATTENTION, "qk_norm_in", c * T * local_width)
+        yield saved_tensor(Module.ATTENTION, "qk_norm_rstd", _FP32_BYTES * T * local_heads)
     # Ranks that exchange heads keep at least one key head each.
     kv_width = max(kv_heads, symbols.a2a_ranks) * spec.head_dim
-    yield _row(Module.ATTENTION, "qkv", c * T * (spec.q_width // tp + 2 * kv_width))
+    yield saved_tensor(Module.ATTENTION, "qkv", c * T * (spec.q_width // tp + 2 * kv_width))
 
 
 def _mla_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -239,12 +283,14 @@ def _mla_core(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]
     spec, c, T, t, tp = model.attention, symbols.c, symbols.T, symbols.t, symbols.tp
     expanded = spec.heads * (2 * spec.head_dim + spec.v_head_dim)
     norms = 2 if spec.q_lora_rank else 1
-    yield _row(Module.ATTENTION, "q_down", c * t * spec.q_lora_rank)
-    yield _row(Module.ATTENTION, "q_latent", c * t * spec.q_lora_rank)
-    yield _row(Module.ATTENTION, "kv_down", c * t * (spec.kv_lora_rank + spec.qk_rope_head_dim))
-    yield _row(Module.ATTENTION, "kv_latent", c * t * spec.kv_lora_rank)
-    yield _row(Module.ATTENTION, "latent_rstd", _FP32_BYTES * t * norms)
-    yield _row(Module.ATTENTION, "qkv", c * T * expanded // tp, Recompute.MLA_UP_PROJ)
+    yield saved_tensor(Module.ATTENTION, "q_down", c * t * spec.q_lora_rank)
+    yield saved_tensor(Module.ATTENTION, "q_latent", c * t * spec.q_lora_rank)
+    yield saved_tensor(
+        Module.ATTENTION, "kv_down", c * t * (spec.kv_lora_rank + spec.qk_rope_head_dim)
+    )
+    yield saved_tensor(Module.ATTENTION, "kv_latent", c * t * spec.kv_lora_rank)
+    yield saved_tensor(Module.ATTENTION, "latent_rstd", _FP32_BYTES * t * norms)
+    yield saved_tensor(Module.ATTENTION, "qkv", c * T * expanded // tp, Recompute.MLA_UP_PROJ)
 
 
 def _dense(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -252,9 +298,9 @@ def _dense(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
     ffn = model.dense_ffn_size
     fc1_width = _fc1_width(model, ffn)
     post_norm_bytes = c * symbols.t * symbols.h
-    yield _row(Module.DENSE_MLP, "post_norm_out", post_norm_bytes, Recompute.LAYERNORM)
-    yield _row(Module.DENSE_MLP, "fc1", c * T * fc1_width // tp, Recompute.MLP)
-    yield _row(Module.DENSE_MLP, "activation", c * T * ffn // tp, Recompute.MLP)
+    yield saved_tensor(Module.DENSE_MLP, "post_norm_out", post_norm_bytes, Recompute.LAYERNORM)
+    yield saved_tensor(Module.DENSE_MLP, "fc1", c * T * fc1_width // tp, Recompute.MLP)
+    yield saved_tensor(Module.DENSE_MLP, "activation", c * T * ffn // tp, Recompute.MLP)
 
 
 def _moe(
@@ -272,22 +318,22 @@ def _moe(
     ffn = model.moe.ffn_size
     fc1_width = _fc1_width(model, ffn)
     moe = Recompute.MOE
-    yield _row(Module.ROUTER, "post_norm_out", c * t * symbols.h, Recompute.LAYERNORM)
+    yield saved_tensor(Module.ROUTER, "post_norm_out", c * t * symbols.h, Recompute.LAYERNORM)
     yield from _router(model.moe, workload, t)
-    yield _row(Module.EXPERTS, "permuted", c * R * model.expert_width, moe)
-    yield _row(Module.EXPERTS, "latent_out", c * t * model.moe.latent_size, moe)
-    yield _row(Module.EXPERTS, "fc1", c * R * fc1_width // etp, moe)
-    yield _row(Module.EXPERTS, "activation", c * R * ffn // etp, Recompute.MOE_ACT, moe)
+    yield saved_tensor(Module.EXPERTS, "permuted", c * R * model.expert_width, moe)
+    yield saved_tensor(Module.EXPERTS, "latent_out", c * t * model.moe.latent_size, moe)
+    yield saved_tensor(Module.EXPERTS, "fc1", c * R * fc1_width // etp, moe)
+    yield saved_tensor(Module.EXPERTS, "activation", c * R * ffn // etp, Recompute.MOE_ACT, moe)
     if is_fused_stack:
         unweighted = c * R * _unweighted_width(model, symbols.trainer) // etp
-        yield _row(Module.EXPERTS, "unweighted", unweighted, Recompute.MOE_ACT, moe)
-    yield _row(Module.EXPERTS, "probs", _FP32_BYTES * R, moe)
+        yield saved_tensor(Module.EXPERTS, "unweighted", unweighted, Recompute.MOE_ACT, moe)
+    yield saved_tensor(Module.EXPERTS, "probs", _FP32_BYTES * R, moe)
     indices = _index_count(model.moe, layout, t, local, is_fused_stack=is_fused_stack)
-    yield _row(Module.EXPERTS, "indices", _INT64_BYTES * indices, moe)
+    yield saved_tensor(Module.EXPERTS, "indices", _INT64_BYTES * indices, moe)
     # The row ends of replicas are kept once more, apart from those of the own experts.
     replicas = (local.slots - model.moe.experts) // layout.ep
     row_ends = local.slots // layout.ep + replicas
-    yield _row(Module.EXPERTS, "row_ends", _INT32_BYTES * row_ends, moe)
+    yield saved_tensor(Module.EXPERTS, "row_ends", _INT32_BYTES * row_ends, moe)
     yield from _shared_experts(model, symbols)
 
 
@@ -334,20 +380,20 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
     score = moe.router.score
     chosen = t * moe.router.top_k
     nbytes = workload.router.router_dtype.nbytes
-    yield _row(Module.ROUTER, "scores", nbytes * t * moe.experts, Recompute.MOE)
-    yield _row(Module.ROUTER, "chosen", _INT64_BYTES * chosen, full=False)
+    yield saved_tensor(Module.ROUTER, "scores", nbytes * t * moe.experts, Recompute.MOE)
+    yield saved_tensor(Module.ROUTER, "chosen", _INT64_BYTES * chosen, full=False)
     if moe.router.renormalize:
-        yield _row(Module.ROUTER, "chosen_scores", nbytes * (chosen + t), Recompute.MOE)
+        yield saved_tensor(Module.ROUTER, "chosen_scores", nbytes * (chosen + t), Recompute.MOE)
     shares = bool(loss.aux_coeff) + bool(loss.global_aux_coeff)
     if loss.seq_aux_coeff:
         shares += t
-    yield _row(Module.ROUTER, "load_share", _FP32_BYTES * shares * moe.experts, full=False)
+    yield saved_tensor(Module.ROUTER, "load_share", _FP32_BYTES * shares * moe.experts, full=False)
     if shares and score is not ScoreFunction.SOFTMAX:
-        yield _row(Module.ROUTER, "score_sums", nbytes * t, Recompute.MOE)
+        yield saved_tensor(Module.ROUTER, "score_sums", nbytes * t, Recompute.MOE)
     if loss.z_coeff or score is ScoreFunction.SQRT_SOFTPLUS:
-        yield _row(Module.ROUTER, "logits", nbytes * t * moe.experts, Recompute.MOE)
+        yield saved_tensor(Module.ROUTER, "logits", nbytes * t * moe.experts, Recompute.MOE)
     if loss.z_coeff:
-        yield _row(Module.ROUTER, "log_sums", nbytes * t, Recompute.MOE)
+        yield saved_tensor(Module.ROUTER, "log_sums", nbytes * t, Recompute.MOE)
 
 
 def _shared_experts(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -357,12 +403,12 @@ def _shared_experts(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedT
     ffn = model.moe.shared_ffn_size
     fc1_width = _fc1_width(model, ffn)
     freed_by = (Recompute.SHARED_EXPERTS, Recompute.MOE)
-    yield _row(Module.SHARED_EXPERTS, "fc1", c * T * fc1_width // tp, *freed_by)
-    yield _row(Module.SHARED_EXPERTS, "activation", c * T * ffn // tp, *freed_by)
+    yield saved_tensor(Module.SHARED_EXPERTS, "fc1", c * T * fc1_width // tp, *freed_by)
+    yield saved_tensor(Module.SHARED_EXPERTS, "activation", c * T * ffn // tp, *freed_by)
     if model.moe.shared_gate:
         # The gated product saves both factors.
         gated_bytes = c * symbols.t * (symbols.h + 1)
-        yield _row(Module.SHARED_EXPERTS, "gated", gated_bytes, *freed_by)
+        yield saved_tensor(Module.SHARED_EXPERTS, "gated", gated_bytes, *freed_by)
 
 
 def _mtp_inputs(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
@@ -371,9 +417,9 @@ def _mtp_inputs(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTenso
     The hidden state is saved by the final norm before it, or by the stage if that is another's
     (cost.activations).
     """
-    yield _row(Module.MTP, "embedding", symbols.c * symbols.t * symbols.h)
-    yield _row(Module.MTP, "joined", 2 * symbols.c * symbols.t * symbols.h)
-    yield _row(Module.MTP, "joined_rstd", 2 * _norm_statistics(model, symbols.t))
+    yield saved_tensor(Module.MTP, "embedding", symbols.c * symbols.t * symbols.h)
+    yield saved_tensor(Module.MTP, "joined", 2 * symbols.c * symbols.t * symbols.h)
+    yield saved_tensor(Module.MTP, "joined_rstd", 2 * _norm_statistics(model, symbols.t))
 
 
 def _unweighted_width(model: ModelSpec, trainer: TrainerSpec) -> int:
@@ -396,12 +442,3 @@ def _norm_statistics(model: ModelSpec, rows: int) -> int:
     """Return the bytes of the fp32 reciprocal deviation of every row; LayerNorm saves means too."""
     statistics = 2 if model.norm is NormKind.LAYER else 1
     return _FP32_BYTES * rows * statistics
-
-
-def _row(
-    module: Module, name: str, size_bytes: int, *freed_by: Recompute, full: bool = True
-) -> SavedTensor:
-    """Return a tensor that the given policies free, and full recompute too unless `full` is off."""
-    if full:
-        freed_by = (Recompute.FULL, *freed_by)
-    return SavedTensor(module=module, name=name, bytes=size_bytes, freed_by=freed_by, owner=module)

@@ -104,14 +104,12 @@ class ScreeningTimes:
 
     def price_group(self, cut: Layout, memory: ModelMemory) -> GroupTimes:
         """Return the prices of a layout `cut` whose layers offload the bytes that `memory` says."""
-        by_experts = {
-            part.kind.is_moe: layer.offloaded
+        by_kind = {
+            part.kind: layer.offloaded
             for part, layer in reversed(list(zip(self.parts.layers, memory.layers, strict=True)))
         }
         sent = {
-            kind: OffloadedActivations(
-                bytes=by_experts[kind.is_moe], modules=self.policies.offloaded_modules
-            )
+            kind: OffloadedActivations(bytes=by_kind[kind], modules=self.policies.offloaded_modules)
             for kind in self.parts.kinds
         }
         return GroupTimes(self, cut, sent)
@@ -230,11 +228,12 @@ class GroupTimes:
         """
         times = self._times
         first, *_, last = dispatcher_choices(times.space, self._cut)
+        moe = next(kind for kind in times.parts.kinds if kind.is_moe)
         plain, dedup = (
             price_collectives(
                 times.collectives,
                 times.symbols(replace(self._cut, dispatcher=dispatcher)),
-                moe=True,
+                moe,
             )
             for dispatcher in (first, last)
         )

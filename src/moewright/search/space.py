@@ -239,7 +239,10 @@ def _widest_graphs(
     """
     if space.hardware.device.kind is not DeviceKind.CUDA:
         return ()
-    for graphs in ((CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER), (CudaGraphScope.ATTN,)):
+    mixers = [CudaGraphScope.ATTN]
+    if space.model.recurrent is not None:
+        mixers.append(CudaGraphScope.MAMBA)
+    for graphs in ((*mixers, CudaGraphScope.MOE_ROUTER), tuple(mixers)):
         layout = Layout(world_size=1, recompute=recompute, graphs=graphs)
         if space.permits(graphs=graphs) and _is_compatible(space, layout, "graphs"):
             return graphs
@@ -446,9 +449,9 @@ def _recompute_choices(model: ModelSpec) -> list[tuple[Recompute, ...]]:
         if model.moe is not None and model.moe.shared_ffn_size:
             blocks.append({Recompute.MOE_ACT, Recompute.SHARED_EXPERTS})
         blocks.append({Recompute.MOE})
-    if not has_experts:
+    if not has_experts and model.dense_layer_count:
         blocks.append({Recompute.MLP})
-    elif not all(model.moe_layers):
+    elif model.dense_layer_count:
         blocks.append({Recompute.MLP, Recompute.MOE})
     norms: list[set[Recompute]] = [set(), {Recompute.LAYERNORM}]
     ups: list[set[Recompute]] = [set()]

@@ -113,6 +113,7 @@ class CudaGraphScope(StrEnum):
 
     FULL = "full"
     ATTN = "attn"
+    MAMBA = "mamba"  # layers that carry a state along the sequence
     MOE_ROUTER = "moe_router"
     MOE_PREPROCESS = "moe_preprocess"
 

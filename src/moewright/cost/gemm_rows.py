@@ -1,0 +1,48 @@
+"""Rows of products, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moewright.cost.op_time import OpRow
+from moewright.cost.symbols import Symbols
+from moewright.spec.hardware import Op
+from moewright.spec.layout import Recompute
+from moewright.spec.plan import TimePart
+
+_BACKWARD_PRODUCTS = 2.0  # a product's gradients are two products of its size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOps:
+    """The rows of one layer, forward and backward, without recompute and collectives."""
+
+    forward: tuple[OpRow, ...]
+    backward: tuple[OpRow, ...]
+
+
+def gemm_row(
+    name: str,
+    sym: Symbols,
+    tokens: int,
+    n: float,
+    k: float,
+    part: TimePart,
+    *recomputed_by: Recompute,
+) -> OpRow:
+    """Return the row of a product [tokens, k] x [k, n]."""
+    product_flops = 2.0 * tokens * n * k
+    return OpRow(
+        name=name,
+        part=part,
+        op=Op.GEMM,
+        amount=product_flops,
+        x=product_flops,
+        dtype=sym.dtype,
+        recomputed_by=(Recompute.FULL, *recomputed_by),
+    )
+
+
+def backward_gemms(row: OpRow) -> OpRow:
+    """Return the backward of a product: twice the work, in calls of the same size."""
+    return replace(row, amount=row.amount * _BACKWARD_PRODUCTS, recomputed_by=())

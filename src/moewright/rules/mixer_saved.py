@@ -1,0 +1,99 @@
+"""The tensors that mixers beside plain and latent attention save for backward.
+
+Sources: mamba_ssm's fused scan, which keeps the projection's output and its own and makes the
+states again; fla's chunked delta rule, which keeps its inputs and the matrix of each chunk;
+Megatron-LM's sparse attention over latents; DeepSeek-V4's compressors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moewright.rules.saved_tensor import SavedTensor, saved_tensor
+from moewright.spec.layout import Recompute
+from moewright.spec.ledger import Module
+from moewright.spec.model import (
+    AttentionSpec,
+    MixerKind,
+    ModelSpec,
+    RecurrentKind,
+    RecurrentSpec,
+)
+
+_FP32_BYTES = 4
+_INT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixerSymbols:
+    """Bytes `c` of an activation, T tokens on a TP group and t on a rank, and its degree."""
+
+    c: int
+    T: int
+    t: int
+    tp: int
+    seq_len: int
+
+
+def recurrent_saved(spec: RecurrentSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:
+    """Yield what a recurrent mixer saves behind its input norm."""
+    c, T, tp = symbols.c, symbols.T, symbols.tp
+    value, conv = spec.value_width, spec.conv_width
+    if spec.kind is RecurrentKind.MAMBA2:
+        yield _row("mixer_in", c * T * (conv + value + spec.heads) // tp)
+        yield _row("scan_out", c * T * value // tp)
+        yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.key_heads // tp)
+        yield _row("mixer_out", c * T * value // tp)
+        return
+    keys = spec.heads * spec.key_dim  # queries and keys are repeated for the heads of values
+    rates = spec.heads * (1 if spec.kind is RecurrentKind.GATED_DELTA else spec.key_dim)
+    yield _row("mixer_in", c * T * (conv + value) // tp)
+    yield _row("conv_out", c * T * conv // tp)
+    yield _row("scan_in", c * T * (2 * keys + value) // tp)
+    yield _row("rates", _FP32_BYTES * T * (rates + spec.heads) // tp)
+    yield _row("chunk_matrix", c * T * spec.heads * spec.chunk_size // tp)
+    yield _row("scan_out", c * T * value // tp)
+    yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.heads // tp)
+    yield _row("mixer_out", c * T * value // tp)
+
+
+def compressed_saved(
+    model: ModelSpec, mixer: MixerKind, symbols: MixerSymbols
+) -> Iterator[SavedTensor]:
+    """Yield what DeepSeek-V4's attention saves behind its input norm."""
+    spec, c, T, t, tp = model.attention, symbols.c, symbols.T, symbols.t, symbols.tp
+    yield _row("q_down", c * t * spec.q_lora_rank)
+    yield _row("q_latent", c * t * spec.q_lora_rank)
+    yield _row("latent_rstd", 2 * _FP32_BYTES * t)
+    yield _row("kv_down", c * t * spec.head_dim)
+    yield _row("qkv", c * T * (2 * spec.q_width // tp + spec.head_dim))
+    yield _row("attention_out", c * T * spec.out_width // tp)
+    yield _row("o_down", c * T * spec.output_groups * spec.output_lora_rank // tp)
+    if mixer is MixerKind.HEAVILY_COMPRESSED:
+        yield _row("compressor", 2 * c * t * spec.head_dim)
+    elif mixer is MixerKind.COMPRESSED_SPARSE:
+        assert spec.indexer is not None  # what chooses the blocks of such a layer
+        yield _row("compressor", 4 * c * t * (spec.head_dim + spec.indexer.head_dim))
+        yield from indexer_saved(spec, symbols)
+
+
+def indexer_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:
+    """Yield what a scorer saves: its queries and keys, its heads' weights, and the chosen keys."""
+    if spec.indexer is None:
+        return
+    t, heads, width = symbols.t, spec.indexer.heads, spec.indexer.head_dim
+    yield _row("index_qk", symbols.c * t * (heads * width + width + heads))
+    chosen = min(spec.indexer.top_k, symbols.seq_len)
+    core = Recompute.CORE_ATTN
+    yield saved_tensor(Module.ATTENTION, "index_chosen", _INT32_BYTES * t * chosen, core)
+
+
+def gate_saved(spec: AttentionSpec, symbols: MixerSymbols) -> SavedTensor:
+    """Return the gate of attention's output; the gated product is `attention_out` once more."""
+    width = 2 * spec.q_width if spec.output_gate else 0
+    return _row("output_gate", symbols.c * symbols.T * width // symbols.tp)
+
+
+def _row(name: str, size_bytes: int) -> SavedTensor:
+    return saved_tensor(Module.ATTENTION, name, size_bytes)
