@@ -18,6 +18,12 @@ from moewright.rules import parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.model import AttentionKind, QkNorm, ScoreFunction
 
+# Families that are planned and that weights cannot be written for yet.
+PLANNED_FAMILIES = frozenset(hf.FAMILIES) - {
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("kimi_k2", "llama", "mistral", "qwen2", "qwen3", "gpt2"),
+}
+
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 256,

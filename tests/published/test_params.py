@@ -11,9 +11,8 @@ import pytest
 from moewright.intake import catalogue
 from moewright.rules import flops, parameters
 
-ROWS = tuple(
-    csv.DictReader((Path(__file__).parent / "data" / "model_params.csv").open(encoding="utf-8"))
-)
+DATA = Path(__file__).parent / "data"
+ROWS = tuple(csv.DictReader((DATA / "model_params.csv").open(encoding="utf-8")))
 EXACT = 5e-4
 
 # Differences between hyper-parameters and the published round totals; Kimi-K2's is known and
@@ -42,7 +41,8 @@ WINDOWED = ("openai/gpt-oss-120b", "openai/gpt-oss-20b")
 
 
 def test_every_catalogue_model_has_a_row() -> None:
-    listed = {row["model"] for row in ROWS}
+    counts = csv.DictReader((DATA / "model_counts.csv").open(encoding="utf-8"))
+    listed = {row["model"] for row in (*ROWS, *counts)}
     assert set(catalogue.model_names()) - listed == set(ALSO_PUBLISHED)
 
 

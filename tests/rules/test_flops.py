@@ -99,7 +99,7 @@ def test_forward_is_a_third() -> None:
     forward = flops.forward_flop_rows(QWEN, Layout(world_size=1), share, seq_len=512)
     both = flops.train_flop_rows(QWEN, Layout(world_size=1), share, seq_len=512)
     assert [3 * row.flops for row in forward] == [row.flops for row in both]
-    assert {row.op for row in both} == set(FlopOp)
+    assert {row.op for row in both} == set(FlopOp) - {FlopOp.SCAN}
 
 
 def test_window_saves_what_it_does_not_attend() -> None:

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from moewright.calibration.cells import cell_error, parse_number
 from moewright.rules import flops, mixer_flops
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import MixerKind, ModelSpec, RecurrentKind
 from moewright.spec.units import TERA
 
 # The MFU of arXiv 2504.14960 is of the dense bf16 peak of an H100.
@@ -55,8 +55,8 @@ def trained_without_mtp(cells: Mapping[str, str], model: ModelSpec, seq_len: int
         return False
     flops_per_s = _parse_cell(cells, "tflops_per_gpu") * TERA
     printed = flops_per_s / _parse_cell(cells, "tokens_per_s_per_gpu")
-    with_mtp = flops.model_flops_per_token(model, seq_len)
-    without_mtp = flops.model_flops_per_token(replace(model, mtp_layers=0), seq_len)
+    with_mtp = megatron_flops_per_token(model, seq_len)
+    without_mtp = megatron_flops_per_token(replace(model, mtp_layers=0), seq_len)
     return abs(printed - without_mtp) < abs(printed - with_mtp)
 
 
@@ -110,13 +110,30 @@ def _flops_per_token(cells: Mapping[str, str], model: ModelSpec, seq_len: int) -
     convention = _flops_convention(cells)
     if convention is FlopsConvention.OTHER:
         return 0
-    counted = flops.model_flops_per_token(model, seq_len)
+    counted = megatron_flops_per_token(model, seq_len)
     if convention is FlopsConvention.CAUSAL:
         return counted
     causal_half = sum(
         mixer_flops.attention_flops(model, layer, seq_len, seq_len) for layer in range(model.layers)
     )
     return counted + flops.TRAIN_TO_FORWARD_RATIO * causal_half // seq_len
+
+
+def megatron_flops_per_token(model: ModelSpec, seq_len: int) -> int:
+    """Return the FLOPs of a token as Megatron counts them, for training.
+
+    They are the model FLOPs, but for hybrids with Mamba-2 layers: there it takes the inner width
+    for twice the hidden size, whatever heads and head size say (Nemotron 3 Nano: 5376 for 4096),
+    and leaves out the projections of MTP depths (Megatron-Bridge flop_utils, hybrid_flops).
+    """
+    counted = flops.model_flops_per_token(model, seq_len)
+    spec, h = model.recurrent, model.hidden_size
+    if spec is None or spec.kind is not RecurrentKind.MAMBA2:
+        return counted
+    layers = model.mixers.count(MixerKind.RECURRENT)
+    wider = layers * (6 * h + 7 * spec.key_dim) * (2 * h - spec.value_width)
+    projections = model.mtp_layers * 4 * h * h
+    return counted + flops.TRAIN_TO_FORWARD_RATIO * (wider - projections)
 
 
 def _flops_convention(cells: Mapping[str, str]) -> FlopsConvention:

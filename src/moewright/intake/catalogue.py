@@ -98,8 +98,13 @@ def model_entry(name: str) -> ModelEntry:
     if key is None:
         raise BadInput(Reason(field="model", value=name[:80], rule="is not in the catalogue"))
     entry = _read_models()[key]
+    also = ", ".join(entry.get("also", ()))
+    notes = (entry.get("note", ""), f"of the same shape: {also}" if also else "")
     return ModelEntry(
-        name=key, source=entry["source"], verified=entry["verified"], note=entry.get("note", "")
+        name=key,
+        source=entry["source"],
+        verified=entry["verified"],
+        note="; ".join(note for note in notes if note),
     )
 
 
@@ -167,9 +172,10 @@ def _find_model(name: str) -> str | None:
     """Return the catalogue's key of a name with or without its organisation; None if unknown."""
     folded = name.strip().casefold()
     for spelling in (folded, _VARIANT.sub("", folded)):
-        for key in _read_models():
-            if spelling in (key.casefold(), _without_organisation(key).casefold()):
-                return key
+        for key, entry in _read_models().items():
+            for alias in (key, *entry.get("also", ())):
+                if spelling in (alias.casefold(), _without_organisation(alias).casefold()):
+                    return key
     return None
 
 

@@ -224,18 +224,19 @@ def _read_family(fields: FieldReader) -> str:
     family = fields.raw_value("model_type")
     fields.ignore("model_type")
     names = (*FAMILIES, *_NESTED)
-    rule = f"must be one of {', '.join(names)}"
+    rule = f"must be one of {len(names)} known model types"
     if family is None:
-        raise fields.refusal("model_type", f"is missing; one of {', '.join(names)}")
+        raise fields.refusal("model_type", f"is missing; {rule}", "llama")
     if not isinstance(family, str):
-        raise fields.refusal("model_type", rule)
+        raise fields.refusal("model_type", rule, "llama")
     if family in _UNSUPPORTED:
         raise fields.refusal(
             "model_type",
             f"has {_UNSUPPORTED[family]}, a mixer that moewright does not model",
         )
     if family not in FAMILIES:
-        raise fields.refusal("model_type", rule, closest_match(family, names))
+        nearest = closest_match(family, names)
+        raise fields.refusal("model_type", rule, nearest or f"one of {', '.join(FAMILIES)}")
     return family
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moewright.rules.engine_features import unsupported_features
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import (
@@ -16,6 +17,7 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.model import (
+    Activation,
     AttentionKind,
     AttentionSpec,
     ModelSpec,
@@ -26,6 +28,18 @@ from moewright.spec.model import (
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Dtype, RouterAssignment, Workload
 
+# Features that the engine lacks and this export writes, or refuses by a rule of its own.
+_WRITTEN = frozenset(
+    {
+        "activation",
+        "attention.qkv_bias",
+        "attention.rope.interleaved",
+        "attention.rope.scaling",
+        "gated",
+        "norm",
+        "position",
+    }
+)
 # The original positions, beta_fast and beta_slow of Megatron-LM's MLA configuration.
 MLA_YARN_DEFAULTS = (4096, 32.0, 1.0)
 # The original length that its llama3 scaling is written for.
@@ -37,6 +51,7 @@ def find_refusals(plan: Plan) -> tuple[Reason, ...]:
     return (
         *_check_device(plan),
         *_check_model(plan.model),
+        *_check_features(plan.model),
         *_check_attention(plan.model.attention, plan.model.position),
         *_check_router(plan.model),
         *_check_layout(plan.layout, plan.workload),
@@ -67,6 +82,17 @@ def _check_model(model: ModelSpec) -> Iterator[Reason]:
     if model.moe and model.moe.expert_bias != model.mlp_bias:
         rule = "has one switch for the biases of experts and of the MLP"
         yield _refusal("model.moe.expert_bias", model.moe.expert_bias, rule, model.mlp_bias)
+
+
+def _check_features(model: ModelSpec) -> Iterator[Reason]:
+    """Yield the features of newer architectures, for which this export writes no flags."""
+    if model.activation is Activation.RELU_SQUARED:
+        rule = "export writes no flags for it"
+        yield _refusal("model.activation", model.activation, rule, Activation.SILU)
+    for field, value, is_new, nearest in unsupported_features(model):
+        if is_new and field not in _WRITTEN:
+            rule = "export writes no flags for it"
+            yield _refusal(f"model.{field}", value, rule, nearest)
 
 
 def _check_attention(attention: AttentionSpec, position: PositionKind) -> Iterator[Reason]:
