@@ -45,11 +45,12 @@ def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
 
 @lru_cache(maxsize=16)
 def layer_kinds(model: ModelSpec) -> Mapping[LayerKind, int]:
-    """Return every kind of layer the model has, with a layer of that kind."""
+    """Return every kind of layer the model has, with the first layer of that kind."""
     mtp = [model.layers + 1] if model.mtp_layers else []
-    return MappingProxyType(
-        {layer_kind(model, layer): layer for layer in (*range(model.layers), *mtp)}
-    )
+    kinds: dict[LayerKind, int] = {}
+    for layer in (*range(model.layers), *mtp):
+        kinds.setdefault(layer_kind(model, layer), layer)
+    return MappingProxyType(kinds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -206,8 +206,8 @@ def _enter_text_config(
     text = fields.table("text_config")
     if text is None:
         raise fields.refusal("text_config", "is missing: it holds the language model")
-    beside = (field for field in fields.unread_names() if _is_beside_text(field))
-    fields.ignore("model_type", "tie_word_embeddings", *beside)
+    other_parts = (field for field in fields.unread_names() if _is_beside_text(field))
+    fields.ignore("model_type", "tie_word_embeddings", *other_parts)
     family = text.raw_value("model_type") or _NESTED[outer_family]
     text.ignore("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
