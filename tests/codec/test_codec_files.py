@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moewright.codec import (
+    read_bytes,
     read_json,
     read_json_data,
     read_toml,
@@ -132,3 +133,23 @@ def test_unwritable_targets_are_refused(tmp_path: Path) -> None:
 def test_written_files_are_readable_by_others(tmp_path: Path) -> None:
     write_text(tmp_path / "page.html", "x")
     assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == 0o644
+
+
+def test_what_has_no_end_is_not_opened(tmp_path: Path) -> None:
+    """A device, a pipe and a link to one are refused by their kind, before a byte is read."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link.json").symlink_to("/dev/zero")
+    for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "link.json"):
+        with pytest.raises(BadInput, match="is not a regular file"):
+            read_json_data(path)
+
+
+def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(b"12345")
+    assert read_bytes(path, limit_bytes=5) == b"12345"
+    with pytest.raises(BadInput, match="is larger than the 4 B that are read"):
+        read_bytes(path, limit_bytes=4)
+    os.truncate(path, 1 << 40)  # a hole of a TiB on the disk
+    with pytest.raises(BadInput, match="is larger than"):
+        read_bytes(path, limit_bytes=1 << 20)

@@ -1,5 +1,6 @@
 """Traces of known seconds broken down: unions, exposure, idle causes, rates; and damaged files."""
 
+import gzip
 import json
 
 import numpy as np
@@ -19,6 +20,7 @@ from sample_traces import (
 
 from moewright.cli.main import main
 from moewright.diagnosis.traces import intervals as sets
+from moewright.diagnosis.traces import kineto as kineto_reader
 from moewright.diagnosis.traces.breakdown import IdleCause, break_down_step
 from moewright.diagnosis.traces.capture import KernelKind, collective_in_name, kernel_kind
 from moewright.diagnosis.traces.comm_classes import CommClass, classify_channels
@@ -208,6 +210,24 @@ def test_damaged_traces_give_what_is_whole(tmp_path):
     assert (
         dict(break_down_step(read_traces(tmp_path / "d.json")[0]).idle_times)[IdleCause.UNKNOWN] > 0
     )
+
+
+def test_a_trace_that_was_cut_off_says_so(tmp_path):
+    whole = gzip.compress(json.dumps({"traceEvents": events() * 200}).encode())
+    for name, content in (("w.json", whole), ("c.json", whole[: len(whole) // 2])):
+        (tmp_path / name).write_bytes(content)
+    whole_notes, cut_notes = (
+        read_traces(tmp_path / name)[0].notes for name in ("w.json", "c.json")
+    )
+    assert "c.json was cut off" in cut_notes[-1]
+    assert cut_notes[:-1] == whole_notes
+
+
+def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(kineto_reader, "_LARGEST_TRACE_BYTES", 1 << 20)
+    (tmp_path / "t.json").write_bytes(gzip.compress(b" " * (1 << 22)))
+    with pytest.raises(BadInput, match="holds more than the 1 MiB"):
+        read_traces(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_saved_and_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
     [
         ("{", "is not a tokenizer.json"),
         ("[" * 100_000, "is not a tokenizer.json"),
-        (b"\xff\xfe", "is not a tokenizer.json"),
-        (None, "cannot be read"),
+        (b"\xff\xfe", "is not text in UTF-8"),
+        (None, "no such file"),
         (
             '{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":[]}}',
             "no <.endoftext.> token",

@@ -103,7 +103,8 @@ def test_sigterm_saves_and_resume_is_exact(
     assert process.exitcode == ExitCode.STOPPED
     done = len(read_steps(tmp_path))
     assert 5 <= done < 40
-    assert train(plan, tmp_path) is ExitCode.DONE
+    moved = replace(plan, model=replace(plan.model, name="/of/a/folder/that/moved"))
+    assert train(moved, tmp_path) is ExitCode.DONE
     assert losses(tmp_path) == losses(uninterrupted)
     expected = read_state(uninterrupted, 40)
     actual = read_state(tmp_path, 40)

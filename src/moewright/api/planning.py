@@ -17,7 +17,7 @@ from moewright.api.requests import (
     to_options,
     translate_fields,
 )
-from moewright.codec import explicit_fields, parse_layout, read_json
+from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.legality import check_legality
 from moewright.search import explain, what_if
@@ -335,7 +335,7 @@ def is_plan_file(path: Path) -> bool:
     """Tell a plan from a model's config.json by its keys."""
     if path.suffix != ".json" or path.name == "config.json" or not path.is_file():
         return False
-    return '"fingerprint"' in path.read_text(errors="replace")
+    return b'"fingerprint"' in read_bytes(path)
 
 
 def _estimate_plan_again(

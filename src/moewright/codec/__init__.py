@@ -11,6 +11,7 @@ from moewright.codec.data import (
 from moewright.codec.files import (
     append_line,
     parse_json,
+    read_bytes,
     read_complete_lines,
     read_json,
     read_json_data,
@@ -42,6 +43,7 @@ __all__ = [
     "parse_count",
     "parse_json",
     "parse_layout",
+    "read_bytes",
     "read_complete_lines",
     "read_json",
     "read_json_data",

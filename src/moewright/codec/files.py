@@ -15,6 +15,10 @@ import tomli_w
 from moewright.codec.data import FloatPolicy, from_data, to_data
 from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import GIB, format_bytes
+
+LARGEST_TEXT_BYTES = GIB
+_CHUNK_BYTES = 1 << 24
 
 T = TypeVar("T")
 
@@ -122,7 +126,23 @@ def read_text(path: Path) -> str:
     """Return the content of a UTF-8 text file.
 
     Raises:
-        BadInput: It is missing (the nearest name in its folder is given), a folder, or not UTF-8.
+        BadInput: It cannot be read (see read_bytes), or is not UTF-8.
+    """
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        rule = f"is not text in UTF-8 (byte {error.start})"
+    raise BadInput(Reason(field=str(path), rule=rule))
+
+
+def read_bytes(path: Path, *, limit_bytes: int = LARGEST_TEXT_BYTES) -> bytes:
+    """Return the content of a regular file.
+
+    A device, a pipe or a socket is never opened, and no more than the limit is ever read.
+
+    Raises:
+        BadInput: It is missing (the nearest name in its folder is given), a folder, no regular
+            file, larger than `limit_bytes`, or cannot be read.
     """
     try:
         if path.is_dir():
@@ -132,9 +152,13 @@ def read_text(path: Path) -> str:
         elif not path.is_file():
             rule = "is not a regular file"
         else:
-            return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        rule = f"is not text in UTF-8 (byte {error.start})"
+            content = bytearray()
+            with path.open("rb") as stream:
+                while len(content) <= limit_bytes and (chunk := stream.read(_CHUNK_BYTES)):
+                    content += chunk
+            if len(content) <= limit_bytes:
+                return bytes(content)
+            rule = f"is larger than the {format_bytes(limit_bytes)} that are read"
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     raise BadInput(Reason(field=str(path), rule=rule))

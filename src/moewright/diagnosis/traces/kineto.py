@@ -6,17 +6,18 @@ missing, and older versions name categories otherwise. Times are microseconds.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from moewright.codec import read_bytes
 from moewright.diagnosis.traces.capture import (
     Capture,
     CommChannel,
@@ -44,6 +45,7 @@ from moewright.diagnosis.traces.kineto_events import (
     to_intervals,
 )
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import GIB, format_bytes
 
 _KIND_OF_CATEGORY = {
     "kernel": None,  # its name decides
@@ -55,6 +57,7 @@ _KIND_OF_CATEGORY = {
 _CUDA_DEVICE_TYPE = 1
 _TRACE_SUFFIXES = (".json", ".json.gz")
 _GZIP_MAGIC = b"\x1f\x8b"
+_LARGEST_TRACE_BYTES = 4 * GIB
 _EXPECTED_FILE = "the .json of torch.profiler"
 
 
@@ -76,47 +79,69 @@ def read_traces(path: Path) -> tuple[Capture, ...]:
     files = [path]
     if not path.is_file():
         files = sorted(file for file in path.rglob("*.json*") if _is_trace_name(file))
-    return tuple(
-        capture
-        for index, file in enumerate(files)
-        for capture in build_captures(load_trace(file), file, index)
-    )
+    captures = []
+    for index, file in enumerate(files):
+        trace = load_trace(file)
+        captures += [
+            replace(capture, notes=(*capture.notes, *trace.notes))
+            for capture in build_captures(trace.data, file, index)
+        ]
+    return tuple(captures)
 
 
 def _is_trace_name(path: Path) -> bool:
     return path.is_file() and path.name.endswith(_TRACE_SUFFIXES)
 
 
-def load_trace(path: Path) -> Any:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedTrace:
+    """The plain data of a trace file, with notes on what had to be repaired."""
+
+    data: Any
+    notes: tuple[str, ...] = ()
+
+
+def load_trace(path: Path) -> LoadedTrace:
     """Load the plain data of a trace file, repairing what a killed or faulty writer left.
 
     Raises:
-        BadInput: the file cannot be read, or holds no JSON.
+        BadInput: the file cannot be read, is too large, or holds no JSON.
     """
-    try:
-        raw = path.read_bytes()
-        if raw[:2] == _GZIP_MAGIC:
-            raw = _unzip(raw)
-    except (OSError, zlib.error) as error:
-        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise BadInput(Reason(field=str(path), rule=rule)) from None
+    raw = read_bytes(path, limit_bytes=_LARGEST_TRACE_BYTES)
+    is_cut = False
+    if raw[:2] == _GZIP_MAGIC:
+        raw, is_cut = _unzip(raw, path)
     text = raw.decode("utf-8", errors="replace")
     for repair in (str, _repair_values, _close):
         text = repair(text)
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            continue
+        with suppress(ValueError, RecursionError):
+            data = json.loads(text)
+            note = f"{path.name} was cut off: events after its last complete one are missing"
+            return LoadedTrace(data=data, notes=(note,) if is_cut or repair is _close else ())
     rule = "is not a trace: no JSON"
     raise BadInput(Reason(field=str(path), rule=rule, nearest=_EXPECTED_FILE))
 
 
-def _unzip(raw: bytes) -> bytes:
-    """Unzip all that can be: a file that was cut off still holds its beginning."""
-    try:
-        return gzip.decompress(raw)
-    except (EOFError, gzip.BadGzipFile):
-        return zlib.decompressobj(wbits=31).decompress(raw)
+def _unzip(raw: bytes, path: Path) -> tuple[bytes, bool]:
+    """Return what a gzip file holds, and whether it was cut off; its beginning is read then."""
+    parts = []
+    remaining_bytes = _LARGEST_TRACE_BYTES
+    is_cut = False
+    while raw[:2] == _GZIP_MAGIC and not is_cut:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            part = member.decompress(raw, remaining_bytes + 1)
+        except zlib.error as error:
+            rule = f"cannot be read: {error}"
+            raise BadInput(Reason(field=str(path), rule=rule)) from None
+        remaining_bytes -= len(part)
+        if remaining_bytes < 0:
+            rule = f"holds more than the {format_bytes(_LARGEST_TRACE_BYTES)} that are read"
+            raise BadInput(Reason(field=str(path), rule=rule))
+        parts.append(part)
+        is_cut = not member.eof
+        raw = member.unused_data
+    return b"".join(parts), is_cut
 
 
 def _repair_values(text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from moewright.codec import read_bytes
 from moewright.diagnosis.traces.megatron_timers import Timer, read_timers
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GB, GIB, MIB, TERA
@@ -130,12 +131,7 @@ def read_log(path: Path) -> MegatronLog:
     Raises:
         BadInput: the file holds neither an iteration, nor an argument, nor a failed allocation.
     """
-    try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
-    except OSError as error:
-        rule = f"cannot be read: {error.strerror or error}"
-        raise BadInput(Reason(field=str(path), rule=rule)) from None
-    log = parse_log(text)
+    log = parse_log(read_bytes(path).decode("utf-8", errors="replace"))
     if not (log.iterations or log.arguments or log.failures):
         rule = (
             "is not a log of Megatron-LM: "

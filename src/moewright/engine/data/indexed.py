@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from moewright.codec import read_json, write_json
+from moewright.codec import read_bytes, read_json, write_json
 from moewright.spec.errors import BadInput, Reason
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -37,6 +37,7 @@ DTYPES: tuple[tuple[int, str], ...] = (
 
 _LENGTH = np.dtype("<i4")  # tokens of a sequence
 SAMPLE_BYTES = 1 << 20
+_LARGEST_INDEX_BYTES = 64 << 30
 # A fingerprint reads files up to this size whole, longer ones in 64 samples.
 WHOLE_FILE_BYTES = 64 * SAMPLE_BYTES
 
@@ -280,7 +281,7 @@ def _write_index(path: Path, code: int, itemsize: int, lengths: npt.NDArray[np.i
 
 def _read_index(path: Path) -> tuple[Int64s, Int64s, np.dtype[Any]]:
     """Return the lengths and the document marks, and the dtype of the tokens."""
-    data = path.read_bytes()
+    data = read_bytes(path, limit_bytes=_LARGEST_INDEX_BYTES)
     if not data.startswith(MAGIC):
         rule = f"is not a Megatron index: it begins with {data[:9]!r} instead of {MAGIC!r}"
         raise _file_error(path, rule)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from moewright.codec import read_json_data
+from moewright.codec import read_json_data, read_text
 from moewright.spec.errors import BadInput, Reason
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -130,10 +130,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
                 "also from a SentencePiece model"
             )
             raise BadInput(Reason(field=str(path), rule=rule))
+    text = read_text(path)
     try:
-        inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(Reason(field=str(path), rule=f"cannot be read: {error.strerror}")) from error
+        inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for malformed JSON
         raise BadInput(Reason(field=str(path), rule=f"is not a tokenizer.json: {error}")) from error
     markers = (END_OF_DOCUMENT, _read_eos_token(path.parent), *_END_MARKERS)

@@ -5,7 +5,6 @@ Packed tensors are read as what they stand for (hf.packed).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moewright.codec import read_json_data
 from moewright.engine.hf.packed import (
     PACKED_DTYPES,
     Box,
@@ -96,11 +96,7 @@ def _read_header(path: Path, file: str) -> dict[str, StoredTensor]:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        rule = f"cannot be read ({type(error).__name__})"
-        raise BadInput(Reason(field=str(path), rule=rule)) from None
+    data = read_json_data(path)
     weight_map = data.get("weight_map") if isinstance(data, dict) else None
     is_legal = isinstance(weight_map, dict) and all(
         isinstance(file, str) and Path(file).name == file for file in weight_map.values()

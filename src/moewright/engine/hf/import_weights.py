@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moewright.codec import to_data
+from moewright.codec import read_text, to_data
 from moewright.engine.checkpoint import (
     SaveRequest,
     StoredShard,
@@ -94,9 +94,7 @@ def _describe_origin(folder: HfFolder) -> dict[str, Any]:
     if any(stored.dtype in PACKED_DTYPES for stored in folder.tensors.values()):
         return {"unpacked_to": Dtype.BF16.value}
     texts = {
-        name: (folder.path / name).read_text("utf-8")
-        for name in TEXT_FILES
-        if (folder.path / name).is_file()
+        name: read_text(folder.path / name) for name in TEXT_FILES if (folder.path / name).is_file()
     }
     files = {
         file: [[name, folder.tensors[name].dtype] for name in names]

@@ -9,13 +9,13 @@ read in fp32.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from moewright.codec import read_json_data
 from moewright.spec.errors import BadInput, Reason
 
 MXFP4 = "MXFP4"
@@ -118,9 +118,9 @@ def _read_block_size(path: Path, tensors: Mapping[str, StoredTensor]) -> tuple[i
     if not fp8_name:
         return (1, 1)
     try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
+        config = read_json_data(path / "config.json")
         block_size = config["quantization_config"]["weight_block_size"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+    except (BadInput, LookupError, TypeError):
         block_size = None
     match block_size:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:

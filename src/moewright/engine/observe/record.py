@@ -58,7 +58,7 @@ class JsonLinesWriter:
         kept = [
             line for number, line in lines if _parse_step(line, f"{path}:{number}") < first_step
         ]
-        path.write_text("".join(kept), encoding="utf-8")
+        write_text(path, "".join(kept))  # a kill at any moment leaves the old lines or these
         self._file = path.open("a", encoding="utf-8")
 
     def write_session(self, record: Session) -> None:

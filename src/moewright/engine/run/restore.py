@@ -86,11 +86,22 @@ def read_steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> i
             _refuse_other_model(plan.model, Path(plan.workload.weights))
         return 0
     index = read_index(checkpoint)
-    refuse_mismatch(index.extra, identity, defaults=_identity_defaults(plan.model, plan.workload))
+    _refuse_other_job(index.extra, identity, _identity_defaults(plan.model, plan.workload))
     for path in passed_over:
         message = f"{path} is not a committed checkpoint: going on from {checkpoint.name}"
         print(message, file=sys.stderr)
     return index.step
+
+
+def _refuse_other_job(
+    saved: Mapping[str, Any], identity: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Raise BadInput unless a checkpoint's identity is the job's.
+
+    The name of the model is no part of it: of a config.json it is that of a folder, which may move.
+    """
+    model = {**saved.get("model", {}), "name": identity["model"]["name"]}
+    refuse_mismatch({**saved, "model": model}, identity, defaults=defaults)
 
 
 def _refuse_other_model(model: ModelSpec, weights: Path) -> None:
@@ -125,7 +136,7 @@ def restore(
         return 0
     index = read_index(checkpoint)
     defaults = _identity_defaults(runtime.model, runtime.workload)
-    refuse_mismatch(index.extra, identity, defaults=defaults)
+    _refuse_other_job(index.extra, identity, defaults)
     load_checkpoint(checkpoint, shards=state.local_shards(), comm=comm)
     state.optimizer.all_gather_params()
     return index.step
