@@ -22,6 +22,7 @@ from moewright.spec.hardware import (
     OpRate,
 )
 from moewright.spec.layout import DispatcherKind
+from moewright.spec.model import RouterSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype, Workload
@@ -150,6 +151,7 @@ def test_a_measured_curve_wins_for_its_operation_and_size() -> None:
     assert collectives.seconds(Collective.ALL_TO_ALL, four, 1e6) < 1e-4
 
 
+TOP_8 = RouterSpec(top_k=8)
 SCALES = ("alltoall_inside", "alltoall_between", "dedup_inside", "dedup_between")
 
 
@@ -160,9 +162,10 @@ def test_deduplication_pays_between_nodes() -> None:
     """
     plain = parse_layout("tp2,ep32,pp8", world_size=256)
     dedup = replace(plain, dispatcher=DispatcherKind.DEEPEP)
-    collectives = collective_model(h800(*((f"{kind}_time_scale", 1.0) for kind in SCALES)))
+    scales = ((f"{kind}_time_scale", 1.0) for kind in SCALES)
+    collectives = collective_model(h800(("library_call_s", 0.0), *scales))
     slow, fast = (
-        collectives.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
+        collectives.dispatch_s(layout, tokens=2048, router=TOP_8, row_bytes=8192, load=1.0)
         for layout in (plain, dedup)
     )
     assert 1.15 < slow / fast < 2
@@ -178,14 +181,14 @@ def test_nodes_that_a_layout_names_are_priced_for_domains() -> None:
 
     def seconds(node: int) -> float:
         layout = replace(dedup, ep_node=node)
-        return collectives.dispatch_s(layout, tokens=2048, top_k=8, row_bytes=8192, load=1.0)
+        return collectives.dispatch_s(layout, tokens=2048, router=TOP_8, row_bytes=8192, load=1.0)
 
     assert grid.with_fabric_nodes(dedup, 8).ep_node == 8
     assert seconds(8) == seconds(0) < seconds(4) < seconds(2)
     inside = parse_layout("ep8,dispatcher=dedup", world_size=8)
     near = [
         collectives.dispatch_s(
-            replace(inside, ep_node=node), tokens=2048, top_k=8, row_bytes=8192, load=1.0
+            replace(inside, ep_node=node), tokens=2048, router=TOP_8, row_bytes=8192, load=1.0
         )
         for node in (0, 4)
     ]

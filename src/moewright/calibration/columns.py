@@ -67,7 +67,6 @@ _TABLE_COLUMNS = (
     _text("task"),
     _text("model", "model_name", "model_id"),
     _text("hardware", "gpu", "gpu_type", "device", "device_type"),
-    _text("network"),
     _number("num_gpus", "gpus", "num_devices", "devices", "world_size", "n_gpus"),
     _text("network", "interconnect"),
     _text("precision", "dtype"),

@@ -6,13 +6,16 @@ The levels are the fast domain (NVLink) and the network between domains.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import ceil, log2, prod
 
 from moewright.cost.constants import Constants
 from moewright.cost.op_time import interpolate
 from moewright.rules import grid, routing
-from moewright.spec.hardware import Collective, Curve, Hardware
+from moewright.rules.networks import message_path
+from moewright.rules.token_copies import expected_places, message_tokens
+from moewright.spec.hardware import Collective, Curve, Hardware, MessagePath, NetworkKind
 from moewright.spec.layout import DispatcherKind, Layout
+from moewright.spec.model import RouterSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,15 @@ def group_span(layout: Layout, group: str, domain_size: int) -> GroupSpan:
     return GroupSpan(
         size=size, ranks_per_domain=ranks_per_domain, domains=-(-size // ranks_per_domain)
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ProxyCost:
+    """Seconds a copy of a token and a wait for counts; the network's share that messages get."""
+
+    token_s: float
+    wait_s: float
+    rail_share: float
 
 
 class CollectiveModel:
@@ -74,8 +86,9 @@ class CollectiveModel:
 
         In a ring collective (n-1)/n of the full buffer passes each rank. The network carries only
         the part that leaves a domain, shared by the ports of the domain's ranks. The slower of the
-        two levels decides. An all-to-all uses both levels in turn. `efficiency` scales the
-        bandwidth of the formula, not a measured curve.
+        two levels decides. An all-to-all uses both levels in turn. Beside that a message passes
+        every domain in turn, or for an all-reduce of many domains up and down a tree. `efficiency`
+        scales the bandwidth of the formula, not a measured curve.
         """
         if span.size == 1 or payload_bytes == 0:
             return 0.0
@@ -96,7 +109,12 @@ class CollectiveModel:
             inside_s = buffer_bytes * (span.size - 1) / span.size / self._domain_Bps
         ports_Bps = span.ranks_per_domain * self._network_Bps
         between_s = buffer_bytes * (span.domains - 1) / span.domains / ports_Bps
-        rounds = 2.0 if op is Collective.ALL_REDUCE else 1.0
+        rounds = 1.0
+        hops = span.domains - 1
+        if op is Collective.ALL_REDUCE:
+            rounds = 2.0
+            hops = min(hops, ceil(log2(span.domains)))
+        latency_s += hops * self.constants["network_hop_s"]
         return rounds * (max(inside_s, between_s) / efficiency + latency_s)
 
     def _latency_s(self, span: GroupSpan) -> float:
@@ -112,19 +130,24 @@ class CollectiveModel:
         domain_bytes = payload_bytes / span.domains
         local = span.ranks_per_domain
         inside_s = domain_bytes * (local - 1) / local / self._domain_Bps
-        between_s = payload_bytes * (1 - 1 / span.domains) / self._network_Bps
+        network_Bps = self._network_Bps
+        if self._fabric.network is NetworkKind.EFA:
+            network_Bps *= c["efa_alltoall_share"]
+        between_s = payload_bytes * (1 - 1 / span.domains) / network_Bps
         moving_s = c["alltoall_inside_time_scale"] * inside_s
         moving_s += c["alltoall_between_time_scale"] * between_s
+        moving_s += c["alltoall_peer_s"] * (span.size - local)
         return moving_s + self._latency_s(span)
 
     def dispatch_s(
-        self, layout: Layout, *, tokens: int, top_k: int, row_bytes: int, load: float
+        self, layout: Layout, *, tokens: int, router: RouterSpec, row_bytes: int, load: float
     ) -> float:
-        """Return the time of one dispatch or combine of `tokens` tokens with `top_k` rows each.
+        """Return the time of one dispatch or combine of `tokens` tokens.
 
         A plain all-to-all sends every row. De-duplicating dispatchers send one copy to each domain
         that a token visits, and fan it out to the distinct ranks there; nodes that the layout names
-        count for domains.
+        count for domains. A library takes some time a call and node besides, and where a CPU thread
+        posts its messages, which hold a few tokens each, at least the time of those.
         """
         span = self.span(layout, "ep")
         if span.size == 1:
@@ -132,17 +155,59 @@ class CollectiveModel:
         if layout.dispatcher is DispatcherKind.ALL_GATHER:
             return self.seconds(Collective.ALL_GATHER, span, tokens * row_bytes)
         if layout.dispatcher is DispatcherKind.ALL_TO_ALL:
-            return self.seconds(Collective.ALL_TO_ALL, span, load * tokens * top_k * row_bytes)
+            return self.seconds(
+                Collective.ALL_TO_ALL, span, load * tokens * router.top_k * row_bytes
+            )
         c = self.constants
         nodes = span.size // layout.ep_node if layout.ep_node else span.domains
-        node_copies = tokens * routing.expected_distinct(nodes, top_k)
-        between_s = node_copies * (1 - 1 / nodes) * row_bytes / self._bandwidth(span)
-        rank_copies = tokens * routing.expected_distinct(span.size, top_k)
+        node_copies = tokens * expected_places(router, nodes)
+        sent_copies = node_copies * (1 - 1 / nodes)
+        between_s = sent_copies * row_bytes / self._bandwidth(span)
+        call_s = 0.0
+        if layout.dispatcher in routing.LIBRARY_DISPATCHERS:
+            call_s = c["library_call_s"] * nodes
+        path = message_path(self._fabric, layout.dispatcher, domains=span.domains)
+        if path is MessagePath.PROXY:
+            proxy = self._proxy_cost(span)
+            between_s = max(between_s / proxy.rail_share, sent_copies * proxy.token_s)
+        rank_copies = tokens * expected_places(router, span.size)
         fan_out_Bps = self._fabric.domain_Bps.value * c["dedup_domain_efficiency"]
         inside_s = rank_copies * row_bytes / fan_out_Bps
         moving_s = c["dedup_inside_time_scale"] * inside_s
         moving_s += c["dedup_between_time_scale"] * between_s
-        return load * moving_s + self._latency_s(span)
+        return load * moving_s + call_s + self._latency_s(span)
+
+    def dispatch_wait_s(self, layout: Layout) -> float:
+        """Return how long the host waits in each direction for the counts of a dispatch.
+
+        Nothing hides it. Counts that a CPU thread sends come later.
+        """
+        c = self.constants
+        if layout.ep == 1:
+            return 0.0
+        if layout.dispatcher not in routing.LIBRARY_DISPATCHERS:
+            return c["sync_s_alltoall"]
+        span = self.span(layout, "ep")
+        path = message_path(self._fabric, layout.dispatcher, domains=span.domains)
+        proxy_s = self._proxy_cost(span).wait_s if path is MessagePath.PROXY else 0.0
+        return c["sync_s_fused"] + proxy_s
+
+    def _proxy_cost(self, span: GroupSpan) -> _ProxyCost:
+        """Return what a CPU thread that posts the messages of a library adds.
+
+        DeepEP over NVSHMEM waits for each message to arrive before it signals it, over one rail; a
+        library that posts each token by itself (UCCL) does not wait and uses every rail.
+        """
+        c = self.constants
+        if c["proxy_posts_tokens"]:
+            return _ProxyCost(
+                token_s=c["proxy_token_s"], wait_s=c["proxy_token_wait_s"], rail_share=1.0
+            )
+        return _ProxyCost(
+            token_s=c["proxy_message_s"] / message_tokens(span.size),
+            wait_s=c["proxy_wait_s"],
+            rail_share=c["proxy_rail_share"],
+        )
 
 
 def _measured_s(curve: Curve, payload_bytes: float) -> float:

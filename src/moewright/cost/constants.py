@@ -14,9 +14,20 @@ TIME_FINDINGS = "fit of 96 published MoE rows, centre of the neutral priors"
 TIME_FIT = "fit of 115 published rows on six parts"
 MEMORY_FINDINGS = "published allocated/reserved pairs and NCCL reports"
 
-# The constants that only offload, and only NVFP4, depend on.
+# Devices of the median run that the constants were fitted to.
+FITTED_DEVICES = 256
+# The constants that only offload, only NVFP4 and only EFA depend on.
 OFFLOAD_CONSTANTS = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_per_parameter")
 NVFP4_CONSTANTS = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
+EFA_CONSTANTS = (
+    "efa_alltoall_share",
+    "proxy_message_s",
+    "proxy_posts_tokens",
+    "proxy_rail_share",
+    "proxy_token_s",
+    "proxy_token_wait_s",
+    "proxy_wait_s",
+)
 
 _FOUR_BIT = (
     "NVFP4 beside FP8; nine rows of dense Llama 3 on GB300, one model from the other 9-12 % off"
@@ -32,6 +43,16 @@ _NARROW_HEADS = (
 _CUBLAS = "workspace of a handle in PyTorch: 8 MiB and 128 KiB, but 32 MiB on Hopper"
 _HEAD_PLACEHOLDER = "Megatron-LM e7c55de99e (2025-08) caches the head's gradient placeholder"
 _GEMM_WORKSPACE = "Transformer Engine, a stream: 32 MiB from Hopper on; Megatron-LM golden values"
+_EFA_RUNS = (
+    "Qwen3-30B-A3B on 64 H100 over EFA, awsome-distributed-ai 95b939cd: 6 pairs of dispatchers"
+)
+_DEVICE_SPREAD = (
+    "deviation of the speeds of equal devices; dgxc runs of one layout on 8 to 2,304 H100"
+)
+_LIBRARY_CALL = (
+    "a node of the group; AIConfigurator 0.11.0 DeepEP tables extrapolated to no tokens: 33, 102,"
+    " 142 us on 1, 2, 4 nodes"
+)
 _WEIGHT_TRAFFIC = "expert weights and their sums, the rest under products"
 _RECOMPUTED_MOE = "a MoE block launches about this share of its layer's forward; docs/findings.md 2"
 
@@ -40,6 +61,7 @@ _NO_RATE = "no rate in the hardware file"
 _NO_MEASUREMENT = "no measurement in the hardware file"
 _OTHER_COLLECTIVES = "as other collectives"
 _SHARED_CORES = "collectives and products share the cores"
+_NO_LIBRARY = "no such library on a CPU"
 _ONE_THREAD = "one thread launches and computes: times add"
 _ONE_MEMORY = "host and device are one memory"
 _MEASURED_ENGINE = "the engine that runs is the one that was measured"
@@ -126,7 +148,19 @@ _CUDA = (
     _fitted("dp_overlap_host", 1.14, _fit_source(0.09, "hooks of sums and gathers")),
     _fitted("ep_overlap_host", 1.34, _fit_source(0.10)),
     _fitted("sync_s_alltoall", 0.000495, _fit_source(0.32, "a wait for split sizes a direction")),
-    _fitted("sync_s_fused", 1e-4, "DeepEP and HybridEP; " + TIME_FINDINGS),
+    _fitted("sync_s_fused", 3e-5, "DeepEP and HybridEP, beside their calls; " + TIME_FINDINGS),
+    _fitted("device_spread", 0.012, _DEVICE_SPREAD),
+    _assumed("step_jitter_s", 5e-3, "the loader and the host's other work between two steps"),
+    _assumed("network_hop_s", 1e-5, "NCCL 2.19 tuning table: 4 to 14 us a step of a ring"),
+    _assumed("alltoall_peer_s", 2e-6, "a message of NCCL to a peer beyond the domain"),
+    _fitted("efa_alltoall_share", 0.7, "of what rings reach; " + _EFA_RUNS),
+    _measured("library_call_s", 3.5e-5, _LIBRARY_CALL),
+    _fitted("proxy_message_s", 1e-5, f"a put, a fence and a signal over EFA; {_EFA_RUNS}"),
+    _fitted("proxy_wait_s", 6e-4, f"for counts, a direction; {_EFA_RUNS}"),
+    _assumed("proxy_rail_share", 0.25, "one of four NICs; DeepEP pull request 574"),
+    _fitted("proxy_token_s", 2e-6, f"UCCL: a command a token; {_EFA_RUNS}"),
+    _fitted("proxy_token_wait_s", 3.2e-3, f"UCCL: for counts, a direction; {_EFA_RUNS}"),
+    _assumed("proxy_posts_tokens", 0.0, "1: the library's proxy posts each token by itself"),
     _fitted("optimizer_bytes_per_parameter", 60.0, "1.5 x the 40 bytes of a fused step"),
     _measured("step_time_sd", 0.07, "median 4.8 % on (model, device) pairs left out of the fit"),
     _assumed("choice_time_sd", 0.06, "a choice that no published run made; adds in squares"),
@@ -202,6 +236,18 @@ _CPU = (
     _assumed("host_s_full_graph", 0.0, _NO_GRAPHS),
     _assumed("overlapped_dp_share", 1.0, _SHARED_CORES),
     _assumed("natural_load_scale", 1.0, "loads of its runs are measured"),
+    _assumed("device_spread", 0.0, _MEASURED_ENGINE),
+    _assumed("step_jitter_s", 0.0, "in the measured end of a step"),
+    _assumed("network_hop_s", 0.0, _OTHER_COLLECTIVES),
+    _assumed("alltoall_peer_s", 0.0, _OTHER_COLLECTIVES),
+    _assumed("efa_alltoall_share", 1.0, _OTHER_COLLECTIVES),
+    _assumed("library_call_s", 0.0, _NO_LIBRARY),
+    _assumed("proxy_message_s", 0.0, _NO_LIBRARY),
+    _assumed("proxy_wait_s", 0.0, _NO_LIBRARY),
+    _assumed("proxy_rail_share", 1.0, _NO_LIBRARY),
+    _assumed("proxy_token_s", 0.0, _NO_LIBRARY),
+    _assumed("proxy_token_wait_s", 0.0, _NO_LIBRARY),
+    _assumed("proxy_posts_tokens", 0.0, _NO_LIBRARY),
     _assumed("optimizer_bytes_per_parameter", 30.0, _NO_RATE),
     _measured("step_time_sd", 0.35, "two ranks: 178 ms predicted, 283 taken; 250, 350; 73, 87"),
     _assumed("choice_time_sd", 0.0, _MEASURED_ENGINE),

@@ -9,7 +9,12 @@ from moewright.cost import memory
 from moewright.cost.activations import policy_of
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.collective_time import CollectiveModel
-from moewright.cost.constants import NVFP4_CONSTANTS, OFFLOAD_CONSTANTS, Constants
+from moewright.cost.constants import (
+    EFA_CONSTANTS,
+    NVFP4_CONSTANTS,
+    OFFLOAD_CONSTANTS,
+    Constants,
+)
 from moewright.cost.evidence import judge_evidence
 from moewright.cost.head_ops import optimizer_ops
 from moewright.cost.layer_time import MicroBatchTime
@@ -47,7 +52,7 @@ from moewright.rules import capacity, flops, routing, stages
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.legality import check_legality, check_precision
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import Hardware
+from moewright.spec.hardware import Hardware, NetworkKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, MemoryRow, StepPhase, TimeRow
 from moewright.spec.model import ModelSpec
@@ -421,6 +426,8 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
         unused |= frozenset(OFFLOAD_CONSTANTS)
     if sym.dtype is not Dtype.NVFP4:
         unused |= frozenset(NVFP4_CONSTANTS)
+    if fabric.network is not NetworkKind.EFA:
+        unused |= frozenset(EFA_CONSTANTS)
     for constant in rates.constants.list_all():
         if rates.uses_constant(constant.name) and constant.name not in unused:
             yield constant.name, constant.value

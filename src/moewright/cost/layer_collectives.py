@@ -50,7 +50,7 @@ def ep_exchange_s(collectives: CollectiveModel, sym: Symbols) -> tuple[float, fl
     load = sym.R / (balanced_rows * layout.etp) if balanced_rows else 1.0
     row_bytes = sym.c * model.expert_width
     one_way_s = collectives.dispatch_s(
-        layout, tokens=sym.t, top_k=top_k, row_bytes=row_bytes, load=load
+        layout, tokens=sym.t, router=model.moe.router, row_bytes=row_bytes, load=load
     )
     forward_s = backward_s = 2 * one_way_s
     if layout.dispatcher is DispatcherKind.ALL_TO_ALL:

@@ -28,15 +28,12 @@ from moewright.cost.op_time import DeviceRates, TimedRows
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Layout, Overlap, Recompute
+from moewright.spec.layout import CpComm, CudaGraphScope, Layout, Overlap, Recompute
 from moewright.spec.model import MixerKind, ModelSpec, QkNorm
 from moewright.spec.plan import TimePart
 
 PartSeconds = Mapping[TimePart, float]
 FloatOrArray = float | np.ndarray  # one number, or an array with one for each of many choices
-
-# Dispatchers whose host does not wait for split sizes.
-_NO_SYNC = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,23 +206,37 @@ class _PartSums:
 
 
 def device_time(
-    collectives: CollectiveModel, layout: Layout, priced: PricedOps, moved: LayerCollectives
+    collectives: CollectiveModel,
+    layout: Layout,
+    priced: PricedOps,
+    moved: LayerCollectives,
+    *,
+    host_s: float,
 ) -> DeviceTime:
-    """Return the device's time for rows and collectives, less what the layout overlaps."""
+    """Return the device's time for rows and collectives, less what the layout overlaps.
+
+    Beside another micro-batch an exchange hides no longer than that one takes on device and host;
+    `host_s` is the host time of an eager layer.
+    """
     covered = covered_exchange(
         layout, priced.forward, priced.backward, moved.ep_forward_s, moved.ep_backward_s
     )
-    hidden_share = 1.0
+    tp_s = moved.tp_blocks * moved.tp_s
+    forward_hidden_s = min(moved.ep_forward_s, covered.forward_s)
+    backward_hidden_s = min(moved.ep_backward_s, covered.backward_s)
     if Overlap.EP in layout.overlap:
         hidden_share = collectives.constants["ep_overlap_hidden"]
-    tp_s = moved.tp_blocks * moved.tp_s
+        rows_s = sum(seconds for _, seconds in (*priced.forward, *priced.backward))
+        beside_s = (rows_s + 5 * tp_s + 2 * moved.qk_norm_s + 3 * moved.cp_s + host_s) / 2
+        forward_hidden_s = min(moved.ep_forward_s, hidden_share * covered.forward_s, beside_s)
+        backward_hidden_s = min(moved.ep_backward_s, hidden_share * covered.backward_s, beside_s)
     cp_hides = layout.cp_comm is CpComm.P2P
     sums = _PartSums()
     forward_s = _add_pass(
         sums,
         priced.forward,
         ep_s=moved.ep_forward_s,
-        hidden_ep_s=min(moved.ep_forward_s, hidden_share * covered.forward_s),
+        hidden_ep_s=forward_hidden_s,
         tp_s=2 * tp_s + moved.qk_norm_s,
         cp_s=moved.cp_s,
         cp_hides=cp_hides,
@@ -234,7 +245,7 @@ def device_time(
         sums,
         priced.backward,
         ep_s=moved.ep_backward_s,
-        hidden_ep_s=min(moved.ep_backward_s, hidden_share * covered.backward_s),
+        hidden_ep_s=backward_hidden_s,
         tp_s=3 * tp_s + moved.qk_norm_s,
         cp_s=2 * moved.cp_s,
         cp_hides=cp_hides,
@@ -415,9 +426,7 @@ def pass_times(
     device = cost.device
     replay = cost.replay
     p = host_exponent(c, sym, synced=synced)
-    sync_s = 0.0
-    if cost.is_moe and layout.ep > 1:
-        sync_s = c["sync_s_fused" if layout.dispatcher in _NO_SYNC else "sync_s_alltoall"]
+    sync_s = collectives.dispatch_wait_s(layout) if cost.is_moe else 0.0
     group_s = c["host_s_per_recompute_module"]
     forward_host_s = replay.host_s / 3  # backward launches twice as much (docs/findings.md 2)
     backward_host_s = 2 * forward_host_s + group_s * replay.kernel_groups

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moewright.cost.constants import Constants
+from moewright.cost.constants import FITTED_DEVICES, Constants
+from moewright.rules.extremes import largest_of
 from moewright.spec.hardware import Curve, Hardware, Op
 from moewright.spec.layout import Recompute
 from moewright.spec.plan import Assumption, TimePart
@@ -74,6 +75,14 @@ def _first(point: tuple[float, float]) -> float:
     return point[0]
 
 
+def _excess_of_slowest(devices: int) -> float:
+    """Return how far the slowest of so many devices lies beyond the slowest of a fitted run.
+
+    It is in deviations of the devices' speeds; all devices wait for the slowest.
+    """
+    return largest_of(devices) - largest_of(FITTED_DEVICES)
+
+
 class DeviceRates:
     """The rates of one device, with stand-ins where its hardware file has no curve."""
 
@@ -83,7 +92,10 @@ class DeviceRates:
         self._hardware = hardware
         self.constants = Constants(hardware)
         self._curves = {(rate.op, rate.dtype): rate.curve for rate in hardware.device.rates}
-        self._scales = {(op, dtype): self._time_scale(op, dtype) for op in Op for dtype in Dtype}
+        slowest = 1 + self.constants["device_spread"] * _excess_of_slowest(hardware.count)
+        self._scales = {
+            (op, dtype): slowest * self._time_scale(op, dtype) for op in Op for dtype in Dtype
+        }
         self._peaks = {peak.dtype: peak.rate.value for peak in hardware.device.peaks}
 
     def _time_scale(self, op: Op, dtype: Dtype) -> float:

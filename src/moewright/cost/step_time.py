@@ -18,6 +18,7 @@ from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import Constants
 from moewright.cost.gemm_rows import LayerOps
 from moewright.cost.head_ops import embedding_ops, head_ops, mtp_ops, optimizer_ops
+from moewright.cost.host_time import layer_host_s
 from moewright.cost.layer_time import (
     DeviceTime,
     FloatOrArray,
@@ -45,6 +46,7 @@ from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simu
 from moewright.cost.stage_parts import Array, LayerKind, StageParts, layer_kinds
 from moewright.cost.symbols import Symbols
 from moewright.rules import capacity, fsdp, grid
+from moewright.rules.extremes import largest_of
 from moewright.rules.simulate import StageSeconds
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
@@ -314,7 +316,13 @@ class Pricer:
             sym = replace(self.sym, layout=layout)
             moved = price_collectives(self._collectives, sym, kind)
             rows = self._priced.layers[kind]
-            self._device[key] = moved, device_time(self._collectives, layout, rows, moved)
+            host_s = layer_host_s(
+                self._collectives.constants, layout, (), sym.model, moe=kind.is_moe
+            )
+            self._device[key] = (
+                moved,
+                device_time(self._collectives, layout, rows, moved, host_s=host_s),
+            )
         return self._device[key]
 
     def _replay_cost(self, layout: Layout, kind: LayerKind, policy: ReplayPolicy) -> ReplayCost:
@@ -472,14 +480,18 @@ def _state_exchange(
 
 
 def _optimizer_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
-    """Return the seconds of the optimizer, on the device and on the host, and of the step's end."""
+    """Return the seconds of the optimizer, on the device and on the host, and of the step's end.
+
+    Between two steps all ranks wait for the one whose host comes last.
+    """
     c, layout = rates.constants, sym.layout
     owned = count_owned_parameters(layout, parameters)
     ops = optimizer_ops(sym, numel=parameters.dense + parameters.expert, owned_numel=owned)
     on_device_s = sum(rates.seconds(row) for row in ops)
     host_share = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
     on_host_s = owned * c["host_optimizer_s_per_parameter"]
-    return c["step_tail_s"] + (1 - host_share) * on_device_s + host_share * on_host_s
+    tail_s = c["step_tail_s"] + c["step_jitter_s"] * largest_of(layout.world_size)
+    return tail_s + (1 - host_share) * on_device_s + host_share * on_host_s
 
 
 def step_time(

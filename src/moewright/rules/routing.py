@@ -10,8 +10,10 @@ from statistics import NormalDist, fmean
 
 from moewright.rules import expert_placement, grid
 from moewright.rules.capacity import capacity_rows
+from moewright.rules.extremes import largest_of_centred
 from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batch_tokens
+from moewright.rules.token_copies import expected_places
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, ExpertPlacement, Layout
 from moewright.spec.ledger import Selection
@@ -94,9 +96,9 @@ def expected_dispatch(model: ModelSpec, workload: Workload, layout: Layout) -> D
     rows_sent = experts * capacity_rows(tokens, top_k, experts, layout.capacity)
     if layout.capacity_fill is not CapacityFill.PADDED:
         rows_sent = min(tokens * top_k, rows_sent)
-    copies = round(tokens * expected_distinct(layout.ep, top_k))
+    copies = round(tokens * expected_places(model.moe.router, layout.ep))
     nodes = dispatch_nodes(layout)
-    node_copies = round(tokens * expected_distinct(nodes, top_k)) if nodes else 0
+    node_copies = round(tokens * expected_places(model.moe.router, nodes)) if nodes else 0
     return DispatchCounts(
         rows_sent=rows_sent,
         copies_out=copies,
@@ -240,7 +242,7 @@ def skewed_load_factor(
         return 1.0
     local = experts // ep
     deviation = skew * sqrt((1 - local / experts) / local * experts / (experts - 1))
-    largest = _largest_of(ep)
+    largest = largest_of_centred(ep)
     spread = min(sqrt(log(1 + deviation**2)), largest)  # beyond, the formula would fall again
     return min(exp(spread * largest - spread**2 / 2), float(ep), max(1.0, experts / top_k))
 
@@ -258,14 +260,6 @@ def _truncated_moments(skew: float, most: float) -> tuple[float, float]:
     return mean, sqrt(max(0.0, square - mean**2)) / mean
 
 
-def _largest_of(draws: int) -> float:
-    """Return the expected largest of at least 2 normal draws whose sum is 0 (Blom).
-
-    It is in units of their deviation.
-    """
-    return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25)) * sqrt(draws / (draws - 1))
-
-
 def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
     """Return the rows that an ETP group gathers, padding included, to share `rows` rows.
 
@@ -278,7 +272,7 @@ def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
         return rows
     mean = rows / layout.etp
     deviation = sqrt(mean * (1 - 1 / layout.etp))
-    return round(layout.etp * (mean + _largest_of(layout.etp) * deviation))
+    return round(layout.etp * (mean + largest_of_centred(layout.etp) * deviation))
 
 
 def check_load_histogram(job: Job) -> tuple[Reason, ...]:
@@ -313,14 +307,6 @@ def random_max_over_mean(experts: int, tokens_per_expert: float) -> float:
     if experts <= 1:
         return 1.0
     return 1.0 + sqrt(2.0 * log(experts) / tokens_per_expert)
-
-
-def expected_distinct(places: int, draws: int) -> float:
-    """Return the expected distinct places (ranks, nodes) that k uniform draws hit.
-
-    It is N (1 - (1 - 1/N)^k); docs/formulas.md 3.
-    """
-    return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 
 def measure_load_balance(counts: Sequence[int]) -> LoadBalance:

@@ -1,0 +1,129 @@
+"""What the kind of network and the number of devices cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from moewright.codec import parse_layout
+from moewright.cost.collective_time import CollectiveModel, GroupSpan
+from moewright.cost.estimate import estimate
+from moewright.cost.op_time import DeviceRates
+from moewright.intake import catalogue
+from moewright.spec.hardware import Collective
+from moewright.spec.layout import DispatcherKind, Layout
+from moewright.spec.plan import Estimate, TimePart
+from moewright.spec.workload import Workload
+
+QWEN = catalogue.model("Qwen3-30B-A3B")
+
+
+def model_of(hardware: str, network: str = "") -> CollectiveModel:
+    machines = catalogue.hardware(hardware, network)
+    return CollectiveModel(machines, DeviceRates(machines).constants)
+
+
+def dispatch_s(network: str, ep: int, dispatcher: DispatcherKind, tokens: int = 2048) -> float:
+    """Return the seconds of both directions of a dispatch on H100, with the host's wait."""
+    assert QWEN.moe is not None
+    layout = Layout(world_size=64, ep=ep, dispatcher=dispatcher)
+    collectives = model_of("64xH100", network)
+    moving_s = collectives.dispatch_s(
+        layout, tokens=tokens, router=QWEN.moe.router, row_bytes=4096, load=1.0
+    )
+    return 2 * moving_s + collectives.dispatch_wait_s(layout)
+
+
+@pytest.mark.parametrize(
+    ("network", "ep", "faster"),
+    [
+        ("ib", 8, DispatcherKind.DEEPEP),
+        ("ib", 32, DispatcherKind.DEEPEP),
+        ("efa", 8, DispatcherKind.DEEPEP),
+        ("efa", 16, DispatcherKind.ALL_TO_ALL),
+        ("efa", 32, DispatcherKind.ALL_TO_ALL),
+    ],
+)
+def test_the_network_decides_which_dispatcher_is_faster(
+    network: str, ep: int, faster: DispatcherKind
+) -> None:
+    """On EFA DeepEP wins inside a node, and loses where a CPU thread posts its messages."""
+    seconds = {
+        kind: dispatch_s(network, ep, kind)
+        for kind in (DispatcherKind.ALL_TO_ALL, DispatcherKind.DEEPEP)
+    }
+    assert min(seconds, key=lambda kind: seconds[kind]) is faster
+
+
+def test_messages_of_a_proxy_grow_with_the_tokens() -> None:
+    few, many = (dispatch_s("efa", 32, DispatcherKind.DEEPEP, tokens) for tokens in (512, 2048))
+    assert 3 < many / few < 4
+
+
+def test_small_messages_of_a_library_cost_a_call_a_node() -> None:
+    """Nothing is faster than a call, however few tokens it moves."""
+    inside, between = (dispatch_s("ib", ep, DispatcherKind.DEEPEP, 8) for ep in (8, 32))
+    assert between - inside > 2 * 3 * 3.4e-5  # three more nodes in each direction
+
+
+def spans(domains: int) -> GroupSpan:
+    return GroupSpan(size=8 * domains, ranks_per_domain=8, domains=domains)
+
+
+def test_rings_over_many_nodes_take_a_step_a_node_and_trees_a_level() -> None:
+    collectives = model_of("2048xH100")
+    few, many = (
+        collectives.seconds(Collective.REDUCE_SCATTER, spans(domains), 8.0) for domains in (16, 256)
+    )
+    assert many - few == pytest.approx(240e-5, rel=0.01)
+    few, many = (
+        collectives.seconds(Collective.ALL_REDUCE, spans(domains), 8.0) for domains in (16, 256)
+    )
+    assert many - few == pytest.approx(2 * 4e-5, rel=0.01)
+
+
+def _estimate(devices: int) -> Estimate:
+    workload = Workload(seq_len=4096, global_batch=8 * devices)
+    layout = parse_layout("tp2,ep8,mbs1", world_size=devices)
+    return estimate(QWEN, workload, catalogue.hardware(f"{devices}xH100"), layout)
+
+
+def test_all_devices_wait_for_the_slowest() -> None:
+    """At the same work a device, more devices are slower, by less for each eightfold."""
+    steps = [_estimate(devices).step_s for devices in (16, 128, 1024)]
+    growth = [after / before for before, after in pairwise(steps)]
+    assert 1.05 > growth[0] > growth[1] > 1.003
+
+
+def test_an_exchange_hides_no_longer_than_the_work_beside_it() -> None:
+    """Over EFA DeepEP takes longer than the rest of the layer: overlap hides a part alone."""
+    text = "tp8,pp2,vpp2,ep32,mbs4,dispatcher=deepep,overlap=ep"
+    layout = parse_layout(text, world_size=64)
+    workload = Workload(seq_len=4096, global_batch=256)
+    steps = {
+        network: estimate(QWEN, workload, catalogue.hardware("64xH100", network), layout)
+        for network in ("ib", "efa")
+    }
+    shares = {
+        network: next(share for share in step.shares if share.part is TimePart.EP_COMM)
+        for network, step in steps.items()
+    }
+    hidden = {
+        network: share.hidden_s / (share.hidden_s + share.seconds)
+        for network, share in shares.items()
+    }
+    assert hidden["efa"] < 0.6 < 0.75 < hidden["ib"]
+    assert steps["efa"].step_s > 1.5 * steps["ib"].step_s
+
+
+def test_the_efa_constants_are_listed_where_they_count() -> None:
+    layout = parse_layout("ep8", world_size=8)
+    workload = Workload(seq_len=4096, global_batch=64)
+    hardware = catalogue.hardware("8xH100")
+    plain = estimate(QWEN, workload, hardware, layout)
+    efa = estimate(QWEN, workload, catalogue.hardware("8xH100", "efa"), replace(layout))
+    names = [{item.name for item in answer.assumptions} for answer in (plain, efa)]
+    assert "proxy_message_s" not in names[0]
+    assert "proxy_message_s" in names[1]
