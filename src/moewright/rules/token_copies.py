@@ -37,10 +37,10 @@ def expected_places(router: RouterSpec, places: int) -> float:
     if places >= groups:
         parts = chosen * places / groups
         return parts * (1.0 - (1.0 - 1.0 / parts) ** draws)
-    held = round(groups / places)
+    groups_each = round(groups / places)
     missed = sum(
-        comb(held, j) * comb(groups - held, chosen - j) * (1.0 - j / chosen) ** draws
-        for j in range(min(held, chosen) + 1)
+        comb(groups_each, j) * comb(groups - groups_each, chosen - j) * (1.0 - j / chosen) ** draws
+        for j in range(min(groups_each, chosen) + 1)
     )
     return places * (1.0 - missed / comb(groups, chosen))
 
