@@ -316,9 +316,7 @@ class Pricer:
             sym = replace(self.sym, layout=layout)
             moved = price_collectives(self._collectives, sym, kind)
             rows = self._priced.layers[kind]
-            host_s = layer_host_s(
-                self._collectives.constants, layout, (), sym.model, moe=kind.is_moe
-            )
+            host_s = layer_host_s(self._collectives.constants, layout, (), sym.model, kind)
             self._device[key] = (
                 moved,
                 device_time(self._collectives, layout, rows, moved, host_s=host_s),
