@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moewright.codec.folder_lock import lock_folder
 from moewright.engine.checkpoint import (
     LocalShard,
     find_latest,
     find_resume_point,
     list_checkpoints,
     load_checkpoint,
-    lock_run_dir,
     read_index,
     refuse_mismatch,
     save_checkpoint,
@@ -548,13 +548,17 @@ def test_a_checkpoint_older_than_a_field_was_made_with_its_default(tmp_path: Pat
 def test_a_run_directory_takes_one_job(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with (
-        lock_run_dir(run_dir),
+        lock_folder(run_dir),
         pytest.raises(BadInput, match=f"in use by another job .process {os.getpid()}"),
-        lock_run_dir(run_dir),
+        lock_folder(run_dir),
     ):
         pass
-    with lock_run_dir(run_dir):  # the file that was left behind does not matter
+    with lock_folder(run_dir):  # the file that was left behind does not matter
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="File exists"), lock_run_dir(tmp_path / "file"):
+    with pytest.raises(BadInput, match="File exists"), lock_folder(tmp_path / "file"):
+        pass
+    (tmp_path / "other").mkdir()
+    os.mkfifo(tmp_path / "other" / "lock")
+    with pytest.raises(BadInput, match="not a regular file"), lock_folder(tmp_path / "other"):
         pass

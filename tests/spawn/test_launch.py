@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moewright.engine.checkpoint import lock_run_dir
+from moewright.codec.folder_lock import lock_folder
 from moewright.engine.comm import collectives
 from moewright.engine.run.launch import launch
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
@@ -295,7 +295,7 @@ def test_under_torchrun_the_worker_runs_in_this_process(
 
     def worker(context: RankContext) -> RankOutcome:
         calls.append((os.getpid(), context.rank, context.world_size))
-        with pytest.raises(BadInput, match="in use"), lock_run_dir(tmp_path / "run"):
+        with pytest.raises(BadInput, match="in use"), lock_folder(tmp_path / "run"):
             pass
         return RankOutcome.STOPPED
 

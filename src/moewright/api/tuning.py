@@ -204,7 +204,7 @@ def _tune(
     tell: Tell,
 ) -> TuningAnswer:
     """Carry the tuning out in its folder, and tell each decision."""
-    from moewright.engine.checkpoint.lock import lock_run_dir
+    from moewright.codec.folder_lock import lock_folder
 
     told = 0
 
@@ -216,7 +216,7 @@ def _tune(
         text = render_tuning(request.contract, result, basis=rules.basis)
         write_text(folder / REPORT_FILE, text)
 
-    with lock_run_dir(folder):
+    with lock_folder(folder):
         freeze_contract(request.contract, folder)
         if rules.basis is Basis.MEASURED:
             run_one = Journal(folder, run_one, time.monotonic)

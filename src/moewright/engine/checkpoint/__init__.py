@@ -37,7 +37,6 @@ from moewright.engine.checkpoint.local_shard import (
     LocalShard,
     flat_range_shards,
 )
-from moewright.engine.checkpoint.lock import lock_run_dir
 from moewright.engine.checkpoint.saver import CheckpointSaver, save_checkpoint
 
 __all__ = [
@@ -60,7 +59,6 @@ __all__ = [
     "fsync_directory",
     "list_checkpoints",
     "load_checkpoint",
-    "lock_run_dir",
     "payload_file_name",
     "read_index",
     "read_tensor_box",

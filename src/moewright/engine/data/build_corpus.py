@@ -21,7 +21,7 @@ import numpy.typing as npt
 import tokenizers
 
 from moewright.codec import read_json, write_json
-from moewright.engine.checkpoint.lock import lock_run_dir
+from moewright.codec.folder_lock import lock_folder
 from moewright.engine.data.indexed import IndexedDataset, IndexedWriter, open_indexed, token_dtype
 from moewright.engine.data.source import DocumentReader, SkipReason, TextSource, find_source
 from moewright.engine.data.tokenizer import (
@@ -276,7 +276,7 @@ class _CorpusBuild:
             str(self._source.root),
         )
         self._out.mkdir(parents=True, exist_ok=True)
-        with lock_run_dir(self._out):
+        with lock_folder(self._out):
             return self._write(census, limit, is_resumable=is_resumable)
 
     def _take_census(self) -> _DocumentCensus:

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from moewright.engine.checkpoint.lock import lock_run_dir
+from moewright.codec.folder_lock import lock_folder
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.engine.run.rendezvous import Rendezvous
@@ -91,7 +91,7 @@ def launch(
         raise BadInput(
             Reason(field="nproc", rule="ranks are started on Linux only", nearest="torchrun")
         )
-    with lock_run_dir(run_dir), _launch_folder(run_dir) as folder:
+    with lock_folder(run_dir), _launch_folder(run_dir) as folder:
         before_start()
         infos = [
             RankInfo(
@@ -145,7 +145,7 @@ def _run_in_process(
         rendezvous=rendezvous,
     )
     heartbeat = Heartbeat(None)
-    with lock_run_dir(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
+    with lock_folder(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
         if env.rank == 0:
             before_start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,9 +1,10 @@
-"""The lock that lets one job at a time into a run directory."""
+"""The lock that lets one program at a time write into a folder."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,31 +17,31 @@ _PATIENCE_S = 1.0
 
 
 @contextmanager
-def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir`/lock, making the directory if need be.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold `folder`/lock, making the folder if need be.
 
     The kernel drops the lock with the last process of the job, so a lock file left behind means
     nothing.
 
     Raises:
-        BadInput: when another job holds it.
+        BadInput: another job holds it, or the folder or its lock cannot be used.
     """
-    path = run_dir / "lock"
+    path = folder / "lock"
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except OSError as error:
-        rule = f"cannot be used as a run directory ({error.strerror})"
-        raise BadInput(Reason(field=str(run_dir), rule=rule)) from error
+        rule = f"cannot be used as a folder to write in ({error.strerror})"
+        raise BadInput(Reason(field=str(folder), rule=rule)) from error
     try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise BadInput(Reason(field=str(path), rule="is not a regular file; delete it"))
         deadline_s = time.monotonic() + _PATIENCE_S
         while not _try_lock(handle):
             if time.monotonic() > deadline_s:
                 holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 rule = f"is in use by another job (process {holder})"
-                raise BadInput(
-                    Reason(field=str(run_dir), rule=rule, nearest="another run directory")
-                )
+                raise BadInput(Reason(field=str(folder), rule=rule, nearest="another folder"))
             time.sleep(0.05)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
