@@ -93,45 +93,51 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
     """By hand: a product's two operands, its output and a copy of it live at once."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.observe.memory_meter import MemoryMeter
     from moewright.engine.observe.module_scopes import ModuleScopes
+    from moewright.engine.observe.storage_census import StorageCensus
 
-    with FakeTensorMode(), MemoryMeter() as meter:
+    with FakeTensorMode():
+        census = StorageCensus(ModuleScopes())
         state = torch.zeros(1000)
-        meter.start(ModuleScopes())
-        state.add_(1.0)
-        a, b = torch.ones(8, 4), torch.ones(4, 8)
-        c = a @ b
-        copy = c.clone()
-        del a, b, c
-        more = copy + 1
-        del copy, more
-    assert sum(meter.peak_by_module.values()) == 4 * (32 + 32 + 64 + 64)
+        census.begin()
+        with census:
+            state.add_(1.0)
+            a, b = torch.ones(8, 4), torch.ones(4, 8)
+            c = a @ b
+            copy = c.clone()
+            del a, b, c
+            more = copy + 1
+            del copy, more
+    assert sum(census.peak_by_module.values()) == 4 * (32 + 32 + 64 + 64)
+    assert census.totals.resident == 4000
+    assert census.totals.peak == 4000 + 4 * (32 + 32 + 64 + 64)
 
 
 def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> None:
     """As with fully_shard: of two gathered weights of 8 floats one lives at a time."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from moewright.engine.observe.memory_meter import MemoryMeter
     from moewright.engine.observe.module_scopes import ModuleScopes
+    from moewright.engine.observe.storage_census import StorageCensus
 
     def fill(weight: torch.Tensor, gathered: torch.Tensor) -> None:
         weight.untyped_storage().resize_(32)
         torch.ops.fsdp.split_with_sizes_copy(gathered, [8], 0, out=[weight])
 
-    with FakeTensorMode(), MemoryMeter() as meter:
+    with FakeTensorMode():
+        census = StorageCensus(ModuleScopes())
         first, second = torch.empty(8), torch.empty(8)
         for weight in (first, second):
             weight.untyped_storage().resize_(0)
-        meter.start(ModuleScopes())
-        gathered = torch.zeros(8)
-        fill(first, gathered)
-        first.untyped_storage().resize_(0)
-        fill(second, gathered)
-        del gathered
-        torch.zeros(4)
-    assert sum(meter.peak_by_module.values()) == 32 + 32
+        census.begin()
+        with census:
+            gathered = torch.zeros(8)
+            fill(first, gathered)
+            first.untyped_storage().resize_(0)
+            fill(second, gathered)
+            del gathered
+            torch.zeros(4)
+    assert sum(census.peak_by_module.values()) == 32 + 32
 
 
 def test_copies_of_tokens_that_probabilities_decide_on_are_refused() -> None:

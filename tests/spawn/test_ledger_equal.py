@@ -13,7 +13,9 @@ from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
-from moewright.spec.ledger import Ledger, Selection
+from moewright.rules.parameters import count_parameters
+from moewright.spec.layout import Overlap, Schedule
+from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
@@ -61,6 +63,16 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
         thorough(3, "pp3", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (3, "pp3,schedule=zb-h1", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (2, "pp2,schedule=dualpipev,recompute=full,layout='E|tt|t|L'", Dtype.BF16, LossSpec()),
+        thorough(
+            4, "pp2,tp2,ep2,schedule=zb-h1,layout='Et|ttL'", Dtype.BF16, LossSpec(aux_coeff=0.01)
+        ),
+        thorough(4, "pp2,cp2,schedule=zbv,layout='E|t|t|tL'", Dtype.BF16, LossSpec()),
+        thorough(
+            2,
+            "pp2,schedule=zb-h1,recompute=moe_act,offload=core_attn+moe_act,layout='Et|ttL'",
+            Dtype.BF16,
+            LossSpec(),
+        ),
         (4, "pp2,tp2,ep2,layout='E|tttL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         thorough(
             8,
@@ -274,6 +286,7 @@ def test_ledgers_of_attention_bounded_by_documents_are_equal(
     [
         thorough(1, "mbs2", False),
         (2, "pp2,mbs2", True),
+        thorough(2, "pp2,schedule=zb-h1,layout='Ett|tmtmL'", False),
         thorough(4, "tp2,ep2,mbs2", False),
         (4, "pp2,tp2,ep2,recompute=full", False),
         thorough(2, "ep2,recompute=select", True),
@@ -295,6 +308,35 @@ def test_ledgers_of_two_depths_of_prediction_are_equal(
     )
 
 
+def test_what_nobody_announces_is_weighed(data: DataSpec, tmp_path: Path) -> None:
+    """Copies beside autograd, buffers in no list and storages larger than their views count too."""
+    workload = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    assert_ledgers_equal(tiny_jobs.build_plan(workload, "mbs2", world_size=1), tmp_path)
+
+
+def test_what_nobody_announces_is_counted(data: DataSpec, tmp_path: Path) -> None:
+    """Collectives are counted as torch dispatches them, beside what their callers say."""
+    workload = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    assert_ledgers_equal(tiny_jobs.build_plan(workload, "ep2", world_size=2), tmp_path)
+
+
+def test_weight_gradients_that_wait_are_counted(data: DataSpec, tmp_path: Path) -> None:
+    """The last stage of a split backward holds the gradients of the logits until its W rows."""
+    workload = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    layout = "pp2,schedule=zb-h1,layout='Et|ttL'"
+    plan = tiny_jobs.build_plan(workload, layout, world_size=2)
+    assert_ledgers_equal(plan, tmp_path)
+    last = predict_ledger(plan, rank=1, selection=None)
+    plain = replace(plan.layout, schedule=Schedule.ONE_F_ONE_B)
+    usual = predict_ledger(replace(plan, layout=plain), rank=1, selection=None)
+    logits = [
+        sum(row.bytes for row in ledger.memory if row.component is Component.LOGITS)
+        for ledger in (last, usual)
+    ]
+    logit_bytes = Dtype.BF16.nbytes * workload.seq_len * tiny_jobs.VOCABULARY
+    assert logits[0] - logits[1] >= logit_bytes
+
+
 def assert_ledgers_equal(plan: Plan, tmp_path: Path) -> None:
     """Run a plan with several buckets and compare every rank's ledger with its prediction."""
     workload = replace(
@@ -305,7 +347,8 @@ def assert_ledgers_equal(plan: Plan, tmp_path: Path) -> None:
     selection = read_json(Selection, tmp_path / "ledger" / "selection.json")
     for rank in range(plan.layout.world_size):
         counted = read_json(Ledger, tmp_path / "ledger" / f"rank{rank:05d}.json")
-        comparison = compare_ledgers(predict_ledger(plan, rank=rank, selection=selection), counted)
+        predicted = predict_ledger(plan, rank=rank, selection=selection)
+        comparison = compare_ledgers(predicted, counted)
         wrong = [
             line
             for line in comparison.lines
@@ -313,3 +356,44 @@ def assert_ledgers_equal(plan: Plan, tmp_path: Path) -> None:
         ]
         assert not wrong, wrong
         assert comparison.is_exact
+        _assert_storages_bounded(plan, predicted, counted)
+
+
+_SAVED = (Component.ACTIVATIONS, Component.LOGITS, Component.TRANSIENT)
+# Rotary tables, counters and scalars, of which no ledger speaks.
+_TABLES = 8 << 10
+
+
+def _assert_storages_bounded(plan: Plan, predicted: Ledger, counted: Ledger) -> None:
+    """Bound all storages that lived, from below and above, by what was predicted.
+
+    Nothing announced them (engine.observe.storage_census). What the bounds leave beside states and
+    saved activations are the tokens of the step's micro-batches, the messages of a pipeline,
+    weights that ZeRO-3 gathers or that are under way, and at the fullest moment the working set of
+    an operation.
+    """
+    assert counted.storages is not None
+    layout, model, workload = plan.layout, plan.model, plan.workload
+    c = workload.precision.nbytes
+    states = sum(row.bytes for row in predicted.memory if row.component not in _SAVED)
+    saved = sum(row.bytes for row in predicted.memory if row.component in _SAVED)
+    tokens = workload.seq_len * layout.mbs // layout.cp
+    batches = workload.global_batch // (layout.mbs * layout.dp)
+    inputs = 16 * (1 + model.mtp_layers) * batches * tokens
+    if workload.data.documents is not DocumentMasking.JOINED:
+        inputs *= 4  # where documents begin, and their positions' rotation
+    messages = 0
+    if layout.pp > 1:
+        messages = 4 * layout.pp * layout.vpp * c * tokens * model.hidden_size // layout.tp
+    weights = sum(row.bytes for row in predicted.memory if row.component is Component.WEIGHTS)
+    under_way = 0
+    if Overlap.PARAM in layout.overlap:
+        under_way = weights
+    if layout.zero == 3:
+        under_way = c * count_parameters(model).total
+    largest = 12 * tokens * max(model.vocab_size, 8 * model.hidden_size) + weights
+    storages = counted.storages
+    assert states <= storages.resident <= states + under_way + _TABLES
+    kept = states + saved
+    assert kept <= storages.kept <= kept + under_way + inputs + messages + _TABLES
+    assert storages.kept <= storages.peak <= storages.kept + under_way + largest

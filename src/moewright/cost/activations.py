@@ -16,6 +16,7 @@ import numpy as np
 
 from moewright.cost.buffers import graph_bytes
 from moewright.cost.constants import Constants
+from moewright.cost.deferred_weights import head_owed_bytes, layer_owed_bytes
 from moewright.cost.routed_rows import ExpertRows
 from moewright.cost.snapshots import table_from_rows, take_snapshots
 from moewright.cost.stage_parts import (
@@ -367,6 +368,14 @@ def _tokens(context: ActivationContext) -> int:
     return context.workload.seq_len * context.layout.mbs // context.layout.cp
 
 
+def sum_by_module(bookings: Sequence[tuple[Module, int]]) -> Array:
+    """Return the sums of bookings [modules]."""
+    row = np.zeros(len(MODULES))
+    for module, nbytes in bookings:
+        row[_COLUMN[module]] += nbytes
+    return row
+
+
 def _modules(sizes: Mapping[Module, int]) -> Array:
     row = np.zeros(len(MODULES))
     for module, nbytes in sizes.items():
@@ -387,15 +396,51 @@ def ledger_saved_rows(
     `rows` may differ between micro-batches and layers, as those of a recorded step do.
     """
     columns = table_from_rows(context.layout, table)
-    kept_bytes = _chunk_bytes(
-        context, rows, chunks, micro_batches=int(columns.micro_batch.max()) + 1
-    )
-    moments = take_snapshots(columns, kept_bytes, columns.micro_batch * len(chunks) + columns.chunk)
+    micro_batches = int(columns.micro_batch.max()) + 1
+    kept_bytes = _chunk_bytes(context, rows, chunks, micro_batches=micro_batches)
+    owed_bytes = None
+    if columns.settles.any():
+        owed_bytes = _owed_bytes(context, rows, chunks, micro_batches=micro_batches)
+    item = columns.micro_batch * len(chunks) + columns.chunk
+    moments = take_snapshots(columns, kept_bytes, item, owed_bytes)
     layers = np.array([max(1, len(chunk_layers(context.model, chunk))) for chunk in chunks])
     a_layer = kept_bytes.sum(axis=1)[moments.paired] // layers[moments.paired % len(chunks)]
     transient = np.where(moments.paired < 0, 0.0, a_layer)
-    peak = int((moments.live.sum(axis=1) + transient).argmax())
-    return saved_rows(moments.live[peak], logits=0, transient=int(transient[peak]))
+    live = moments.live + moments.owed
+    peak = int((live.sum(axis=1) + transient).argmax())
+    return saved_rows(live[peak], logits=0, transient=int(transient[peak]))
+
+
+def _owed_bytes(
+    context: ActivationContext, rows: ExpertRows, chunks: Sequence[Chunk], *, micro_batches: int
+) -> Array:
+    """Return what the weight gradients wait with of every micro-batch and chunk.
+
+    Shape: [micro-batches x chunks, modules].
+    """
+    model, workload, layout = context.model, context.workload, context.layout
+    by_layer: dict[tuple[object, ...], Array] = {}
+
+    def layer_bytes(micro_batch: int, layer: int) -> Array:
+        load = rows.load_factor(micro_batch, layer)
+        dispatch = rows.dispatch_counts(micro_batch, layer)
+        key = layer, load, dispatch
+        if key not in by_layer:
+            bookings = layer_owed_bytes(
+                model, workload, layout, layer, load=load, dispatch=dispatch
+            )
+            by_layer[key] = sum_by_module(bookings)
+        return by_layer[key]
+
+    head = sum_by_module(head_owed_bytes(model, workload, layout))
+    return np.array(
+        [
+            sum(layer_bytes(micro_batch, layer) for layer in chunk_layers(model, chunk))
+            + head * chunk.has_loss
+            for micro_batch in range(micro_batches)
+            for chunk in chunks
+        ]
+    )
 
 
 def _chunk_bytes(

@@ -20,6 +20,7 @@ from moewright.cost.activations import (
     mtp_bytes,
     outside_bytes,
     saved_rows,
+    sum_by_module,
 )
 from moewright.cost.buffers import (
     dispatcher_bytes,
@@ -30,6 +31,7 @@ from moewright.cost.buffers import (
     score_count,
 )
 from moewright.cost.constants import Constants
+from moewright.cost.deferred_weights import Booking, head_owed_bytes, layer_owed_bytes
 from moewright.cost.mixers import mixer_width
 from moewright.cost.model_states import (
     LINEAR_MODULES,
@@ -89,6 +91,12 @@ class LayerMemory:
     offloaded: Array
 
 
+def rank_load(sym: Symbols) -> float:
+    """Return the expert rows of a rank over the mean, as the symbols expect them."""
+    even = capacity.routed_rows(sym.model, sym.workload, sym.layout, 1.0)
+    return sym.R / even if even else 1.0
+
+
 def layer_memory(
     context: ActivationContext, sym: Symbols, policies: ActivationPolicies, part: LayerPart
 ) -> LayerMemory:
@@ -127,19 +135,38 @@ class ModelMemory:
     head: HeadBytes
 
     @cached_property
+    def owed(self) -> Array:
+        """What the weight gradients of every part wait with [parts, modules]."""
+        model, workload, layout = self.sym.model, self.sym.workload, self.sym.layout
+        bookings: list[tuple[Booking, ...]] = [
+            layer_owed_bytes(model, workload, layout, part.layer, load=rank_load(self.sym))
+            for part in self.parts.layers
+        ]
+        bookings += [(), head_owed_bytes(model, workload, layout), ()]
+        return np.array([sum_by_module(booking) for booking in bookings])
+
+    @cached_property
     def saved_bytes(self) -> Array:
         """Sum what is saved over modules [parts, policies]."""
         return np.asarray(self.saved.sum(axis=2))
 
     @cached_property
     def live_prices(self) -> Array:
-        """Return what each column of `MomentCounts.live` takes [parts + 1, policies]."""
-        logits = np.full((1, self.saved.shape[1]), float(self.head.forward))
-        return np.concatenate([self.saved_bytes, logits])
+        """Return what the columns of `MomentCounts.live` but for the owed parts take.
+
+        They are [parts + 2, policies].
+        """
+        passes = np.array([[self.head.forward], [self.head.weights]], dtype=float)
+        return np.concatenate([self.saved_bytes, np.repeat(passes, self.saved.shape[1], axis=1)])
 
     def live_bytes(self, live: Array) -> Array:
         """Return the bytes kept at moments, short-lived logits included [moments, policies]."""
-        return np.asarray(live @ self.live_prices)
+        count = self.parts.count
+        kept, owed = np.split(live, [count + 2], axis=1)
+        total = kept @ self.live_prices
+        if owed.any():  # under schedules that split the backward
+            total += (owed @ self.owed.sum(axis=1))[:, None]
+        return np.asarray(total)
 
     def transient_bytes(self, backward: Array, paired: Array) -> Array:
         """Return the bytes that are short-lived in backward at moments [moments, policies].
@@ -160,8 +187,9 @@ class ModelMemory:
 class MomentCounts:
     """The parts that are alive at the moments of a rank, as counts.
 
-    `live` [moments, parts + 1] counts the parts that are kept and, in the last column, the passes
-    through the head of the forward that ends at the moment. `backward` [moments, parts] is the
+    `live` [moments, 2 parts + 2] counts the parts that are kept; the passes through the head of the
+    forward that ends at the moment, and of the weight gradients that are computed; and the parts
+    whose weight gradients wait. `backward` [moments, parts] is the
     chunk whose backward runs. `paired` [moments, parts] is the chunk whose forward runs layer by
     layer beside that backward, of which one more layer is held.
     """
@@ -176,9 +204,12 @@ def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentC
     moments = take_snapshots(table, counts, table.chunk)
     chunks = np.concatenate([counts, np.zeros((1, parts.count))])  # the last stands for none
     # The head's pass follows those of MTP depths, whose logits are kept by then.
-    head_passes = chunks[moments.forward][:, parts.head_columns].max(axis=1).clip(max=1)
+    head_passes = [
+        chunks[items][:, parts.head_columns].max(axis=1).clip(max=1)[:, None]
+        for items in (moments.forward, moments.weights)
+    ]
     return MomentCounts(
-        live=np.concatenate([moments.live, head_passes[:, None]], axis=1),
+        live=np.concatenate([moments.live, *head_passes, moments.owed], axis=1),
         backward=chunks[moments.backward],
         paired=chunks[moments.paired],
     )
@@ -220,11 +251,12 @@ def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tup
     live = memory.live_bytes(moments.live)[:, 0]
     transient = memory.transient_bytes(moments.backward, moments.paired)[:, 0]
     peak = int((live + transient).argmax())
-    kept, head_passes = moments.live[peak, :-1], moments.live[peak, -1]
+    count = memory.parts.count
+    kept, passes, owed = np.split(moments.live[peak], [count, count + 2])
     return saved_rows(
-        kept @ memory.saved[:, 0],
-        logits=int(head_passes) * memory.head.forward,
-        transient=int(transient[peak]),
+        kept @ memory.saved[:, 0] + owed @ memory.owed,
+        logits=int(passes[0]) * memory.head.forward,
+        transient=int(transient[peak]) + int(passes[1]) * memory.head.weights,
     )
 
 
@@ -329,10 +361,15 @@ def add_low_precision_copies(states: Sequence[MemoryRow], share: float) -> Itera
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadBytes:
-    """Short-lived bytes of a pass through the head, as its forward ends and its backward runs."""
+    """Short-lived bytes of a pass through the head.
+
+    They are there as its forward ends, as its backward runs, and as its weight gradient is computed
+    in a row of its own.
+    """
 
     forward: int
     backward: int
+    weights: int
 
 
 def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
@@ -361,14 +398,16 @@ def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
         summed = 4 * sym.T * sym.model.hidden_size
         if not sym.is_fused:
             return HeadBytes(
-                forward=sym.c * piece, backward=2 * sym.c * piece + head_weight + summed
+                forward=sym.c * piece,
+                backward=2 * sym.c * piece + head_weight + summed,
+                weights=0,
             )
         fused = max(round(logit_bytes * piece), 4 * piece + head_weight + head_input + summed)
-        return HeadBytes(forward=fused, backward=0)
+        return HeadBytes(forward=fused, backward=0, weights=0)
     if not sym.is_fused:
-        return HeadBytes(forward=0, backward=sym.c * logits + head_weight)
+        return HeadBytes(forward=0, backward=sym.c * logits + head_weight, weights=head_weight)
     fused = max(round(logit_bytes * logits), 2 * logits + head_weight + head_input)
-    return HeadBytes(forward=fused, backward=0)
+    return HeadBytes(forward=fused, backward=0, weights=head_weight)
 
 
 def gathered_hidden_bytes(sym: Symbols) -> int:

@@ -1,9 +1,10 @@
 """The moments at which the memory of a pipeline rank can be fullest, from its timetable as arrays.
 
-A rank holds what a forward kept until the backward of the same micro-batch and chunk has ended, or
-its weight gradients where these have rows of their own. Where expert communication overlaps, a
-forward runs layer by layer beside the backward of another micro-batch: the backward frees a layer
-for each one that the forward keeps, so that the two hold one more layer, not one more chunk.
+A rank holds what a forward kept until the backward of the same micro-batch and chunk has ended.
+Where weight gradients have rows of their own, it then holds what they need until they have run.
+Where expert communication overlaps, a forward runs layer by layer beside the backward of another
+micro-batch: the backward frees a layer for each one that the forward keeps, so that the two hold
+one more layer, not one more chunk.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ _KINDS = {
 class RankTable:
     """The rows of a rank's timetable as arrays [rows].
 
-    `frees` marks the rows that free what their forward kept; `is_paired` marks the forwards that
-    run beside the backward in the next row.
+    `frees` marks the rows that free what their forward kept. Of those, `owes` marks the rows that
+    leave weight gradients, and `settles` the rows that compute these. `is_paired` marks the
+    forwards that run beside the backward in the next row.
     """
 
     micro_batch: Array
     chunk: Array
     is_forward: Array
     frees: Array
+    owes: Array
+    settles: Array
     is_paired: Array
 
 
@@ -76,12 +80,15 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
     if Overlap.EP in layout.overlap:
         # A forward cannot run beside its own backward.
         is_paired[:-1] = is_forward[:-1] & (kind[1:] == _BACKWARD) & (key[:-1] != key[1:])
-    owes_weights = np.isin(key, key[kind == _WEIGHTS])
+    frees = kind == _BACKWARD
+    settles = kind == _WEIGHTS
     return RankTable(
         micro_batch=micro_batch,
         chunk=chunk,
         is_forward=is_forward,
-        frees=(kind == _WEIGHTS) | ((kind == _BACKWARD) & ~owes_weights),
+        frees=frees,
+        owes=frees & np.isin(key, key[settles]),
+        settles=settles,
         is_paired=is_paired,
     )
 
@@ -90,26 +97,35 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
 class Snapshots:
     """The contents alive at each moment, and the items that run then.
 
-    `live` [snapshots, columns] is what is alive. The others [snapshots] are items, -1 for none:
-    the forward of `forward` ends, the backward of `backward` runs, and `paired` holds one more
-    layer because its forward runs beside that backward.
+    `live` [snapshots, columns] is what forwards have kept, `owed` [snapshots, columns] what weight
+    gradients wait with. The others [snapshots] are items, -1 for none: the forward of `forward`
+    ends, the backward of `backward` runs, the weight gradients of `weights` are computed, and
+    `paired` holds one more layer because its forward runs beside that backward.
     """
 
     live: Array
+    owed: Array
     forward: Array
     backward: Array
+    weights: Array
     paired: Array
 
 
-def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
+def take_snapshots(
+    table: RankTable, contents: Array, item: Array, owed_contents: Array | None = None
+) -> Snapshots:
     """Return what is alive at the moments of a timetable, in the order of its rows.
 
-    `contents` [items, columns] is what a forward of each item keeps, in any unit; `item` [rows] is
-    the item of each row: its chunk, or its micro-batch and chunk where micro-batches differ.
+    `contents` [items, columns] is what a forward of each item keeps, in any unit, and
+    `owed_contents` what its weight gradients wait with (None: the same); `item` [rows] is the item
+    of each row: its chunk, or its micro-batch and chunk where micro-batches differ.
     """
     row_contents = contents[item]
     change = table.is_forward.astype(float) - table.frees  # 1 keeps its contents, -1 frees them
     kept = np.cumsum(row_contents * change[:, None], axis=0)
+    row_owed = row_contents if owed_contents is None else owed_contents[item]
+    debt = table.owes.astype(float) - table.settles
+    owed = np.cumsum(row_owed * debt[:, None], axis=0)
     first = np.flatnonzero(table.is_paired)  # the forward of each pair
     is_alone = np.ones(len(item), dtype=bool)
     is_alone[first] = is_alone[first + 1] = False
@@ -117,8 +133,12 @@ def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
     # A backward still holds what it frees.
     during = kept + row_contents * table.frees[:, None]
     live = during[is_alone]
+    # While a backward runs, what it owes takes the place of what it frees. While weight gradients
+    # are computed, what they wait with is still there.
+    owed_live = (owed - row_owed * debt[:, None])[is_alone]
     forward = np.where(table.is_forward, item, none)[is_alone]
-    backward = np.where(table.is_forward, none, item)[is_alone]
+    backward = np.where(table.frees, item, none)[is_alone]
+    weights = np.where(table.settles, item, none)[is_alone]
     paired = none[is_alone]
     if len(first):
         # While layers of both run, with what was alive before either or with what is after both;
@@ -130,7 +150,17 @@ def take_snapshots(table: RankTable, contents: Array, item: Array) -> Snapshots:
         is_head = np.tile([False, False, True], len(first))
         order = np.argsort(np.concatenate([np.flatnonzero(is_alone), pairs]), kind="stable")
         live = np.concatenate([live, ends.reshape(-1, contents.shape[1])])[order]
+        owed_ends = np.stack([owed[first], owed[first + 1], owed[first + 1]], axis=1)
+        owed_live = np.concatenate([owed_live, owed_ends.reshape(len(pairs), -1)])[order]
+        weights = np.concatenate([weights, np.full(len(pairs), -1)])[order]
         forward = np.concatenate([forward, np.where(is_head, item[pairs], -1)])[order]
         backward = np.concatenate([backward, np.where(is_head, -1, item[pairs + 1])])[order]
         paired = np.concatenate([paired, np.where(is_head, -1, item[pairs])])[order]
-    return Snapshots(live=live, forward=forward, backward=backward, paired=paired)
+    return Snapshots(
+        live=live,
+        owed=owed_live,
+        forward=forward,
+        backward=backward,
+        weights=weights,
+        paired=paired,
+    )

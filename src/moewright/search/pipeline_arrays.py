@@ -108,7 +108,7 @@ def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
     kinds = [column for column, part in enumerate(parts.layers) if not part.is_mtp]
     backward[:, kinds] = backward[:, kinds] > 0
     live = moments.live.copy()
-    live[:, :-1] += moments.paired / parts.count_layers(moments.paired)[:, None]
+    live[:, : parts.count] += moments.paired / parts.count_layers(moments.paired)[:, None]
     keys = np.concatenate([live, backward], axis=1)
     # Equal rows are found by their bytes: to compare column by column would take far longer. Adding
     # 0.0 turns -0.0 into 0.0, so that equal rows have equal bytes.
@@ -150,7 +150,7 @@ class PipelineBatch:
     pipeline_of_rank: Array  # [ranks]
     nodes: Array  # [ranks, sets] nodes of the ParameterTree, 0 for none
     holders: Array  # [ranks, sets]
-    live: Array  # [moments, parts + 1]
+    live: Array  # [moments, 2 parts + 2]
     backward: Array  # [moments, parts]
     paired: Array  # [moments, parts]
     moment_starts: Array  # [sets of moments]

@@ -103,12 +103,26 @@ class TimeRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StorageBytes:
+    """The bytes of all storages alive on a rank's device in a step, whoever holds them.
+
+    `resident` lived before the step. `kept` lived at the fullest moment between two rows of the
+    timetable, when nothing runs, and `peak` at the fullest moment of all.
+    """
+
+    resident: int
+    kept: int
+    peak: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
     """The memory, communication, FLOPs and time of one rank.
 
     `memory` is bytes held; `comm`, `flops` and `time` are for one training step. Rows are sorted
     and unique by their keys; a row of zero is left out. `in_flight` is the highest number of
-    (micro-batch, chunk) pairs between their forward and the end of their backward.
+    (micro-batch, chunk) pairs between their forward and the end of their backward. `storages` are
+    those of a counted step; None in a prediction.
     """
 
     rank: int
@@ -118,6 +132,7 @@ class Ledger:
     flops: tuple[FlopRow, ...] = ()
     time: tuple[TimeRow, ...] = ()
     in_flight: int = 0
+    storages: StorageBytes | None = None
     # peculiarities of this device that the other ledger (predicted or counted) cannot contain
     notes: tuple[str, ...] = ()
 

@@ -48,6 +48,11 @@ class Group:
         """Count a call and the bytes of the tensor that this rank hands in."""
         self.counters.count_collective(op, self.name, tensor.numel() * tensor.element_size())
 
+    def hand_to_library(self, *tensors: torch.Tensor) -> AbstractContextManager[None]:
+        """Count tensors whose rows a library moves between the ranks inside."""
+        nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        return self.counters.hand_to_library(Collective.ALL_TO_ALL, self.name, nbytes)
+
     def measure_wait(self) -> AbstractContextManager[None]:
         """Measure a call inside, which blocks until the group's other ranks have come."""
         return self.counters.wait_clock.measure(self.name)

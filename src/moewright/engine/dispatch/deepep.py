@@ -30,7 +30,6 @@ from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.spec.errors import BadInput
-from moewright.spec.hardware import Collective
 from moewright.spec.layout import DispatcherKind
 
 _TRIAL_TOKENS = 16
@@ -52,9 +51,8 @@ class _Dispatch(torch.autograd.Function):
         experts_Tk: torch.Tensor,
         library: DispatchLibrary,
     ) -> tuple[Any, ...]:
-        for tensor in (x_TH, experts_Tk, weights_Tk):
-            library.group.count_call(Collective.ALL_TO_ALL, tensor)
-        copies = library.dispatch(x_TH, experts_Tk, weights_Tk)
+        with library.group.hand_to_library(x_TH, experts_Tk, weights_Tk):
+            copies = library.dispatch(x_TH, experts_Tk, weights_Tk)
         ctx.library = library
         ctx.handle = copies.handle
         ctx.mark_non_differentiable(copies.ids)
@@ -65,9 +63,8 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor | None, ...]:
         library: DispatchLibrary = ctx.library
-        for tensor in (rows, weights):
-            library.group.count_call(Collective.ALL_TO_ALL, tensor)
-        x_TH, weights_Tk = library.combine_with_weights(rows, weights, ctx.handle)
+        with library.group.hand_to_library(rows, weights):
+            x_TH, weights_Tk = library.combine_with_weights(rows, weights, ctx.handle)
         return x_TH, weights_Tk, None, None
 
 
@@ -80,14 +77,14 @@ class _Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.library = library
         ctx.handle = handle
-        library.group.count_call(Collective.ALL_TO_ALL, rows_NH)
-        return library.combine(rows_NH, handle)
+        with library.group.hand_to_library(rows_NH):
+            return library.combine(rows_NH, handle)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         library: DispatchLibrary = ctx.library
-        library.group.count_call(Collective.ALL_TO_ALL, grad_TH)
-        return library.dispatch_cached(grad_TH, ctx.handle), None, None
+        with library.group.hand_to_library(grad_TH):
+            return library.dispatch_cached(grad_TH, ctx.handle), None, None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from moewright.engine.observe.counters import Counters, storage_id
+from moewright.engine.observe.counters import Counters
+from moewright.engine.observe.storage_census import storage_id
 
 IsResident = Callable[[torch.Tensor], bool]
 

@@ -21,14 +21,21 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 Key = tuple[int, int]  # micro-batch, chunk
-ComputeGrads = Callable[[], Sequence[torch.Tensor]]
+Operands = tuple[torch.Tensor, ...]
+ComputeGrads = Callable[[Operands], Sequence[torch.Tensor]]
+# Is called with the operands of a deferred computation, in the scope of its module.
+CountOperands = Callable[[Operands], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DeferredGrads:
-    """A deferred computation of the gradients at `edges`, of parameters or of their views."""
+    """A deferred computation of the gradients at `edges`, of parameters or of their views.
+
+    `operands` are the tensors that are kept for it.
+    """
 
     edges: tuple[GradientEdge, ...]
+    operands: Operands
     compute: ComputeGrads
 
 
@@ -38,23 +45,32 @@ class WeightGradStore:
     def __init__(self) -> None:
         self._deferred: dict[Key, list[_DeferredGrads]] = {}
         self._collecting: list[_DeferredGrads] | None = None
+        self._count: CountOperands = _count_nothing
 
     @contextmanager
-    def defer_for(self, key: Key) -> Iterator[None]:
-        """Defer the weight gradients of the backward of `key`, which runs inside."""
+    def defer_for(self, key: Key, count: CountOperands | None = None) -> Iterator[None]:
+        """Defer the weight gradients of the backward of `key`, which runs inside.
+
+        `count` is called with the operands that are kept for each.
+        """
         self._collecting = self._deferred[key] = []
+        self._count = count or _count_nothing
         try:
             yield
         finally:
             self._collecting = None
+            self._count = _count_nothing
 
     def compute_or_defer(
-        self, edges: Sequence[GradientEdge], compute: ComputeGrads
+        self, edges: Sequence[GradientEdge], operands: Operands, compute: ComputeGrads
     ) -> Sequence[torch.Tensor | None]:
         """Return the gradients at `edges`, or None for each while they are deferred."""
         if self._collecting is None:
-            return compute()
-        self._collecting.append(_DeferredGrads(edges=tuple(edges), compute=compute))
+            return compute(operands)
+        self._count(operands)
+        self._collecting.append(
+            _DeferredGrads(edges=tuple(edges), operands=operands, compute=compute)
+        )
         return (None,) * len(edges)
 
     def run_deferred(self, key: Key) -> None:
@@ -63,5 +79,9 @@ class WeightGradStore:
         while deferred:
             grads = deferred.pop(0)
             with torch.no_grad():
-                values = grads.compute()
+                values = grads.compute(grads.operands)
             torch.autograd.backward(grads.edges, values)
+
+
+def _count_nothing(operands: Operands) -> None:
+    pass

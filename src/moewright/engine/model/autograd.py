@@ -8,7 +8,7 @@ Shapes: T tokens, K width, B batch, S sequence, H query heads, G key heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from moewright.engine.kernels.attention import (
     attention_backward,
 )
 from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.memory.weight_gradients import ComputeGrads, Operands
 from moewright.engine.observe.counters import Counters
 
 
@@ -42,20 +43,22 @@ class CountedFunction(torch.autograd.Function):
 
     @staticmethod
     def compute_or_defer_grads(
-        ctx: Any, inputs: slice, compute: Callable[[], Sequence[torch.Tensor]]
+        ctx: Any, inputs: slice, operands: Operands, compute: ComputeGrads
     ) -> Sequence[torch.Tensor | None]:
-        """Return compute() now, or None for each weight whose gradient the schedule wants later.
+        """Return compute(operands), or None for each weight whose gradient is wanted later.
 
         `inputs` selects the weights among the forward's tensor arguments; `ctx.weight_grads` is the
-        store that keeps a deferred `compute`.
+        store that keeps a deferred `compute`, which must hold no other tensor than `operands`.
         """
+        counters, scope = ctx.counters, ctx.scope
 
-        def compute_in_scope() -> Sequence[torch.Tensor]:
-            with ctx.counters.scopes.enter(ctx.scope):
-                return compute()
+        def compute_in_scope(operands: Operands) -> Sequence[torch.Tensor]:
+            with counters.scopes.enter(scope):
+                return compute(operands)
 
         edges = [GradientEdge(*edge) for edge in ctx.next_functions[inputs]]
-        return ctx.weight_grads.compute_or_defer(edges, compute_in_scope)
+        with counters.scopes.enter(scope):
+            return ctx.weight_grads.compute_or_defer(edges, operands, compute_in_scope)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

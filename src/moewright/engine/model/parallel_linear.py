@@ -18,7 +18,7 @@ import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
-from moewright.engine.memory.weight_gradients import WeightGradStore
+from moewright.engine.memory.weight_gradients import Operands, WeightGradStore
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.observe.counters import Counters
 
@@ -57,13 +57,14 @@ class ColumnParallelLinear(CountedFunction):
                 grad_TK = grad_TK + parts.pop()
             grad_tK = tp.reduce(grad_TK)
 
-        def compute_weight_grads() -> list[torch.Tensor]:
+        def compute_weight_grads(operands: Operands) -> list[torch.Tensor]:
+            x_tK, *grads = operands
             x_TK = tp.gather(x_tK)
             return [matmul(g_TN.T, x_TK) for g_TN in grads]
 
         weight_inputs = slice(1, None)
         grad_weights = CountedFunction.compute_or_defer_grads(
-            ctx, weight_inputs, compute_weight_grads
+            ctx, weight_inputs, (x_tK, *grads), compute_weight_grads
         )
         return grad_tK, None, None, *grad_weights
 
@@ -96,7 +97,7 @@ class RowParallelLinear(CountedFunction):
             g_TN = tp.gather(g_tN)
             grad_TK = matmul(g_TN, w_NK)
         (grad_NK,) = CountedFunction.compute_or_defer_grads(
-            ctx, slice(1, 2), lambda: [matmul(g_TN.T, x_TK)]
+            ctx, slice(1, 2), (x_TK, g_TN), lambda kept: [matmul(kept[1].T, kept[0])]
         )
         return grad_TK, grad_NK, None, None
 
@@ -195,6 +196,9 @@ class GroupedLinear(CountedFunction):
         with ctx.counters.scopes.enter(ctx.scope):
             grad_RK = grouped_matmul(g_RN, w_ENK, ends_E)
         (grad_ENK,) = CountedFunction.compute_or_defer_grads(
-            ctx, slice(1, 2), lambda: [grouped_matmul(g_RN.T, x_RK, ends_E)]
+            ctx,
+            slice(1, 2),
+            (x_RK, g_RN, ends_E),
+            lambda kept: [grouped_matmul(kept[1].T, kept[0], kept[2])],
         )
         return grad_RK, grad_ENK, None, None, None

@@ -15,7 +15,7 @@ from torch import nn
 
 from moewright.engine.comm.collectives import all_to_all
 from moewright.engine.model.layers import Weight
-from moewright.engine.observe.counters import storage_id
+from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.runtime import Runtime
 from moewright.rules.expert_placement import ReplicaExchange
 from moewright.spec.ledger import Component, MemoryRow, Module

@@ -8,13 +8,15 @@ planner: otherwise the equality of prediction and count would prove nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from moewright.engine.observe.collective_counter import CollectiveCounter
 from moewright.engine.observe.flop_counter import FlopCounter
 from moewright.engine.observe.module_scopes import ModuleScopes
+from moewright.engine.observe.storage_census import StorageCensus, storage_id
 from moewright.engine.observe.wait_clock import WaitClock
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import (
@@ -29,34 +31,33 @@ from moewright.spec.ledger import (
 )
 
 ForwardKey = tuple[int, int]  # micro-batch, model chunk
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the tensor's storage for as long as the storage lives.
-
-    Tensors without data have one too, unlike an address.
-    """
-    return int(tensor.untyped_storage()._cdata)
+# The group of rows that say what ran beyond what was announced.
+UNANNOUNCED = "unannounced"
 
 
 class Counters:
     """The running counts of one rank, which stand still except inside `counting()`.
 
-    `scopes` say what the counts are attributed to. `wait_clock` measures waits for collectives all
-    the time; with `blocking` False it does not.
+    `scopes` say what the counts are attributed to; `census` weighs what lives on the rank's device.
+    `wait_clock` measures waits for collectives all the time; with `blocking` False, on a device
+    that is not the CPU, it does not.
     """
 
     def __init__(self, *, blocking: bool = True) -> None:
         self.scopes = ModuleScopes()
+        self.census = StorageCensus(self.scopes, device_type="cpu" if blocking else "cuda")
         self.wait_clock = WaitClock(blocking=blocking)
-        # By operation and group: the bytes handed in, and the calls.
+        # By operation and group: the bytes that callers announced, and the calls.
         self.collectives: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
+        # By operation: the same as torch dispatched it to process groups.
+        self._dispatched: dict[Collective, list[int]] = defaultdict(lambda: [0, 0])
         self.flops: dict[tuple[FlopOp, Module], int] = defaultdict(int)
         # Bytes that each forward in flight keeps for its backward.
         self._saved_in_flight: dict[ForwardKey, dict[Module, int]] = {}
         self._peak_saved: dict[Module, int] = {}
         self._peak_in_flight = 0
         self._is_counting = False
+        self._is_in_library = False
 
     def count_collective(self, op: Collective, group: str, nbytes: int) -> None:
         """Count one call of a collective, with the bytes that this rank hands in."""
@@ -65,20 +66,64 @@ class Counters:
             row[0] += nbytes
             row[1] += 1
 
+    @contextmanager
+    def hand_to_library(self, op: Collective, group: str, nbytes: Sequence[int]) -> Iterator[None]:
+        """Count the tensors that a library of its own moves inside, past torch's process groups."""
+        for tensor_bytes in nbytes:
+            self.count_collective(op, group, tensor_bytes)
+            if self._is_counting:
+                self._count_dispatched(op, tensor_bytes)
+        self._is_in_library = True
+        try:
+            yield
+        finally:
+            self._is_in_library = False
+
+    def note_row_end(self) -> None:
+        """Note that a row of the timetable has ended: what lives now is kept for later rows."""
+        if self._is_counting:
+            self.census.note_rest()
+
+    def _count_dispatched(self, op: Collective, nbytes: int) -> None:
+        if self._is_in_library:
+            return
+        row = self._dispatched[op]
+        row[0] += nbytes
+        row[1] += 1
+
+    def _list_unannounced(self) -> Iterator[CommRow]:
+        """Yield the collectives that ran and that nobody announced, or the other way round."""
+        announced: dict[Collective, list[int]] = defaultdict(lambda: [0, 0])
+        for (op, _), (nbytes, calls) in self.collectives.items():
+            announced[op][0] += nbytes
+            announced[op][1] += calls
+        for op in sorted({*announced, *self._dispatched}):
+            nbytes, calls = (
+                ran - said for ran, said in zip(self._dispatched[op], announced[op], strict=True)
+            )
+            if nbytes or calls:
+                yield CommRow(op=op, group=UNANNOUNCED, bytes=nbytes, calls=calls)
+
     def _count_flops(self, op: FlopOp, flops: int) -> None:
         self.flops[(op, self.scopes.module)] += flops
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the collectives and FLOPs of everything inside, from zero."""
+        """Count the collectives, FLOPs and storages of everything inside, from zero."""
         self.collectives.clear()
+        self._dispatched.clear()
         self.flops.clear()
         self._saved_in_flight.clear()
         self._peak_saved = {}
         self._peak_in_flight = 0
         self._is_counting = True
         try:
-            with FlopCounter(self._count_flops):
+            self.census.begin()
+            with (
+                self.census,
+                CollectiveCounter(self._count_dispatched),
+                FlopCounter(self._count_flops),
+            ):
                 yield
         finally:
             self._is_counting = False
@@ -88,6 +133,9 @@ class Counters:
         self, key: ForwardKey, is_weight: Callable[[torch.Tensor], bool]
     ) -> Iterator[Callable[[torch.Tensor], None] | None]:
         """Count the storages that the forward of `key` keeps for backward, until `release`.
+
+        A backward that leaves weight gradients is counted again: what they wait with takes the
+        place of what the forward kept.
 
         Yields a function to call with every tensor that is kept, or None when nothing is counted.
         Each storage counts once, for the module that kept it first. `is_weight` tells tensors that
@@ -141,9 +189,12 @@ class Counters:
                     key=lambda row: (row.component, row.module),
                 )
             ),
-            comm=tuple(
-                CommRow(op=op, group=group, bytes=nbytes, calls=calls)
-                for (op, group), (nbytes, calls) in sorted(self.collectives.items())
+            comm=(
+                *(
+                    CommRow(op=op, group=group, bytes=nbytes, calls=calls)
+                    for (op, group), (nbytes, calls) in sorted(self.collectives.items())
+                ),
+                *self._list_unannounced(),
             ),
             flops=tuple(
                 FlopRow(op=op, module=module, flops=flops)
@@ -152,6 +203,7 @@ class Counters:
             ),
             time=time,
             in_flight=self._peak_in_flight,
+            storages=self.census.totals,
             notes=notes,
         )
 

@@ -13,7 +13,7 @@ from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import AsyncCollective, all_reduce
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import NamedParameter, list_parameters
-from moewright.engine.observe.counters import storage_id
+from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.flat_buffers import FlatBucket, build_buckets, build_local_shards
 from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
 from moewright.engine.optim.grad_ready import GradReadyTracker
@@ -175,7 +175,7 @@ class DistributedOptimizer:
         """
         self._reduce_replica_gradients()
         self._grad_tracker.flush()
-        bucket_shards = [self._reductions[index].wait() for index in range(len(self.buckets))]
+        bucket_shards = [self._reductions.pop(index).wait() for index in range(len(self.buckets))]
         for bucket, shard in zip(self.buckets, bucket_shards, strict=True):
             if bucket.holder_group is not None:
                 all_reduce(shard, bucket.holder_group)

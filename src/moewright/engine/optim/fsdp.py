@@ -37,7 +37,7 @@ from moewright.engine.comm.collectives import (
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import NamedParameter
-from moewright.engine.observe.counters import storage_id
+from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.flat_buffers import OwnedRange, build_state_shards, split_by_module
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.fsdp import FsdpGroups, fsdp_groups

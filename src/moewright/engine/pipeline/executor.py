@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.rules.p2p import PipelineAction
 from moewright.rules.schedule import split_backwards
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable_row import RowKind, TimetableRow
 
 Key = tuple[int, int]  # micro-batch, chunk
 
@@ -54,20 +54,22 @@ def execute_timetable(
     forward: ForwardStep,
     backward: BackwardStep,
     weight_grad: WeightGradStep,
+    on_row_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Run the rows in order.
 
     Activations live exactly as long as the timetable says; under no_grad none do. `forward` gets
     the hidden state of the stage before (None on the first stage); `backward` gets the roots of a
     chunk's graph, the gradient of each root (None for the loss), and whether the weight gradients
-    are left to `weight_grad`.
+    are left to `weight_grad`. `on_row_end` is called when a row's result is on its way.
     """
     split = split_backwards([action.row for action in actions])
     in_flight: dict[Key, _InFlightChunk] = {}
-    for index, action in enumerate(actions):
-        key = action.row.micro_batch, action.row.chunk
+
+    def run_row(index: int, row: TimetableRow) -> None:
+        key = row.micro_batch, row.chunk
         received = channel.receive_input(index)
-        if action.row.kind is RowKind.F:
+        if row.kind is RowKind.F:
             if received is not None and torch.is_grad_enabled():
                 received.requires_grad_()
             result = forward(key, received)
@@ -75,12 +77,16 @@ def execute_timetable(
                 in_flight[key] = _keep_roots(received, result)
             if result.hidden is not None:
                 channel.send_output(index, result.hidden.detach())
-        elif action.row.kind is RowKind.B:
+        elif row.kind is RowKind.B:
             grad = _run_backward(key, in_flight.pop(key), received, backward, is_split=key in split)
             if grad is not None:
                 channel.send_output(index, grad)
         else:
             weight_grad(key)
+
+    for index, action in enumerate(actions):
+        run_row(index, action.row)
+        on_row_end()
     channel.close()
 
 

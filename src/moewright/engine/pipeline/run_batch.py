@@ -45,6 +45,7 @@ def train_batch(
         forward=forward,
         backward=backward,
         weight_grad=weight_grad,
+        on_row_end=runtime.counters.note_row_end,
     )
 
 

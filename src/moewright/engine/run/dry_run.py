@@ -18,7 +18,7 @@ from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.matmul import has_native_bf16
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
-from moewright.engine.observe.memory_meter import MemoryMeter
+from moewright.engine.observe.host_answers import HostAnswers
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.runtime import Runtime
@@ -59,7 +59,7 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
     if world_size > 1:
         collectives.join_fake_world(rank=rank, world_size=world_size)
     try:
-        with FakeTensorMode(), MemoryMeter() as meter:
+        with FakeTensorMode(), HostAnswers():
             state = build_train_state(
                 replace(job, workload=_balance_routing(job.workload)),
                 _BlankBatches(),
@@ -71,7 +71,6 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
             # With zero=3 there is no gradient among them: gradients are made in the step.
             states = state.optimizer.memory_rows()
             counters = state.runtime.counters
-            meter.start(counters.scopes)
             train_step(state, step=1, lr=0.0, stop_requested=False, count_ledger=True)
             ledger = counters.build_ledger(
                 rank=rank,
@@ -86,7 +85,7 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
         ledger=ledger,
         states_bytes=sum(row.bytes for row in states if row.component is not Component.HOST),
         peak_by_module=tuple(
-            sorted((module, nbytes) for module, nbytes in meter.peak_by_module.items() if nbytes)
+            sorted((module, nbytes) for module, nbytes in counters.census.peak_by_module.items())
         ),
     )
 

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import all_reduce
 from moewright.engine.data.sampler import micro_batch_rows
+from moewright.engine.memory.weight_gradients import Operands
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.router import aux_loss_coefficients, list_routers, selection_bias_shards
 from moewright.engine.model.transformer import ModelOutput, Transformer
@@ -328,13 +329,30 @@ class _MicroBatchPasses:
     ) -> None:
         """Run the backward of a chunk; with `split`, weight gradients are left to `weight_grad`."""
         runtime = self.state.runtime
+        if split:
+            self._backward_inputs(key, roots, grads)
+            return
+        with self.clock.phase(StepPhase.BACKWARD):
+            torch.autograd.backward(roots, grads)
+        runtime.counters.release(key)
+
+    def _backward_inputs(
+        self, key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Run a backward without weight gradients; what these wait with is counted for the key."""
+        runtime = self.state.runtime
         with (
             self.clock.phase(StepPhase.BACKWARD),
-            runtime.weight_grads.defer_for(key) if split else nullcontext(),
+            runtime.counters.count_saved(key, self.state.optimizer.is_weight) as count,
         ):
-            torch.autograd.backward(roots, grads)
-        if not split:
-            runtime.counters.release(key)
+
+            def count_operands(operands: Operands) -> None:
+                for tensor in operands:
+                    if count is not None:
+                        count(tensor)
+
+            with runtime.weight_grads.defer_for(key, count_operands):
+                torch.autograd.backward(roots, grads)
 
     def weight_grad(self, key: Key) -> None:
         """Compute the weight gradients that `backward` left."""

@@ -1,0 +1,127 @@
+"""What a rank holds between a backward and the weight gradients that the backward left.
+
+Schedules that split the backward run the weight gradients of a chunk in a row of their own. Until
+then the products of the chunk keep their input and the gradient of their output; what only input
+gradients needed is free. The engine defers column-parallel, row-parallel and grouped products, and
+none that is narrower (engine.memory.weight_gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moewright.cost.routed_rows import is_moe_layer
+from moewright.rules import recompute, routing
+from moewright.rules.capacity import routed_rows
+from moewright.rules.micro_batches import micro_batch_tokens, tp_group_tokens
+from moewright.rules.shards import shard_size
+from moewright.spec.layout import Layout, Recompute
+from moewright.spec.ledger import Module
+from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.workload import Workload
+
+Booking = tuple[Module, int]
+
+
+def layer_owed_bytes(
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    layer: int,
+    *,
+    load: float,
+    dispatch: routing.DispatchCounts | None = None,
+) -> tuple[Booking, ...]:
+    """Return the bytes that the weight gradients of a layer wait with, by module.
+
+    An input that was dropped or sent to the host is made again in the backward, and then waits like
+    any other: no recompute and no offload choice changes these bytes. `load` and `dispatch` are
+    those of rules.recompute; layers above `model.layers` are MTP depths.
+    """
+    tensors = recompute.saved_tensors(model, workload, layout, layer, load=load, dispatch=dispatch)
+    inputs = {(tensor.owner, tensor.name): tensor.bytes for tensor in reversed(tensors)}
+    is_mtp = layer > model.layers
+    bookings = [*_attention(model, workload, layout, inputs)]
+    if is_moe_layer(model, layer):
+        bookings += _experts(model, workload, layout, inputs, load)
+    else:
+        bookings += _mlp(model, workload, layout, inputs)
+    if is_mtp:
+        bookings += _mtp_projection(model, workload, layout)
+        bookings = [(Module.MTP, nbytes) for _, nbytes in bookings]
+        bookings += head_owed_bytes(model, workload, layout)
+    return tuple(bookings)
+
+
+def head_owed_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Booking, ...]:
+    """Return the bytes that the weight gradient of a pass through the head waits with.
+
+    They are the head's input and the gradient of the logits. Under recompute=loss the gradient is
+    computed with the loss, and nothing waits.
+    """
+    if Recompute.LOSS in layout.recompute:
+        return ()
+    head_input = micro_batch_tokens(workload, layout) * model.hidden_size
+    logits = tp_group_tokens(workload, layout) * shard_size(model.vocab_size, layout.tp)
+    return ((Module.HEAD, recompute.activation_nbytes(workload) * (head_input + logits)),)
+
+
+def _attention(
+    model: ModelSpec, workload: Workload, layout: Layout, inputs: dict[tuple[Module, str], int]
+) -> Iterator[Booking]:
+    spec = model.attention
+    names = ["input_norm_out", "attention_out"]
+    width = spec.q_width + 2 * spec.kv_width
+    if spec.kind is AttentionKind.MLA:
+        # The projections to the latents are replicated, and their gradients are not deferred.
+        names = ["q_latent" if spec.q_lora_rank else "input_norm_out", "kv_latent", "attention_out"]
+        width = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    kept = sum(inputs.get((Module.ATTENTION, name), 0) for name in names)
+    yield Module.ATTENTION, kept + _output_gradients(model, workload, layout, width)
+
+
+def _mlp(
+    model: ModelSpec, workload: Workload, layout: Layout, inputs: dict[tuple[Module, str], int]
+) -> Iterator[Booking]:
+    width = (2 if model.gated else 1) * model.dense_ffn_size
+    kept = sum(inputs.get((Module.DENSE_MLP, name), 0) for name in ("post_norm_out", "activation"))
+    yield Module.DENSE_MLP, kept + _output_gradients(model, workload, layout, width)
+
+
+def _experts(
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    inputs: dict[tuple[Module, str], int],
+    load: float,
+) -> Iterator[Booking]:
+    assert model.moe is not None  # the layer has experts
+    wide = 2 if model.gated else 1
+    rows = routed_rows(model, workload, layout, load)
+    row_width = wide * model.moe.ffn_size // layout.etp + model.expert_width
+    kept = sum(
+        inputs.get((Module.EXPERTS, name), 0) for name in ("permuted", "activation", "row_ends")
+    )
+    yield Module.EXPERTS, kept + recompute.activation_nbytes(workload) * rows * row_width
+    if model.moe.shared_ffn_size:
+        kept = inputs[Module.ROUTER, "post_norm_out"] + inputs[Module.SHARED_EXPERTS, "activation"]
+        width = wide * model.moe.shared_ffn_size
+        yield Module.SHARED_EXPERTS, kept + _output_gradients(model, workload, layout, width)
+
+
+def _output_gradients(model: ModelSpec, workload: Workload, layout: Layout, width: int) -> int:
+    """Return the bytes of the output gradients of a block's first and last product.
+
+    The first has `width` columns over the TP ranks. The last has the hidden size, and its gradient
+    is gathered over them.
+    """
+    columns = width // layout.tp + model.hidden_size
+    tokens = tp_group_tokens(workload, layout)
+    return recompute.activation_nbytes(workload) * tokens * columns
+
+
+def _mtp_projection(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Booking]:
+    """Yield what the projection of an MTP depth waits with: both norms' outputs, and its output."""
+    joined = micro_batch_tokens(workload, layout) * 2 * model.hidden_size
+    columns = tp_group_tokens(workload, layout) * model.hidden_size // layout.tp
+    yield Module.MTP, recompute.activation_nbytes(workload) * (joined + columns)
