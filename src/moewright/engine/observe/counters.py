@@ -98,9 +98,8 @@ class Counters:
             announced[op][0] += nbytes
             announced[op][1] += calls
         for op in sorted({*announced, *self._dispatched}):
-            nbytes, calls = (
-                ran - said for ran, said in zip(self._dispatched[op], announced[op], strict=True)
-            )
+            nbytes = self._dispatched[op][0] - announced[op][0]
+            calls = self._dispatched[op][1] - announced[op][1]
             if nbytes or calls:
                 yield CommRow(op=op, group=UNANNOUNCED, bytes=nbytes, calls=calls)
 
