@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from moewright.calibration.columns import COLUMNS
+from moewright.calibration.cross_validate import calibrate_as_shipped
 from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.score import Calibration, Score, score_table
+from moewright.calibration.software_facts import source_facts
 from moewright.calibration.splits import rank_correlation
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.spec.hardware import Constant
@@ -99,6 +101,24 @@ def test_splits_are_over_all_timed_rows(tmp_path: Path) -> None:
     }
 
 
+def test_each_row_has_its_own_intervals(tmp_path: Path) -> None:
+    speeds = {"tokens_per_s_per_gpu": "1000", "peak_memory_gb": "40"}
+    changes = ({**speeds}, {**speeds, "force_balance": "false"})
+    plain, natural = score_table(table(tmp_path, *changes), calibrate_as_shipped).rows
+    for row in (plain, natural):
+        for narrow, wide, value in (
+            (row.interval_80, row.interval_95, row.predicted_tokens_per_s_per_gpu),
+            (row.peak_interval_80, row.peak_interval_95, row.predicted_peak_memory_gb),
+        ):
+            assert narrow is not None
+            assert wide is not None
+            assert value is not None
+            assert wide[0] < narrow[0] < value < narrow[1] < wide[1]
+    assert (natural.interval_80 or (1.0, 1.0))[1] / (
+        natural.predicted_tokens_per_s_per_gpu or 1
+    ) > (plain.interval_80 or (1.0, 1.0))[1] / (plain.predicted_tokens_per_s_per_gpu or 1)
+
+
 def test_regret_is_what_the_layout_predicted_best_loses(tmp_path: Path) -> None:
     speeds = predicted(tmp_path, *LAYOUTS)
     best = max(range(3), key=speeds.__getitem__)
@@ -169,4 +189,5 @@ def test_a_peak_is_predicted_in_the_unit_and_sense_of_the_row(tmp_path: Path) ->
     gib, gb, reserved, device, unstated = (row.predicted_peak_memory_gb or 0.0 for row in rows)
     assert gb == pytest.approx(gib * 1.024**3)
     assert gib < reserved < device * GB / 1024**3
-    assert unstated == device
+    # A monitor of the device reads more than what a peak is made of.
+    assert device - unstated == pytest.approx(source_facts().device_monitor.extra_bytes / GB)

@@ -90,7 +90,7 @@ def test_leaving_out_a_group(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--leave-out", "colour"), "--leave-out=colour: is no column of the table"),
-        (("--leave-out", "model"), "leaves 0 complete timed rows for a-1; a fit needs 3"),
+        (("--leave-out", "model"), "leaves 0 timed rows for a-1; a fit needs 3"),
         (
             ("--leave-out", "id", "--fit-on", "x.csv"),
             "so does --leave-out; nearest legal value: one of the two",

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from moewright.api.comparison import summarize_plan
 from moewright.api.requests import WorkloadOptions, read_hardware, read_plan_request
-from moewright.calibration.cross_validate import calibrate_leaving_out, calibrate_on
+from moewright.calibration.cross_validate import (
+    calibrate_as_shipped,
+    calibrate_leaving_out,
+    calibrate_on,
+)
 from moewright.calibration.engine_runs import read_engine_runs
 from moewright.calibration.fit import FittedConstant, PriorCentre, fit_constants, predict_left_out
 from moewright.calibration.fit_inputs import (
@@ -126,7 +130,10 @@ def sweep(
 
 
 def validate(
-    *tables: Path | str, fit_on: Path | str | None = None, leave_out: Sequence[str] = ()
+    *tables: Path | str,
+    fit_on: Path | str | None = None,
+    leave_out: Sequence[str] = (),
+    own_rows: int = 0,
 ) -> Score:
     """Score the planner on tables of measured runs: errors, order of layouts, memory, verdicts.
 
@@ -135,6 +142,8 @@ def validate(
         fit_on: fit the constants on this table first, in place of the planner's own.
         leave_out: cross-validate: fit the constants for each row without the rows that share its
             values in these columns.
+        own_rows: with `leave_out`, so many of the rows that share its values are fitted
+            nevertheless, and not scored: what a user's first runs teach.
 
     Raises:
         BadInput: a table or a column cannot be read.
@@ -158,8 +167,9 @@ def validate(
         calibrate = calibrate_on(read_table(source).rows, table_name=source.name)
         return score_table(rows, calibrate)
     if leave_out:
-        return score_table(rows, calibrate_leaving_out(rows.rows, list(leave_out)))
-    return score_table(rows)
+        calibrate = calibrate_leaving_out(rows.rows, list(leave_out), own_rows=own_rows)
+        return score_table(rows, calibrate)
+    return score_table(rows, calibrate_as_shipped)
 
 
 def fit(table: Path | str, *, on: str | Hardware) -> FitResult:

@@ -5,14 +5,15 @@ They are fitted on all rows of a table, or for each scored row on those outside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot, sqrt
 from statistics import median
 
 from moewright.calibration.cells import PeakKind
-from moewright.calibration.fit import Fit, fit_constants
-from moewright.calibration.fit_inputs import run_from_row
-from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.fit import RUN_NOISE, Fit, MeasuredRun, fit_constants
+from moewright.calibration.fit_inputs import run_from_row, runs_from_rows
+from moewright.calibration.measured_row import MeasuredRow, RowStatement
 from moewright.calibration.score import Calibration, predict_peak
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
@@ -20,7 +21,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant
 from moewright.spec.sourced import Sourced, SourceKind
 
-MIN_COMPLETE_ROWS = 3
+MIN_TIMED_ROWS = 3
 _MIN_PEAKS = 3
 _STACK_BYTES = "stack_bytes"
 
@@ -35,9 +36,20 @@ class _UnexplainedPeak:
     unexplained_bytes: float
 
 
-def select_complete_rows(rows: Sequence[MeasuredRow]) -> tuple[MeasuredRow, ...]:
-    """Return the rows whose speed can be fitted: complete, timed, and each measurement once."""
-    return tuple(row for row in rows if row.is_complete and row.speed and not row.duplicate_of)
+def select_timed_rows(rows: Sequence[MeasuredRow]) -> tuple[MeasuredRow, ...]:
+    """Return the rows that have a speed, each measurement once."""
+    return tuple(row for row in rows if row.speed and not row.duplicate_of)
+
+
+def calibrate_as_shipped(row: MeasuredRow) -> Calibration:
+    """Return what the planner's own constants predict of a row, over all its readings."""
+    is_natural = row.kind is RowStatement.NATURAL
+    if row.speed is None or not (is_natural or len(row.readings) > 1):
+        return Calibration()
+    run = run_from_row(row)
+    prediction = estimate(row.model, row.workload, row.hardware, row.layout)
+    extra = sqrt(max(0.0, run.noise**2 - RUN_NOISE**2))
+    return Calibration(step_s=run.prepared.step_s(()), log_sd=hypot(prediction.step_sd, extra))
 
 
 def calibrate_on(rows: Sequence[MeasuredRow], *, table_name: str) -> Calibrator:
@@ -46,20 +58,59 @@ def calibrate_on(rows: Sequence[MeasuredRow], *, table_name: str) -> Calibrator:
     Raises:
         BadInput: the rows are too few.
     """
-    complete = select_complete_rows(rows)
-    if len(complete) < MIN_COMPLETE_ROWS:
-        rule = f"has {len(complete)} complete timed rows; a fit needs {MIN_COMPLETE_ROWS}"
+    timed = select_timed_rows(rows)
+    if len(timed) < MIN_TIMED_ROWS:
+        rule = f"has {len(timed)} timed rows; a fit needs {MIN_TIMED_ROWS}"
         raise BadInput(Reason(field=table_name, rule=rule))
-    fit = fit_constants([run_from_row(row) for row in complete])
+    fit = fit_constants(runs_from_rows(timed))
     stack_constants = _stack_constants(_unexplained_peaks(rows))
-    source = f"constants fitted on {len(complete)} rows of {table_name}"
-    return lambda row: _calibrate(row, fit, stack_constants, source)
+    source = f"constants fitted on {len(timed)} rows of {table_name}"
+    fold = _Fold(fit=fit, stack_constants=stack_constants, source=source)
+    return lambda row: fold.calibrate(row, run_from_row(row) if row.speed else None)
 
 
-def calibrate_leaving_out(rows: Sequence[MeasuredRow], columns: Sequence[str]) -> Calibrator:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fold:
+    """Constants fitted without some rows, which they predict.
+
+    `key` has the values that the left-out rows share; `own_rows` are the ids of some of them that
+    were fitted nevertheless.
+    """
+
+    fit: Fit
+    stack_constants: Mapping[str, Constant]
+    source: str
+    key: Hashable = None
+    own_rows: frozenset[str] = frozenset()
+
+    def calibrate(self, row: MeasuredRow, run: MeasuredRun | None) -> Calibration:
+        """Return what the fold predicts of a row; `run` is the row as a run where it is timed."""
+        constants = self.fit.constants_for(
+            row.hardware, publisher=row.publisher, network=row.cells["network"]
+        )
+        stack_constant = self.stack_constants.get(row.release_family)
+        with_stack = constants if stack_constant is None else (*constants, stack_constant)
+        if run is None:
+            return Calibration(constants=with_stack, source=self.source, group=self.key)
+        is_own = row.id in self.own_rows
+        return Calibration(
+            constants=with_stack,
+            source=self.source,
+            step_s=run.prepared.step_s(constants),
+            log_sd=hypot(run.noise, self.fit.log_time_sd(run)),
+            group=self.key,
+            skipped="one of the publisher's own rows, which were fitted" if is_own else "",
+        )
+
+
+def calibrate_leaving_out(
+    rows: Sequence[MeasuredRow], columns: Sequence[str], *, own_rows: int = 0
+) -> Calibrator:
     """Fit the constants for each row without the rows that share its values in `columns`.
 
-    The columns are those of the table; "id" leaves out one row at a time.
+    The columns are those of the table; "id" leaves out one row at a time. So many `own_rows` of
+    those that share its values are fitted nevertheless, as a user's own first runs would be, and
+    not scored.
 
     Raises:
         BadInput: the table does not have a column, or too few rows are left.
@@ -67,41 +118,58 @@ def calibrate_leaving_out(rows: Sequence[MeasuredRow], columns: Sequence[str]) -
     for column in columns:
         if rows and column not in rows[0].cells:
             raise _leave_out_error(column, "is no column of the table")
-    complete = select_complete_rows(rows)
+    timed = select_timed_rows(rows)
     joined_columns = ",".join(columns)
-    if len(complete) < MIN_COMPLETE_ROWS:
-        rule = f"the table has {len(complete)} complete timed rows; a fit needs {MIN_COMPLETE_ROWS}"
+    if len(timed) < MIN_TIMED_ROWS:
+        rule = f"the table has {len(timed)} timed rows; a fit needs {MIN_TIMED_ROWS}"
         raise _leave_out_error(joined_columns, rule)
-    runs = [run_from_row(row) for row in complete]
+    runs = runs_from_rows(timed)
+    run_of_row = {run.id: run for run in runs}
     fit_of_all = fit_constants(runs)
     peaks = _unexplained_peaks(rows)
-    calibrators: dict[tuple[str, ...], Calibrator] = {}
+    folds: dict[tuple[str, ...], _Fold] = {}
 
-    def build_calibrator(key: tuple[str, ...], row: MeasuredRow) -> Calibrator:
-        kept = [index for index, other in enumerate(complete) if _key(other, columns) != key]
-        if len(kept) < MIN_COMPLETE_ROWS:
-            rule = f"leaves {len(kept)} complete timed rows for {row.id}"
-            raise _leave_out_error(joined_columns, f"{rule}; a fit needs {MIN_COMPLETE_ROWS}")
+    def build_fold(key: tuple[str, ...], row: MeasuredRow) -> _Fold:
+        inside = [index for index, other in enumerate(timed) if _key(other, columns) == key]
+        own = _choose_own_rows([timed[index] for index in inside], own_rows)
+        kept = [
+            index for index, other in enumerate(timed) if index not in inside or other.id in own
+        ]
+        if len(kept) < MIN_TIMED_ROWS:
+            rule = f"leaves {len(kept)} timed rows for {row.id}; a fit needs {MIN_TIMED_ROWS}"
+            raise _leave_out_error(joined_columns, rule)
         fit = fit_of_all
-        # Where the group has no complete rows, the fit of all rows is the fit without it.
+        # Where the group has no timed rows, the fit of all rows is the fit without it.
         if len(kept) < len(runs):
             start = fit_of_all.restrict_to_runs(kept)
             fit = fit_constants([runs[index] for index in kept], start=start)
-        stack_constants = _stack_constants(
-            [peak for peak in peaks if _key(peak.row, columns) != key]
-        )
         pairs = zip(columns, key, strict=True)
         group = ", ".join(f"{column}={value}" for column, value in pairs)
-        source = f"constants fitted on {len(kept)} rows, without {group}"
-        return lambda scored: _calibrate(scored, fit, stack_constants, source)
+        return _Fold(
+            fit=fit,
+            stack_constants=_stack_constants(
+                [peak for peak in peaks if _key(peak.row, columns) != key]
+            ),
+            source=f"constants fitted on {len(kept)} rows, without {group}",
+            key=key,
+            own_rows=own,
+        )
 
     def calibrate(row: MeasuredRow) -> Calibration:
         key = _key(row, columns)
-        if key not in calibrators:
-            calibrators[key] = build_calibrator(key, row)
-        return calibrators[key](row)
+        if key not in folds:
+            folds[key] = build_fold(key, row)
+        return folds[key].calibrate(row, run_of_row.get(row.id))
 
     return calibrate
+
+
+def _choose_own_rows(rows: Sequence[MeasuredRow], count: int) -> frozenset[str]:
+    """Return the ids of so many rows, spread over them; none where no other would be left."""
+    if not count or len(rows) <= count:
+        return frozenset()
+    steps = [round(index * (len(rows) - 1) / max(1, count - 1)) for index in range(count)]
+    return frozenset(rows[step].id for step in steps)
 
 
 def _leave_out_error(value: str, rule: str) -> BadInput:
@@ -110,18 +178,6 @@ def _leave_out_error(value: str, rule: str) -> BadInput:
 
 def _key(row: MeasuredRow, columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(row.cells[column] for column in columns)
-
-
-def _calibrate(
-    row: MeasuredRow, fit: Fit, stack_constants: Mapping[str, Constant], source: str
-) -> Calibration:
-    constants = fit.constants_for(
-        row.hardware, publisher=row.publisher, network=row.cells["network"]
-    )
-    stack_constant = stack_constants.get(row.release_family)
-    if stack_constant is not None:
-        constants = (*constants, stack_constant)
-    return Calibration(constants=constants, source=source)
 
 
 def _unexplained_peaks(rows: Sequence[MeasuredRow]) -> list[_UnexplainedPeak]:

@@ -30,7 +30,7 @@ _HUBER = 1.5
 _STEP = 0.02  # for derivatives by differences, in the logarithm of a constant
 _LARGEST_MOVE = 0.5
 _MAX_ITERATIONS = 8
-_LAST_JACOBIAN = 4  # the iteration after which derivatives stay as they are
+_LAST_JACOBIAN = 1  # the iteration after which derivatives stay as they are
 _REWEIGHTINGS = 12
 _CONVERGED = 0.003
 # Spread of constants that were fitted on published runs already, over the neutral spread.

@@ -5,12 +5,24 @@ The score has the errors of speeds and peaks, rank correlation and regret of lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import hypot, log
 from statistics import fmean, median
+from types import MappingProxyType
+
+import numpy as np
 
 from moewright.calibration.cells import PeakKind
-from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.coverage import (
+    HEAVY_TAILS,
+    Interval,
+    Residual,
+    Widths,
+    covered_share,
+    widths_without,
+)
+from moewright.calibration.measured_row import MeasuredRow, RowStatement
 from moewright.calibration.software_facts import source_facts
 from moewright.calibration.splits import (
     GroupScore,
@@ -29,30 +41,55 @@ from moewright.spec.plan import Estimate, Verdict
 from moewright.spec.units import GB
 
 _NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
+# Of the logarithm of a peak, besides what an estimate says of the runtime's overhead.
+_PEAK_MODEL_SD: Mapping[RowStatement, float] = MappingProxyType(
+    {
+        RowStatement.COMPLETE: 0.04,
+        RowStatement.UNSTATED: 0.10,
+        RowStatement.NATURAL: 0.10,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """Constants that override those of a row's hardware, and where they come from."""
+    """Constants that override those of a row's hardware, and what they predict of a timed row.
+
+    `step_s` is over all readings of the row, and `log_sd` the standard deviation of its logarithm;
+    None where the estimate of the row itself says it. `group` tells the rows that were left out
+    together, whose intervals are as wide as the residuals of the others ask for; None where nothing
+    was left out. A row that is not to be scored has a reason in `skipped`.
+    """
 
     constants: tuple[Constant, ...] = ()
     source: str = "the planner's own constants"
+    step_s: float | None = None
+    log_sd: float | None = None
+    group: Hashable = None
+    skipped: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRow:
     """A row of the table with what the planner predicts of it.
 
-    Memory is in the unit that the row prints, else the whole device's in GB.
+    Memory is in the unit that the row prints, else the whole device's in GB. Intervals hold 80 and
+    95 % of the measurements; of speeds they are in tokens/s, of peaks in the unit of the peak.
     """
 
     id: str
+    publisher: str = ""
+    stated: str = ""
     measured_tokens_per_s_per_gpu: float | None = None
     predicted_tokens_per_s_per_gpu: float | None = None
     measured_peak_memory_gb: float | None = None
     predicted_peak_memory_gb: float | None = None
     verdict: Verdict | None = None
     measured_oom: bool = False
+    interval_80: Interval | None = None
+    interval_95: Interval | None = None
+    peak_interval_80: Interval | None = None
+    peak_interval_95: Interval | None = None
     calibration: str = ""
     skipped: str | None = None
 
@@ -66,6 +103,9 @@ class MemoryScore:
 
     peaks: int
     median_error: float
+    p90_error: float
+    coverage_80: float | None
+    coverage_95: float | None
     ran: int
     ran_fits: int
     ran_uncertain: int
@@ -109,21 +149,100 @@ def score_table(
 ) -> Score:
     """Predict every row of the table, in its order, under its calibration."""
     skipped = {row.id: ScoredRow(id=row.id, skipped=row.reason) for row in table.skipped}
-    predicted = {row.id: _score_row(row, calibrate(row)) for row in table.rows}
+    calibrations = {row.id: calibrate(row) for row in table.rows}
+    for row in table.rows:
+        if calibrations[row.id].skipped:
+            skipped[row.id] = ScoredRow(id=row.id, skipped=calibrations[row.id].skipped)
+    used = [row for row in table.rows if row.id not in skipped]
+    points = [_predict(row, calibrations[row.id]) for row in used]
+    predicted = {row.id: row for row in _add_intervals(points)}
     scored = {**skipped, **predicted}
     rows = tuple(scored[row_id] for row_id in dict.fromkeys(table.order))
-    return Score(summary=_summarise(table, predicted), rows=rows)
+    return Score(summary=_summarise(table, used, predicted), rows=rows)
 
 
-def _score_row(row: MeasuredRow, calibration: Calibration) -> ScoredRow:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prediction:
+    """A row with its predictions, before it has intervals."""
+
+    scored: ScoredRow
+    group: Hashable
+    log_sd: float
+    peak_log_sd: float
+
+
+def _add_intervals(points: Sequence[_Prediction]) -> Iterator[ScoredRow]:
+    """Yield the rows with intervals, as wide as residuals of other groups ask for."""
+    speeds = [residual for point in points for residual in _speed_residuals(point)]
+    peaks = [residual for point in points for residual in _peak_residuals(point)]
+    widths: dict[Hashable, tuple[Widths, Widths]] = {None: (HEAVY_TAILS, HEAVY_TAILS)}
+    for point in points:
+        if point.group not in widths:
+            widths[point.group] = (
+                widths_without(speeds, point.group),
+                widths_without(peaks, point.group),
+            )
+        scored = point.scored
+        speed_widths, peak_widths = widths[point.group]
+        tokens = scored.predicted_tokens_per_s_per_gpu or 0.0
+        peak = scored.predicted_peak_memory_gb or 0.0
+        interval_80, interval_95 = speed_widths.intervals(tokens, point.log_sd)
+        peak_interval_80, peak_interval_95 = peak_widths.intervals(peak, point.peak_log_sd)
+        yield replace(
+            scored,
+            interval_80=interval_80,
+            interval_95=interval_95,
+            peak_interval_80=peak_interval_80,
+            peak_interval_95=peak_interval_95,
+        )
+
+
+def _speed_residuals(point: _Prediction) -> Iterator[Residual]:
+    measured = point.scored.measured_tokens_per_s_per_gpu
+    predicted = point.scored.predicted_tokens_per_s_per_gpu
+    if measured and predicted:
+        yield Residual(group=point.group, score=log(predicted / measured) / point.log_sd)
+
+
+def _peak_residuals(point: _Prediction) -> Iterator[Residual]:
+    measured = point.scored.measured_peak_memory_gb
+    predicted = point.scored.predicted_peak_memory_gb
+    if measured and predicted and not point.scored.measured_oom:
+        yield Residual(group=point.group, score=log(predicted / measured) / point.peak_log_sd)
+
+
+def _predict(row: MeasuredRow, calibration: Calibration) -> _Prediction:
     hardware = replace(row.hardware, constants=(*row.hardware.constants, *calibration.constants))
     prediction = estimate(row.model, row.workload, hardware, row.layout)
     at_peak = prediction
     if row.peak_workload != row.workload:
         at_peak = estimate(row.model, row.peak_workload, hardware, row.layout)
+    tokens_per_s = prediction.tokens_per_s_per_device
+    if calibration.step_s is not None:
+        tokens_per_s *= prediction.step_s / calibration.step_s
+    return _Prediction(
+        scored=_score_row(row, calibration, at_peak, tokens_per_s),
+        group=calibration.group,
+        log_sd=calibration.log_sd or prediction.step_sd,
+        peak_log_sd=_peak_log_sd(row, at_peak),
+    )
+
+
+def _peak_log_sd(row: MeasuredRow, prediction: Estimate) -> float:
+    """Return the standard deviation of the logarithm of a predicted peak."""
+    spreads = [_PEAK_MODEL_SD[row.kind], prediction.peak_sd_bytes / prediction.peak_bytes]
+    if row.peak is not None and row.peak.kind is PeakKind.DEVICE:
+        spreads.append(source_facts().device_monitor.extra_bytes_sd / prediction.peak_bytes)
+    return hypot(*spreads)
+
+
+def _score_row(
+    row: MeasuredRow, calibration: Calibration, at_peak: Estimate, tokens_per_s: float
+) -> ScoredRow:
     notes = [calibration.source, *row.notes]
     if row.unstated:
-        notes.append(f"not stated, taken at the default: {', '.join(row.unstated)}")
+        readings = f", {len(row.readings)} readings" if len(row.readings) > 1 else ""
+        notes.append(f"not stated, inferred: {', '.join(row.unstated)}{readings}")
     if row.duplicate_of:
         notes.append(f"the same measurement as {row.duplicate_of}")
     verdict = at_peak.verdict
@@ -140,8 +259,10 @@ def _score_row(row: MeasuredRow, calibration: Calibration) -> ScoredRow:
             notes.append(f"does not fit even {least}")
     return ScoredRow(
         id=row.id,
+        publisher=row.publisher,
+        stated=row.kind.value,
         measured_tokens_per_s_per_gpu=row.speed.tokens_per_s_per_device if row.speed else None,
-        predicted_tokens_per_s_per_gpu=prediction.tokens_per_s_per_device,
+        predicted_tokens_per_s_per_gpu=tokens_per_s,
         measured_peak_memory_gb=row.peak.value if row.peak else None,
         predicted_peak_memory_gb=predict_peak(row, at_peak),
         verdict=verdict,
@@ -171,8 +292,10 @@ def predict_peak(row: MeasuredRow, prediction: Estimate) -> float:
     return counted_bytes / row.peak.unit_bytes
 
 
-def _summarise(table: MeasurementTable, predicted: dict[str, ScoredRow]) -> ScoreSummary:
-    once = [row for row in table.rows if not row.duplicate_of]
+def _summarise(
+    table: MeasurementTable, used: Sequence[MeasuredRow], predicted: Mapping[str, ScoredRow]
+) -> ScoreSummary:
+    once = [row for row in used if not row.duplicate_of]
     pairs = list(_pair_speeds(once, predicted))
     complete = [pair for pair in pairs if pair.row.is_complete]
     groups = tuple(score_groups(complete))
@@ -181,8 +304,8 @@ def _summarise(table: MeasurementTable, predicted: dict[str, ScoredRow]) -> Scor
         mean_rank_correlation = fmean(group.rank_correlation for group in groups)
     return ScoreSummary(
         rows=len(table.order),
-        scored=len(table.rows),
-        skipped=len(table.skipped),
+        scored=len(used),
+        skipped=len(table.order) - len(used),
         all_speeds=speed_errors(pairs),
         complete_speeds=speed_errors(complete),
         mean_rank_correlation=mean_rank_correlation,
@@ -203,20 +326,37 @@ def _pair_speeds(
         measured = scored.measured_tokens_per_s_per_gpu
         expected = scored.predicted_tokens_per_s_per_gpu
         if measured and expected:
-            yield SpeedPair(row=row, measured=measured, predicted=expected)
+            yield SpeedPair(
+                row=row,
+                measured=measured,
+                predicted=expected,
+                interval_80=scored.interval_80,
+                interval_95=scored.interval_95,
+            )
 
 
 def _score_memory(rows: Sequence[ScoredRow]) -> MemoryScore:
-    errors = [
-        abs(row.predicted_peak_memory_gb / row.measured_peak_memory_gb - 1)
+    peaks = [
+        row
         for row in rows
         if row.measured_peak_memory_gb and row.predicted_peak_memory_gb and not row.measured_oom
+    ]
+    errors = [
+        abs((row.predicted_peak_memory_gb or 0.0) / (row.measured_peak_memory_gb or 1.0) - 1)
+        for row in peaks
     ]
     verdicts_ran = [row.verdict for row in rows if not row.measured_oom]
     verdicts_oom = [row.verdict for row in rows if row.measured_oom]
     return MemoryScore(
         peaks=len(errors),
         median_error=median(errors) if errors else 0.0,
+        p90_error=float(np.quantile(errors, 0.9)) if errors else 0.0,
+        coverage_80=covered_share(
+            [(row.measured_peak_memory_gb or 0.0, row.peak_interval_80) for row in peaks]
+        ),
+        coverage_95=covered_share(
+            [(row.measured_peak_memory_gb or 0.0, row.peak_interval_95) for row in peaks]
+        ),
         ran=len(verdicts_ran),
         ran_fits=verdicts_ran.count(Verdict.FITS),
         ran_uncertain=verdicts_ran.count(Verdict.UNCERTAIN),

@@ -11,6 +11,7 @@ from statistics import fmean
 
 import numpy as np
 
+from moewright.calibration.coverage import Interval, covered_share
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
 
 MIN_LAYOUTS = 3  # of a group whose rank correlation says anything
@@ -18,11 +19,13 @@ MIN_LAYOUTS = 3  # of a group whose rank correlation says anything
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedPair:
-    """A measured row with the tokens/s/device that are measured and predicted."""
+    """A measured row with the tokens/s/device that are measured and predicted, and intervals."""
 
     row: MeasuredRow
     measured: float
     predicted: float
+    interval_80: Interval | None = None
+    interval_95: Interval | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +57,15 @@ class GroupScore:
 class SplitScore:
     """The score of a part of the rows: `by` says what tells them apart, `name` which part it is.
 
-    Rank correlation and regret are means over the groups of the part; None where it has none.
+    Coverages are the shares of measurements inside their 80 and 95 % intervals. Rank correlation
+    and regret are means over the groups of the part. All are None where there is nothing to count.
     """
 
     by: str
     name: str
     speeds: SpeedErrors
+    coverage_80: float | None
+    coverage_95: float | None
     groups: int
     rank_correlation: float | None
     regret: float | None
@@ -87,6 +93,8 @@ def _score_split(by: str, name: str, pairs: Sequence[SpeedPair]) -> SplitScore:
         by=by,
         name=name,
         speeds=_errors_of(pairs),
+        coverage_80=covered_share([(pair.measured, pair.interval_80) for pair in pairs]),
+        coverage_95=covered_share([(pair.measured, pair.interval_95) for pair in pairs]),
         groups=len(groups),
         rank_correlation=fmean(group.rank_correlation for group in groups) if groups else None,
         regret=fmean(group.regret for group in groups) if groups else None,

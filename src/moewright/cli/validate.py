@@ -13,6 +13,7 @@ def validate(
     json: JsonOption = None,
     fit_on: Path | None = None,
     leave_out: str = "",
+    own_rows: int = 0,
 ) -> int:
     """Score the planner on measured runs: errors, order of layouts, memory, verdicts.
 
@@ -31,12 +32,15 @@ def validate(
     leave_out
         Cross-validate: fit each row's constants without the rows that share its values in these
         columns, such as "publisher" or "model,hardware"; "id" leaves out one row at a time.
+    own_rows
+        With --leave-out, fit so many of the left-out rows nevertheless and score the others: what a
+        user's first runs teach.
     """
     from moewright.api.measuring import validate as score_planner
     from moewright.report.score_text import print_score
 
     columns = [column.strip() for column in leave_out.split(",") if column.strip()]
-    score = score_planner(*tables, fit_on=fit_on, leave_out=columns)
+    score = score_planner(*tables, fit_on=fit_on, leave_out=columns, own_rows=own_rows)
     console = open_console(json)
     print_score(console, score)
     write_answer(console, json, score)

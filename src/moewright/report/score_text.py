@@ -85,6 +85,8 @@ def _split_table(summary: ScoreSummary) -> Table:
         "median",
         "p90",
         "bias",
+        "in 80 %",
+        "in 95 %",
         "rank corr.",
         "regret",
     )
@@ -98,10 +100,16 @@ def _split_table(summary: ScoreSummary) -> Table:
             f"{speeds.median_error:.1%}",
             f"{speeds.p90_error:.1%}",
             f"{speeds.bias:+.1%}",
+            _share(split.coverage_80),
+            _share(split.coverage_95),
             "" if split.rank_correlation is None else f"{split.rank_correlation:+.2f}",
-            "" if split.regret is None else f"{split.regret:.1%}",
+            _share(split.regret),
         )
     return table
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _group_table(summary: ScoreSummary) -> Table:
@@ -133,7 +141,7 @@ def _memory_table(summary: ScoreSummary) -> Table:
     table = _make_table("Memory", "rows", "count", "fits", "uncertain", "oom", "median error")
     error = ""
     if memory.peaks:
-        error = f"{memory.median_error:.1%} of {memory.peaks} peaks"
+        error = f"{memory.median_error:.1%} of {memory.peaks} peaks, p90 {memory.p90_error:.1%}"
     table.add_row(
         "ran",
         str(memory.ran),
