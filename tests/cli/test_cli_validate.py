@@ -30,6 +30,12 @@ KEYS = {
     "predicted_peak_memory_gb",
     "verdict",
     "measured_oom",
+    "publisher",
+    "stated",
+    "interval_80",
+    "interval_95",
+    "peak_interval_80",
+    "peak_interval_95",
     "calibration",
     "skipped",
 }
