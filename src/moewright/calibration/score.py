@@ -162,7 +162,7 @@ def score_table(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Prediction:
+class _PredictedRow:
     """A row with its predictions, before it has intervals."""
 
     scored: ScoredRow
@@ -171,7 +171,7 @@ class _Prediction:
     peak_log_sd: float
 
 
-def _add_intervals(points: Sequence[_Prediction]) -> Iterator[ScoredRow]:
+def _add_intervals(points: Sequence[_PredictedRow]) -> Iterator[ScoredRow]:
     """Yield the rows with intervals, as wide as residuals of other groups ask for."""
     speeds = [residual for point in points for residual in _speed_residuals(point)]
     peaks = [residual for point in points for residual in _peak_residuals(point)]
@@ -197,21 +197,21 @@ def _add_intervals(points: Sequence[_Prediction]) -> Iterator[ScoredRow]:
         )
 
 
-def _speed_residuals(point: _Prediction) -> Iterator[Residual]:
+def _speed_residuals(point: _PredictedRow) -> Iterator[Residual]:
     measured = point.scored.measured_tokens_per_s_per_gpu
     predicted = point.scored.predicted_tokens_per_s_per_gpu
     if measured and predicted:
         yield Residual(group=point.group, score=log(predicted / measured) / point.log_sd)
 
 
-def _peak_residuals(point: _Prediction) -> Iterator[Residual]:
+def _peak_residuals(point: _PredictedRow) -> Iterator[Residual]:
     measured = point.scored.measured_peak_memory_gb
     predicted = point.scored.predicted_peak_memory_gb
     if measured and predicted and not point.scored.measured_oom:
         yield Residual(group=point.group, score=log(predicted / measured) / point.peak_log_sd)
 
 
-def _predict(row: MeasuredRow, calibration: Calibration) -> _Prediction:
+def _predict(row: MeasuredRow, calibration: Calibration) -> _PredictedRow:
     hardware = replace(row.hardware, constants=(*row.hardware.constants, *calibration.constants))
     prediction = estimate(row.model, row.workload, hardware, row.layout)
     at_peak = prediction
@@ -220,7 +220,7 @@ def _predict(row: MeasuredRow, calibration: Calibration) -> _Prediction:
     tokens_per_s = prediction.tokens_per_s_per_device
     if calibration.step_s is not None:
         tokens_per_s *= prediction.step_s / calibration.step_s
-    return _Prediction(
+    return _PredictedRow(
         scored=_score_row(row, calibration, at_peak, tokens_per_s),
         group=calibration.group,
         log_sd=calibration.log_sd or prediction.step_sd,
