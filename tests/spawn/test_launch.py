@@ -332,7 +332,7 @@ def test_nothing_starts_without_a_rank_or_a_directory(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="nproc=0: must be in 1"):
         launch(run_toy_steps, nproc=0, run_dir=tmp_path / "run")
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="cannot be used as a run directory"):
+    with pytest.raises(BadInput, match="cannot be used as a folder to write in"):
         launch(run_toy_steps, nproc=1, run_dir=tmp_path / "file")
 
 
