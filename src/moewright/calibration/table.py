@@ -21,6 +21,7 @@ from moewright.calibration.duplicates import find_contradictions, mark_duplicate
 from moewright.calibration.measured_row import MeasuredRow, parse_row
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
+from moewright.spec.printable import escape_controls
 
 _FIRST_LINE = 2  # of the rows; the header is line 1
 
@@ -60,6 +61,7 @@ def read_table(*paths: Path, user_hardware: Sequence[Hardware] = ()) -> Measurem
     skipped: list[SkippedRow] = []
     order: dict[str, None] = {}
     for number, cells in _read_cells(paths):
+        cells["id"] = escape_controls(cells["id"])
         if not cells["id"] or cells["id"] in order:
             cells["id"] = f"{cells['id']}@line{number}"
         order[cells["id"]] = None

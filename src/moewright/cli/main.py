@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from moewright.cli.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, PIPE_CLOSED
 from moewright.spec.errors import BadInput
+from moewright.spec.printable import escape_controls
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -89,7 +90,8 @@ def _reports_refusals() -> bool:
 def _report(text: str, code: int) -> int:
     # Where nobody can be told, the exit code still says it.
     with suppress(OSError):
-        print(f"moewright: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        text = escape_controls(" ".join(text.split()))
+        print(f"moewright: {text}", file=sys.stderr, flush=True)
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from moewright.codec import read_toml
@@ -10,6 +11,7 @@ from moewright.intake.devices import MAX_DEVICES
 from moewright.intake.networks import complete_fabric
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Curve, Hardware
+from moewright.spec.printable import escape_controls
 
 
 def read_hardware_file(path: str) -> Hardware:
@@ -33,7 +35,9 @@ def read_hardware_file(path: str) -> Hardware:
                 for fault in faults
             )
         )
-    return complete_fabric(hardware)
+    device = replace(hardware.device, name=escape_controls(hardware.device.name))
+    named = replace(hardware, name=escape_controls(hardware.name), device=device)
+    return complete_fabric(named)
 
 
 def _numbers_not_above_zero(hardware: Hardware) -> Iterator[Reason]:

@@ -62,6 +62,7 @@ from moewright.spec.model import (
     PositionKind,
     RopeSpec,
 )
+from moewright.spec.printable import escape_controls
 
 MAX_FILE_BYTES = 16 * 2**20
 
@@ -161,7 +162,7 @@ def parse_config(config: Mapping[str, Any], *, where: str, name: str) -> ModelSp
     Raises:
         BadInput: a field is missing, wrong or asks for what moewright does not model.
     """
-    return _parse(config, where, name).model
+    return _parse(config, where, escape_controls(name)).model
 
 
 def _config_file(path: Path) -> Path:

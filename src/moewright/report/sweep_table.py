@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from moewright.spec.plan import Estimate
+from moewright.spec.printable import escape_formula
 from moewright.spec.units import GIB
 from moewright.tuning.sweep import StepFigures, SweepRow, peak_memory_by_part, step_figures
 
@@ -86,7 +87,7 @@ def render_csv(tables: Mapping[str, Sequence[SweepRow]]) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(("table", *COLUMNS))
     for title, rows in tables.items():
-        writer.writerows((title, *format_row(row)) for row in rows)
+        writer.writerows(map(escape_formula, (title, *format_row(row))) for row in rows)
     return stream.getvalue()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moewright.spec.printable import escape_controls
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
@@ -35,7 +37,7 @@ class BadInput(Exception):
         if not reasons:
             raise ValueError("BadInput needs at least one Reason")
         self.reasons = reasons
-        message = " ".join(str(reasons[0]).split())
+        message = escape_controls(" ".join(str(reasons[0]).split()))
         if len(reasons) > 1:
             message += f" (and {len(reasons) - 1} more)"
         super().__init__(message)

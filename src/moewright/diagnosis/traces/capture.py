@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from moewright.diagnosis.traces.intervals import Intervals
 from moewright.spec.hardware import Collective
+from moewright.spec.printable import escape_controls
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -233,7 +234,7 @@ class KernelTableBuilder:
         table = table[np.argsort(table[:, 1], kind="stable")]
         whole = np.nan_to_num(table).astype(np.int64)
         return KernelTable(
-            names=tuple(self._names),
+            names=tuple(map(escape_controls, self._names)),
             name_index=whole[:, 0],
             start_s=table[:, 1],
             end_s=table[:, 2],

@@ -1,0 +1,64 @@
+"""Names in files reach neither the terminal nor a spreadsheet as commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moewright.cli.main import main
+from moewright.intake.hf import read_config
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.printable import escape_controls, escape_formula
+
+HOSTILE = "a\x1b[2J\u202eb\x07\ud800"
+
+
+@given(st.text())
+def test_what_is_escaped_prints(text: str) -> None:
+    escaped = escape_controls(text)
+    assert escaped.isprintable()
+    assert escape_controls(escaped) == escaped
+    escaped.encode()
+
+
+def test_a_refusal_is_one_line_that_prints() -> None:
+    text = str(BadInput(Reason(field=HOSTILE, rule="is\nno name", value="\x9b31m")))
+    assert text == r"a\x1b[2J\u202eb\x07\ud800=\x9b31m: is no name"
+
+
+def test_the_name_of_a_folder_is_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "evil\x1b]0;title\x07"
+    folder.mkdir()
+    config = Path("recipes/quickstart/config.json").read_text()
+    (folder / "config.json").write_text(config)
+    assert read_config(folder).name == r"evil\x1b]0;title\x07"
+    arguments = ["estimate", str(folder), "--on", "8xH100", "--layout", "ep8"]
+    assert main(arguments) == 0
+    (folder / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    for text in (captured.out, captured.err):
+        assert all(line.isprintable() for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("cell", "written"),
+    [
+        ("=1+1", "'=1+1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("+x", "'+x"),
+        ("-cmd", "'-cmd"),
+        ("-1.5", "-1.5"),
+        ("+3%", "+3%"),
+        ("-", "-"),
+        ("tp2,ep8", "tp2,ep8"),
+    ],
+)
+def test_no_cell_is_a_formula(cell: str, written: str) -> None:
+    assert escape_formula(cell) == written
