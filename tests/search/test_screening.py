@@ -21,7 +21,18 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.workload import CheckpointSpec, Dtype, SaveMode, Workload
+from moewright.spec.workload import (
+    AttentionBackend,
+    CheckpointSpec,
+    CrossEntropyKernel,
+    Dtype,
+    ExpertKernels,
+    MatrixUpdate,
+    OptimizerSpec,
+    SaveMode,
+    TrainerSpec,
+    Workload,
+)
 
 ALL = float("inf")
 SECONDS = 1e-9
@@ -61,7 +72,20 @@ def _work(seq_len: int, batch: int, dtype: Dtype = Dtype.BF16) -> Workload:
 
 LARGE = _work(4096, 2048)
 SAVES_BESIDE = replace(LARGE, checkpoint=replace(CheckpointSpec(), mode=SaveMode.ASYNC))
+OTHER_TRAINER = replace(
+    _work(4096, 256),
+    grad_dtype=Dtype.BF16,
+    optimizer=OptimizerSpec(matrix_update=MatrixUpdate.MUON),
+    trainer=TrainerSpec(
+        attention_backend=AttentionBackend.UNFUSED,
+        attention_dropout=0.1,
+        hidden_dropout=0.1,
+        expert_kernels=ExpertKernels.SEQUENTIAL,
+        cross_entropy=CrossEntropyKernel.COMPILED,
+    ),
+)
 CASES = (
+    Case("Moonlight-16B-A3B", "32xH100", OTHER_TRAINER),
     Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256)),
     Case("Qwen3-30B-A3B", "64xH100", _work(16384, 128), "cp4"),
     Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256), "offload=optimizer0.5,capacity=1.25"),

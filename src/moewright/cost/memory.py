@@ -38,6 +38,7 @@ from moewright.cost.model_states import (
     BucketSet,
     checkpoint_copy_bytes,
     state_rows,
+    step_gradient_bytes,
 )
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import is_moe_layer
@@ -281,7 +282,14 @@ def rank_memory(
     if workload.precision.is_narrow:
         share = constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
         states = list(add_low_precision_copies(states, share))
-    allocated = [*states, *activation_rows(memory, counts, table)]
+    own = sum(bucket_set.numel // bucket_set.shards for bucket_set in sets)
+    at_step = int(step_gradient_bytes(workload, layout, own))
+    activations = activation_rows(memory, counts, table)
+    if at_step > sum(row.bytes for row in activations):
+        activations = (
+            MemoryRow(component=Component.TRANSIENT, module=Module.OTHER, bytes=at_step),
+        )
+    allocated = [*states, *activations]
     columns = np.flatnonzero(counts[:, : len(memory.parts.layers)].any(axis=0))
     has_experts = {memory.parts.layers[column].kind.is_moe for column in columns}
     has_head = bool(counts[:, memory.parts.head_columns].any())

@@ -16,7 +16,7 @@ from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import MatrixUpdate, SaveMode, Workload
+from moewright.spec.workload import Dtype, MatrixUpdate, SaveMode, Workload
 
 MASTER_BYTES = 4
 MOMENTUM_BYTES = 4  # Muon's, in fp32
@@ -197,6 +197,19 @@ def state_bytes(
         on_host = on_host + sizes[component] - on_device
         sizes[component] = on_device
     return {**sizes, Component.HOST: on_host}
+
+
+def step_gradient_bytes(workload: Workload, layout: Layout, own: Any) -> Any:
+    """Return the bytes of the fp32 gradients that the optimizer makes of narrower ones at a step.
+
+    They are of the rank's shards, `own` elements (a number or an array), whole before the first is
+    used, and free before the next forward; those of an optimizer on the host lie there. Peaks of
+    Moonlight that no recompute lowers are these (docs/log/planner_accuracy.md).
+    """
+    if workload.grad_dtype is Dtype.FP32 or layout.zero == 3:
+        return 0 * own
+    share = 1 - layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 1
+    return np.rint(MASTER_BYTES * share * own)
 
 
 def state_rows(

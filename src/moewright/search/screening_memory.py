@@ -25,7 +25,7 @@ from moewright.search.space import SearchSpace, StatePolicy
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Module
-from moewright.spec.workload import MatrixUpdate
+from moewright.spec.workload import Dtype, MatrixUpdate
 
 _WITHOUT_EXPERTS, _WITH_EXPERTS = False, True
 
@@ -119,12 +119,16 @@ class ScreeningMemory:
         # In place: to allocate another array of this size takes longer than the sum itself.
         fullest += short.take(moment, axis=0)
         activations = batch.fullest_moments(fullest)
+        at_step = self._step_bytes(parts_memory.sym, batch)
         resident = self._resident_bytes(parts_memory.sym, batch)
         resident = resident + self._buffer_bytes(parts_memory.sym, batch)[:, None]
         allocated = np.zeros((*is_searched.shape, len(self._policies.members)))
         for column in range(len(self._state_policies)):
             some = np.flatnonzero(is_searched[:, column])
-            allocated[some, column] = batch.fullest_ranks(activations, resident[:, column], some)
+            short_lived = activations
+            if at_step is not None:
+                short_lived = np.maximum(activations, at_step[:, column, None])
+            allocated[some, column] = batch.fullest_ranks(short_lived, resident[:, column], some)
         allocated = allocated.transpose(0, 2, 1)  # activation policies stay neighbours in memory
         device = memory.runtime_overhead(
             self._constants,
@@ -196,6 +200,17 @@ class ScreeningMemory:
             own_linear=own_linear,
             checkpointed=checkpointed,
         )
+
+    def _step_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array | None:
+        """Return the bytes of the step [ranks, state policies]; None where it needs none."""
+        if sym.workload.grad_dtype is Dtype.FP32:
+            return None
+        columns = []
+        for policy in self._state_policies:
+            layout = replace(sym.layout, zero=policy.zero, offload=policy.offload)
+            own = self.elements(sym.layout, policy.zero, batch).own
+            columns.append(model_states.step_gradient_bytes(sym.workload, layout, own))
+        return np.stack(columns, axis=1)
 
     def _resident_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return the bytes of states, copies and gathers of weights [ranks, state policies]."""
