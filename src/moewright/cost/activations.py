@@ -170,15 +170,16 @@ def activation_context(constants: Constants, sym: Symbols) -> ActivationContext:
         layout=sym.layout,
         is_fused=sym.is_fused,
         input_ratio=input_ratio,
-        kept_logit_bytes=_kept_logit_bytes(sym),
+        kept_logit_bytes=_kept_logit_bytes(constants, sym),
     )
 
 
-def _kept_logit_bytes(sym: Symbols) -> int:
+def _kept_logit_bytes(constants: Constants, sym: Symbols) -> int:
+    """Return the bytes of a logit's softmax in fp32, or of its gradient where that is in place."""
     if not sym.is_fused or Recompute.LOSS in sym.layout.recompute:
         return 0
     is_in_place = sym.workload.trainer.cross_entropy is CrossEntropyKernel.IN_PLACE
-    return sym.c if is_in_place else FP32_BYTES
+    return sym.c if is_in_place else min(FP32_BYTES, round(constants["logit_bytes"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
