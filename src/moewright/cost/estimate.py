@@ -15,7 +15,7 @@ from moewright.cost.constants import (
     OFFLOAD_CONSTANTS,
     Constants,
 )
-from moewright.cost.evidence import judge_evidence
+from moewright.cost.evidence import count_missing, judge_evidence
 from moewright.cost.head_ops import optimizer_ops
 from moewright.cost.layer_time import MicroBatchTime
 from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_logit_rows
@@ -277,7 +277,7 @@ def _join(
     mfu = device_flops_per_s / rates.peak_flops(workload.precision)
     margin_bytes = capacity - peak.peak_bytes
     evidence = judge_evidence(sym.model, workload, hardware, sym.layout)
-    step_sd = step_deviation(rates.constants, evidence)
+    step_sd = float(step_deviation(rates.constants, *count_missing(evidence)))
     return Estimate(
         ledgers=ledgers,
         peak_rank=peak_rank,

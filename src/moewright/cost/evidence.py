@@ -14,13 +14,16 @@ from importlib import resources
 from itertools import combinations
 from math import log, log10
 
+import numpy as np
+
+from moewright.cost.stage_parts import Array
 from moewright.rules.parameters import count_parameters
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import CpComm, ExpertPlacement, Layout, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Evidence, EvidenceGrade
 from moewright.spec.sourced import SourceKind
-from moewright.spec.workload import Routing, Workload
+from moewright.spec.workload import ExpertKernels, Routing, Workload
 
 _TOGETHER = " with "
 _OWN_RATES = "rates of this machine"
@@ -60,6 +63,18 @@ class MeasuredChoices:
 
     def _has_pair(self, first: str, second: str) -> bool:
         return any(first in made and second in made for made, _ in self.runs)
+
+    def list_names(self) -> tuple[str, ...]:
+        """List the choices that any run made, sorted."""
+        return tuple(sorted({name for made, _ in self.runs for name in made}))
+
+    def tabulate_missing_pairs(self) -> Array:
+        """Return 1 where no run made two choices together, else 0, in the order of list_names."""
+        names = self.list_names()
+        made = np.array([[name in choices for name in names] for choices, _ in self.runs])
+        counts = made.T.astype(float) @ made
+        missing = (counts == 0).astype(float)
+        return np.asarray(missing)
 
 
 @cache
@@ -101,10 +116,11 @@ def list_choices(
 
     Sizes fall into classes: parameters by half decades, devices by powers of four.
     """
-    return (*_job_choices(model, workload, hardware), *layout_choices(layout, hardware))
+    return (*job_choices(model, workload, hardware), *layout_choices(layout, hardware))
 
 
-def _job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Iterator[str]:
+def job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Iterator[str]:
+    """Yield the choices of a job that hold for all its layouts."""
     parameters = count_parameters(model).total
     yield f"parameters~1e{round(2 * log10(parameters)) / 2:g}"
     yield f"attention={model.attention.kind.value}"
@@ -112,8 +128,15 @@ def _job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> It
     yield f"part={hardware.device.name.split()[0]}"
     yield f"devices~{4 ** round(log(hardware.count, 4))}"
     yield f"precision={workload.precision.value}"
-    if model.moe_layer_count and workload.routing is not Routing.BALANCED:
-        yield f"routing={workload.routing.value}"
+    if hardware.fabric.domain_size < hardware.count:
+        yield f"network={hardware.fabric.network.value}"
+    if workload.trainer.attention_backend.keeps_scores:
+        yield "attention=unfused"
+    if model.moe_layer_count:
+        if workload.routing is not Routing.BALANCED:
+            yield f"routing={workload.routing.value}"
+        if workload.trainer.expert_kernels is not ExpertKernels.GROUPED:
+            yield f"experts={workload.trainer.expert_kernels.value}"
     if model.mtp_layers:
         yield "mtp"
 

@@ -9,25 +9,30 @@ from __future__ import annotations
 from math import erf, exp, sqrt
 from statistics import NormalDist
 
+import numpy as np
+
 from moewright.cost.constants import Constants
-from moewright.cost.evidence import count_missing
 from moewright.cost.stage_parts import Array
-from moewright.spec.plan import Evidence
 
 _STANDARD = NormalDist()
 
 
-def step_deviation(constants: Constants, evidence: Evidence) -> float:
+def step_deviation(constants: Constants, choices: Array | int, pairs: Array | int) -> Array:
     """Return the standard deviation of the logarithm of a step's seconds.
 
-    A choice that no run made, and a pair that no run made together, add theirs in squares.
+    The choices that no run made, and the pairs that no run made together, add theirs in squares.
     """
-    choices, pairs = count_missing(evidence)
-    return sqrt(
+    variance = (
         constants["step_time_sd"] ** 2
         + constants["choice_time_sd"] ** 2 * choices
         + constants["pair_time_sd"] ** 2 * pairs
     )
+    return np.sqrt(variance)
+
+
+def step_bound(step_s: float, step_sd: Array | float, risk: float) -> Array:
+    """Return the seconds that a step exceeds with a probability of `risk`."""
+    return np.asarray(step_s * np.exp(_STANDARD.inv_cdf(1 - risk) * step_sd))
 
 
 def step_interval(step_s: float, step_sd: float, share: float) -> tuple[float, float]:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
 
 from moewright.cost.stage_parts import Array
+from moewright.cost.uncertainty import fit_probability
 from moewright.search.heuristics import GUIDELINES, Guideline
-from moewright.search.screening import GroupScores, Screener
-from moewright.search.space import SearchSpace, degree_groups, no_objections
+from moewright.search.screening import BoundedGroup, GroupScores, Screener
+from moewright.search.space import PipelineShape, SearchSpace, degree_groups, no_objections
 from moewright.spec.layout import Layout, Overlap
 
-# Predictions closer than this do not order two plans (docs/findings.md 4), so a plan that may not
-# fit has to be that much faster to come before one that fits.
-RESOLUTION = 1.05
+_GAMBLES = 8  # kept of the layouts that may not fit
 
 Key = TypeVar("Key")
+CandidateMask = Callable[[GroupScores], Array]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,19 +28,16 @@ class Candidate:
     """A layout with its seconds a step, its device bytes and their standard deviation.
 
     During a search `step_s` takes the bubble from a closed form; at the end of the search it is
-    replaced, for the candidates that are left, by that of the simulated timetable.
+    replaced, for the candidates that are left, by that of the simulated timetable. `bound_s` is
+    what candidates are ranked by (RankingRule).
     """
 
     layout: Layout
     step_s: float
+    bound_s: float
     peak_bytes: float
     sd_bytes: float
-    fits_surely: bool  # with more than a standard deviation to spare
-
-    @property
-    def ranking_s(self) -> float:
-        """Return the seconds by which the candidate is ranked: more than a step's if it may OOM."""
-        return self.step_s * (1.0 if self.fits_surely else RESOLUTION)
+    is_safe: bool
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -49,6 +47,10 @@ class Candidate:
         """
         layout = self.layout
         return layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.mbs
+
+    def fit_probability(self, capacity_bytes: float) -> float:
+        """Return the probability that the layout fits devices of that memory."""
+        return fit_probability(capacity_bytes - self.peak_bytes, self.sd_bytes)
 
 
 LayerDegrees = tuple[int, int, int, int, int]
@@ -62,9 +64,9 @@ def layer_degrees(layout: Layout) -> LayerDegrees:
 class CandidatePool:
     """The best candidates of a space so far, with counts and the best under other conditions.
 
-    The pool keeps at least the `keep` best candidates, and the best candidate of each of the `keep`
-    best sets of degrees. `extra_bytes` are amounts of additional device memory, for each of which
-    the fastest candidate that would fit is kept too.
+    The pool keeps at least the `keep` best safe candidates, and the best candidate of each of the
+    `keep` best sets of degrees. `extra_bytes` are amounts of additional device memory, for each of
+    which the best candidates that would be safe are kept too.
     """
 
     def __init__(
@@ -75,16 +77,18 @@ class CandidatePool:
         self._keep = keep
         self._limit = space.hardware.device.memory_bytes.value
         self._candidates: list[Candidate] = []
+        self._gambles: list[Candidate] = []
         self._extra_bytes = extra_bytes
-        self.below_s = np.inf  # a slower candidate cannot be among those that are kept
+        self._groups: list[BoundedGroup] = []
+        self.below_s = np.inf  # a candidate with a higher bound cannot be among those kept
         self.scored = 0  # legal layouts
-        self.without_room = 0  # of them, those that do not fit
+        self.without_room = 0  # of those whose bytes were worked out, those that do not fit
         self.refused: Counter[str] = Counter()  # layouts by the rule of the space's objections
-        self.with_more: dict[float, Candidate] = {}  # fastest, by bytes of additional memory
-        self.by_overlap: dict[bool, Candidate] = {}  # fastest, by whether EP communication overlaps
-        self.usual: dict[Guideline, Candidate] = {}  # fastest that follows each guideline
-        self.least_parallel: dict[int, Candidate] = {}  # fastest, by tp x cp x pp when it was least
-        self.least = 0  # smallest tp x cp x pp that surely fits; 0: nothing fits
+        self.with_more: dict[float, Candidate] = {}  # least bound, by bytes of additional memory
+        self.fastest_with_more: dict[float, Candidate] = {}  # least step, likewise
+        self.by_overlap: dict[bool, Candidate] = {}  # best, by whether EP communication overlaps
+        self.usual: dict[Guideline, Candidate] = {}  # best that follows each guideline
+        self.least = 0  # smallest tp x cp x pp that is safe; 0: nothing is
 
     @property
     def room_bytes(self) -> float:
@@ -92,83 +96,138 @@ class CandidatePool:
         return self._limit + max(self._extra_bytes, default=0.0)
 
     def screen_all(self, degrees: Collection[LayerDegrees] | None = None) -> None:
-        """Screen the whole space, or the groups of `degrees`, and simulate what is left."""
+        """Screen the whole space, or the groups of `degrees`, and simulate what is left.
+
+        Groups with the lowest floor come first, so that later ones need not be scored.
+        """
         for group in degree_groups(self._space):
-            if degrees is not None and layer_degrees(group.layout) not in degrees:
-                continue
-            for scores in self._screener.screen(
-                group, room_bytes=self.room_bytes, below_s=self.below_s
-            ):
-                self.add_scores(scores)
+            if degrees is None or layer_degrees(group.layout) in degrees:
+                self._groups += self._screener.bound(group)
+        for _, bounded_groups in groupby(self._order_groups(), key=lambda item: id(item.group)):
+            self._screen_group(bounded_groups)
+        self._note_unscored_least()
         self._trim()
         self._candidates = [self._simulate(candidate) for candidate in self._candidates]
+        self._gambles = [self._simulate(candidate) for candidate in self._gambles]
         self.with_more = self._simulate_all(self.with_more)
+        self.fastest_with_more = self._simulate_all(self.fastest_with_more)
         self.by_overlap = self._simulate_all(self.by_overlap)
         self.usual = self._simulate_all(self.usual)
-        self.least_parallel = self._simulate_all(self.least_parallel)
+
+    def _order_groups(self) -> list[BoundedGroup]:
+        """Return the groups by the lowest floor of their overlaps, which stay neighbours."""
+        floors: dict[int, float] = {}
+        for bounded in self._groups:
+            key = id(bounded.group)
+            floors[key] = min(floors.get(key, np.inf), bounded.floor_bound_s)
+        return sorted(self._groups, key=lambda bounded: floors[id(bounded.group)])
+
+    def _screen_group(self, bounded_groups: Iterable[BoundedGroup]) -> None:
+        """Score a group under each overlap of expert communication that may be fast enough.
+
+        Delayed weight gradients only add memory: where nothing fits without, nothing does with.
+        """
+        has_room = True
+        for bounded in bounded_groups:
+            self.scored += bounded.legal_count
+            if Overlap.WGRAD in bounded.base.overlap and not has_room:
+                continue
+            scores = self._screener.score(bounded, room_bytes=self.room_bytes, below_s=self.below_s)
+            if scores is not None:
+                self.add_scores(scores)
+                room = self.room_bytes + scores.sd_bytes
+                has_room = bool((scores.legal & (scores.peak_bytes <= room)).any())
 
     def add_scores(self, scores: GroupScores) -> None:
         """Count the candidates of a group, and keep its best ones."""
-        fits = scores.legal & (scores.peak_bytes <= self._limit + scores.sd_bytes)
-        legal = int(np.count_nonzero(scores.legal))
-        self.scored += legal
-        self.without_room += legal - int(np.count_nonzero(fits))
-        self._note_least(scores)
+        may_fit = scores.legal & (scores.peak_bytes <= self._limit + scores.sd_bytes)
+        is_safe = scores.legal & (scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes))
+        self.without_room += int(np.count_nonzero(scores.legal & ~may_fit))
+        self._note_least(scores, is_safe)
         usable = self._without_objections(scores, np.isfinite(scores.step_s))
         if not usable.any():
             return
-        fits_surely = usable & (scores.peak_bytes < self._limit - scores.sd_bytes)
-        may_fit = usable & fits & ~fits_surely
-        self._add_pipelines(scores, np.where(fits_surely, scores.step_s, np.inf), fits_surely=True)
-        self._add_pipelines(scores, np.where(may_fit, scores.step_s, np.inf), fits_surely=False)
+        self._add_pipelines(scores, usable & is_safe)
+        self._add_gambles(scores, usable & may_fit & ~is_safe)
         for extra in self._extra_bytes:
-            has_room = usable & (scores.peak_bytes < self._limit + extra - scores.sd_bytes)
-            self._keep_fastest(self.with_more, extra, scores, has_room)
+            has_room = usable & (
+                scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes, extra)
+            )
+            self._keep_best(self.with_more, extra, scores, has_room, scores.bound_s)
+            self._keep_best(self.fastest_with_more, extra, scores, has_room, scores.step_s)
+        safe = usable & is_safe
         overlaps = Overlap.EP in scores.base.overlap
-        self._keep_fastest(self.by_overlap, overlaps, scores, fits_surely)
-        self._keep_usual(scores, fits_surely)
-
-    def _keep_usual(self, scores: GroupScores, mask: Array) -> None:
-        """Keep the fastest in `mask` under each guideline, and at the least model parallelism."""
-        fastest = np.where(mask, scores.step_s, np.inf).min(initial=np.inf)
+        self._keep_best(self.by_overlap, overlaps, scores, safe, scores.bound_s)
+        least_s = np.where(safe, scores.bound_s, np.inf).min(initial=np.inf)
         for guideline in GUIDELINES:
-            if fastest < _step_s(self.usual, guideline):
-                follows = guideline.mask(
-                    scores.base,
-                    scores.pipelines.shapes,
-                    self._screener.activation_policies,
-                    self._screener.state_policies,
-                    self._space,
-                )
-                self._keep_fastest(self.usual, guideline, scores, mask & follows)
-        parallel = self._model_parallel_sizes(scores)
-        if self.least in parallel:
-            is_least = (parallel == self.least)[:, None, None]
-            self._keep_fastest(self.least_parallel, self.least, scores, mask & is_least)
+            if guideline not in self.usual or least_s < self.usual[guideline].bound_s:
+                follows = safe & self.follows(guideline, scores)
+                self._keep_best(self.usual, guideline, scores, follows, scores.bound_s)
 
-    def _note_least(self, scores: GroupScores) -> None:
+    def follows(self, guideline: Guideline, scores: GroupScores) -> Array:
+        """Return the mask of a group's candidates that follow a guideline."""
+        return guideline.mask(
+            scores.base,
+            scores.pipelines.shapes,
+            self._screener.activation_policies,
+            self._screener.state_policies,
+            self._space,
+        )
+
+    def find_best(
+        self, mask: CandidateMask, may_hold: Callable[[BoundedGroup], bool], *, below_s: float
+    ) -> Candidate | None:
+        """Return the best safe candidate in a mask; None where no bound is below `below_s`.
+
+        `may_hold` tells whether the mask can hold a candidate of a group.
+        """
+        best: Candidate | None = None
+        for bounded in self._order_groups():
+            if bounded.floor_bound_s >= below_s or not may_hold(bounded):
+                continue
+            scores = self._screener.score(bounded, room_bytes=self._limit, below_s=below_s)
+            if scores is None:
+                continue
+            wanted = mask(scores) & np.isfinite(scores.step_s)
+            wanted &= scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes)
+            wanted = self._without_objections(scores, wanted)
+            bounds = np.where(wanted, scores.bound_s, np.inf)
+            place = np.unravel_index(int(bounds.argmin()), bounds.shape)
+            if bounds[place] < below_s:
+                best = self._candidate(scores, tuple(map(int, place)), is_safe=True)
+                below_s = best.bound_s
+        return None if best is None else self._simulate(best)
+
+    def _note_least(self, scores: GroupScores, is_safe: Array) -> None:
         """Lower `least` where a group fits with less model parallelism than any before."""
-        parallel = self._model_parallel_sizes(scores)
-        fewer = np.arange(len(parallel))
-        if self.least:
-            fewer = np.flatnonzero(parallel < self.least)
-        room = self._limit - scores.sd_bytes[fewer]
-        fits = scores.legal[fewer] & (scores.peak_bytes[fewer] < room)
-        fitting = parallel[fewer][fits.any(axis=(1, 2))]
-        if len(fitting):
+        parallel = model_parallel_sizes(scores.base, scores.pipelines.shapes)
+        fitting = parallel[is_safe.any(axis=(1, 2))]
+        if len(fitting) and not 0 < self.least <= fitting.min():
             self.least = int(fitting.min())
 
-    def _model_parallel_sizes(self, scores: GroupScores) -> Array:
-        """Return the model parallelism tp x cp x pp of each pipeline [pipelines]."""
-        cut = scores.base.tp * scores.base.cp
-        return np.array([cut * shape.pp for shape in scores.pipelines.shapes])
+    def _note_unscored_least(self) -> None:
+        """Lower `least` by groups that were too slow to score, of the smallest micro-batch."""
+        if not self.least:
+            return
+        smallest = min(bounded.base.mbs for bounded in self._groups)
+        for bounded in self._groups:
+            if bounded.floor_bound_s < self.below_s or bounded.base.mbs > smallest:
+                continue
+            parallel = model_parallel_sizes(bounded.base, bounded.group.pipelines.shapes)
+            if Overlap.EP in bounded.base.overlap or parallel.min() >= self.least:
+                continue
+            fitting = parallel[self._screener.fits(bounded).any(axis=(1, 2))]
+            self.least = min(self.least, int(fitting.min(initial=self.least)))
 
     def ranked(self) -> list[Candidate]:
-        """Return the best of each set of degrees first, best first; then the others."""
+        """Return the best of each set of degrees first, best first; then the others.
+
+        All are safe.
+        """
         seen: set[tuple[int, ...]] = set()
         first: list[Candidate] = []
         rest: list[Candidate] = []
-        for candidate in sorted(self._candidates, key=_ranking_s):
+        for candidate in sorted(self._candidates, key=_bound_s):
             if candidate.degrees in seen:
                 rest.append(candidate)
             else:
@@ -176,63 +235,115 @@ class CandidatePool:
             seen.add(candidate.degrees)
         return [*first, *rest]
 
-    def _add_pipelines(self, scores: GroupScores, steps: Array, *, fits_surely: bool) -> None:
-        """Add the fastest way to run each pipeline."""
-        flat = steps.reshape(len(steps), -1)
-        places = flat.argmin(axis=1)
-        fastest = flat[np.arange(len(flat)), places]
-        factor = 1.0 if fits_surely else RESOLUTION
-        for pipeline in np.flatnonzero(fastest * factor < self.below_s):
-            activations, states = np.unravel_index(places[pipeline], steps.shape[1:])
-            place = int(pipeline), int(activations), int(states)
-            self._candidates.append(self._candidate(scores, place, fits_surely=fits_surely))
+    def gambles(self) -> list[Candidate]:
+        """Return the best candidates that may not fit, best first.
+
+        Where nothing is safe, the likeliest to fit comes first.
+        """
+        if self._candidates:
+            return sorted(self._gambles, key=_bound_s)
+        return sorted(self._gambles, key=lambda candidate: -candidate.fit_probability(self._limit))
+
+    def _add_pipelines(self, scores: GroupScores, mask: Array) -> None:
+        """Add the best way to run each pipeline."""
+        for place in self._list_best(scores, mask, below_s=self.below_s):
+            self._candidates.append(self._candidate(scores, place, is_safe=True))
         if len(self._candidates) > 4 * self._keep:
             self._trim()
+
+    def _add_gambles(self, scores: GroupScores, mask: Array) -> None:
+        """Keep the best candidates that may not fit, and the likeliest to fit."""
+        if not mask.any():
+            return
+        below_s = np.inf
+        if len(self._gambles) >= _GAMBLES:
+            below_s = sorted(map(_bound_s, self._gambles))[_GAMBLES - 1]
+        places = list(self._list_best(scores, mask, below_s=below_s))
+        if not self._candidates:
+            spare = np.where(mask, (self._limit - scores.peak_bytes) / scores.sd_bytes, -np.inf)
+            likeliest = np.unravel_index(int(spare.argmax()), spare.shape)
+            places.append(tuple(map(int, likeliest)))
+        added = {self._candidate(scores, place, is_safe=False) for place in places}
+        gambles = sorted((*self._gambles, *added), key=_bound_s)
+        kept: dict[tuple[int, ...], Candidate] = {}
+        for candidate in gambles:
+            kept.setdefault(candidate.degrees, candidate)
+        likeliest_gamble = max(
+            gambles, key=lambda candidate: candidate.fit_probability(self._limit)
+        )
+        self._gambles = list(kept.values())[:_GAMBLES]
+        if likeliest_gamble not in self._gambles:
+            self._gambles.append(likeliest_gamble)
+
+    def _list_best(
+        self, scores: GroupScores, mask: Array, *, below_s: float
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield the indices of the best candidate in a mask on each pipeline."""
+        bounds = np.where(mask, scores.bound_s, np.inf)
+        flat = bounds.reshape(len(bounds), -1)
+        places = flat.argmin(axis=1)
+        least = flat[np.arange(len(flat)), places]
+        for pipeline in np.flatnonzero(least < below_s):
+            activations, states = np.unravel_index(places[pipeline], bounds.shape[1:])
+            yield int(pipeline), int(activations), int(states)
 
     def _trim(self) -> None:
         """Drop all but the `keep` best, and the best of each of the `keep` best sets of degrees.
 
-        Once there are `keep` sets of degrees, `below_s` becomes the time of the slowest of them.
+        Once there are `keep` sets of degrees, `below_s` becomes the bound of the last of them.
         """
         kept: list[Candidate] = []
         seen: set[tuple[int, ...]] = set()
-        for place, candidate in enumerate(sorted(self._candidates, key=_ranking_s)):
+        for place, candidate in enumerate(sorted(self._candidates, key=_bound_s)):
             is_new = candidate.degrees not in seen and len(seen) < self._keep
             if is_new or place < self._keep:
                 kept.append(candidate)
                 seen.add(candidate.degrees)
             if is_new and len(seen) == self._keep:
-                self.below_s = min(self.below_s, candidate.ranking_s)
+                self.below_s = min(self.below_s, candidate.bound_s)
         self._candidates = kept
 
     def _simulate_all(self, table: dict[Key, Candidate]) -> dict[Key, Candidate]:
         return {key: self._simulate(candidate) for key, candidate in table.items()}
 
     def _simulate(self, candidate: Candidate) -> Candidate:
-        stall_s = self._screener.stall_s(candidate.layout)
-        return replace(candidate, step_s=candidate.step_s + stall_s)
+        step_s = candidate.step_s + self._screener.stall_s(candidate.layout)
+        factor = candidate.bound_s / candidate.step_s
+        return replace(candidate, step_s=step_s, bound_s=step_s * factor)
 
     def _candidate(
-        self, scores: GroupScores, place: tuple[int, ...], *, fits_surely: bool
+        self, scores: GroupScores, place: tuple[int, ...], *, is_safe: bool
     ) -> Candidate:
         """Return the candidate at indices (pipeline, activation policy, state policy)."""
+        pipeline, activations, states = place
         return Candidate(
-            layout=self._screener.layout(scores, *place),
+            layout=self._screener.layout(scores, pipeline, activations, states),
             step_s=float(scores.step_s[place]),
+            bound_s=float(scores.bound_s[place]),
             peak_bytes=float(scores.peak_bytes[place]),
             sd_bytes=float(scores.sd_bytes[place]),
-            fits_surely=fits_surely,
+            is_safe=is_safe,
         )
 
-    def _keep_fastest(
-        self, table: dict[Key, Candidate], key: Key, scores: GroupScores, mask: Array
+    def _keep_best(
+        self,
+        table: dict[Key, Candidate],
+        key: Key,
+        scores: GroupScores,
+        mask: Array,
+        seconds: Array,
     ) -> None:
-        """Put the fastest candidate in `mask` into `table[key]` if it beats the one there."""
-        steps = np.where(mask, scores.step_s, np.inf)
-        place = np.unravel_index(int(steps.argmin()), steps.shape)
-        if steps[place] < _step_s(table, key):
-            indices = tuple(int(index) for index in place)
-            table[key] = self._candidate(scores, indices, fits_surely=True)
+        """Put the candidate in `mask` with the least `seconds` into `table[key]` if it is better.
+
+        `seconds` are the steps or the bounds of the scores.
+        """
+        masked = np.where(mask, seconds, np.inf)
+        place = tuple(map(int, np.unravel_index(int(masked.argmin()), masked.shape)))
+        known_s = np.inf
+        if key in table:
+            known_s = table[key].bound_s if seconds is scores.bound_s else table[key].step_s
+        if masked[place] < known_s:
+            table[key] = self._candidate(scores, place, is_safe=True)
 
     def _without_objections(self, scores: GroupScores, mask: Array) -> Array:
         """Return `mask` without the layouts that the space's `allowed` objects to.
@@ -249,10 +360,10 @@ class CandidatePool:
         return allowed
 
 
-def _ranking_s(candidate: Candidate) -> float:
-    return candidate.ranking_s
+def model_parallel_sizes(cut: Layout, shapes: Iterable[PipelineShape]) -> Array:
+    """Return the model parallelism tp x cp x pp of pipelines under a layout `cut` [pipelines]."""
+    return np.array([cut.tp * cut.cp * shape.pp for shape in shapes])
 
 
-def _step_s(table: Mapping[Key, Candidate], key: Key) -> float:
-    """Return the seconds of a table's candidate; infinite where it has none."""
-    return table[key].step_s if key in table else np.inf
+def _bound_s(candidate: Candidate) -> float:
+    return candidate.bound_s

@@ -46,16 +46,16 @@ def _part(share: TimeShare) -> str:
 
 
 def explain_departure(
-    plan: Plan, guideline: str, usual: Layout | None, *, more_than_s: float = 0.0
+    plan: Plan, guideline: str, usual: Layout | None, *, more_than: float = 1.0
 ) -> str:
     """Say why the plan does not follow a guideline: what the fastest layout that does takes.
 
-    Where none was worth pricing, every such layout takes more than `more_than_s`.
+    Where none is known, every such layout is ranked more than `more_than` times as long.
     """
     departure = f"Departs from the usual ({guideline})"
     if usual is None:
-        more = more_than_s / plan.estimate.step_s - 1
-        return f"{departure}: every layout that keeps to it is more than {more:.1%} slower."
+        more = more_than - 1
+        return f"{departure}: every layout that keeps to it is more than {more:.0%} slower."
     usual_estimate = estimate(plan.model, plan.workload, plan.hardware, usual)
     return f"{departure}: {format_layout(usual)} takes {_compare(usual_estimate, plan.estimate)}."
 

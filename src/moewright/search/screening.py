@@ -7,37 +7,36 @@ comes from a closed form instead of the simulated timetable (tests/search/test_s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moewright.cost.activations import ActivationPolicies, ActivationPolicy
+from moewright.cost.activations import (
+    ActivationPolicies,
+    ActivationPolicy,
+    OffloadedActivations,
+)
 from moewright.cost.buffers import dispatcher_bytes
 from moewright.cost.layer_time import stage_transfer_s
-from moewright.cost.memory import ModelMemory, MomentCounts, steady_micro_batches
-from moewright.cost.parameter_tree import ParameterTree
+from moewright.cost.memory import ModelMemory
 from moewright.cost.pipeline_time import build_pipeline, closed_form_s
-from moewright.cost.stage_parts import Array, count_parts, list_parts
-from moewright.cost.step_time import RankParameters, step_tail
-from moewright.cost.symbols import Symbols
-from moewright.rules import shards, stages
+from moewright.cost.stage_parts import Array, LayerKind, count_parts, list_parts
+from moewright.cost.uncertainty import needed_margin
+from moewright.rules import stages
 from moewright.rules.compatibility import check_compatibility
-from moewright.search.pipeline_arrays import (
-    DistinctRanks,
-    PipelineBatch,
-    batch_pipelines,
-    find_distinct_ranks,
-    fullest_moments,
-)
+from moewright.search.pipeline_arrays import PipelineBatch
+from moewright.search.pipelines import PipelineCache
+from moewright.search.ranking import RankingRule
 from moewright.search.screening_memory import ScreeningMemory
+from moewright.search.screening_risk import ScreeningRisk
+from moewright.search.screening_tail import ScreeningTails
 from moewright.search.screening_time import GroupTimes, ScreeningTimes, TimingClass
 from moewright.search.space import (
     DegreeGroup,
     PipelineShape,
     PipelineShapes,
     SearchSpace,
-    StatePolicy,
     activation_policies,
     state_policies,
     with_pipeline,
@@ -45,7 +44,32 @@ from moewright.search.space import (
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 
-_DENSE, _EXPERT = (shards.GRADIENT_GROUPS.index(group) for group in ("dp_cp", "edp"))
+_LIGHTEST = np.array([0])  # the activation policy that recomputes and offloads least
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BoundedGroup:
+    """A group under one overlap of expert communication, with a lower bound of its bounds.
+
+    `base` is the group's layout with the dispatcher, CP exchange and overlap that were chosen for
+    it. `legal` [pipelines, activation policies, state policies] is the mask of the combinations
+    that exist, `is_searched` [pipelines, state policies] of where any activation policy does. No
+    candidate takes less than `floor_s` a step, nor has a bound (RankingRule) below `floor_bound_s`.
+    """
+
+    group: DegreeGroup
+    base: Layout
+    timings: tuple[TimingClass, ...]
+    times: GroupTimes
+    legal: Array
+    is_searched: Array
+    floor_s: float
+    floor_bound_s: float
+
+    @property
+    def legal_count(self) -> int:
+        """The number of candidates."""
+        return int(np.count_nonzero(self.legal))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +77,9 @@ class GroupScores:
     """The scores of a group's candidates under one overlap of expert communication.
 
     Arrays have the axes [pipelines, activation policies, state policies]. `legal` is the mask of
-    the combinations that exist. `step_s` is infinite where a time was not worth pricing, and
-    nowhere below `floor_s`. `dp_overlap` is the mask of candidates that are faster with overlapped
-    gradient reduction and weight gathers. `base` is the group's layout with the dispatcher, CP
-    exchange and overlap that were chosen for it.
+    the combinations that exist. `step_s` and `bound_s` (RankingRule) are infinite where a time was
+    not worth pricing. `dp_overlap` is the mask of candidates whose bound is lower with overlapped
+    gradient reduction and weight gathers. `base` is as in BoundedGroup.
     """
 
     pipelines: PipelineShapes
@@ -65,18 +88,19 @@ class GroupScores:
     peak_bytes: Array
     sd_bytes: Array
     step_s: Array
-    floor_s: float
+    bound_s: Array
     dp_overlap: Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PricedGroup:
-    """A group whose parts are priced, with its pipelines and their timing classes."""
+    """A group whose parts are priced, with its pipelines and what its layers offload."""
 
     base: Layout
     batch: PipelineBatch
     timings: tuple[TimingClass, ...]
     times: GroupTimes
+    sent: Mapping[LayerKind, OffloadedActivations]
 
 
 class Screener:
@@ -85,15 +109,19 @@ class Screener:
     What does not depend on the candidate is worked out once.
     """
 
-    def __init__(self, space: SearchSpace) -> None:
+    def __init__(self, space: SearchSpace, rule: RankingRule | None = None) -> None:
         self._space = space
+        self.rule = RankingRule() if rule is None else rule
         self._parts = list_parts(space.model, space.base)
         self.activation_policies = activation_policies(space)
         self.state_policies = state_policies(space)
         policies = ActivationPolicies(members=self.activation_policies)
         self.times = ScreeningTimes(space, self._parts, policies)
-        self._memory = ScreeningMemory(
-            space, self._parts, self.times.rates.constants, policies, self.state_policies
+        constants = self.times.rates.constants
+        self._memory = ScreeningMemory(space, self._parts, constants, policies, self.state_policies)
+        self._tails = ScreeningTails(self.times, self._memory, self.state_policies)
+        self._risk = ScreeningRisk(
+            space, constants, self.activation_policies, self.state_policies, self.rule.risk
         )
         # [light, heavy]: 1 where the first policy recomputes and offloads less than the second.
         self._lighter = np.array(
@@ -108,102 +136,128 @@ class Screener:
             and "overlap" not in space.fixed
             and space.permits(overlap=(Overlap.GRAD, Overlap.PARAM))
         )
-        self._pipelines = _Pipelines(space, self._memory.tree)
-        self._batches: dict[
-            tuple[PipelineShapes, int, int, bool], tuple[PipelineBatch, tuple[TimingClass, ...]]
-        ] = {}
+        self._pipelines = PipelineCache(space, self._memory.tree)
         self._legal: dict[tuple[object, ...], tuple[Array, Array]] = {}
         self._legal_policies: dict[tuple[object, ...], Array] = {}
-        self._tails: dict[tuple[object, ...], float] = {}
+        self._timings: dict[tuple[PipelineShapes, int, int], tuple[TimingClass, ...]] = {}
         self._transfers: dict[tuple[int, int, int, int], float] = {}
+        self._group_memory: tuple[DegreeGroup, ModelMemory] | None = None
 
-    def screen(
-        self, group: DegreeGroup, *, room_bytes: float, below_s: float
-    ) -> Iterator[GroupScores]:
-        """Yield the scores of all candidates of a group, for each overlap of expert communication.
-
-        A time that cannot matter is not priced: that of a layout whose bytes exceed `room_bytes` by
-        more than a standard deviation, and of a pipeline that takes `below_s` or more even without
-        recompute.
-        """
-        sym = self.times.symbols(group.layout)
-        memory = self._memory.model_memory(sym)
-        times = self.times.price_group(group.layout, memory)
-        fits = True
+    def bound(self, group: DegreeGroup) -> Iterator[BoundedGroup]:
+        """Yield a group with the lower bound of its candidates, for each overlap of experts."""
+        times = None
         for overlap in self._expert_overlaps(group.layout):
             cut = replace(group.layout, overlap=overlap)
             legal, is_searched = self._legality(group, cut)
             if not is_searched.any():
                 continue
-            batch, timings = self._batch(group, is_paired=Overlap.EP in overlap)
-            priced = _PricedGroup(base=cut, batch=batch, timings=timings, times=times)
-            parts_memory = memory
-            if Overlap.WGRAD in overlap:
-                # Delayed weight gradients only add memory. Where nothing fitted without them, or no
-                # pipeline is fast enough with them, their memory is not worked out either.
-                if not fits or not self._is_in_time(priced, below_s):
-                    continue
-                parts_memory = self._memory.delay_weight_gradients(memory)
-            scores = self._score(
-                priced, parts_memory, legal, is_searched, room_bytes=room_bytes, below_s=below_s
+            if times is None:
+                times = self.times.price_group(group.layout, self._always_sent(group))
+            timings = self._timing_classes(group)
+            base = self.times.choose_exchanges(cut, times, timings[0])
+            floor_s = times.floor_s(base, timings)
+            least_factor = float(self._risk.factors(base, group.pipelines).min())
+            yield BoundedGroup(
+                group=group,
+                base=base,
+                timings=timings,
+                times=times,
+                legal=legal,
+                is_searched=is_searched,
+                floor_s=floor_s,
+                floor_bound_s=floor_s * least_factor,
             )
-            fits = scores.floor_s < np.inf  # the floor is priced only where some candidate fits
-            yield scores
 
-    def _score(
-        self,
-        priced: _PricedGroup,
-        memory: ModelMemory,
-        legal: Array,
-        is_searched: Array,
-        *,
-        room_bytes: float,
-        below_s: float,
-    ) -> GroupScores:
-        peak, sd = self._memory.device_bytes(memory, priced.batch, is_searched)
-        is_worth_pricing = legal & (peak <= room_bytes + sd)
-        base = priced.base
-        floor_s = np.inf
+    def score(
+        self, bounded: BoundedGroup, *, room_bytes: float, below_s: float
+    ) -> GroupScores | None:
+        """Return the scores of all candidates of a group; None where no bound is below `below_s`.
+
+        A time that cannot matter is not priced: that of a layout whose bytes exceed `room_bytes` by
+        more than a standard deviation, and of a pipeline whose bound is `below_s` or more even
+        without recompute.
+        """
+        if bounded.floor_bound_s >= below_s:
+            return None
+        group, base = bounded.group, bounded.base
+        priced = _PricedGroup(
+            base=base,
+            batch=self._pipelines.batch(group, is_paired=Overlap.EP in base.overlap),
+            timings=bounded.timings,
+            times=bounded.times,
+            sent=self.times.sent_activations(self._always_sent(group)),
+        )
+        least_s = self._pipeline_s(priced, _LIGHTEST)
+        is_fast = least_s * self._least_factors(base, group.pipelines) < below_s
+        if not is_fast.any():
+            return None
+        memory = self._model_memory(group)
+        parts_memory = memory
+        if Overlap.WGRAD in base.overlap:
+            parts_memory = self._memory.delay_weight_gradients(memory)
+        peak, sd = self._memory.device_bytes(parts_memory, priced.batch, bounded.is_searched)
+        is_worth_pricing = bounded.legal & (peak <= room_bytes + sd)
         step = np.broadcast_to(np.inf, peak.shape)
+        bound = step
         dp_overlap = np.broadcast_to(False, peak.shape)
         if is_worth_pricing.any():
-            base = self.times.choose_exchanges(base, priced.times, priced.timings[0])
-            floor_s = priced.times.floor_s(base, priced.timings)
-            if floor_s < below_s:
-                is_worth_pricing &= ~self._is_needless(legal, peak, sd)
-                step, dp_overlap = self._price(
-                    replace(priced, base=base), is_worth_pricing, below_s
-                )
-            # The bytes above are those of the group's own dispatcher.
-            peak = peak + (
-                dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
-            )
+            is_worth_pricing &= is_fast[:, :, None]
+            is_worth_pricing &= ~self._is_needless(bounded.legal, peak, sd)
+            sent = self.times.sent_activations(memory)
+            step, bound, dp_overlap = self._price(replace(priced, sent=sent), is_worth_pricing)
+        # The bytes above are those of the group's own dispatcher.
+        peak = peak + dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
         return GroupScores(
-            pipelines=priced.batch.pipelines,
+            pipelines=group.pipelines,
             base=base,
-            legal=legal,
+            legal=bounded.legal,
             peak_bytes=peak,
             sd_bytes=sd,
             step_s=step,
-            floor_s=floor_s,
+            bound_s=bound,
             dp_overlap=dp_overlap,
         )
 
-    def _is_in_time(self, priced: _PricedGroup, below_s: float) -> bool:
-        """Return whether any pipeline takes less than `below_s` without recompute."""
-        base = self.times.choose_exchanges(priced.base, priced.times, priced.timings[0])
-        if priced.times.floor_s(base, priced.timings) >= below_s:
-            return False
-        least_s = self._pipeline_s(replace(priced, base=base), np.array([0]))
-        return bool((least_s < below_s).any())
+    def fits(self, bounded: BoundedGroup) -> Array:
+        """Return which candidates are safe, whatever time they take."""
+        memory = self._model_memory(bounded.group)
+        batch = self._pipelines.batch(bounded.group, is_paired=Overlap.EP in bounded.base.overlap)
+        peak, sd = self._memory.device_bytes(memory, batch, bounded.is_searched)
+        return bounded.legal & (peak <= self.safe_bytes(sd))
+
+    def safe_bytes(self, sd_bytes: Array, extra_bytes: float = 0.0) -> Array:
+        """Return the mean peaks up to which layouts are safe, with so much more memory."""
+        capacity = self._space.hardware.device.memory_bytes.value
+        margin = needed_margin(sd_bytes, self.rule.fit_probability)
+        return capacity + extra_bytes - margin
+
+    def factor(self, scores: GroupScores, place: tuple[int, ...]) -> float:
+        """Return bound over step of the candidate at these indices."""
+        return float(scores.bound_s[place] / scores.step_s[place])
+
+    def _model_memory(self, group: DegreeGroup) -> ModelMemory:
+        """Return the memory of the model's parts in a group; that of the last group is kept."""
+        if self._group_memory is None or self._group_memory[0] is not group:
+            memory = self._memory.model_memory(self.times.symbols(group.layout))
+            self._group_memory = group, memory
+        return self._group_memory[1]
+
+    def _always_sent(self, group: DegreeGroup) -> ModelMemory | None:
+        """Return the group's memory where every policy offloads activations; else None."""
+        return self._model_memory(group) if self.activation_policies[0].offload else None
+
+    def _least_factors(self, base: Layout, pipelines: PipelineShapes) -> Array:
+        """Return the least factor of each pipeline [pipelines, 1]."""
+        factors = self._risk.factors(base, pipelines)
+        return np.asarray(factors.min(axis=(1, 2))[:, None])
 
     def _is_needless(self, legal: Array, peak: Array, sd: Array) -> Array:
         """Return the mask of candidates that a lighter policy makes needless.
 
         That is where less recompute or offload of activations, or the first state policy instead of
-        this one, fits with more than a standard deviation to spare.
+        this one, is safe.
         """
-        has_room = legal & (peak <= self._space.hardware.device.memory_bytes.value - sd)
+        has_room = legal & (peak <= self.safe_bytes(sd))
         has_room = has_room.transpose(0, 2, 1)
         needless = has_room.astype(np.float32) @ self._lighter > 0
         needless[:, 1:] |= has_room[:, :1]
@@ -297,88 +351,67 @@ class Screener:
             )
         return self._legal_policies[key]
 
-    def _batch(
-        self, group: DegreeGroup, *, is_paired: bool
-    ) -> tuple[PipelineBatch, tuple[TimingClass, ...]]:
-        """Return the pipelines of a group as arrays, with their timing classes."""
-        cut = group.layout
+    def _timing_classes(self, group: DegreeGroup) -> tuple[TimingClass, ...]:
+        cut, shapes = group.layout, group.pipelines.shapes
         sequences = self._space.workload.global_batch * cut.tp * cut.cp
-        pass_sequences = cut.mbs * self._space.hardware.count
-        key = group.pipelines, sequences, pass_sequences, is_paired
-        if key not in self._batches:
-            shapes = group.pipelines.shapes
-            layouts = [
-                self._pipelines.layout(shape, cut.vpp_group, is_paired=is_paired)
-                for shape in shapes
-            ]
-            micro_batches = [sequences * shape.pp // pass_sequences for shape in shapes]
-            batch = batch_pipelines(
-                group.pipelines,
-                layouts,
-                [
-                    self._pipelines.ranks(shape, layout)
-                    for shape, layout in zip(shapes, layouts, strict=True)
-                ],
-                [
-                    self._pipelines.moments(shape, layout, count)
-                    for shape, layout, count in zip(shapes, layouts, micro_batches, strict=True)
-                ],
-                self._pipelines.distinct_moments,
-                micro_batches,
-            )
-            self._batches[key] = batch, tuple(self._timing_classes(cut, batch))
-        return self._batches[key]
+        key = group.pipelines, sequences, cut.mbs * self._space.hardware.count
+        if key not in self._timings:
+            self._timings[key] = tuple(self._list_timing_classes(cut, shapes))
+        return self._timings[key]
 
-    def _timing_classes(self, cut: Layout, batch: PipelineBatch) -> Iterator[TimingClass]:
-        symbols = [self.times.symbols(replace(cut, pp=pp)) for pp in batch.degrees]
-        # The host's time a micro-batch changes once there are enough of them; in an eager stack, a
-        # layer's time changes with every number of micro-batches.
-        likes = [int(sym.is_steady) if sym.is_fused else sym.m for sym in symbols]
-        like = np.array(likes)[batch.degree]
-        synced = (batch.pp > 1) & (batch.vpp == 1)
-        # Full recompute of the first layers of each chunk: the stages decide their share.
-        stage_counts = batch.pp * batch.vpp if cut.recompute_block else np.zeros_like(batch.pp)
-        keys = list(zip(like.tolist(), stage_counts.tolist(), synced.tolist(), strict=True))
-        for key in sorted(set(keys)):
-            is_alike = np.array([other == key for other in keys])
-            first = keys.index(key)
+    def _list_timing_classes(
+        self, cut: Layout, shapes: Sequence[PipelineShape]
+    ) -> Iterator[TimingClass]:
+        by_degree = {pp: self.times.symbols(replace(cut, pp=pp)) for pp in {s.pp for s in shapes}}
+        classes: dict[tuple[int, int, bool], list[int]] = {}
+        for place, shape in enumerate(shapes):
+            sym = by_degree[shape.pp]
+            # The host's time a micro-batch changes once there are enough of them; in an eager
+            # stack, a layer's time changes with every number of micro-batches.
+            like = int(sym.is_steady) if sym.is_fused else sym.m
+            # Full recompute of the first layers of each chunk: the stages decide their share.
+            stage_count = shape.pp * shape.vpp if cut.recompute_block else 0
+            is_synced = shape.pp > 1 and shape.vpp == 1
+            classes.setdefault((like, stage_count, is_synced), []).append(place)
+        for (like, stage_count, is_synced), places in sorted(classes.items()):
+            is_member = np.zeros(len(shapes), dtype=bool)
+            is_member[places] = True
             yield TimingClass(
-                like=key[:2],
-                synced=key[2],
-                ranks=is_alike[batch.pipeline_of_rank],
-                pp=int(batch.pp[first]),
-                vpp=int(batch.vpp[first]),
+                like=(like, stage_count),
+                synced=is_synced,
+                pipelines=is_member,
+                pp=shapes[places[0]].pp,
+                vpp=shapes[places[0]].vpp,
             )
 
-    def _price(
-        self, priced: _PricedGroup, is_worth_pricing: Array, below_s: float
-    ) -> tuple[Array, Array]:
-        """Return the step's seconds, and the mask of where overlapped gradient sums are faster.
+    def _price(self, priced: _PricedGroup, is_worth_pricing: Array) -> tuple[Array, Array, Array]:
+        """Return steps, bounds, and the mask of where overlapped gradient sums lower the bound.
 
-        Seconds are infinite outside `is_worth_pricing`, and for pipelines that take `below_s` or
-        more under the lightest policy. All shapes are [pipelines, activation policies, state
-        policies].
+        Seconds are infinite outside `is_worth_pricing`. All shapes are [pipelines, activation
+        policies, state policies].
         """
-        variants = [priced]
+        variants = [priced.base]
         if self._searches_dp_overlap:
-            variants.append(replace(priced, base=_with_dp_overlap(priced.base)))
+            variants.append(_with_dp_overlap(priced.base))
         step = np.full(is_worth_pricing.shape, np.inf)
+        bound = np.full(is_worth_pricing.shape, np.inf)
         overlapped = np.zeros(is_worth_pricing.shape, dtype=bool)
-        # Policy 0 is the lightest: neither more recompute nor the host's work for overlapped sums
-        # makes a pipeline shorter than under it.
-        least = self._pipeline_s(priced, np.array([0]))
-        is_needed = is_worth_pricing & (least < below_s)[:, :, None]
-        needed = np.flatnonzero(is_needed.any(axis=(0, 2)))
+        needed = np.flatnonzero(is_worth_pricing.any(axis=(0, 2)))
         if not len(needed):
-            return step, overlapped
-        for variant in variants:
+            return step, bound, overlapped
+        for place, base in enumerate(variants):
+            variant = replace(priced, base=base)
             pipeline_s = self._pipeline_s(variant, needed)
-            total = pipeline_s[:, :, None] + self._tail_s(variant, is_needed)[:, None, :]
-            total_s = np.where(is_needed[:, needed], total, np.inf)
-            better = total_s < step[:, needed]
+            tail_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
+            total = pipeline_s[:, :, None] + tail_s[:, None, :]
+            total_s = np.where(is_worth_pricing[:, needed], total, np.inf)
+            factors = np.broadcast_to(self._risk.factors(base, priced.batch.pipelines), step.shape)
+            total_bound_s = total_s * factors[:, needed]
+            better = total_bound_s < bound[:, needed]
+            bound[:, needed] = np.where(better, total_bound_s, bound[:, needed])
             step[:, needed] = np.where(better, total_s, step[:, needed])
-            overlapped[:, needed] = np.where(better, variant is not priced, overlapped[:, needed])
-        return step, overlapped
+            overlapped[:, needed] = np.where(better, place > 0, overlapped[:, needed])
+        return step, bound, overlapped
 
     def _pipeline_s(self, priced: _PricedGroup, policies: Array) -> Array:
         """Return the seconds of all micro-batches under these policies [pipelines, policies]."""
@@ -386,8 +419,9 @@ class Screener:
         base = priced.base
         by_rank = np.empty((len(batch.ranks), len(policies)))
         for timing in priced.timings:
-            seconds = priced.times.seconds(timing, base, policies)
-            by_rank[timing.ranks] = batch.ranks[timing.ranks] @ seconds
+            seconds = priced.times.seconds(timing, base, policies, priced.sent)
+            ranks = timing.pipelines[batch.pipeline_of_rank]
+            by_rank[ranks] = batch.ranks[ranks] @ seconds
         transfers = np.array([self._transfer_s(base, pp) for pp in batch.degrees])
         slowest, total = batch.slowest_and_all(by_rank)
         return closed_form_s(
@@ -407,126 +441,6 @@ class Screener:
                 self.times.collectives, self.times.symbols(layout), layout
             )
         return self._transfers[key]
-
-    def _tail_s(self, priced: _PricedGroup, is_needed: Array) -> Array:
-        """Return the seconds of what a step does once, on the rank that takes longest.
-
-        These are gradient reduction, weight gathers and the optimizer [pipelines, state policies];
-        0 where `is_needed` asks for nothing.
-        """
-        batch = priced.batch
-        tails = np.zeros((len(batch.pp), len(self.state_policies)))
-        for column, policy in enumerate(self.state_policies):
-            pipelines = np.asarray(is_needed[:, :, column].any(axis=1))
-            ranks = np.flatnonzero(pipelines[batch.pipeline_of_rank])
-            if len(ranks):
-                seconds = self._rank_tails_s(priced.base, policy, batch, ranks)
-                np.maximum.at(tails[:, column], batch.pipeline_of_rank[ranks], seconds)
-        return tails
-
-    def _rank_tails_s(
-        self, base: Layout, policy: StatePolicy, batch: PipelineBatch, ranks: Array
-    ) -> list[float]:
-        """Return the seconds that each of these ranks takes once a step."""
-        base = replace(
-            base, zero=policy.zero, offload=tuple(sorted({*base.offload, *policy.offload}))
-        )
-        # Only zero=3 reduces and gathers more often with more micro-batches.
-        mbs = base.mbs if base.zero == 3 else 0
-        overlaps_reduction = Overlap.GRAD in base.overlap
-        shared_key = (
-            base.tp,
-            base.cp,
-            base.ep,
-            base.etp,
-            mbs,
-            base.zero,
-            base.offload,
-            overlaps_reduction,
-        )
-        elements = self._memory.elements(base, policy.zero, batch)
-        columns = [_DENSE, _EXPERT]
-        parameters = np.concatenate(
-            [elements.numel[:, columns], elements.calls[:, columns]], axis=1
-        )
-        pp = batch.pp[batch.pipeline_of_rank]
-        symbols: dict[int, Symbols] = {}
-        seconds = []
-        for rank_pp, numbers in zip(
-            pp[ranks].tolist(), parameters[ranks].astype(np.int64).tolist(), strict=True
-        ):
-            key = shared_key, rank_pp, *numbers
-            if key not in self._tails:
-                if rank_pp not in symbols:
-                    symbols[rank_pp] = self.times.symbols(replace(base, pp=rank_pp))
-                self._tails[key] = self._one_tail_s(symbols[rank_pp], numbers)
-            seconds.append(self._tails[key])
-        return seconds
-
-    def _one_tail_s(self, sym: Symbols, numbers: Sequence[int]) -> float:
-        dense, expert, dense_calls, expert_calls = numbers
-        parameters = RankParameters(
-            dense=dense,
-            expert=expert,
-            dense_calls=max(1, dense_calls),
-            expert_calls=max(1, expert_calls),
-        )
-        times = self.times
-        tail = step_tail(times.rates, times.collectives, sym, parameters)
-        return tail.total_s
-
-
-class _Pipelines:
-    """The pipelines of a space apart from all other degrees, each worked out once."""
-
-    def __init__(self, space: SearchSpace, tree: ParameterTree) -> None:
-        self._space, self._tree = space, tree
-        self._parts = list_parts(space.model, space.base)
-        self._layouts: dict[tuple[PipelineShape, int, bool], Layout] = {}
-        self._ranks: dict[PipelineShape, DistinctRanks] = {}
-        self._moments: dict[tuple[PipelineShape, int, bool], Array] = {}
-        self._places: dict[bytes, int] = {}
-        self.distinct_moments: list[MomentCounts] = []
-
-    def layout(self, shape: PipelineShape, vpp_group: int, *, is_paired: bool) -> Layout:
-        """Return a layout that is this pipeline with one device a pipeline rank."""
-        key = shape, vpp_group, is_paired
-        if key not in self._layouts:
-            base = self._space.base
-            alone = Layout(
-                world_size=shape.pp,
-                vpp_group=vpp_group,
-                overlap=(Overlap.EP,) if is_paired else (),
-                recompute_block=base.recompute_block,
-                recompute_span=base.recompute_span,
-            )
-            self._layouts[key] = with_pipeline(alone, shape, self._space)
-        return self._layouts[key]
-
-    def ranks(self, shape: PipelineShape, layout: Layout) -> DistinctRanks:
-        """Return the pipeline ranks that hold different layers."""
-        if shape not in self._ranks:
-            self._ranks[shape] = find_distinct_ranks(
-                self._space.model, self._parts, self._tree, layout
-            )
-        return self._ranks[shape]
-
-    def moments(self, shape: PipelineShape, layout: Layout, micro_batches: int) -> Array:
-        """Return the index in `distinct_moments` of the fullest moments of each rank [ranks]."""
-        steady = steady_micro_batches(layout, micro_batches)
-        key = shape, steady, bool(layout.overlap)
-        if key not in self._moments:
-            ranks = self.ranks(shape, layout)
-            moments = fullest_moments(ranks, self._parts, layout, steady)
-            self._moments[key] = np.array([self._place(counts) for counts in moments])
-        return self._moments[key]
-
-    def _place(self, counts: MomentCounts) -> int:
-        key = counts.live.tobytes() + counts.backward.tobytes() + counts.paired.tobytes()
-        if key not in self._places:
-            self._places[key] = len(self.distinct_moments)
-            self.distinct_moments.append(counts)
-        return self._places[key]
 
 
 def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:

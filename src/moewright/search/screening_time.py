@@ -33,13 +33,13 @@ class TimingClass:
     Two numbers in `like` decide that: what the number of micro-batches changes (whether the host
     can run ahead; for an eager stack their number itself), and the number of stages where the first
     layers of each are recomputed (0 elsewhere). `synced` says whether the host waits for every
-    transfer between stages, as it does without virtual stages. `ranks` [ranks] is the mask of the
-    ranks of these pipelines; `pp` and `vpp` are those of one of them.
+    transfer between stages, as it does without virtual stages. `pipelines` [pipelines] is the mask
+    of these pipelines; `pp` and `vpp` are those of one of them.
     """
 
     like: tuple[int, int]
     synced: bool
-    ranks: Array
+    pipelines: Array
     pp: int
     vpp: int
 
@@ -102,17 +102,32 @@ class ScreeningTimes:
         priced = price_model_ops(self.rates, self.collectives, sym, model_ops(sym))
         return Pricer(self.collectives, sym, priced)
 
-    def price_group(self, cut: Layout, memory: ModelMemory) -> GroupTimes:
-        """Return the prices of a layout `cut` whose layers offload the bytes that `memory` says."""
+    def price_group(self, cut: Layout, memory: ModelMemory | None) -> GroupTimes:
+        """Return the prices of a layout `cut`.
+
+        `memory` says what its layers offload where even the first policy offloads; else it is None.
+        """
+        return GroupTimes(self, cut, self.sent_activations(memory))
+
+    def sent_activations(self, memory: ModelMemory | None) -> dict[LayerKind, OffloadedActivations]:
+        """Return what a layer of each kind offloads under each policy [policies].
+
+        Without `memory` that is nothing.
+        """
+        if memory is None:
+            nothing = np.zeros(len(self.policies.members))
+            return {
+                kind: OffloadedActivations(bytes=nothing, modules=nothing)
+                for kind in self.parts.kinds
+            }
         by_kind = {
             part.kind: layer.offloaded
             for part, layer in reversed(list(zip(self.parts.layers, memory.layers, strict=True)))
         }
-        sent = {
+        return {
             kind: OffloadedActivations(bytes=by_kind[kind], modules=self.policies.offloaded_modules)
             for kind in self.parts.kinds
         }
-        return GroupTimes(self, cut, sent)
 
     def choose_exchanges(self, cut: Layout, times: GroupTimes, timing: TimingClass) -> Layout:
         """Return the layout with TP overlap, and the dispatcher and CP exchange of least time.
@@ -159,7 +174,7 @@ class GroupTimes:
     """The prices of the layouts of one group, each computed when it is first needed.
 
     `cut` is the group's layout; `sent` holds what a layer of each kind offloads to the host under
-    each activation policy [policies].
+    the first activation policy [policies].
     """
 
     def __init__(
@@ -167,7 +182,6 @@ class GroupTimes:
     ) -> None:
         self._times = times
         self._cut = cut
-        self._sent = sent
         self._first_sent = {
             kind: OffloadedActivations(
                 bytes=float(offloaded.bytes[0]), modules=float(offloaded.modules[0])
@@ -176,10 +190,17 @@ class GroupTimes:
         }
         self._known: dict[tuple[DispatcherKind, tuple[int, int]], Pricer] = {}
 
-    def seconds(self, timing: TimingClass, layout: Layout, policies: Array) -> Array:
+    def seconds(
+        self,
+        timing: TimingClass,
+        layout: Layout,
+        policies: Array,
+        sent: Mapping[LayerKind, OffloadedActivations],
+    ) -> Array:
         """Return the seconds of each part for one micro-batch, forward and backward.
 
         `policies` [policies] are indices of activation policies; the result is [parts, policies].
+        `sent` holds what a layer of each kind offloads under each activation policy.
         """
         times = self._times
         ones = np.ones(len(policies))  # spreads what no policy changes over all of them
@@ -187,7 +208,7 @@ class GroupTimes:
             kind: OffloadedActivations(
                 bytes=offloaded.bytes[policies], modules=offloaded.modules[policies]
             )
-            for kind, offloaded in self._sent.items()
+            for kind, offloaded in sent.items()
         }
         pricer = self._pricer(layout, timing)
         layers = pricer.layer_totals_s(

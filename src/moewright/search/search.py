@@ -12,46 +12,67 @@ from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.grid import with_fabric_nodes
 from moewright.rules.legality import check_legality, check_precision
-from moewright.search.candidates import RESOLUTION, Candidate, CandidatePool, layer_degrees
+from moewright.search.candidates import (
+    Candidate,
+    CandidatePool,
+    layer_degrees,
+    model_parallel_sizes,
+)
 from moewright.search.explain import explain_departure, explain_first
-from moewright.search.heuristics import LEAST_PARALLELISM, find_departures, model_parallel_size
+from moewright.search.heuristics import (
+    LEAST_PARALLELISM,
+    Guideline,
+    GuidelineScope,
+    find_departures,
+    model_parallel_size,
+)
+from moewright.search.ranking import RankingRule
 from moewright.search.screening import Screener
 from moewright.search.space import Objections, SearchSpace, build_search_space, no_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.units import GIB
 from moewright.spec.workload import Workload
 
 DOES_NOT_FIT = "does not fit in memory"
+MAY_NOT_FIT = "may not fit in memory"
 SLOWER = "slower than the layouts shown"
 
-# Candidates kept beyond those that are shown: a full estimate may find that some do not fit, and
-# a faster network (search_near) may change their order.
-_SPARE = 14
-_EXTRA_BYTES = (GIB, 8 * GIB)  # more memory a device: what `best_with_memory` answers for
+# Candidates kept beyond those that are shown: simulation of their pipelines, full estimates and a
+# faster network (search_near) may change their order.
+_SPARE = 8
+_MAX_KEPT = 1000
+_GAMBLES = 3  # shown
+_EXTRA_BYTES = (GIB, 8 * GIB)  # more memory a device: what `with_memory` answers for
+_WORTH_FINDING = 1.5  # a layout with another choice is sought up to so many times the best bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
     """The best plans of a search, best first, and what else it found.
 
-    `rejected` counts the layouts that each rule excludes, and `scored` all layouts that were
-    scored. `why` says why the first plan is first, and what a step would take under the guidelines
-    that it departs from. `best_with_memory` pairs extra bytes a device with the fastest candidate
-    that fits with them; `best_by_overlap` pairs False and True with the fastest candidate without
-    and with overlapped expert communication. `near_best` holds the best candidates of many
-    combinations of degrees, whether they are shown or not.
+    All of `plans` fit with the probability that `rule` asks for; only where nothing does, the plan
+    that is likeliest to fit stands there alone. `gambles` are plans with a lower bound than the
+    first plan (or, where nothing is safe, others) that fit less probably. `rejected` counts the
+    layouts that each rule excludes, and `scored` all layouts. `why` says why the first plan is
+    first, and what a step would take under the guidelines that it departs from. `with_memory` pairs
+    extra bytes a device with the best candidate that is safe with them, by bound and by step.
+    `other_overlap` is the best candidate that overlaps expert communication where the first plan
+    does not, or the other way round. `near_best` holds the best candidates of many combinations of
+    degrees, whether they are shown or not.
     """
 
     plans: tuple[Plan, ...]
+    gambles: tuple[Plan, ...]
+    rule: RankingRule
     rejected: tuple[tuple[str, int], ...]
     why: tuple[str, ...]
     scored: int
-    best_with_memory: tuple[tuple[float, Candidate], ...]
-    best_by_overlap: tuple[tuple[bool, Candidate], ...]
+    with_memory: tuple[tuple[float, tuple[Candidate, ...]], ...]
+    other_overlap: Candidate | None
     near_best: tuple[Candidate, ...]
 
 
@@ -63,12 +84,14 @@ def search(
     fixed: str = "",
     top: int = 10,
     allowed: Objections = no_objections,
+    rule: RankingRule | None = None,
 ) -> SearchResult:
-    """Return the `top` fastest layouts that may fit in memory, as far as possible of other degrees.
+    """Return the `top` best layouts that are safe, as far as possible of other degrees.
 
     Each plan is the best of its degrees (Candidate.degrees); further layouts of the same degrees
-    are shown only where fewer than `top` combinations of degrees fit. `fixed` is layout text whose
-    keys are pinned; `allowed` returns the reasons against a layout that is legal but cannot be run.
+    are shown only where fewer than `top` combinations of degrees are safe. `fixed` is layout text
+    whose keys are pinned; `allowed` returns the reasons against a layout that is legal but cannot
+    be run; `rule` is the default one unless given.
 
     Raises:
         BadInput: `fixed` is no layout, or the devices have no matrix products in the job's
@@ -76,53 +99,89 @@ def search(
     """
     if reasons := check_precision(workload, hardware):
         raise BadInput(*reasons)
+    rule = RankingRule() if rule is None else rule
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
-    pool = CandidatePool(space, Screener(space), keep=2 * top + _SPARE, extra_bytes=_EXTRA_BYTES)
-    pool.screen_all()
+    pool = _fill_pool(space, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room
     plans: list[Plan] = []
+    gambles: list[Plan] = []
     for candidate in pool.ranked():
         if len(plans) == top:
             break
-        reasons = check_legality(model, workload, candidate.layout)
-        if reasons:
-            rejected.update({reason.rule for reason in reasons})
+        if plan := _build_legal_plan(space, candidate, rejected):
+            # A full estimate rounds bytes, which may turn the verdict on the very margin.
+            (plans if rule.is_safe(plan.estimate) else gambles).append(plan)
+    plans.sort(key=rule.bound_s)
+    least_s = rule.bound_s(plans[0]) if plans else np.inf
+    for candidate in pool.gambles():
+        if len(gambles) >= _GAMBLES or candidate.bound_s >= least_s:
             continue
-        plan = build_plan(model, workload, hardware, candidate.layout)
-        if plan.estimate.verdict is Verdict.OOM:
-            rejected[DOES_NOT_FIT] += 1
-        else:
-            plans.append(plan)
-    rejected[SLOWER] = max(0, pool.scored - sum(rejected.values()) - len(plans))
-    plans.sort(key=_ranking_s)
+        plan = _build_legal_plan(space, candidate, rejected)
+        if plan and plan.estimate.verdict is not Verdict.OOM:
+            gambles.append(plan)
+    if not plans:
+        plans, gambles = gambles[:1], gambles[1:]
+    shown = len(plans) + len(gambles)
+    rejected[SLOWER] = max(0, pool.scored - sum(rejected.values()) - shown)
     why = explain_first(tuple(plans))
+    other_overlap = None
     if plans:
-        why = (*why, *_departures(plans[0], pool, space))
+        why = (*why, *_departures(plans[0], pool, space, rule))
+        other_overlap = _find_other_overlap(plans[0], pool, rule)
     return SearchResult(
         plans=tuple(plans),
-        rejected=tuple((rule, count) for rule, count in rejected.most_common() if count),
+        gambles=tuple(gambles),
+        rule=rule,
+        rejected=tuple((name, count) for name, count in rejected.most_common() if count),
         why=why,
         scored=pool.scored,
-        best_with_memory=tuple(pool.with_more.items()),
-        best_by_overlap=tuple(pool.by_overlap.items()),
+        with_memory=tuple(
+            (extra, (candidate, pool.fastest_with_more[extra]))
+            for extra, candidate in pool.with_more.items()
+        ),
+        other_overlap=other_overlap,
         near_best=tuple(pool.ranked()),
     )
 
 
+def _fill_pool(
+    space: SearchSpace, rule: RankingRule, *, keep: int, extra_bytes: tuple[float, ...]
+) -> CandidatePool:
+    """Screen a space, again with a larger pool while simulation lifts the best over its limit."""
+    while True:
+        pool = CandidatePool(space, Screener(space, rule), keep=keep, extra_bytes=extra_bytes)
+        pool.screen_all()
+        best_s = min((candidate.bound_s for candidate in pool.ranked()), default=0.0)
+        if best_s <= pool.below_s or keep > _MAX_KEPT:
+            return pool
+        keep *= 4
+
+
+def _build_legal_plan(
+    space: SearchSpace, candidate: Candidate, rejected: Counter[str]
+) -> Plan | None:
+    """Return the plan of a candidate; None where it is illegal, which `rejected` counts."""
+    reasons = check_legality(space.model, space.workload, candidate.layout)
+    if reasons:
+        rejected.update({reason.rule for reason in reasons})
+        return None
+    return build_plan(space.model, space.workload, space.hardware, candidate.layout)
+
+
 def search_near(
     result: SearchResult, hardware: Hardware, *, fixed: str, allowed: Objections
-) -> Candidate | None:
-    """Return the fastest layout on other hardware, among the degrees of a search's best layouts.
+) -> tuple[Candidate, ...]:
+    """Return the safe layouts on other hardware, of the degrees of a search's best; best first.
 
-    `result` is the search on the hardware of its plans; its `near_best` names the degrees. Return
-    None where no layout fits by more than a standard deviation.
+    `result` is the search on the hardware of its plans; its `near_best` names the degrees.
     """
     first = result.plans[0]
     space = build_search_space(first.model, first.workload, hardware, fixed, allowed=allowed)
-    pool = CandidatePool(space, Screener(space), keep=_SPARE, extra_bytes=())
+    screener = Screener(space, result.rule)
+    pool = CandidatePool(space, screener, keep=_SPARE, extra_bytes=())
     pool.screen_all({layer_degrees(candidate.layout) for candidate in result.near_best})
-    return next((candidate for candidate in pool.ranked() if candidate.fits_surely), None)
+    return tuple(pool.ranked())
 
 
 def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> Plan:
@@ -142,30 +201,58 @@ def build_plan(model: ModelSpec, workload: Workload, hardware: Hardware, layout:
     )
 
 
-def _departures(plan: Plan, pool: CandidatePool, space: SearchSpace) -> Iterator[str]:
+def _departures(
+    plan: Plan, pool: CandidatePool, space: SearchSpace, rule: RankingRule
+) -> Iterator[str]:
     """Yield a sentence on what it would take to follow the guidelines that the plan departs from.
 
-    Guidelines whose fastest layout is the same share a sentence.
+    Guidelines whose best layout is the same share a sentence.
     """
-    followers = [  # (text of a guideline, the fastest candidate that follows it)
-        (guideline.text, pool.usual.get(guideline))
+    below_s = _WORTH_FINDING * rule.bound_s(plan)
+    followers = [  # (text of a guideline, the best candidate that follows it)
+        (guideline.text, _find_follower(guideline, pool, space, below_s))
         for guideline in find_departures(plan.layout, space)
     ]
     parallel = model_parallel_size(plan.layout)
     if 0 < pool.least < parallel:
-        text = f"{LEAST_PARALLELISM}: tp x cp x pp of {pool.least}, not {parallel}"
-        followers.insert(0, (text, pool.least_parallel.get(pool.least)))
+        least = pool.least
+        text = f"{LEAST_PARALLELISM}: tp x cp x pp of {least}, not {parallel}"
+        follower = pool.find_best(
+            lambda scores: (model_parallel_sizes(scores.base, scores.pipelines.shapes) == least)[
+                :, None, None
+            ],
+            lambda bounded: least % (bounded.base.tp * bounded.base.cp) == 0,
+            below_s=below_s,
+        )
+        followers.insert(0, (text, follower))
     texts: dict[Layout | None, list[str]] = {}
     for text, candidate in followers:
-        if candidate is not None:
-            texts.setdefault(candidate.layout, []).append(text)
-        elif np.isfinite(pool.below_s):
-            texts.setdefault(None, []).append(text)
+        texts.setdefault(None if candidate is None else candidate.layout, []).append(text)
     for layout, guidelines in texts.items():
-        yield explain_departure(plan, "; ".join(guidelines), layout, more_than_s=pool.below_s)
+        yield explain_departure(plan, "; ".join(guidelines), layout, more_than=_WORTH_FINDING)
 
 
-def _ranking_s(plan: Plan) -> float:
-    """Return the seconds by which a plan is ranked: its step, longer where it may not fit."""
-    is_uncertain = plan.estimate.verdict is Verdict.UNCERTAIN
-    return plan.estimate.step_s * (RESOLUTION if is_uncertain else 1.0)
+def _find_follower(
+    guideline: Guideline, pool: CandidatePool, space: SearchSpace, below_s: float
+) -> Candidate | None:
+    """Return the best candidate that follows a guideline, of those seen, else of the space."""
+    if guideline in pool.usual:
+        return pool.usual[guideline]
+    is_of_degrees = guideline.scope is GuidelineScope.DEGREES
+    return pool.find_best(
+        lambda scores: pool.follows(guideline, scores),
+        lambda bounded: not is_of_degrees or guideline.is_followed(bounded.base, space),
+        below_s=below_s,
+    )
+
+
+def _find_other_overlap(plan: Plan, pool: CandidatePool, rule: RankingRule) -> Candidate | None:
+    """Return the best candidate whose expert communication is not treated as the plan's is."""
+    overlaps = Overlap.EP not in plan.layout.overlap
+    if overlaps in pool.by_overlap:
+        return pool.by_overlap[overlaps]
+    return pool.find_best(
+        lambda scores: np.isfinite(scores.step_s),
+        lambda bounded: (Overlap.EP in bounded.base.overlap) == overlaps,
+        below_s=_WORTH_FINDING * rule.bound_s(plan),
+    )

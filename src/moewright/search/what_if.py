@@ -1,25 +1,42 @@
-"""What would change the best plan: more memory, a faster network, or overlapped expert exchange."""
+"""What would change the best plan: more memory, a faster network, or overlapped expert exchange.
+
+A change that can only help never makes the answer worse: the best plan itself, priced under the
+change, is among the candidates, and another layout replaces it only where neither its bound nor its
+step is longer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
+from moewright.cost.estimate import estimate
 from moewright.search.candidates import Candidate
+from moewright.search.ranking import RankingRule
 from moewright.search.search import SearchResult, search_near
 from moewright.search.space import Objections, no_objections
-from moewright.spec.layout import Overlap
-from moewright.spec.plan import WhatIf
+from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout, Overlap
+from moewright.spec.plan import Plan, WhatIf
 from moewright.spec.units import format_bytes
 
 NETWORK_SPEEDUP = 2.0
 _WORTH_SAYING = 0.002  # of the step
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Incumbent:
+    """The best plan under a change of the machine."""
+
+    layout: Layout
+    step_s: float
+    bound_s: float
+
+
 def find_gains(
     result: SearchResult, *, fixed: str = "", allowed: Objections = no_objections
 ) -> tuple[WhatIf, ...]:
-    """Return the fastest layout under each change that moves the step by more than _WORTH_SAYING.
+    """Return the best layout under each change that moves the step by more than _WORTH_SAYING.
 
     `result` is that of a search under `fixed` and `allowed`. What more memory and the overlap of
     expert communication change is read from it; for a faster network the degrees of the best
@@ -33,20 +50,28 @@ def find_gains(
 
 
 def _memory(result: SearchResult) -> Iterator[WhatIf]:
-    for extra_bytes, candidate in result.best_with_memory:
-        yield _what_if(f"{format_bytes(extra_bytes)} more memory a device", candidate)
+    plan = result.plans[0]
+    incumbent = _price(plan, plan.hardware, result.rule)
+    for extra_bytes, candidates in result.with_memory:
+        change = f"{format_bytes(extra_bytes)} more memory a device"
+        yield _improve(change, incumbent, candidates)
 
 
 def _network(result: SearchResult, fixed: str, allowed: Objections) -> Iterator[WhatIf]:
-    hardware = result.plans[0].hardware
-    fabric = hardware.fabric
-    if fabric.domain_size >= hardware.count:
+    plan = result.plans[0]
+    faster = speed_up_network(plan.hardware, NETWORK_SPEEDUP)
+    if faster.fabric.domain_size >= faster.count:
         return
-    network_Bps = replace(fabric.network_Bps, value=NETWORK_SPEEDUP * fabric.network_Bps.value)
-    faster = replace(hardware, fabric=replace(fabric, network_Bps=network_Bps))
-    candidate = search_near(result, faster, fixed=fixed, allowed=allowed)
-    if candidate is not None:
-        yield _what_if(f"a network {NETWORK_SPEEDUP:g} x as fast", candidate)
+    candidates = search_near(result, faster, fixed=fixed, allowed=allowed)
+    change = f"a network {NETWORK_SPEEDUP:g} x as fast"
+    yield _improve(change, _price(plan, faster, result.rule), candidates)
+
+
+def speed_up_network(hardware: Hardware, factor: float) -> Hardware:
+    """Return the hardware with so many times the bandwidth between domains."""
+    Bps = hardware.fabric.network_Bps
+    network_Bps = replace(Bps, value=factor * Bps.value)
+    return replace(hardware, fabric=replace(hardware.fabric, network_Bps=network_Bps))
 
 
 def _overlap(result: SearchResult) -> Iterator[WhatIf]:
@@ -54,12 +79,34 @@ def _overlap(result: SearchResult) -> Iterator[WhatIf]:
 
     That is the best with overlap where the plan has none, and the best without where it has.
     """
-    has_overlap = Overlap.EP in result.plans[0].layout.overlap
-    for overlaps, candidate in result.best_by_overlap:
-        if overlaps != has_overlap:
-            how = "overlapped" if overlaps else "not overlapped"
-            yield _what_if(f"expert communication {how}", candidate)
+    candidate = result.other_overlap
+    if candidate is not None:
+        how = "overlapped" if Overlap.EP in candidate.layout.overlap else "not overlapped"
+        change = f"expert communication {how}"
+        yield WhatIf(change=change, layout=candidate.layout, step_s=candidate.step_s)
 
 
-def _what_if(change: str, candidate: Candidate) -> WhatIf:
-    return WhatIf(change=change, layout=candidate.layout, step_s=candidate.step_s)
+def _price(plan: Plan, hardware: Hardware, rule: RankingRule) -> _Incumbent:
+    """Return what the plan's own layout takes on a hardware."""
+    priced = plan
+    if hardware != plan.hardware:
+        priced = replace(plan, estimate=estimate(plan.model, plan.workload, hardware, plan.layout))
+    return _Incumbent(
+        layout=plan.layout, step_s=priced.estimate.step_s, bound_s=rule.bound_s(priced)
+    )
+
+
+def _improve(change: str, incumbent: _Incumbent, candidates: Iterable[Candidate]) -> WhatIf:
+    """Return the best of the candidates that are no worse than the incumbent, else the incumbent.
+
+    No worse means neither a longer bound nor a longer step.
+    """
+    better = [
+        candidate
+        for candidate in candidates
+        if candidate.bound_s <= incumbent.bound_s and candidate.step_s <= incumbent.step_s
+    ]
+    best = min(better, key=lambda candidate: candidate.bound_s, default=None)
+    if best is None:
+        return WhatIf(change=change, layout=incumbent.layout, step_s=incumbent.step_s)
+    return WhatIf(change=change, layout=best.layout, step_s=best.step_s)

@@ -1,0 +1,138 @@
+"""How far the bounds of a group's candidates lie above their predicted steps.
+
+Counts equal those of an estimate's evidence: pairs of choices are counted within and between the
+parts of a layout that vary apart (degrees, pipeline, activation policy, state policy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moewright.cost.activations import ActivationPolicy
+from moewright.cost.constants import Constants
+from moewright.cost.evidence import job_choices, layout_choices, read_measured_choices
+from moewright.cost.stage_parts import Array
+from moewright.cost.uncertainty import step_bound, step_deviation
+from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy, with_pipeline
+from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import Layout, Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChoiceRows:
+    """Sets of choices as rows.
+
+    `made` [rows, measured choices] is 1 where a set holds a choice that runs made; `missing` [rows]
+    counts the choices of a set that no run made.
+    """
+
+    made: Array
+    missing: Array
+
+
+class ScreeningRisk:
+    """A calculator of the factors by which bounds exceed predicted steps in one space."""
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        constants: Constants,
+        activations: Sequence[ActivationPolicy],
+        states: Sequence[StatePolicy],
+        risk: float,
+    ) -> None:
+        self._space, self._constants, self._risk = space, constants, risk
+        self._counts_evidence = space.hardware.device.kind is DeviceKind.CUDA
+        if not self._counts_evidence:
+            return
+        measured = read_measured_choices()
+        self._column = {name: column for column, name in enumerate(measured.list_names())}
+        self._apart = measured.tabulate_missing_pairs()
+        alone = Layout(world_size=1)
+        self._job = frozenset(job_choices(space.model, space.workload, space.hardware))
+        self._activations = self._encode(
+            self._names(policy.apply_to(alone)) for policy in activations
+        )
+        self._states = self._encode(
+            self._names(replace(alone, zero=policy.zero, offload=policy.offload))
+            for policy in states
+        )
+        self._classes: dict[PipelineShapes, tuple[ChoiceRows, Array]] = {}
+        self._factors: dict[tuple[PipelineShapes, frozenset[str]], Array] = {}
+
+    def factors(self, base: Layout, pipelines: PipelineShapes) -> Array:
+        """Return bound over step of a group's candidates.
+
+        The result broadcasts to [pipelines, activation policies, state policies].
+        """
+        if not self._counts_evidence:
+            return np.full((1, 1, 1), step_bound(1.0, self._deviation(0, 0), self._risk))
+        names = self._names(
+            replace(
+                base,
+                pp=1,
+                vpp=1,
+                schedule=Schedule.ONE_F_ONE_B,
+                zero=1,
+                recompute=(),
+                offload=(),
+                graphs=(),
+            )
+        )
+        key = pipelines, names
+        if key not in self._factors:
+            self._factors[key] = self._count(names, pipelines)
+        return self._factors[key]
+
+    def _count(self, names: frozenset[str], pipelines: PipelineShapes) -> Array:
+        if pipelines not in self._classes:
+            self._classes[pipelines] = self._classify(pipelines)
+        classes, class_of_pipeline = self._classes[pipelines]
+        group = self._encode([self._job | names])
+        blocks = (
+            (classes, (slice(None), None, None)),
+            (self._activations, (None, slice(None), None)),
+            (self._states, (None, None, slice(None))),
+        )
+        missing: Array = group.missing[0]
+        pairs: Array = 0.5 * (group.made @ self._apart @ group.made.T)[0, 0]
+        for rows, place in blocks:
+            within = 0.5 * np.einsum("ij,ij->i", rows.made @ self._apart, rows.made)
+            with_group = rows.made @ self._apart @ group.made[0]
+            missing = missing + rows.missing[place]
+            pairs = pairs + (within + with_group)[place]
+        shape = {0: (slice(None), slice(None), None), 1: (slice(None), None, slice(None))}
+        between = classes.made @ self._apart
+        pairs = pairs + (between @ self._activations.made.T)[shape[0]]
+        pairs = pairs + (between @ self._states.made.T)[shape[1]]
+        pairs = pairs + (self._activations.made @ self._apart @ self._states.made.T)[None]
+        deviation = self._deviation(missing, pairs)
+        return np.asarray(step_bound(1.0, deviation, self._risk)[class_of_pipeline])
+
+    def _deviation(self, missing: Array | int, pairs: Array | int) -> Array:
+        return step_deviation(self._constants, missing, pairs)
+
+    def _classify(self, pipelines: PipelineShapes) -> tuple[ChoiceRows, Array]:
+        """Return the distinct choices of pipelines, and the index of the class of each."""
+        names = []
+        for shape in pipelines.shapes:
+            alone = Layout(world_size=shape.pp, vpp_group=self._space.base.vpp_group)
+            names.append(self._names(with_pipeline(alone, shape, self._space)))
+        classes = list(dict.fromkeys(names))
+        return self._encode(classes), np.array([classes.index(choices) for choices in names])
+
+    def _names(self, layout: Layout) -> frozenset[str]:
+        return frozenset(layout_choices(layout, self._space.hardware))
+
+    def _encode(self, sets: Iterable[Iterable[str]]) -> ChoiceRows:
+        rows = [list(names) for names in sets]
+        made = np.zeros((len(rows), len(self._column)))
+        missing = np.zeros(len(rows))
+        for place, names in enumerate(rows):
+            columns = [self._column[name] for name in names if name in self._column]
+            made[place, columns] = 1
+            missing[place] = len(names) - len(columns)
+        return ChoiceRows(made=made, missing=missing)

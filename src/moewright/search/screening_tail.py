@@ -1,0 +1,96 @@
+"""Seconds of what a step does once: gradient reduction, weight gathers and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from moewright.cost.stage_parts import Array
+from moewright.cost.step_time import RankParameters, step_tail
+from moewright.cost.symbols import Symbols
+from moewright.rules import shards
+from moewright.search.pipeline_arrays import PipelineBatch
+from moewright.search.screening_memory import ScreeningMemory
+from moewright.search.screening_time import ScreeningTimes
+from moewright.search.space import StatePolicy
+from moewright.spec.layout import Layout, Overlap
+
+_DENSE, _EXPERT = (shards.GRADIENT_GROUPS.index(group) for group in ("dp_cp", "edp"))
+
+
+class ScreeningTails:
+    """A calculator of the seconds that ranks take once a step, each distinct rank priced once."""
+
+    def __init__(
+        self, times: ScreeningTimes, memory: ScreeningMemory, states: Sequence[StatePolicy]
+    ) -> None:
+        self._times, self._memory, self._states = times, memory, states
+        self._tails: dict[tuple[object, ...], float] = {}
+
+    def seconds(self, base: Layout, batch: PipelineBatch, is_needed: Array) -> Array:
+        """Return the seconds of what a step does once, on the rank that takes longest.
+
+        These are gradient reduction, weight gathers and the optimizer [pipelines, state policies];
+        0 where `is_needed` asks for nothing.
+        """
+        tails = np.zeros((len(batch.pp), len(self._states)))
+        for column, policy in enumerate(self._states):
+            pipelines = np.asarray(is_needed[:, :, column].any(axis=1))
+            ranks = np.flatnonzero(pipelines[batch.pipeline_of_rank])
+            if len(ranks):
+                seconds = self._rank_tails_s(base, policy, batch, ranks)
+                np.maximum.at(tails[:, column], batch.pipeline_of_rank[ranks], seconds)
+        return tails
+
+    def _rank_tails_s(
+        self, base: Layout, policy: StatePolicy, batch: PipelineBatch, ranks: Array
+    ) -> list[float]:
+        """Return the seconds that each of these ranks takes once a step."""
+        base = replace(
+            base, zero=policy.zero, offload=tuple(sorted({*base.offload, *policy.offload}))
+        )
+        # Only zero=3 reduces and gathers more often with more micro-batches.
+        mbs = base.mbs if base.zero == 3 else 0
+        overlaps_reduction = Overlap.GRAD in base.overlap
+        shared_key = (
+            base.tp,
+            base.cp,
+            base.ep,
+            base.etp,
+            mbs,
+            base.zero,
+            base.offload,
+            overlaps_reduction,
+        )
+        elements = self._memory.elements(base, policy.zero, batch)
+        columns = [_DENSE, _EXPERT]
+        parameters = np.concatenate(
+            [elements.numel[:, columns], elements.calls[:, columns]], axis=1
+        )
+        pp = batch.pp[batch.pipeline_of_rank]
+        symbols: dict[int, Symbols] = {}
+        seconds = []
+        for rank_pp, numbers in zip(
+            pp[ranks].tolist(), parameters[ranks].astype(np.int64).tolist(), strict=True
+        ):
+            key = shared_key, rank_pp, *numbers
+            if key not in self._tails:
+                if rank_pp not in symbols:
+                    symbols[rank_pp] = self._times.symbols(replace(base, pp=rank_pp))
+                self._tails[key] = self._one_tail_s(symbols[rank_pp], numbers)
+            seconds.append(self._tails[key])
+        return seconds
+
+    def _one_tail_s(self, sym: Symbols, numbers: Sequence[int]) -> float:
+        dense, expert, dense_calls, expert_calls = numbers
+        parameters = RankParameters(
+            dense=dense,
+            expert=expert,
+            dense_calls=max(1, dense_calls),
+            expert_calls=max(1, expert_calls),
+        )
+        times = self._times
+        tail = step_tail(times.rates, times.collectives, sym, parameters)
+        return tail.total_s
