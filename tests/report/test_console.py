@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.report.console import format_flops, make_console, print_estimate, print_plans
+from moewright.report.console import format_flops, make_console, print_estimate
+from moewright.report.plan_text import print_plans
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.plan import Verdict
 from moewright.spec.units import GIB
@@ -28,13 +29,15 @@ def test_piped_plans_are_plain_text_of_at_most_120_columns(out):
         plans,
         rejected=rejected,
         why=("0.25 s less recompute than the runner-up",),
+        verbose=True,
     )
     text = out.getvalue()
     assert "\x1b" not in text
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120
     first, second, third = (
-        next(line for line in lines if line.startswith(f" {place} ")) for place in (1, 2, 3)
+        next(line for line in lines if line.startswith(f" {place} "))
+        for place in ("> 1", "  2", "  3")
     )
     assert "ep2, mbs2 " in first
     assert "1.25 s" in first
@@ -85,7 +88,11 @@ def test_no_plan_is_stated_with_the_rules_that_rejected(out):
 
 def test_brackets_of_a_layout_are_not_taken_for_markup(out):
     print_plans(
-        make_console(out), (plan(),), rejected=(("[bold]rule[/]", 1),), why=("why [red]not[/]",)
+        make_console(out),
+        (plan(),),
+        verbose=True,
+        rejected=(("[bold]rule[/]", 1),),
+        why=("why [red]not[/]",),
     )
     assert "[bold]rule[/]" in out.getvalue()
     assert "why [red]not[/]" in out.getvalue()

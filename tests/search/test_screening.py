@@ -15,6 +15,7 @@ from moewright.cost.estimate import estimate
 from moewright.cost.pipeline_time import closed_form_s
 from moewright.intake import catalogue
 from moewright.rules.legality import check_legality
+from moewright.search import ranking
 from moewright.search.screening import GroupScores, Screener
 from moewright.search.space import DegreeGroup, SearchSpace, build_search_space, degree_groups
 from moewright.spec.hardware import DeviceKind
@@ -112,7 +113,9 @@ SPLIT_BACKWARD = (
 
 
 @st.composite
-def scored(draw: st.DrawFn, cases: tuple[Case, ...]) -> tuple[Case, Layout, float, float]:
+def scored(
+    draw: st.DrawFn, cases: tuple[Case, ...]
+) -> tuple[Case, Layout, tuple[float, float], float]:
     """Draw a layout of a case with its seconds and bytes, half of them with uneven stages."""
     case = draw(st.sampled_from(cases))
     is_uneven = draw(st.booleans())
@@ -124,12 +127,16 @@ def scored(draw: st.DrawFn, cases: tuple[Case, ...]) -> tuple[Case, Layout, floa
     places = np.argwhere(wanted if wanted.any() else is_priced).tolist()
     place = tuple(draw(st.sampled_from(places)))
     layout = case.screener.layout(scores, *place)
-    return case, layout, float(scores.step_s[place]), float(scores.peak_bytes[place])
+    seconds = float(scores.step_s[place]), float(scores.bound_s[place])
+    return case, layout, seconds, float(scores.peak_bytes[place])
 
 
 def _screen_all(case: Case, group: DegreeGroup) -> list[GroupScores]:
-    every = case.screener.screen(group, room_bytes=ALL, below_s=ALL)
-    return [scores for scores in every if np.isfinite(scores.step_s).any()]
+    every = [
+        case.screener.score(bounded, room_bytes=ALL, below_s=ALL)
+        for bounded in case.screener.bound(group)
+    ]
+    return [scores for scores in every if scores and np.isfinite(scores.step_s).any()]
 
 
 def _estimate(case: Case, layout: Layout) -> Estimate:
@@ -141,19 +148,21 @@ def _estimate(case: Case, layout: Layout) -> Estimate:
 @given(scored(CASES))
 @settings(max_examples=60, deadline=None)
 def test_scores_are_what_estimates_say(
-    found: tuple[Case, Layout, float, float],
+    found: tuple[Case, Layout, tuple[float, float], float],
 ) -> None:
-    case, layout, step_s, peak_bytes = found
+    case, layout, (step_s, bound_s), peak_bytes = found
     full = _estimate(case, layout)
     assert step_s == pytest.approx(_closed_step_s(full, layout), rel=SECONDS)
     assert step_s + case.screener.stall_s(layout) == pytest.approx(full.step_s, rel=SECONDS)
     assert peak_bytes == pytest.approx(full.peak_bytes, abs=BYTES)
+    rule = case.screener.rule
+    assert bound_s / step_s == pytest.approx(ranking.bound_s(full, rule) / full.step_s, rel=SECONDS)
 
 
 @given(scored(SPLIT_BACKWARD))
 @settings(max_examples=8, deadline=None)
 def test_bytes_of_split_backwards_are_what_estimates_say(
-    found: tuple[Case, Layout, float, float],
+    found: tuple[Case, Layout, tuple[float, float], float],
 ) -> None:
     case, layout, _, peak_bytes = found
     assert peak_bytes == pytest.approx(_estimate(case, layout).peak_bytes, abs=BYTES)
@@ -197,10 +206,14 @@ def test_no_price_is_below_the_floor_of_its_group(case: Case) -> None:
     """A floor takes no price of the pipelines; where it is high enough none is made."""
     nearest = 0.0
     for group in case.groups[:: max(1, len(case.groups) // 20)]:
-        for scores in _screen_all(case, group):
+        for bounded in case.screener.bound(group):
+            scores = case.screener.score(bounded, room_bytes=ALL, below_s=ALL)
+            if scores is None or not np.isfinite(scores.step_s).any():
+                continue
             least = float(scores.step_s.min())
-            assert 0 < scores.floor_s <= least, format_layout(scores.base)
-            nearest = max(nearest, scores.floor_s / least)
+            assert 0 < bounded.floor_s <= least, format_layout(scores.base)
+            assert bounded.floor_bound_s <= float(scores.bound_s.min())
+            nearest = max(nearest, bounded.floor_s / least)
     assert nearest > 0.8
 
 
@@ -230,8 +243,11 @@ def _fastest_by_pipeline(case: Case, *, below_s: float) -> dict[Layout, float]:
     room_bytes = case.space.hardware.device.memory_bytes.value
     fastest = {}
     for group in case.groups:
-        for scores in case.screener.screen(group, room_bytes=room_bytes, below_s=below_s):
-            for pipeline, steps in enumerate(scores.step_s):
+        for bounded in case.screener.bound(group):
+            scores = case.screener.score(bounded, room_bytes=room_bytes, below_s=below_s)
+            if scores is None:
+                continue
+            for pipeline, steps in enumerate(scores.bound_s):
                 place = np.unravel_index(int(steps.argmin()), steps.shape)
                 if np.isfinite(steps[place]):
                     layout = case.screener.layout(scores, pipeline, int(place[0]), int(place[1]))

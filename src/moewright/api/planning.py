@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from moewright.api.comparison import summarize_plan
 from moewright.api.requests import (
@@ -21,30 +22,54 @@ from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.legality import check_legality
 from moewright.search import explain, what_if
+from moewright.search.ranking import bound_s, is_safe, to_alternative
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
 from moewright.search.space import Objections, no_objections
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Estimate, Plan
+from moewright.spec.plan import Estimate, Plan, RankingRule
 from moewright.spec.record import Record, Row
 from moewright.spec.workload import Dtype, Routing
 
 MAX_TOP = 100  # each is estimated in full
+FIT_PROBABILITIES = (0.5, 0.999)
+RISKS = (0.001, 0.5)
+
+
+class PlanChoices(TypedDict, total=False):
+    """The keywords of `plan` that choose among layouts."""
+
+    layout: str
+    fit_probability: float
+    risk: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchOptions:
+    """How many layouts are wanted, which keys are pinned, and the risks that a ranking takes."""
+
+    top: int = 5
+    layout: str = ""
+    fit_probability: float = RankingRule().fit_probability
+    risk: float = RankingRule().risk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plans(Record):
-    """The answer of `plan`: the best plans, fastest first, and what the search rejected.
+    """The answer of `plan`: the best plans that fit, best first, and what the search rejected.
 
-    `best` carries the sensitivities (`gains`); where the job pins layout keys, `best` is the
-    fastest plan that keeps them, and `plans` shows what else there is.
+    `best` is the first of them, with what would change it (`gains`). `gambles` are faster plans
+    that may not fit; only where nothing fits as probably as asked for, the likeliest to fit is
+    `best`. `own` is the best plan that keeps the layout keys of a job file, where it has some.
     """
 
     request: PlanRequest
     plans: tuple[Plan, ...]
+    gambles: tuple[Plan, ...]
     best: Plan | None  # None where nothing fits
+    own: Plan | None  # None where the job has no layout keys, or nothing that keeps them fits
     even_routing: Estimate | None  # of `best` under even routing, where a load was measured
     why: tuple[str, ...]
     rejected: tuple[tuple[str, int], ...]  # rule and how many layouts broke it
@@ -98,8 +123,12 @@ def plan(
     precision: Dtype | str | None = None,
     load: Path | str | None = None,
     top: int = 5,
+    **choices: Unpack[PlanChoices],
 ) -> Plans:
     """Rank the layouts of a model, or of a job file, on some hardware by predicted step time.
+
+    Layouts that fit with a probability of `fit_probability` come first, ranked by the seconds that
+    a step exceeds with a probability of `risk`.
 
     Args:
         model: a name, a config.json or its folder, a job .toml, or a ModelSpec.
@@ -109,6 +138,8 @@ def plan(
         precision: "bf16" when neither this nor a job says it.
         load: a file of measured tokens by expert; memory and time are the hottest rank's.
         top: how many layouts to return.
+        **choices: `layout`, layout text whose keys are pinned; `fit_probability` (0.9) and `risk`
+            (0.1) of the ranking.
 
     Raises:
         BadInput: something cannot be used, or no layout is legal and fits.
@@ -120,7 +151,9 @@ def plan(
         (2, 8)
     """
     options = workload_options(seq_len, global_batch, precision, load)
-    result = search_request(read_plan_request(model, on, options), Path(_file_name(model)), top=top)
+    request = read_plan_request(model, on, options)
+    search_options = SearchOptions(top=top, **_check_choices(choices))
+    result = search_request(request, Path(_file_name(model)), search_options)
     if result.best is None:
         raise explain_empty_search(result.request, result.search, Path(_file_name(model)))
     return result
@@ -168,47 +201,87 @@ def _file_name(model: str | Path | ModelSpec) -> str:
     return model.name if isinstance(model, ModelSpec) else str(model)
 
 
-def search_request(request: PlanRequest, job: Path, *, top: int) -> Plans:
+def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> Plans:
     """Search the layouts of a request; `best` is None where nothing legal fits.
 
-    Layout keys that the job pins decide which plan is `best`; `plans` then ranks all layouts, with
-    `best` among them. `job` is the file that refusals name.
+    `job` is the file that refusals name.
     """
-    if not 1 <= top <= MAX_TOP:
-        nearest = str(min(max(top, 1), MAX_TOP))
-        rule = f"must be in 1..{MAX_TOP}"
-        raise BadInput(Reason(field="--top", value=str(top), rule=rule, nearest=nearest))
+    _check_options(options)
     allowed = _objections(request)
-    pinned = request.layout_text
-    nouns = (request.model, request.workload, request.hardware)
-    with translate_fields(to_job_keys(job)):
-        result = search(*nouns, fixed=pinned, top=top, allowed=allowed)
-    if not result.plans:
-        return Plans(
-            request=request,
-            plans=(),
-            best=None,
-            even_routing=None,
-            why=result.why,
-            rejected=result.rejected,
-            search=result,
+    rule = RankingRule(fit_probability=options.fit_probability, risk=options.risk)
+    find = partial(
+        search, request.model, request.workload, request.hardware, allowed=allowed, rule=rule
+    )
+    with translate_fields(to_options("--layout")):
+        result = find(fixed=options.layout, top=options.top)
+    own = None
+    if request.layout_text:
+        with translate_fields(to_job_keys(job)):
+            own = next(iter(find(fixed=request.layout_text, top=1).plans), None)
+    plans = _insert_own(result.plans, own, rule) if not options.layout else result.plans
+    best = None
+    why: tuple[str, ...] = ()
+    if plans:
+        result = replace(result, plans=plans)
+        gains = what_if.find_gains(result, fixed=options.layout, allowed=allowed)
+        best = replace(
+            plans[0],
+            gains=gains,
+            rule=rule,
+            runners_up=tuple(to_alternative(plan, rule) for plan in plans[1:]),
+            gambles=tuple(to_alternative(plan, rule) for plan in result.gambles),
         )
-    first = result.plans[0]
-    best = replace(first, gains=what_if.find_gains(result, fixed=pinned, allowed=allowed))
-    ranking = result.plans
-    if pinned:
-        ranking = search(*nouns, fixed="", top=top, allowed=allowed).plans
-        if first not in ranking:
-            ranking = (*ranking, first)
+        plans = (best, *plans[1:])
+        why = (*result.why, *explain.explain_bound(best))
     return Plans(
         request=request,
-        plans=tuple(best if plan == first else plan for plan in ranking),
+        plans=plans,
+        gambles=result.gambles,
         best=best,
-        even_routing=estimate_even_routing(best),
-        why=(*result.why, *explain.explain_bound(best)),
+        own=best if best and own and own.layout == best.layout else own,
+        even_routing=estimate_even_routing(best) if best else None,
+        why=why,
         rejected=result.rejected,
         search=result,
     )
+
+
+def _insert_own(plans: tuple[Plan, ...], own: Plan | None, rule: RankingRule) -> tuple[Plan, ...]:
+    """Return plans with the job's own in its place, where that is not behind the last of them.
+
+    So keys that a search would not vary never make the answer worse.
+    """
+    if own is None or not plans or any(plan.layout == own.layout for plan in plans):
+        return plans
+
+    def rank(plan: Plan) -> tuple[bool, float]:
+        return not is_safe(plan.estimate, rule), bound_s(plan.estimate, rule)
+
+    if rank(own) >= rank(plans[-1]):
+        return plans
+    return tuple(sorted((*plans, own), key=rank))
+
+
+def _check_choices(choices: PlanChoices) -> PlanChoices:
+    """Raise TypeError for a keyword that is no choice of `plan`, as Python does for others."""
+    unknown = set(choices) - set(PlanChoices.__annotations__)
+    if unknown:
+        raise TypeError(f"plan() got an unexpected keyword argument {min(unknown)!r}")
+    return choices
+
+
+def _check_options(options: SearchOptions) -> None:
+    """Raise BadInput for an option that is out of range."""
+    ranges = (
+        ("--top", options.top, 1, MAX_TOP),
+        ("--fit-probability", options.fit_probability, *FIT_PROBABILITIES),
+        ("--risk", options.risk, *RISKS),
+    )
+    for field, value, lowest, highest in ranges:
+        if not lowest <= value <= highest:
+            rule = f"must be in {lowest:g}..{highest:g}"
+            nearest = f"{lowest if not value > lowest else highest:g}"
+            raise BadInput(Reason(field=field, value=f"{value:g}", rule=rule, nearest=nearest))
 
 
 def _objections(request: PlanRequest) -> Objections:

@@ -90,7 +90,7 @@ def estimate(
 def print_better_layouts(console: Console, plan: Plan) -> None:
     """Print the planner's best layouts for the job of a launch script, its own among them."""
     from moewright.api.launch_scripts import find_better_layouts
-    from moewright.report.console import print_ranking
+    from moewright.report.plan_text import print_ranking
 
     better = find_better_layouts(plan)
     console.print("What would be better", style="bold")

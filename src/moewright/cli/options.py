@@ -49,6 +49,7 @@ JsonOption = Annotated[
     Path | None,
     Parameter(name="--json", allow_leading_hyphen=True, converter=_read_json_path),
 ]
+Verbose = Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")]
 Count = Annotated[int, Parameter(converter=_read_count)]
 OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
 
@@ -115,6 +116,33 @@ class PlanningOptions(BatchOptions):
             network=self.network,
             load=self.load,
         )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankingOptions:
+    """Options that say which layouts are shown, and in which order.
+
+    Parameters
+    ----------
+    top
+        How many layouts to show.
+    layout
+        Layout keys that must hold, such as "ep8,recompute=select".
+    fit_probability
+        Layouts that fit with at least this probability come first.
+    risk
+        Layouts are ranked by the seconds that a step exceeds with this probability; 0.5: by the
+        predicted step.
+    why_not
+        A layout, such as "tp2,ep8,pp4": say what speaks against it.
+    """
+
+    top: int = 5
+    layout: str = ""
+    fit_probability: float = 0.9
+    risk: float = 0.1
+    why_not: str = ""
 
 
 @Parameter(name="*")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import fmean
 from typing import TextIO
 
@@ -22,17 +22,6 @@ PIPED_WIDTH = 120
 BAR_WIDTH = 10
 FLOP_UNITS = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 STYLES = {Verdict.FITS: "green", Verdict.UNCERTAIN: "yellow", Verdict.OOM: "red"}
-_RANKING_COLUMNS = (
-    "",
-    "layout",
-    "step",
-    "tok/s/dev",
-    "TFLOP/s/dev",
-    "MFU",
-    "peak of capacity",
-    "margin",
-    "verdict",
-)
 
 
 class _Console(Console):
@@ -47,48 +36,10 @@ def make_console(stream: TextIO) -> Console:
     return _Console(file=stream, width=width, highlight=False, markup=False)
 
 
-def print_plans(
-    console: Console,
-    plans: Sequence[Plan],
-    *,
-    picked: Sequence[Plan] = (),
-    rejected: Sequence[tuple[str, int]] = (),
-    why: Sequence[str] = (),
-) -> None:
-    """Print plans of one job, best first, and what was assumed for them.
-
-    The `picked` ones are marked, `why` says in lines why the first wins, and `rejected` counts
-    the layouts that each rule rejected.
-    """
-    if plans:
-        console.print(_job_title(plans[0]), soft_wrap=True)
-        console.print(_ranking_table(console, plans, picked))
-        limits = [
-            f"{rank}: {describe_load_limit(plan.estimate)}"
-            for rank, plan in enumerate(plans, 1)
-            if plan.estimate.load_limit > 1
-        ]
-        lines = [*why, *limits]
-        for line in lines:
-            console.print(Text(line))
-        if lines:
-            console.print()
-        console.print(_assumption_table(plans[0].estimate.assumptions))
-    else:
-        console.print(Text("No legal layout fits.", style="red"))
-    if rejected:
-        console.print(_rejection_table(rejected))
-
-
-def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[Plan]) -> None:
-    """Print plans of one job as a table alone, the picked ones marked."""
-    console.print(_ranking_table(console, plans, picked))
-
-
 def print_estimate(console: Console, plan: Plan) -> None:
     """Print one layout's verdict, memory of its fullest rank, time by part, and assumptions."""
     estimate = plan.estimate
-    console.print(_job_title(plan), soft_wrap=True)
+    console.print(job_title(plan), soft_wrap=True)
     console.print(Text(f"layout    {format_layout(plan.layout)}"), soft_wrap=True)
     console.print(_verdict_line(estimate))
     fullest = next(ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank)
@@ -105,7 +56,7 @@ def print_estimate(console: Console, plan: Plan) -> None:
         f"{estimate.tflops_per_device:.4g} TFLOP/s/device, "
         f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}\n"
     )
-    console.print(_assumption_table(estimate.assumptions))
+    console.print(assumption_table(estimate.assumptions))
 
 
 def print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> None:
@@ -166,7 +117,8 @@ def make_table(*columns: str, text_columns: Iterable[str] = (), title: str = "")
     return table
 
 
-def _job_title(plan: Plan) -> Text:
+def job_title(plan: Plan) -> Text:
+    """Return model, hardware and workload of a plan in one line."""
     workload = plan.workload
     return Text(
         f"{plan.model.name or 'model'} on {plan.layout.world_size} x {plan.hardware.device.name}: "
@@ -176,43 +128,18 @@ def _job_title(plan: Plan) -> Text:
     )
 
 
-def _bar(console: Console, share: float, width: int = BAR_WIDTH) -> str:
+def draw_bar(console: Console, share: float, width: int = BAR_WIDTH) -> str:
+    """Return a bar of `width` cells, a share of them full."""
     full, empty = ("#", ".") if console.options.ascii_only else ("█", "░")
     cells = min(width, max(0, round(share * width)))
     return full * cells + empty * (width - cells)
 
 
-def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) -> Table:
-    table = make_table(*_RANKING_COLUMNS, text_columns=("layout",))
-    for rank, plan in enumerate(plans, 1):
-        estimate = plan.estimate
-        is_picked = plan in picked
-        # A space behind each comma is where a long layout may wrap.
-        layout = format_layout(plan.layout).replace(",", ", ")
-        used = estimate.peak_bytes / estimate.capacity_bytes
-        table.add_row(
-            f"> {rank}" if is_picked else str(rank),
-            Text(layout, style="bold" if is_picked else ""),
-            format_seconds(estimate.step_s),
-            format_rate(estimate.tokens_per_s_per_device),
-            f"{estimate.tflops_per_device:.4g}",
-            f"{estimate.mfu:.1%}",
-            f"{format_bytes(estimate.peak_bytes)} {_bar(console, used)}",
-            format_bytes(estimate.margin_bytes),
-            Text(estimate.verdict.value, style=STYLES[estimate.verdict]),
-        )
-    return table
+def assumption_table(assumptions: Iterable[Assumption]) -> Table:
+    """Return a table of what went into an estimate.
 
-
-def _rejection_table(rejected: Iterable[tuple[str, int]]) -> Table:
-    table = make_table("layouts", "rule", text_columns=("rule",), title="Rejected")
-    for rule, count in sorted(rejected, key=lambda pair: (-pair[1], pair[0])):
-        table.add_row(f"{count:,}", Text(rule))
-    return table
-
-
-def _assumption_table(assumptions: Iterable[Assumption]) -> Table:
-    """Put constants of one kind and source into one row, the least certain kind first."""
+    It puts constants of one kind and source into one row, the least certain kind first.
+    """
     constants: dict[tuple[SourceKind, str], list[str]] = {}
     for assumption in assumptions:
         row = constants.setdefault((assumption.kind, assumption.source), [])
@@ -284,7 +211,7 @@ def _time_table(console: Console, estimate: Estimate) -> Table:
             format_seconds(share.seconds),
             format_seconds(share.hidden_s) if share.hidden_s else "",
             f"{of_step:.1%}",
-            _bar(console, of_step, 2 * BAR_WIDTH),
+            draw_bar(console, of_step, 2 * BAR_WIDTH),
         )
     table.add_section()
     table.add_row("step", Text(format_seconds(estimate.step_s), style="bold"), "", "", "")

@@ -260,7 +260,8 @@ class CandidatePool:
             below_s = sorted(map(_bound_s, self._gambles))[_GAMBLES - 1]
         places = list(self._list_best(scores, mask, below_s=below_s))
         if not self._candidates:
-            spare = np.where(mask, (self._limit - scores.peak_bytes) / scores.sd_bytes, -np.inf)
+            sd = np.maximum(scores.sd_bytes, 1.0)
+            spare = np.where(mask, (self._limit - scores.peak_bytes) / sd, -np.inf)
             likeliest = np.unravel_index(int(spare.argmax()), spare.shape)
             places.append(tuple(map(int, likeliest)))
         added = {self._candidate(scores, place, is_safe=False) for place in places}

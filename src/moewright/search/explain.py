@@ -15,6 +15,7 @@ from moewright.spec.plan import Estimate, Plan, TimeShare, Verdict, WhatIf
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.spec.workload import Workload
 
+DEPARTURE = "Departs from the usual"  # what sentences on guidelines begin with
 _PARTS_SHOWN = 3
 _WORTH_SAYING = 0.005  # of the step
 
@@ -52,7 +53,7 @@ def explain_departure(
 
     Where none is known, every such layout is ranked more than `more_than` times as long.
     """
-    departure = f"Departs from the usual ({guideline})"
+    departure = f"{DEPARTURE} ({guideline})"
     if usual is None:
         more = more_than - 1
         return f"{departure}: every layout that keeps to it is more than {more:.0%} slower."
@@ -127,6 +128,17 @@ def _explain_memory(estimate: Estimate) -> str:
     return f"{excess} the memory: {use}, most of it {estimate.largest}"
 
 
+def _explain_doubt(other: Estimate, best: Estimate) -> str:
+    """Say why an estimate is not the best although its step is shorter; "" where it is not."""
+    if other.step_s >= best.step_s:
+        return ""
+    longest, best_longest = other.step_interval_80[1], best.step_interval_80[1]
+    if longest >= best_longest:
+        limit = format_seconds(best_longest)
+        return f" but less sure: nine of ten take up to {format_seconds(longest)}, not {limit}"
+    return f" but fits with {other.fit_probability:.0%}"
+
+
 def _compare(other: Estimate, best: Estimate) -> str:
     """Say by how much a step is slower than the best, and which parts make most of the change."""
     before = {share.part: share.seconds for share in best.shares}
@@ -139,5 +151,5 @@ def _compare(other: Estimate, best: Estimate) -> str:
         if abs(seconds) > _WORTH_SAYING * best.step_s
     ]
     relation = _relation(other.step_s / best.step_s - 1)
-    text = f"{format_seconds(other.step_s)} a step, {relation}"
+    text = f"{format_seconds(other.step_s)} a step, {relation}{_explain_doubt(other, best)}"
     return f"{text} ({', '.join(parts)})" if parts else text

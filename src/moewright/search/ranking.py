@@ -1,35 +1,29 @@
-"""What a ranking allows to go wrong: a peak beyond capacity, a step longer than predicted."""
+"""What plans are ranked by: the probability that they fit, and the bound of their step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from moewright.cost.uncertainty import step_bound
-from moewright.spec.plan import Estimate, Plan
-
-# A step is ranked by the time that nine of ten such steps stay below, and a layout is safe that
-# fits in nine of ten cases.
-DEFAULT_RISK = 0.1
-DEFAULT_FIT_PROBABILITY = 0.9
+from moewright.spec.plan import Alternative, Estimate, Plan, RankingRule
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankingRule:
-    """The risks that a ranking takes.
+def is_safe(estimate: Estimate, rule: RankingRule) -> bool:
+    """Return whether a layout fits with the probability that the rule asks for."""
+    return estimate.fit_probability >= rule.fit_probability
 
-    Layouts that fit with at least `fit_probability` are safe and come first. They are ranked by
-    their bound: the seconds that a step exceeds with a probability of `risk`. At a risk of 0.5 that
-    is the predicted step itself.
-    """
 
-    fit_probability: float = DEFAULT_FIT_PROBABILITY
-    risk: float = DEFAULT_RISK
+def bound_s(estimate: Estimate, rule: RankingRule) -> float:
+    """Return the seconds by which an estimate is ranked."""
+    return float(step_bound(estimate.step_s, estimate.step_sd, rule.risk))
 
-    def is_safe(self, estimate: Estimate) -> bool:
-        """Return whether a layout fits with the probability that the rule asks for."""
-        return estimate.fit_probability >= self.fit_probability
 
-    def bound_s(self, plan: Plan) -> float:
-        """Return the seconds by which a plan is ranked."""
-        estimate = plan.estimate
-        return float(step_bound(estimate.step_s, estimate.step_sd, self.risk))
+def to_alternative(plan: Plan, rule: RankingRule) -> Alternative:
+    """Return a plan in short, as the plan that was chosen over it lists it."""
+    estimate = plan.estimate
+    return Alternative(
+        layout=plan.layout,
+        step_s=estimate.step_s,
+        step_bound_s=bound_s(estimate, rule),
+        peak_bytes=estimate.peak_bytes,
+        fit_probability=estimate.fit_probability,
+        grade=estimate.evidence.grade,
+    )

@@ -27,7 +27,6 @@ from moewright.rules import stages
 from moewright.rules.compatibility import check_compatibility
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.pipelines import PipelineCache
-from moewright.search.ranking import RankingRule
 from moewright.search.screening_memory import ScreeningMemory
 from moewright.search.screening_risk import ScreeningRisk
 from moewright.search.screening_tail import ScreeningTails
@@ -43,6 +42,7 @@ from moewright.search.space import (
 )
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Overlap, Recompute
+from moewright.spec.plan import RankingRule
 
 _LIGHTEST = np.array([0])  # the activation policy that recomputes and offloads least
 

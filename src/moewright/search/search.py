@@ -26,14 +26,14 @@ from moewright.search.heuristics import (
     find_departures,
     model_parallel_size,
 )
-from moewright.search.ranking import RankingRule
+from moewright.search.ranking import bound_s, is_safe
 from moewright.search.screening import Screener
 from moewright.search.space import Objections, SearchSpace, build_search_space, no_objections
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Overlap
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Plan, Verdict
+from moewright.spec.plan import Plan, RankingRule, Verdict
 from moewright.spec.units import GIB
 from moewright.spec.workload import Workload
 
@@ -109,11 +109,12 @@ def search(
     for candidate in pool.ranked():
         if len(plans) == top:
             break
-        if plan := _build_legal_plan(space, candidate, rejected):
+        plan = _build_legal_plan(space, candidate, rejected)
+        if plan:
             # A full estimate rounds bytes, which may turn the verdict on the very margin.
-            (plans if rule.is_safe(plan.estimate) else gambles).append(plan)
-    plans.sort(key=rule.bound_s)
-    least_s = rule.bound_s(plans[0]) if plans else np.inf
+            (plans if is_safe(plan.estimate, rule) else gambles).append(plan)
+    plans.sort(key=lambda plan: bound_s(plan.estimate, rule))
+    least_s = bound_s(plans[0].estimate, rule) if plans else np.inf
     for candidate in pool.gambles():
         if len(gambles) >= _GAMBLES or candidate.bound_s >= least_s:
             continue
@@ -208,7 +209,7 @@ def _departures(
 
     Guidelines whose best layout is the same share a sentence.
     """
-    below_s = _WORTH_FINDING * rule.bound_s(plan)
+    below_s = _WORTH_FINDING * bound_s(plan.estimate, rule)
     followers = [  # (text of a guideline, the best candidate that follows it)
         (guideline.text, _find_follower(guideline, pool, space, below_s))
         for guideline in find_departures(plan.layout, space)
@@ -254,5 +255,5 @@ def _find_other_overlap(plan: Plan, pool: CandidatePool, rule: RankingRule) -> C
     return pool.find_best(
         lambda scores: np.isfinite(scores.step_s),
         lambda bounded: (Overlap.EP in bounded.base.overlap) == overlaps,
-        below_s=_WORTH_FINDING * rule.bound_s(plan),
+        below_s=_WORTH_FINDING * bound_s(plan.estimate, rule),
     )

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from moewright.cost.estimate import estimate
 from moewright.search.candidates import Candidate
-from moewright.search.ranking import RankingRule
-from moewright.search.search import SearchResult, search_near
+from moewright.search.ranking import bound_s
+from moewright.search.search import SearchResult, search, search_near
 from moewright.search.space import Objections, no_objections
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Overlap
-from moewright.spec.plan import Plan, WhatIf
+from moewright.spec.plan import Plan, RankingRule, WhatIf
 from moewright.spec.units import format_bytes
 
 NETWORK_SPEEDUP = 2.0
@@ -46,6 +46,8 @@ def find_gains(
         return ()
     best_s = result.plans[0].estimate.step_s
     changes = [*_memory(result), *_network(result, fixed, allowed), *_overlap(result)]
+    if fixed:
+        changes.append(_unpin(result, allowed))
     return tuple(change for change in changes if abs(change.step_s / best_s - 1) > _WORTH_SAYING)
 
 
@@ -86,13 +88,24 @@ def _overlap(result: SearchResult) -> Iterator[WhatIf]:
         yield WhatIf(change=change, layout=candidate.layout, step_s=candidate.step_s)
 
 
+def _unpin(result: SearchResult, allowed: Objections) -> WhatIf:
+    """Return the best layout without the pinned keys."""
+    plan = result.plans[0]
+    nouns = (plan.model, plan.workload, plan.hardware)
+    free = search(*nouns, top=1, allowed=allowed, rule=result.rule)
+    incumbent = _price(plan, plan.hardware, result.rule)
+    return _improve("no pinned layout keys", incumbent, free.near_best)
+
+
 def _price(plan: Plan, hardware: Hardware, rule: RankingRule) -> _Incumbent:
     """Return what the plan's own layout takes on a hardware."""
     priced = plan
     if hardware != plan.hardware:
         priced = replace(plan, estimate=estimate(plan.model, plan.workload, hardware, plan.layout))
     return _Incumbent(
-        layout=plan.layout, step_s=priced.estimate.step_s, bound_s=rule.bound_s(priced)
+        layout=plan.layout,
+        step_s=priced.estimate.step_s,
+        bound_s=bound_s(priced.estimate, rule),
     )
 
 

@@ -154,11 +154,38 @@ class WhatIf:
     step_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankingRule:
+    """The risks that a ranking of layouts takes.
+
+    Layouts that fit with at least `fit_probability` are safe and come first. They are ranked by
+    their bound: the seconds that a step exceeds with a probability of `risk`. At a risk of 0.5 that
+    is the predicted step itself.
+    """
+
+    fit_probability: float = 0.9
+    risk: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """A layout that a plan was chosen over, in short."""
+
+    layout: Layout
+    step_s: float
+    step_bound_s: float  # what it is ranked by
+    peak_bytes: int
+    fit_probability: float
+    grade: EvidenceGrade
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan(Record):
     """A whole job, as the engine runs it, with the estimate that it was chosen by.
 
-    `fingerprint` covers everything but the estimate and the gains.
+    `fingerprint` covers model, workload, hardware and layout. A plan that a search chose has the
+    rule of the ranking, the next best safe layouts (`runners_up`), and those ranked before it that
+    fit less probably than the rule asks for (`gambles`).
     """
 
     model: ModelSpec
@@ -169,6 +196,9 @@ class Plan(Record):
     fingerprint: str
     gains: tuple[WhatIf, ...] = ()
     schema: int = 1
+    rule: RankingRule = RankingRule()
+    runners_up: tuple[Alternative, ...] = ()
+    gambles: tuple[Alternative, ...] = ()
 
     def title(self) -> str:
         """Return model, hardware, workload, layout and the line of the estimate."""

@@ -1,0 +1,172 @@
+"""The answer of `plan` on a terminal: the ranking, why its first is first, and what may not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moewright.codec import format_layout
+from moewright.report.console import (
+    STYLES,
+    assumption_table,
+    describe_load_limit,
+    draw_bar,
+    format_rate,
+    job_title,
+    make_table,
+)
+from moewright.search.explain import DEPARTURE
+from moewright.spec.plan import Assumption, Evidence, EvidenceGrade, Plan
+from moewright.spec.sourced import SourceKind
+from moewright.spec.units import format_bytes, format_seconds
+
+_RANKING_COLUMNS = (
+    "",
+    "layout",
+    "step",
+    "tok/s/dev",
+    "TFLOP/s/dev",
+    "MFU",
+    "peak of capacity",
+    "margin",
+    "verdict",
+)
+_NAMES_SHOWN = 3  # of choices without evidence
+_GRADES = {
+    EvidenceGrade.MEASURED: "runs made all choices of the plan together",
+    EvidenceGrade.COMBINED: "runs made every pair of its choices, but none all together",
+    EvidenceGrade.STACKED: "runs made all of its choices, but not together",
+    EvidenceGrade.FORMULA: "no run made some of its choices",
+}
+
+
+def print_plans(
+    console: Console,
+    plans: Sequence[Plan],
+    *,
+    own: Plan | None = None,
+    gambles: Sequence[Plan] = (),
+    rejected: Sequence[tuple[str, int]] = (),
+    why: Sequence[str] = (),
+    verbose: bool = False,
+) -> None:
+    """Print plans of one job, best first, and what was assumed for them.
+
+    The first is marked. `own` is the best plan that keeps the keys of a job file, `gambles` are
+    faster plans that may not fit, `why` says in lines why the first wins, and `rejected` counts the
+    layouts that each rule rejected. Only `verbose` lists departures from guidelines, every constant
+    and every rule.
+    """
+    if not plans:
+        console.print(Text("No legal layout fits.", style="red"))
+        if rejected:
+            console.print(_rejection_table(rejected))
+        return
+    console.print(job_title(plans[0]), soft_wrap=True)
+    console.print(_ranking_table(console, plans, plans[:1]))
+    for line in (*why, *_extra_lines(plans, own, gambles)):
+        if verbose or not line.startswith(DEPARTURE):
+            console.print(Text(line))
+    if verbose:
+        console.print()
+        console.print(assumption_table(plans[0].estimate.assumptions))
+        console.print(_rejection_table(rejected))
+    else:
+        console.print(Text(_summarise_sources(plans[0].estimate.assumptions)))
+        if rejected:
+            console.print(Text(_summarise_rejections(rejected)))
+
+
+def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[Plan]) -> None:
+    """Print plans of one job as a table alone, the picked ones marked."""
+    console.print(_ranking_table(console, plans, picked))
+
+
+def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan]) -> Iterable[str]:
+    """Yield lines on what the first plan rests on, what is faster, and the job's own layout."""
+    first = plans[0]
+    yield f"Evidence: {describe_evidence(first.estimate.evidence)}."
+    if first.estimate.load_limit > 1:
+        yield f"Routing: {describe_load_limit(first.estimate)}."
+    wanted = first.rule.fit_probability
+    if first.estimate.fit_probability < wanted:
+        yield (
+            f"Gamble: no layout fits with {wanted:.0%}; the likeliest does with "
+            f"{first.estimate.fit_probability:.0%}."
+        )
+    for plan in gambles:
+        estimate = plan.estimate
+        change = estimate.step_s / first.estimate.step_s - 1
+        yield (
+            f"Gamble: {format_layout(plan.layout)}: {format_seconds(estimate.step_s)} a step, "
+            f"{change:+.1%}, fits with {estimate.fit_probability:.0%}."
+        )
+    if own is not None and own.layout != first.layout:
+        estimate = own.estimate
+        change = estimate.step_s / first.estimate.step_s - 1
+        yield (
+            f"The job's own layout keys give {format_layout(own.layout)}: "
+            f"{format_seconds(estimate.step_s)} a step, {change:+.1%}; --layout pins keys."
+        )
+
+
+def describe_evidence(evidence: Evidence) -> str:
+    """Say how near measured runs come to an estimate, and which choices none made."""
+    if evidence.grade is EvidenceGrade.MEASURED and evidence.runs:
+        runs = "run" if evidence.runs == 1 else "runs"
+        return f"{evidence.runs} published {runs} made all choices of the plan together"
+    text = _GRADES[evidence.grade]
+    if evidence.formula:
+        shown = ", ".join(evidence.formula[:_NAMES_SHOWN])
+        more = len(evidence.formula) - _NAMES_SHOWN
+        text += f": {shown}"
+        if more > 0:
+            text += f" and {more} more"
+    return text
+
+
+def _summarise_sources(assumptions: Iterable[Assumption]) -> str:
+    """Count what went into an estimate, by kind of source."""
+    counts = Counter(assumption.kind for assumption in assumptions)
+    kinds = ", ".join(f"{counts[kind]} {kind.value}" for kind in SourceKind if counts[kind])
+    return f"Constants and rates: {kinds}; -v lists them with their sources."
+
+
+def _summarise_rejections(rejected: Iterable[tuple[str, int]]) -> str:
+    """Say which rules rejected how many layouts, the commonest first."""
+    ordered = sorted(rejected, key=lambda pair: (-pair[1], pair[0]))
+    return "Rejected: " + "; ".join(f"{count:,} {rule}" for rule, count in ordered) + "."
+
+
+def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) -> Table:
+    table = make_table(*_RANKING_COLUMNS, text_columns=("layout",))
+    for rank, plan in enumerate(plans, 1):
+        estimate = plan.estimate
+        is_picked = plan in picked
+        # A space behind each comma is where a long layout may wrap.
+        layout = format_layout(plan.layout).replace(",", ", ")
+        used = estimate.peak_bytes / estimate.capacity_bytes
+        verdict = f"{estimate.verdict.value} {estimate.fit_probability:.0%}"
+        table.add_row(
+            f"> {rank}" if is_picked else str(rank),
+            Text(layout, style="bold" if is_picked else ""),
+            format_seconds(estimate.step_s),
+            format_rate(estimate.tokens_per_s_per_device),
+            f"{estimate.tflops_per_device:.4g}",
+            f"{estimate.mfu:.1%}",
+            f"{format_bytes(estimate.peak_bytes)} {draw_bar(console, used)}",
+            format_bytes(estimate.margin_bytes),
+            Text(verdict, style=STYLES[estimate.verdict]),
+        )
+    return table
+
+
+def _rejection_table(rejected: Iterable[tuple[str, int]]) -> Table:
+    table = make_table("layouts", "rule", text_columns=("rule",), title="Rejected")
+    for rule, count in sorted(rejected, key=lambda pair: (-pair[1], pair[0])):
+        table.add_row(f"{count:,}", Text(rule))
+    return table
