@@ -77,7 +77,7 @@ runs/machine.toml: | $(VENV)/.ready
 	$(BIN)/moewright bench machine --nproc 2 --out $@
 
 $(RUN)/plan.json: $(JOB) runs/machine.toml | $(DATA)/corpus.json
-	$(BIN)/moewright plan $(JOB) --json $@
+	$(BIN)/moewright plan $(JOB) --layout tp1,ep2 --json $@
 
 $(VENV)/constraints.txt: constraints.txt
 	if $(PYTHON) -c '$(BASE_TORCH)' 2>/dev/null; then \

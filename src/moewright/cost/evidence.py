@@ -26,7 +26,7 @@ from moewright.spec.sourced import SourceKind
 from moewright.spec.workload import ExpertKernels, Routing, Workload
 
 _TOGETHER = " with "
-_OWN_RATES = "rates of this machine"
+OWN_RATES = "rates of this machine"
 _USUAL_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 
 
@@ -97,7 +97,7 @@ def judge_evidence(
     if hardware.device.kind is not DeviceKind.CUDA:
         kinds = {rate.curve.kind for rate in hardware.device.rates}
         if SourceKind.MEASURED in kinds:
-            return Evidence(grade=EvidenceGrade.COMBINED, measured=(_OWN_RATES,))
+            return Evidence(grade=EvidenceGrade.COMBINED, measured=(OWN_RATES,))
         return Evidence(grade=EvidenceGrade.FORMULA, formula=("rates of the device",))
     choices = list_choices(model, workload, hardware, layout)
     return read_measured_choices().support(choices)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moewright.codec import format_layout
+from moewright.cost.evidence import OWN_RATES
 from moewright.report.console import (
     STYLES,
     assumption_table,
@@ -119,6 +120,8 @@ def describe_evidence(evidence: Evidence) -> str:
     if evidence.grade is EvidenceGrade.MEASURED and evidence.runs:
         runs = "run" if evidence.runs == 1 else "runs"
         return f"{evidence.runs} published {runs} made all choices of the plan together"
+    if evidence.measured == (OWN_RATES,):
+        return OWN_RATES
     text = _GRADES[evidence.grade]
     if evidence.formula:
         shown = ", ".join(evidence.formula[:_NAMES_SHOWN])
