@@ -155,7 +155,7 @@ class Screener:
                 times = self.times.price_group(group.layout, self._always_sent(group))
             timings = self._timing_classes(group)
             base = self.times.choose_exchanges(cut, times, timings[0])
-            floor_s = times.floor_s(base, timings)
+            floor_s = min(times.floor_s(variant, timings) for variant in self._quickest(base))
             least_factor = float(self._risk.factors(base, group.pipelines).min())
             yield BoundedGroup(
                 group=group,
@@ -187,7 +187,12 @@ class Screener:
             times=bounded.times,
             sent=self.times.sent_activations(self._always_sent(group)),
         )
-        least_s = self._pipeline_s(priced, _LIGHTEST)
+        least_s = np.minimum.reduce(
+            [
+                self._pipeline_s(replace(priced, base=variant), _LIGHTEST)
+                for variant in self._quickest(base)
+            ]
+        )
         is_fast = least_s * self._least_factors(base, group.pipelines) < below_s
         if not is_fast.any():
             return None
@@ -245,6 +250,16 @@ class Screener:
     def _always_sent(self, group: DegreeGroup) -> ModelMemory | None:
         """Return the group's memory where every policy offloads activations; else None."""
         return self._model_memory(group) if self.activation_policies[0].offload else None
+
+    def _quickest(self, base: Layout) -> list[Layout]:
+        """Return the variants of a layout of which some takes least before recompute.
+
+        Overlapped gradient sums take host time, under which more of an overlapped expert exchange
+        hides.
+        """
+        if self._searches_dp_overlap and Overlap.EP in base.overlap:
+            return [base, _with_dp_overlap(base)]
+        return [base]
 
     def _least_factors(self, base: Layout, pipelines: PipelineShapes) -> Array:
         """Return the least factor of each pipeline [pipelines, 1]."""
