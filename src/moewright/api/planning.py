@@ -22,7 +22,7 @@ from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.legality import check_legality
 from moewright.search import explain, what_if
-from moewright.search.ranking import bound_s, is_safe, to_alternative
+from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
 from moewright.search.space import Objections, no_objections
 from moewright.spec.errors import BadInput, Reason
@@ -228,8 +228,8 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
             plans[0],
             gains=gains,
             rule=rule,
-            runners_up=tuple(to_alternative(plan, rule) for plan in plans[1:]),
-            gambles=tuple(to_alternative(plan, rule) for plan in result.gambles),
+            runners_up=tuple(to_ranked_layout(plan, rule) for plan in plans[1:]),
+            gambles=tuple(to_ranked_layout(plan, rule) for plan in result.gambles),
         )
         plans = (best, *plans[1:])
         why = (*result.why, *explain.explain_bound(best))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moewright.cost.uncertainty import step_bound
-from moewright.spec.plan import Alternative, Estimate, Plan, RankingRule
+from moewright.spec.plan import RankedLayout, Estimate, Plan, RankingRule
 
 
 def is_safe(estimate: Estimate, rule: RankingRule) -> bool:
@@ -16,10 +16,10 @@ def bound_s(estimate: Estimate, rule: RankingRule) -> float:
     return float(step_bound(estimate.step_s, estimate.step_sd, rule.risk))
 
 
-def to_alternative(plan: Plan, rule: RankingRule) -> Alternative:
+def to_ranked_layout(plan: Plan, rule: RankingRule) -> RankedLayout:
     """Return a plan in short, as the plan that was chosen over it lists it."""
     estimate = plan.estimate
-    return Alternative(
+    return RankedLayout(
         layout=plan.layout,
         step_s=estimate.step_s,
         step_bound_s=bound_s(estimate, rule),

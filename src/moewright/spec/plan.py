@@ -168,7 +168,7 @@ class RankingRule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alternative:
+class RankedLayout:
     """A layout that a plan was chosen over, in short."""
 
     layout: Layout
@@ -197,8 +197,8 @@ class Plan(Record):
     gains: tuple[WhatIf, ...] = ()
     schema: int = 1
     rule: RankingRule = RankingRule()
-    runners_up: tuple[Alternative, ...] = ()
-    gambles: tuple[Alternative, ...] = ()
+    runners_up: tuple[RankedLayout, ...] = ()
+    gambles: tuple[RankedLayout, ...] = ()
 
     def title(self) -> str:
         """Return model, hardware, workload, layout and the line of the estimate."""
