@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moewright.cost.uncertainty import step_bound
-from moewright.spec.plan import RankedLayout, Estimate, Plan, RankingRule
+from moewright.spec.plan import Estimate, Plan, RankedLayout, RankingRule
 
 
 def is_safe(estimate: Estimate, rule: RankingRule) -> bool:
