@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from moewright.calibration.columns import OVERLAP_COLUMNS
 from moewright.calibration.software_facts import find_device_name
@@ -29,8 +30,12 @@ from moewright.spec.layout import (
 from moewright.spec.model import ModelSpec
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GB, GIB, TERA
-from moewright.spec.workload import Dtype, OptimizerSpec
+from moewright.spec.workload import Dtype, FineTuningSpec, OptimizerSpec, Task
 
+# Names that Megatron-LM and its forks had for modules of recompute.
+_RECOMPUTE_SPELLINGS: Mapping[str, str] = MappingProxyType(
+    {"attn": "core_attn", "core-attn": "core_attn", "moe_expert": "moe", "moe_layer": "moe"}
+)
 VPP_ON = "on"  # virtual stages, of a number that the source does not state
 _USABLE_MEMORY = 0.99  # of the printed gigabytes read as GiB, which the runtime shows
 _UNITS = {"GB": GB, "GiB": GIB, "MiB": GIB}
@@ -79,18 +84,6 @@ def parse_whole_number(column: str, text: str) -> int:
     return int(value)
 
 
-def parse_model(text: str) -> ModelSpec:
-    """Return the model of that name; "X (8 layers)" is X cut to its first 8 layers."""
-    cut = re.fullmatch(r"(.+?) \((\d+) layers\)", text.strip())
-    if not cut:
-        return catalogue.model(text)
-    whole = catalogue.model(cut[1])
-    layers = parse_whole_number("model", cut[2])
-    if layers > whole.layers:
-        raise cell_error("model", text, f"has {whole.layers} layers")
-    return replace(whole, name=text, layers=layers, moe_layers=whole.moe_layers[:layers])
-
-
 def parse_hardware(
     text: str, count: int, user_hardware: Sequence[Hardware] = (), *, network: str = ""
 ) -> Hardware:
@@ -127,6 +120,18 @@ def _with_memory(device: Device, text: str, *, source: str) -> Device:
 
 def _printed(value: float, source: str) -> Sourced:
     return Sourced(value=value, kind=SourceKind.DATASHEET, source=source)
+
+
+def parse_task(text: str) -> FineTuningSpec:
+    """Parse what a run trains for; the update of reinforcement learning is a step of fine-tuning.
+
+    Raises:
+        BadInput: another task.
+    """
+    tasks = {"": Task.PRETRAIN, "rl-train": Task.SFT, **{task.value: task for task in Task}}
+    if text not in tasks:
+        raise cell_error("task", text, f"must be one of {', '.join(Task)}")
+    return FineTuningSpec(task=tasks[text])
 
 
 def parse_precision(text: str) -> Dtype:
@@ -189,7 +194,8 @@ def parse_recompute(granularity: str, modules: str) -> tuple[Recompute, ...]:
         return ()
     words = re.sub(r"\([^)]*\)", "", modules).replace(",", " ").split()
     policies: set[Recompute] = set()
-    for word in words or ["core_attn"]:
+    for spelling in words or ["core_attn"]:
+        word = _RECOMPUTE_SPELLINGS.get(spelling, spelling)
         if word not in tuple(Recompute):
             raise cell_error(
                 "recompute_modules", modules, "is no policy of modules that is modelled"

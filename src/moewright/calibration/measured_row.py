@@ -6,7 +6,7 @@ Where a source does not state a fact, the default is taken and the row lists the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from moewright.calibration.software_facts import (
 from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_without_mtp
 from moewright.calibration.unstated import enumerate_readings, find_unstated_columns
 from moewright.cost.estimate import estimate
+from moewright.intake import catalogue
 from moewright.rules.legality import check_legality
 from moewright.rules.stages import parse_stages
 from moewright.spec.errors import BadInput
@@ -34,7 +35,10 @@ from moewright.spec.layout import Layout, Overlap, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Routing, Workload
 
-_REQUIRED = ("model", "hardware", "num_gpus", "seq_len", "mbs")
+_REQUIRED = ("model", "hardware", "num_gpus", "seq_len")
+# The micro-batches that a row may have had which does not state it, and how likely: the shares
+# among the pre-training rows that do (tests/published/data/measurements.csv).
+_MICRO_BATCHES = (("1", 0.72), ("2", 0.2), ("4", 0.08))
 _SPEEDS = ("time_per_iter_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
 _NO_LAYOUT_STRING = ("", "custom layout string")
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
@@ -129,13 +133,14 @@ def _parse_likely_readings(
 ) -> MeasuredRow:
     """Parse a row in every likely reading of what it leaves open, and return the likeliest."""
     _require_needed_cells(cells)
-    model = cell.parse_model(cells["model"])
+    model = catalogue.model(cells["model"])
     facts = facts_for(cells, model)
     cells_so_far = fill_implied(fill_stated(cells, facts), facts)
     is_full = not any(_find_unstated(cells_so_far, model))
     rows: list[tuple[float, MeasuredRow]] = []
     refusal: BadInput | None = None
-    for share, guess in infer_cells(cells_so_far, model, is_full=is_full):
+    guesses = infer_cells(cells_so_far, model, is_full=is_full)
+    for share, guess in guesses if cells["mbs"] else _guess_micro_batch(guesses):
         try:
             rows.append((share, _parse_reading(cells, user_hardware, guess)))
         except BadInput as error:
@@ -151,11 +156,20 @@ def _parse_likely_readings(
     return replace(likeliest, readings=readings)
 
 
+def _guess_micro_batch(
+    guesses: Iterable[tuple[float, dict[str, str]]],
+) -> Iterator[tuple[float, dict[str, str]]]:
+    """Yield each guess with each micro-batch that a row may have had."""
+    for share, guess in guesses:
+        for size, likelihood in _MICRO_BATCHES:
+            yield share * likelihood, {**guess, "mbs": size}
+
+
 def _parse_least_reading(
     cells: Mapping[str, str], user_hardware: Sequence[Hardware]
 ) -> MeasuredRow:
     """Parse an out-of-memory row; unstated cells get the values that need least memory."""
-    model = cell.parse_model(cells["model"])
+    model = catalogue.model(cells["model"])
     facts = facts_for(cells, model)
     stated = fill_stated(cells, facts)
     implied = fill_implied(stated, facts)
@@ -185,7 +199,7 @@ def _parse_reading(
     _require_needed_cells(cells)
     devices = cell.parse_whole_number("num_gpus", cells["num_gpus"])
     seq_len = cell.parse_whole_number("seq_len", cells["seq_len"])
-    model = cell.parse_model(cells["model"])
+    model = catalogue.model(cells["model"])
     facts = facts_for(cells, model)
     cells = fill_stated(cells, facts)
     if cells["vpp"] == cell.VPP_ON:
@@ -225,8 +239,7 @@ def _parse_reading(
 
 
 def _require_needed_cells(cells: Mapping[str, str]) -> None:
-    if cells["task"] not in ("", "pretrain"):
-        raise cell.cell_error("task", cells["task"], "only pre-training is modelled")
+    cell.parse_task(cells["task"])
     for column in _REQUIRED:
         if not cells[column]:
             raise cell.cell_error(column, "", "is not stated")
@@ -304,6 +317,7 @@ def _parse_workload(cells: Mapping[str, str], seq_len: int, global_batch: int) -
         grad_dtype=grad_dtype,
         routing=Routing.LEARNED if _has_natural_routing(cells) else Routing.BALANCED,
         optimizer=optimizer,
+        fine_tuning=cell.parse_task(cells["task"]),
     )
 
 
@@ -327,7 +341,7 @@ def _find_unstated(cells: Mapping[str, str], model: ModelSpec) -> Iterator[str]:
     """
     is_moe = model.moe is not None
     is_natural = _has_natural_routing(cells)
-    deciding = ["precision", "recompute_granularity", "cuda_graph"]
+    deciding = ["mbs", "precision", "recompute_granularity", "cuda_graph"]
     if is_moe and not is_natural:
         deciding.append("force_balance")
     if is_moe and cells["ep"] not in ("", "1") and not cells["cuda_graph"]:

@@ -11,6 +11,7 @@ from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
 from moewright.rules import micro_batches, recompute, shards
+from moewright.rules.adapters import is_frozen
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import AttentionBackend, ExpertKernels, Fusion, Workload
@@ -75,7 +76,9 @@ def gathered_bytes(workload: Workload, layer_numel: Array) -> Array:
     `layer_numel` [ranks, layers] are the elements of every layer of a rank before ZeRO shards them.
     """
     largest = np.sort(layer_numel, axis=1)[:, -_GATHERED_LAYERS:].sum(axis=1)
-    element_bytes = recompute.activation_nbytes(workload) + workload.grad_dtype.nbytes
+    element_bytes = recompute.activation_nbytes(workload)
+    if not is_frozen(workload):
+        element_bytes += workload.grad_dtype.nbytes
     return np.asarray(element_bytes * largest)
 
 
@@ -114,7 +117,7 @@ def head_placeholder_bytes(constants: Constants, sym: Symbols) -> int:
     """
     is_unfused = Fusion.WEIGHT_GRAD in sym.workload.trainer.unfused
     is_older = constants["stack_age_years"] > constants["head_placeholder_years"]
-    if not sym.is_fused or is_unfused or is_older:
+    if not sym.is_fused or is_unfused or is_older or sym.is_frozen:
         return 0
     model = sym.model
     joined = 2 * model.hidden_size if model.mtp_layers else 0
@@ -155,7 +158,7 @@ def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
     kinds of layer a rank holds: with experts, without, or both.
     """
     is_unfused = Fusion.WEIGHT_GRAD in sym.workload.trainer.unfused
-    if not sym.is_fused or not has_experts or is_unfused:
+    if not sym.is_fused or not has_experts or is_unfused or sym.is_frozen:
         return 0
     model, layout, spec, h = sym.model, sym.layout, sym.model.attention, sym.model.hidden_size
     wide = 2 if model.gated else 1

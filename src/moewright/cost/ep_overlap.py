@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moewright.cost.gemm_rows import NEVER_DELAYED
 from moewright.cost.op_time import OpRow, TimedRows
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Layout, Overlap
 
 # How the names of rows between dispatch and combine begin; the others come before the dispatch.
 EXPERT_ROW_NAMES = ("experts", "sort_received")
-# How the name of a backward row ends whose weight gradient is never delayed.
-NEVER_DELAYED = "at_once"
 _PRODUCTS = (Op.GEMM, Op.GROUPED_GEMM)
 
 

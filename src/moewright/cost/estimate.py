@@ -270,7 +270,10 @@ def _join(
     capacity = round(hardware.device.memory_bytes.value)
     largest = max(peak.rows, key=lambda row: row.bytes)
     flops_per_token = flops.model_flops_per_token(
-        sym.model, workload.seq_len, attended_share=sym.attended_share
+        sym.model,
+        workload.seq_len,
+        attended_share=sym.attended_share,
+        frozen=sym.is_frozen,
     )
     model_flops = flops_per_token * workload.tokens_per_step
     device_flops_per_s = model_flops / step.step_s / devices

@@ -10,6 +10,8 @@ from moewright.spec.hardware import Op
 from moewright.spec.layout import Recompute
 from moewright.spec.plan import TimePart
 
+# How the name of a backward row ends whose weight gradient is never delayed.
+NEVER_DELAYED = "at_once"
 _BACKWARD_PRODUCTS = 2.0  # a product's gradients are two products of its size
 
 
@@ -43,6 +45,11 @@ def gemm_row(
     )
 
 
-def backward_gemms(row: OpRow) -> OpRow:
-    """Return the backward of a product: twice the work, in calls of the same size."""
+def backward_gemms(row: OpRow, sym: Symbols) -> OpRow:
+    """Return the backward of a product: twice the work, in calls of the same size.
+
+    A frozen weight has no gradient, and nothing of its backward can be delayed.
+    """
+    if sym.is_frozen:
+        return replace(row, name=f"{row.name}.{NEVER_DELAYED}", recomputed_by=())
     return replace(row, amount=row.amount * _BACKWARD_PRODUCTS, recomputed_by=())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moewright.cost.elementwise import CROSS_ENTROPY, RMS_NORM, elementwise_row, kernel_rows
-from moewright.cost.ep_overlap import NEVER_DELAYED
-from moewright.cost.gemm_rows import LayerOps, backward_gemms, gemm_row
+from moewright.cost.gemm_rows import NEVER_DELAYED, LayerOps, backward_gemms, gemm_row
 from moewright.cost.op_time import OpRow
 from moewright.cost.ops import gradient_sum_bytes
 from moewright.cost.symbols import Symbols
@@ -82,7 +81,7 @@ def head_ops(sym: Symbols) -> LayerOps:
             ),
         ]
     else:
-        backward = [backward_gemms(logits), norm_backward, loss_backward]
+        backward = [backward_gemms(logits, sym), norm_backward, loss_backward]
     if not sym.is_fused:
         sum_bytes = gradient_sum_bytes(sym) * h * vocab
         backward.append(elementwise_row(gradient_sum, sym, sum_bytes, part=_HEAD, calls=2))
@@ -98,11 +97,11 @@ def mtp_ops(sym: Symbols) -> LayerOps:
     projection = gemm_row("mtp.projection", sym, sym.T, h / sym.layout.tp, 2 * h, TimePart.DENSE)
     norms, norms_backward = kernel_rows(RMS_NORM, "mtp.norms", sym, 2 * sym.t * h)
     return LayerOps(
-        forward=(projection, norms), backward=(backward_gemms(projection), norms_backward)
+        forward=(projection, norms), backward=(backward_gemms(projection, sym), norms_backward)
     )
 
 
-def optimizer_ops(sym: Symbols, *, numel: int, owned_numel: int) -> tuple[OpRow, ...]:
+def optimizer_ops(sym: Symbols, *, numel: float, owned_numel: float) -> tuple[OpRow, ...]:
     """Return the rows of the optimizer, once a step, for a rank that holds `numel` parameters.
 
     It updates `owned_numel` of them where the optimizer is sharded. The engine does not clear

@@ -275,7 +275,7 @@ def rank_memory(
     """
     sym, constants = memory.sym, memory.constants
     model, workload, layout = sym.model, sym.workload, sym.layout
-    states = list(state_rows(workload, layout, sets))
+    states = list(state_rows(workload, layout, sets, trained=sym.trained_share))
     on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
     states += replica_rows(model, workload, layout, pp_rank)
@@ -399,8 +399,8 @@ def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
     logits = sym.T * sym.model.vocab_size // layout.tp
     head_input = sym.c * sym.T * sym.model.hidden_size
     head_weight = _BF16_BYTES * sym.model.vocab_size * sym.model.hidden_size // layout.tp
-    if head_placeholder_bytes(constants, sym):
-        head_weight = 0  # it stays (cost.buffers)
+    if head_placeholder_bytes(constants, sym) or sym.is_frozen:
+        head_weight = 0  # it stays (cost.buffers), or there is none
     if Recompute.LOSS in layout.recompute:
         piece = sym.T * recompute.loss_chunk_columns(sym.model, layout)
         summed = 4 * sym.T * sym.model.hidden_size

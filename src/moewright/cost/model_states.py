@@ -172,18 +172,30 @@ def fsdp_rows(
 
 
 def state_bytes(
-    workload: Workload, layout: Layout, whole: Array, own: Array, own_linear: Array
+    workload: Workload,
+    layout: Layout,
+    whole: Array,
+    own: Array,
+    own_linear: Array,
+    *,
+    trained: float = 1.0,
 ) -> dict[Component, Array]:
     """Return the bytes of all states; those of an offloaded optimizer are in host memory.
 
     `whole` are the elements of the rank's parameters before ZeRO shards them, `own` those of the
     rank's shards, and `own_linear` those of linear weights among them, all in arrays of one shape.
+    Where adapters train, `trained` is their share, frozen weights have no other state, and every
+    rank holds them whole but under ZeRO-3.
     """
     sharded = sharded_states(layout.zero)
     sizes = {
         component: nbytes * (own if component in sharded else whole)
         for component, nbytes in state_bytes_per_parameter(workload).items()
     }
+    if trained != 1:
+        adapters = {component: trained * nbytes for component, nbytes in sizes.items()}
+        weights = sizes[Component.WEIGHTS] + adapters[Component.WEIGHTS]
+        sizes = {**adapters, Component.WEIGHTS: weights}
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
         adam_bytes = 2 * workload.optimizer.moment_dtype.nbytes
         sizes[Component.MOMENTS] = sizes[Component.MOMENTS] - own_linear * (
@@ -213,7 +225,7 @@ def step_gradient_bytes(workload: Workload, layout: Layout, own: Any) -> Any:
 
 
 def state_rows(
-    workload: Workload, layout: Layout, sets: Sequence[BucketSet]
+    workload: Workload, layout: Layout, sets: Sequence[BucketSet], *, trained: float = 1.0
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
     modules = tuple(Module)
@@ -226,7 +238,7 @@ def state_rows(
     return tuple(
         MemoryRow(component=component, module=module, bytes=int(nbytes))
         for component, sizes in sorted(
-            state_bytes(workload, layout, whole, own, own * is_linear).items()
+            state_bytes(workload, layout, whole, own, own * is_linear, trained=trained).items()
         )
         for module, nbytes in sorted(zip(modules, sizes.tolist(), strict=True))
         if nbytes

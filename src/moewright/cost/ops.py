@@ -58,9 +58,9 @@ def layer_ops(sym: Symbols, *, layer: int, moe: bool) -> LayerOps:
             *weight_reads,
         ),
         backward=(
-            *(backward_gemms(row) for row in products),
+            *(backward_gemms(row, sym) for row in products),
             *(backward for _, backward in cores),
-            *(backward_gemms(row) for row in expert_gemms),
+            *(backward_gemms(row, sym) for row in expert_gemms),
             *(backward for _, backward in passes),
             *weight_reads,
             *_gradient_accumulation(sym, layer, moe),
@@ -79,7 +79,7 @@ def expert_ops(sym: Symbols) -> LayerOps:
     return LayerOps(
         forward=(*gemms, *(forward for forward, _ in passes), *weight_reads),
         backward=(
-            *(backward_gemms(row) for row in gemms),
+            *(backward_gemms(row, sym) for row in gemms),
             *(backward for _, backward in passes),
             *weight_reads,
             *_expert_gradient_sum(sym),
@@ -215,6 +215,8 @@ def _gradient_accumulation(sym: Symbols, layer: int, moe: bool) -> Iterator[OpRo
     A fused accumulation is part of the product and moves only the sum; for experts alone it is
     exposed beside the products. An eager one is a pass of its own over all weights of the layer.
     """
+    if sym.is_frozen:
+        return
     if not sym.is_fused:
         moved_bytes = gradient_sum_bytes(sym) * _layer_numel(sym, layer, moe)
         yield elementwise_row("gradient_sum", sym, moved_bytes, calls=2)
@@ -224,6 +226,8 @@ def _gradient_accumulation(sym: Symbols, layer: int, moe: bool) -> Iterator[OpRo
 
 def _expert_gradient_sum(sym: Symbols) -> Iterator[OpRow]:
     """Yield the fp32 accumulation of the experts' gradients on a fused stack."""
+    if sym.is_frozen:
+        return
     sum_bytes = _FP32_SUM_BYTES * expert_numel(sym.model, sym.layout)
     row = elementwise_row("experts.gradient_sum", sym, sum_bytes, part=TimePart.EXPERTS)
     yield replace(row, scale_constant="weight_traffic_time_scale")

@@ -458,12 +458,15 @@ def _state_exchange(
     layout, workload = sym.layout, sym.workload
     passes = sym.m if layout.zero == 3 else 1
     span = collectives.span(layout, fsdp.state_group(layout, group))
-    call_bytes = workload.grad_dtype.nbytes * numel / calls
+    # Gradients are those of what trains, and so are updated weights, which ZeRO-1 gathers.
+    trained = sym.trained_share
+    call_bytes = workload.grad_dtype.nbytes * trained * numel / calls
     if not layout.zero:
         reduce_s = calls * collectives.seconds(Collective.ALL_REDUCE, span, call_bytes)
         return _StateExchange(reduce_s=reduce_s, gather_s=0.0, replica_sums_s=0.0)
     reduce_s = calls * collectives.seconds(Collective.REDUCE_SCATTER, span, call_bytes)
-    weight_bytes = sym.c * numel / span.size / calls
+    gathered = numel if layout.zero == 3 else trained * numel
+    weight_bytes = sym.c * gathered / span.size / calls
     gather_s = calls * collectives.seconds(Collective.ALL_GATHER, span, weight_bytes)
     replica_sums_s = 0.0
     if layout.shard:
@@ -483,8 +486,10 @@ def _optimizer_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -
     Between two steps all ranks wait for the one whose host comes last.
     """
     c, layout = rates.constants, sym.layout
-    owned = count_owned_parameters(layout, parameters)
-    ops = optimizer_ops(sym, numel=parameters.dense + parameters.expert, owned_numel=owned)
+    trained = sym.trained_share
+    owned = trained * count_owned_parameters(layout, parameters)
+    numel = trained * (parameters.dense + parameters.expert)
+    ops = optimizer_ops(sym, numel=numel, owned_numel=owned)
     on_device_s = sum(rates.seconds(row) for row in ops)
     host_share = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
     on_host_s = owned * c["host_optimizer_s_per_parameter"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moewright.rules import capacity, micro_batches
+from moewright.rules.adapters import is_frozen, trained_share
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
@@ -24,7 +25,7 @@ class Symbols:
     of which one rank holds `t` under sequence parallelism; `R` the rows through the rank's experts;
     `m` the micro-batches of a step. `attended_share` is the share of a sequence's pairs of tokens
     that documents leave to attention, `router_efficiency` the router's share of the usual GEMM
-    rate.
+    rate, `trained_share` the elements that train over those of the model (1 but for adapters).
     """
 
     model: ModelSpec
@@ -40,6 +41,12 @@ class Symbols:
     attended_share: float
     router_efficiency: float
     m: int
+    trained_share: float = 1.0
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the weights are frozen, so that products make no gradients of them."""
+        return is_frozen(self.workload)
 
     @property
     def is_steady(self) -> bool:
@@ -89,4 +96,5 @@ def build_symbols(
         attended_share=workload.data.attended_share,
         router_efficiency=router_efficiency,
         m=workload.global_batch // (layout.mbs * layout.dp),
+        trained_share=trained_share(model, workload),
     )

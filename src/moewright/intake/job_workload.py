@@ -16,6 +16,7 @@ from moewright.spec.workload import (
     CheckpointSpec,
     DataSpec,
     Dtype,
+    FineTuningSpec,
     LossScalingSpec,
     LossSpec,
     OptimizerSpec,
@@ -38,6 +39,7 @@ _FLAT_RECORDS: Mapping[str, type] = {
     "loss": LossSpec,
     "router": RouterTraining,
     "trainer": TrainerSpec,
+    "fine_tuning": FineTuningSpec,
     "scaling": LossScalingSpec,
     "ramp": BatchRampSpec,
 }
@@ -143,6 +145,7 @@ def _range_faults(workload: Workload, where: str) -> Iterator[Reason]:
         *_optimizer_ranges(workload.optimizer),
         *_loss_ranges(workload.loss),
         *_router_ranges(workload.router),
+        ("train.lora_rank", workload.fine_tuning.lora_rank, 1, 2**16),
         ("train.attention_dropout", workload.trainer.attention_dropout, 0, 0.999),
         ("train.hidden_dropout", workload.trainer.hidden_dropout, 0, 0.999),
         *_scaling_ranges(workload.scaling),

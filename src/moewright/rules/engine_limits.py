@@ -20,6 +20,7 @@ from moewright.spec.workload import (
     Dtype,
     ExpertKernels,
     MatrixUpdate,
+    Task,
     Workload,
 )
 
@@ -163,6 +164,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
     )
     trainer = workload.trainer
     choices = (
+        ("task", workload.fine_tuning.task, Task.PRETRAIN),
         ("attention_backend", trainer.attention_backend, AttentionBackend.FLASH),
         ("attention_dropout", trainer.attention_dropout, 0.0),
         ("hidden_dropout", trainer.hidden_dropout, 0.0),

@@ -65,10 +65,13 @@ class RankShare:
     mtp_rows: int = 0  # those of `routed_rows` that belong to MTP depths
 
 
-def model_flops_per_token(model: ModelSpec, seq_len: int, *, attended_share: float = 1.0) -> int:
+def model_flops_per_token(
+    model: ModelSpec, seq_len: int, *, attended_share: float = 1.0, frozen: bool = False
+) -> int:
     """Return the forward and backward FLOPs of one token in a sequence, on the whole model.
 
     Where documents bound attention, they leave `attended_share` of the pairs of a sequence.
+    `frozen` weights have no gradients: their products take four sixths.
     """
     moe_depths = model.mtp_layers if model.moe_layers[-1] else 0
     top_k = model.moe.router.top_k if model.moe else 0
@@ -82,7 +85,11 @@ def model_flops_per_token(model: ModelSpec, seq_len: int, *, attended_share: flo
         mtp_rows=seq_len * top_k * moe_depths,
     )
     rows = train_flop_rows(model, Layout(world_size=1), whole_model, seq_len=seq_len)
-    return total_model_flops(rows) // seq_len
+    total = total_model_flops(rows)
+    if frozen:
+        products = (FlopOp.GEMM, FlopOp.GROUPED_GEMM)
+        total -= total_model_flops([row for row in rows if row.op in products]) // 3
+    return total // seq_len
 
 
 def expected_attended(seq_len: int, attended_share: float, sequences: float = 1) -> int:

@@ -245,6 +245,7 @@ class ScreeningMemory:
             elements.numel[ranks].sum(axis=1),
             elements.own[ranks],
             elements.own_linear[ranks],
+            trained=sym.trained_share,
         )
         total = sum(
             (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),

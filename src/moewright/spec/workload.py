@@ -213,6 +213,27 @@ class TrainerSpec:
     unfused: tuple[Fusion, ...] = ()  # chains of operations that run one by one
 
 
+class Task(StrEnum):
+    """What a job trains a model for."""
+
+    PRETRAIN = "pretrain"
+    SFT = "sft"  # supervised fine-tuning: a step of pre-training on packed samples
+    LORA = "lora"  # low-rank adapters beside frozen weights (Hu et al. 2021)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FineTuningSpec:
+    """What of a model is trained.
+
+    Under LoRA every weight is frozen, and linears of attention and of dense and shared MLPs have an
+    adapter. Plans know it; the engine trains whole models.
+    """
+
+    task: Task = Task.PRETRAIN  # what the job trains for
+    lora_rank: int = 16  # rank of the adapters of task=lora
+    lora_experts: bool = False  # whether routed experts have adapters too
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScalingSpec:
     """Dynamic loss scaling (Micikevicius et al. 2018), for fp16 only.
@@ -320,6 +341,7 @@ class Workload(Record):
     loss: LossSpec = LossSpec()
     router: RouterTraining = RouterTraining()
     trainer: TrainerSpec = TrainerSpec()
+    fine_tuning: FineTuningSpec = FineTuningSpec()
     scaling: LossScalingSpec = LossScalingSpec()
     ramp: BatchRampSpec = BatchRampSpec()
     data: DataSpec = DataSpec()
