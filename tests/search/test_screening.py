@@ -22,18 +22,7 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.workload import (
-    AttentionBackend,
-    CheckpointSpec,
-    CrossEntropyKernel,
-    Dtype,
-    ExpertKernels,
-    MatrixUpdate,
-    OptimizerSpec,
-    SaveMode,
-    TrainerSpec,
-    Workload,
-)
+from moewright.spec.workload import (, CheckpointSpec, Dtype, FineTuningSpec, SaveMode, Task, Workload
 
 ALL = float("inf")
 SECONDS = 1e-9
@@ -72,6 +61,7 @@ def _work(seq_len: int, batch: int, dtype: Dtype = Dtype.BF16) -> Workload:
 
 
 LARGE = _work(4096, 2048)
+LORA = replace(_work(4096, 256), fine_tuning=FineTuningSpec(task=Task.LORA))
 SAVES_BESIDE = replace(LARGE, checkpoint=replace(CheckpointSpec(), mode=SaveMode.ASYNC))
 OTHER_TRAINER = replace(
     _work(4096, 256),
@@ -98,6 +88,7 @@ CASES = (
     Case("DeepSeek-V3", "1024xH800", _work(4096, 8192, Dtype.FP8)),
     Case("DeepSeek-V3", "256xH800", _work(4096, 2048, Dtype.FP8), "zero3,offload=moe_act"),
     Case("gpt-oss-120b", "64xB200", _work(4096, 512)),
+    Case("Qwen3-30B-A3B", "32xH100", LORA),
     Case("Nemotron-3-Super-120B-A12B", "64xB200", _work(8192, 512)),
     Case("Qwen3-Next-80B-A3B", "64xH100", _work(4096, 512)),
     Case("DeepSeek-V4-Flash", "128xH200", _work(4096, 1024)),

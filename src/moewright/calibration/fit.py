@@ -92,6 +92,7 @@ FREE_CONSTANTS = (
     FreeConstant(name="gemm_mx_time_scale", prior=1.1, spread=0.05),
     FreeConstant(name="grouped_gemm_time_scale", prior=1.0, spread=0.2),
     FreeConstant(name="biased_expert_time_scale", prior=2.0, spread=0.3),
+    FreeConstant(name="scan_time_scale", prior=2.0, spread=0.3),
     FreeConstant(
         name="attention_time_scale",
         prior=1.0,

@@ -116,6 +116,9 @@ _CUDA = (
     _assumed("gemm_efficiency", 0.74, "middle of published bf16 GEMM tables, 0.67-0.78 of peak"),
     _fitted("grouped_rolloff_rows", 60.0, TIME_FINDINGS),
     _measured("narrow_head_time_scale", 1.43, _NARROW_HEADS),
+    _fitted(
+        "scan_time_scale", 2.0, "42 published runs of Nemotron hybrids, 1 to 3 fit them about alike"
+    ),
     _assumed("attention_efficiency", 0.62, "published attention tables, long sequences"),
     _assumed(
         "attention_half_seq", 1600.0, "published attention tables: half the rate at this length"
@@ -203,6 +206,7 @@ _CPU = (
     _assumed("gemm_efficiency", 0.8, "no rate in the hardware file: share of its peak"),
     _assumed("grouped_rolloff_rows", 60.0, _NO_RATE),
     _assumed("narrow_head_time_scale", 1.0, _OWN_RATES),
+    _assumed("scan_time_scale", 1.0, _OWN_RATES),
     _assumed("attention_efficiency", 0.3, "no rate in the hardware file: share of its peak"),
     _assumed("attention_half_seq", 0.0, _NO_RATE),
     _assumed("attention_backward_efficiency", 0.8, _NO_RATE),

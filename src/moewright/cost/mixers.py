@@ -151,9 +151,10 @@ def scan_bytes(spec: RecurrentSpec, c: int) -> float:
 
 def _pass_rows(name: str, sym: Symbols, moved_bytes: float) -> _RowPair:
     part = TimePart.ATTENTION
-    forward = elementwise_row(name, sym, moved_bytes, part=part)
-    backward = elementwise_row(name, sym, _SCAN_BACKWARD * moved_bytes, part=part)
-    return forward, backward
+    row = elementwise_row(name, sym, moved_bytes, part=part)
+    forward = replace(row, scale_constant="scan_time_scale")
+    amount = _SCAN_BACKWARD * moved_bytes
+    return forward, replace(forward, amount=amount, x=amount, recomputed_by=())
 
 
 def mixer_passes(sym: Symbols, layer: int) -> Iterator[_RowPair]:
