@@ -89,13 +89,19 @@ def test_what_is_not_stated_stays_unknown(tmp_path: Path) -> None:
     assert natural.workload.routing is Routing.LEARNED
 
 
+def test_a_row_without_a_micro_batch_is_read_at_each_legal_one(tmp_path: Path) -> None:
+    (row,) = table(tmp_path, {"mbs": ""}).rows
+    assert "mbs" in row.unstated
+    assert {reading.layout.mbs for reading in row.readings} == {1, 2}  # the likely ones
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"model": "nobody/Model-1B"}, "model=nobody/Model-1B: is neither a known model"),
-        ({"mbs": ""}, "mbs: is not stated"),
+        ({"seq_len": ""}, "seq_len: is not stated"),
         ({"precision": "mxfp4"}, "precision=mxfp4: of 4-bit"),
-        ({"task": "lora"}, "task=lora: only pre-training"),
+        ({"task": "dpo"}, "task=dpo: must be one of pretrain, sft, lora"),
         ({"time_per_iter_s": ""}, "states neither speed nor memory"),
         ({"dp": "8"}, "256 devices leave 4"),
         ({"ep": "7"}, "layout.ep=7"),
@@ -113,7 +119,7 @@ def test_a_row_that_cannot_be_scored_says_why(
 
 def test_tables_are_read_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
-    table(tmp_path / "first", {"id": "a-1"}, {"id": "a-2", "mbs": ""})
+    table(tmp_path / "first", {"id": "a-1"}, {"id": "a-2", "seq_len": ""})
     table(tmp_path, {"id": "a-1"}, {"id": "b-1", "publisher": "somebody"})
     both = read_table(tmp_path / "first" / "runs.csv", tmp_path / "runs.csv")
     assert both.order == ("a-1", "a-2", "a-1@line2", "b-1")

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from moewright.calibration.cells import parse_recompute, parse_task
+from moewright.calibration.cells import parse_task
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.rules import engine_limits, flops
 from moewright.rules.adapters import trained_share
 from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import Layout, Recompute
+from moewright.spec.layout import Layout
 from moewright.spec.plan import Estimate
 from moewright.spec.workload import FineTuningSpec, Task, Workload
 
@@ -68,14 +68,11 @@ def test_the_engine_refuses_a_task_by_name() -> None:
     assert [reason.field for reason in reasons] == ["train.task"]
 
 
-def test_tasks_and_recompute_words_of_tables() -> None:
+def test_task_words_of_tables() -> None:
     assert parse_task("rl-train").task is Task.SFT
     assert parse_task("").task is Task.PRETRAIN
     with pytest.raises(BadInput, match="must be one of pretrain, sft, lora"):
         parse_task("dpo")
-    words = "attn layernorm moe_expert (names of their fork)"
-    expected = (Recompute.CORE_ATTN, Recompute.LAYERNORM, Recompute.MOE)
-    assert parse_recompute("selective", words) == tuple(sorted(expected))
 
 
 def test_experts_may_have_adapters_too() -> None:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
 
 from moewright.calibration.columns import OVERLAP_COLUMNS
 from moewright.calibration.software_facts import find_device_name
@@ -32,10 +31,6 @@ from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GB, GIB, TERA
 from moewright.spec.workload import Dtype, FineTuningSpec, OptimizerSpec, Task
 
-# Names that Megatron-LM and its forks had for modules of recompute.
-_RECOMPUTE_SPELLINGS: Mapping[str, str] = MappingProxyType(
-    {"attn": "core_attn", "core-attn": "core_attn", "moe_expert": "moe", "moe_layer": "moe"}
-)
 VPP_ON = "on"  # virtual stages, of a number that the source does not state
 _USABLE_MEMORY = 0.99  # of the printed gigabytes read as GiB, which the runtime shows
 _UNITS = {"GB": GB, "GiB": GIB, "MiB": GIB}
@@ -194,8 +189,7 @@ def parse_recompute(granularity: str, modules: str) -> tuple[Recompute, ...]:
         return ()
     words = re.sub(r"\([^)]*\)", "", modules).replace(",", " ").split()
     policies: set[Recompute] = set()
-    for spelling in words or ["core_attn"]:
-        word = _RECOMPUTE_SPELLINGS.get(spelling, spelling)
+    for word in words or ["core_attn"]:
         if word not in tuple(Recompute):
             raise cell_error(
                 "recompute_modules", modules, "is no policy of modules that is modelled"
