@@ -427,6 +427,8 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
     unused: frozenset[str] = frozenset()
     if not sym.layout.offload:
         unused |= frozenset(OFFLOAD_CONSTANTS)
+    if sym.model.recurrent is None:
+        unused |= frozenset({"scan_time_scale"})
     if sym.dtype is not Dtype.NVFP4:
         unused |= frozenset(NVFP4_CONSTANTS)
     if fabric.network is not NetworkKind.EFA:
