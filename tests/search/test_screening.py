@@ -22,7 +22,20 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import Estimate, TimePart
-from moewright.spec.workload import (, CheckpointSpec, Dtype, FineTuningSpec, SaveMode, Task, Workload
+from moewright.spec.workload import (
+    AttentionBackend,
+    CheckpointSpec,
+    CrossEntropyKernel,
+    Dtype,
+    ExpertKernels,
+    FineTuningSpec,
+    MatrixUpdate,
+    OptimizerSpec,
+    SaveMode,
+    Task,
+    TrainerSpec,
+    Workload,
+)
 
 ALL = float("inf")
 SECONDS = 1e-9
