@@ -87,6 +87,22 @@ def test_gated_activations(rows: int, width: int, weighted: bool, clamped: bool)
         assert_close(grad_weight, expected_weight, 8 * CLOSE)
 
 
+def test_logits_that_are_no_numbers_choose_experts_that_are_there() -> None:
+    """Twelve experts in programs sixteen wide: the ids of the padding must not come out."""
+    logits = torch.randn(6, 12, generator=build_generator(3))
+    logits[0] = math.nan
+    logits[1, 3] = math.inf
+    logits[2] = math.inf
+    logits[3, :10] = math.nan
+    logits[4] = -math.inf
+    for score in (ScoreFunction.SOFTMAX, ScoreFunction.SIGMOID, ScoreFunction.SQRT_SOFTPLUS):
+        spec = RouterSpec(top_k=4, score=score)
+        experts, *_ = FUSED.route_tokens(logits.clone(), spec, None, None)
+        assert int(experts.min()) >= 0
+        assert int(experts.max()) < 12
+        assert all(len(set(row)) == 4 for row in experts.tolist())
+
+
 def test_a_clamped_activation_hides_no_nan() -> None:
     x = torch.tensor([[math.nan, 1.0, 1.0, math.nan]])
     assert FUSED.swiglu(x, None, True).isnan().all()

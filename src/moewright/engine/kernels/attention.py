@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.kernels.matmul import widen
 from moewright.engine.kernels.sliding_window import window_blocks
 
@@ -73,17 +74,13 @@ def attention(
     """
     if mask.segments is not None:
         return _varlen_attention(q_BSHD, k_BSGD, v_BSGD, mask)
-    if mask.window and q_BSHD.device.type != "cpu":
-        # Only the kernel of segments takes windows; it returns the log-sum-exp as [1,H,T].
-        return _varlen_attention(q_BSHD, k_BSGD, v_BSGD, _rows_as_segments(q_BSHD, k_BSGD, mask))
+    if mask.window and not _runs_in_blocks(q_BSHD):  # only the kernel of segments takes windows
+        return _attend_rows_as_segments(q_BSHD, k_BSGD, v_BSGD, mask)
     q, k, v = (widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
     v_width = v.shape[-1]
-    if q.device.type == "cpu":
-        out, lse = _forward_on_cpu(q, k, _pad_columns(v, q), mask)
+    if _runs_in_blocks(q):
+        out, lse = _forward_in_blocks(q, k, _pad_columns(v, q), mask)
         return out[..., :v_width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
-    sharing = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(sharing, 1)
-    v = v.repeat_interleave(sharing, 1)
     out, lse, _, _, _, _, seed, offset, *_ = _aten._scaled_dot_product_flash_attention(
         q, k, _pad_columns(v, q), 0.0, mask.causal
     )
@@ -106,15 +103,17 @@ def attention_backward(
     """
     if mask.segments is not None:
         return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, mask)
-    if mask.window and q_BSHD.device.type != "cpu":
+    if mask.window and not _runs_in_blocks(q_BSHD):
+        lse, *random_state = state
         rows = _rows_as_segments(q_BSHD, k_BSGD, mask)
+        state = (lse.transpose(0, 1).flatten(1)[None].contiguous(), *random_state)
         return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, rows)
     inputs = (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
     grad, q, k, v, out = (widen(x).transpose(1, 2) for x in inputs)
     v_width = v.shape[-1]
     grad, v, out = (_pad_columns(x, q) for x in (grad, v, out))
-    if q.device.type == "cpu":
-        dq, dk, dv = _backward_on_cpu(grad, q, k, v, out, state[0], mask)
+    if _runs_in_blocks(q):
+        dq, dk, dv = _backward_in_blocks(grad, q, k, v, out, state[0], mask)
     else:
         dq, dk, dv = _flash_backward(grad, q, k, v, out, state, mask.causal)
     dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv[..., :v_width]))
@@ -130,15 +129,13 @@ def _flash_backward(
     state: AttentionState,
     causal: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k, v [B,heads,S,D] on CUDA; its kernel wants equal head counts."""
+    """Return the gradients of q, k, v [B,heads,S,D] on CUDA; its kernel takes shared key heads."""
     lse, seed, offset = state
-    key_heads = k.shape[1]
-    sharing = q.shape[1] // key_heads
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
         grad,
         q,
-        k.repeat_interleave(sharing, 1),
-        v.repeat_interleave(sharing, 1),
+        k,
+        v,
         out,
         lse,
         None,
@@ -150,15 +147,35 @@ def _flash_backward(
         seed,
         offset,
     )
-    dk, dv = (x.unflatten(1, (key_heads, sharing)).sum(2) for x in (dk, dv))
     return dq, dk, dv
 
 
-def _forward_on_cpu(
+def _runs_in_blocks(x: torch.Tensor) -> bool:
+    """Tell whether kernels without windows and segments run: on a CPU, and in fp32.
+
+    Flash attention takes 16-bit operands alone.
+    """
+    return x.device.type == "cpu" or x.dtype == torch.float32
+
+
+def _attend_rows_as_segments(
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, mask: AttentionMask
+) -> tuple[torch.Tensor, AttentionState]:
+    """Attend inside whole sequences by the kernel of segments; the log-sum-exp is [B,H,S]."""
+    rows, length = q_BSHD.shape[:2]
+    segments = _rows_as_segments(q_BSHD, k_BSGD, mask)
+    out, (lse, *random_state) = _varlen_attention(q_BSHD, k_BSGD, v_BSGD, segments)
+    lse_BHS = lse[0].unflatten(1, (rows, length)).transpose(0, 1).contiguous()
+    return out, (lse_BHS, *random_state)
+
+
+def _forward_in_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the log-sum-exp of q, k, v [B,heads,S,D]."""
-    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    kernel = EXACT_ATTENTION
+    if q.device.type == "cpu":
+        kernel = _aten._scaled_dot_product_flash_attention_for_cpu
     if not mask.window:
         out, lse = kernel(q, k, v, 0.0, mask.causal)
         return out, lse
@@ -172,7 +189,7 @@ def _forward_on_cpu(
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def _backward_on_cpu(
+def _backward_in_blocks(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -182,7 +199,9 @@ def _backward_on_cpu(
     mask: AttentionMask,
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k, v [B,heads,S,D]."""
-    kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    kernel = EXACT_ATTENTION_BACKWARD
+    if q.device.type == "cpu":
+        kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     if not mask.window:
         return tuple(kernel(grad, q, k, v, out, lse, 0.0, mask.causal))
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
@@ -217,10 +236,10 @@ def _varlen_attention(
     queries, keys = mask.segments, mask.key_segments or mask.segments
     q, k, v = (x.flatten(0, 1) for x in (q_BSHD, k_BSGD, v_BSGD))
     shape = (*q_BSHD.shape[:3], v.shape[-1])
-    if q.device.type == "cpu":
+    if _runs_in_blocks(q):
         inside = AttentionMask(causal=mask.causal, window=mask.window)
         out = v.new_empty((*q.shape[:2], v.shape[-1]))
-        lse = torch.empty(1, q.shape[1], q.shape[0])
+        lse = q.new_empty((1, q.shape[1], q.shape[0]), dtype=torch.float32)
         for q_slice, k_slice in zip(queries.slices, keys.slices, strict=True):
             segment_out, (lse[:, :, q_slice],) = attention(
                 q[None, q_slice], k[None, k_slice], v[None, k_slice], inside
@@ -256,7 +275,7 @@ def _varlen_attention_backward(
     queries, keys = mask.segments, mask.key_segments or mask.segments
     inputs = (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
     grad, q, k, v, out = (x.flatten(0, 1) for x in inputs)
-    if q.device.type == "cpu":
+    if _runs_in_blocks(q):
         inside = AttentionMask(causal=mask.causal, window=mask.window)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for q_slice, k_slice in zip(queries.slices, keys.slices, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
 from moewright.spec.ledger import FlopOp
 
@@ -135,6 +136,8 @@ class FlopCounter(TorchDispatchMode):
             if hasattr(_aten, name)
         }
         self._rules[CPU_GROUPED_MATMUL] = (FlopOp.GROUPED_GEMM, _grouped_mm_flops)
+        self._rules[EXACT_ATTENTION] = (FlopOp.ATTENTION, _attention_forward)
+        self._rules[EXACT_ATTENTION_BACKWARD] = (FlopOp.ATTENTION, _attention_backward_on_cpu)
         self._rules[ONEDNN_LINEAR] = (FlopOp.GEMM, _linear_flops)
 
     @classmethod

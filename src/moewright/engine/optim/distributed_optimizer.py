@@ -14,7 +14,12 @@ from moewright.engine.comm.collectives import AsyncCollective, all_reduce
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.observe.storage_census import storage_id
-from moewright.engine.optim.flat_buffers import FlatBucket, build_buckets, build_local_shards
+from moewright.engine.optim.flat_buffers import (
+    FlatBucket,
+    build_buckets,
+    build_local_shards,
+    copy_to_state_device,
+)
 from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
 from moewright.engine.optim.grad_ready import GradReadyTracker
 from moewright.engine.optim.loss_scale import LossScaler
@@ -167,11 +172,12 @@ class DistributedOptimizer:
                 grad_view.zero_()
         self._reductions[index] = self.buckets[index].start_reduce()
 
-    def reduce_gradients(self) -> float:
+    def reduce_gradients(self) -> torch.Tensor:
         """Sum gradients over the data-parallel groups.
 
-        Returns this rank's part of the squared global norm. The sum of the parts over the world
-        counts every parameter once: ranks that hold the same gradient divide their part.
+        Returns this rank's part of the squared global norm, fp64 on the device. The sum of the
+        parts over the world counts every parameter once: ranks that hold the same gradient divide
+        their part.
         """
         self._reduce_replica_gradients()
         self._grad_tracker.flush()
@@ -179,15 +185,19 @@ class DistributedOptimizer:
         for bucket, shard in zip(self.buckets, bucket_shards, strict=True):
             if bucket.holder_group is not None:
                 all_reduce(shard, bucket.holder_group)
-        squared_norm = sum(
+        squares = [
             _squared_norm(shard) / bucket.replica_count
             for bucket, shard in zip(self.buckets, bucket_shards, strict=True)
-        )
+        ]
         fsdp_shards = self.fsdp.reduce_gradients() if self.fsdp else []
         self._grad_shards = [*bucket_shards, *fsdp_shards]
-        return squared_norm + sum(
+        squares += [
             _squared_norm(shard) / parameter.replica_group.size
             for parameter, shard in zip(self._fsdp_parameters, fsdp_shards, strict=True)
+        ]
+        device = self._runtime.device
+        return sum(
+            (x.to(device) for x in squares), torch.zeros((), dtype=torch.float64, device=device)
         )
 
     def _reduce_replica_gradients(self) -> None:
@@ -219,7 +229,7 @@ class DistributedOptimizer:
         for holder, grads in zip(self._state_holders, self._grad_shards, strict=True):
             if scale != 1.0:
                 grads.mul_(scale)
-            local_grads = grads.to(holder.master.device)
+            local_grads = copy_to_state_device(grads, holder.master.device)
             for decays in (True, False):
                 slices = [
                     owned.shard_slice
@@ -341,9 +351,10 @@ def _build_all_buckets(
     return buckets
 
 
-def _squared_norm(flat: torch.Tensor) -> float:
-    """Return the sum of squares: fp32 within a million elements, fp64 over them.
+def _squared_norm(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares in fp64: in fp32 within a million elements, in fp64 over them.
 
-    A whole pass in fp64 costs ten times as much.
+    A whole pass in fp64 costs ten times as much. Nothing is read by the host.
     """
-    return sum(float(torch.linalg.vector_norm(part)) ** 2 for part in flat.split(_NORM_ELEMENTS))
+    norms = torch._foreach_norm(list(flat.split(_NORM_ELEMENTS)))
+    return torch.stack(norms).double().square().sum()

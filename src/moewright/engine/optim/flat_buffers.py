@@ -185,7 +185,7 @@ def build_buckets(
         start, stop = shard_range(planned, shard_count, shard_index)
         weights = torch.zeros(planned.numel, dtype=runtime.dtype, device=device)
         grads = torch.zeros(planned.numel, dtype=torch.float32, device=device)
-        master = torch.zeros(stop - start, dtype=torch.float32, device=state_device)
+        master = new_state(stop - start, torch.float32, state_device, device)
         grad_views = []
         owned_ranges = []
         for entry in planned.entries:
@@ -209,13 +209,34 @@ def build_buckets(
                 weights=weights,
                 grads=grads,
                 master=master,
-                exp_avg=torch.zeros(stop - start, dtype=moment_dtype, device=state_device),
-                exp_avg_sq=torch.zeros(stop - start, dtype=moment_dtype, device=state_device),
+                exp_avg=new_state(stop - start, moment_dtype, state_device, device),
+                exp_avg_sq=new_state(stop - start, moment_dtype, state_device, device),
                 grad_views=tuple(grad_views),
                 owned=tuple(owned_ranges),
             )
         )
     return buckets
+
+
+def new_state(
+    numel: int, dtype: torch.dtype, state_device: torch.device, device: torch.device
+) -> torch.Tensor:
+    """Return zeros for optimizer state; what a GPU offloads lies in page-locked host memory.
+
+    Copies to and from other memory are staged, and wait.
+    """
+    is_offloaded = device.type == "cuda" and state_device.type == "cpu"
+    return torch.zeros(numel, dtype=dtype, device=state_device, pin_memory=is_offloaded)
+
+
+def copy_to_state_device(grads: torch.Tensor, state_device: torch.device) -> torch.Tensor:
+    """Return gradients where optimizer state is updated: as they are, or copied to the host."""
+    if grads.device.type == state_device.type:
+        return grads
+    host = torch.empty(grads.shape, dtype=grads.dtype, device=state_device, pin_memory=True)
+    host.copy_(grads, non_blocking=True)
+    torch.cuda.current_stream(grads.device).synchronize()
+    return host
 
 
 def _intersect(
@@ -242,12 +263,13 @@ def split_by_module(
 ) -> list[MemoryRow]:
     """Return memory rows of spans of a buffer's elements.
 
-    They add up to `nbytes`, by default the bytes of the buffer; what belongs to no module is OTHER.
+    They add up to `nbytes`, by default the bytes of the buffer's whole storage; what belongs to no
+    module is OTHER.
     """
     size = buffer.element_size()
     rows = [
         MemoryRow(component=component, module=module, bytes=count * size) for module, count in spans
     ]
-    total = buffer.nbytes if nbytes is None else nbytes
+    total = buffer.untyped_storage().nbytes() if nbytes is None else nbytes
     padding = total - sum(row.bytes for row in rows)
     return [*rows, MemoryRow(component=component, module=Module.OTHER, bytes=padding)]

@@ -24,7 +24,7 @@ class LossScaler:
     @property
     def value(self) -> float:
         """The factor of the loss."""
-        return float(self._state[0])
+        return float(self._state[0]) if self._is_active else 1.0
 
     def update(self, *, finite: bool) -> None:
         """Halve the scale after a step that was not finite; double it at the end of a window."""

@@ -70,7 +70,8 @@ def adamw_update(
             exp_avgs,
             exp_avg_sqs,
             [],  # max_exp_avg_sqs, which only amsgrad has
-            [torch.tensor(float(updates_done), device=grads.device) for _ in batch],
+            # A count for each part, for the kernel adds one to each; made at once.
+            list(grads.new_full((len(batch),), updates_done, dtype=torch.float32).unbind()),
             fused=True,
             amsgrad=False,
             beta1=spec.beta1,

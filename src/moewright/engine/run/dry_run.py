@@ -139,8 +139,6 @@ def _describe_differences(workload: Workload) -> tuple[str, ...]:
     notes = [
         "flash attention on CUDA keeps two 8-byte numbers of its random state a layer and "
         "micro-batch; here none",
-        "flash attention on CUDA copies the key heads for every query head while it runs; here it "
-        "reads them in place",
     ]
     if workload.precision is not Dtype.FP32 and not has_native_bf16():
         notes.append(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import profiler
@@ -37,33 +38,81 @@ from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.ledger import StepPhase, TimeRow
 
 
-class PhaseClock:
-    """A clock that splits the wall time since it was made into phases, which do not nest."""
+class Stamps(Protocol):
+    """A source of moments, between which a clock counts seconds once all have passed."""
 
-    def __init__(self) -> None:
-        self._spent = dict.fromkeys(StepPhase, 0.0)
-        self._started = time.perf_counter()
+    def take(self) -> Any: ...
+    def seconds(self, start: Any, stop: Any) -> float: ...
+    def wait(self, last: Any) -> None: ...
+
+
+class HostStamps:
+    """The moments of the host, which are those of a CPU's work."""
+
+    def take(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, stop: float) -> float:
+        return stop - start
+
+    def wait(self, last: float) -> None:
+        pass
+
+
+class DeviceStamps:
+    """The moments at which a GPU comes to a place of its stream.
+
+    The host only launches its work: by the host's clock a phase would last as long as its launches.
+    """
+
+    def take(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        return 1e-3 * float(start.elapsed_time(stop))
+
+    def wait(self, last: torch.cuda.Event) -> None:
+        last.synchronize()
+
+
+def build_phase_clock(device: torch.device) -> PhaseClock:
+    """Build the clock of a step on a device."""
+    return PhaseClock(DeviceStamps() if device.type == "cuda" else HostStamps())
+
+
+class PhaseClock:
+    """A clock that splits the time since it was made into phases, which do not nest."""
+
+    def __init__(self, stamps: Stamps) -> None:
+        self._stamps = stamps
+        self._spans: list[tuple[StepPhase, Any, Any]] = []
+        self._started = stamps.take()
 
     @contextmanager
     def phase(self, phase: StepPhase) -> Iterator[None]:
         """Count the time inside to a phase, and name it in a profile."""
-        started = time.perf_counter()
+        started = self._stamps.take()
         try:
             with record_function(phase) if profiler._is_profiler_enabled else nullcontext():
                 yield
         finally:
-            self._spent[phase] += time.perf_counter() - started
+            self._spans.append((phase, started, self._stamps.take()))
 
     def time_rows(self) -> tuple[TimeRow, ...]:
         """Return the seconds of each phase, which sum to the time since the start.
 
-        Time outside of every phase is OTHER.
+        Time outside of every phase is OTHER. It waits for the device's work.
         """
-        elapsed = time.perf_counter() - self._started
-        self._spent[StepPhase.OTHER] = elapsed - sum(self._spent.values())
-        return tuple(
-            TimeRow(phase=phase, seconds=seconds) for phase, seconds in self._spent.items()
-        )
+        stopped = self._stamps.take()
+        self._stamps.wait(stopped)
+        spent = dict.fromkeys(StepPhase, 0.0)
+        for phase, start, stop in self._spans:
+            spent[phase] += self._stamps.seconds(start, stop)
+        elapsed = self._stamps.seconds(self._started, stopped)
+        spent[StepPhase.OTHER] = elapsed - sum(spent.values())
+        return tuple(TimeRow(phase=phase, seconds=seconds) for phase, seconds in spent.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +193,7 @@ def train_step(
 
 def _train_step(state: TrainState, step: int, lr: float, stop_requested: bool) -> StepResult:
     runtime = state.runtime
-    clock = PhaseClock()
+    clock = build_phase_clock(runtime.device)
     backward = forward_backward(state, clock, step=step, stop_requested=stop_requested)
     apply_update(state, clock, backward, lr=lr)
     experts = runtime.model.moe.experts if runtime.model.moe else 0
@@ -188,10 +237,9 @@ def forward_backward(
         batches = [
             state.train_data.micro_batch(runtime, step - 1, number) for number in range(count)
         ]
-        local_targets = sum(_count_targets(batch) for batch in batches)
-        valid_targets = int(
-            all_reduce(torch.tensor([local_targets], device=runtime.device), mesh.group("dp_cp"))
-        )
+        local_targets = torch.stack([_count_targets(batch) for batch in batches]).sum()
+        # A step without a target has no loss to divide; its gradients are those of other losses.
+        valid_targets = max(1, int(all_reduce(local_targets[None], mesh.group("dp_cp"))))
     state.optimizer.begin_step(count)
     for router in list_routers(state.model):
         router.begin_step()
@@ -213,18 +261,20 @@ def forward_backward(
     sums = passes.sums
     with clock.phase(StepPhase.GRAD_REDUCE):
         squared_norm = state.optimizer.reduce_gradients()
-        # The ranks of a TP group have the same nll: one of them adds it up.
-        nll = sums.nll if mesh.coordinate("tp") == 0 else 0.0
-        scalars = torch.tensor(
-            [squared_norm, float(stop_requested), nll, sums.mtp_loss],
-            dtype=torch.float64,
-            device=runtime.device,
+        # The ranks of a TP group have the same losses: one of them adds them up.
+        adds_up = float(mesh.coordinate("tp") == 0)
+        stop_flag = torch.full_like(squared_norm, float(stop_requested))
+        scalars = torch.stack(
+            (squared_norm, stop_flag, sums.nll * adds_up, sums.mtp_loss * adds_up, sums.nll)
         )
-        local = torch.cat((scalars, sums.router_losses.flatten()))
-        reduced = all_reduce(local, mesh.group("world")).cpu()
-        squared_norm, stops, nll, mtp_loss = reduced[:4].tolist()
-        router_losses = reduced[4:].view_as(sums.router_losses)
-    grad_norm = squared_norm**0.5 / state.optimizer.loss_scale
+        # The last is this rank's own, and comes to the host with the others.
+        own_nll = scalars[4:].clone()
+        local = torch.cat((scalars[:4], sums.router_losses.flatten()))
+        reduced = torch.cat((all_reduce(local, mesh.group("world")), own_nll)).cpu()
+        squares, stops, nll, mtp_loss = reduced[:4].tolist()
+        local_nll = float(reduced[-1])
+        router_losses = reduced[4:-1].view_as(sums.router_losses)
+    grad_norm = squares**0.5 / state.optimizer.loss_scale
     attended_pairs, window_pairs = _count_attended_pairs(runtime, batches)
     return BackwardResult(
         loss=nll / valid_targets,
@@ -232,7 +282,7 @@ def forward_backward(
         grad_norm=grad_norm,
         is_finite=isfinite(grad_norm) and isfinite(nll),
         stop_agreed=stops > 0,
-        local_nll=sums.nll,
+        local_nll=local_nll,
         attended_pairs=attended_pairs,
         window_pairs=window_pairs,
         expert_counts=sums.expert_counts,
@@ -263,8 +313,8 @@ class _StepSums:
 
     expert_counts: torch.Tensor  # as in StepResult
     router_losses: torch.Tensor
-    nll: float = 0.0
-    mtp_loss: float = 0.0  # of all MTP depths, weighted
+    nll: torch.Tensor  # fp64, on the device like all sums: the host waits once a step
+    mtp_loss: torch.Tensor  # of all MTP depths, weighted; fp64
 
 
 def _zero_sums(runtime: Runtime, micro_batch_count: int) -> _StepSums:
@@ -283,6 +333,8 @@ def _zero_sums(runtime: Runtime, micro_batch_count: int) -> _StepSums:
             micro_batch_count, layers, width, dtype=torch.int64, device=device
         ),
         router_losses=torch.zeros(layers, losses, dtype=torch.float64, device=device),
+        nll=torch.zeros((), dtype=torch.float64, device=device),
+        mtp_loss=torch.zeros((), dtype=torch.float64, device=device),
     )
 
 
@@ -372,13 +424,12 @@ class _MicroBatchPasses:
         loss = out.aux_losses.sum() / self._aux_divisor
         if chunk.has_loss:
             nll = out.nll.sum()
-            self.sums.nll += float(nll.detach())
+            self.sums.nll += nll.detach()
             loss = nll / self.valid_targets + loss
         if chunk.mtp_layers:
             weight = runtime.workload.loss.mtp_coeff / chunk.mtp_layers / self.valid_targets
             mtp_loss = out.mtp_nll * weight
-            if runtime.mesh.coordinate("tp") == 0:  # the ranks of a TP group have the same loss
-                self.sums.mtp_loss += float(mtp_loss.detach())
+            self.sums.mtp_loss += mtp_loss.detach().sum()
             loss = loss + mtp_loss
         return loss * self.state.optimizer.loss_scale
 
@@ -396,8 +447,8 @@ def _routed_layer_indices(runtime: Runtime, chunk: Chunk) -> list[int]:
     return [i for i, layer in enumerate(runtime.model.routed_layers) if layer in layers]
 
 
-def _count_targets(batch: MicroBatch) -> int:
-    return int((batch.targets >= 0).sum())
+def _count_targets(batch: MicroBatch) -> torch.Tensor:
+    return (batch.targets >= 0).sum()
 
 
 def _count_attended_pairs(runtime: Runtime, batches: Sequence[MicroBatch]) -> tuple[int, int]:
@@ -444,20 +495,17 @@ def compute_heldout_loss(
     count = micro_batches(runtime.workload, mesh.layout)
     # The ranks of a TP group have the same nll: one of them adds it up.
     adds_up = mesh.coordinate("tp") == 0
-    nll = 0.0
-    targets = 0
+    sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # nll and targets
     for step in range(batches):
         beat()
         batch = [data.micro_batch(runtime, step, number) for number in range(count)]
 
         def add_losses(key: Key, out: ModelOutput, batch: Sequence[MicroBatch] = batch) -> None:
-            nonlocal nll, targets
             micro_batch, chunk = key
             if adds_up and state.model.chunks[chunk].has_loss:
-                nll += float(out.nll.sum())
-                targets += _count_targets(batch[micro_batch])
+                sums[0] += out.nll.sum()
+                sums[1] += _count_targets(batch[micro_batch])
 
         evaluate_batch(runtime, state.model, batch, add_losses)
-    local = torch.tensor([nll, float(targets)], dtype=torch.float64, device=runtime.device)
-    total_nll, total_targets = all_reduce(local, mesh.group("world")).tolist()
-    return total_nll / total_targets, int(total_targets)
+    total_nll, total_targets = all_reduce(sums, mesh.group("world")).tolist()
+    return total_nll / max(1.0, total_targets), int(total_targets)

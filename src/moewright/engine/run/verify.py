@@ -48,7 +48,12 @@ from moewright.engine.pipeline.run_batch import evaluate_batch
 from moewright.engine.run.batch_file import read_batch_workload
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import PhaseClock, TrainState, apply_update, forward_backward
+from moewright.engine.run.step import (
+    TrainState,
+    apply_update,
+    build_phase_clock,
+    forward_backward,
+)
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
 from moewright.rules.context_parallel import rank_positions
@@ -180,7 +185,7 @@ def _verify_rank(
     curve: list[tuple[float, float]] = []
     for step in range(1, job.steps + 1):
         context.beat(step)
-        clock = PhaseClock()
+        clock = build_phase_clock(state.runtime.device)
         backward = forward_backward(state, clock, step=step)
         if step == 1:
             gathered = save_checkpoint(

@@ -64,6 +64,8 @@ def _route(
     ranked = score
     if BIASED:
         ranked = score + tl.load(bias + expert, expert < EXPERTS, 0.0)[None, :]
+    # A score that is no number compares with nothing: it comes last, before what is no expert.
+    ranked = tl.where(ranked == ranked, tl.maximum(ranked, -3.0e38), -3.0e38)
     ranked = tl.where((expert < EXPERTS)[None, :], ranked, float("-inf"))
     chosen = tl.zeros((TOKENS, SLOTS), tl.int64)
     chosen_scores = tl.zeros((TOKENS, SLOTS), x.dtype)

@@ -1,0 +1,127 @@
+"""Attention by plain products: for devices whose flash kernel does not take fp32.
+
+It has the arguments of torch's flash attention on a CPU, and the attended pairs of its masks. It is
+an operation of its own, so that its FLOPs count as those of attention on any device.
+
+Shapes: q [B,H,S,D], k and v [B,G,K,*] of G key heads, which H / G query heads share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Scores that lie in memory at a time.
+_BLOCK_SCORES = 1 << 26
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float,
+    causal: bool,
+    *,
+    attn_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the natural log of the sum of exponentials."""
+    sharing = q.shape[1] // k.shape[1]
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty(q.shape[:3])
+    for rows in _row_blocks(q, k):
+        scores = _scores(q, k, rows, causal, attn_mask)
+        block_lse = scores.logsumexp(-1)
+        shares = torch.exp(scores - block_lse[..., None])
+        out[:, :, rows] = _split(shares, sharing).matmul(v[:, :, None]).flatten(1, 2)
+        lse[:, :, rows] = block_lse
+    return out, lse
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *rest: Any,
+    attn_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v; `rest` are out, lse, dropout and causal."""
+    out, lse, _, causal = rest
+    sharing = q.shape[1] // k.shape[1]
+    scale = q.shape[3] ** -0.5
+    dq = torch.empty_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for rows in _row_blocks(q, k):
+        scores = _scores(q, k, rows, causal, attn_mask)
+        shares = _split(torch.exp(scores - lse[:, :, rows, None]), sharing)
+        block_grad = _split(grad[:, :, rows], sharing)
+        dv += shares.mT.matmul(block_grad).sum(2)
+        own = (grad[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
+        share_grads = block_grad.matmul(v[:, :, None].mT) - _split(own, sharing)
+        score_grads = shares * share_grads * scale
+        dq[:, :, rows] = score_grads.matmul(k[:, :, None]).flatten(1, 2)
+        dk += score_grads.mT.matmul(_split(q[:, :, rows], sharing)).sum(2)
+    return dq, dk, dv
+
+
+def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> list[slice]:
+    step = max(1, _BLOCK_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(start, start + step) for start in range(0, q.shape[2], step)]
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, rows: slice, causal: bool, attn_mask: torch.Tensor | None
+) -> torch.Tensor:
+    queries = _split(q[:, :, rows], q.shape[1] // k.shape[1])
+    scores = queries.matmul(k[:, :, None].mT).flatten(1, 2) * q.shape[3] ** -0.5
+    if causal:
+        hidden = scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(rows.start + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores if attn_mask is None else scores + attn_mask[rows]
+
+
+def _split(x: torch.Tensor, sharing: int) -> torch.Tensor:
+    """Group query heads by the key head that they share: [B,H,...] -> [B,G,sharing,...]."""
+    return x.unflatten(1, (-1, sharing))
+
+
+def _forward_shapes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float,
+    causal: bool,
+    *,
+    attn_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])
+
+
+def _backward_shapes(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *_: Any,
+    attn_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+_LIBRARY = torch.library.Library("moewright", "FRAGMENT")
+_LIBRARY.define(
+    "exact_attention(Tensor q, Tensor k, Tensor v, float dropout, bool causal, *, "
+    "Tensor? attn_mask=None) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "exact_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "float dropout, bool causal, *, Tensor? attn_mask=None) -> (Tensor, Tensor, Tensor)"
+)
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("exact_attention", _forward, _key)
+    _LIBRARY.impl("exact_attention_backward", _backward, _key)
+_LIBRARY.impl("exact_attention", _forward_shapes, "Meta")
+_LIBRARY.impl("exact_attention_backward", _backward_shapes, "Meta")
+EXACT_ATTENTION = torch.ops.moewright.exact_attention
+EXACT_ATTENTION_BACKWARD = torch.ops.moewright.exact_attention_backward
