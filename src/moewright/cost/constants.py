@@ -152,7 +152,7 @@ _CUDA = (
     _fitted("ep_overlap_host", 1.34, _fit_source(0.10)),
     _fitted("sync_s_alltoall", 0.000495, _fit_source(0.32, "a wait for split sizes a direction")),
     _fitted("sync_s_fused", 3e-5, "DeepEP and HybridEP, beside their calls; " + TIME_FINDINGS),
-    _fitted("device_spread", 0.012, _DEVICE_SPREAD),
+    _fitted("device_spread", 0.016, _DEVICE_SPREAD),
     _assumed("step_jitter_s", 5e-3, "the loader and the host's other work between two steps"),
     _assumed("network_hop_s", 1e-5, "NCCL 2.19 tuning table: 4 to 14 us a step of a ring"),
     _assumed("alltoall_peer_s", 2e-6, "a message of NCCL to a peer beyond the domain"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
@@ -51,8 +52,10 @@ from moewright.rules.simulate import StageSeconds
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.plan import TimePart
+from moewright.spec.workload import Dtype
 
 _FP32_BYTES = 4
+_BUCKET_ELEMENTS_A_RANK = 1_000_000
 _LOSS_SUMS = 3  # the top of the logits, the sum of their exponentials, and the target's
 
 
@@ -316,7 +319,8 @@ class Pricer:
             sym = replace(self.sym, layout=layout)
             moved = price_collectives(self._collectives, sym, kind)
             rows = self._priced.layers[kind]
-            host_s = layer_host_s(self._collectives.constants, layout, (), sym.model, kind)
+            alone = replace(layout, overlap=())  # as long whatever else overlaps
+            host_s = layer_host_s(self._collectives.constants, alone, (), sym.model, kind)
             self._device[key] = (
                 moved,
                 device_time(self._collectives, layout, rows, moved, host_s=host_s),
@@ -454,10 +458,16 @@ class _StateExchange:
 def _state_exchange(
     collectives: CollectiveModel, sym: Symbols, group: str, numel: int, calls: int
 ) -> _StateExchange:
-    """Return the exchanges of a step for the parameters that `group` reduces, in so many calls."""
+    """Return the exchanges of a step for the parameters that `group` reduces, in so many calls.
+
+    Stacks on CUDA grow their buckets with the group, to a million elements a rank (Megatron-LM,
+    param_and_grad_buffer.py), so that calls over many ranks stay few.
+    """
     layout, workload = sym.layout, sym.workload
     passes = sym.m if layout.zero == 3 else 1
     span = collectives.span(layout, fsdp.state_group(layout, group))
+    if sym.is_fused:
+        calls = min(calls, ceil(numel / (_BUCKET_ELEMENTS_A_RANK * span.size)))
     # Gradients are those of what trains, and so are updated weights, which ZeRO-1 gathers.
     trained = sym.trained_share
     call_bytes = workload.grad_dtype.nbytes * trained * numel / calls
@@ -466,7 +476,8 @@ def _state_exchange(
         return _StateExchange(reduce_s=reduce_s, gather_s=0.0, replica_sums_s=0.0)
     reduce_s = calls * collectives.seconds(Collective.REDUCE_SCATTER, span, call_bytes)
     gathered = numel if layout.zero == 3 else trained * numel
-    weight_bytes = sym.c * gathered / span.size / calls
+    gathered_bytes = _gathered_weight_bytes(collectives.constants, sym) * gathered
+    weight_bytes = gathered_bytes / span.size / calls
     gather_s = calls * collectives.seconds(Collective.ALL_GATHER, span, weight_bytes)
     replica_sums_s = 0.0
     if layout.shard:
@@ -478,6 +489,15 @@ def _state_exchange(
     return _StateExchange(
         reduce_s=passes * reduce_s, gather_s=gathers * gather_s, replica_sums_s=replica_sums_s
     )
+
+
+def _gathered_weight_bytes(constants: Constants, sym: Symbols) -> int:
+    """Return the bytes of a gathered weight: one where 8-bit weights are the stored ones.
+
+    Weights with a scale a block are gathered in 16 bits and quantised after that.
+    """
+    stores_8bit = sym.dtype is Dtype.FP8 and not constants["fp8_weight_copies_bytes"]
+    return 1 if stores_8bit else sym.c
 
 
 def _optimizer_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
