@@ -29,13 +29,31 @@ FAMILIES = ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-70B", "GPT3-1
 
 def _family(row: MeasuredRow) -> Hashable:
     """Return what the runs of a family share: all but the number of devices."""
-    return (
-        row.cells["date_release"],
-        row.model,
-        row.workload.precision,
-        row.workload.global_batch / row.hardware.count,
-        replace(row.layout, world_size=row.layout.pp * row.layout.tp * row.layout.cp),
-    )
+    layout = row.layout
+    degrees = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.mbs)
+    batch = row.workload.global_batch / row.hardware.count
+    return row.cells["date_release"], row.model, row.workload.precision, batch, degrees
+
+
+def _prepare(rows: list[MeasuredRow]) -> list[tuple[RepriceableStep, float]]:
+    """Return the runs of a family, from the fewest devices to the most, with their seconds.
+
+    What the source leaves open (recompute, overlaps) is alike for all of them.
+    """
+    ordered = sorted(rows, key=lambda row: row.hardware.count)
+    last = ordered[-1].layout
+    return [
+        (
+            RepriceableStep(
+                row.model,
+                row.workload,
+                row.hardware,
+                replace(last, world_size=row.layout.world_size),
+            ),
+            measured_step_s(row),
+        )
+        for row in ordered
+    ]
 
 
 def _select_rows(path: Path) -> Path:
@@ -44,7 +62,9 @@ def _select_rows(path: Path) -> Path:
         lines = [
             line
             for line in csv.DictReader(file)
-            if line["id"].startswith("dgxc") and line["model"] in FAMILIES
+            if line["id"].startswith("dgxc")
+            and line["task"] == "pretrain"
+            and line["model"] in FAMILIES
         ]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(lines[0]))
@@ -60,17 +80,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[Repric
     of_family: dict[Hashable, list[MeasuredRow]] = defaultdict(list)
     for row in table.rows:
         of_family[_family(row)].append(row)
-    return [
-        [
-            (
-                RepriceableStep(row.model, row.workload, row.hardware, row.layout),
-                measured_step_s(row),
-            )
-            for row in sorted(rows, key=lambda row: row.hardware.count)
-        ]
-        for rows in of_family.values()
-        if len(rows) >= 5
-    ]
+    return [_prepare(rows) for rows in of_family.values() if len(rows) >= 5]
 
 
 def _errors_at_the_largest(
