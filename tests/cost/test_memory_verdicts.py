@@ -62,7 +62,9 @@ def allocated_bytes(result: Estimate) -> int:
 def test_verdict(case: tuple[str, int, float, int, float, bool]) -> None:
     text, global_batch, allocated_gib, peak_rank, margin_gib, ran = case
     result = estimate_layout(text, global_batch)
-    assert result.verdict is (Verdict.FITS if ran else Verdict.OOM)
+    assert (result.verdict is Verdict.FITS) == ran
+    # VPP4 is over by 3 GiB, about one standard deviation: the others leave no doubt.
+    assert result.fit_probability > 0.9 if ran else result.fit_probability < 0.25
     assert result.peak_rank == peak_rank
     assert allocated_bytes(result) / GIB == pytest.approx(allocated_gib, abs=0.4)
     assert result.margin_bytes / GIB == pytest.approx(margin_gib, abs=0.6)

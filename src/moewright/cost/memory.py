@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import hypot
 from typing import Any
 
 import numpy as np
@@ -346,14 +347,15 @@ def runtime_overhead(
 
     Both may be arrays of one shape. `buffers` are the bytes that a dispatcher registers.
     """
-    reserved_variance = (constants["reserved_share_sd"] * allocated) ** 2
+    shares_sd = hypot(constants["reserved_share_sd"], constants["allocated_share_sd"])
+    allocated_variance = (shares_sd * allocated) ** 2
     communicator_variance = (groups * constants["communicator_bytes_sd"]) ** 2
     return RuntimeOverhead(
         reserved_bytes=constants["reserved_share"] * allocated
         + constants["context_bytes"]
         + constants["stack_bytes"],
         communication_bytes=groups * constants["communicator_bytes"] + buffers,
-        sd_bytes=(reserved_variance + communicator_variance) ** 0.5,
+        sd_bytes=(allocated_variance + communicator_variance) ** 0.5,
     )
 
 
