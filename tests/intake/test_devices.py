@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from moewright.intake import catalogue
+from moewright.spec.hardware import NetworkKind, Op
 from moewright.spec.sourced import SourceKind
 from moewright.spec.units import GIB, TERA
 from moewright.spec.workload import Dtype
 
+WITHOUT_FP8 = ("A100", "A800", "TPU-v5p", "TPU-v6e", "Ascend")
 PARTS = catalogue.hardware_names()
 FILE = Path(__file__).parents[2] / "src/moewright/intake/data/hardware.json"
 
 
-def test_all_ten_parts_are_there() -> None:
+def test_all_parts_are_there() -> None:
     assert set(PARTS) >= {
         "A100-40GB",
         "A100",
@@ -29,7 +31,59 @@ def test_all_ten_parts_are_there() -> None:
         "GB200",
         "B300",
         "GB300",
+        *("A800", "H100-PCIe", "H100-NVL", "GH200", "H20-3e", "L40S", "RTX-4090", "RTX-PRO-6000"),
+        *(
+            "MI300X",
+            "MI325X",
+            "MI355X",
+            "TPU-v5p",
+            "TPU-v6e",
+            "TPU7x",
+            "Ascend-910B",
+            "Ascend-910C",
+        ),
     }
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("NVIDIA H20-3e", "H20-3e"),
+        ("H20 141GB", "H20-3e"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("rtx 4090", "RTX-4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI325X OAM", "MI325X"),
+        ("mi355x", "MI355X"),
+        ("TPU v5p", "TPU-v5p"),
+        ("v6e", "TPU-v6e"),
+        ("TPU7x Ironwood", "TPU7x"),
+        ("Ascend 910B", "Ascend-910B"),
+        ("910c", "Ascend-910C"),
+    ],
+)
+def test_parts_are_known_by_the_names_that_people_and_drivers_write(
+    spelling: str, name: str
+) -> None:
+    assert catalogue.hardware(f"8x{spelling}").name == name
+
+
+def test_datasheet_parts_say_so() -> None:
+    """No rate or constant of a part that no run was fitted on claims a fit."""
+    for name in ("H200", "H20", "MI300X", "TPU-v6e", "Ascend-910B", "RTX-4090"):
+        hardware = catalogue.hardware(name)
+        grouped = (Op.GROUPED_GEMM, Op.OPTIMIZER)
+        kinds = {rate.curve.kind for rate in hardware.device.rates if rate.op not in grouped}
+        kinds |= {constant.value.kind for constant in hardware.constants}
+        assert SourceKind.FITTED not in kinds, name
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -37,16 +91,17 @@ def test_figures_hang_together(name: str) -> None:
     hardware = catalogue.hardware(f"8x{name}")
     device, fabric = hardware.device, hardware.fabric
     peaks = {peak.dtype: peak.rate.value for peak in device.peaks}
-    assert 30 < device.memory_bytes.value / GIB < 300
-    assert 1 < device.memory_Bps.value / TERA < 10
+    assert 20 < device.memory_bytes.value / GIB < 300
+    assert 0.8 < device.memory_Bps.value / TERA < 10
     # FLOP a byte at the ridge: about 150 (A100) to 620 (B300); H20 is cut to 37.
     assert 30 < peaks[Dtype.BF16] / device.memory_Bps.value < 700
     assert peaks[Dtype.FP16] == peaks[Dtype.BF16]
     for narrow in (Dtype.FP8, Dtype.MXFP8):
         if narrow in peaks:
             assert peaks[narrow] == pytest.approx(2 * peaks[Dtype.BF16], rel=0.02)
-    assert (Dtype.FP8 in peaks) == (not name.startswith("A100"))
-    assert 4 * fabric.network_Bps.value <= fabric.domain_Bps.value < device.memory_Bps.value
+    assert (Dtype.FP8 in peaks) == (not name.startswith(WITHOUT_FP8))
+    margin = 1 if fabric.domain is NetworkKind.PCIE else 4
+    assert margin * fabric.network_Bps.value <= fabric.domain_Bps.value < device.memory_Bps.value
     assert fabric.domain_size % fabric.devices_per_node == 0
     assert 0 < fabric.domain_latency_s.value <= fabric.network_latency_s.value < 1e-3
 

@@ -23,7 +23,7 @@ from moewright.spec.layout import CpComm, ExpertPlacement, Layout, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Evidence, EvidenceGrade
 from moewright.spec.sourced import SourceKind
-from moewright.spec.workload import ExpertKernels, Routing, Workload
+from moewright.spec.workload import ExpertKernels, Routing, Task, Workload
 
 _TOGETHER = " with "
 OWN_RATES = "rates of this machine"
@@ -139,6 +139,12 @@ def job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Ite
             yield f"experts={workload.trainer.expert_kernels.value}"
     if model.mtp_layers:
         yield "mtp"
+    if model.recurrent is not None:
+        yield f"mixer={model.recurrent.kind.value}"
+    if model.attention.indexer is not None:
+        yield "mixer=indexed"
+    if workload.fine_tuning.task is Task.LORA:
+        yield "task=lora"
 
 
 def layout_choices(layout: Layout, hardware: Hardware) -> Iterator[str]:

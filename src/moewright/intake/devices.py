@@ -45,10 +45,25 @@ _NETWORK_LATENCY_S = 2e-5
 # Words that drivers and vendors add to the name of a chip: its form factor and its memory type.
 _FORM_WORDS = frozenset(
     (
-        *("NVIDIA", "GPU", "GPUS", "HGX", "DGX", "NVL72", "AC"),
+        *(
+            "NVIDIA",
+            "GPU",
+            "GPUS",
+            "HGX",
+            "DGX",
+            "NVL72",
+            "AC",
+            "TENSOR",
+            "CORE",
+            "GRACE",
+            "HOPPER",
+        ),
+        *("AMD", "INSTINCT", "OAM", "VF", "GOOGLE", "CLOUD", "TPU", "HUAWEI", "ASCEND", "NPU"),
+        *("GEFORCE", "BLACKWELL", "SERVER", "WORKSTATION", "EDITION", "GENERATION"),
         *("SXM", "SXM4", "SXM5", "SXM6", "HBM2", "HBM2E", "HBM3", "HBM3E"),
     )
 )
+_VENDOR = re.compile(r"^(nvidia|amd|google|huawei) +")
 _MEMORY_WORD = re.compile(r"([0-9]+)GB?")
 # 180 and 192 GB name one device, usable and physical; 80 and 96 GB are two.
 _MEMORY_TOLERANCE = 0.1
@@ -104,11 +119,13 @@ class DeviceEntry:
     constants: tuple[ConstantEntry, ...]
     domain: NetworkKind = NetworkKind.NVLINK
     network: NetworkKind = NetworkKind.IB
+    words: tuple[str, ...] = ()  # words of its name that set it apart from others of its chip
 
     @property
     def product(self) -> str:
-        """The name of the chip: A100 of both A100-40GB and A100."""
-        return self.aliases[0].partition("-")[0].upper()
+        """The name of the chip: A100 of both A100-40GB and A100, 4090 of RTX 4090."""
+        parts = re.split(r"[- ]", self.aliases[0].upper())
+        return next((part for part in parts if part not in self.words), parts[0])
 
     @property
     def cited_source(self) -> str:
@@ -160,20 +177,25 @@ def find_device(name: str) -> DeviceEntry | None:
     """Return the device of a name as people or drivers write it; None if it is not known.
 
     Letter case does not matter. "H100", "A100-40GB", "H100-SXM5-80GB", "NVIDIA A100-SXM4-40GB" and
-    "NVIDIA H100 80GB HBM3" are known. A form factor or a memory size that the catalogue does not
-    have is not known: "H100 PCIe".
+    "NVIDIA H100 80GB HBM3", "AMD Instinct MI300X" and "NVIDIA GeForce RTX 4090" are known. A form
+    factor or a memory size that the catalogue does not have is not known: "A100 PCIe".
     """
     folded = name.strip().casefold()
-    for device in read_devices():
-        if folded in (device.name.casefold(), *(alias.casefold() for alias in device.aliases)):
-            return device
+    for spelling in (folded, _VENDOR.sub("", folded)):
+        for device in read_devices():
+            if spelling in (device.name.casefold(), *map(str.casefold, device.aliases)):
+                return device
     words = _split_words(name)
     candidates = [
         device
         for device in read_devices()
-        if device.product in words and not _sets_apart(device, words - {device.product})
+        if device.product in words
+        and words.issuperset(device.words)
+        and not _sets_apart(device, words.difference(device.words, {device.product}))
     ]
-    plain = (device for device in candidates if device.aliases[0] == device.product)
+    most_words = max((len(device.words) for device in candidates), default=0)
+    candidates = [device for device in candidates if len(device.words) == most_words]
+    plain = (device for device in candidates if device.aliases[0].upper() == device.product)
     return next(plain, next(iter(candidates), None))
 
 

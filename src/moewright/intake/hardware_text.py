@@ -15,6 +15,9 @@ _COUNT_FIRST = re.compile(r"([+-]?[\d.,_]*\d(?:e[+-]?\d+)?)(?:\s*[xX×*]\s*|\s+)
 _COUNT_LAST = re.compile(r"(.*\S)\s*[xX×*:]\s*([\d_]+)")
 
 
+_SHORTEST = 2  # letters that may begin many a name, as RT does
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareText:
     """What a text says of hardware: the name of a device or the path of a file, and a count.
@@ -54,9 +57,9 @@ def _is_file(name: str) -> bool:
 
 
 def _resembles_hardware(name: str) -> bool:
-    return (
-        _is_file(name) or find_device(name) is not None or bool(closest_match(name, device_names()))
-    )
+    if _is_file(name) or find_device(name) is not None:
+        return True
+    return len(name) > _SHORTEST and bool(closest_match(name, device_names()))
 
 
 def _parse_device_count(count: str, name: str, text: str) -> int:
