@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: evidence train test test-all mutants docs check report bench bench-engine bench-peers bench-tuning verify-layouts
+.PHONY: evidence train test test-all mutants megatron docs check report bench bench-engine bench-peers bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -52,6 +52,10 @@ mutants: $(VENV)/.dev
 # that change with the source.
 verify-layouts: $(VENV)/.dev
 	$(BIN)/pytest tests/spawn/test_layout_sweep.py tests/spawn/test_checkpoint_layouts.py -m "thorough or not thorough"
+
+# Megatron-LM's own code, from a checkout of it in MEGATRON_LM, starts every export (minutes); `make test` uses what it said.
+megatron: $(VENV)/.dev
+	$(BIN)/python tests/megatron/run.py $(or $(MEGATRON_LM),$(error MEGATRON_LM=DIR, a checkout of Megatron-LM))
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,11 +1,14 @@
 """Models, plans, layouts and workloads for the tests of Megatron-LM's export and import."""
 
+import csv
 from functools import cache
+from importlib import resources
 
 from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
 from moewright.intake import catalogue
+from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.plan import Estimate, Plan, Verdict
 from moewright.spec.workload import (
     BatchRampSpec,
@@ -16,6 +19,15 @@ from moewright.spec.workload import (
     Workload,
 )
 
+OPTIONS = {
+    row["flag"]: row
+    for row in csv.DictReader(
+        resources.files("moewright.intake.megatron")
+        .joinpath("data/megatron_flags.csv")
+        .read_text()
+        .splitlines()
+    )
+}
 _NO_ESTIMATE = Estimate(
     ledgers=(),
     peak_rank=0,
@@ -62,7 +74,6 @@ REFUSED_MODELS = {
     "meta-llama/Llama-4-Maverick-17B-128E": "model.attention.chunked",
     "meta-llama/Llama-4-Scout": "model.attention.qk_norm",
     "microsoft/Phi-3.5-MoE": "model.mlp_bias",
-    "mistralai/Mistral-7B-v0.1": "model.attention.sliding_window",
     "moonshotai/Kimi-K2": "model.attention.rope.scaling",
     "moonshotai/Kimi-Linear-48B-A3B": "model.mixers",
     "nvidia/Nemotron-3-Nano-30B-A3B": "model.activation",
@@ -71,8 +82,6 @@ REFUSED_MODELS = {
     "nvidia/Nemotron-3-Ultra-550B": "model.activation",
     "nvidia/Nemotron-3.5-Lightning-30B-A3B": "model.activation",
     "nvidia/Nemotron-H-56B": "model.activation",
-    "openai/gpt-oss-120b": "model.mlp_bias",
-    "openai/gpt-oss-20b": "model.mlp_bias",
     "tencent/Hunyuan-A13B": "model.attention.qk_norm",
     "xai-org/grok-1": "model.norm_placement",
     "zai-org/GLM-4.5": "model.attention.rope.rotary_share",
@@ -81,6 +90,31 @@ REFUSED_MODELS = {
     "zai-org/GLM-5": "model.attention.indexer.top_k",
     "zai-org/GLM-5.2": "model.attention.indexer.top_k",
 }
+
+
+def parse_flags(flags):
+    """Return flags as {name: values}, after asserting what Megatron-LM's parser would.
+
+    They are known, stand once, and have the right number of values, types and choices.
+    """
+    names = [name for name, *_ in flags]
+    assert len(names) == len(set(names)), names
+    options = {name: tuple(values) for name, *values in flags}
+    for name, values in options.items():
+        assert name in OPTIONS, name
+        option = OPTIONS[name]
+        has_right_count = {"": len(values) == 1, "+": len(values) >= 1, "*": True}
+        if option["nargs"] in has_right_count:
+            assert has_right_count[option["nargs"]], name
+        else:
+            assert len(values) == int(option["nargs"]), name
+        for value in values:
+            assert value, name
+            if option["choices"]:
+                assert value in option["choices"].split(), (name, value)
+            if option["type"] in ("int", "float"):
+                {"int": int, "float": float}[option["type"]](value)
+    return options
 
 
 @cache
@@ -102,6 +136,10 @@ def build_plan(name, layout, workload):
         estimate=_NO_ESTIMATE,
         fingerprint="",
     )
+
+
+def refusals(plan):
+    return megatron_refusals(plan.model, plan.workload, plan.hardware, plan.layout)
 
 
 def draw_choice(draw, *choices):

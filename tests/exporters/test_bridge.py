@@ -11,10 +11,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, workloads
+from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, refusals, workloads
 from moewright.codec import parse_layout
 from moewright.exporters.bridge import render_bridge_recipe
-from moewright.exporters.megatron.refusals import find_refusals
 from moewright.intake import catalogue
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
@@ -178,7 +177,7 @@ def test_every_flag_of_any_plan_has_a_place(data):
     )
     assume(not check_legality(catalogue_model(name), workload, layout))
     plan = build_plan(name, layout, workload)
-    assume(not find_refusals(plan))
+    assume(not refusals(plan))
     cfg = built(plan)
     assert cfg.model.tensor_model_parallel_size == layout.tp
     assert (cfg.model.virtual_pipeline_model_parallel_size or 1) == layout.vpp

@@ -4,151 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_parser import check_options, parse_flags
+from megatron_cases import build_plan, parse_flags
+from megatron_plans import PLANS, deepseek, on_gpus
 from moewright.codec import parse_layout
-from moewright.exporters.megatron.script import (
-    environment_variables,
-    megatron_flags,
-    render_megatron_script,
-)
+from moewright.exporters.megatron.script import megatron_flags, render_megatron_script
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
-from moewright.spec.hardware import DeviceKind
-from moewright.spec.layout import DispatcherKind, Layout, Offload, Overlap, Recompute
-from moewright.spec.model import AttentionKind, AttentionSpec, QkNorm, RopeSpec, ScoreFunction
-from moewright.spec.workload import (
-    BatchRampSpec,
-    DataSpec,
-    DocumentMasking,
-    DropPolicy,
-    Dtype,
-    LossSpec,
-    OptimizerSpec,
-    RouterForce,
-    RouterTraining,
+from moewright.spec.layout import (
+    CudaGraphScope,
+    DispatcherKind,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
 )
+from moewright.spec.model import QkNorm, RopeSpec, ScoreFunction
+from moewright.spec.workload import Dtype, Workload
 from sample_run import plan, with_recompute
-
-DEEPSEEK_ATTENTION = AttentionSpec(
-    kind=AttentionKind.MLA,
-    heads=8,
-    kv_heads=8,
-    head_dim=192,
-    v_head_dim=128,
-    q_lora_rank=384,
-    kv_lora_rank=128,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    rope=RopeSpec(
-        scaling="yarn",
-        factor=40,
-        original_max_position=4096,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-        interleaved=True,
-    ),
-)
-
-
-def on_gpus(text: str, world: int, *, layers: int = 6, base=None):
-    """Return the sample plan on `world` GPUs in nodes of eight, in the layout `text`."""
-    base = base or plan()
-    model = replace(base.model, layers=layers, moe_layers=(True,) * layers)
-    device = replace(base.hardware.device, kind=DeviceKind.CUDA, name="GPU")
-    fabric = replace(base.hardware.fabric, domain_size=8, devices_per_node=8)
-    hardware = replace(base.hardware, count=world, device=device, fabric=fabric)
-    return replace(
-        base, model=model, hardware=hardware, layout=parse_layout(text, world_size=world)
-    )
-
-
-def deepseek(text="tp2,ep8", world=16):
-    base = on_gpus(text, world)
-    moe = base.model.moe
-    router = replace(
-        moe.router,
-        score=ScoreFunction.SIGMOID,
-        selection_bias=True,
-        groups=4,
-        top_groups=2,
-        scaling_factor=2.5,
-    )
-    moe = replace(moe, router=router, shared_ffn_size=192, shared_gate=True)
-    model = replace(
-        base.model,
-        attention=DEEPSEEK_ATTENTION,
-        moe=moe,
-        dense_ffn_size=1024,
-        moe_layers=(False, True, True, True, True, True),
-        mtp_layers=1,
-    )
-    return replace(base, model=model)
 
 
 def message(options) -> dict[str, tuple[str, ...]]:
     return parse_flags(megatron_flags(options))
-
-
-PLANS = {
-    "one rank": on_gpus("", 1),
-    "folded": on_gpus("tp2,ep8,mbs2,recompute=select,overlap=grad+param+tp", 16),
-    "virtual stages": on_gpus("tp2,pp4,vpp3,ep4,vpp_group=4", 64, layers=94),
-    "virtual stages that overlap": on_gpus("pp2,vpp3,ep4,overlap=p2p+ep", 8),
-    "layout string": on_gpus("pp2,vpp2,overlap=p2p,layout='Ett|t|tt|tL'", 4),
-    "context in two levels": on_gpus("cp8,cp_comm=a2a+p2p", 8, layers=4),
-    "packed documents": replace(
-        on_gpus("", 1),
-        workload=replace(
-            plan().workload, data=DataSpec(train="a", documents=DocumentMasking.RESTARTED)
-        ),
-    ),
-    "context and full recompute": on_gpus("tp2,cp2,recompute=full,cp_comm=a2a", 8),
-    "ZeRO-3": on_gpus("zero3,ep4", 8),
-    "ZeRO-0": on_gpus("zero0", 2),
-    "offload": on_gpus("offload=optimizer", 2),
-    "activation offload": on_gpus("offload=expert_fc1+moe_act", 2),
-    "graphs": on_gpus("graphs=attn+moe_router", 2),
-    "whole graph": on_gpus("graphs=full", 2),
-    "DeepEP": on_gpus("ep8,dispatcher=deepep", 8),
-    "capacity": on_gpus("ep2,dispatcher=allgather,capacity=1.25", 2),
-    "latent attention": deepseek(),
-    "low-precision optimizer": replace(
-        on_gpus("", 1),
-        workload=replace(
-            plan().workload, grad_dtype=Dtype.BF16, optimizer=OptimizerSpec(moment_dtype=Dtype.BF16)
-        ),
-    ),
-    "no data": replace(on_gpus("", 1), workload=replace(plan().workload, data=DataSpec())),
-    "training data only": replace(
-        on_gpus("", 1), workload=replace(plan().workload, data=DataSpec(train="a"))
-    ),
-    "fp16": replace(on_gpus("", 1), workload=replace(plan().workload, precision=Dtype.FP16)),
-    "growing batches": replace(
-        on_gpus("", 1),
-        workload=replace(
-            plan().workload, ramp=BatchRampSpec(ramp_start=4, ramp_increment=4, ramp_samples=96)
-        ),
-    ),
-    "three balance losses": replace(
-        on_gpus("capacity=2", 1),
-        workload=replace(
-            plan().workload,
-            loss=LossSpec(aux_coeff=0.01, seq_aux_coeff=1e-4, global_aux_coeff=1e-3, z_coeff=1e-3),
-            router=RouterTraining(
-                force=RouterForce.SKEWED, force_std=2, drop_policy=DropPolicy.POSITION
-            ),
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS.keys())
-def test_every_flag_is_one_that_megatron_parses_and_no_two_exclude_each_other(options):
-    check_options(
-        parse_flags(megatron_flags(options)),
-        options.layout.world_size,
-        dict(environment_variables(options.layout)),
-    )
 
 
 @pytest.mark.parametrize("text", ["tp2,ep8", "tp4", "tp2,ep4,etp2"])
@@ -177,10 +53,29 @@ def test_an_even_split_of_94_layers_counts_embedding_and_loss():
     assert flags["--microbatch-group-size-per-virtual-pipeline-stage"] == ("4",)
     assert "--account-for-embedding-in-pipeline-split" in flags
     assert "--account-for-loss-in-pipeline-split" in flags
-    assert "--no-overlap-p2p-communication" in flags
     even = message(PLANS["virtual stages that overlap"])  # 6 layers on 6 virtual stages
     assert "--account-for-loss-in-pipeline-split" not in even
-    assert "--no-overlap-p2p-communication" not in even
+
+
+def test_transfers_of_virtual_stages_overlap_and_the_script_says_so():
+    """Megatron-LM switches it on by itself, and needs it at pp2."""
+    plan = PLANS["virtual stages"]
+    assert Overlap.P2P not in plan.layout.overlap
+    assert not [name for name in message(plan) if "p2p" in name]
+    note = "# Point-to-point transfers overlap"
+    assert note in render_megatron_script(plan)
+    assert note not in render_megatron_script(PLANS["virtual stages that overlap"])
+    assert note not in render_megatron_script(PLANS["folded"])
+
+
+def test_training_always_has_a_length():
+    plan = PLANS["no length"]
+    flags = message(plan)
+    assert flags["--train-iters"] == flags["--lr-decay-iters"] == ("100",)
+    assert "# The plan has no length: 100 steps are written" in render_megatron_script(plan)
+    optimizer = replace(plan.workload.optimizer, warmup_steps=400)
+    longer = replace(plan, workload=replace(plan.workload, optimizer=optimizer))
+    assert message(longer)["--train-iters"] == ("800",)  # warm-up must end before decay
 
 
 def test_a_layout_string_excludes_the_other_ways_to_say_stages():
@@ -230,12 +125,64 @@ def attended(**fields):
     )
 
 
+def around_a_ring(**fields):
+    return replace(attended(**fields), layout=parse_layout("cp2", world_size=2))
+
+
 def routed(**fields):
     base = on_gpus("", 1)
     moe = base.model.moe
     return replace(
         base, model=replace(base.model, moe=replace(moe, router=replace(moe.router, **fields)))
     )
+
+
+def with_biases(**fields):
+    """Return a plan whose linear layers all have biases."""
+    base = routed(logit_bias=True)
+    model = replace(
+        base.model,
+        attention=replace(base.model.attention, out_bias=True, qkv_bias=True),
+        moe=replace(base.model.moe, expert_bias=True),
+    )
+    return replace(base, model=model, layout=replace(changed(**fields).layout))
+
+
+def test_biases_of_all_linear_layers_are_one_switch():
+    flags = message(with_biases())
+    assert "--disable-bias-linear" not in flags
+    assert "--no-bias-dropout-fusion" in flags  # Megatron-LM's grouped experts have it not
+    with pytest.raises(BadInput, match="switch for the biases"):
+        megatron_flags(attended(out_bias=True, qkv_bias=True))
+
+
+def test_gpt_oss_has_windows_sinks_yarn_and_its_own_activation():
+    layout = parse_layout("ep4", world_size=8)
+    flags = parse_flags(
+        megatron_flags(
+            build_plan("openai/gpt-oss-20b", layout, Workload(seq_len=4096, global_batch=64))
+        )
+    )
+    assert flags["--window-size"] == ("127,0",)  # and the token itself
+    assert flags["--window-attn-skip-freq"] == ("2",)
+    assert flags["--softmax-type"] == ("learnable",)
+    assert flags["--position-embedding-type"] == ("yarn",)
+    assert flags["--rotary-scaling-factor"] == ("32",)
+    assert flags["--yarn-original-max-position-embeddings"] == ("4096",)
+    assert "--no-yarn-correction-range-round-to-int" in flags
+    assert "--quick-geglu" in flags
+    assert flags["--activation-func-clamp-value"] == ("7",)
+    assert "--swiglu" not in flags
+
+
+def test_latent_attention_without_yarn_has_no_fused_rotation():
+    moonlight = build_plan(
+        "moonshotai/Moonlight-16B-A3B",
+        parse_layout("ep4", world_size=8),
+        Workload(seq_len=4096, global_batch=64),
+    )
+    assert "--no-rope-fusion" in message(moonlight)
+    assert "--no-rope-fusion" not in message(deepseek())
 
 
 def six_of_three(model):
@@ -254,31 +201,31 @@ REFUSED = [
         "layernorm",
     ),
     (on_gpus("pp2,vpp3,schedule=zbv,overlap=p2p", 4), "layout.schedule=zbv", "interleaved"),
-    (changed(overlap=(Overlap.PARAM,)), "layout.overlap=param", "grad+param"),
-    (changed(overlap=(Overlap.P2P,)), "layout.overlap=p2p", "vpp above 1"),
-    (changed(sp=False, overlap=(Overlap.TP,)), "layout.overlap=tp", "sp"),
-    (on_gpus("pp2,vpp3", 4), "layout.overlap", "p2p"),
-    (trained(precision=Dtype.FP8), "workload.precision=fp8", "bf16"),
+    (changed(zero=3, vpp=2, pp=2, overlap=(Overlap.EP,)), "layout.vpp=2", "1"),
+    (
+        changed(zero=3, overlap=(Overlap.EP,), graphs=(CudaGraphScope.ATTN,)),
+        "layout.graphs=attn",
+        "none",
+    ),
     (
         replace(
-            changed(recompute=(Recompute.MOE_ACT,)),
-            workload=replace(plan().workload, precision=Dtype.FP32),
+            attended(qkv_bias=True),
+            layout=parse_layout("ep2,graphs=attn,overlap=ep+grad+wgrad", world_size=2),
         ),
-        "layout.recompute=moe_act",
-        "moe",
+        "layout.graphs=attn",
+        "none",
     ),
+    (trained(precision=Dtype.FP8), "workload.precision=fp8", "bf16"),
     (
         replace(deepseek(), model=six_of_three(deepseek().model)),
         "model.moe.router.group_scores=1",
         "2",
     ),
-    (trained(precision=Dtype.FP16), "workload.precision=fp16", "bf16"),
     (trained(precision=Dtype.FP32, grad_dtype=Dtype.BF16), "workload.grad_dtype=bf16", "fp32"),
     (attended(qk_norm=QkNorm.FULL), "model.attention.qk_norm=full", "per_head"),
-    (attended(sinks=True), "model.attention.sinks=True", "False"),
-    (attended(sliding_window=128), "model.attention.sliding_window=128", "0"),
-    (attended(out_bias=True), "model.mlp_bias=False", "True"),
-    (attended(rope=RopeSpec(scaling="yarn")), "model.attention.rope.scaling=yarn", "default"),
+    (around_a_ring(sinks=True), "layout.cp_comm=p2p", "a2a"),
+    (around_a_ring(sliding_window=128, window_every=1), "layout.cp_comm=p2p", "a2a"),
+    (attended(rope=RopeSpec(scaling="linear")), "model.attention.rope.scaling=linear", "default"),
     (attended(rope=RopeSpec(theta=1e4 + 0.5)), "model.attention.rope.theta=10000.5", "10000"),
     (routed(selection_bias=True), "model.moe.router.selection_bias=True", "False"),
     (
@@ -287,6 +234,7 @@ REFUSED = [
         "True",
     ),
     (routed(logit_bias=True), "model.moe.router.logit_bias=True", "False"),
+    (with_biases(etp=2), "layout.etp=2", "1"),
 ]
 
 
@@ -318,7 +266,7 @@ def test_the_script_is_one_command_that_a_shell_reads(tmp_path):
 
 def test_several_nodes_meet_at_the_master_and_overlap_of_experts_needs_queues():
     script = render_megatron_script(PLANS["virtual stages"])
-    assert "torchrun --nnodes 8 --nproc-per-node 8 --node-rank $NODE_RANK" in script
+    assert 'torchrun --nnodes 4 --nproc-per-node 8 --node-rank "$NODE_RANK"' in script
     assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in render_megatron_script(
         PLANS["virtual stages that overlap"]
     )
@@ -354,7 +302,10 @@ def test_batches_that_grow_count_in_sequences_and_exclude_steps():
     """
     options = PLANS["growing batches"]
     flags = message(options)
-    assert flags["--rampup-batch-size"] == ("4", "4", "96")
+    seq_len = options.workload.seq_len
+    sizes = (f"{first * seq_len}:{size}" for first, size in ((0, 4), (32, 8), (64, 12), (96, 16)))
+    assert flags["--step-batch-size-schedule"] == (" ".join(sizes),)
+    assert "--global-batch-size" not in flags
     assert not {"--train-iters", "--lr-decay-iters", "--lr-warmup-iters"} & set(flags)
     steps, size, seen = options.workload.steps, options.workload.global_batch, 0
     for _ in range(steps):
@@ -402,6 +353,18 @@ def test_narrows_come_with_the_recipe_of_the_device(device, precision, expected)
     flags = message(options)
     assert (flags["--fp8-format"], flags["--fp8-recipe"]) == tuple((value,) for value in expected)
     assert flags["--bf16"] == ()
+
+
+def test_offloaded_activations_leave_weights_where_they_are():
+    """Transformer Engine would move them too, and Megatron-LM stops without the variable."""
+    assert "export NVTE_CPU_OFFLOAD_V1=1" in render_megatron_script(PLANS["activation offload"])
+    assert "NVTE_CPU_OFFLOAD_V1" not in render_megatron_script(PLANS["offload"])
+    flags = message(PLANS["whole graph and activation offload"])
+    assert flags["--fine-grained-offloading-max-inflight-offloads"] == ("1",)
+
+
+def test_a_gather_of_keys_is_spelt_as_transformer_engine_does():
+    assert message(on_gpus("cp2,cp_comm=allgather", 2))["--cp-comm-type"] == ("all_gather",)
 
 
 def test_captured_graphs_do_without_growing_segments():

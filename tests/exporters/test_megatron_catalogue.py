@@ -1,22 +1,34 @@
-"""Every model of the catalogue in any legal layout: nothing is written that Megatron-LM refuses."""
+"""Every model of the catalogue, and recorded verdicts of Megatron-LM's own code on our commands.
 
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+`make megatron` makes the verdicts (tests/megatron). A command that changes needs a new one.
+"""
 
-from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, workloads
-from megatron_parser import check_options, parse_flags
-from moewright.exporters.megatron.refusals import find_refusals
-from moewright.exporters.megatron.script import environment_variables, megatron_flags
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_cases import REFUSED_MODELS, build_plan, parse_flags, refusals
+from moewright.exporters.megatron.script import all_flags
 from moewright.intake import catalogue
-from moewright.rules.legality import check_legality
 from moewright.spec.layout import Layout
 from moewright.spec.workload import Workload
+
+sys.path.append(str(Path(__file__).parents[1] / "megatron"))
+
+from cases import case_plan, digest, our_rules, read_verdicts
+
+ROWS = read_verdicts()
+
+
+def label(row):
+    return " ".join(row[name] for name in ("kind", "model", "machine", "workload", "layout"))
 
 
 def test_these_models_are_refused_for_these_reasons_and_no_others():
     workload = Workload(seq_len=4096, global_batch=64)
     reasons = {
-        name: find_refusals(build_plan(name, Layout(world_size=8), workload))
+        name: refusals(build_plan(name, Layout(world_size=8), workload))
         for name in catalogue.model_names()
     }
     assert {
@@ -24,15 +36,26 @@ def test_these_models_are_refused_for_these_reasons_and_no_others():
     } == REFUSED_MODELS
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_what_is_written_is_what_megatron_accepts(data):
-    name = data.draw(st.sampled_from(sorted(set(catalogue.model_names()) - set(REFUSED_MODELS))))
-    layout = data.draw(layouts(catalogue_model(name).moe is not None))
-    workload = data.draw(workloads())
-    assume(not check_legality(catalogue_model(name), workload, layout))
-    plan = build_plan(name, layout, workload)
-    assume(not find_refusals(plan))
-    check_options(
-        parse_flags(megatron_flags(plan)), layout.world_size, dict(environment_variables(layout))
-    )
+def test_every_recorded_verdict_is_about_the_command_that_is_written_today():
+    changed = [label(row) for row in ROWS if digest(case_plan(row)) != row["command"]]
+    assert not changed, "run `make megatron`"
+
+
+def test_we_refuse_what_megatron_refuses_and_nothing_else():
+    differing = [
+        label(row) for row in ROWS if bool(our_rules(case_plan(row))) != bool(row["refusal"])
+    ]
+    assert not differing
+
+
+def test_every_best_plan_starts():
+    best = [row for row in ROWS if row["kind"] == "best plan"]
+    assert len(best) > 250
+    assert not [label(row) for row in best if row["refusal"]]
+
+
+@pytest.mark.parametrize("kind", ["best plan", "random", "by hand"])
+def test_every_option_is_one_that_megatron_parses(kind):
+    for row in ROWS:
+        if row["kind"] == kind:
+            parse_flags(all_flags(case_plan(row)))

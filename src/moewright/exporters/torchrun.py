@@ -32,8 +32,8 @@ def torchrun_command(plan: Plan) -> str:
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {ranks_per_node}"
     return (
-        f"torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node} --node-rank $NODE_RANK "
-        "--master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-29500}"
+        f'torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node} --node-rank "$NODE_RANK" '
+        '--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"'
     )
 
 

@@ -37,6 +37,16 @@ def step_samples(workload: Workload, step: int) -> SampleRange:
     return SampleRange(first=first_sample + (step - first_step) * full_size, size=full_size)
 
 
+def batch_sizes(workload: Workload) -> Iterator[tuple[int, int]]:
+    """Yield (sequences consumed before, batch size) of each batch size, the full one last."""
+    begin = 0
+    for size, end in _ramp_stages(workload.ramp, workload.global_batch):
+        if end > begin:
+            yield begin, size
+        begin = end
+    yield begin, workload.global_batch
+
+
 def workload_at_step(workload: Workload, step: int) -> Workload:
     """Return the workload as a step, counted from 0, runs it: with its batch and without a ramp."""
     size = step_samples(workload, step).size

@@ -150,6 +150,7 @@ def _check_ep_overlap(model: ModelSpec, workload: Workload, layout: Layout) -> I
         (bool(replayed), f"ep cannot stand with recompute={''.join(replayed[:1])}"),
         (workload.precision is Dtype.FP32, "ep needs bf16 or fp16 compute"),
         (model.mtp_layers > 1, "ep takes at most one MTP layer"),
+        (layout.zero == 3 and layout.vpp > 1, "ep with zero=3 needs vpp=1"),
     )
     for is_broken, rule in rules:
         if is_broken:
@@ -201,6 +202,14 @@ def _check_graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if router_parts and Recompute.MOE in layout.recompute:
         rule = "a recomputed moe cannot lie half inside a graph"
         yield _without("graphs", chosen, router_parts, rule)
+    ep_overlap = Overlap.EP in layout.overlap
+    if ep_overlap and not is_full and layout.zero == 3:
+        rule = "overlap=ep with zero=3 gathers weights between the parts of a layer"
+        yield _without("graphs", chosen, chosen, rule)
+    delays_wgrad = Overlap.WGRAD in layout.overlap and Overlap.GRAD in layout.overlap
+    if CudaGraphScope.ATTN in chosen and delays_wgrad and model.attention.qkv_bias:
+        rule = "overlap=grad+wgrad leaves biases of attention out of a graph"
+        yield _without("graphs", chosen, [CudaGraphScope.ATTN], rule)
     is_static = layout.capacity > 0 or layout.dispatcher is DispatcherKind.HYBRIDEP
     if is_full and has_experts(model) and not is_static:
         rule = (

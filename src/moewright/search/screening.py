@@ -339,20 +339,29 @@ class Screener:
         key = group.pipelines, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
         if key not in self._legal:
             shapes = group.pipelines.shapes
-            is_legal = np.array([self._policy_legality(cut, shape) for shape in shapes])
+            is_legal = np.array(
+                [
+                    [
+                        self._policy_legality(replace(cut, zero=policy.zero), shape)
+                        for policy in self.state_policies
+                    ]
+                    for shape in shapes
+                ]
+            )
             is_searched = np.array(
                 [
                     [policy.is_searched_on(shape, self._space) for policy in self.state_policies]
                     for shape in shapes
                 ]
             )
-            legal = is_legal[:, None, :] & is_searched[:, :, None]
+            legal = is_legal & is_searched[:, :, None]
             self._legal[key] = legal.transpose(0, 2, 1), np.asarray(legal.any(axis=2))
         return self._legal[key]
 
     def _policy_legality(self, cut: Layout, shape: PipelineShape) -> Array:
         """Return which activation policies are legal on a pipeline [activation policies]."""
-        key = shape.pp > 1, shape.vpp > 1, cut.overlap, cut.ep > 1, cut.tp > 1, cut.cp > 1
+        degrees = shape.pp > 1, shape.vpp > 1, cut.ep > 1, cut.tp > 1, cut.cp > 1
+        key = degrees, cut.overlap, cut.zero
         if key not in self._legal_policies:
             layout = with_pipeline(cut, shape, self._space)
             reasons = [

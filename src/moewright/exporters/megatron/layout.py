@@ -6,11 +6,12 @@ The flags are those of degrees, memory savers, overlaps, batches, optimizer and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.exporters.megatron.model import Flag, format_number
-from moewright.rules.batch_rampup import step_samples
+from moewright.rules.batch_rampup import batch_sizes, step_samples
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.stages import pipeline_chunks
 from moewright.spec.hardware import Hardware
@@ -21,7 +22,6 @@ from moewright.spec.layout import (
     DispatcherKind,
     Layout,
     Offload,
-    Overlap,
     Recompute,
 )
 from moewright.spec.model import ModelSpec
@@ -39,6 +39,10 @@ DISPATCHER_FLAGS = {
         ("--moe-flex-dispatcher-backend", "hybridep"),
     ),
 }
+# Transformer Engine's spelling, which Megatron-LM hands on; its own help has another.
+CP_COMM_NAMES: Mapping[CpComm, str] = MappingProxyType({CpComm.ALL_GATHER: "all_gather"})
+# The length of training where the plan gives none: long enough to see its speed.
+DEFAULT_STEPS = 100
 # A skipped step halves our loss scale at once; Megatron-LM's default waits for a second one.
 HYSTERESIS = 1
 
@@ -80,7 +84,7 @@ def _degree_flags(model: ModelSpec, workload: Workload, layout: Layout) -> Itera
         yield (LAYOUT_OPTIONS["sp"],)
     yield LAYOUT_OPTIONS["cp"], str(layout.cp)
     if layout.cp > 1:
-        yield LAYOUT_OPTIONS["cp_comm"], layout.cp_comm.value
+        yield LAYOUT_OPTIONS["cp_comm"], CP_COMM_NAMES.get(layout.cp_comm, layout.cp_comm.value)
     if layout.cp_comm is CpComm.A2A_P2P:
         yield "--hierarchical-context-parallel-sizes", *map(str, cp_factors(layout))
     yield LAYOUT_OPTIONS["pp"], str(layout.pp)
@@ -124,14 +128,15 @@ def _memory_flags(layout: Layout) -> Iterator[Flag]:
     if activations:
         yield ("--fine-grained-activation-offloading",)
         yield (LAYOUT_OPTIONS["offload"], *activations)
+        if CudaGraphScope.FULL in layout.graphs:
+            yield "--fine-grained-offloading-max-inflight-offloads", "1"
 
 
 def _overlap_flags(layout: Layout) -> Iterator[Flag]:
+    """Yield the flags of overlaps; that of point-to-point transfers is on with virtual stages."""
     for overlap in layout.overlap:
         if overlap in OVERLAP_OPTIONS:
             yield (OVERLAP_OPTIONS[overlap],)
-    if layout.vpp > 1 and Overlap.P2P not in layout.overlap:
-        yield ("--no-overlap-p2p-communication",)  # on by itself with virtual stages
     if CudaGraphScope.FULL in layout.graphs:
         yield "--cuda-graph-impl", "full_iteration"
         yield ("--no-check-for-nan-in-loss-and-grad",)
@@ -145,7 +150,6 @@ def _overlap_flags(layout: Layout) -> Iterator[Flag]:
 def _training_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
     yield WORKLOAD_OPTIONS["seq_len"], str(workload.seq_len)
     yield LAYOUT_OPTIONS["mbs"], str(layout.mbs)
-    yield WORKLOAD_OPTIONS["global_batch"], str(workload.global_batch)
     yield from _duration_flags(workload)
     yield "--seed", str(workload.seed)
     if workload.checkpoint.every_steps:
@@ -154,37 +158,40 @@ def _training_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
         yield "--save-interval", str(workload.checkpoint.every_steps)
         if workload.checkpoint.mode is SaveMode.ASYNC:
             yield ("--async-save",)
+            yield ("--use-persistent-ckpt-worker",)
     yield "--log-interval", "1"
     yield ("--log-throughput",)
 
 
-def _duration_flags(workload: Workload) -> Iterator[Flag]:
-    """Yield the flags of the length of training, and of the learning rate's warm-up and decay.
-
-    Lengths are in steps, or in sequences where the batch grows: Megatron-LM's parser takes a batch
-    ramp with sample-based training alone.
-    """
-    ramp = workload.ramp
+def training_steps(workload: Workload) -> int:
+    """Return the steps to train; where the plan gives none, enough to see the speed."""
     optimizer = workload.optimizer
-    decay = optimizer.decay_steps or workload.steps
-    if not ramp.ramp_start:
-        if workload.steps:
-            yield "--train-iters", str(workload.steps)
-        yield "--lr-warmup-iters", str(optimizer.warmup_steps)
-        if decay:
-            yield "--lr-decay-iters", str(decay)
-        return
-    yield (
-        WORKLOAD_OPTIONS["ramp_start"],
-        str(ramp.ramp_start),
-        str(ramp.ramp_increment),
-        str(ramp.ramp_samples),
-    )
     if workload.steps:
-        yield "--train-samples", str(step_samples(workload, workload.steps).first)
+        return workload.steps
+    return optimizer.decay_steps or max(DEFAULT_STEPS, 2 * optimizer.warmup_steps)
+
+
+def _duration_flags(workload: Workload) -> Iterator[Flag]:
+    """Yield the flags of the batch, the length of training, and the learning rate's schedule.
+
+    Lengths are in steps, or in sequences where the batch grows.
+    """
+    optimizer = workload.optimizer
+    steps = training_steps(workload)
+    decay = optimizer.decay_steps or steps
+    if not workload.ramp.ramp_start:
+        yield WORKLOAD_OPTIONS["global_batch"], str(workload.global_batch)
+        yield "--train-iters", str(steps)
+        yield "--lr-warmup-iters", str(optimizer.warmup_steps)
+        yield "--lr-decay-iters", str(decay)
+        return
+    schedule = (
+        f"{first_sample * workload.seq_len}:{size}" for first_sample, size in batch_sizes(workload)
+    )
+    yield "--step-batch-size-schedule", " ".join(schedule)
+    yield "--train-samples", str(step_samples(workload, steps).first)
     yield "--lr-warmup-samples", str(step_samples(workload, optimizer.warmup_steps).first)
-    if decay:
-        yield "--lr-decay-samples", str(step_samples(workload, decay).first)
+    yield "--lr-decay-samples", str(step_samples(workload, decay).first)
 
 
 def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:

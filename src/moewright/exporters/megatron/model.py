@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from moewright.rules.megatron_limits import is_yarn
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
@@ -19,7 +20,6 @@ from moewright.spec.model import (
 from moewright.spec.workload import (
     AttentionBackend,
     CrossEntropyKernel,
-    Dtype,
     ExpertKernels,
     Fusion,
     LossSpec,
@@ -46,8 +46,9 @@ def format_number(value: float) -> str:
 def model_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     """Yield the flags of a model and of what its router is trained with."""
     yield from _shape_flags(model, workload)
-    yield from trainer_flags(workload.trainer, is_gated=model.gated)
-    yield from _attention_flags(model.attention, model.position)
+    yield from trainer_flags(workload.trainer, has_swiglu=has_swiglu(model))
+    yield from _attention_flags(model)
+    yield from _window_flags(model)
     if model.moe:
         yield from _moe_flags(model.moe, model, workload)
 
@@ -62,14 +63,16 @@ def _shape_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
     yield "--vocab-size", str(model.vocab_size)
     yield "--padded-vocab-size", str(model.vocab_size)
     yield "--null-tokenizer-eod-id", str(model.vocab_size - 1)
-    yield "--position-embedding-type", POSITIONS[model.position]
+    uses_yarn = model.position is PositionKind.ROPE and is_yarn(model.attention)
+    yield "--position-embedding-type", "yarn" if uses_yarn else POSITIONS[model.position]
     yield "--normalization", "RMSNorm" if model.norm is NormKind.RMS else "LayerNorm"
     yield "--norm-epsilon", format_number(model.norm_eps)
     yield "--init-method-std", format_number(model.initializer_range)
-    if model.gated:
-        yield ("--swiglu",)
-    if not model.mlp_bias:
+    yield from _activation_flags(model)
+    if not model.attention.out_bias:
         yield ("--disable-bias-linear",)
+    elif model.moe:
+        yield ("--no-bias-dropout-fusion",)  # grouped experts with biases have none
     if not model.tie_embeddings:
         yield ("--untie-embeddings-and-output-weights",)
     if model.mtp_layers:
@@ -77,7 +80,7 @@ def _shape_flags(model: ModelSpec, workload: Workload) -> Iterator[Flag]:
         yield "--mtp-loss-scaling-factor", format_number(workload.loss.mtp_coeff)
 
 
-def trainer_flags(trainer: TrainerSpec, *, is_gated: bool) -> Iterator[Flag]:
+def trainer_flags(trainer: TrainerSpec, *, has_swiglu: bool) -> Iterator[Flag]:
     """Yield the flags of kernels and dropout; what is Megatron-LM's own choice is left out."""
     yield "--attention-dropout", format_number(trainer.attention_dropout)
     yield "--hidden-dropout", format_number(trainer.hidden_dropout)
@@ -89,7 +92,7 @@ def trainer_flags(trainer: TrainerSpec, *, is_gated: bool) -> Iterator[Flag]:
         is_in_place = trainer.cross_entropy is CrossEntropyKernel.IN_PLACE
         yield ("--cross-entropy-loss-fusion",)
         yield "--cross-entropy-fusion-impl", "te" if is_in_place else "native"
-    activation = "--no-bias-swiglu-fusion" if is_gated else "--no-bias-gelu-fusion"
+    activation = "--no-bias-swiglu-fusion" if has_swiglu else "--no-bias-gelu-fusion"
     switches = {
         Fusion.ACTIVATION: activation,
         Fusion.WEIGHT_GRAD: "--no-gradient-accumulation-fusion",
@@ -98,7 +101,22 @@ def trainer_flags(trainer: TrainerSpec, *, is_gated: bool) -> Iterator[Flag]:
         yield (switches[fusion],)
 
 
-def _attention_flags(attention: AttentionSpec, position: PositionKind) -> Iterator[Flag]:
+def has_swiglu(model: ModelSpec) -> bool:
+    """Whether experts and MLPs have SwiGLU; gpt-oss has a gated activation of its own."""
+    return model.gated and model.family != "gpt_oss"
+
+
+def _activation_flags(model: ModelSpec) -> Iterator[Flag]:
+    if has_swiglu(model):
+        yield ("--swiglu",)
+    elif model.gated:  # silu(1.702 x) of a clamped gate, times a clamped up plus 1
+        yield ("--quick-geglu",)
+        yield "--glu-linear-offset", "1"
+        yield "--activation-func-clamp-value", "7"
+
+
+def _attention_flags(model: ModelSpec) -> Iterator[Flag]:
+    attention = model.attention
     yield "--num-attention-heads", str(attention.heads)
     if attention.kind is AttentionKind.MLA:
         yield ("--multi-latent-attention",)
@@ -119,19 +137,43 @@ def _attention_flags(attention: AttentionSpec, position: PositionKind) -> Iterat
         yield ("--add-qkv-bias",)
     if attention.qk_norm is QkNorm.PER_HEAD or attention.kind is AttentionKind.MLA:
         yield ("--qk-layernorm",)
-    if position is PositionKind.ROPE:
-        yield from _rope_flags(attention)
+    if attention.sinks:
+        yield "--softmax-type", "learnable"
+    if model.position is PositionKind.ROPE:
+        yield from _rope_flags(attention, model.family)
 
 
-def _rope_flags(attention: AttentionSpec) -> Iterator[Flag]:
+def _window_flags(model: ModelSpec) -> Iterator[Flag]:
+    """Yield the tokens before a query that its window holds, and which layers have one."""
+    window = model.attention.sliding_window
+    every = model.attention.window_every
+    if not (window and every):
+        return
+    yield "--window-size", f"{window - 1},0"
+    if every == 2:
+        yield "--window-attn-skip-freq", "2"  # every second layer skips it
+    elif every > 2:
+        has_window = (bool(model.layer_window(layer)) for layer in range(model.layers))
+        yield "--window-attn-skip-freq", _format_layers(tuple(has_window))
+
+
+def _rope_flags(attention: AttentionSpec, family: str) -> Iterator[Flag]:
     rope = attention.rope
     yield "--rotary-base", str(int(rope.theta))
     if attention.kind is AttentionKind.MLA:
         yield "--rope-type", "yarn" if rope.scaling == "yarn" else "rope"
+        if rope.scaling != "yarn":
+            yield ("--no-rope-fusion",)  # latent attention has it for yarn alone
     if rope.scaling == "yarn":
         yield "--rotary-scaling-factor", format_number(rope.factor)
         yield "--mscale", format_number(rope.mscale)
         yield "--mscale-all-dim", format_number(rope.mscale_all_dim)
+        if is_yarn(attention):
+            yield "--yarn-original-max-position-embeddings", str(rope.original_max_position)
+            yield "--yarn-beta-fast", format_number(rope.beta_fast)
+            yield "--yarn-beta-slow", format_number(rope.beta_slow)
+            if family == "gpt_oss":
+                yield ("--no-yarn-correction-range-round-to-int",)
     elif rope.scaling == "llama3":
         yield ("--use-rope-scaling",)
         yield "--rope-scaling-factor", format_number(rope.factor)
@@ -141,7 +183,7 @@ def _moe_flags(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[F
     yield "--num-experts", str(moe.experts)
     yield "--moe-ffn-hidden-size", str(moe.ffn_size)
     if not all(model.moe_layers):
-        yield "--moe-layer-freq", _format_moe_layers(model.moe_layers)
+        yield "--moe-layer-freq", _format_layers(model.moe_layers)
     yield from _router_flags(moe.router)
     yield "--moe-router-dtype", workload.router.router_dtype.value
     if workload.router.jitter_eps:
@@ -153,14 +195,13 @@ def _moe_flags(moe: MoeSpec, model: ModelSpec, workload: Workload) -> Iterator[F
         yield "--moe-latent-size", str(moe.latent_size)
     if moe.shared_gate:
         yield ("--moe-shared-expert-gate",)
-    has_bf16 = workload.precision is Dtype.BF16 or workload.precision.is_narrow
-    if has_bf16 and workload.trainer.expert_kernels is ExpertKernels.GROUPED:
-        yield ("--moe-grouped-gemm",)  # the parser takes it with --bf16 only
+    if workload.trainer.expert_kernels is ExpertKernels.GROUPED:
+        yield ("--moe-grouped-gemm",)
 
 
-def _format_moe_layers(moe_layers: tuple[bool, ...]) -> str:
-    """Return the layers as ([0]*3+[1]*58)."""
-    runs = (f"[{int(is_moe)}]*{len(list(run))}" for is_moe, run in groupby(moe_layers))
+def _format_layers(layers: tuple[bool, ...]) -> str:
+    """Return a list of layers as ([0]*3+[1]*58)."""
+    runs = (f"[{int(is_chosen)}]*{len(list(run))}" for is_chosen, run in groupby(layers))
     return f"({'+'.join(runs)})"
 
 

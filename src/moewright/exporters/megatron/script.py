@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from shlex import quote
 
 from moewright.codec import format_layout
-from moewright.exporters.megatron.layout import layout_flags, workload_flags
+from moewright.exporters.megatron.layout import layout_flags, training_steps, workload_flags
 from moewright.exporters.megatron.model import Flag, model_flags
-from moewright.exporters.megatron.refusals import find_refusals
 from moewright.exporters.torchrun import torchrun_command
+from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import Layout, Overlap
+from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.plan import Plan
 
 TRAINER = "pretrain_gpt.py"
@@ -37,6 +37,11 @@ def comment_lines(plan: Plan) -> Iterator[str]:
     name = plan.model.name or "model"
     title = f"# {name}, {format_layout(plan.layout)}, plan {plan.fingerprint}"
     yield title.replace("\n", " ")
+    if not plan.workload.steps:
+        steps = training_steps(plan.workload)
+        yield f"# The plan has no length: {steps} steps are written (plan --steps or --tokens)."
+    if plan.layout.vpp > 1 and Overlap.P2P not in plan.layout.overlap:
+        yield "# Point-to-point transfers overlap, as virtual stages do by themselves."
     if plan.workload.ramp.ramp_start:
         yield (
             "# While the batch grows Megatron-LM moves the learning rate by sequences, "
@@ -59,9 +64,14 @@ def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
     Raises:
         BadInput: one Reason for each thing that Megatron-LM cannot say.
     """
-    reasons = find_refusals(plan)
+    reasons = megatron_refusals(plan.model, plan.workload, plan.hardware, plan.layout)
     if reasons:
         raise BadInput(*reasons)
+    return all_flags(plan)
+
+
+def all_flags(plan: Plan) -> tuple[Flag, ...]:
+    """Return the flags of a plan, also where Megatron-LM would stop at them."""
     return (
         *model_flags(plan.model, plan.workload),
         *layout_flags(plan.model, plan.workload, plan.layout),
@@ -71,11 +81,14 @@ def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
 
 def environment_variables(layout: Layout) -> tuple[tuple[str, str], ...]:
     """Return the variables that Megatron-LM reads or asserts."""
-    connections = ("CUDA_DEVICE_MAX_CONNECTIONS", str(_max_connections(layout)))
+    variables = [("CUDA_DEVICE_MAX_CONNECTIONS", str(_max_connections(layout)))]
     # Captured graphs may be replayed at addresses that growing segments have moved.
-    if layout.graphs:
-        return (connections,)
-    return (connections, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
+    if not layout.graphs:
+        variables.append(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
+    # Without it Transformer Engine would move weights too.
+    if any(module is not Offload.OPTIMIZER for module in layout.offload):
+        variables.append(("NVTE_CPU_OFFLOAD_V1", "1"))
+    return tuple(variables)
 
 
 def _max_connections(layout: Layout) -> int:

@@ -122,7 +122,7 @@ def _read_optimizer_instances(arguments: Arguments, layout: Layout) -> Layout:
 
 def _read_context_parallel(arguments: Arguments, layout: Layout) -> Layout:
     name = LAYOUT_OPTIONS["cp_comm"]
-    kinds = set(arguments.values(name, "p2p"))
+    kinds = {kind.replace("_", "") for kind in arguments.values(name, "p2p")}
     if len(kinds) > 1:
         rule = "layers that exchange keys in different ways cannot be planned here"
         value = " ".join(sorted(kinds))

@@ -147,6 +147,7 @@ def _comparable(model: ModelSpec, longest: int) -> ModelSpec:
         initializer_range=0.0,
         moe=moe,
         dense_ffn_size=0 if all(model.moe_layers) else model.dense_ffn_size,
+        mlp_bias=model.mlp_bias and not all(model.moe_layers),
         attention=replace(model.attention, rope=rope),
     )
 
@@ -177,6 +178,8 @@ def _read_shape(arguments: Arguments) -> ModelSpec:
     has_biases = not arguments.has("--disable-bias-linear")
     is_gated = arguments.has("--swiglu") or arguments.has("--quick-geglu")
     arguments.ignore("--squared-relu", "--openai-gelu")
+    arguments.ignore("--glu-linear-offset", "--activation-func-clamp-value")
+    arguments.ignore("--no-bias-dropout-fusion", "--no-rope-fusion")
     default_ffn = int(4 * hidden * 2 / 3) // 64 * 64 if is_gated else 4 * hidden
     ffn = arguments.integer("--ffn-hidden-size")
     moe_layers = _read_moe_layers(arguments, layers)
@@ -281,10 +284,22 @@ def _read_window(arguments: Arguments) -> tuple[int, int]:
         raise BadInput(Reason(field=name, value=left[:60], rule=rule, nearest="127,0"))
     frequency = "--window-attn-skip-freq"
     skip = arguments.text(frequency, "")
-    if skip not in ("", "2"):
-        rule = "only all layers or every other one can be planned with windows here"
-        raise BadInput(Reason(field=frequency, value=skip, rule=rule, nearest="2"))
-    return int(left) + 1, 2 if skip else 1
+    every = _read_window_frequency(skip)
+    if not every:
+        rule = "only all layers or every n-th, from the first, can be planned with windows here"
+        raise BadInput(Reason(field=frequency, value=skip[:60], rule=rule, nearest="2"))
+    return int(left) + 1, every
+
+
+def _read_window_frequency(skip: str) -> int:
+    """Read of how many layers one has the window; 0 where others have it too."""
+    if skip in ("", "2"):
+        return 2 if skip else 1
+    pattern = _parse_pattern(skip)
+    if not isinstance(pattern, list) or 1 not in pattern[1:]:
+        return 0
+    every = pattern.index(1, 1)
+    return every if pattern == [int(not layer % every) for layer in range(len(pattern))] else 0
 
 
 def _read_latent_rope(arguments: Arguments) -> RopeSpec:
@@ -306,6 +321,7 @@ def _read_latent_rope(arguments: Arguments) -> RopeSpec:
 
 
 def _read_rope(arguments: Arguments, position: str) -> RopeSpec:
+    arguments.ignore("--no-yarn-correction-range-round-to-int")
     theta = arguments.number("--rotary-base", 10000.0)
     is_interleaved = arguments.has("--rotary-interleaved")
     if position == "yarn":
@@ -316,6 +332,8 @@ def _read_rope(arguments: Arguments, position: str) -> RopeSpec:
             original_max_position=arguments.integer("--yarn-original-max-position-embeddings"),
             beta_fast=arguments.number("--yarn-beta-fast", 32.0),
             beta_slow=arguments.number("--yarn-beta-slow", 1.0),
+            mscale=arguments.number("--mscale", 1.0),
+            mscale_all_dim=arguments.number("--mscale-all-dim", 0.0),
             interleaved=is_interleaved,
         )
     if arguments.has("--use-rope-scaling"):
@@ -387,6 +405,7 @@ def _read_moe(arguments: Arguments, default_ffn: int, has_biases: bool) -> MoeSp
         groups=arguments.integer("--moe-router-num-groups", 1),
         top_groups=arguments.integer("--moe-router-group-topk", 1),
         selection_bias=arguments.has("--moe-router-enable-expert-bias"),
+        logit_bias=has_biases,
     )
     return MoeSpec(
         experts=arguments.integer("--num-experts"),

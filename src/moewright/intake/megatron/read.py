@@ -10,6 +10,7 @@ from moewright.codec import read_json_data, read_text
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.bash import read_commands
+from moewright.intake.megatron.batch_schedule import SCHEDULE, read_batch_schedule
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment
 from moewright.intake.megatron.launch import LaunchCommand, find_launch
 from moewright.intake.megatron.layout import read_layout
@@ -161,6 +162,9 @@ def _read_global_batch(
     dp = layout.dp
     mbs = layout.mbs
     steps = _read_derived_number(command, _ACCUMULATION_STEPS)
+    if arguments.has(SCHEDULE):
+        seq_len = arguments.size(WORKLOAD_OPTIONS["seq_len"])
+        return read_batch_schedule(arguments, seq_len).global_batch, ()
     if not arguments.has(_GLOBAL_BATCH):
         count = steps or 1
         batch = mbs * dp * count

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from moewright.codec.megatron_options import WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.batch_schedule import read_batch_schedule
 from moewright.intake.megatron.trainer import read_trainer
 from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
@@ -62,7 +63,7 @@ def read_workload(
     if not seq_len:
         rule = "is missing, and Megatron-LM has no default for it"
         raise BadInput(Reason(field=WORKLOAD_OPTIONS["seq_len"], rule=rule))
-    ramp = _read_ramp(arguments)
+    ramp = _read_ramp(arguments, seq_len)
     # This workload is enough to count the steps of a growing batch.
     timed = Workload(seq_len=seq_len, global_batch=global_batch, ramp=ramp)
     steps = arguments.integer("--train-iters")
@@ -70,6 +71,7 @@ def read_workload(
     precision, grad_dtype = _read_precision(arguments)
     save_interval = arguments.integer("--save-interval") if arguments.has("--save") else 0
     is_async = arguments.has("--async-save") and save_interval
+    arguments.ignore("--use-persistent-ckpt-worker")
     data, data_notes = _read_data(arguments)
     eval_batches = arguments.integer("--eval-iters", 100)
     optimizer = _read_optimizer(arguments, timed, layout, steps)
@@ -96,8 +98,10 @@ def read_workload(
     return workload, (*data_notes, *_note_decay_style(arguments))
 
 
-def _read_ramp(arguments: Arguments) -> BatchRampSpec:
+def _read_ramp(arguments: Arguments, seq_len: int) -> BatchRampSpec:
     name = WORKLOAD_OPTIONS["ramp_start"]
+    if arguments.has("--step-batch-size-schedule"):
+        return read_batch_schedule(arguments, seq_len).ramp
     if not arguments.has(name):
         return BatchRampSpec()
     start, increment, samples = (int(value) for value in arguments.values(name))

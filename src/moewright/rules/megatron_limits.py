@@ -1,0 +1,291 @@
+"""What Megatron-LM does not start at d98e8a64 (2026-08-22), or has no option for.
+
+Its rules are those of its parser, configuration classes, model and schedules; `make megatron` holds
+them against its own code. Limits of attention under context parallelism and of 8-bit products are
+those of Transformer Engine (d0067d0d, 2026-08-22). A refusal names the nearest that starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moewright.rules.engine_features import unsupported_features
+from moewright.spec.errors import Reason
+from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.layout import (
+    CapacityFill,
+    CpComm,
+    CudaGraphScope,
+    DispatcherKind,
+    ExpertPlacement,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
+from moewright.spec.model import (
+    Activation,
+    AttentionKind,
+    AttentionSpec,
+    ModelSpec,
+    PositionKind,
+    QkNorm,
+    RouterSpec,
+    ScoreFunction,
+)
+from moewright.spec.workload import (
+    AttentionBackend,
+    CrossEntropyKernel,
+    Dtype,
+    ExpertKernels,
+    RouterAssignment,
+    Workload,
+)
+
+# Features that the engine lacks and the export writes, or refuses by a rule of its own.
+_WRITTEN = frozenset(
+    {
+        "activation",
+        "attention.qkv_bias",
+        "attention.rope.interleaved",
+        "attention.rope.scaling",
+        "gated",
+        "norm",
+        "position",
+    }
+)
+# The original positions, beta_fast and beta_slow of Megatron-LM's MLA configuration.
+MLA_YARN_DEFAULTS = (4096, 32.0, 1.0)
+# The original length that its llama3 scaling is written for.
+LLAMA3_POSITIONS = 8192
+
+
+def megatron_refusals(
+    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
+) -> tuple[Reason, ...]:
+    """Return why Megatron-LM does not train a legal layout; () where it does."""
+    return (
+        *missing_options(model, workload, layout),
+        *broken_rules(model, workload, layout),
+        *_check_libraries(model, workload, hardware, layout),
+    )
+
+
+def missing_options(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+    """Yield what no option of Megatron-LM's says."""
+    yield from _check_biases(model)
+    yield from _check_features(model)
+    yield from _check_attention(model)
+    if model.moe is not None:
+        yield from _check_router(model.moe.router)
+    yield from _check_layout(layout)
+    yield from _check_training(workload, layout)
+
+
+def broken_rules(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+    """Yield what Megatron-LM's own checks stop at, although its options can say it."""
+    moe = model.moe
+    has_biases = model.attention.out_bias
+    if moe and has_biases and layout.etp > 1:
+        yield _refusal("layout.etp", layout.etp, "cuts no experts that have biases", 1)
+    if moe and has_biases and moe.shared_ffn_size:
+        rule = "has no biases beside shared experts"
+        yield _refusal("model.moe.shared_ffn_size", moe.shared_ffn_size, rule, 0)
+    if moe and moe.router.selection_bias and moe.router.score is ScoreFunction.SOFTMAX:
+        rule = "corrects the selection of sigmoid-like scores only"
+        yield _refusal("model.moe.router.selection_bias", True, rule, False)
+    if moe and moe.latent_size and Overlap.SHARED in layout.overlap:
+        rule = "trains experts in a latent space without shared experts beside their exchange"
+        yield _refusal("layout.overlap", Overlap.SHARED, rule, "none")
+    if model.mtp_layers and model.position is PositionKind.ROPE and is_yarn(model.attention):
+        rule = "predicts further tokens with plain rotary positions"
+        yield _refusal("model.mtp_layers", model.mtp_layers, rule, 0)
+    moments = workload.optimizer.moment_dtype
+    if not layout.zero and (Offload.OPTIMIZER in layout.offload or moments is not Dtype.FP32):
+        rule = "moves and narrows moments in its distributed optimizer alone"
+        yield _refusal("layout.zero", 0, rule, 1)
+    yield from _check_graphs(layout)
+    yield from _check_trainer(workload, layout)
+
+
+def is_yarn(attention: AttentionSpec) -> bool:
+    """Whether positions are stretched by YaRN outside latent attention."""
+    return attention.rope.scaling == "yarn" and attention.kind is not AttentionKind.MLA
+
+
+def _refusal(field: str, value: object, rule: str, nearest: object = "") -> Reason:
+    return Reason(field=field, value=str(value), rule=f"Megatron-LM {rule}", nearest=str(nearest))
+
+
+def _check_biases(model: ModelSpec) -> Iterator[Reason]:
+    """Yield what does not go with one switch for the biases of all linear layers."""
+    has_biases = model.attention.out_bias
+    if model.moe_layer_count < model.layers and model.mlp_bias != has_biases:
+        rule = "has one switch for the biases of the MLP and of the attention output"
+        yield _refusal("model.mlp_bias", model.mlp_bias, rule, has_biases)
+    if has_biases and not model.attention.qkv_bias:
+        rule = "adds it whenever linear layers have a bias"
+        yield _refusal("model.attention.qkv_bias", False, rule, True)
+    if model.moe is None:
+        return
+    if model.moe.expert_bias != has_biases:
+        rule = "has one switch for the biases of experts and of the attention output"
+        yield _refusal("model.moe.expert_bias", model.moe.expert_bias, rule, has_biases)
+    if model.moe.router.logit_bias != has_biases:
+        rule = "has one switch for the biases of the router and of the attention output"
+        yield _refusal("model.moe.router.logit_bias", not has_biases, rule, has_biases)
+
+
+def _check_features(model: ModelSpec) -> Iterator[Reason]:
+    """Yield the features of newer architectures, for which the export writes no flags."""
+    rule = "export writes no flags for it"
+    if model.activation is Activation.RELU_SQUARED:
+        yield _refusal("model.activation", model.activation, rule, Activation.SILU)
+    for field, value, is_new, nearest in unsupported_features(model):
+        if is_new and field not in _WRITTEN:
+            yield _refusal(f"model.{field}", value, rule, nearest)
+
+
+def _check_attention(model: ModelSpec) -> Iterator[Reason]:
+    attention = model.attention
+    if attention.qk_norm is QkNorm.FULL:
+        rule = "normalises queries and keys per head"
+        yield _refusal("model.attention.qk_norm", attention.qk_norm, rule, QkNorm.PER_HEAD)
+    if model.position is PositionKind.ROPE:
+        yield from _check_rope(attention)
+
+
+def _check_rope(attention: AttentionSpec) -> Iterator[Reason]:
+    rope = attention.rope
+    is_mla = attention.kind is AttentionKind.MLA
+    if is_mla and not rope.interleaved:
+        rule = "rotates neighbouring elements in latent attention"
+        yield _refusal("model.attention.rope.interleaved", False, rule, True)
+    if rope.theta != int(rope.theta):
+        rule = "takes a whole rotary base"
+        yield _refusal("model.attention.rope.theta", rope.theta, rule, round(rope.theta))
+    field = "model.attention.rope.scaling"
+    if rope.scaling == "yarn" and is_mla:
+        settings = (rope.original_max_position, rope.beta_fast, rope.beta_slow)
+        if settings != MLA_YARN_DEFAULTS:
+            rule = "fixes original positions, beta_fast and beta_slow of MLA's yarn"
+            yield _refusal(field, f"yarn {settings}", rule, f"yarn {MLA_YARN_DEFAULTS}")
+    elif rope.scaling == "llama3" and not is_mla:
+        if rope.original_max_position not in (0, LLAMA3_POSITIONS):
+            field = "model.attention.rope.original_max_position"
+            rule = "scales llama3 positions from a fixed length"
+            yield _refusal(field, rope.original_max_position, rule, LLAMA3_POSITIONS)
+    elif rope.scaling != "default" and not is_yarn(attention):
+        rule = "export has no such scaling for this attention"
+        yield _refusal(field, rope.scaling, rule, "default")
+
+
+def _check_router(router: RouterSpec) -> Iterator[Reason]:
+    if router.groups > 1 and router.scores_per_group != max(1, router.top_k // router.top_groups):
+        nearest = router.top_k // router.top_groups
+        rule = f"rates a group by its top_k // top_groups = {nearest} highest scores"
+        yield _refusal("model.moe.router.group_scores", router.scores_per_group, rule, nearest)
+    is_softmax = router.score is ScoreFunction.SOFTMAX
+    if not is_softmax and not router.renormalize and router.top_k > 1:
+        rule = f"always renormalises {router.score} scores of more than one expert"
+        yield _refusal("model.moe.router.renormalize", False, rule, True)
+
+
+def _check_layout(layout: Layout) -> Iterator[Reason]:
+    if layout.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
+        nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+        yield _refusal("layout.schedule", layout.schedule, "has 1f1b and interleaved", nearest)
+    if layout.dispatcher is DispatcherKind.DEDUP:
+        rule = "de-duplicates tokens in DeepEP and HybridEP only"
+        yield _refusal("layout.dispatcher", layout.dispatcher, rule, DispatcherKind.DEEPEP)
+    if layout.shard:
+        yield _refusal("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
+    if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
+        rule = "holds experts in contiguous blocks"
+        nearest = ExpertPlacement.CONTIGUOUS
+        yield _refusal("layout.expert_placement", layout.expert_placement, rule, nearest)
+    if Recompute.LOSS in layout.recompute:
+        others = "+".join(item for item in layout.recompute if item is not Recompute.LOSS)
+        rule = "export has no loss that makes its logits in pieces"
+        yield _refusal("layout.recompute", Recompute.LOSS, rule, others or "none")
+
+
+def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
+    loss = workload.loss
+    if workload.router.assignment is RouterAssignment.SINKHORN:
+        iterations = workload.router.sinkhorn_iterations
+        if iterations:
+            rule = "scales until it converges"
+            yield _refusal("workload.sinkhorn_iterations", iterations, rule, 0)
+        if loss.aux_coeff or loss.seq_aux_coeff or loss.global_aux_coeff:
+            field = "workload.assignment"
+            rule = "has it instead of balance losses"
+            yield _refusal(field, RouterAssignment.SINKHORN, rule, RouterAssignment.TOP_K)
+        if layout.capacity:
+            yield _refusal("layout.capacity", layout.capacity, "drops no rows under sinkhorn", 0)
+    if workload.weights:
+        rule = "starts from checkpoints of its own; convert them first"
+        yield _refusal("workload.weights", workload.weights, rule, "none")
+    if workload.grad_dtype not in (Dtype.FP32, Dtype.BF16):
+        rule = "reduces gradients in fp32 or bf16"
+        yield _refusal("workload.grad_dtype", workload.grad_dtype, rule, Dtype.FP32)
+    is_full = workload.precision in (Dtype.FP32, Dtype.FP16)
+    if workload.grad_dtype is Dtype.BF16 and is_full:
+        rule = "reduces in bf16 only in bf16 training"
+        yield _refusal("workload.grad_dtype", Dtype.BF16, rule, Dtype.FP32)
+
+
+def _check_graphs(layout: Layout) -> Iterator[Reason]:
+    is_synchronous = (
+        layout.dispatcher is DispatcherKind.ALL_TO_ALL
+        and layout.capacity
+        and layout.capacity_fill is not CapacityFill.PADDED
+    )
+    if CudaGraphScope.MOE_PREPROCESS in layout.graphs and is_synchronous:
+        rule = "captures moe_preprocess with padded capacities alone"
+        yield _refusal("layout.capacity_fill", layout.capacity_fill, rule, CapacityFill.PADDED)
+
+
+def _check_trainer(workload: Workload, layout: Layout) -> Iterator[Reason]:
+    """Yield what does not go with the chosen kernels and dropout."""
+    trainer = workload.trainer
+    if trainer.cross_entropy is CrossEntropyKernel.IN_PLACE:
+        rule = "has switched this loss of Transformer Engine's off"
+        yield _refusal("workload.cross_entropy", trainer.cross_entropy, rule, "fp32")
+    if trainer.attention_backend is AttentionBackend.LOCAL:
+        if Overlap.WGRAD in layout.overlap:
+            rule = "delays weight gradients in Transformer Engine's layers alone"
+            yield _refusal("layout.overlap", Overlap.WGRAD, rule, "none")
+        if any(module is not Offload.OPTIMIZER for module in layout.offload):
+            rule = "offloads activations of Transformer Engine's layers alone"
+            yield _refusal("layout.offload", "+".join(layout.offload), rule, "none")
+    if trainer.expert_kernels is ExpertKernels.SEQUENTIAL and Recompute.MOE_ACT in layout.recompute:
+        rule = "replays moe_act of grouped experts alone"
+        yield _refusal("layout.recompute", Recompute.MOE_ACT, rule, Recompute.MOE)
+    has_attention_graph = {CudaGraphScope.ATTN, CudaGraphScope.FULL} & set(layout.graphs)
+    if trainer.attention_dropout and has_attention_graph and Recompute.CORE_ATTN in layout.recompute:
+        rule = "replays no attention with dropout inside a graph"
+        yield _refusal("layout.recompute", Recompute.CORE_ATTN, rule, "none")
+
+
+def _check_libraries(
+    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
+) -> Iterator[Reason]:
+    """Yield what stops in Transformer Engine, or needs another device."""
+    device = hardware.device
+    if device.kind is not DeviceKind.CUDA:
+        rule = "trains on CUDA devices"
+        yield _refusal("hardware.device.kind", device.kind, rule, DeviceKind.CUDA)
+    if workload.precision.is_narrow and not any(peak.dtype.is_narrow for peak in device.peaks):
+        rule = f"needs 8-bit tensor cores, which {device.name} has not"
+        yield _refusal("workload.precision", workload.precision, rule, Dtype.BF16)
+    attention = model.attention
+    if layout.cp == 1:
+        return
+    if attention.sinks and layout.cp_comm is not CpComm.A2A:
+        rule = "exchanges heads alone where attention has sinks"
+        yield _refusal("layout.cp_comm", layout.cp_comm, rule, CpComm.A2A)
+    elif attention.sliding_window and layout.cp_comm not in (CpComm.A2A, CpComm.ALL_GATHER):
+        rule = "passes no sliding windows around a ring"
+        yield _refusal("layout.cp_comm", layout.cp_comm, rule, CpComm.A2A)
