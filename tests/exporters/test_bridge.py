@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 
 from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts, refusals, workloads
 from moewright.codec import parse_layout
-from moewright.exporters.bridge import render_bridge_recipe
+from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.intake import catalogue
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import (
+    AttentionBackend,
     BatchRampSpec,
     CheckpointSpec,
     DataSpec,
     Dtype,
     RouterForce,
     RouterTraining,
+    TrainerSpec,
     Workload,
 )
 
@@ -32,6 +34,7 @@ MODULES = {
     "megatron.bridge.training.comm_overlap": ("CommOverlapConfig",),
     "megatron.bridge.training.config": (
         *("CheckpointConfig", "ConfigContainer", "GPTDatasetConfig", "LoggerConfig", "RNGConfig"),
+        "RerunStateMachineConfig",
         *("SchedulerConfig", "TokenizerConfig", "TrainingConfig", "ValidationConfig"),
     ),
     "megatron.bridge.training.gpt_step": ("forward_step",),
@@ -146,21 +149,19 @@ def test_a_recipe_switches_off_what_a_provider_may_bring():
     assert cfg.optimizer.use_distributed_optimizer is False
 
 
-def test_narrows_growing_batches_data_and_checkpoints():
+def test_narrows_data_and_checkpoints():
     cfg = built(
         planned(
             "ep8,pp8",
             steps=50,
             precision=Dtype.FP8,
-            ramp=BatchRampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10_000),
             data=DataSpec(train="d/train", heldout="d/held"),
             checkpoint=CheckpointSpec(every_steps=10),
             router=RouterTraining(force=RouterForce.BALANCED),
         )
     )
     assert (cfg.mixed_precision.fp8, cfg.mixed_precision.fp8_recipe) == ("hybrid", "tensorwise")
-    assert cfg.train.rampup_batch_size == [512, 512, 10_000]
-    assert cfg.train.train_samples == cfg.scheduler.lr_decay_samples > 0
+    assert cfg.train.train_iters == cfg.scheduler.lr_decay_iters == 50
     assert cfg.dataset.blend_per_split[0] == (["d/train"], None)
     assert cfg.checkpoint.save_interval == 10
     assert cfg.model.moe_router_force_load_balancing is True
@@ -177,7 +178,7 @@ def test_every_flag_of_any_plan_has_a_place(data):
     )
     assume(not check_legality(catalogue_model(name), workload, layout))
     plan = build_plan(name, layout, workload)
-    assume(not refusals(plan))
+    assume(not refusals(plan) and not list(bridge_refusals(plan)))
     cfg = built(plan)
     assert cfg.model.tensor_model_parallel_size == layout.tp
     assert (cfg.model.virtual_pipeline_model_parallel_size or 1) == layout.vpp
@@ -188,6 +189,47 @@ def test_a_shared_expert_beside_the_exchange_has_a_place():
     recipe = render_bridge_recipe(planned("tp2,ep8,overlap=shared", name="deepseek-ai/DeepSeek-V3"))
     assert "model.moe_shared_expert_overlap = True" in recipe
     assert "moe_shared_expert_overlap = False" not in recipe
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (planned("ep8", name="mistralai/Mixtral-8x7B-v0.1"), "converts no mixtral"),
+        (planned("ep4", name="Qwen/Qwen2-57B-A14B"), "converts no qwen2_moe"),
+        (
+            planned(
+                "ep8,pp8",
+                ramp=BatchRampSpec(ramp_start=512, ramp_increment=512, ramp_samples=10_000),
+            ),
+            "has batches of one size",
+        ),
+        (
+            replace(planned("ep8,pp8,dispatcher=deepep"), hardware=catalogue.hardware("256xGB200")),
+            "has no DeepEP on GB200",
+        ),
+        (
+            planned("ep8,pp8", trainer=TrainerSpec(attention_backend=AttentionBackend.UNFUSED)),
+            "kernels of its own providers",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_bridge_does_not_start_is_refused(plan, reason):
+    with pytest.raises(BadInput, match=reason):
+        render_bridge_recipe(plan)
+
+
+def test_a_length_is_always_there_and_whole_graphs_do_not_look_at_their_values():
+    cfg = built(planned("ep8,dispatcher=hybridep,graphs=full,zero1"))
+    assert cfg.train.train_iters == 100
+    assert cfg.rerun_state_machine.check_for_nan_in_loss is False
+    assert cfg.ddp.check_for_nan_in_grad is False
+
+
+def test_latent_attention_without_yarn_has_no_fused_rotation():
+    assert (
+        built(planned("ep8", name="moonshotai/Moonlight-16B-A3B")).model.apply_rope_fusion is False
+    )
 
 
 def test_models_that_hugging_face_does_not_know_are_refused():

@@ -4,6 +4,7 @@ A shell reads the scripts and a YAML parser the manifests.
 """
 
 import shlex
+import shutil
 import subprocess
 from dataclasses import replace
 
@@ -12,7 +13,11 @@ import pytest
 from megatron_cases import build_plan
 from moewright.codec import parse_layout
 from moewright.exporters.kubernetes import render_train_job
-from moewright.exporters.megatron.script import environment_variables, megatron_flags
+from moewright.exporters.megatron.script import (
+    environment_variables,
+    megatron_flags,
+    render_megatron_script,
+)
 from moewright.exporters.slurm import render_slurm_script
 from moewright.intake import catalogue
 from moewright.intake.megatron.read import interpret_launch, read_launch
@@ -25,7 +30,9 @@ yaml = pytest.importorskip("yaml")
 
 def planned(text="tp2,ep8", world=32, name="Qwen/Qwen3-30B-A3B"):
     return build_plan(
-        name, parse_layout(text, world_size=world), Workload(seq_len=4096, global_batch=256)
+        name,
+        parse_layout(text, world_size=world),
+        Workload(seq_len=4096, global_batch=256, steps=50),
     )
 
 
@@ -105,8 +112,11 @@ def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8}
     assert trainer["image"] == "nvcr.io/nvidia/nemo:26.06"
-    assert trainer["command"] == ["torchrun"]
-    assert trainer["args"] == [
+    assert trainer["command"] == ["sh", "-c"]
+    (line,) = trainer["args"]
+    assert shlex.split(line.replace("\\\n", " ")) == [
+        "exec",
+        "torchrun",
         "pretrain_gpt.py",
         *(word for flag in megatron_flags(options) for word in flag),
     ]
@@ -119,9 +129,27 @@ def test_kubernetes_starts_our_own_engine_on_a_job_and_asks_a_cpu_for_no_devices
     trainer = yaml.safe_load(
         render_train_job(cpu_plan(), job='a "b": #.toml', run_dir="r", image="x")
     )["spec"]["trainer"]
-    assert trainer["args"] == ["--no-python", "moewright", "train", 'a "b": #.toml', "--out", "r"]
+    (line,) = trainer["args"]
+    assert shlex.split(line.replace("\\\n", " "))[2:] == [
+        *("--no-python", "moewright", "train", 'a "b": #.toml', "--out", "r")
+    ]
     assert "resourcesPerNode" not in trainer
     assert "env" not in trainer
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_scripts_are_clean_by_shellcheck(tmp_path):
+    rendered = (
+        render_megatron_script(planned()),
+        render_megatron_script(planned("pp2,vpp2,recompute=moe_act", name="Qwen/Qwen3-30B-A3B")),
+        render_slurm_script(planned(), job="", run_dir=""),
+        render_slurm_script(cpu_plan(), job="a job.toml", run_dir="a run"),
+    )
+    for number, text in enumerate(rendered):
+        path = tmp_path / f"{number}.sh"
+        path.write_text(text)
+        done = subprocess.run(["shellcheck", path], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from moewright.exporters.megatron.script import megatron_flags, render_megatron_
 from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import (
-    CudaGraphScope,
     DispatcherKind,
     Layout,
     Offload,
@@ -201,20 +200,6 @@ REFUSED = [
         "layernorm",
     ),
     (on_gpus("pp2,vpp3,schedule=zbv,overlap=p2p", 4), "layout.schedule=zbv", "interleaved"),
-    (changed(zero=3, vpp=2, pp=2, overlap=(Overlap.EP,)), "layout.vpp=2", "1"),
-    (
-        changed(zero=3, overlap=(Overlap.EP,), graphs=(CudaGraphScope.ATTN,)),
-        "layout.graphs=attn",
-        "none",
-    ),
-    (
-        replace(
-            attended(qkv_bias=True),
-            layout=parse_layout("ep2,graphs=attn,overlap=ep+grad+wgrad", world_size=2),
-        ),
-        "layout.graphs=attn",
-        "none",
-    ),
     (trained(precision=Dtype.FP8), "workload.precision=fp8", "bf16"),
     (
         replace(deepseek(), model=six_of_three(deepseek().model)),

@@ -24,7 +24,7 @@ def test_one_node_starts_its_ranks_and_the_engine():
 
 def test_several_nodes_are_numbered_by_their_environment():
     line = torchrun_command(spread(16, 8))
-    assert line.startswith("torchrun --nnodes 2 --nproc-per-node 8 --node-rank $NODE_RANK ")
+    assert line.startswith('torchrun --nnodes 2 --nproc-per-node 8 --node-rank "$NODE_RANK" ')
 
 
 def test_ranks_that_leave_a_node_half_empty_are_refused():

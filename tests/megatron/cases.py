@@ -55,9 +55,7 @@ WORKLOADS = {
         _PLAIN, loss=LossSpec(aux_coeff=1e-3, seq_aux_coeff=1e-4, global_aux_coeff=1e-3)
     ),
     "narrow moments": replace(_PLAIN, optimizer=OptimizerSpec(moment_dtype=Dtype.BF16)),
-    "local layers": replace(
-        _PLAIN, trainer=TrainerSpec(attention_backend=AttentionBackend.LOCAL)
-    ),
+    "local layers": replace(_PLAIN, trainer=TrainerSpec(attention_backend=AttentionBackend.LOCAL)),
     "dropout": replace(
         _PLAIN,
         trainer=TrainerSpec(attention_dropout=0.1, hidden_dropout=0.1, unfused=tuple(Fusion)),

@@ -394,6 +394,16 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
             "half inside",
             "attn",
         ),
+        (
+            {**EP_OVERLAP, "zero": 3, "graphs": (CudaGraphScope.ATTN,)},
+            "gathers weights between the parts",
+            "none",
+        ),
+        (
+            {**EP_OVERLAP, "zero": 3, "ep": 2, "pp": 2, "vpp": 2, "schedule": Schedule.INTERLEAVED},
+            "ep with zero=3 needs vpp=1",
+            "none",
+        ),
         ({"graphs": (CudaGraphScope.FULL,)}, "static shapes", "none"),
         ({"dispatcher": DispatcherKind.DEEPEP}, r"needs etp * ep > 1", "alltoall"),
         ({"dispatcher": DispatcherKind.DEDUP}, r"needs etp * ep > 1", "alltoall"),
@@ -451,6 +461,17 @@ def test_overlapping_expert_exchange_looks_at_precision_and_mtp() -> None:
     layout = Layout(**EP_OVERLAP)
     assert "bf16 or fp16" in only(layout, workload=replace(JOB, precision=Dtype.FP32)).rule
     assert "one MTP layer" in only(layout, model=moe_model(mtp=2)).rule
+
+
+def test_graphs_of_attention_hold_no_delayed_gradients_of_biases_under_overlapped_sums() -> None:
+    overlap = (Overlap.EP, Overlap.GRAD, Overlap.WGRAD)
+    layout = Layout(**{**EP_OVERLAP, "overlap": overlap}, graphs=(CudaGraphScope.ATTN,))
+    model = moe_model()
+    biased = replace(model, attention=replace(model.attention, qkv_bias=True))
+    assert not broken(layout)
+    reason = only(layout, model=biased)
+    assert (reason.field, reason.nearest) == ("layout.graphs", "none")
+    assert not broken(replace(layout, overlap=(Overlap.EP, Overlap.WGRAD)), model=biased)
 
 
 def test_every_broken_rule_is_reported() -> None:

@@ -17,6 +17,7 @@ from moewright.api.requests import (
     to_job_keys,
     to_options,
     translate_fields,
+    with_length,
 )
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
@@ -421,6 +422,7 @@ def _estimate_plan_again(
         value = getattr(options, field)
         if value is not None:
             workload = replace(workload, **{field: value})
+    workload = with_length(workload, options)
     if options.load is not None:
         histogram = request.workload.load_histogram
         workload = replace(workload, routing=Routing.MEASURED, load_histogram=histogram)

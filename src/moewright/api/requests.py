@@ -56,6 +56,8 @@ class WorkloadOptions:
     precision: Dtype | None = None
     load: Path | None = None  # measured tokens of each expert
     network: str = ""
+    steps: int | None = None
+    tokens: int | None = None  # over the whole training
 
 
 def read_plan_request(
@@ -74,9 +76,31 @@ def read_plan_request(
         request = _read_job_request(Path(str(model)), on, options)
     else:
         request = _read_model_request(model, on, options)
+    request = replace(request, workload=with_length(request.workload, options))
     if options.load is None:
         return request
     return replace(request, workload=_add_measured_load(request, options.load))
+
+
+def with_length(workload: Workload, options: WorkloadOptions) -> Workload:
+    """Return the workload with the steps that the caller says, or that its tokens take.
+
+    Raises:
+        BadInput: both are there, or less than one.
+    """
+    lengths = {"--steps": options.steps, "--tokens": options.tokens}
+    lengths = {option: length for option, length in lengths.items() if length is not None}
+    if len(lengths) > 1:
+        rule = "excludes --steps: both are the length of training"
+        raise BadInput(Reason(field="--tokens", rule=rule, nearest="--tokens alone"))
+    for option, length in lengths.items():
+        if length < 1:
+            raise BadInput(
+                Reason(field=option, value=str(length), rule="must be at least 1", nearest="1")
+            )
+    if options.tokens is not None:
+        return replace(workload, steps=-(-options.tokens // workload.tokens_per_step))
+    return workload if options.steps is None else replace(workload, steps=options.steps)
 
 
 def _add_measured_load(request: PlanRequest, path: Path) -> Workload:

@@ -106,6 +106,8 @@ def _refuse_options_of_script(layout: str, workload: PlanningOptions) -> None:
         "--seq-len": workload.seq_len,
         "--global-batch": workload.global_batch,
         "--precision": workload.precision,
+        "--steps": workload.steps,
+        "--tokens": workload.tokens,
         "--load": workload.load,
     }
     for option, value in values.items():

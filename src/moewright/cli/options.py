@@ -93,16 +93,22 @@ class BatchOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningOptions(BatchOptions):
-    """Options that describe the workload, with the measured load of its experts.
+    """Options that describe the workload, with its length and the measured load of its experts.
 
     Parameters
     ----------
+    steps
+        Steps of the training; launch files say it, and no prediction depends on it.
+    tokens
+        Tokens of the training, such as 300B, in place of --steps.
     load
         Tokens an expert of each layer, measured: a .json list of layers, a .csv with a line of
         counts a layer (or the columns layer,expert,tokens), or the folder of a run. Memory and
         time are then those of the hottest rank.
     """
 
+    steps: OptionalCount = None
+    tokens: OptionalCount = None
     load: Path | None = None
 
     def to_workload_options(self) -> WorkloadOptions:
@@ -115,6 +121,8 @@ class PlanningOptions(BatchOptions):
             precision=self.precision,
             network=self.network,
             load=self.load,
+            steps=self.steps,
+            tokens=self.tokens,
         )
 
 

@@ -8,16 +8,19 @@ config.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from moewright.exporters.megatron.model import model_flags
-from moewright.exporters.megatron.script import comment_lines, environment_variables, megatron_flags
+from moewright.exporters.megatron.script import all_flags, comment_lines, environment_variables
 from moewright.exporters.torchrun import torchrun_command
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table
+from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import Overlap
+from moewright.spec.layout import CudaGraphScope, DispatcherKind, Overlap
+from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DocumentMasking, Dtype, RouterForce
+from moewright.spec.workload import DocumentMasking, Dtype, RouterForce, TrainerSpec
 
 # The flags of each section of ConfigContainer, without their dashes; most fields there have the
 # names of Megatron-LM's own arguments.
@@ -46,6 +49,7 @@ _SECTIONS = {
         "recompute-modules",
         "fine-grained-activation-offloading",
         "offload-modules",
+        "fine-grained-offloading-max-inflight-offloads",
         "cuda-graph-impl",
         "cuda-graph-modules",
         "seq-length",
@@ -67,8 +71,6 @@ _SECTIONS = {
         "micro-batch-size",
         "global-batch-size",
         "train-iters",
-        "train-samples",
-        "rampup-batch-size",
     ),
     "validation": (
         "eval-interval",
@@ -78,8 +80,6 @@ _SECTIONS = {
         "lr-decay-style",
         "lr-warmup-iters",
         "lr-decay-iters",
-        "lr-warmup-samples",
-        "lr-decay-samples",
     ),
     "optimizer": (
         "lr",
@@ -162,6 +162,12 @@ _ELSEWHERE = (
     "--valid-data-path",
     "--no-overlap-p2p-communication",
     "--no-check-for-nan-in-loss-and-grad",
+    "--use-persistent-ckpt-worker",
+)
+# Families of Hugging Face that it converts, as its models/*/*_bridge.py register them.
+_FAMILIES = (
+    *("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "llama", "mistral"),
+    *("olmoe", "qwen2", "qwen3", "qwen3_moe"),
 )
 # Flags whose list of values is a single value where it has one.
 _SINGLE_VALUES = ("--cp-comm-type", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
@@ -180,6 +186,7 @@ _CLASSES = {
     "rng": "RNGConfig",
     "logger": "LoggerConfig",
     "tokenizer": "TokenizerConfig",
+    "rerun_state_machine": "RerunStateMachineConfig",
 }
 _CORE = {
     "optimizer": "OptimizerConfig",
@@ -202,16 +209,13 @@ def render_bridge_recipe(plan: Plan) -> str:
         BadInput: one Reason for each thing that Megatron cannot say, or for a model that Hugging
             Face does not know by this name.
     """
-    flags = megatron_flags(plan)
-    if "/" not in plan.model.name or plan.model.name not in catalogue.model_names():
-        raise BadInput(
-            Reason(
-                field="model.name",
-                value=plan.model.name,
-                rule="Megatron Bridge takes models by their Hugging Face name",
-                nearest="Qwen/Qwen3-30B-A3B",
-            )
-        )
+    reasons = (
+        *megatron_refusals(plan.model, plan.workload, plan.hardware, plan.layout),
+        *bridge_refusals(plan),
+    )
+    if reasons:
+        raise BadInput(*reasons)
+    flags = all_flags(plan)
     shape_flags = {name for name, *_ in model_flags(plan.model, plan.workload)}
     options = option_table()
     places = _places(options)
@@ -224,6 +228,35 @@ def render_bridge_recipe(plan: Plan) -> str:
         elif name not in shape_flags and name not in _ELSEWHERE:
             raise AssertionError(f"{name} has no place in Megatron Bridge")
     return "\n".join((*_head_lines(plan), *_config_lines(plan, settings), *_TAIL)) + "\n"
+
+
+def bridge_refusals(plan: Plan) -> Iterator[Reason]:
+    """Yield what Megatron Bridge does not start beyond what Megatron-LM does not."""
+    model = plan.model
+    if "/" not in model.name or model.name not in catalogue.model_names():
+        rule = "Megatron Bridge takes models by their Hugging Face name"
+        nearest = "Qwen/Qwen3-30B-A3B"
+        yield Reason(field="model.name", value=model.name, rule=rule, nearest=nearest)
+    elif model.family not in _FAMILIES:
+        rule = f"Megatron Bridge converts no {model.family}"
+        yield Reason(field="model.name", value=model.name, rule=rule, nearest="--to megatron")
+    is_deepep = plan.layout.dispatcher is DispatcherKind.DEEPEP
+    device = plan.hardware.device.name
+    if is_deepep and device.startswith("GB"):
+        yield Reason(
+            field="layout.dispatcher",
+            value=plan.layout.dispatcher,
+            rule=f"Megatron Bridge has no DeepEP on {device}",
+            nearest=DispatcherKind.HYBRIDEP,
+        )
+    ramp = plan.workload.ramp.ramp_start
+    if ramp:
+        rule = "Megatron Bridge has batches of one size"
+        yield Reason(field="workload.ramp_start", value=str(ramp), rule=rule, nearest="0")
+    dropouts = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    if replace(plan.workload.trainer, **dropouts) != TrainerSpec():
+        rule = "Megatron Bridge's recipe has the kernels of its own providers"
+        yield Reason(field="workload.trainer", rule=rule, nearest="--to megatron")
 
 
 def _places(options: Mapping[str, MegatronOption]) -> Mapping[str, tuple[str, str]]:
@@ -314,6 +347,9 @@ def _model_fields(plan: Plan) -> Iterator[_Field]:
         yield "moe_router_force_load_balancing", "False"
     if layout.graphs:
         yield "use_te_rng_tracker", "True"
+    attention = plan.model.attention
+    if attention.kind is AttentionKind.MLA and attention.rope.scaling != "yarn":
+        yield "apply_rope_fusion", "False"
 
 
 def _pipeline_dtype(precision: Dtype) -> str:
@@ -360,11 +396,14 @@ def _default_fields(plan: Plan) -> Iterator[tuple[str, list[_Field]]]:
             ("null_tokenizer_eod_id", str(vocab_size - 1)),
         ],
     )
+    if CudaGraphScope.FULL in layout.graphs:  # captured steps cannot look at their own values
+        yield "rerun_state_machine", [("check_for_nan_in_loss", "False")]
+        yield "ddp", [("check_for_nan_in_grad", "False")]
     comm_overlap = []
     if Overlap.TP not in layout.overlap:
         comm_overlap.append(("tp_comm_overlap", "False"))
     if layout.pp > 1 and layout.vpp > 1:
-        comm_overlap.append(("overlap_p2p_comm", str(Overlap.P2P in layout.overlap)))
+        comm_overlap.append(("overlap_p2p_comm", "True"))
     yield "comm_overlap", comm_overlap
 
 

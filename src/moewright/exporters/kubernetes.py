@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from moewright.exporters.launch import build_launch_spec
@@ -32,8 +33,9 @@ def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
         "image": image,
         "numNodes": launch.nodes,
         "numProcPerNode": launch.ranks_per_node,
-        "command": ["torchrun"],
-        "args": [word for words in launch.lines for word in words],
+        # A TrainJob takes 128 arguments, fewer than a command may have: a shell splits one.
+        "command": ["sh", "-c"],
+        "args": [_shell_line(launch.lines)],
     }
     if launch.uses_gpus:
         trainer["resourcesPerNode"] = {
@@ -55,8 +57,12 @@ def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
     return "\n".join(_yaml_lines(document, 0)) + "\n"
 
 
+def _shell_line(lines: Sequence[Sequence[str]]) -> str:
+    return " \\\n  ".join(("exec torchrun", *(" ".join(map(quote, words)) for words in lines)))
+
+
 def _yaml_lines(value: Any, depth: int) -> Iterator[str]:
-    """Yield block YAML; texts are quoted as in JSON, which YAML 1.2 reads as it is."""
+    """Yield block YAML; a text of several lines is a block, others are quoted as in JSON."""
     indent = "  " * depth
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -72,5 +78,8 @@ def _yaml_lines(value: Any, depth: int) -> Iterator[str]:
             first, *others = _yaml_lines(item, depth + 1)
             yield f"{indent}- {first.lstrip()}"
             yield from others
+        elif isinstance(item, str) and "\n" in item:
+            yield f"{indent}- |-"
+            yield from (f"{indent}    {line}" for line in item.splitlines())
         else:
             yield f"{indent}- {json.dumps(item, ensure_ascii=False)}"

@@ -39,6 +39,7 @@ from moewright.spec.workload import (
     CrossEntropyKernel,
     Dtype,
     ExpertKernels,
+    Fusion,
     RouterAssignment,
     Workload,
 )
@@ -263,8 +264,20 @@ def _check_trainer(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if trainer.expert_kernels is ExpertKernels.SEQUENTIAL and Recompute.MOE_ACT in layout.recompute:
         rule = "replays moe_act of grouped experts alone"
         yield _refusal("layout.recompute", Recompute.MOE_ACT, rule, Recompute.MOE)
+    delays_wgrad = Overlap.WGRAD in layout.overlap and Overlap.GRAD in layout.overlap
+    if (
+        Fusion.WEIGHT_GRAD in trainer.unfused
+        and delays_wgrad
+        and CudaGraphScope.ATTN in layout.graphs
+    ):
+        rule = "captures delayed weight gradients where their sum is fused"
+        yield _refusal("layout.graphs", CudaGraphScope.ATTN, rule, "none")
     has_attention_graph = {CudaGraphScope.ATTN, CudaGraphScope.FULL} & set(layout.graphs)
-    if trainer.attention_dropout and has_attention_graph and Recompute.CORE_ATTN in layout.recompute:
+    if (
+        trainer.attention_dropout
+        and has_attention_graph
+        and Recompute.CORE_ATTN in layout.recompute
+    ):
         rule = "replays no attention with dropout inside a graph"
         yield _refusal("layout.recompute", Recompute.CORE_ATTN, rule, "none")
 

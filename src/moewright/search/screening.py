@@ -415,7 +415,9 @@ class Screener:
         policies, state policies].
         """
         variants = [priced.base]
-        if self._searches_dp_overlap:
+        # Graphs of attention would lose delayed weight gradients of biases under overlapped sums.
+        loses_biases = self._space.model.attention.qkv_bias and Overlap.WGRAD in priced.base.overlap
+        if self._searches_dp_overlap and not loses_biases:
             variants.append(_with_dp_overlap(priced.base))
         step = np.full(is_worth_pricing.shape, np.inf)
         bound = np.full(is_worth_pricing.shape, np.inf)

@@ -86,6 +86,7 @@ def trainer_flags(trainer: TrainerSpec, *, has_swiglu: bool) -> Iterator[Flag]:
     yield "--hidden-dropout", format_number(trainer.hidden_dropout)
     if trainer.attention_backend is AttentionBackend.LOCAL:
         yield "--transformer-impl", "local"
+        yield ("--no-persist-layer-norm",)  # its norms are torch's, which have it not
     elif trainer.attention_backend is not AttentionBackend.FLASH:
         yield "--attention-backend", trainer.attention_backend.value
     if trainer.cross_entropy is not CrossEntropyKernel.FP32:

@@ -34,6 +34,7 @@ def read_trainer(arguments: Arguments, environment: Mapping[str, str]) -> Traine
         "--attention-softmax-in-fp32",
         "--no-bias-dropout-fusion",
         "--no-rope-fusion",
+        "--no-persist-layer-norm",
         "--moe-permute-fusion",
         "--moe-router-fusion",
     )
@@ -69,9 +70,8 @@ def _read_attention_backend(
 
 
 def _read_expert_kernels(arguments: Arguments) -> ExpertKernels:
-    """Return how experts are computed; the parser takes grouped products with --bf16 alone."""
-    has_choice = arguments.has("--num-experts") and arguments.has("--bf16")
-    if arguments.has("--moe-grouped-gemm") or not has_choice:
+    """Return how experts are computed: one after the other unless the command says otherwise."""
+    if arguments.has("--moe-grouped-gemm") or not arguments.has("--num-experts"):
         return ExpertKernels.GROUPED
     return ExpertKernels.SEQUENTIAL
 
