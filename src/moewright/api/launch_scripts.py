@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,15 +12,18 @@ from moewright.api.comparison import summarize_plan
 from moewright.api.requests import read_hardware, translate_fields
 from moewright.codec import format_layout
 from moewright.codec.megatron_options import field_option
+from moewright.exporters.megatron.script import all_flags, environment_variables
 from moewright.intake import catalogue
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.launch import LaunchCommand, find_launch
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.read import interpret_launch, read_launch
+from moewright.rules.megatron_limits import megatron_refusals
 from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan, Verdict
 from moewright.spec.record import Record, Row
 
@@ -47,12 +50,14 @@ class ScriptPlan(Record):
 class BetterLayouts(Record):
     """The planner's best layouts for the job of a plan, with the plan's own among them.
 
-    `advice` is one sentence: what the best layout gains over the plan's.
+    `advice` is one sentence: what the best layout gains over the plan's. `changes` are the options
+    of Megatron-LM that make the difference, one line each.
     """
 
     own: Plan
     plans: tuple[Plan, ...]
     advice: str
+    changes: tuple[str, ...] = ()
 
     def title(self) -> str:
         """Return the advice."""
@@ -70,6 +75,7 @@ def read_flags(
     model: str = "",
     arguments: str = "",
     network: str = "",
+    strict: bool = False,
 ) -> ScriptPlan:
     """Read a Megatron-LM launch script into a plan, estimated on some hardware.
 
@@ -79,6 +85,7 @@ def read_flags(
         model: stands in where the script gives no sizes.
         arguments: what stands behind the script's name, as a shell reads it.
         network: kinds of network in place of the hardware's own.
+        strict: refuse options that are not Megatron-LM's, which are left out with a note.
 
     Raises:
         BadInput: an option cannot be read, or the job cannot be planned.
@@ -97,6 +104,9 @@ def read_flags(
         raise BadInput(reason) from None
     path = Path(script)
     command = read_launch(path, os.environ, words)
+    if strict and command.unknown_options:
+        rule = "is no option of Megatron-LM"
+        raise BadInput(*(Reason(field=name[:60], rule=rule) for name in command.unknown_options))
     return plan_launch(command, path, model=model, on=on, network=network)
 
 
@@ -161,8 +171,15 @@ def to_script_options(script: Path) -> Callable[[str], str]:
 
 
 def find_better_layouts(plan: Plan) -> BetterLayouts:
-    """Search the layouts of a plan's job; the plan's own stays among the best."""
-    best = search(plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES).plans
+    """Search the layouts of a plan's job that Megatron-LM starts; its own stays among the best."""
+
+    def object_to(layout: Layout) -> tuple[Reason, ...]:
+        reasons = megatron_refusals(plan.model, plan.workload, plan.hardware, layout)
+        return tuple(reason for reason in reasons if reason.field.startswith("layout."))
+
+    best = search(
+        plan.model, plan.workload, plan.hardware, top=_ALTERNATIVES, allowed=object_to
+    ).plans
     if not best:
         advice = f"nothing: no layout fits {plan.hardware.count} devices"
         return BetterLayouts(own=plan, plans=(), advice=advice)
@@ -170,7 +187,25 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
     plans = best
     if own not in best:
         plans = (*best, own)
-    return BetterLayouts(own=own, plans=plans, advice=_advise(plan, best[0]))
+    changes = tuple(_changed_options(plan, best[0]))
+    return BetterLayouts(own=own, plans=plans, advice=_advise(plan, best[0]), changes=changes)
+
+
+def _changed_options(plan: Plan, best: Plan) -> Iterator[str]:
+    """Yield the options and variables to write, and those to leave out."""
+    before = {name: " ".join(values) for name, *values in all_flags(plan)}
+    after = {name: " ".join(values) for name, *values in all_flags(best)}
+    written = [
+        f"{name} {value}".rstrip() for name, value in after.items() if before.get(name) != value
+    ]
+    dropped = [name for name in before if name not in after]
+    variables = set(environment_variables(best.layout)) - set(environment_variables(plan.layout))
+    if written:
+        yield f"write: {' '.join(written)}"
+    if dropped:
+        yield f"leave out: {' '.join(dropped)}"
+    if variables:
+        yield f"export: {' '.join(f'{name}={value}' for name, value in sorted(variables))}"
 
 
 def _advise(plan: Plan, best: Plan) -> str:

@@ -88,13 +88,11 @@ def with_length(workload: Workload, options: WorkloadOptions) -> Workload:
     Raises:
         BadInput: both are there, or less than one.
     """
-    lengths = {"--steps": options.steps, "--tokens": options.tokens}
-    lengths = {option: length for option, length in lengths.items() if length is not None}
-    if len(lengths) > 1:
+    if options.steps is not None and options.tokens is not None:
         rule = "excludes --steps: both are the length of training"
         raise BadInput(Reason(field="--tokens", rule=rule, nearest="--tokens alone"))
-    for option, length in lengths.items():
-        if length < 1:
+    for option, length in (("--steps", options.steps), ("--tokens", options.tokens)):
+        if length is not None and length < 1:
             raise BadInput(
                 Reason(field=option, value=str(length), rule="must be at least 1", nearest="1")
             )

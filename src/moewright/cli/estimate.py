@@ -13,7 +13,7 @@ from moewright.spec.errors import BadInput, Reason
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moewright.spec.plan import Plan
+    from moewright.api.launch_scripts import ScriptPlan
 
 _NO_OPTIONS = PlanningOptions()
 _NO_SCRIPT = LaunchScriptOptions()
@@ -59,6 +59,7 @@ def estimate(
     from moewright.report.trace import write_trace
     from moewright.spec.plan import Verdict
 
+    console = open_console(json)
     if script.from_flags is not None:
         _refuse_options_of_script(layout, workload)
         reading = read_flags(
@@ -67,19 +68,17 @@ def estimate(
             model=model,
             arguments=script.script_args,
             network=workload.network,
+            strict=script.strict,
         )
         plan = reading.plan
-        notes = reading.notes
+        print_script_plan(console, reading, is_verbose=script.verbose)
     else:
         options = workload.to_workload_options()
         plan, notes = estimate_request(model, layout, on=on, options=options)
-    console = open_console(json)
-    for line in notes:
-        console.print(line, soft_wrap=True)
-    print_estimate(console, plan)
+        for line in notes:
+            console.print(line, soft_wrap=True)
+        print_estimate(console, plan)
     print_measured_load(console, plan, estimate_even_routing(plan))
-    if script.from_flags is not None:
-        print_better_layouts(console, plan)
     write_answer(console, json, plan)
     if trace is not None:
         write_trace(plan, trace)
@@ -87,16 +86,25 @@ def estimate(
     return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
 
 
-def print_better_layouts(console: Console, plan: Plan) -> None:
-    """Print the planner's best layouts for the job of a launch script, its own among them."""
+def print_script_plan(console: Console, reading: ScriptPlan, *, is_verbose: bool) -> None:
+    """Print the verdict on a launch script's job, what would be better, and on demand the rest."""
     from moewright.api.launch_scripts import find_better_layouts
+    from moewright.report.console import print_estimate_parts, print_verdict
     from moewright.report.plan_text import print_ranking
 
-    better = find_better_layouts(plan)
+    print_verdict(console, reading.plan)
+    better = find_better_layouts(reading.plan)
     console.print("What would be better", style="bold")
     if better.plans:
         print_ranking(console, better.plans, picked=(better.own,))
-    console.print(better.advice, soft_wrap=True)
+    for line in (better.advice, *better.changes):
+        console.print(line, soft_wrap=True, markup=False)
+    for line in reading.notes:
+        console.print(line, soft_wrap=True, markup=False)
+    if is_verbose:
+        print_estimate_parts(console, reading.plan)
+    else:
+        console.print("Memory, time and assumptions: -v")
 
 
 def _refuse_options_of_script(layout: str, workload: PlanningOptions) -> None:

@@ -91,16 +91,21 @@ def _read_script(
     Notes on how it was read go to stderr where a launch file or JSON goes to stdout.
     """
     from moewright.api.launch_scripts import read_flags
-    from moewright.cli.estimate import print_better_layouts
-    from moewright.report.console import print_estimate
+    from moewright.cli.estimate import print_script_plan
 
     assert script.from_flags is not None
-    reading = read_flags(script.from_flags, on=on, model=model, arguments=script.script_args)
+    reading = read_flags(
+        script.from_flags,
+        on=on,
+        model=model,
+        arguments=script.script_args,
+        strict=script.strict,
+    )
     console = open_console(json if is_shown else STANDARD_OUTPUT)
-    for line in reading.notes:
-        console.print(line, soft_wrap=True)
     if is_shown:
-        print_estimate(console, reading.plan)
-        print_better_layouts(console, reading.plan)
+        print_script_plan(console, reading, is_verbose=script.verbose)
+    else:
+        for line in reading.notes:
+            console.print(line, soft_wrap=True, markup=False)
     write_answer(console, json, reading.plan)
     return reading.plan

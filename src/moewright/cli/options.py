@@ -165,10 +165,16 @@ class LaunchScriptOptions:
         does not set are taken from the environment.
     script_args
         What stands behind the script's name, in quotes: "dlc A22B 1 2048".
+    strict
+        Refuse options that are not Megatron-LM's; else they are left out with a note.
+    verbose
+        Print memory, time and assumptions of the script's job too.
     """
 
     from_flags: Path | None = None
     script_args: str = ""
+    strict: Flag = False
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False
 
 
 @Parameter(name="*")

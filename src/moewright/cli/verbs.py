@@ -5,6 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from moewright.cli.bench import bench_machine, bench_search
+from moewright.cli.capture import capture
 from moewright.cli.catalogues import hardware, models
 from moewright.cli.completion import build_completion_verb
 from moewright.cli.convert import convert_export, convert_import
@@ -46,6 +47,7 @@ def build_app() -> App:
     app.command(diagnose)
     app.command(tune)
     app.command(export)
+    app.command(capture)
     app.command(models)
     app.command(hardware)
     app.command(build_completion_verb(app))

@@ -253,8 +253,8 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
     if ramp:
         rule = "Megatron Bridge has batches of one size"
         yield Reason(field="workload.ramp_start", value=str(ramp), rule=rule, nearest="0")
-    dropouts = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    if replace(plan.workload.trainer, **dropouts) != TrainerSpec():
+    trainer = replace(plan.workload.trainer, attention_dropout=0.0, hidden_dropout=0.0)
+    if trainer != TrainerSpec():
         rule = "Megatron Bridge's recipe has the kernels of its own providers"
         yield Reason(field="workload.trainer", rule=rule, nearest="--to megatron")
 

@@ -38,10 +38,20 @@ def make_console(stream: TextIO) -> Console:
 
 def print_estimate(console: Console, plan: Plan) -> None:
     """Print one layout's verdict, memory of its fullest rank, time by part, and assumptions."""
-    estimate = plan.estimate
+    print_verdict(console, plan)
+    print_estimate_parts(console, plan)
+
+
+def print_verdict(console: Console, plan: Plan) -> None:
+    """Print what is estimated, and whether it fits."""
     console.print(job_title(plan), soft_wrap=True)
     console.print(Text(f"layout    {format_layout(plan.layout)}"), soft_wrap=True)
-    console.print(_verdict_line(estimate))
+    console.print(_verdict_line(plan.estimate))
+
+
+def print_estimate_parts(console: Console, plan: Plan) -> None:
+    """Print memory of the fullest rank, time by part, and assumptions."""
+    estimate = plan.estimate
     fullest = next(ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank)
     console.print(_memory_table(fullest))
     if len(estimate.ledgers) > 1:

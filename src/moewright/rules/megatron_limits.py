@@ -204,8 +204,8 @@ def _check_layout(layout: Layout) -> Iterator[Reason]:
         yield _refusal("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         rule = "holds experts in contiguous blocks"
-        nearest = ExpertPlacement.CONTIGUOUS
-        yield _refusal("layout.expert_placement", layout.expert_placement, rule, nearest)
+        placement = layout.expert_placement
+        yield _refusal("layout.expert_placement", placement, rule, ExpertPlacement.CONTIGUOUS)
     if Recompute.LOSS in layout.recompute:
         others = "+".join(item for item in layout.recompute if item is not Recompute.LOSS)
         rule = "export has no loss that makes its logits in pieces"

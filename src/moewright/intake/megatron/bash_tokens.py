@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moewright.spec.errors import BadInput, Reason
 
-_OPERATORS = (";;", "&&", "||", "\n", ";", "&", "|", "(", ")")
+_OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", "\n", ";", "&", "|", "(", ")")
 _BLANKS = " \t\r"
 _CLOSING = {"(": ")", "{": "}"}
+_BOTH_OUTPUTS = re.compile("&>>?")  # redirections
+_HEREDOC = re.compile(r"\d*<<(-?)([^<].*)?", re.DOTALL)
 
 Quoting = Literal["bare", "single", "double"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShellToken:
-    """A word or an operator; `pieces` are its parts, each with how it is quoted and its text."""
+    """A word or an operator; `pieces` are its parts, each with how it is quoted and its text.
+
+    `heredoc` is the text of a here-document that the redirection `<<` brings; `is_literal` tells
+    that its delimiter is quoted, so that nothing in it is expanded.
+    """
 
     text: str
     pieces: tuple[tuple[Quoting, str], ...]
     line: int
     is_operator: bool = False
+    heredoc: str | None = None
+    is_literal: bool = False
 
     @property
     def unquoted(self) -> str:
@@ -31,26 +40,35 @@ class ShellToken:
 
     @property
     def is_separator(self) -> bool:
-        return self.is_operator and self.text in ("\n", ";", "&", ";;")
+        return self.is_operator and self.text in ("\n", ";", "&", ";;", ";&", ";;&")
 
     @property
     def is_redirection(self) -> bool:
-        return self.unquoted.lstrip("0123456789&").startswith((">", "<"))
+        if not self.pieces or self.pieces[0][0] != "bare" or self.is_arithmetic:
+            return False
+        return self.pieces[0][1].lstrip("0123456789&").startswith((">", "<"))
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether this is ((expression))."""
+        return self.text.startswith("((") and self.text.endswith("))") and not self.is_operator
 
     @property
     def is_assignment(self) -> bool:
         """Whether the name before `=` is not quoted."""
-        return bool(self.pieces) and self.pieces[0][0] == "bare" and "=" in self.pieces[0][1]
+        return bool(self.pieces) and self.pieces[0][0] == "bare" and "=" in self.text
 
 
-def tokenize(text: str, line: int) -> Iterator[ShellToken]:
-    """Yield the words and operators of a text that starts at `line`.
+def tokenize(text: str, line: int) -> tuple[ShellToken, ...]:
+    """Return the words and operators of a text that starts at `line`.
 
-    Comments and the ends of continued lines are left out.
+    Comments, the ends of continued lines and the bodies of here-documents are left out.
 
     Raises:
-        BadInput: a quote or a bracket is left open.
+        BadInput: a quote, a bracket or a here-document is left open.
     """
+    tokens: list[ShellToken] = []
+    open_heredocs: list[int] = []  # places of redirections whose text comes after the line
     position = 0
     while position < len(text):
         operator = next((word for word in _OPERATORS if text.startswith(word, position)), "")
@@ -64,25 +82,40 @@ def tokenize(text: str, line: int) -> Iterator[ShellToken]:
             position += 1
         elif text[position] == "#":
             position = _line_end(text, position)
+        elif end := _arithmetic_end(text, position, line):
+            word = text[position:end]
+            tokens.append(ShellToken(text=word, pieces=(("bare", word),), line=line))
+            line += word.count("\n")
+            position = end
+        elif match := _BOTH_OUTPUTS.match(text, position):
+            tokens.append(ShellToken(text=match[0], pieces=(("bare", match[0]),), line=line))
+            position = match.end()
         elif operator:
-            yield ShellToken(text=operator, pieces=(), line=line, is_operator=True)
+            tokens.append(ShellToken(text=operator, pieces=(), line=line, is_operator=True))
             position += len(operator)
-            line += operator.count("\n")
+            if operator == "\n":
+                line += 1
+                for place in open_heredocs:
+                    body, position = _take_heredoc(tokens, place, text, position)
+                    line += body.count("\n") + 1
+                open_heredocs.clear()
         else:
             token, end = _read_word(text, position, line)
-            yield token
+            tokens.append(token)
+            if _HEREDOC.fullmatch(token.text) and token.is_redirection:
+                open_heredocs.append(len(tokens) - 1)
             line += text.count("\n", position, end)
             position = end
+    return tuple(tokens)
 
 
-def split_expressions(text: str, line: int) -> Iterator[tuple[str, str]]:
+def split_expressions(text: str, line: int, quote: str = "") -> Iterator[tuple[str, str]]:
     """Yield (text | variable | command | arithmetic, body) for the parts of a text.
 
-    Quotes that an assigned value still has are removed.
+    Quotes that an assigned value still has are removed; `quote` is the one around the text.
     """
     position = 0
     plain = ""
-    quote = ""
     while position < len(text):
         letter = text[position]
         if letter == "\\" and position + 1 < len(text) and quote != "'":
@@ -105,85 +138,44 @@ def split_expressions(text: str, line: int) -> Iterator[tuple[str, str]]:
         yield "text", plain
 
 
-class TokenReader:
-    """A script's tokens, taken one after another."""
-
-    def __init__(self, tokens: tuple[ShellToken, ...]) -> None:
-        self.tokens = tokens
-        self.position = 0
-
-    @property
-    def line(self) -> int:
-        if not self.tokens:
-            return 1
-        return self.tokens[min(self.position, len(self.tokens) - 1)].line
-
-    def peek(self) -> ShellToken | None:
-        """Return the next token without taking it; None at the end."""
-        return self.tokens[self.position] if self.position < len(self.tokens) else None
-
-    def take(self) -> ShellToken:
-        """Take the next token.
-
-        Raises:
-            BadInput: the script has ended.
-        """
-        token = self.peek()
-        if token is None:
-            raise syntax_refusal(self.line, "the script ends inside a statement")
-        self.position += 1
-        return token
-
-    def expect(self, word: str) -> None:
-        """Take the next token, which must be the keyword `word`.
-
-        Raises:
-            BadInput: it is another.
-        """
-        if self.take().unquoted != word:
-            raise syntax_refusal(self.line, f"`{word}` is missing")
-
-    def skip_function_header(self) -> bool:
-        """Skip `name()` or `function name` where a function starts here; return whether one does.
-
-        The next token is the function's brace then.
-        """
-        texts = [token.text for token in self.tokens[self.position : self.position + 5]]
-        has_keyword = texts[:1] == ["function"]
-        name_end = 2 if has_keyword else 1
-        name = "".join(texts[name_end - 1 : name_end])
-        after = texts[name_end:]
-        if after[:3] == ["(", ")", "{"]:
-            self.position += name_end + 2
-            return True
-        if after[:1] == ["{"] and (has_keyword or name.endswith("()")):
-            self.position += name_end
-            return True
-        return False
-
-    def take_command(self) -> list[ShellToken]:
-        """Take the words of one command, without its redirections."""
-        words: list[ShellToken] = []
-        while (token := self.peek()) is not None and not token.is_operator:
-            self.position += 1
-            if token.is_redirection:
-                self._skip_redirection_target(token)
-            else:
-                words.append(token)
-        if not words and token is not None and token.text in ("(", ")"):
-            self.position += 1
-        return words
-
-    def _skip_redirection_target(self, redirection: ShellToken) -> None:
-        """Skip the file of `> file`; that of `>file` is part of the token."""
-        target = self.peek()
-        if redirection.text.endswith((">", "<", "&")) and target and not target.is_operator:
-            self.position += 1
-
-
 def syntax_refusal(line: int, rule: str) -> BadInput:
     """Build the error for a line that cannot be read."""
     return BadInput(Reason(field=f"line {line}", rule=rule))
+
+
+def _take_heredoc(
+    tokens: list[ShellToken], place: int, text: str, position: int
+) -> tuple[str, int]:
+    """Give a redirection the text of its here-document; return it and where the script goes on."""
+    redirection = tokens[place]
+    match = _HEREDOC.fullmatch(redirection.text)
+    assert match is not None
+    spelled = match[2]
+    if not spelled and place + 1 < len(tokens):
+        spelled = tokens[place + 1].text
+    delimiter = re.sub(r"[\\'\"]", "", spelled or "")
+    lines: list[str] = []
+    while position < len(text):
+        end = _line_end(text, position)
+        row = text[position:end].rstrip("\r")
+        position = min(end + 1, len(text))
+        if match[1]:
+            row = row.lstrip("\t")
+        if row == delimiter:
+            body = "\n".join(lines)
+            is_literal = spelled != delimiter
+            tokens[place] = replace(redirection, heredoc=body, is_literal=is_literal)
+            return body + ("\n" if lines else ""), position
+        lines.append(row)
+    raise syntax_refusal(redirection.line, f"the here-document {delimiter} is not closed")
+
+
+def _arithmetic_end(text: str, position: int, line: int) -> int:
+    """Return the position behind ((expression)); 0 where none starts."""
+    if not text.startswith("((", position):
+        return 0
+    end = _bracket_end(text, position, line)
+    return end if text.startswith("))", end - 2) else 0
 
 
 def _line_end(text: str, position: int) -> int:
@@ -213,10 +205,11 @@ def _read_word(text: str, start: int, line: int) -> tuple[ShellToken, int]:
             close_bare()
             end = position + 2
             pieces.append(("single", text[position + 1]))
-        elif letter == "'":
+        elif letter == "'" or text.startswith("$'", position):
             close_bare()
-            end = _find_quote(text, "'", position + 1, line) + 1
-            pieces.append(("single", text[position + 1 : end - 1]))
+            begin = position + 1 + (letter == "$")
+            end = _find_quote(text, "'", begin, line) + 1
+            pieces.append(("single", text[begin : end - 1]))
         elif letter == '"':
             close_bare()
             end = _double_quote_end(text, position, line)
@@ -226,7 +219,8 @@ def _read_word(text: str, start: int, line: int) -> tuple[ShellToken, int]:
             close_bare()
             pieces.append(("bare", text[position:end]))
         elif letter == "(":
-            if not bare.endswith("="):  # only an array stands in brackets inside a word
+            # Only arrays, process substitutions and extended patterns have brackets in a word.
+            if not bare.endswith(("=", "<", ">", "@", "+", "*", "?", "!")):
                 break
             end = _bracket_end(text, position, line)
             bare += text[position:end]

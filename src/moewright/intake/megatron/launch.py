@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
-from moewright.codec import closest_match
-from moewright.intake.megatron.bash import UNKNOWN_VALUE, Command
+from moewright.intake.megatron.bash import UNKNOWN_VALUE, Command, ShellReading
+from moewright.intake.megatron.called_scripts import find_called_script
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS
 from moewright.intake.megatron.options import check_values, option_table, take_values
 from moewright.spec.errors import BadInput, Reason
@@ -38,6 +39,13 @@ _TRAINING_OPTIONS = (
 )
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
+# Nearer to an option than this, a name is a typing error and not an option of a fork.
+_SIMILAR = 0.88
+# Words in the names of options that change what is held or computed.
+_MATTERS = re.compile(
+    r"recomp|offload|fp8|fp4|parallel|moe|expert|attn|attention|hidden|layer|batch|seq|fus|optim"
+    r"|dtype|precision|checkpoint|memory|cache|overlap|dispatch|rope|vocab|mla|mtp|zero|shard"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +53,8 @@ class LaunchCommand:
     """A training command: its ranks, its environment and its options with their values.
 
     Nodes and ranks are 0 where they are only known when the script runs; `foreign_options` are
-    those that Megatron-LM's parser does not have.
+    those that Megatron-LM's parser does not have and that are known here, `unknown_options` are
+    those of forks.
     """
 
     nodes: int
@@ -53,6 +62,7 @@ class LaunchCommand:
     exported: Mapping[str, str]
     options: Mapping[str, tuple[str, ...]]
     foreign_options: Mapping[str, tuple[str, ...]]
+    unknown_options: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
@@ -60,21 +70,31 @@ class LaunchCommand:
         return self.nodes * self.ranks_per_node
 
 
-def find_launch(commands: Sequence[Command]) -> LaunchCommand:
+def find_launch(reading: ShellReading) -> LaunchCommand:
     """Return the command that trains, out of all commands of a script.
 
     Raises:
         BadInput: no command does, or one of its options is not legal.
     """
-    for command in commands:
+    for command in reading.commands:
         arguments = _program_arguments(command.words)
         names = {word.partition("=")[0] for word in command.words}
         if arguments is not None and not names.isdisjoint(_TRAINING_OPTIONS):
             parser = _LaunchParser(arguments)
+            parser.notes += reading.notes
             parser.parse()
             return parser.build(dict(command.exported))
     rule = "no command here starts pretrain_gpt.py: torchrun or python with Megatron-LM's options"
-    raise BadInput(Reason(field="script", rule=rule))
+    missing = next(filter(None, map(_missing_script, reading.commands)), "")
+    if missing:
+        rule += f"; {missing} is started, and is not beside the script"
+    raise BadInput(Reason(field="script", rule=rule, nearest="moewright capture -- bash SCRIPT"))
+
+
+def _missing_script(command: Command) -> str:
+    """Return the script that a command starts and that was not read; "" for another command."""
+    called = find_called_script(list(command.words), None)
+    return UNKNOWN_VALUE.sub(r"$\1", called.path)[:80] if called is not None else ""
 
 
 def _program_arguments(words: tuple[str, ...]) -> list[str] | None:
@@ -97,6 +117,7 @@ class _LaunchParser:
         self.launcher_options: dict[str, str] = {}
         self.options: dict[str, tuple[str, ...]] = {}
         self.foreign_options: dict[str, tuple[str, ...]] = {}
+        self.unknown_options: list[str] = []
         self.notes: list[str] = []
         self.faults: list[Reason] = []
 
@@ -128,6 +149,7 @@ class _LaunchParser:
             exported=exported,
             options=self.options,
             foreign_options=self.foreign_options,
+            unknown_options=tuple(self.unknown_options),
             notes=tuple(self.notes),
         )
 
@@ -159,9 +181,21 @@ class _LaunchParser:
         elif name in FOREIGN_OPTIONS or dashed in FOREIGN_OPTIONS:
             self._take_foreign_option(name if name in FOREIGN_OPTIONS else dashed, inline)
         else:
-            nearest = closest_match(dashed, [*self.table, *FOREIGN_OPTIONS])
+            self._take_unknown_option(name, inline)
+
+    def _take_unknown_option(self, name: str, inline: str | None) -> None:
+        """Leave an option of a fork out with a note; refuse one that looks like a typing error."""
+        if inline is None:
+            self.position += len(self._following_words())
+        names = [*self.table, *FOREIGN_OPTIONS]
+        misspelt = get_close_matches(name.replace("_", "-"), names, n=1, cutoff=_SIMILAR)
+        if misspelt:
             rule = "is no option of Megatron-LM"
-            self.faults.append(Reason(field=name[:60], rule=rule, nearest=nearest))
+            self.faults.append(Reason(field=name[:60], rule=rule, nearest=misspelt[0]))
+            return
+        self.unknown_options.append(name)
+        effect = "it may change memory or time" if _MATTERS.search(name) else "it looks harmless"
+        self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out; {effect}")
 
     def _take_launcher_option(self, name: str, inline: str | None) -> None:
         if inline is None:

@@ -48,7 +48,8 @@ def read_launch(
     Raises:
         BadInput: the script cannot be read, or starts no training.
     """
-    return find_launch(read_commands(read_text(script), environment, arguments))
+    text = read_text(script)
+    return find_launch(read_commands(text, environment, arguments, script=script))
 
 
 def interpret_launch(

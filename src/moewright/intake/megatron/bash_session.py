@@ -1,0 +1,207 @@
+"""The state of a script while it is read: variables, functions, files, and plain commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moewright.intake.megatron.bash_builtins import read_words, take_option
+from moewright.intake.megatron.bash_conditions import Condition
+from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE, ShellVariables
+from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
+
+MAX_DEPTH = 12  # of evals, functions and scripts inside each other
+Redirections = tuple[tuple[ShellToken, ShellToken | None], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command as bash would start it: its words, its environment and its line in the script.
+
+    `exported` are the exported variables and those that stand before the command.
+    """
+
+    words: tuple[str, ...]
+    exported: tuple[tuple[str, str], ...]
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShellReading:
+    """The commands that a script starts, and notes on what was taken for granted."""
+
+    commands: tuple[Command, ...]
+    notes: tuple[str, ...] = ()
+
+
+class ScriptExit(Exception):
+    """The script has reached `exit`."""
+
+
+class FunctionReturn(Exception):
+    """A function, or a sourced script, has reached `return`."""
+
+
+@dataclass(slots=True)
+class LoopJump(Exception):
+    """A loop has reached `break` or `continue`; `levels` are the loops that are left."""
+
+    levels: int
+    goes_on: bool
+
+
+@dataclass(slots=True)
+class FunctionScope:
+    """The variables that a function has declared `local`, with what they were before."""
+
+    hidden: dict[str, tuple[str, ...] | None] = field(default_factory=dict)
+
+
+class ShellSession:
+    """The state of a script while it is read from top to bottom.
+
+    `status` is whether the last command succeeded, which `if`, && and || ask; None where only
+    running tells.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str], arguments: Sequence[str], script: Path | None
+    ) -> None:
+        self.status: bool | None = True
+        self.status_source = ""  # the program whose status is not known
+        self.exported: dict[str, None] = {}
+        self.variables = ShellVariables(environment, arguments)
+        self.functions: dict[str, tuple[ShellToken, ...]] = {}
+        self.files: dict[str, str] = {}  # what the script itself writes, by name
+        self.script = script
+        self.folder = Path.cwd()
+        self.scopes: list[FunctionScope] = []
+        self.notes: list[str] = []
+        self.depth = 0
+        if script is not None:
+            self.variables.arrays |= {"0": (str(script),), "BASH_SOURCE": (str(script),)}
+
+    def condition(self, words: list[ShellToken], line: int, *, has_patterns: bool) -> bool:
+        def note(at: int, test: str) -> None:
+            shown = UNKNOWN_VALUE.sub(lambda match: f"${match[1]}", test)
+            self.notes.append(f"line {at}: {shown[:80]} is taken to be there")
+
+        if not words:
+            raise syntax_refusal(line, "the test is empty")
+        return Condition(words, self.variables, has_patterns=has_patterns, note=note).holds()
+
+    def set_arithmetic_status(self, text: str, line: int) -> None:
+        value = self.variables.arithmetic(text, line)
+        if UNKNOWN_VALUE.search(value):
+            self.status, self.status_source = None, f"(({text.strip()[:30]}))"
+        else:
+            self.status = int(value) != 0
+
+    def declare(self, kind: str, words: list[ShellToken]) -> None:
+        options = "".join(word.text for word in words if word.text.startswith("-"))
+        for word in words:
+            if word.text.startswith(("-", "+")):
+                continue
+            name = word.text.partition("=")[0].partition("[")[0].rstrip("+")
+            if kind in ("local", "declare", "typeset") and self.scopes and "g" not in options:
+                self.scopes[-1].hidden.setdefault(name, self.variables.arrays.get(name))
+                if "=" not in word.text:
+                    self.variables.arrays[name] = ("",)
+            if "A" in options:
+                self.variables.tables.setdefault(name, {})
+            assigned = self.variables.assign(word, is_table="A" in options)
+            if assigned and (kind == "export" or "x" in options):
+                self.exported[assigned] = None
+
+    def builtins(self) -> Mapping[str, Callable[[list[str], int, str | None], None]]:
+        return {
+            "shift": self._shift,
+            "set": self._set,
+            "unset": self._unset,
+            "let": self._let,
+            "read": self._read,
+            "mapfile": self._read,
+            "readarray": self._read,
+            "getopts": self._getopts,
+            "cd": self._cd,
+            "pushd": self._cd,
+            "false": self._fail,
+        }
+
+    def keep_file(
+        self,
+        words: Sequence[str],
+        heredoc: str,
+        redirections: Redirections,
+    ) -> None:
+        """Remember the text that `cat <<EOF > file` writes: the script may run it."""
+        names = list(words[1:]) if words[0] == "tee" else []
+        for redirection, target in redirections:
+            if redirection.text.lstrip("1").startswith(">") and target is not None:
+                names += self.variables.expand(target)
+            elif redirection.text.startswith(">") and len(redirection.text.lstrip(">")) > 0:
+                names.append(redirection.text.lstrip(">"))
+        self.files |= {name.removeprefix("./"): heredoc for name in names}
+
+    def heredoc(self, redirections: Redirections) -> str | None:
+        """Return what a here-document or a here-string hands to a command."""
+        for redirection, target in redirections:
+            if redirection.heredoc is not None:
+                if redirection.is_literal:
+                    return redirection.heredoc
+                return self.variables.substitute(redirection.heredoc, redirection.line, quoted=True)
+            if redirection.text == "<<<" and target is not None:
+                return " ".join(self.variables.expand(target))
+        return None
+
+    def inherited(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the variables that a started shell inherits."""
+        return {
+            name: self.variables.arrays.get(name, ())
+            for name in (*self.exported, "HOME", "USER", "PATH", "PWD")
+        }
+
+    def folders(self) -> tuple[Path, ...]:
+        folders = [self.folder]
+        if self.script is not None:
+            folders.append(self.script.parent)
+        return tuple(dict.fromkeys((*folders, Path())))
+
+    def _shift(self, words: list[str], line: int, heredoc: str | None) -> None:
+        count = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
+        arguments = self.variables.arrays["@"]
+        self.status = count <= len(arguments)
+        if self.status:
+            self.variables.set_arguments(arguments[count:])
+
+    def _set(self, words: list[str], line: int, heredoc: str | None) -> None:
+        if "--" in words:
+            self.variables.set_arguments(words[words.index("--") + 1 :])
+
+    def _unset(self, words: list[str], line: int, heredoc: str | None) -> None:
+        for name in words[1:]:
+            self.variables.arrays.pop(name, None)
+            self.variables.tables.pop(name, None)
+            self.functions.pop(name, None)
+
+    def _let(self, words: list[str], line: int, heredoc: str | None) -> None:
+        for text in words[1:]:
+            self.set_arithmetic_status(text, line)
+
+    def _read(self, words: list[str], line: int, heredoc: str | None) -> None:
+        self.status = heredoc is not None
+        read_words(words, heredoc, self.variables)
+        if heredoc is None:
+            self.status, self.status_source = None, words[0]
+
+    def _getopts(self, words: list[str], line: int, heredoc: str | None) -> None:
+        self.status = take_option(words, self.variables)
+
+    def _cd(self, words: list[str], line: int, heredoc: str | None) -> None:
+        names = [word for word in words[1:] if word != "--"]
+        if names and not UNKNOWN_VALUE.search(names[-1]):
+            self.folder = self.folder / names[-1]
+
+    def _fail(self, words: list[str], line: int, heredoc: str | None) -> None:
+        self.status = False

@@ -1,0 +1,105 @@
+"""Scripts that a script starts or reads: the words that name them, and their text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE
+from moewright.spec.errors import BadInput, Reason
+
+_SHELLS = ("bash", "sh", "zsh", "dash")
+_SUBMITTERS = ("sbatch", "qsub", "bsub")
+_PRINTERS = ("echo", "printf", "which", "cat", "ls", "chmod", "cp")
+_TRAINERS = ("torchrun", "python", "python3", "deepspeed")
+# Scripts of an installation, which set no sizes of a job.
+_ENVIRONMENT_SCRIPTS = (
+    *("activate", ".bashrc", ".bash_profile", ".profile", ".zshrc", "conda.sh", "modules.sh"),
+    *("lmod.sh", "bash", "setvars.sh", "vars.sh", "init.sh", "bashrc", "profile", "oneapi-vars.sh"),
+)
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalledScript:
+    """A script that a command starts: its text, or else its path, and its arguments."""
+
+    path: str
+    text: str
+    arguments: tuple[str, ...]
+
+
+def find_called_script(words: list[str], stdin: str | None) -> CalledScript | None:
+    """Return the script in `bash -c`, `bash run.sh`, `srun bash ...`, `sbatch run.sh`, `./run.sh`.
+
+    `stdin` is a here-document that the command reads. A command that starts a trainer is none.
+    """
+    if words[0] in _PRINTERS:
+        return None
+    for place, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        if name in _TRAINERS:
+            return None
+        if name in _SHELLS:
+            return _shell_script(words[place + 1 :], stdin)
+        if name in _SUBMITTERS:
+            return _submitted_script(words[place + 1 :], stdin)
+        if name.endswith((".sh", ".bash", ".slurm", ".sbatch")) and (place == 0 or "/" in word):
+            return CalledScript(path=word, text="", arguments=tuple(words[place + 1 :]))
+    return None
+
+
+def _shell_script(words: list[str], stdin: str | None) -> CalledScript | None:
+    """Return the script of a shell's words: behind its options, or what it is handed."""
+    place = 0
+    while place < len(words) and words[place].startswith(("-", "+")):
+        is_long = words[place].startswith("--")
+        if not is_long and words[place].endswith("c") and place + 1 < len(words):
+            arguments = tuple(words[place + 3 :])
+            return CalledScript(path="", text=words[place + 1], arguments=arguments)
+        place += 2 if words[place] in ("-o", "+o", "--rcfile", "--init-file") else 1
+    if place < len(words):
+        return CalledScript(path=words[place], text="", arguments=tuple(words[place + 1 :]))
+    return CalledScript(path="", text=stdin, arguments=()) if stdin else None
+
+
+def _submitted_script(words: list[str], stdin: str | None) -> CalledScript | None:
+    """Return the script that is handed to a scheduler."""
+    for place, word in enumerate(words):
+        if word.startswith("--wrap"):
+            text = word.partition("=")[2] or " ".join(words[place + 1 : place + 2])
+            return CalledScript(path="", text=text, arguments=())
+        if word.endswith((".sh", ".bash", ".slurm", ".sbatch", ".sub")):
+            return CalledScript(path=word, text="", arguments=tuple(words[place + 1 :]))
+    return CalledScript(path="", text=stdin, arguments=()) if stdin else None
+
+
+def is_environment_script(name: str) -> bool:
+    """Whether a file prepares a shell or an installation, and no job."""
+    path = Path(UNKNOWN_VALUE.sub("", name))
+    is_system = name.startswith(("/etc/", "/opt/", "/usr/"))
+    return path.name in _ENVIRONMENT_SCRIPTS or is_system
+
+
+def read_script_file(name: str, folders: Sequence[Path], written: Mapping[str, str]) -> str | None:
+    """Return the text of a script; None where it is neither written by the script nor beside it.
+
+    Raises:
+        BadInput: the file is no text, or too long for a script.
+    """
+    plain = UNKNOWN_VALUE.sub("", name).lstrip("/") if UNKNOWN_VALUE.search(name) else name
+    plain = plain.removeprefix("./")
+    if plain in written:
+        return written[plain]
+    for folder in folders:
+        path = folder / plain
+        try:
+            if path.is_file():
+                if path.stat().st_size > _MAX_BYTES:
+                    rule = f"is longer than {_MAX_BYTES} bytes, so it is no script"
+                    raise BadInput(Reason(field=str(path)[:80], rule=rule))
+                return path.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+    return None

@@ -1,0 +1,181 @@
+"""Scripts read without running them, against bash itself, which runs them with a stand-in."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moewright.intake.megatron.bash import read_commands
+from moewright.spec.errors import BadInput
+
+ENV_FILE = "TP=4\n"
+INNER_FILE = 'if [ "$1" = 3 ]; then torchrun p.py --tp "$TP"; fi\n'
+# What the script says, and the words behind its name.
+SCRIPTS = {
+    "a pattern": ("M=Qwen3-235B-A22B\nif [[ $M == *235B* ]]; then TP=4; else TP=8; fi", ()),
+    "a quoted pattern is a text": ('M=a\nif [[ $M == "*" ]]; then TP=8; else TP=4; fi', ()),
+    "a function": ("TP=1\nset_tp() {\n  local x=$1\n  TP=$x\n}\nset_tp 4", ()),
+    "a function with return": ("f() { if [ $1 = a ]; then TP=4; return; fi; TP=8; }\nf a", ()),
+    "local variables": ("TP=4\nf() { local TP=8; : $TP; }\nf", ()),
+    "a sourced file": ("source ./env.sh", ()),
+    "a file sourced from the script's folder": (
+        'D=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\nsource $D/env.sh',
+        (),
+    ),
+    "an arithmetic command": ("TP=1\n((TP*=4))", ()),
+    "let": ("let TP=2*2", ()),
+    "counting up": ("TP=3\n((TP++))", ()),
+    "powers": ("TP=$((2**2))", ()),
+    "a choice": ("N=3\nTP=$(( N > 2 ? 4 : 1 ))", ()),
+    "a subshell": ("TP=4\n( TP=8; export TP )", ()),
+    "a subshell that is left": ("TP=4\n( TP=8; exit 1; TP=9 )", ()),
+    "a here-document": ("TP=4\ncat <<EOF > /dev/null\nTP=8\nEOF", ()),
+    "a here-document with tabs": ("TP=4\ncat <<-EOF > /dev/null\n\tTP=8\n\tEOF", ()),
+    "a here-document for a shell": ("TP=4\nbash <<'EOF'\nTP=8\nEOF", ()),
+    "a here-string": ('read -r TP PP <<< "4 2"', ()),
+    "the tenth word": ("TP=${10}", (*"123456789", "4")),
+    "options by hand": (
+        "while [[ $# -gt 0 ]]; do case $1 in --tp) TP=$2; shift 2;; *) shift;; esac; done",
+        ("--x", "--tp", "4"),
+    ),
+    "getopts": ('while getopts "t:" o; do case $o in t) TP=$OPTARG;; esac; done', ("-t", "4")),
+    "words behind set": ("set -- 1 4\nTP=$2", ()),
+    "a loop over words": ("for x in 1 2 4; do TP=$x; done", ()),
+    "a loop over numbers": ("for i in {1..4}; do TP=$i; done", ()),
+    "a loop over seq": ("for i in $(seq 1 4); do TP=$i; done", ()),
+    "a counted loop": ("for ((i=0;i<=4;i++)); do TP=$i; done", ()),
+    "a loop that is left": (
+        "for i in 1 4 8; do if [ $i -gt 4 ]; then break; fi; TP=$i; done",
+        (),
+    ),
+    "a loop that goes on": ("for i in 4 8; do [ $i = 8 ] && continue; TP=$i; done", ()),
+    "a loop under a condition": ("TP=1\nwhile [ $TP -lt 4 ]; do TP=$((TP*2)); done", ()),
+    "case with patterns": ('case "$1" in 1|2) TP=4;; *) TP=8;; esac', ("2",)),
+    "case that falls through": ("case a in a) X=1;& b) TP=4;; c) TP=8;; esac", ()),
+    "a regular expression": (
+        "M=qwen3-4b\nif [[ $M =~ ^qwen3-([0-9]+)b$ ]]; then TP=${BASH_REMATCH[1]}; fi",
+        (),
+    ),
+    "joined tests": ("A=1;B=2\nif [[ $A -eq 1 && ( $B == 2 || $B == 3 ) ]]; then TP=4; fi", ()),
+    "tests joined the old way": ("A=1\nif [ $A = 1 -a ! $A = 2 ]; then TP=4; fi", ()),
+    "a group behind ||": ('TP=""\n[ -n "$TP" ] || { TP=4; }', ()),
+    "an associative array": ("declare -A M=([a]=1 [b]=4)\nM[c]=5\nK=b\nTP=${M[$K]}", ()),
+    "an element that is set": ("A=(1 2 3)\nA[1]=4\nTP=${A[1]}", ()),
+    "the last element": ("A=(1 2 4)\nTP=${A[-1]}", ()),
+    "the number of elements": ("A=(1 2 4 5)\nTP=${#A[@]}", ()),
+    "a part of a value": ("X=tp4pp2\nTP=${X:2:1}", ()),
+    "a value without its ends": ("X=run_4.sh\nY=${X%.sh}\nTP=${Y#run_}", ()),
+    "a value with something replaced": ("X=a-4-b\nY=${X//a-/}\nTP=${Y/-b/}", ()),
+    "the variable of a name": ("X=TP\nTP=4\nTP=${!X}", ()),
+    "capital letters": ("X=abcd\nX=${X^^}\nTP=4\n[ $X = ABCD ] || TP=8", ()),
+    "the length of a value": ("X=abcd\nTP=${#X}", ()),
+    "a default that is kept": (": ${TP:=4}", ()),
+    "a script in quotes": ("export TP=4\nbash -x -c 'torchrun p.py --tp $TP'\nexit", ()),
+    "a script that is called": ("export TP=4\nbash inner.sh 3\nexit", ()),
+    "a script that is written": (
+        "cat > go.sh <<EOF\ntorchrun p.py --tp 4\nEOF\nbash go.sh\nexit",
+        (),
+    ),
+    "what a pipe sets is gone": ("TP=4\necho 8 | while read x; do TP=$x; done", ()),
+    "output into a program": ("TP=4\nexec 2> >(cat)\ntrue &> /dev/null", ()),
+    "a failing program": ("if ! command -v no_such_program &> /dev/null; then TP=4; fi\nTP=4", ()),
+    "nested quotes": ('A="x \\"y\\" \'z\'"\nTP=4', ()),
+    "an array in quotes": ('A=(--tp 4)\ntorchrun p.py "${A[@]}"\nexit', ()),
+    "printf": ("TP=$(printf '%d' 4)", ()),
+    "expr": ("TP=$(expr 2 + 2)", ()),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "env.sh").write_text(ENV_FILE)
+    (tmp_path / "inner.sh").write_text(INNER_FILE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read_tp(text, arguments, folder):
+    """Return the value of --tp that the reader makes of a script."""
+    reading = read_commands(text, {}, arguments, script=folder / "run.sh")
+    (words,) = [command.words for command in reading.commands if command.words[0] == "torchrun"]
+    return words[words.index("--tp") + 1]
+
+
+def run_tp(text, arguments, folder):
+    """Return the value of --tp that bash makes of it, with a stand-in for torchrun."""
+    programs = folder / "bin"
+    programs.mkdir()
+    stand_in = programs / "torchrun"
+    stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {folder}/words\n')
+    stand_in.chmod(0o755)
+    script = folder / "run.sh"
+    script.write_text(text)
+    subprocess.run(
+        ["bash", str(script), *arguments],
+        env={"PATH": f"{programs}:{os.environ['PATH']}"},
+        capture_output=True,
+        timeout=20,
+        check=False,
+    )
+    words = (folder / "words").read_text().splitlines()
+    return words[words.index("--tp") + 1]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(("text", "arguments"), SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_script_is_read_as_bash_runs_it(text, arguments, folder):
+    whole = f'{text}\ntorchrun p.py --tp "$TP"\n'
+    assert run_tp(whole, arguments, folder) == "4"
+    assert read_tp(whole, arguments, folder) == "4"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("if grep -q H100 /proc/x; then TP=4; else TP=8; fi", "whether `grep` succeeds"),
+        ("source other.sh", "reads other.sh, which is not beside the script"),
+        ("for x in $(nvidia-smi -L); do TP=$x; done", "loops over output-of-nvidia-smi"),
+        ("while read x; do TP=$x; done < list", "loops while `read` succeeds"),
+        ('if [ "$(nvidia-smi -L)" = 8 ]; then TP=4; fi', "depends on the output-of-nvidia-smi"),
+        ("while true; do TP=4; done", "loops more than 10000 times"),
+        ("f() { f; }\nf", "deep"),
+        ("cat <<EOF\nTP=4\n", "the here-document EOF is not closed"),
+        ("ls | torchrun p.py --tp 4", "behind a pipe"),
+        ("case a in a) TP=4;;", "the script ends inside"),
+        ("if [[ a == @(a|b) ]]; then TP=4; fi", "the pattern @(a|b) is not read"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_its_line(text, rule, folder):
+    with pytest.raises(BadInput, match=r"^line \d+") as caught:
+        read_commands(text, {}, script=folder / "run.sh")
+    assert rule in str(caught.value)
+
+
+def test_files_of_a_run_are_taken_to_be_there_and_a_note_says_so(folder):
+    text = "if [ ! -f /no/such/vocab ]; then echo missing; exit 1; fi\ntorchrun p.py --tp 4\n"
+    reading = read_commands(text, {}, script=folder / "run.sh")
+    assert reading.commands[-1].words == ("torchrun", "p.py", "--tp", "4")
+    assert reading.notes == ("line 1: -f /no/such/vocab is taken to be there",)
+
+
+def test_scripts_of_an_installation_are_not_read_and_a_note_says_so(folder):
+    text = "source ~/.bashrc\nsource /opt/conda/bin/activate moe\ntorchrun p.py --tp 4\n"
+    reading = read_commands(text, {}, script=folder / "run.sh")
+    assert reading.commands[-1].words[0] == "torchrun"
+    assert reading.notes == (
+        "line 1: ~/.bashrc is not read",
+        "line 2: /opt/conda/bin/activate is not read",
+    )
+
+
+def test_a_branch_that_only_prints_needs_no_answer(folder):
+    text = "if nvidia-smi | grep -q H100; then echo yes; fi\ntorchrun p.py --tp 4\n"
+    assert read_commands(text, {}, script=folder / "run.sh").commands[-1].words[0] == "torchrun"
+
+
+def test_a_refusal_inside_another_file_names_it(folder):
+    (folder / "env.sh").write_text("X=1\nfor x in $(hostnames); do Y=$x; done\n")
+    with pytest.raises(BadInput, match=r"line 2: of \./env\.sh: loops over output-of-hostnames"):
+        read_commands("source ./env.sh\n", {}, script=Path(folder / "run.sh"))
