@@ -14,7 +14,8 @@ torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --num-layers 48 --hidden-
   --rotary-base 1000000 --max-position-embeddings 40960 --seq-length 4096 \\
   --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --lr 1e-4 \\
   --moe-token-dispatcher-type alltoall --expert-model-parallel-size ${EP:-8} \\
-  --use-distributed-optimizer --micro-batch-size 1 --global-batch-size ${GBS:-64} $MORE
+  --use-distributed-optimizer --micro-batch-size 1 --global-batch-size ${GBS:-64} \\
+  --train-iters 20 $MORE
 """
 
 
@@ -37,7 +38,10 @@ def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, cap
         "than the script's",
     ):
         assert text in shown
-    assert shown.count("What went into it") == 1
+    assert "What went into it" not in shown
+    assert (
+        shown.index("verdict") < shown.index("What would be better") < shown.index("by its sizes")
+    )
     written = json.loads(plan.read_text())
     assert written["layout"]["ep"] == written["layout"]["world_size"] == 8
     assert main(["export", str(plan), "--to", "megatron"]) == 0
@@ -49,6 +53,47 @@ def test_a_script_is_estimated_beside_what_would_be_better(script, tmp_path, cap
     arguments = ["--from-flags", str(again), "--on", "8xH200", "--json", str(plan_again)]
     assert main(["export", *arguments]) == 0
     assert json.loads(plan_again.read_text())["fingerprint"] == written["fingerprint"]
+
+
+def test_memory_time_and_assumptions_of_a_script_are_shown_on_demand(script, capsys):
+    assert main(["estimate", "--from-flags", str(script), "--on", "H200", "-v"]) == 0
+    assert capsys.readouterr().out.count("What went into it") == 1
+
+
+def test_a_better_layout_is_shown_as_options_to_write_and_to_leave_out(script, capsys):
+    assert main(["estimate", "--from-flags", str(script), "--on", "H200"]) == 0
+    shown = capsys.readouterr().out
+    changes = next(line for line in shown.splitlines() if line.startswith("write: "))
+    assert "--moe-token-dispatcher-type" in changes or "--micro-batch-size" in changes
+
+
+def test_options_of_forks_are_refused_on_demand(script, capsys, monkeypatch):
+    monkeypatch.setenv("MORE", "--of-a-fork 3")
+    arguments = ["estimate", "--from-flags", str(script), "--on", "H200"]
+    assert main(arguments) == 0
+    assert "--of-a-fork is no option of Megatron-LM and is left out" in capsys.readouterr().out
+    assert main([*arguments, "--strict"]) == 2
+    assert "--of-a-fork: is no option of Megatron-LM" in capsys.readouterr().err
+
+
+def test_a_captured_command_is_planned_like_a_script_that_is_read(script, capsys, tmp_path):
+    captured = tmp_path / "captured.json"
+    read = tmp_path / "read.json"
+    assert (
+        main(["capture", "--on", "H200", "--json", str(captured), "--", "bash", str(script)]) == 0
+    )
+    assert main(["export", "--from-flags", str(script), "--on", "H200", "--json", str(read)]) == 0
+    capsys.readouterr()
+    assert captured.read_text() == read.read_text()
+
+
+def test_capture_needs_one_source(capsys):
+    assert main(["capture", "--on", "H200"]) == 2
+    assert "exactly one is needed: a command, a process, or a log" in capsys.readouterr().err
+    assert main(["capture", "--on", "H200", "--pid", "99999999"]) == 2
+    assert "--pid=99999999: cannot be looked at" in capsys.readouterr().err
+    assert main(["capture", "--on", "H200", "--", "true"]) == 2
+    assert "no command here starts pretrain_gpt.py" in capsys.readouterr().err
 
 
 def test_a_script_for_another_target_leaves_its_notes_on_stderr(script, capsys, monkeypatch):

@@ -249,7 +249,7 @@ REFUSED = [
         "--train-samples",
     ),
     ("--fp16", "excludes --bf16", "--bf16 alone"),
-    ("--no-such-thing 3 4", "is no option of Megatron-LM", ""),
+    ("--num-expert 3", "is no option of Megatron-LM", "--num-experts"),
 ]
 
 
@@ -363,9 +363,26 @@ def test_arguments_behind_the_script_and_what_it_sets_of_a_known_model(tmp_path)
         read_launch(script, {})
 
 
+def test_options_of_forks_are_left_out_and_notes_say_what_they_may_change(tmp_path):
+    more = "--no-such-thing 3 4 --my-offload-buffers 2 --wandb-tag=x"
+    notes = back(QWEN, tmp_path, MORE=more).notes
+    assert "--no-such-thing is no option of Megatron-LM and is left out; it looks harmless" in notes
+    assert any("--my-offload-buffers" in note and "may change memory" in note for note in notes)
+    assert any(note.startswith("--wandb-tag is no option") for note in notes)
+
+
+def test_of_several_training_commands_the_first_is_read_and_a_note_says_so(tmp_path):
+    several = QWEN.replace(
+        "eval ${run_cmd}", "for SEED in 1 2; do eval ${run_cmd} --seed $SEED; done"
+    )
+    result = back(several, tmp_path)
+    assert result.workload.seed == 1
+    assert any(note.startswith("the first of 2 training commands is read") for note in result.notes)
+
+
 SCRIPTS = [
     ("echo hello\n", "no command here starts pretrain_gpt.py"),
-    ("for x in 1 2; do torchrun pretrain_gpt.py --num-layers 4; done\n", "`for` is not read"),
+    ("for x in $(ls); do torchrun p.py --num-layers 4; done\n", "loops over output-of-ls"),
     ('torchrun pretrain_gpt.py --num-layers "4\n', "is not closed"),
     ("if [ $(hostname) = a ]; then X=1; fi\n", "which only running tells"),
     ("if true; then\n", "`fi` is missing"),

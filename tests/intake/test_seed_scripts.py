@@ -4,6 +4,7 @@ The sixteen of a Qwen3-235B tuning guide (256 H800, Pai-Megatron-Patch 2b201af, 
 template for 1,024 GPUs from a blog, whose options are wrong in the ways that such posts are.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -210,8 +211,5 @@ def test_the_template_is_put_right_one_mistake_after_another(tmp_path):
     assert 80 < plan.estimate.tflops_per_device < 220
     assert 1024 * plan.estimate.tokens_per_s_per_device > 10 * 15_000
     again = job(render_megatron_script(plan), tmp_path, world=1024)
-    assert (again.model, again.workload, again.layout) == (
-        result.model,
-        result.workload,
-        result.layout,
-    )
+    workload = replace(result.workload, steps=100)  # the template has no length, an export has
+    assert (again.model, again.workload, again.layout) == (result.model, workload, result.layout)

@@ -31,7 +31,7 @@ _OWN_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "NVT
 
 _KERNEL_PACKAGES = (
     *("transformer_engine", "transformer_engine_torch", "deep_ep", "hybrid_ep_cpp"),
-    "fused_weight_gradient_mlp_cuda",
+    *("apex", "fused_weight_gradient_mlp_cuda"),
 )
 
 
@@ -103,7 +103,7 @@ def _give_weight(self, name):
 
 
 class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder of stand-ins for Transformer Engine and DeepEP."""
+    """A finder of stand-ins for Transformer Engine, DeepEP and Apex."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in _KERNEL_PACKAGES:

@@ -29,6 +29,7 @@ from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
     ModelSpec,
+    NormKind,
     PositionKind,
     QkNorm,
     RouterSpec,
@@ -107,7 +108,7 @@ def broken_rules(model: ModelSpec, workload: Workload, layout: Layout) -> Iterat
         rule = "moves and narrows moments in its distributed optimizer alone"
         yield _refusal("layout.zero", 0, rule, 1)
     yield from _check_graphs(layout)
-    yield from _check_trainer(workload, layout)
+    yield from _check_trainer(model, workload, layout)
 
 
 def is_yarn(attention: AttentionSpec) -> bool:
@@ -248,19 +249,14 @@ def _check_graphs(layout: Layout) -> Iterator[Reason]:
         yield _refusal("layout.capacity_fill", layout.capacity_fill, rule, CapacityFill.PADDED)
 
 
-def _check_trainer(workload: Workload, layout: Layout) -> Iterator[Reason]:
+def _check_trainer(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
     """Yield what does not go with the chosen kernels and dropout."""
     trainer = workload.trainer
     if trainer.cross_entropy is CrossEntropyKernel.IN_PLACE:
         rule = "has switched this loss of Transformer Engine's off"
         yield _refusal("workload.cross_entropy", trainer.cross_entropy, rule, "fp32")
     if trainer.attention_backend is AttentionBackend.LOCAL:
-        if Overlap.WGRAD in layout.overlap:
-            rule = "delays weight gradients in Transformer Engine's layers alone"
-            yield _refusal("layout.overlap", Overlap.WGRAD, rule, "none")
-        if any(module is not Offload.OPTIMIZER for module in layout.offload):
-            rule = "offloads activations of Transformer Engine's layers alone"
-            yield _refusal("layout.offload", "+".join(layout.offload), rule, "none")
+        yield from _check_local_layers(model, layout)
     if trainer.expert_kernels is ExpertKernels.SEQUENTIAL and Recompute.MOE_ACT in layout.recompute:
         rule = "replays moe_act of grouped experts alone"
         yield _refusal("layout.recompute", Recompute.MOE_ACT, rule, Recompute.MOE)
@@ -280,6 +276,25 @@ def _check_trainer(workload: Workload, layout: Layout) -> Iterator[Reason]:
     ):
         rule = "replays no attention with dropout inside a graph"
         yield _refusal("layout.recompute", Recompute.CORE_ATTN, rule, "none")
+
+
+def _check_local_layers(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
+    """Yield what Megatron-LM's own layers have not, without Transformer Engine."""
+    if model.attention.kind is AttentionKind.MLA:
+        rule = "has latent attention in Transformer Engine's layers alone"
+        yield _refusal("workload.attention_backend", AttentionBackend.LOCAL, rule, "flash")
+    if layout.cp > 1:
+        rule = "exchanges keys in Transformer Engine's layers alone"
+        yield _refusal("layout.cp", layout.cp, rule, 1)
+    if layout.sp and model.norm is NormKind.RMS:
+        rule = "cuts RMS norms along the sequence in Transformer Engine's layers alone"
+        yield _refusal("layout.sp", "true", rule, "false")
+    if Overlap.WGRAD in layout.overlap:
+        rule = "delays weight gradients in Transformer Engine's layers alone"
+        yield _refusal("layout.overlap", Overlap.WGRAD, rule, "none")
+    if any(module is not Offload.OPTIMIZER for module in layout.offload):
+        rule = "offloads activations of Transformer Engine's layers alone"
+        yield _refusal("layout.offload", "+".join(layout.offload), rule, "none")
 
 
 def _check_libraries(

@@ -348,10 +348,11 @@ def _expert_degrees(space: SearchSpace) -> tuple[int, ...]:
 
 
 def _expert_tensor_degrees(space: SearchSpace) -> tuple[int, ...]:
-    if space.model.moe is None:
+    moe = space.model.moe
+    if moe is None or moe.expert_bias:  # no trainer that is planned for cuts experts with biases
         return (1,)
     most = min(MAX_EXPERT_TP, space.hardware.fabric.domain_size)
-    return tuple(etp for etp in divisors(space.model.moe.ffn_size) if etp <= most)
+    return tuple(etp for etp in divisors(moe.ffn_size) if etp <= most)
 
 
 def _pipeline_shapes(space: SearchSpace) -> Iterator[PipelineShape]:

@@ -201,11 +201,11 @@ class _Interpreter(ShellGrammar):
         text = called.text
         script = self.script
         if not text:
-            found = read_script_file(called.path, self.folders(), self.files)
-            if found is None:
+            file_text = read_script_file(called.path, self.folders(), self.files)
+            if file_text is None:
                 yield command  # the reader of commands may find that nothing else trains
                 return
-            text = found
+            text = file_text
             script = self.folder / called.path
         environment = {name: values[0] for name, values in self.inherited().items() if values}
         inner = _Interpreter(environment | dict(command.exported), called.arguments, script)

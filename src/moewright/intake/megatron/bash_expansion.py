@@ -277,9 +277,9 @@ class ShellVariables:
             return value.lower() if operation == ",," else value[:1].lower() + value[1:]
         if operation[0] == "/":
             pattern, _, replacement = word.partition("/")
-            found = _glob_to_regex(self._text(pattern, line))
+            expression = _glob_to_regex(self._text(pattern, line))
             by = self._text(replacement, line)
-            return re.sub(found, lambda _: by, value, count=0 if operation == "//" else 1)
+            return re.sub(expression, lambda _: by, value, count=0 if operation == "//" else 1)
         pattern = self._text(word, line)
         return _strip_pattern(value, pattern, operation)
 

@@ -76,19 +76,29 @@ def find_launch(reading: ShellReading) -> LaunchCommand:
     Raises:
         BadInput: no command does, or one of its options is not legal.
     """
-    for command in reading.commands:
-        arguments = _program_arguments(command.words)
-        names = {word.partition("=")[0] for word in command.words}
-        if arguments is not None and not names.isdisjoint(_TRAINING_OPTIONS):
-            parser = _LaunchParser(arguments)
-            parser.notes += reading.notes
-            parser.parse()
-            return parser.build(dict(command.exported))
+    training = [command for command in reading.commands if _trains(command)]
+    if training:
+        parser = _LaunchParser(_program_arguments(training[0].words) or [])
+        parser.notes += reading.notes
+        others = len({command.words for command in training}) - 1
+        if others:
+            parser.notes.append(
+                f"the first of {others + 1} training commands is read, that of line "
+                f"{training[0].line}"
+            )
+        parser.parse()
+        return parser.build(dict(training[0].exported))
     rule = "no command here starts pretrain_gpt.py: torchrun or python with Megatron-LM's options"
     missing = next(filter(None, map(_missing_script, reading.commands)), "")
     if missing:
         rule += f"; {missing} is started, and is not beside the script"
     raise BadInput(Reason(field="script", rule=rule, nearest="moewright capture -- bash SCRIPT"))
+
+
+def _trains(command: Command) -> bool:
+    names = {word.partition("=")[0] for word in command.words}
+    is_program = _program_arguments(command.words) is not None
+    return is_program and not names.isdisjoint(_TRAINING_OPTIONS)
 
 
 def _missing_script(command: Command) -> str:

@@ -13,7 +13,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ _LAUNCHERS = (
 # What fetches or waits; it is left out.
 _LEFT_OUT = ("pip", "pip3", "wget", "curl", "sleep", "nsys", "ncu")
 _SECONDS = 60
+_STANDARD_ERROR = 2
 _FOLDER = "MOEWRIGHT_STAND_INS"
 _MAX_COMMANDS = 1000
 
@@ -77,7 +77,7 @@ def record_commands(
 def _run(words: Sequence[str], environment: Mapping[str, str], seconds: int) -> None:
     try:
         process = subprocess.Popen(
-            list(words), env=dict(environment), stdout=sys.stderr, start_new_session=True
+            list(words), env=dict(environment), stdout=_STANDARD_ERROR, start_new_session=True
         )
     except OSError as error:
         rule = f"cannot be started: {error.strerror}"
