@@ -73,7 +73,7 @@ REFUSED_MODELS = {
     "inclusionAI/Ling-mini-2.0": "model.attention.rope.rotary_share",
     "meta-llama/Llama-4-Maverick-17B-128E": "model.attention.chunked",
     "meta-llama/Llama-4-Scout": "model.attention.qk_norm",
-    "microsoft/Phi-3.5-MoE": "model.mlp_bias",
+    "microsoft/Phi-3.5-MoE": "model.moe.expert_bias",
     "moonshotai/Kimi-K2": "model.attention.rope.scaling",
     "moonshotai/Kimi-Linear-48B-A3B": "model.mixers",
     "nvidia/Nemotron-3-Nano-30B-A3B": "model.activation",
