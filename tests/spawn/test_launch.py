@@ -1,11 +1,14 @@
 """The launcher: how jobs end, which rank it blames, and that no process survives."""
 
 import faulthandler
+import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,12 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tiny_jobs
 from moewright.codec.folder_lock import lock_folder
 from moewright.engine.comm import collectives
 from moewright.engine.run.launch import launch
+from moewright.engine.run.train import _choose_timeouts
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
+from moewright.spec.workload import DataSpec
 
 pytestmark = pytest.mark.spawn
 QUICK = Timeouts(rendezvous_s=20.0, collective_s=1.0)
@@ -159,6 +165,80 @@ def test_a_suspended_rank_is_named_after_the_timeout(
     assert capfd.readouterr().err.startswith(
         "rank 1 stopped answering at step 3: it is suspended (SIGSTOP)"
     )
+
+
+IMPATIENT = Timeouts(rendezvous_s=20.0, collective_s=1.0, hang_s=0.5)
+
+
+def work_for_long(context: RankContext) -> RankOutcome:
+    """Rank 1 shows life within a step of seconds; rank 0 waits for it and shows none."""
+    for step in (1, 2):
+        context.beat(step)
+    if context.rank == 0:
+        context.note("all_reduce over dp", is_waiting=True)
+        time.sleep(5.0)
+    else:
+        for micro_batch in range(20):
+            context.note(f"forward of micro-batch {micro_batch}")
+            time.sleep(0.3)
+    return RankOutcome.DONE
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_long_step_with_signs_of_life_is_no_hang(world: int, tmp_path: Path) -> None:
+    worker = work_for_long if world == 2 else work_alone
+    assert launch(worker, nproc=world, run_dir=tmp_path / "run", timeouts=IMPATIENT) == 0
+
+
+def work_alone(context: RankContext) -> RankOutcome:
+    context.beat(1)
+    context.beat(2)
+    for micro_batch in range(15):
+        context.note(f"forward of micro-batch {micro_batch}")
+        time.sleep(0.3)
+    return RankOutcome.DONE
+
+
+def hang_in_a_forward(context: RankContext) -> RankOutcome:
+    context.beat(1)
+    context.beat(2)
+    if context.rank == 0:
+        context.note("all_to_all over ep, in experts of layer 1", is_waiting=True)
+    else:
+        context.note("forward of micro-batch 3, chunk 0")
+    time.sleep(60)
+    return RankOutcome.DONE
+
+
+def test_a_hang_is_told_by_what_each_rank_did(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began_s = time.monotonic()
+    run_dir = tmp_path / "run"
+    code = launch(hang_in_a_forward, nproc=2, run_dir=run_dir, timeouts=IMPATIENT)
+    assert code == ExitCode.RANK_FAILED
+    assert time.monotonic() - began_s < 8
+    error = capfd.readouterr().err
+    assert re.match(
+        r"rank 1 stopped answering at step 2: the others wait for it, silent for \d s in: "
+        r"forward of micro-batch 3, chunk 0",
+        error,
+    )
+    assert "rank 0, all_to_all over ep, in experts of layer 1:" in error
+    assert "in hang_in_a_forward" in error
+    record = json.loads((run_dir / "flight_record.json").read_text())
+    assert [rank["beats"][-1]["is_waiting"] for rank in record] == [True, False]
+    assert record[1]["beats"][-1]["step"] == 2
+    assert all("hang_in_a_forward" in rank["stack"] for rank in record)
+
+
+def test_patience_follows_the_predicted_step() -> None:
+    plan = tiny_jobs.build_plan(tiny_jobs.build_workload(DataSpec()), "", world_size=1)
+    long = replace(plan, estimate=replace(plan.estimate, step_s=1000.0))
+    own = replace(long, workload=replace(plan.workload, hang_timeout_s=5.0))
+    hangs = [_choose_timeouts(job).hang_s for job in (plan, long, own)]
+    assert hangs == [60.0, 20_000.0, 5.0]
+    assert all(_choose_timeouts(job).collective_s > 600 for job in (plan, long, own))
 
 
 def suspend_rank_1(context: RankContext) -> RankOutcome:

@@ -172,6 +172,7 @@ def _workload_ranges(workload: Workload) -> Iterator[_Range]:
     yield "train.eval_batches", workload.eval_batches, 1, MAX_STEPS
     yield "train.ledger_step", workload.ledger_step, 0, MAX_STEPS
     yield "train.gc_every_steps", workload.gc_every_steps, 0, MAX_STEPS
+    yield "train.hang_timeout_s", workload.hang_timeout_s, 0, 1e6
 
 
 def _profile_ranges(profile: ProfileSpec) -> Iterator[_Range]:

@@ -336,6 +336,9 @@ class Workload(Record):
     ledger_step: int = 2  # step of a session, counted from 0, on which every op is counted
     # all ranks collect garbage after every so many steps and never between; 0: as Python does
     gc_every_steps: int = 0
+    # seconds without a sign of life after which a rank is taken to hang; 0: 20 predicted steps, at
+    # least 60
+    hang_timeout_s: float = 0.0
     profile: ProfileSpec = ProfileSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()

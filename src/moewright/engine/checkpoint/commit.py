@@ -121,7 +121,7 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
     """
     is_leader = comm.rank == 0
     try:
-        entries = run_on_all_ranks(comm, partial(_write, request, comm.rank))
+        entries = run_on_all_ranks(comm, partial(_write, request, comm))
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
         index = CheckpointIndex(
             step=request.step, extra=request.extra, files=files, tensors=request.tensors
@@ -277,12 +277,13 @@ def _prepare(request: SaveRequest) -> bool:
     return True
 
 
-def _write(request: SaveRequest, rank: int) -> dict[str, Any] | None:
+def _write(request: SaveRequest, comm: Coordinator) -> dict[str, Any] | None:
     """Write this rank's file, and return its entry as JSON; None when the plan gives it nothing."""
     if not request.shards:
         return None
     try:
-        entry = write_payload(request.working_path / payload_file_name(rank), request.shards)
+        path = request.working_path / payload_file_name(comm.rank)
+        entry = write_payload(path, request.shards, comm.note)
     except OSError as error:
         raise write_error(request.path.parent, error, request.required_bytes) from error
     return {"name": entry.name, "nbytes": entry.nbytes, "sha256": entry.sha256}

@@ -16,12 +16,13 @@ from moewright.spec.errors import BadInput, Reason
 class Coordinator:
     """A rank among the others; `gather` returns to EVERY rank the values of all, in rank order.
 
-    The values survive JSON.
+    The values survive JSON. `note` is called with each piece of a save or load, before it.
     """
 
     rank: int
     world_size: int
     gather: Callable[[Any], list[Any]]
+    note: Callable[[str], None] = lambda activity: None
 
 
 def single_process() -> Coordinator:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -39,10 +39,13 @@ class TensorHeader:
         return SAFETENSORS_DTYPES[self.dtype].itemsize * prod(self.shape)
 
 
-def write_payload(path: Path, shards: Sequence[LocalShard]) -> FileEntry:
+def write_payload(
+    path: Path, shards: Sequence[LocalShard], note: Callable[[str], None] = lambda piece: None
+) -> FileEntry:
     """Write `shards` as one safetensors file and flush it to disk.
 
-    One tensor at a time is on the host. Wide dtypes come first, so that all are aligned.
+    One tensor at a time is on the host. Wide dtypes come first, so that all are aligned. `note` is
+    called with each piece before it is written.
     """
     ordered = sorted(
         shards, key=lambda shard: (-shard.tensor.element_size(), shard.name, shard.offsets)
@@ -55,7 +58,13 @@ def write_payload(path: Path, shards: Sequence[LocalShard]) -> FileEntry:
         )
         for shard in ordered
     ]
-    return write_tensors(path, headers, (shard.tensor for shard in ordered))
+
+    def take_tensors() -> Iterator[torch.Tensor]:
+        for shard in ordered:
+            note(f"saves {shard.name}")
+            yield shard.tensor
+
+    return write_tensors(path, headers, take_tensors())
 
 
 def write_tensors(
@@ -125,8 +134,13 @@ def fsync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def verify_file(directory: Path, entry: FileEntry) -> None:
-    """Raise BadInput, naming the file, unless it has the size and the checksum of its entry."""
+def verify_file(
+    directory: Path, entry: FileEntry, note: Callable[[str], None] = lambda piece: None
+) -> None:
+    """Raise BadInput, naming the file, unless it has the size and the checksum of its entry.
+
+    `note` is called with each piece before it is read.
+    """
     path = directory / entry.name
     try:
         status = path.lstat()
@@ -138,6 +152,7 @@ def verify_file(directory: Path, entry: FileEntry) -> None:
         digest = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(_CHUNK_BYTES):
+                note(f"verifies {entry.name}")
                 digest.update(block)
     except FileNotFoundError as error:
         raise _damage_error(path, "is missing") from error

@@ -31,7 +31,7 @@ def load_checkpoint(
     index = read_index_on_all_ranks(checkpoint, comm)
     targets = [shard for shard in shards if shard.tensor.numel()]
     run_on_all_ranks(comm, lambda: _check(checkpoint, index, targets, comm))
-    run_on_all_ranks(comm, lambda: _fill(checkpoint, index, targets))
+    run_on_all_ranks(comm, lambda: _fill(checkpoint, index, targets, comm))
     return index.extra
 
 
@@ -86,7 +86,7 @@ def _check(
     checkpoint: Path, index: CheckpointIndex, shards: Sequence[LocalShard], comm: Coordinator
 ) -> None:
     for entry in index.files[comm.rank :: comm.world_size]:
-        verify_file(checkpoint, entry)
+        verify_file(checkpoint, entry, comm.note)
     tensors = {tensor.name: tensor for tensor in index.tensors}
     for shard in shards:
         tensor = tensors.get(shard.name)
@@ -108,12 +108,15 @@ def _check(
                 )
 
 
-def _fill(checkpoint: Path, index: CheckpointIndex, shards: Sequence[LocalShard]) -> None:
+def _fill(
+    checkpoint: Path, index: CheckpointIndex, shards: Sequence[LocalShard], comm: Coordinator
+) -> None:
     shards_by_name: dict[str, list[LocalShard]] = {}
     for shard in shards:
         shards_by_name.setdefault(shard.name, []).append(shard)
     with PayloadReader(checkpoint) as reader:
         for tensor in index.tensors:
+            comm.note(f"loads {tensor.name}")
             _fill_tensor(reader, tensor, shards_by_name.get(tensor.name, []))
 
 

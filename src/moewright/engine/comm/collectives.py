@@ -53,9 +53,9 @@ class Group:
         nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         return self.counters.hand_to_library(Collective.ALL_TO_ALL, self.name, nbytes)
 
-    def measure_wait(self) -> AbstractContextManager[None]:
-        """Measure a call inside, which blocks until the group's other ranks have come."""
-        return self.counters.wait_clock.measure(self.name)
+    def measure_wait(self, name: str) -> AbstractContextManager[None]:
+        """Measure the call `name` inside, which blocks until the group's other ranks have come."""
+        return self.counters.wait_for(self.name, name)
 
 
 def join_world(*, rank: int, world_size: int, store: Any, backend: str, timeout_s: float) -> None:
@@ -114,9 +114,10 @@ class TimedWork:
 
     work: dist.Work
     group: Group
+    name: str
 
     def wait(self) -> bool:
-        with self.group.measure_wait():
+        with self.group.measure_wait(self.name):
             return bool(self.work.wait())
 
 
@@ -146,7 +147,9 @@ def start_all_reduce(
     if group.size > 1:
         group.count_call(Collective.ALL_REDUCE, tensor)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        work = TimedWork(dist.all_reduce(tensor, op=op, group=group.handle, async_op=True), group)
+        work = TimedWork(
+            dist.all_reduce(tensor, op=op, group=group.handle, async_op=True), group, "all_reduce"
+        )
     return AsyncCollective(out=tensor, tensor=tensor, work=work)
 
 
@@ -156,7 +159,7 @@ def start_reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, group: Group) 
         return AsyncCollective(out=out.copy_(tensor), tensor=tensor, work=None)
     group.count_call(Collective.REDUCE_SCATTER, tensor)
     work = _reduce_scatter_single(out, tensor, group=group.handle, async_op=True)
-    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group))
+    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group, "reduce_scatter"))
 
 
 def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> AsyncCollective:
@@ -165,7 +168,7 @@ def start_all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Group) -> A
         return AsyncCollective(out=out.copy_(tensor), tensor=tensor, work=None)
     group.count_call(Collective.ALL_GATHER, tensor)
     work = _all_gather_single(out, tensor, group=group.handle, async_op=True)
-    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group))
+    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group, "all_gather"))
 
 
 def start_all_to_all(
@@ -181,7 +184,7 @@ def start_all_to_all(
     work = dist.all_to_all_single(
         out, tensor, list(receive), list(send), group=group.handle, async_op=True
     )
-    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group))
+    return AsyncCollective(out=out, tensor=tensor, work=TimedWork(work, group, "all_to_all"))
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, *, maximum: bool = False) -> torch.Tensor:
@@ -417,7 +420,7 @@ class RingShift:
                 dist.P2POp(dist.irecv, self._received, previous_rank, group.handle),
             ]
         )
-        self._works = [TimedWork(work, group) for work in works]
+        self._works = [TimedWork(work, group, "ring shift") for work in works]
 
     def wait(self) -> torch.Tensor:
         """Wait for the tensor of the previous rank, and return it."""
@@ -432,10 +435,12 @@ def send(tensor: torch.Tensor, group: Group, *, to: int) -> TimedWork:
     The tensor must stay alive and unchanged until the returned work has been waited for.
     """
     group.count_call(Collective.P2P, tensor)
-    with group.measure_wait():  # the call itself may block, on gloo, until the message has room
+    with group.measure_wait(
+        "send"
+    ):  # the call itself may block, on gloo, until the message has room
         work = dist.isend(tensor, group.ranks[to], group=group.handle)
     assert work is not None  # this rank is in the group
-    return TimedWork(work, group)
+    return TimedWork(work, group, "send")
 
 
 def receive(out: torch.Tensor, group: Group, *, source: int) -> TimedWork:
@@ -443,10 +448,10 @@ def receive(out: torch.Tensor, group: Group, *, source: int) -> TimedWork:
 
     `out` holds it once the returned work has been waited for.
     """
-    with group.measure_wait():
+    with group.measure_wait("receive"):
         work = dist.irecv(out, group.ranks[source], group=group.handle)
     assert work is not None  # this rank is in the group
-    return TimedWork(work, group)
+    return TimedWork(work, group, "receive")
 
 
 def new_control_group() -> dist.ProcessGroup | None:

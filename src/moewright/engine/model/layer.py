@@ -23,6 +23,7 @@ class TransformerLayer(nn.Module):
         model = runtime.model
         is_latent = model.attention.kind is AttentionKind.MLA
         self._runtime = runtime
+        self._number = layer_number
         self._recomputes_norms = runtime.recomputes(Recompute.LAYERNORM)
         # The stacks that the rules are compared with fuse this norm into the QKV projection of GQA:
         # only MLA recomputes it.
@@ -53,7 +54,10 @@ class TransformerLayer(nn.Module):
         """
         runtime = self._runtime
         manager = runtime.saved_tensors
-        with manager.offload(x_tH, enabled=runtime.offloads(Offload.ATTN_NORM)):
+        with (
+            runtime.counters.scopes.in_layer(self._number),
+            manager.offload(x_tH, enabled=runtime.offloads(Offload.ATTN_NORM)),
+        ):
             with runtime.counters.scopes.enter(Module.NORM):
                 normed = self.input_norm(x_tH)
             with manager.discard_and_recompute(

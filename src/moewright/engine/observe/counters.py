@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,18 @@ from moewright.spec.ledger import (
 )
 
 ForwardKey = tuple[int, int]  # micro-batch, model chunk
+
+
+class NoteActivity(Protocol):
+    """A function that is called with what the rank begins to do; it may be waiting for others."""
+
+    def __call__(self, activity: str, *, is_waiting: bool = False) -> None: ...
+
+
+def ignore_activity(activity: str, *, is_waiting: bool = False) -> None:
+    """Note nothing: nobody watches this process."""
+
+
 # The group of rows that say what ran beyond what was announced.
 UNANNOUNCED = "unannounced"
 
@@ -39,12 +52,14 @@ class Counters:
     """The running counts of one rank, which stand still except inside `counting()`.
 
     `scopes` say what the counts are attributed to; `census` weighs what lives on the rank's device.
+    `note` tells whoever watches this process what it begins to do.
     `wait_clock` measures waits for collectives all the time; with `blocking` False, on a device
     that is not the CPU, it does not.
     """
 
     def __init__(self, *, blocking: bool = True) -> None:
         self.scopes = ModuleScopes()
+        self.note: NoteActivity = ignore_activity
         self.census = StorageCensus(self.scopes, device_type="cpu" if blocking else "cuda")
         self.wait_clock = WaitClock(blocking=blocking)
         # By operation and group: the bytes that callers announced, and the calls.
@@ -65,6 +80,16 @@ class Counters:
             row = self.collectives[(op, group)]
             row[0] += nbytes
             row[1] += 1
+
+    @contextmanager
+    def wait_for(self, group: str, name: str) -> Iterator[None]:
+        """Measure and note a call inside, which blocks until the others of a group have come."""
+        scope = self.scopes.current
+        place = "" if scope.layer is None else f" of layer {scope.layer}"
+        self.note(f"{name} over {group}, in {scope.module}{place}", is_waiting=True)
+        with self.wait_clock.measure(group):
+            yield
+        self.note(f"after {name} over {group}, in {scope.module}{place}")
 
     @contextmanager
     def hand_to_library(self, op: Collective, group: str, nbytes: Sequence[int]) -> Iterator[None]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 
 from moewright.spec.ledger import Module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """A module that work is attributed to, alone or as a part of an MTP depth."""
+    """A module that work is attributed to, alone or as a part of an MTP depth, and its layer."""
 
     module: Module
     in_mtp_depth: bool
+    layer: int | None = None
 
 
 class ModuleScopes:
@@ -57,7 +58,11 @@ class ModuleScopes:
         in_mtp_depth = self.current.in_mtp_depth or module is Module.MTP
         if in_mtp_depth and module is not Module.ROUTER:
             module = Module.MTP
-        return Scope(module=module, in_mtp_depth=in_mtp_depth)
+        return Scope(module=module, in_mtp_depth=in_mtp_depth, layer=self.current.layer)
+
+    def in_layer(self, layer: int) -> AbstractContextManager[None]:
+        """Say in which layer the modules that are entered inside lie."""
+        return self.enter(replace(self.current, layer=layer))
 
     @contextmanager
     def on_host(self) -> Iterator[None]:

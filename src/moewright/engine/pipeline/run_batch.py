@@ -68,6 +68,7 @@ def evaluate_batch(
 
     def forward(key: Key, hidden: torch.Tensor | None) -> ChunkResult:
         micro_batch, chunk = key
+        runtime.counters.note(f"evaluation of micro-batch {micro_batch}, chunk {chunk}")
         out = model(batches[micro_batch], chunk=chunk, hidden_tH=hidden, needs_logits=needs_logits)
         on_output(key, out)
         is_last = model.chunks[chunk].has_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -21,7 +22,9 @@ from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.engine.run.rendezvous import Rendezvous
 from moewright.engine.run.worker import (
+    STACK_SIGNAL,
     STOP_SIGNALS,
+    Beat,
     ExitCode,
     FailureKind,
     Heartbeat,
@@ -34,8 +37,8 @@ from moewright.engine.run.worker import (
     Worker,
     failure_from_error,
     rank_file_path,
+    read_beats,
     read_failure,
-    read_last_beat,
     run_child,
 )
 from moewright.spec.errors import BadInput, Reason
@@ -48,6 +51,9 @@ _SETTLE_S = 0.7
 _GRACE_S = 1.0
 # Time past the collective timeout, so that a rank that times out can report that itself.
 _HANG_MARGIN_S = 3.0
+# Time for ranks that hang to write their stacks.
+_STACK_S = 0.3
+FLIGHT_RECORD_FILE = "flight_record.json"
 
 
 def launch(
@@ -195,22 +201,40 @@ class _RankProcess:
     def note_path(self, kind: str) -> Path:
         return rank_file_path(self.folder, kind, self.info.rank)
 
+    def beats(self) -> list[Beat]:
+        """Return the last heartbeats, the oldest first; none before the first."""
+        return read_beats(self.note_path("beat"))
+
     def last_step(self) -> int:
         """Return the step of the last heartbeat; 0 before the first step."""
-        beat = read_last_beat(self.note_path("beat"))
-        return beat[0] if beat else 0
+        beats = self.beats()
+        return beats[-1].step if beats else 0
 
     def silence_s(self, started_s: float) -> float:
         """Return the time since the last heartbeat, or since the start."""
-        beat = read_last_beat(self.note_path("beat"))
-        return time.monotonic() - (beat[1] if beat else started_s)
+        beats = self.beats()
+        return time.monotonic() - (beats[-1].time_s if beats else started_s)
+
+    def is_waiting(self) -> bool:
+        """Tell whether the last thing that the rank began was to wait for others."""
+        beats = self.beats()
+        return bool(beats) and beats[-1].is_waiting
+
+    def activity(self) -> str:
+        """Return what the rank began last; nothing before its first heartbeat."""
+        beats = self.beats()
+        return beats[-1].activity if beats else ""
 
     def patience_s(self) -> float:
         """Return how long the rank may be silent before it is taken to hang."""
         timeouts = self.info.timeouts
-        if read_last_beat(self.note_path("beat")) is None:
+        beats = self.beats()
+        if not beats:
             return timeouts.rendezvous_s + _HANG_MARGIN_S
-        return timeouts.collective_s + _HANG_MARGIN_S
+        patience_s = timeouts.hang_s or timeouts.collective_s
+        if beats[-1].steps_begun < 2:
+            patience_s = max(patience_s, timeouts.first_step_s)
+        return patience_s + _HANG_MARGIN_S
 
     def is_suspended(self) -> bool:
         """Tell whether Linux reports state T; the state follows the last ")" of the stat line."""
@@ -275,7 +299,9 @@ def _watch_ranks(ranks: Sequence[_RankProcess], stop: StopFlag) -> RankFailure |
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
         if any(rank.has_failed for rank in ranks):
             break
-        if any(rank.silence_s(started_s) > rank.patience_s() for rank in live):
+        silent = [rank for rank in live if rank.silence_s(started_s) > rank.patience_s()]
+        # Who waits for others may wait for as long as they show life.
+        if len(silent) == len(live) or any(not rank.is_waiting() for rank in silent):
             return _blame_hanging_rank(live, started_s)
     return _find_first_failure(ranks, started_s)
 
@@ -321,24 +347,59 @@ def _describe_failure(rank: _RankProcess) -> RankFailure:
 def _blame_hanging_rank(live: Sequence[_RankProcess], started_s: float) -> RankFailure:
     """Blame one of the ranks that still live.
 
-    That is a suspended one, else one that never came to meet the others, else the one that has been
-    silent for longest.
+    That is a suspended one, else one that never came to meet the others, else one that does not
+    wait for others, else the one that has been silent for longest. What every rank did last, and
+    its stack, go to the flight record in the folder of the run.
     """
 
-    def suspicion(rank: _RankProcess) -> tuple[bool, bool, float]:
+    def suspicion(rank: _RankProcess) -> tuple[bool, bool, bool, float]:
         has_met = rank.note_path("met").exists()
-        return rank.is_suspended(), not has_met, rank.silence_s(started_s)
+        return rank.is_suspended(), not has_met, not rank.is_waiting(), rank.silence_s(started_s)
 
     rank = max(live, key=suspicion)
-    cause = "it is suspended (SIGSTOP)" if rank.is_suspended() else "the others wait for it"
+    cause = "the others wait for it" if len(live) > 1 else "it shows no life"
+    if rank.is_suspended():
+        cause = "it is suspended (SIGSTOP)"
+    silence_s = rank.silence_s(started_s)
+    activity = f" in: {rank.activity()}" if rank.activity() else ""
+    record = write_flight_record(live, rank.folder.parent)
     return RankFailure(
         rank=rank.info.rank,
         step=rank.last_step(),
         time_s=time.monotonic(),
         kind=FailureKind.CAUSE,
         event="stopped answering",
-        error=f"{cause}, silent for {rank.silence_s(started_s):.0f} s",
+        error=f"{cause}, silent for {silence_s:.0f} s{activity}",
+        detail=record,
     )
+
+
+def write_flight_record(ranks: Sequence[_RankProcess], run_dir: Path) -> str:
+    """Write what each rank did last, and its stack, and return the stacks as text."""
+    _send_signal([rank for rank in ranks if not rank.is_suspended()], STACK_SIGNAL)
+    time.sleep(_STACK_S)
+    now_s = time.monotonic()
+    record = []
+    text = ""
+    for rank in ranks:
+        stack = ""
+        with suppress(OSError):
+            stack = rank.note_path("stack").read_text("utf-8", errors="replace")
+        beats = [
+            {
+                "age_s": round(now_s - beat.time_s, 3),
+                "step": beat.step,
+                "activity": beat.activity,
+                "is_waiting": beat.is_waiting,
+            }
+            for beat in rank.beats()
+        ]
+        record.append({"rank": rank.info.rank, "beats": beats, "stack": stack})
+        text += f"rank {rank.info.rank}, {rank.activity()}:\n{stack}"
+    path = run_dir / FLIGHT_RECORD_FILE
+    with suppress(OSError):
+        path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    return f"{text}flight record: {path}\n"
 
 
 def _send_signal(ranks: Sequence[_RankProcess], number: signal.Signals) -> None:

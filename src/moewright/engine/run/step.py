@@ -298,6 +298,7 @@ def apply_update(
     Nothing is updated when a gradient is not finite.
     """
     if backward.is_finite:
+        state.runtime.counters.note("update of the weights")
         with clock.phase(StepPhase.OPTIMIZER):
             clip_norm = state.runtime.workload.optimizer.clip_norm
             scale = min(1.0, clip_norm / (backward.grad_norm + 1e-6)) if clip_norm else 1.0
@@ -354,6 +355,7 @@ class _MicroBatchPasses:
         micro_batch, chunk_number = key
         state = self.state
         runtime = state.runtime
+        runtime.counters.note(f"forward of micro-batch {micro_batch}, chunk {chunk_number}")
         chunk = state.model.chunks[chunk_number]
         with (
             self.clock.phase(StepPhase.FORWARD),
@@ -381,6 +383,7 @@ class _MicroBatchPasses:
     ) -> None:
         """Run the backward of a chunk; with `split`, weight gradients are left to `weight_grad`."""
         runtime = self.state.runtime
+        runtime.counters.note(f"backward of micro-batch {key[0]}, chunk {key[1]}")
         if split:
             self._backward_inputs(key, roots, grads)
             return
@@ -409,6 +412,7 @@ class _MicroBatchPasses:
     def weight_grad(self, key: Key) -> None:
         """Compute the weight gradients that `backward` left."""
         runtime = self.state.runtime
+        runtime.counters.note(f"weight gradients of micro-batch {key[0]}, chunk {key[1]}")
         with self.clock.phase(StepPhase.BACKWARD):
             runtime.weight_grads.run_deferred(key)
         runtime.counters.release(key)

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
 from moewright.engine.checkpoint import CheckpointSaver, Coordinator, require_space
 from moewright.engine.comm import collectives
@@ -21,6 +23,7 @@ from moewright.engine.data.indexed import IndexedDataset, open_indexed
 from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import SampleOrder, build_sampler, count_whole_batches
 from moewright.engine.kernels.fused.select import unavailable_reasons
+from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.profile import ProfilerWindow, merge_traces
 from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
@@ -28,7 +31,7 @@ from moewright.engine.observe.step_timing import StepTimer, add_links, sample_de
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData
-from moewright.engine.run.env import is_triton_interpreted
+from moewright.engine.run.env import is_triton_interpreted, read_torchrun_env
 from moewright.engine.run.launch import launch
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.nonfinite import report_nonfinite
@@ -36,7 +39,8 @@ from moewright.engine.run.rank_checks import missing_devices, refuse_different_r
 from moewright.engine.run.restore import build_identity, read_steps_done, restore
 from moewright.engine.run.run_records import build_session, build_step_record, open_recorder
 from moewright.engine.run.step import TrainState, compute_heldout_loss, train_step
-from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
+from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
+from moewright.engine.runtime import Runtime
 from moewright.rules.engine_limits import require_runnable
 from moewright.rules.job import plan_job
 from moewright.rules.parameters import count_parameters
@@ -44,6 +48,14 @@ from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.spec.run import SESSION_WARMUP_STEPS, EvalRecord, RankTiming
 from moewright.spec.workload import Workload
+
+# Without train.hang_timeout_s, a rank hangs that shows no life for so many predicted steps, or for
+# this long where that is longer.
+_STEPS_OF_A_HANG = 20
+_MIN_HANG_S = 60.0
+# The timeout of collectives where nobody else watches, and the patience with a first step.
+_COLLECTIVE_S = 600.0
+_WATCHED_COLLECTIVE_S = 86_400.0
 
 
 def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
@@ -80,8 +92,31 @@ def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
         nproc=plan.layout.world_size,
         run_dir=run_dir,
         device=kind,
+        timeouts=_choose_timeouts(plan),
         before_start=partial(_write_plan, plan, run_dir),
     )
+
+
+def _choose_timeouts(plan: Plan) -> Timeouts:
+    """Return how long ranks wait for each other, and the launcher for a sign of life.
+
+    A launcher that watches finds a hang long before a collective gives up; where torchrun watches,
+    which sees ends of processes alone, the collectives have to.
+    """
+    hang_s = plan.workload.hang_timeout_s
+    if not hang_s:
+        hang_s = max(_MIN_HANG_S, _STEPS_OF_A_HANG * plan.estimate.step_s)
+    collective_s = max(_COLLECTIVE_S, hang_s)
+    if read_torchrun_env() is None:
+        collective_s = max(_WATCHED_COLLECTIVE_S, hang_s)
+    return Timeouts(collective_s=collective_s, hang_s=hang_s, first_step_s=_COLLECTIVE_S)
+
+
+def _draw_initial_value(
+    context: RankContext, parameter: NamedParameter, runtime: Runtime
+) -> torch.Tensor:
+    context.note(f"draws {parameter.name}")
+    return draw_initial_value(parameter, runtime)
 
 
 def _write_plan(plan: Plan, run_dir: Path) -> None:
@@ -112,7 +147,9 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
     workload = plan.workload
     rank = context.rank
     device = init_distributed(context)
-    comm = Coordinator(rank=rank, world_size=context.world_size, gather=collectives.gather_json)
+    comm = Coordinator(
+        rank=rank, world_size=context.world_size, gather=collectives.gather_json, note=context.note
+    )
     refuse_different_ranks(plan, comm)
     train_data = _open_data(plan, workload.data.train, SampleOrder.SHUFFLED)
     heldout = _open_heldout(plan, train_data.dataset)
@@ -121,8 +158,9 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
         train_data,
         rank=rank,
         device=device,
-        initial_value=draw_initial_value,
+        initial_value=partial(_draw_initial_value, context),
     )
+    state.runtime.counters.note = context.note
     identity = build_identity(plan, train_data.dataset.fingerprint)
     first_step = restore(state, run_dir, identity, comm) + 1
     saver = CheckpointSaver(

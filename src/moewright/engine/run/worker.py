@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -23,13 +24,18 @@ import torch
 # torch.distributed re-exports these, but type checkers do not see it.
 from torch._C._distributed_c10d import FileStore, Store
 
+from moewright.engine.observe.counters import NoteActivity, ignore_activity
 from moewright.engine.run.rendezvous import Rendezvous, open_rendezvous
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A heartbeat: the step, and seconds of the monotonic clock, which all processes of a machine share.
-_BEAT = struct.Struct("<qd")
+STACK_SIGNAL = signal.SIGUSR1
+# A heartbeat: seconds of the monotonic clock, which all processes of a machine share; the step; the
+# steps that this session has begun; whether the rank waits for others; what it does.
+_BEAT = struct.Struct("<dqi?115s")
+# Heartbeats that a file holds: it is the rank's flight record, which outlives the rank.
+_RECORDS = 64
 _PEER_LOST = (
     "closed by peer",
     "reset by peer",
@@ -63,13 +69,16 @@ class RankOutcome(StrEnum):
 class Timeouts:
     """The time that ranks wait for each other; the only place that states it.
 
-    `collective_s` is the timeout of every process group. A rank that has not beaten for that long
-    and a margin is taken to hang, so a worker calls `beat` at least that often, in evaluation and
-    start-up too.
+    `collective_s` is the timeout of every process group. A rank that does not wait for others and
+    has not beaten for `hang_s` and a margin is taken to hang, or any where all wait; 0: after
+    `collective_s`. A worker notes what it does at least that often. Before the second step of a
+    session, in which kernels are compiled, patience lasts `first_step_s` where that is longer.
     """
 
     rendezvous_s: float = 60.0
     collective_s: float = 600.0
+    hang_s: float = 0.0
+    first_step_s: float = 0.0
 
 
 class StopFlag:
@@ -95,14 +104,27 @@ class StopFlag:
         self._requested = True
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """A sign of life of a rank: what it began to do, and when on the monotonic clock."""
+
+    time_s: float
+    step: int
+    steps_begun: int
+    is_waiting: bool
+    activity: str
+
+
 class Heartbeat:
-    """A file that tells the launcher which step a rank is on, and since when."""
+    """A file with the last things that a rank began to do, for the launcher."""
 
     def __init__(self, path: Path | None) -> None:
         self._handle: int | None = None
         if path is not None:
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._step = 0
+        self._steps_begun = 0
+        self._count = 0
 
     @property
     def step(self) -> int:
@@ -110,18 +132,40 @@ class Heartbeat:
         return self._step
 
     def beat(self, step: int) -> None:
-        """Note that the rank starts a step now."""
+        """Note that the rank starts a step now, or goes on with it."""
+        self._steps_begun += step > self._step
         self._step = step
-        if self._handle is not None:
-            os.pwrite(self._handle, _BEAT.pack(step, time.monotonic()), 0)
+        self.note("begins the step")
+
+    def note(self, activity: str, *, is_waiting: bool = False) -> None:
+        """Note what the rank begins to do."""
+        if self._handle is None:
+            return
+        text = activity.encode()[:115]
+        record = _BEAT.pack(time.monotonic(), self._step, self._steps_begun, is_waiting, text)
+        os.pwrite(self._handle, record, self._count % _RECORDS * _BEAT.size)
+        self._count += 1
 
 
-def read_last_beat(path: Path) -> tuple[int, float] | None:
-    """Return the step and the monotonic second of the last beat, or None before the first."""
+def read_beats(path: Path) -> list[Beat]:
+    """Read the heartbeats of a rank, the oldest first; none before the first."""
     try:
-        return _BEAT.unpack(path.read_bytes())
-    except (FileNotFoundError, struct.error):
-        return None
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    beats = []
+    for fields in _BEAT.iter_unpack(data[: len(data) // _BEAT.size * _BEAT.size]):
+        time_s, step, steps_begun, is_waiting, text = fields
+        beats.append(
+            Beat(
+                time_s=time_s,
+                step=step,
+                steps_begun=steps_begun,
+                is_waiting=is_waiting,
+                activity=text.rstrip(b"\0").decode(errors="replace"),
+            )
+        )
+    return sorted(beats, key=lambda beat: beat.time_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +184,7 @@ class RankInfo:
 
 
 def rank_file_path(folder: Path, kind: str, rank: int) -> Path:
-    """Return the file of a rank in the launcher's folder: its "beat", "met" or "failure"."""
+    """Return the file of a rank in the launcher's folder: "beat", "met", "stack" or "failure"."""
     return folder / f"{kind}-{rank:05d}"
 
 
@@ -148,12 +192,14 @@ def rank_file_path(folder: Path, kind: str, rank: int) -> Path:
 class RankContext:
     """The context that a worker is called with.
 
-    It calls `beat(step)` at the start of every step; `stop.requested` is this rank's own flag.
+    It calls `beat(step)` at the start of every step, and `note` with what it begins to do in it;
+    `stop.requested` is this rank's own flag.
     """
 
     info: RankInfo
     stop: StopFlag
     beat: Callable[[int], None]
+    note: NoteActivity = ignore_activity
 
     @property
     def rank(self) -> int:
@@ -274,11 +320,16 @@ def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int) -> None
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     heartbeat = Heartbeat(rank_file_path(folder, "beat", info.rank))
     heartbeat.beat(0)
+    # The launcher asks a rank that hangs for its stack.
+    stack_file = rank_file_path(folder, "stack", info.rank).open("w", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=stack_file)
     if info.device is DeviceKind.CPU:
         torch.set_num_threads(1)  # ranks share the cores
     code = ExitCode.RANK_FAILED
     try:
-        outcome = worker(RankContext(info=info, stop=stop, beat=heartbeat.beat))
+        outcome = worker(
+            RankContext(info=info, stop=stop, beat=heartbeat.beat, note=heartbeat.note)
+        )
         code = ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
     except Exception as error:
         failure = failure_from_error(error, rank=info.rank, step=heartbeat.step)
