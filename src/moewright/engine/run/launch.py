@@ -357,7 +357,7 @@ def _blame_hanging_rank(live: Sequence[_RankProcess], started_s: float) -> RankF
         return rank.is_suspended(), not has_met, not rank.is_waiting(), rank.silence_s(started_s)
 
     rank = max(live, key=suspicion)
-    cause = "the others wait for it" if len(live) > 1 else "it shows no life"
+    cause = "the others wait for it" if rank.info.world_size > 1 else "it shows no life"
     if rank.is_suspended():
         cause = "it is suspended (SIGSTOP)"
     silence_s = rank.silence_s(started_s)
