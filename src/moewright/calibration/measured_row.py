@@ -278,7 +278,7 @@ def _parse_layout(cells: Mapping[str, str], model: ModelSpec, devices: int) -> L
         ep=ep if model.moe else 1,
         etp=etp if model.moe else 1,
         mbs=mbs,
-        zero=_parse_zero_stage(cells, is_fsdp=is_fsdp),
+        zero=_parse_zero_stage(cells, is_fsdp=is_fsdp and pp == 1),
         schedule=Schedule.INTERLEAVED if is_interleaved else Schedule.ONE_F_ONE_B,
         recompute=cell.parse_recompute(granularity, modules),
         recompute_block=cell.parse_recompute_layers(granularity, modules, "block") or 0,
@@ -298,6 +298,11 @@ def _parse_layout(cells: Mapping[str, str], model: ModelSpec, devices: int) -> L
 
 
 def _parse_zero_stage(cells: Mapping[str, str], *, is_fsdp: bool) -> int:
+    """Parse what data-parallel ranks shard.
+
+    FSDP in a pipeline keeps the gathered weights for all micro-batches (torchtitan and NeMo
+    AutoModel do not reshard after a forward there), so that its time is that of ZeRO-1.
+    """
     if is_fsdp:
         return 3
     return 0 if cells["zero1"] == "false" else 1
