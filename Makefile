@@ -56,6 +56,9 @@ verify-layouts: $(VENV)/.dev
 # Megatron-LM's own code, from a checkout of it in MEGATRON_LM, starts every export (minutes); `make test` uses what it said.
 megatron: $(VENV)/.dev
 	$(BIN)/python tests/megatron/run.py $(or $(MEGATRON_LM),$(error MEGATRON_LM=DIR, a checkout of Megatron-LM))
+# Every published run predicted without its publisher, as docs/accuracy.md (minutes).
+accuracy: | $(VENV)/.ready
+	$(BIN)/python -m docs.tools.accuracy
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

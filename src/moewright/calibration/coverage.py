@@ -12,9 +12,10 @@ from math import exp
 
 import numpy as np
 
+from moewright.cost.uncertainty import tail_width
+
 Interval = tuple[float, float]
 _FEWEST = 20  # residuals of other groups below which the widths of a Student's t are taken
-_T4_WIDTHS = (1.53, 2.78)  # 80 and 95 % of a Student's t with four degrees of freedom
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ class Widths:
         return (value / narrow, value * narrow), (value / wide, value * wide)
 
 
-HEAVY_TAILS = Widths(width_80=_T4_WIDTHS[0], width_95=_T4_WIDTHS[1])
+HEAVY_TAILS = Widths(width_80=tail_width(0.8), width_95=tail_width(0.95))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

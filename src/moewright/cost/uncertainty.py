@@ -1,12 +1,13 @@
 """How far a prediction may be off: intervals of time and memory, and the probability of fitting.
 
-A step is taken as lognormal around its prediction, a peak as normal. The functions work on numbers
-and on arrays alike, so that the search ranks by what an estimate states.
+Residuals of runs that a fit has not seen have heavy tails: a step is taken as the exponential of a
+Student's t of four degrees of freedom around its prediction, a peak as such a t. The functions work
+on numbers and on arrays alike, so that the search ranks by what an estimate states.
 """
 
 from __future__ import annotations
 
-from math import erf, exp, sqrt
+from math import acos, cos, erf, exp, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -37,13 +38,13 @@ def step_bound(step_s: float, step_sd: Array | float, risk: float) -> Array:
 
 def step_interval(step_s: float, step_sd: float, share: float) -> tuple[float, float]:
     """Return the seconds between which a step lies with a probability of `share`."""
-    factor = exp(_half_width(share) * step_sd)
+    factor = exp(tail_width(share) * step_sd)
     return step_s / factor, step_s * factor
 
 
 def peak_interval(peak_bytes: float, sd_bytes: float, share: float) -> tuple[float, float]:
     """Return the bytes between which a peak lies with a probability of `share`; never below 0."""
-    half_bytes = _half_width(share) * sd_bytes
+    half_bytes = tail_width(share) * sd_bytes
     return max(0.0, peak_bytes - half_bytes), peak_bytes + half_bytes
 
 
@@ -59,6 +60,12 @@ def needed_margin(sd_bytes: Array, probability: float) -> Array:
     return _STANDARD.inv_cdf(probability) * sd_bytes
 
 
-def _half_width(share: float) -> float:
-    """Return the standard deviations on either side that hold a share of a normal variable."""
-    return _STANDARD.inv_cdf((1 + share) / 2)
+def tail_width(share: float) -> float:
+    """Return the deviations on either side that hold a share of a Student's t.
+
+    It has four degrees of freedom, of which the quantile is known in closed form.
+    """
+    probability = (1 + share) / 2
+    alpha = 4 * probability * (1 - probability)
+    ratio = cos(acos(sqrt(alpha)) / 3) / sqrt(alpha)
+    return 2 * sqrt(ratio - 1)

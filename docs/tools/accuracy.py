@@ -1,0 +1,236 @@
+"""Write docs/accuracy.md and docs/accuracy.svg: every published run, predicted beside measured.
+
+`make accuracy` runs it. Each run is predicted by constants fitted without its publisher. A JSON
+report of `moewright validate ... --leave-out publisher` may be given instead of computing it anew.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from math import log10
+from pathlib import Path
+from typing import Any
+
+from moewright.report.charts import PALETTE
+
+PAGE = Path(__file__).parents[1] / "accuracy.md"
+PICTURE = PAGE.with_suffix(".svg")
+TABLES = tuple(
+    Path(__file__).parents[2] / "tests" / "published" / "data" / name
+    for name in ("measurements.csv", "measurements_more.csv")
+)
+_REMARKS = Path(__file__).parent / "accuracy_remarks.toml"
+_UNEXPLAINED = 0.3  # an error from which a row is listed as not explained
+_SIZE = 640  # of the picture, in its own units
+_MARGIN = 48
+_INTRODUCTION = """# Accuracy
+
+Every published run that the planner can read, predicted by constants that were fitted **without
+its publisher**: the shipped constants and the centre of every prior's posterior are fitted again in
+each fold, so that no row of a publisher has any influence on what is said of it. `make accuracy`
+writes this page; the same figures come from
+
+    moewright validate tests/published/data/measurements.csv \\
+        tests/published/data/measurements_more.csv --leave-out publisher
+
+An error is |predicted / measured - 1| of tokens/s a device. *Complete* rows state all that decides
+their speed, of *switches unstated* the likely readings are priced and the median is taken, and under
+*natural routing* the router decided where tokens went. *In 80 %* and *in 95 %* are the shares of
+measurements inside their own intervals, whose widths come from residuals of other publishers.
+Rank correlation and regret are means over groups of one model on one device with three layouts or
+more. Nothing here was measured by us on a GPU.
+"""
+
+Row = Mapping[str, Any]
+
+
+def render_page(report: Mapping[str, Any], cells: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the text of the page for a report of validate and the cells of its rows."""
+    timed = [row for row in report["rows"] if _error(row) is not None]
+    parts = [
+        _INTRODUCTION,
+        "![Predicted and measured tokens/s a device](accuracy.svg)\n",
+        "## Summary\n",
+        "\n".join(_summary_lines(report["summary"])),
+        "\n## Peaks\n",
+        _peak_text(report["summary"]["memory"]),
+        "\n## What is not explained\n",
+        "\n".join(_unexplained_lines(timed)),
+        "\n## Every run\n",
+    ]
+    for publisher in sorted({row["publisher"] for row in timed}):
+        parts.append(f"### {publisher}\n")
+        own = [row for row in timed if row["publisher"] == publisher]
+        parts.append("\n".join(_row_lines(own, cells)) + "\n")
+    return "\n".join(parts)
+
+
+def _summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    yield "| rows | | count | median | p90 | bias | in 80 % | in 95 % | rank corr. | regret |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for split in summary["splits"]:
+        speeds = split["speeds"]
+        correlation = split["rank_correlation"]
+        cells = [
+            split["by"],
+            split["name"],
+            str(speeds["rows"]),
+            _percent(speeds["median_error"]),
+            _percent(speeds["p90_error"]),
+            f"{100 * speeds['bias']:+.1f} %",
+            _percent(split["coverage_80"]),
+            _percent(split["coverage_95"]),
+            "" if correlation is None else f"{correlation:.2f}",
+            _percent(split["regret"]),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _peak_text(memory: Mapping[str, Any]) -> str:
+    return (
+        f"{memory['peaks']} measured peaks: median error {_percent(memory['median_error'])}, 90th"
+        f" percentile {_percent(memory['p90_error'])}; {_percent(memory['coverage_80'])} lie in their"
+        f" 80 % interval and {_percent(memory['coverage_95'])} in their 95 % interval. Of"
+        f" {memory['ran']} runs that ran, {memory['ran_fits']} are said to fit and"
+        f" {memory['ran_uncertain']} are uncertain."
+    )
+
+
+def _unexplained_lines(rows: Sequence[Row]) -> Iterator[str]:
+    remarks = tomllib.loads(_REMARKS.read_text(encoding="utf-8"))["remark"]
+    yield f"Rows that are more than {_UNEXPLAINED:.0%} off, with what is suspected.\n"
+    yield "| row | measured | predicted | error | suspected |"
+    yield "|---|---:|---:|---:|---|"
+    for row in sorted(rows, key=lambda row: -abs(_error(row) or 0.0)):
+        error = _error(row) or 0.0
+        if abs(error) > _UNEXPLAINED:
+            why = next((entry["text"] for entry in remarks if row["id"] in entry["rows"]), "")
+            measured, predicted = _speeds(row)
+            yield f"| {row['id']} | {measured} | {predicted} | {100 * error:+.0f} % | {why} |"
+
+
+def _row_lines(rows: Sequence[Row], cells: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    yield "| row | model | devices | precision | measured | predicted | 80 % interval | error |"
+    yield "|---|---|---|---|---:|---:|---:|---:|"
+    for row in rows:
+        job = cells.get(row["id"], {})
+        measured, predicted = _speeds(row)
+        low, high = row["interval_80"]
+        facts = [
+            row["id"],
+            job.get("model", "").rpartition("/")[2],
+            f"{job.get('num_gpus', '')} {job.get('hardware', '')}",
+            job.get("precision", ""),
+            measured,
+            predicted,
+            f"{low:,.0f}-{high:,.0f}",
+            f"{100 * (_error(row) or 0.0):+.1f} %",
+        ]
+        yield f"| {' | '.join(facts)} |"
+
+
+def render_picture(report: Mapping[str, Any]) -> str:
+    """Return a picture of predicted over measured speeds, both logarithmic, a colour a publisher."""
+    timed = [row for row in report["rows"] if _error(row) is not None]
+    speeds = [
+        row[name]
+        for row in timed
+        for name in ("measured_tokens_per_s_per_gpu", "predicted_tokens_per_s_per_gpu")
+    ]
+    low = log10(min(speeds)) - 0.1
+    scale = (_SIZE - 2 * _MARGIN) / (log10(max(speeds)) + 0.1 - low)
+
+    def place(value: float) -> float:
+        return _MARGIN + scale * (log10(value) - low)
+
+    publishers = sorted({row["publisher"] for row in timed})
+    colour = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(publishers)}
+    shapes = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SIZE + 130} {_SIZE}" '
+        'font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+    ]
+    ends = min(speeds), max(speeds)
+    for ratio, dash in ((1.0, ""), (1.25, "4 4"), (0.8, "4 4")):
+        first, last = (f"{place(x):.1f} {_SIZE - place(ratio * x):.1f}" for x in ends)
+        shapes.append(
+            f'<path d="M{first}L{last}" stroke="#999" stroke-dasharray="{dash}" fill="none"/>'
+        )
+    for power in range(int(low) - 1, 7):
+        if low <= power <= log10(max(speeds)) + 0.1:
+            at = place(10**power)
+            label = f"{10**power:,}"
+            shapes.append(
+                f'<text x="{at:.1f}" y="{_SIZE - 20}" text-anchor="middle">{label}</text>'
+            )
+            shapes.append(
+                f'<text x="{_MARGIN - 6}" y="{_SIZE - at:.1f}" text-anchor="end">{label}</text>'
+            )
+    for row in timed:
+        x = place(row["measured_tokens_per_s_per_gpu"])
+        y = _SIZE - place(row["predicted_tokens_per_s_per_gpu"])
+        fill = colour[row["publisher"]]
+        shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" fill-opacity="0.7"/>')
+    for index, name in enumerate(publishers):
+        y = 20 + 16 * index
+        shapes.append(f'<circle cx="{_SIZE + 6}" cy="{y - 4}" r="4" fill="{colour[name]}"/>')
+        shapes.append(f'<text x="{_SIZE + 16}" y="{y}">{name}</text>')
+    middle = _SIZE / 2
+    shapes.append(
+        f'<text x="{middle}" y="{_SIZE - 4}" text-anchor="middle">measured tokens/s a device</text>'
+    )
+    shapes.append(
+        f'<text x="12" y="{middle}" transform="rotate(-90 12 {middle})" text-anchor="middle">'
+        "predicted</text>"
+    )
+    return "\n".join([*shapes, "</svg>\n"])
+
+
+def _error(row: Row) -> float | None:
+    measured = row["measured_tokens_per_s_per_gpu"]
+    predicted = row["predicted_tokens_per_s_per_gpu"]
+    return predicted / measured - 1 if measured and predicted else None
+
+
+def _speeds(row: Row) -> tuple[str, str]:
+    return (
+        f"{row['measured_tokens_per_s_per_gpu']:,.0f}",
+        f"{row['predicted_tokens_per_s_per_gpu']:,.0f}",
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _read_cells() -> dict[str, dict[str, str]]:
+    cells = {}
+    for path in TABLES:
+        with path.open(encoding="utf-8", newline="") as file:
+            cells |= {row["id"]: row for row in csv.DictReader(file)}
+    return cells
+
+
+def _compute_report() -> dict[str, Any]:
+    from moewright.api.measuring import validate
+
+    return asdict(validate(*TABLES, leave_out=["publisher"]))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the page and its picture, from a report of validate where one is given."""
+    if arguments:
+        report = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    else:
+        report = _compute_report()
+    PAGE.write_text(render_page(report, _read_cells()), encoding="utf-8")
+    PICTURE.write_text(render_picture(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

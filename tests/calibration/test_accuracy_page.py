@@ -1,0 +1,58 @@
+"""The page of accuracy shows every timed run with its interval, and names what is far off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docs.tools.accuracy import render_page, render_picture
+
+
+def row(name: str, measured: float, predicted: float | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "publisher": name[0],
+        "measured_tokens_per_s_per_gpu": measured,
+        "predicted_tokens_per_s_per_gpu": predicted,
+        "interval_80": (90.0, 110.0),
+    }
+
+
+MEMORY = {
+    "peaks": 2,
+    "median_error": 0.05,
+    "p90_error": 0.1,
+    "coverage_80": 0.5,
+    "coverage_95": None,
+    "ran": 3,
+    "ran_fits": 2,
+    "ran_uncertain": 1,
+}
+SPLIT = {
+    "by": "moe",
+    "name": "all",
+    "speeds": {"rows": 3, "median_error": 0.1, "p90_error": 0.2, "bias": -0.01},
+    "coverage_80": 0.8,
+    "coverage_95": 0.95,
+    "rank_correlation": 0.9,
+    "regret": 0.01,
+}
+REPORT = {
+    "summary": {"splits": [SPLIT], "memory": MEMORY},
+    "rows": [row("a-1", 100, 105), row("b-1", 1000, 500), row("b-2", 1000, None)],
+}
+
+
+def test_the_page_has_every_timed_run() -> None:
+    page = render_page(REPORT, {"a-1": {"model": "org/M", "num_gpus": "8", "hardware": "H100"}})
+    assert "| a-1 | M | 8 H100 |  | 100 | 105 | 90-110 | +5.0 % |" in page
+    assert "b-2" not in page
+    assert "| moe | all | 3 | 10.0 % | 20.0 % | -1.0 % | 80.0 % | 95.0 % | 0.90 | 1.0 % |" in page
+    unexplained = page[page.index("not explained") : page.index("## Every run")]
+    assert "b-1" in unexplained
+    assert "a-1" not in unexplained
+
+
+def test_the_picture_has_a_point_a_run() -> None:
+    picture = render_picture(REPORT)
+    assert picture.count('r="3"') == 2
+    assert picture.startswith("<svg")
