@@ -94,8 +94,8 @@ def _summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 def _peak_text(memory: Mapping[str, Any]) -> str:
     return (
         f"{memory['peaks']} measured peaks: median error {_percent(memory['median_error'])}, 90th"
-        f" percentile {_percent(memory['p90_error'])}; {_percent(memory['coverage_80'])} lie in their"
-        f" 80 % interval and {_percent(memory['coverage_95'])} in their 95 % interval. Of"
+        f" percentile {_percent(memory['p90_error'])}; {_percent(memory['coverage_80'])} lie in"
+        f" their 80 % interval and {_percent(memory['coverage_95'])} in their 95 % interval. Of"
         f" {memory['ran']} runs that ran, {memory['ran_fits']} are said to fit and"
         f" {memory['ran_uncertain']} are uncertain."
     )
@@ -135,7 +135,7 @@ def _row_lines(rows: Sequence[Row], cells: Mapping[str, Mapping[str, str]]) -> I
 
 
 def render_picture(report: Mapping[str, Any]) -> str:
-    """Return a picture of predicted over measured speeds, both logarithmic, a colour a publisher."""
+    """Return a picture of predicted over measured speeds, logarithmic, a colour a publisher."""
     timed = [row for row in report["rows"] if _error(row) is not None]
     speeds = [
         row[name]
