@@ -39,7 +39,7 @@ writes this page; the same figures come from
         tests/published/data/measurements_more.csv --leave-out publisher
 
 An error is |predicted / measured - 1| of tokens/s a device. *Complete* rows state all that decides
-their speed, of *switches unstated* the likely readings are priced and the median is taken, and under
+their speed; of *switches unstated* the likely readings are priced and their median is taken; under
 *natural routing* the router decided where tokens went. *In 80 %* and *in 95 %* are the shares of
 measurements inside their own intervals, whose widths come from residuals of other publishers.
 Rank correlation and regret are means over groups of one model on one device with three layouts or
