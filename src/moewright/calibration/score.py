@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from moewright.calibration.cells import PeakKind
+from moewright.calibration.choices import ChoiceSummary, score_choices
 from moewright.calibration.coverage import (
     HEAVY_TAILS,
     Interval,
@@ -131,6 +132,7 @@ class ScoreSummary:
     worst_regret: float | None
     groups: tuple[GroupScore, ...]
     splits: tuple[SplitScore, ...]
+    choices: ChoiceSummary | None  # None where no job of the table has enough layouts
     memory: MemoryScore
     contradictions: tuple[str, ...]
 
@@ -312,6 +314,7 @@ def _summarise(
         worst_regret=max((group.regret for group in groups), default=None),
         groups=groups,
         splits=tuple(split_scores(pairs)),
+        choices=score_choices(pairs),
         memory=_score_memory([predicted[row.id] for row in once]),
         contradictions=table.contradictions,
     )

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moewright.calibration.choices import ChoiceSummary
 from moewright.calibration.score import Score, ScoredRow, ScoreSummary
 from moewright.calibration.splits import SpeedErrors
 
@@ -30,6 +31,8 @@ def print_score(console: Console, score: Score) -> None:
         console.print(_split_table(summary))
     if summary.groups:
         console.print(_group_table(summary))
+    if summary.choices:
+        console.print(_choice_table(summary.choices))
     console.print(_memory_table(summary))
     worst = _worst_table(score.rows)
     if worst.row_count:
@@ -73,6 +76,38 @@ def _error_table(summary: ScoreSummary) -> Table:
                 f"{speeds.p90_error:.1%}",
                 f"{speeds.bias:+.1%}",
             )
+    return table
+
+
+def _choice_table(choices: ChoiceSummary) -> Table:
+    table = _make_table(
+        "Tables replayed as choices: what the layout predicted best would have cost",
+        "job",
+        "layouts",
+        "regret",
+        "by bound",
+        "error of the pick",
+        "by bound",
+    )
+    for job in choices.jobs:
+        first, second = job.by_prediction, job.by_bound
+        table.add_row(
+            Text(job.job),
+            str(job.layouts),
+            f"{first.regret:.1%}",
+            f"{second.regret:.1%}",
+            f"{first.error:+.1%}",
+            f"{second.error:+.1%}",
+        )
+    table.add_section()
+    table.add_row(
+        "mean",
+        "",
+        f"{choices.regret_by_prediction:.1%}",
+        f"{choices.regret_by_bound:.1%}",
+        f"{choices.error_by_prediction:.1%}",
+        f"{choices.error_by_bound:.1%}",
+    )
     return table
 
 

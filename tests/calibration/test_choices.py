@@ -1,0 +1,49 @@
+"""Tables replayed as choices: the pick of a ranking, its regret and how far it is off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moewright.calibration.choices import score_choices
+from moewright.calibration.splits import SpeedPair
+from moewright.calibration.table import read_table
+
+TABLE = Path(__file__).parents[1] / "published" / "data" / "measured_steps.csv"
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[SpeedPair]:
+    """Read the rows of one job: Qwen3-235B on 256 H800."""
+    rows = [row for row in read_table(TABLE).rows if row.id.startswith("seed000") and row.speed]
+    speeds = [row.speed.tokens_per_s_per_device for row in rows if row.speed]
+    return [
+        SpeedPair(row=row, measured=speed, predicted=speed)
+        for row, speed in zip(rows, speeds, strict=True)
+    ]
+
+
+def test_a_perfect_prediction_regrets_nothing(pairs: list[SpeedPair]) -> None:
+    summary = score_choices(pairs)
+    assert summary is not None
+    (job,) = summary.jobs
+    assert job.layouts >= 5
+    assert summary.regret_by_prediction == summary.error_by_prediction == 0
+
+
+def test_the_pick_of_an_inverted_prediction_is_the_slowest(pairs: list[SpeedPair]) -> None:
+    inverted = [
+        SpeedPair(row=pair.row, measured=pair.measured, predicted=1e6 / pair.measured)
+        for pair in pairs
+    ]
+    summary = score_choices(inverted)
+    assert summary is not None
+    measured = [pair.measured for pair in pairs]
+    pick = summary.jobs[0].by_prediction
+    assert pick.regret == pytest.approx(1 - min(measured) / max(measured))
+    assert pick.error == pytest.approx(1e6 / min(measured) ** 2 - 1)
+
+
+def test_few_layouts_are_no_choice(pairs: list[SpeedPair]) -> None:
+    assert score_choices(pairs[:2]) is None
