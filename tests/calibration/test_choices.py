@@ -16,7 +16,11 @@ TABLE = Path(__file__).parents[1] / "published" / "data" / "measured_steps.csv"
 @pytest.fixture(scope="module")
 def pairs() -> list[SpeedPair]:
     """Read the rows of one job: Qwen3-235B on 256 H800."""
-    rows = [row for row in read_table(TABLE).rows if row.id.startswith("seed000") and row.speed]
+    rows = [
+        row
+        for row in read_table(TABLE).rows
+        if row.id.startswith("seed000") and row.speed and row.workload.global_batch == 2048
+    ]
     speeds = [row.speed.tokens_per_s_per_device for row in rows if row.speed]
     return [
         SpeedPair(row=row, measured=speed, predicted=speed)
