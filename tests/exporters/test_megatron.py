@@ -192,6 +192,11 @@ def six_of_three(model):
 
 REFUSED = [
     (plan(), "hardware.device.kind=cpu", "cuda"),
+    (
+        replace(on_gpus("ep2", 2), hardware=catalogue.hardware("2xTPU-v5p")),
+        "hardware.fabric.domain=ici",
+        "nvlink",
+    ),
     (changed(zero=0, offload=(Offload.OPTIMIZER,)), "layout.zero=0", "1"),
     (changed(dispatcher=DispatcherKind.DEDUP), "layout.dispatcher=dedup", "deepep"),
     (

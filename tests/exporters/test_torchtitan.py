@@ -11,6 +11,7 @@ import pytest
 from megatron_cases import build_plan
 from moewright.codec import parse_layout
 from moewright.exporters.torchtitan import render_torchtitan_config
+from moewright.intake import catalogue
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import ExpertPlacement
 from moewright.spec.workload import (
@@ -191,6 +192,11 @@ REFUSED = [
         replace(cpu_plan(), layout=parse_layout("zero0", world_size=2)),
         "hardware.device.kind",
         "cuda",
+    ),
+    (
+        replace(planned("zero3,ep8", name=QWEN), hardware=catalogue.hardware("8xAscend-910C")),
+        "hardware.fabric.domain",
+        "nvlink",
     ),
 ]
 

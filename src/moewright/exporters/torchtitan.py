@@ -15,7 +15,7 @@ import tomli_w
 from moewright.codec import format_layout
 from moewright.rules.stages import pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import DeviceKind
+from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, NetworkKind
 from moewright.spec.layout import (
     CpComm,
     DispatcherKind,
@@ -194,6 +194,10 @@ def _find_refusals(plan: Plan) -> Iterator[Reason]:
             "is planned for CUDA devices",
             DeviceKind.CUDA,
         )
+    domain = plan.hardware.fabric.domain
+    if domain in NETWORKS_WITHOUT_CUDA:
+        rule = "is planned for CUDA and ROCm devices"
+        yield _refusal("hardware.fabric.domain", domain, rule, NetworkKind.NVLINK)
     if model.name not in FLAVOURS:
         yield _refusal(
             "model.name", model.name, "has no flavour of this model", "Qwen/Qwen3-30B-A3B"

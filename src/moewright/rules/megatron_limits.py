@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from moewright.rules.engine_features import unsupported_features
 from moewright.spec.errors import Reason
-from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, Hardware, NetworkKind
 from moewright.spec.layout import (
     CapacityFill,
     CpComm,
@@ -305,6 +305,10 @@ def _check_libraries(
     if device.kind is not DeviceKind.CUDA:
         rule = "trains on CUDA devices"
         yield _refusal("hardware.device.kind", device.kind, rule, DeviceKind.CUDA)
+    domain = hardware.fabric.domain
+    if domain in NETWORKS_WITHOUT_CUDA:
+        rule = "trains on CUDA and ROCm devices"
+        yield _refusal("hardware.fabric.domain", domain, rule, NetworkKind.NVLINK)
     if workload.precision.is_narrow and not any(peak.dtype.is_narrow for peak in device.peaks):
         rule = f"needs 8-bit tensor cores, which {device.name} has not"
         yield _refusal("workload.precision", workload.precision, rule, Dtype.BF16)

@@ -122,6 +122,10 @@ class NetworkKind(StrEnum):
     TCP = "tcp"
 
 
+# Domains of parts that torch's CUDA device does not reach: trainers for it cannot run there.
+NETWORKS_WITHOUT_CUDA = frozenset({NetworkKind.HCCS, NetworkKind.ICI})
+
+
 class MessagePath(StrEnum):
     """The ways in which the messages of a dispatcher's library leave a device."""
 
