@@ -9,12 +9,15 @@ import torch
 
 import tiny_jobs
 from layout_proof import WORKLOAD, draw_test_weight
+from moewright.codec import parse_layout
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.optim import distributed_optimizer, flat_buffers, update_rules
 from moewright.engine.run.build_state import build_train_state
+from moewright.engine.run.rank_checks import describe_device_queues
 from moewright.engine.run.step import PhaseClock, TrainState, compute_heldout_loss, train_step
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import plan_job
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.ledger import StepPhase
 
 
@@ -126,6 +129,24 @@ def test_counts_of_updates_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(steps) > buckets
     assert len({step.untyped_storage()._cdata for step in steps}) <= buckets
     assert all(float(step) == 0.0 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "queues", "is_noted"),
+    [
+        ("tp2", DeviceKind.CUDA, "", True),
+        ("tp2", DeviceKind.CUDA, "32", True),
+        ("tp2", DeviceKind.CUDA, "1", False),
+        ("overlap=grad", DeviceKind.CUDA, "", True),
+        ("ep2", DeviceKind.CUDA, "", False),
+        ("tp2", DeviceKind.CPU, "", False),
+    ],
+)
+def test_queues_that_let_products_overtake_are_told(
+    text: str, kind: DeviceKind, queues: str, is_noted: bool
+) -> None:
+    note = describe_device_queues(parse_layout(text, world_size=2), kind, queues)
+    assert ("set it to 1" in note) == bool(note) == is_noted
 
 
 def test_offloaded_state_lies_in_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:

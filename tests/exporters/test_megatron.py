@@ -18,7 +18,7 @@ from moewright.spec.layout import (
     Recompute,
 )
 from moewright.spec.model import QkNorm, RopeSpec, ScoreFunction
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Dtype, LrDecay, OptimizerSpec, Workload
 from sample_run import plan, with_recompute
 
 
@@ -75,6 +75,16 @@ def test_training_always_has_a_length():
     optimizer = replace(plan.workload.optimizer, warmup_steps=400)
     longer = replace(plan, workload=replace(plan.workload, optimizer=optimizer))
     assert message(longer)["--train-iters"] == ("800",)  # warm-up must end before decay
+
+
+def test_a_rate_that_stays_and_falls_in_the_end():
+    plan = PLANS["folded"]
+    optimizer = OptimizerSpec(lr_decay=LrDecay.WSD, wsd_decay_steps=25)
+    workload = replace(plan.workload, steps=200, optimizer=optimizer)
+    flags = parse_flags(megatron_flags(replace(plan, workload=workload)))
+    assert flags["--lr-decay-style"] == ("WSD",)
+    assert flags["--lr-wsd-decay-style"] == ("linear",)
+    assert flags["--lr-wsd-decay-iters"] == ("25",)
 
 
 def test_a_layout_string_excludes_the_other_ways_to_say_stages():

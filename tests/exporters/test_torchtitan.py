@@ -20,6 +20,7 @@ from moewright.spec.workload import (
     DataSpec,
     Dtype,
     LossSpec,
+    LrDecay,
     OptimizerSpec,
     Workload,
 )
@@ -31,7 +32,7 @@ KNOWN = {
     "job": {"description"},
     "model": {"name", "flavor"},
     "optimizer": {"name", "lr", "beta1", "beta2", "eps", "weight_decay"},
-    "lr_scheduler": {"warmup_steps", "decay_type", "min_lr_factor"},
+    "lr_scheduler": {"warmup_steps", "decay_type", "decay_ratio", "min_lr_factor"},
     "training": {
         *("dataset", "seq_len", "local_batch_size", "global_batch_size", "max_norm", "steps"),
         *("dtype", "mixed_precision_param", "mixed_precision_reduce"),
@@ -95,6 +96,15 @@ def test_full_sharding_and_experts_of_data_ranks():
     assert result["training"]["local_batch_size"] == 2
     assert result["training"]["global_batch_size"] == 64
     assert result["activation_checkpoint"]["mode"] == "full"
+
+
+def test_a_rate_that_stays_and_falls_in_the_end():
+    spec = OptimizerSpec(lr_decay=LrDecay.WSD, wsd_decay_steps=25)
+    schedule = written("zero3", 16, steps=200, optimizer=spec)["lr_scheduler"]
+    assert (schedule["decay_type"], schedule["decay_ratio"]) == ("linear", 0.125)
+    plain = written("zero3", 16, steps=200)["lr_scheduler"]
+    assert plain["decay_type"] == "cosine"
+    assert "decay_ratio" not in plain
 
 
 def test_copies_and_hybrid_shards():

@@ -13,6 +13,7 @@ from typing import Any
 import tomli_w
 
 from moewright.codec import format_layout
+from moewright.rules.batch_rampup import wsd_decay_steps
 from moewright.rules.stages import pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, NetworkKind
@@ -30,6 +31,7 @@ from moewright.spec.plan import Plan
 from moewright.spec.workload import (
     DocumentMasking,
     Dtype,
+    LrDecay,
     RouterAssignment,
     RouterForce,
     SaveMode,
@@ -90,11 +92,7 @@ def render_torchtitan_config(plan: Plan) -> str:
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
         },
-        "lr_scheduler": {
-            "warmup_steps": optimizer.warmup_steps,
-            "decay_type": "cosine",
-            "min_lr_factor": optimizer.min_lr_fraction,
-        },
+        "lr_scheduler": _schedule_section(workload),
         "training": _training_section(plan),
         "parallelism": _parallelism_section(plan),
         "activation_checkpoint": {"mode": "full" if plan.layout.recompute else "none"},
@@ -105,6 +103,21 @@ def render_torchtitan_config(plan: Plan) -> str:
         },
     }
     return tomli_w.dumps(sections)
+
+
+def _schedule_section(workload: Workload) -> dict[str, Any]:
+    optimizer = workload.optimizer
+    section: dict[str, Any] = {
+        "warmup_steps": optimizer.warmup_steps,
+        "decay_type": "cosine",
+        "min_lr_factor": optimizer.min_lr_fraction,
+    }
+    if optimizer.lr_decay is LrDecay.WSD:
+        steps = workload.steps or optimizer.decay_steps
+        # The part of all steps in which the rate falls, after a stable one.
+        ratio = wsd_decay_steps(optimizer, steps) / max(1, steps)
+        section |= {"decay_type": "linear", "decay_ratio": round(ratio, 6)}
+    return section
 
 
 def _training_section(plan: Plan) -> dict[str, Any]:

@@ -188,6 +188,7 @@ def _optimizer_ranges(optimizer: OptimizerSpec) -> Iterator[_Range]:
     yield "train.min_lr_fraction", optimizer.min_lr_fraction, 0, 1
     yield "train.warmup_steps", optimizer.warmup_steps, 0, MAX_STEPS
     yield "train.decay_steps", optimizer.decay_steps, 0, MAX_STEPS
+    yield "train.wsd_decay_steps", optimizer.wsd_decay_steps, 0, MAX_STEPS
     yield "train.beta1", optimizer.beta1, 0, 1 - 1e-9
     yield "train.beta2", optimizer.beta2, 0, 1 - 1e-9
     yield "train.eps", optimizer.eps, 1e-30, 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from moewright.spec.errors import Reason
 from moewright.spec.layout import Layout
-from moewright.spec.workload import BatchRampSpec, Workload
+from moewright.spec.workload import BatchRampSpec, OptimizerSpec, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,3 +86,11 @@ def _ramp_stages(ramp: BatchRampSpec, full_size: int) -> Iterator[tuple[int, int
     for stage in range(count):
         size = ramp.ramp_start + stage * ramp.ramp_increment
         yield size, -(-(stage + 1) * ramp.ramp_samples // count)
+
+
+def wsd_decay_steps(spec: OptimizerSpec, steps: int) -> int:
+    """Return the steps in which a WSD learning rate falls, at least 1.
+
+    They are those before `decay_steps`, or before the end of a run of `steps`.
+    """
+    return spec.wsd_decay_steps or max(1, (spec.decay_steps or steps) // 10)

@@ -38,6 +38,13 @@ class Routing(StrEnum):
     MEASURED = "measured"  # as many tokens as `load_histogram` counted
 
 
+class LrDecay(StrEnum):
+    """The shapes of the learning rate after its warm-up."""
+
+    COSINE = "cosine"  # falls all the way along a half cosine
+    WSD = "wsd"  # stays at its peak, then falls linearly in the last steps (warmup-stable-decay)
+
+
 class MatrixUpdate(StrEnum):
     """The optimizers of the matrices of layers; all other parameters are AdamW's."""
 
@@ -49,14 +56,17 @@ class MatrixUpdate(StrEnum):
 class OptimizerSpec:
     """AdamW with decoupled weight decay, and a schedule of the learning rate.
 
-    The rate warms up linearly, then falls along a cosine to `lr * min_lr_fraction` at
-    `decay_steps`.
+    The rate warms up linearly, then falls to `lr * min_lr_fraction` at `decay_steps`, as `lr_decay`
+    says.
     """
 
     lr: float = 3e-4  # peak learning rate
-    min_lr_fraction: float = 0.1  # learning rate at the end of the cosine over the peak
+    min_lr_fraction: float = 0.1  # learning rate at the end of the decay over the peak
     warmup_steps: int = 0  # steps of linear warm-up from 0
     decay_steps: int = 0  # 0: the run's `steps`
+    lr_decay: LrDecay = LrDecay.COSINE  # how the rate falls
+    # steps before `decay_steps` in which wsd falls; 0: a tenth of `decay_steps`
+    wsd_decay_steps: int = 0
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
     eps: float = 1e-8  # added to the root of the second moment

@@ -101,6 +101,11 @@ def read_shared_settings() -> dict[str, str]:
     return {key: os.environ[key] for key in _SHARED_SETTINGS if key in os.environ}
 
 
+def read_device_queues() -> str:
+    """Return CUDA_DEVICE_MAX_CONNECTIONS: the hardware queues of a GPU, or nothing where unset."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+
+
 def is_triton_interpreted() -> bool:
     """Tell whether Triton's kernels run in its interpreter, which needs no GPU."""
     return os.environ.get("TRITON_INTERPRET", "") == "1"

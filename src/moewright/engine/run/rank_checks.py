@@ -9,6 +9,7 @@ from moewright.engine.kernels.fused.select import implementation_name
 from moewright.engine.run.env import read_shared_settings, read_torchrun_env
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan
 from moewright.version import __version__
 
@@ -36,6 +37,23 @@ def _count_local_ranks(plan: Plan) -> int:
     if env is None:
         return plan.layout.world_size
     return env.local_world_size or env.local_rank + 1
+
+
+def describe_device_queues(layout: Layout, kind: DeviceKind, queues: str) -> str:
+    """Return what to set where a GPU's queues let products overtake the collectives before them.
+
+    With one queue kernels start in the order of their launches (up to Hopper), so that a collective
+    that was started first has its part of the device before the products that hide it. Nothing
+    where that changes nothing.
+    """
+    hides = layout.tp > 1 or layout.cp > 1 or bool(layout.overlap)
+    if kind is not DeviceKind.CUDA or not hides or queues == "1":
+        return ""
+    setting = queues or "unset"
+    return (
+        f"CUDA_DEVICE_MAX_CONNECTIONS is {setting}: up to Hopper, set it to 1, or products may "
+        "overtake the collectives that they are to hide"
+    )
 
 
 def refuse_different_ranks(plan: Plan, comm: Coordinator) -> None:

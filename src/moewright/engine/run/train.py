@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +32,19 @@ from moewright.engine.observe.step_timing import StepTimer, add_links, sample_de
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData
-from moewright.engine.run.env import is_triton_interpreted, read_torchrun_env
+from moewright.engine.run.env import (
+    is_triton_interpreted,
+    read_device_queues,
+    read_torchrun_env,
+)
 from moewright.engine.run.launch import launch
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.nonfinite import report_nonfinite
-from moewright.engine.run.rank_checks import missing_devices, refuse_different_ranks
+from moewright.engine.run.rank_checks import (
+    describe_device_queues,
+    missing_devices,
+    refuse_different_ranks,
+)
 from moewright.engine.run.restore import build_identity, read_steps_done, restore
 from moewright.engine.run.run_records import build_session, build_step_record, open_recorder
 from moewright.engine.run.step import TrainState, compute_heldout_loss, train_step
@@ -84,6 +93,9 @@ def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
     if steps_done >= last_step:
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
         return ExitCode.DONE
+    note = describe_device_queues(plan.layout, kind, read_device_queues())
+    if note:
+        print(note, file=sys.stderr, flush=True)
     # A checkpoint holds the master weight (fp32) and two moments of every parameter.
     bytes_per_parameter = 4 + 2 * plan.workload.optimizer.moment_dtype.nbytes
     require_space(run_dir, bytes_per_parameter * count_parameters(plan.model).total)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.exporters.megatron.model import Flag, format_number
-from moewright.rules.batch_rampup import batch_sizes, step_samples
+from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_steps
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.stages import pipeline_chunks
 from moewright.spec.hardware import Hardware
@@ -25,7 +25,7 @@ from moewright.spec.layout import (
     Recompute,
 )
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DocumentMasking, Dtype, SaveMode, Workload
+from moewright.spec.workload import DocumentMasking, Dtype, LrDecay, SaveMode, Workload
 
 DISPATCHER_FLAGS = {
     DispatcherKind.ALL_GATHER: ((LAYOUT_OPTIONS["dispatcher"], "allgather"),),
@@ -184,6 +184,8 @@ def _duration_flags(workload: Workload) -> Iterator[Flag]:
         yield "--train-iters", str(steps)
         yield "--lr-warmup-iters", str(optimizer.warmup_steps)
         yield "--lr-decay-iters", str(decay)
+        if optimizer.lr_decay is LrDecay.WSD:
+            yield "--lr-wsd-decay-iters", str(wsd_decay_steps(optimizer, steps))
         return
     schedule = (
         f"{first_sample * workload.seq_len}:{size}" for first_sample, size in batch_sizes(workload)
@@ -192,6 +194,10 @@ def _duration_flags(workload: Workload) -> Iterator[Flag]:
     yield "--train-samples", str(step_samples(workload, steps).first)
     yield "--lr-warmup-samples", str(step_samples(workload, optimizer.warmup_steps).first)
     yield "--lr-decay-samples", str(step_samples(workload, decay).first)
+    if optimizer.lr_decay is LrDecay.WSD:
+        start = max(0, decay - wsd_decay_steps(optimizer, steps))
+        samples = step_samples(workload, decay).first - step_samples(workload, start).first
+        yield "--lr-wsd-decay-samples", str(samples)
 
 
 def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
@@ -232,7 +238,11 @@ def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
         yield "--exp-avg-sq-dtype", moments.value
     yield "--lr", format_number(optimizer.lr)
     yield "--min-lr", format_number(optimizer.lr * optimizer.min_lr_fraction)
-    yield "--lr-decay-style", "cosine"
+    if optimizer.lr_decay is LrDecay.WSD:
+        yield "--lr-decay-style", "WSD"
+        yield "--lr-wsd-decay-style", "linear"
+    else:
+        yield "--lr-decay-style", "cosine"
     yield "--adam-beta1", format_number(optimizer.beta1)
     yield "--adam-beta2", format_number(optimizer.beta2)
     yield "--adam-eps", format_number(optimizer.eps)
