@@ -241,7 +241,7 @@ REFUSED = [
     ("--batch-size 4", "is gone", "--micro-batch-size"),
     ("--seed many", "must be a whole number", ""),
     ("--moe-router-topk $K", "takes the value of K", "K=... before this command"),
-    ("--optimizer dist_muon", "its states cannot be planned here", "adam"),
+    ("--optimizer lion", "its states cannot be planned here", "adam"),
     ("--yaml-cfg sizes.yaml", "options in a YAML file cannot be planned here", ""),
     (
         "--rampup-batch-size 64 64 1000 --train-iters 100",

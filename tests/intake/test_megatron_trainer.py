@@ -14,7 +14,9 @@ from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.launch import find_launch
 from moewright.intake.megatron.read import ScriptJob, interpret_launch
 from moewright.rules.engine_limits import unsupported_model
+from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component, Module
+from moewright.spec.model import Activation, MixerKind
 from moewright.spec.workload import (
     AttentionBackend,
     CrossEntropyKernel,
@@ -122,3 +124,25 @@ def test_the_engine_refuses_kernels_and_dropout_that_it_lacks() -> None:
     other = TrainerSpec(attention_backend=AttentionBackend.UNFUSED, hidden_dropout=0.1)
     fields = [reason.field for reason in unsupported_model(model, replace(workload, trainer=other))]
     assert fields == ["train.attention_backend", "train.hidden_dropout"]
+
+
+def test_a_pattern_of_layers_is_a_hybrid_model() -> None:
+    """Read Mamba-2, attention, experts and an MLP, and two MTP depths that share their weights."""
+    options = (
+        f"{GPT2} --hybrid-layer-pattern ME*-ME/*E/*E --mtp-use-repeated-layer --squared-relu "
+        "--mamba-num-heads 4 --mamba-head-dim 32 --mamba-state-dim 16 --mamba-num-groups 2 "
+        "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear"
+    )
+    model = read(options).model
+    recurrent, attention, none = MixerKind.RECURRENT, MixerKind.ATTENTION, MixerKind.NONE
+    assert model.mixers == (recurrent, none, attention, none, recurrent, none)
+    assert model.mlp_layers == (False, True, False, True, False, True)
+    assert model.moe_layers == (False, True, False, False, False, True)
+    assert (model.layers, model.mtp_layers, model.mtp_shared) == (6, 2, True)
+    assert model.activation is Activation.RELU_SQUARED
+    assert model.recurrent is not None
+    assert (model.recurrent.heads, model.recurrent.value_width) == (4, 128)
+    with pytest.raises(BadInput, match="layers of the kinds M"):
+        read(f"{GPT2} --hybrid-layer-pattern MGM")
+    with pytest.raises(BadInput, match="MTP depths other than"):
+        read(f"{GPT2} --hybrid-layer-pattern M*/MM")

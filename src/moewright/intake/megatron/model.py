@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 from moewright.intake import catalogue
 from moewright.intake.megatron.arguments import Arguments
+from moewright.intake.megatron.hybrid import read_hybrid
 from moewright.intake.megatron.vocabulary import padded_vocabulary, read_vocabulary
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
+    Activation,
     AttentionKind,
     AttentionSpec,
     ModelSpec,
@@ -34,9 +36,6 @@ _MLA_ORIGINAL_POSITIONS = 4096
 _LLAMA3_ORIGINAL_POSITIONS = 8192
 _MAX_PATTERN_LENGTH = 10_000
 _NOT_PLANNED = {
-    "--hybrid-layer-pattern": "layers that are no attention",
-    "--hybrid-override-pattern": "layers that are no attention",
-    "--is-hybrid-model": "layers that are no attention",
     "--experimental-attention-variant": "that attention",
     "--heterogeneous-layers-config-path": "layers of different shapes",
     "--heterogeneous-layers-config-encoded-json": "layers of different shapes",
@@ -177,12 +176,15 @@ def _read_shape(arguments: Arguments) -> ModelSpec:
     heads = _require_size(arguments, "--num-attention-heads")
     has_biases = not arguments.has("--disable-bias-linear")
     is_gated = arguments.has("--swiglu") or arguments.has("--quick-geglu")
-    arguments.ignore("--squared-relu", "--openai-gelu")
-    arguments.ignore("--glu-linear-offset", "--activation-func-clamp-value")
+    arguments.ignore("--openai-gelu", "--glu-linear-offset", "--activation-func-clamp-value")
     arguments.ignore("--no-bias-dropout-fusion", "--no-rope-fusion")
+    hybrid = read_hybrid(arguments)
     default_ffn = int(4 * hidden * 2 / 3) // 64 * 64 if is_gated else 4 * hidden
     ffn = arguments.integer("--ffn-hidden-size")
     moe_layers = _read_moe_layers(arguments, layers)
+    if hybrid is not None:
+        moe_layers = hybrid.moe_layers
+        layers = len(moe_layers)
     dense_ffn = 0 if all(moe_layers) else default_ffn
     position = _read_position(arguments)
     arguments.ignore("--padded-vocab-size", "--null-tokenizer-eod-id")
@@ -204,9 +206,20 @@ def _read_shape(arguments: Arguments) -> ModelSpec:
         position=_POSITIONS[position],
         max_position=arguments.integer("--max-position-embeddings"),
         tie_embeddings=not arguments.has("--untie-embeddings-and-output-weights"),
-        mtp_layers=arguments.integer("--mtp-num-layers"),
+        mtp_layers=hybrid.mtp_layers if hybrid else arguments.integer("--mtp-num-layers"),
+        mixers=hybrid.mixers if hybrid else (),
+        mlp_layers=hybrid.mlp_layers if hybrid else (),
+        recurrent=hybrid.recurrent if hybrid else None,
+        mtp_shared=arguments.has("--mtp-use-repeated-layer"),
+        activation=_read_activation(arguments, is_gated=is_gated),
         initializer_range=arguments.number("--init-method-std", 0.02),
     )
+
+
+def _read_activation(arguments: Arguments, *, is_gated: bool) -> Activation:
+    if arguments.has("--squared-relu"):
+        return Activation.RELU_SQUARED
+    return Activation.SILU if is_gated else Activation.GELU
 
 
 def _require_size(arguments: Arguments, name: str) -> int:

@@ -37,6 +37,8 @@ def read_vocabulary(arguments: Arguments) -> tuple[int, str]:
     if arguments.has("--vocab-size"):
         return arguments.integer("--vocab-size"), ""
     tokenizer_type = _known_text(arguments, "--tokenizer-type")
+    if not tokenizer_type and arguments.has("--tiktoken-pattern"):
+        tokenizer_type = "TikTokenizer"
     names = [_known_text(arguments, name) for name in ("--tokenizer-model", "--vocab-file")]
     for entry in _list_tokenizers():
         is_model = any(entry.model in name.lower() for name in names if name)
