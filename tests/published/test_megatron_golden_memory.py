@@ -43,7 +43,6 @@ NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
 LTS_SWITCHES = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}
 # Reasons for which a script is left out, by a part of the refusal.
 SKIPPED = {
-    "is no option of Megatron-LM": 1,  # Flextron, which another program reads
     "goes with --bf16": 2,  # 8-bit products of fp32 tensors
 }
 
