@@ -48,6 +48,14 @@ def test_a_network_and_back_is_the_hardware_again() -> None:
     assert not [c for c in back.constants if c.value.source.startswith("pcie")]
 
 
+def test_every_part_can_have_the_networks_it_ships_with() -> None:
+    """A table may name what a part has anyway, as rows of TPUs name their torus."""
+    for name in catalogue.hardware_names():
+        hardware = catalogue.hardware(name)
+        for kind in (hardware.fabric.domain, hardware.fabric.network):
+            assert apply_network(hardware, kind.value) == hardware
+
+
 def test_half_a_rack_is_a_domain_of_36() -> None:
     fabric = catalogue.hardware("72xGB200", "nvl36+roce").fabric
     assert (fabric.domain_size, fabric.domain, fabric.network) == (
