@@ -26,6 +26,13 @@ def test_every_kind_has_an_entry() -> None:
     assert set(read_networks()) == set(NetworkKind)
 
 
+@pytest.mark.parametrize(("part", "domain"), [("TPU7x", "ici"), ("Ascend-910B", "hccs")])
+def test_a_part_takes_its_own_network_by_name(part: str, domain: str) -> None:
+    plain = catalogue.hardware(f"16x{part}")
+    assert plain.fabric.domain.value == domain
+    assert apply_network(plain, domain) == plain
+
+
 def test_efa_keeps_the_node_and_changes_the_network() -> None:
     plain = catalogue.hardware("16xA100")
     efa = apply_network(plain, "efa")

@@ -129,7 +129,12 @@ def complete_fabric(hardware: Hardware) -> Hardware:
 def _find_entry(name: str, hardware: Hardware) -> NetworkEntry:
     """Return the entry of a name; refuse one that is unknown or that the hardware cannot have."""
     networks = read_networks()
-    possible = [entry.kind.value for entry in networks.values() if entry.is_possible_for(hardware)]
+    own = (hardware.fabric.domain, hardware.fabric.network)
+    possible = [
+        entry.kind.value
+        for entry in networks.values()
+        if entry.kind in own or entry.is_possible_for(hardware)
+    ]
     entry = networks[NetworkKind(name)] if name in tuple(NetworkKind) else None
     if entry is not None and entry.kind.value in possible:
         return entry
