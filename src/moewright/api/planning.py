@@ -366,7 +366,7 @@ def estimate(
 
     Example:
         >>> import moewright as mw
-        >>> plan = mw.estimate("Qwen3-30B-A3B", "ep8,zero3,recompute=full", on="8xH100")
+        >>> plan = mw.estimate("Qwen3-30B-A3B", "ep8,recompute=full", on="16xH100")
         >>> plan.estimate.micro_batches, plan.estimate.verdict.value
         (16, 'fits')
     """
