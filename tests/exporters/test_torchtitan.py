@@ -1,9 +1,10 @@
-"""Plans as torchtitan's TOML: its own field names, and degrees that multiply to the world.
+"""Plans as torchtitan's Python configuration, run against stand-ins of its modules.
 
-What it cannot say is refused by name.
+Degrees multiply to the world, fields are its own, and what it cannot say is refused by name.
 """
 
-import tomllib
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -27,39 +28,47 @@ from moewright.spec.workload import (
 from sample_run import plan as cpu_plan
 
 LLAMA, QWEN = "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-30B-A3B"
-# Fields of its job_config.py (late 2025) that the exporter may write.
+# Fields of main at b5bcd76c6 (2026-08-21) that the exporter may write.
 KNOWN = {
-    "job": {"description"},
-    "model": {"name", "flavor"},
-    "optimizer": {"name", "lr", "beta1", "beta2", "eps", "weight_decay"},
-    "lr_scheduler": {"warmup_steps", "decay_type", "decay_ratio", "min_lr_factor"},
     "training": {
-        *("dataset", "seq_len", "local_batch_size", "global_batch_size", "max_norm", "steps"),
-        *("dtype", "mixed_precision_param", "mixed_precision_reduce"),
+        *("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step"),
+        *("max_context_length", "max_norm", "steps", "dtype", "mixed_precision_param"),
+        *("mixed_precision_reduce", "disable_cuda_graphs"),
     },
     "parallelism": {
-        *(
-            "data_parallel_replicate_degree",
-            "data_parallel_shard_degree",
-            "fsdp_reshard_after_forward",
-        ),
-        *("tensor_parallel_degree", "context_parallel_degree", "context_parallel_rotate_method"),
-        *(
-            "pipeline_parallel_degree",
-            "pipeline_parallel_schedule",
-            "pipeline_parallel_microbatch_size",
-        ),
-        *("module_fqns_per_model_part", "pipeline_parallel_expert_parallel_overlap"),
-        *(
-            "expert_parallel_degree",
-            "expert_tensor_parallel_degree",
-            "expert_parallel_comm_backend",
-        ),
+        *("data_parallel_replicate_degree", "data_parallel_shard_degree"),
+        *("fsdp_reshard_after_forward", "tensor_parallel_degree", "context_parallel_degree"),
+        *("pipeline_parallel_degree", "pipeline_parallel_schedule", "num_pp_microbatches"),
+        *("module_fqns_per_model_part", "expert_parallel_degree"),
     },
-    "activation_checkpoint": {"mode"},
+    "lr_scheduler": {"warmup_steps", "decay_type", "decay_ratio", "min_lr_factor"},
     "checkpoint": {"enable", "interval", "keep_latest_k", "async_mode"},
     "debug": {"seed", "moe_force_load_balance"},
+    "optimizer": {"lr", "betas", "eps", "weight_decay"},
 }
+MODULES = (
+    *("components.checkpointer", "components.data", "components.loss", "components.optimizer"),
+    *("config", "distributed.activation_checkpoint", "hf_datasets.text_datasets"),
+    *("models.common.config_utils", "models.qwen3", "models.llama3", "models.deepseek_v3"),
+    "trainer",
+)
+
+
+class Recorder:
+    """A stand-in for a class, a function or a table, which keeps the fields it is given."""
+
+    def __init__(self, *words, **fields):
+        self.words = words
+        self.fields = fields
+
+    def __call__(self, *words, **fields):
+        return Recorder(*words, **fields)
+
+    def __getattr__(self, name):
+        return Recorder()
+
+    def __getitem__(self, name):
+        return name
 
 
 def planned(text, world=16, name=LLAMA, **work):
@@ -67,11 +76,34 @@ def planned(text, world=16, name=LLAMA, **work):
     return build_plan(name, parse_layout(text, world_size=world), workload)
 
 
-def written(*options, **more):
-    result = tomllib.loads(render_torchtitan_config(planned(*options, **more)))
-    assert {
-        section: set(fields) <= KNOWN[section] for section, fields in result.items()
-    } == dict.fromkeys(result, True)
+def built(plan, monkeypatch):
+    """Run the module that is written; return the fields of its configuration."""
+    for name in MODULES:
+        module = types.ModuleType(f"torchtitan.{name}")
+        module.__getattr__ = lambda name: Recorder()
+        monkeypatch.setitem(sys.modules, f"torchtitan.{name}", module)
+    space = {"__name__": "moewright_plan"}
+    exec(compile(render_torchtitan_config(plan), "moewright_plan.py", "exec"), space)
+    return space["config"]().fields
+
+
+@pytest.fixture
+def written(monkeypatch):
+    def write(*options, **more):
+        return check_written(planned(*options, **more), monkeypatch)
+
+    return write
+
+
+def check_written(plan, monkeypatch):
+    """Return the sections of a configuration, after checking their fields and degrees."""
+    fields = built(plan, monkeypatch)
+    result = {name: value.fields for name, value in fields.items() if name in KNOWN}
+    assert {section: set(names) - KNOWN[section] for section, names in result.items()} == {
+        section: set() for section in KNOWN
+    }
+    result["model"] = fields["model_spec"]
+    result["activation_checkpoint"] = fields["activation_checkpoint"]
     parallel = result["parallelism"]
     sizes = (
         "data_parallel_shard",
@@ -83,22 +115,65 @@ def written(*options, **more):
     product = 1
     for size in sizes:
         product *= parallel[f"{size}_degree"]
-    assert product == planned(*options, **more).layout.world_size
+    assert product == plan.layout.world_size
     return result
 
 
-def test_full_sharding_and_experts_of_data_ranks():
+def test_full_sharding_and_experts_of_data_ranks(written):
     result = written("zero3,ep8,mbs2,recompute=full", 16, QWEN)
-    assert result["model"] == {"name": "qwen3", "flavor": "30B-A3B"}
+    assert result["model"].words == ("30B-A3B",)
+    assert result["model"].fields == {"moe_comm_backend": "standard"}
     parallel = result["parallelism"]
     assert (parallel["data_parallel_shard_degree"], parallel["expert_parallel_degree"]) == (16, 8)
-    assert parallel["expert_parallel_comm_backend"] == "standard"
-    assert result["training"]["local_batch_size"] == 2
-    assert result["training"]["global_batch_size"] == 64
-    assert result["activation_checkpoint"]["mode"] == "full"
+    assert result["training"]["num_tokens_per_microbatch_per_dp_rank"] == 2 * 4096
+    assert result["training"]["num_tokens_per_train_step"] == 64 * 4096
+    assert result["training"]["steps"] == 100
+    assert result["activation_checkpoint"] is not None
+    deepep = written("zero3,ep8,dispatcher=deepep", 16, QWEN)
+    assert deepep["model"].fields == {"moe_comm_backend": "deepep"}
+    assert deepep["activation_checkpoint"] is None
 
 
-def test_a_rate_that_stays_and_falls_in_the_end():
+def test_copies_and_hybrid_shards(written):
+    assert written("zero0,tp2", 16)["parallelism"]["data_parallel_replicate_degree"] == 8
+    parallel = written("zero3,shard4", 16)["parallelism"]
+    assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (
+        4,
+        4,
+    )
+    # Torchtitan counts the context-parallel ranks of a shard apart.
+    parallel = written("zero3,cp2,cp_comm=allgather,shard4", 16)["parallelism"]
+    assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (
+        2,
+        4,
+    )
+
+
+def test_a_pipeline_names_the_modules_of_every_stage(written):
+    result = written("zero3,pp4,vpp2,mbs2,overlap=p2p", 16)
+    parallel = result["parallelism"]
+    assert parallel["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert parallel["num_pp_microbatches"] == 64 // (4 * 2)
+    parts = parallel["module_fqns_per_model_part"]
+    assert len(parts) == 8
+    layers = [f"layers.{layer}" for layer in range(32)]
+    assert [name for part in parts for name in part] == [
+        "tok_embeddings",
+        *layers,
+        "norm",
+        "lm_head",
+    ]
+    assert written("zero3,pp2,ep8", 16, QWEN)["parallelism"]["pipeline_parallel_degree"] == 2
+
+
+def test_further_tokens_are_predicted_where_torchtitan_has_them(monkeypatch):
+    plan = planned("zero3,ep8", 256, "deepseek-ai/DeepSeek-V3")
+    plan = replace(plan, workload=replace(plan.workload, global_batch=256))
+    assert check_written(plan, monkeypatch)["model"].fields["num_mtp_layers"] == 1
+    assert "loss=MTPLoss.Config(" in render_torchtitan_config(plan)
+
+
+def test_a_rate_that_stays_and_falls_in_the_end(written):
     spec = OptimizerSpec(lr_decay=LrDecay.WSD, wsd_decay_steps=25)
     schedule = written("zero3", 16, steps=200, optimizer=spec)["lr_scheduler"]
     assert (schedule["decay_type"], schedule["decay_ratio"]) == ("linear", 0.125)
@@ -107,41 +182,7 @@ def test_a_rate_that_stays_and_falls_in_the_end():
     assert "decay_ratio" not in plain
 
 
-def test_copies_and_hybrid_shards():
-    assert written("zero0,tp2", 16)["parallelism"]["data_parallel_replicate_degree"] == 8
-    parallel = written("zero3,shard4", 16)["parallelism"]
-    assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (
-        4,
-        4,
-    )
-    # Torchtitan counts the context-parallel ranks of a shard apart.
-    parallel = written("zero3,cp2,shard4", 16)["parallelism"]
-    assert (parallel["data_parallel_shard_degree"], parallel["data_parallel_replicate_degree"]) == (
-        2,
-        4,
-    )
-
-
-def test_a_pipeline_names_the_modules_of_every_stage():
-    result = written("zero3,pp4,vpp2,mbs2,overlap=p2p", 16)
-    parallel = result["parallelism"]
-    assert parallel["pipeline_parallel_schedule"] == "Interleaved1F1B"
-    assert (
-        result["training"]["local_batch_size"] == 64 // 4
-    )  # a rank's whole batch, in micro-batches of 2
-    assert parallel["pipeline_parallel_microbatch_size"] == 2
-    parts = parallel["module_fqns_per_model_part"]
-    assert len(parts) == 8
-    layers = [f"layers.{layer}" for layer in range(32)]
-    assert [name for part in parts for name in part] == [
-        "tok_embeddings",
-        *layers,
-        "norm",
-        "output",
-    ]
-
-
-def test_what_else_a_job_says():
+def test_what_else_a_job_says(written):
     result = written(
         "zero0,cp2,cp_comm=allgather",
         16,
@@ -157,7 +198,7 @@ def test_what_else_a_job_says():
         "min_lr_factor": 0.2,
     }
     assert result["training"]["mixed_precision_param"] == "float32"
-    assert result["parallelism"]["context_parallel_rotate_method"] == "allgather"
+    assert result["optimizer"]["betas"] == (0.9, 0.95)
     assert result["checkpoint"] == {
         "enable": True,
         "interval": 100,
@@ -174,10 +215,10 @@ def placed(plan):
 REFUSED = [
     (planned("ep8", name="mistralai/Mixtral-8x7B-v0.1"), "model.name", "Qwen/Qwen3-30B-A3B"),
     (planned("tp2"), "layout.zero", "3"),
-    (planned("zero3,pp2", name=QWEN), "layout.pp", "1"),
-    (planned("zero3,cp2", name=QWEN), "layout.cp", "1"),
     (planned("zero3,tp2,sp0"), "layout.sp", "true"),
-    (planned("zero3,cp2,cp_comm=a2a"), "layout.cp_comm", "p2p"),
+    (planned("zero3,cp2,cp_comm=a2a"), "layout.cp_comm", "allgather"),
+    (planned("zero3,pp2,ep8", 256, "deepseek-ai/DeepSeek-V3"), "model.mtp_layers", "0"),
+    (planned("zero3,ep8,overlap=ep", name=QWEN), "layout.overlap", "none"),
     (planned("zero3,pp2,schedule=zb-h1"), "layout.schedule", "1f1b"),
     (planned("zero3,recompute=mlp"), "layout.recompute", "full"),
     (planned("zero3,recompute=full+loss"), "layout.recompute", "full"),
@@ -199,14 +240,14 @@ REFUSED = [
     ),
     (planned("zero3", optimizer=OptimizerSpec(clip_norm=0)), "workload.clip_norm", "1"),
     (
-        replace(cpu_plan(), layout=parse_layout("zero0", world_size=2)),
-        "hardware.device.kind",
-        "cuda",
-    ),
-    (
         replace(planned("zero3,ep8", name=QWEN), hardware=catalogue.hardware("8xAscend-910C")),
         "hardware.fabric.domain",
         "nvlink",
+    ),
+    (
+        replace(cpu_plan(), layout=parse_layout("zero0", world_size=2)),
+        "hardware.device.kind",
+        "cuda",
     ),
 ]
 

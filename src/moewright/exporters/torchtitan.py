@@ -1,8 +1,8 @@
-"""A plan as a TOML configuration of torchtitan.
+"""A plan as a configuration of torchtitan: a Python module with a function that returns it.
 
-The file is for its job_config.py of late 2025, the last version with TOML files. torchtitan knows
-models by flavours, and shards weights, gradients and optimizer states together (FSDP) or not at
-all. Its expert parallelism takes ranks of data, context and tensor parallelism.
+The module is for main at b5bcd76c6 (2026-08-21); TOML files ended in February 2026. torchtitan
+knows models by flavours, and shards weights, gradients and optimizer states together (FSDP) or not
+at all. Its expert parallelism takes ranks of data, context and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import tomli_w
-
 from moewright.codec import format_layout
+from moewright.exporters.megatron.layout import training_steps
+from moewright.exporters.torchrun import torchrun_command
 from moewright.rules.batch_rampup import wsd_decay_steps
+from moewright.rules.micro_batches import micro_batches
 from moewright.rules.stages import pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, NetworkKind
@@ -63,13 +64,26 @@ SCHEDULES = {
     Schedule.ZBV: "ZBVZeroBubble",
     Schedule.DUALPIPEV: "DualPipeV",
 }
-# Keys and values move around a ring, or are gathered at once.
-_ROTATE_METHODS = {CpComm.P2P: "alltoall", CpComm.ALL_GATHER: "allgather"}
-_BACKENDS = {DispatcherKind.ALL_TO_ALL: "standard", DispatcherKind.DEEPEP: "deepep"}
+# The communication of its experts: its own, or those of libraries.
+_BACKENDS = {
+    DispatcherKind.ALL_TO_ALL: "standard",
+    DispatcherKind.DEEPEP: "deepep",
+    DispatcherKind.HYBRIDEP: "hybridep",
+}
+_MTP_FAMILY = "deepseek_v3"  # the models that predict further tokens
+_HEAD = """from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.common.config_utils import decoder_vocab_size"""
 
 
 def render_torchtitan_config(plan: Plan) -> str:
-    """Return a TOML file for torchtitan's --job.config_file.
+    """Return a Python module for torchtitan's --module; its --config is `config`.
 
     Raises:
         BadInput: one Reason for each thing that torchtitan cannot say.
@@ -77,37 +91,84 @@ def render_torchtitan_config(plan: Plan) -> str:
     reasons = tuple(_find_refusals(plan))
     if reasons:
         raise BadInput(*reasons)
-    name, flavour = FLAVOURS[plan.model.name]
-    workload = plan.workload
-    optimizer = workload.optimizer
+    return "\n".join((*_head_lines(plan), *_config_lines(plan))) + "\n"
+
+
+def _head_lines(plan: Plan) -> Iterator[str]:
+    family, _ = FLAVOURS[plan.model.name]
     layout_text = format_layout(plan.layout)
-    sections: dict[str, dict[str, Any]] = {
-        "job": {"description": f"{plan.model.name}, {layout_text}, plan {plan.fingerprint}"},
-        "model": {"name": name, "flavor": flavour},
-        "optimizer": {
-            "name": "AdamW",
-            "lr": optimizer.lr,
-            "beta1": optimizer.beta1,
-            "beta2": optimizer.beta2,
-            "eps": optimizer.eps,
-            "weight_decay": optimizer.weight_decay,
-        },
-        "lr_scheduler": _schedule_section(workload),
-        "training": _training_section(plan),
-        "parallelism": _parallelism_section(plan),
-        "activation_checkpoint": {"mode": "full" if plan.layout.recompute else "none"},
-        "checkpoint": _checkpoint_section(workload),
-        "debug": {
-            "seed": workload.seed,
-            "moe_force_load_balance": workload.router.force is RouterForce.BALANCED,
-        },
+    yield f"# {plan.model.name}, {layout_text}, plan {plan.fingerprint}".replace("\n", " ")
+    if not plan.workload.steps:
+        yield f"# The plan has no length: {training_steps(plan.workload)} steps are written."
+    yield "# Save as moewright_plan.py and start on every node, in its folder:"
+    start = "-m torchtitan.train --module moewright_plan --config config"
+    yield f"# {torchrun_command(plan)} {start}"
+    yield from _HEAD.splitlines()
+    yield f"from torchtitan.models.{family} import model_registry"
+    if plan.model.mtp_layers:
+        yield f"from torchtitan.models.{family} import MTPLoss"
+    yield "from torchtitan.trainer import Trainer"
+    yield ""
+    yield ""
+
+
+def _config_lines(plan: Plan) -> Iterator[str]:
+    """Yield the function that builds the configuration."""
+    _, flavour = FLAVOURS[plan.model.name]
+    optimizer = plan.workload.optimizer
+    vocabulary = "global_vocab_size=decoder_vocab_size(model_spec)"
+    yield "def config() -> Trainer.Config:"
+    yield f"    model_spec = model_registry({flavour!r}{_registry_options(plan)})"
+    yield "    return Trainer.Config("
+    yield "        model_spec=model_spec,"
+    if plan.model.mtp_layers:
+        yield f"        loss=MTPLoss.Config({vocabulary}),"
+    else:
+        loss = f"CrossEntropyLoss.Config({vocabulary})"
+        yield f"        loss=ChunkedLossWrapper.Config(loss_fn={loss}),"
+    yield f"        hf_assets_path={'./assets/hf/' + plan.model.name.rpartition('/')[2]!r},"
+    yield "        dataloader=GrainDataLoader.Config("
+    yield '            dataset=ConcatThenSplitPackingConfig(dataset=DATASETS["c4"]),'
+    yield "        ),"
+    yield "        optimizer=default_adamw("
+    yield f"            lr={optimizer.lr!r}, betas=({optimizer.beta1!r}, {optimizer.beta2!r}),"
+    yield f"            eps={optimizer.eps!r}, weight_decay={optimizer.weight_decay!r},"
+    yield "        ),"
+    yield from _call(
+        "lr_scheduler", "LRSchedulersContainer.Config", _schedule_fields(plan.workload)
+    )
+    yield from _call("training", "TrainingConfig", _training_fields(plan))
+    yield from _call("parallelism", "ParallelismConfig", _parallelism_fields(plan))
+    yield from _call("checkpoint", "CheckpointManager.Config", _checkpoint_fields(plan.workload))
+    replays = "FullAC.Config()" if plan.layout.recompute else "None"
+    yield f"        activation_checkpoint={replays},"
+    debug = {
+        "seed": plan.workload.seed,
+        "moe_force_load_balance": plan.workload.router.force is RouterForce.BALANCED,
     }
-    return tomli_w.dumps(sections)
+    yield from _call("debug", "DebugConfig", debug)
+    yield "    )"
 
 
-def _schedule_section(workload: Workload) -> dict[str, Any]:
+def _call(field: str, function: str, values: dict[str, Any]) -> Iterator[str]:
+    yield f"        {field}={function}("
+    yield from (f"            {name}={value!r}," for name, value in values.items())
+    yield "        ),"
+
+
+def _registry_options(plan: Plan) -> str:
+    """Return what is said of the model besides its flavour."""
+    options: dict[str, Any] = {}
+    if plan.model.moe and plan.layout.ep > 1:
+        options["moe_comm_backend"] = _BACKENDS[plan.layout.dispatcher]
+    if plan.model.mtp_layers:
+        options["num_mtp_layers"] = plan.model.mtp_layers
+    return "".join(f", {name}={value!r}" for name, value in options.items())
+
+
+def _schedule_fields(workload: Workload) -> dict[str, Any]:
     optimizer = workload.optimizer
-    section: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "warmup_steps": optimizer.warmup_steps,
         "decay_type": "cosine",
         "min_lr_factor": optimizer.min_lr_fraction,
@@ -116,58 +177,47 @@ def _schedule_section(workload: Workload) -> dict[str, Any]:
         steps = workload.steps or optimizer.decay_steps
         # The part of all steps in which the rate falls, after a stable one.
         ratio = wsd_decay_steps(optimizer, steps) / max(1, steps)
-        section |= {"decay_type": "linear", "decay_ratio": round(ratio, 6)}
-    return section
+        fields |= {"decay_type": "linear", "decay_ratio": round(ratio, 6)}
+    return fields
 
 
-def _training_section(plan: Plan) -> dict[str, Any]:
+def _training_fields(plan: Plan) -> dict[str, Any]:
     workload = plan.workload
-    layout = plan.layout
-    # With pipelines the local batch is a rank's whole batch, which torchtitan cuts into
-    # micro-batches; without, it is a micro-batch, over which gradients are accumulated.
-    local_batch = workload.global_batch // layout.dp if layout.pp > 1 else layout.mbs
-    section: dict[str, Any] = {
-        "dataset": "c4",
-        "seq_len": workload.seq_len,
-        "local_batch_size": local_batch,
-        "global_batch_size": workload.global_batch,
+    is_fp32 = workload.precision is Dtype.FP32
+    return {
+        "num_tokens_per_microbatch_per_dp_rank": plan.layout.mbs * workload.seq_len,
+        "num_tokens_per_train_step": workload.tokens_per_step,
+        "max_context_length": workload.seq_len,
         "max_norm": workload.optimizer.clip_norm,
+        "steps": training_steps(workload),
         "dtype": "float32",
-        "mixed_precision_param": "float32" if workload.precision is Dtype.FP32 else "bfloat16",
+        "mixed_precision_param": "float32" if is_fp32 else "bfloat16",
         "mixed_precision_reduce": "float32",
+        "disable_cuda_graphs": True,
     }
-    if workload.steps:
-        section["steps"] = workload.steps
-    return section
 
 
-def _parallelism_section(plan: Plan) -> dict[str, Any]:
+def _parallelism_fields(plan: Plan) -> dict[str, Any]:
     layout = plan.layout
     sharded = 1
     if layout.zero == 3:
         sharded = layout.shard // layout.cp or layout.dp
-    section: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "data_parallel_shard_degree": sharded,
         "data_parallel_replicate_degree": layout.dp // sharded,
         "fsdp_reshard_after_forward": "always",
         "tensor_parallel_degree": layout.tp,
         "context_parallel_degree": layout.cp,
         "pipeline_parallel_degree": layout.pp,
+        "expert_parallel_degree": layout.ep,
     }
-    if layout.cp > 1:
-        section["context_parallel_rotate_method"] = _ROTATE_METHODS[layout.cp_comm]
     if layout.pp > 1:
-        section["pipeline_parallel_schedule"] = SCHEDULES[layout.schedule]
-        section["pipeline_parallel_microbatch_size"] = layout.mbs
-        section["module_fqns_per_model_part"] = [
+        fields["pipeline_parallel_schedule"] = SCHEDULES[layout.schedule]
+        fields["num_pp_microbatches"] = micro_batches(plan.workload, layout)
+        fields["module_fqns_per_model_part"] = [
             list(names) for names in _module_names(plan.model, layout)
         ]
-        section["pipeline_parallel_expert_parallel_overlap"] = Overlap.EP in layout.overlap
-    if plan.model.moe:
-        section["expert_parallel_degree"] = layout.ep
-        section["expert_tensor_parallel_degree"] = layout.etp
-        section["expert_parallel_comm_backend"] = _BACKENDS[layout.dispatcher]
-    return section
+    return fields
 
 
 def _module_names(model: ModelSpec, layout: Layout) -> Iterator[tuple[str, ...]]:
@@ -177,11 +227,11 @@ def _module_names(model: ModelSpec, layout: Layout) -> Iterator[tuple[str, ...]]
         if chunk.has_embedding:
             names.insert(0, "tok_embeddings")
         if chunk.has_loss:
-            names += ["norm", "output"]
+            names += ["norm", "lm_head"]
         yield tuple(names)
 
 
-def _checkpoint_section(workload: Workload) -> dict[str, Any]:
+def _checkpoint_fields(workload: Workload) -> dict[str, Any]:
     checkpoint = workload.checkpoint
     if not checkpoint.every_steps:
         return {"enable": False}
@@ -221,11 +271,9 @@ def _find_refusals(plan: Plan) -> Iterator[Reason]:
         yield _refusal(
             "model.moe_latent_size", model.moe.latent_size, "has no experts in a latent space", 0
         )
-    if model.mtp_layers:
-        yield _refusal("model.mtp_layers", model.mtp_layers, "predicts one token ahead", 0)
-    for field, value in (("pp", layout.pp), ("cp", layout.cp)):
-        if family == "qwen3" and value > 1:
-            yield _refusal(f"layout.{field}", value, f"runs qwen3 without {field}", 1)
+    if model.mtp_layers and (family != _MTP_FAMILY or layout.pp > 1):
+        rule = "predicts further tokens in deepseek_v3 alone, without a pipeline"
+        yield _refusal("model.mtp_layers", model.mtp_layers, rule, 0)
     yield from _check_sharding(layout, model)
     yield from _check_memory(layout)
     yield from _check_overlap(layout)
@@ -243,8 +291,9 @@ def _check_sharding(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
         yield _refusal(
             "layout.sp", "false", "runs tensor parallelism with sequence parallelism", "true"
         )
-    if layout.cp > 1 and layout.cp_comm not in _ROTATE_METHODS:
-        yield _refusal("layout.cp_comm", layout.cp_comm, "rotates or gathers keys", CpComm.P2P)
+    if layout.cp > 1 and layout.cp_comm is not CpComm.ALL_GATHER:
+        rule = "gathers keys for its attention"
+        yield _refusal("layout.cp_comm", layout.cp_comm, rule, CpComm.ALL_GATHER)
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
         yield _refusal(
             "layout.schedule", layout.schedule, f"has {', '.join(SCHEDULES)}", Schedule.ONE_F_ONE_B
@@ -260,7 +309,7 @@ def _check_experts(layout: Layout) -> Iterator[Reason]:
         yield _refusal(
             "layout.dispatcher",
             layout.dispatcher,
-            "dispatches all-to-all or by DeepEP",
+            "dispatches all-to-all, by DeepEP or by HybridEP",
             DispatcherKind.ALL_TO_ALL,
         )
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
@@ -276,11 +325,9 @@ def _check_experts(layout: Layout) -> Iterator[Reason]:
                 "layout.etp", layout.etp, "cuts experts like all else where ep is 1", layout.tp
             )
         return
-    if layout.etp not in (1, layout.tp):
-        yield _refusal(
-            "layout.etp", layout.etp, "cuts experts over tensor parallelism or not at all", 1
-        )
-    borrowed = layout.cp * (layout.tp if layout.etp == 1 else 1)
+    if layout.etp != 1:
+        yield _refusal("layout.etp", layout.etp, "keeps experts whole where ep is above 1", 1)
+    borrowed = layout.cp * layout.tp
     if layout.ep % borrowed or (layout.dp * borrowed) % layout.ep:
         rule = (
             f"gives experts all {borrowed} ranks of context and tensor parallelism "
@@ -323,12 +370,9 @@ def _check_overlap(layout: Layout) -> Iterator[Reason]:
             "overlaps it in compiled models only, which no plan prices",
             "none",
         )
-    if Overlap.EP in layout.overlap and (
-        layout.schedule is not Schedule.DUALPIPEV or layout.recompute
-    ):
-        yield _refusal(
-            "layout.overlap", Overlap.EP, "overlaps it under dualpipev without recompute", "none"
-        )
+    if Overlap.EP in layout.overlap:
+        rule = "export overlaps no exchange of experts"
+        yield _refusal("layout.overlap", Overlap.EP, rule, "none")
 
 
 def _check_workload(workload: Workload) -> Iterator[Reason]:
