@@ -124,6 +124,7 @@ PLANS = {
             checkpoint=CheckpointSpec(every_steps=5, mode=SaveMode.ASYNC),
         ),
     ),
+    "states in two groups": on_gpus("ep2,shard2,overlap=grad", 4),
     "no length": replace(on_gpus("", 1), workload=replace(plan().workload, steps=0)),
     "whole graph and activation offload": on_gpus(
         "ep2,dispatcher=hybridep,graphs=full,offload=moe_act", 2

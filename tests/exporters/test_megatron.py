@@ -18,7 +18,15 @@ from moewright.spec.layout import (
     Recompute,
 )
 from moewright.spec.model import QkNorm, RopeSpec, ScoreFunction
-from moewright.spec.workload import Dtype, LrDecay, OptimizerSpec, Workload
+from moewright.spec.workload import (
+    Dtype,
+    FineTuningSpec,
+    LrDecay,
+    MatrixUpdate,
+    OptimizerSpec,
+    Task,
+    Workload,
+)
 from sample_run import plan, with_recompute
 
 
@@ -182,6 +190,29 @@ def test_gpt_oss_has_windows_sinks_yarn_and_its_own_activation():
     assert "--quick-geglu" in flags
     assert flags["--activation-func-clamp-value"] == ("7",)
     assert "--swiglu" not in flags
+
+
+def test_muon_is_an_optimizer_of_its_own_without_offload_or_narrow_moments():
+    muon = OptimizerSpec(matrix_update=MatrixUpdate.MUON)
+    assert message(trained(optimizer=muon))["--optimizer"] == ("muon",)
+    assert "--optimizer" not in message(trained())
+    with pytest.raises(BadInput, match=r"workload\.matrix_update=muon"):
+        megatron_flags(
+            replace(
+                trained(optimizer=muon),
+                layout=parse_layout("ep2,offload=optimizer", world_size=2),
+            )
+        )
+
+
+def test_states_in_several_groups_say_how_many():
+    flags = message(PLANS["states in two groups"])
+    assert flags["--num-distributed-optimizer-instances"] == ("2",)
+
+
+def test_fine_tuning_is_refused():
+    with pytest.raises(BadInput, match=r"workload\.task=lora: Megatron-LM export writes pre-tr"):
+        megatron_flags(trained(fine_tuning=FineTuningSpec(task=Task.LORA)))
 
 
 def test_latent_attention_without_yarn_has_no_fused_rotation():

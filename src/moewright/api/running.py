@@ -6,18 +6,39 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from moewright.codec import read_run
-from moewright.exporters.bridge import render_bridge_recipe
+from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.exporters.kubernetes import render_train_job
 from moewright.exporters.megatron.script import render_megatron_script
 from moewright.exporters.slurm import render_slurm_script
 from moewright.exporters.torchrun import render_engine_command
-from moewright.exporters.torchtitan import render_torchtitan_config
+from moewright.exporters.torchtitan import render_torchtitan_config, torchtitan_refusals
+from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
 
 Target = Literal["megatron", "bridge", "torchtitan", "slurm", "k8s", "torchrun"]
 _TRAINERS = ("megatron", "bridge", "torchtitan")
+
+
+def list_trainers(plan: Plan) -> tuple[str, ...]:
+    """Return which trainers start a plan: targets of `export`, and this engine as "moewright"."""
+    nouns = (plan.model, plan.workload, plan.hardware, plan.layout)
+    is_megatron = not megatron_refusals(*nouns)
+    starts = {
+        "megatron": is_megatron,
+        "bridge": is_megatron and not any(bridge_refusals(plan)),
+        "torchtitan": not any(torchtitan_refusals(plan)),
+        "moewright": not engine_refusals(plan),
+    }
+    return tuple(name for name, can_start in starts.items() if can_start)
+
+
+def engine_refusals(plan: Plan) -> tuple[Reason, ...]:
+    """Return why this engine does not train a plan; () where it does."""
+    layout = unsupported_layout(plan.layout, model=plan.model, workload=plan.workload)
+    return (*unsupported_model(plan.model, plan.workload), *layout)
 
 
 def export(plan: Plan, *, to: Target, job: str = "", image: str = "", run_dir: str = ".") -> str:

@@ -41,6 +41,7 @@ def plan(
     from moewright.api.planning import SearchOptions, explain_empty_search, search_request
     from moewright.api.planning import why_not as find_objections
     from moewright.api.requests import read_plan_request, to_options, translate_fields
+    from moewright.api.running import list_trainers
     from moewright.codec import parse_layout
     from moewright.report.console import print_measured_load
     from moewright.report.plan_text import print_plans
@@ -68,6 +69,13 @@ def plan(
         rejected=plans.rejected,
         verbose=verbose,
     )
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, shown in enumerate(plans.plans, 1):
+        ranks.setdefault(list_trainers(shown), []).append(rank)
+    for trainers, own_ranks in ranks.items():
+        numbers = ", ".join(map(str, own_ranks))
+        names = ", ".join(trainers) or "no trainer known here"
+        console.print(f"{numbers}: starts in {names}", soft_wrap=True)
     if plans.best:
         print_measured_load(console, plans.best, plans.even_routing)
     if ranking.why_not:

@@ -20,7 +20,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Overlap
 from moewright.spec.model import AttentionKind
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DocumentMasking, Dtype, RouterForce, TrainerSpec
+from moewright.spec.workload import DocumentMasking, Dtype, MatrixUpdate, RouterForce, TrainerSpec
 
 # The flags of each section of ConfigContainer, without their dashes; most fields there have the
 # names of Megatron-LM's own arguments.
@@ -254,8 +254,9 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
         rule = "Megatron Bridge has batches of one size"
         yield Reason(field="workload.ramp_start", value=str(ramp), rule=rule, nearest="0")
     trainer = replace(plan.workload.trainer, attention_dropout=0.0, hidden_dropout=0.0)
-    if trainer != TrainerSpec():
-        rule = "Megatron Bridge's recipe has the kernels of its own providers"
+    is_muon = plan.workload.optimizer.matrix_update is MatrixUpdate.MUON
+    if trainer != TrainerSpec() or is_muon or (plan.layout.shard and plan.layout.zero == 1):
+        rule = "Megatron Bridge's recipe has Adam and the kernels of its own providers"
         yield Reason(field="workload.trainer", rule=rule, nearest="--to megatron")
 
 

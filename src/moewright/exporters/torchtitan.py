@@ -33,9 +33,12 @@ from moewright.spec.workload import (
     DocumentMasking,
     Dtype,
     LrDecay,
+    MatrixUpdate,
     RouterAssignment,
     RouterForce,
     SaveMode,
+    Task,
+    TrainerSpec,
     Workload,
 )
 
@@ -88,7 +91,7 @@ def render_torchtitan_config(plan: Plan) -> str:
     Raises:
         BadInput: one Reason for each thing that torchtitan cannot say.
     """
-    reasons = tuple(_find_refusals(plan))
+    reasons = tuple(torchtitan_refusals(plan))
     if reasons:
         raise BadInput(*reasons)
     return "\n".join((*_head_lines(plan), *_config_lines(plan))) + "\n"
@@ -247,7 +250,8 @@ def _refusal(field: str, value: object, rule: str, nearest: object = "") -> Reas
     return Reason(field=field, value=str(value), rule=f"torchtitan {rule}", nearest=str(nearest))
 
 
-def _find_refusals(plan: Plan) -> Iterator[Reason]:
+def torchtitan_refusals(plan: Plan) -> Iterator[Reason]:
+    """Yield what torchtitan does not start."""
     model = plan.model
     layout = plan.layout
     if plan.hardware.device.kind is not DeviceKind.CUDA:
@@ -428,6 +432,12 @@ def _check_workload(workload: Workload) -> Iterator[Reason]:
         yield _refusal(
             "data.train", workload.data.train, "reads datasets, not token files", "no data"
         )
+    if workload.fine_tuning.task is not Task.PRETRAIN:
+        rule = "export writes pre-training alone"
+        yield _refusal("workload.task", workload.fine_tuning.task, rule, Task.PRETRAIN)
+    if optimizer.matrix_update is not MatrixUpdate.ADAMW or workload.trainer != TrainerSpec():
+        rule = "export writes AdamW and torchtitan's own kernels, without dropout"
+        yield _refusal("workload.trainer", "", rule, "its defaults")
     if workload.weights:
         yield _refusal(
             "workload.weights", workload.weights, "starts from checkpoints of its own", "none"

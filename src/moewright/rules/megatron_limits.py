@@ -41,7 +41,9 @@ from moewright.spec.workload import (
     Dtype,
     ExpertKernels,
     Fusion,
+    MatrixUpdate,
     RouterAssignment,
+    Task,
     Workload,
 )
 
@@ -104,7 +106,12 @@ def broken_rules(model: ModelSpec, workload: Workload, layout: Layout) -> Iterat
         rule = "predicts further tokens with plain rotary positions"
         yield _refusal("model.mtp_layers", model.mtp_layers, rule, 0)
     moments = workload.optimizer.moment_dtype
-    if not layout.zero and (Offload.OPTIMIZER in layout.offload or moments is not Dtype.FP32):
+    is_precision_aware = Offload.OPTIMIZER in layout.offload or moments is not Dtype.FP32
+    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        rule = "moves and narrows the moments of adam alone, and shards adam's weights alone"
+        if is_precision_aware or layout.zero == 3:
+            yield _refusal("workload.matrix_update", MatrixUpdate.MUON, rule, MatrixUpdate.ADAMW)
+    if not layout.zero and is_precision_aware:
         rule = "moves and narrows moments in its distributed optimizer alone"
         yield _refusal("layout.zero", 0, rule, 1)
     yield from _check_graphs(layout)
@@ -201,7 +208,7 @@ def _check_layout(layout: Layout) -> Iterator[Reason]:
     if layout.dispatcher is DispatcherKind.DEDUP:
         rule = "de-duplicates tokens in DeepEP and HybridEP only"
         yield _refusal("layout.dispatcher", layout.dispatcher, rule, DispatcherKind.DEEPEP)
-    if layout.shard:
+    if layout.shard and layout.zero != 1:
         yield _refusal("layout.shard", layout.shard, "export has no hybrid sharding", "all ranks")
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS:
         rule = "holds experts in contiguous blocks"
@@ -226,6 +233,10 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
             yield _refusal(field, RouterAssignment.SINKHORN, rule, RouterAssignment.TOP_K)
         if layout.capacity:
             yield _refusal("layout.capacity", layout.capacity, "drops no rows under sinkhorn", 0)
+    task = workload.fine_tuning.task
+    if task is not Task.PRETRAIN:
+        rule = "export writes pre-training alone"
+        yield _refusal("workload.task", task, rule, Task.PRETRAIN)
     if workload.weights:
         rule = "starts from checkpoints of its own; convert them first"
         yield _refusal("workload.weights", workload.weights, rule, "none")

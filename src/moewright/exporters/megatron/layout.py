@@ -25,7 +25,14 @@ from moewright.spec.layout import (
     Recompute,
 )
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DocumentMasking, Dtype, LrDecay, SaveMode, Workload
+from moewright.spec.workload import (
+    DocumentMasking,
+    Dtype,
+    LrDecay,
+    MatrixUpdate,
+    SaveMode,
+    Workload,
+)
 
 DISPATCHER_FLAGS = {
     DispatcherKind.ALL_GATHER: ((LAYOUT_OPTIONS["dispatcher"], "allgather"),),
@@ -113,6 +120,9 @@ def _degree_flags(model: ModelSpec, workload: Workload, layout: Layout) -> Itera
 def _memory_flags(layout: Layout) -> Iterator[Flag]:
     if layout.zero:
         yield ("--use-distributed-optimizer",)
+    if layout.zero == 1 and layout.shard:
+        instances = layout.dp * layout.cp // layout.shard
+        yield "--num-distributed-optimizer-instances", str(instances)
     if layout.zero == 3:
         yield ("--use-megatron-fsdp",)
         yield "--data-parallel-sharding-strategy", "optim_grads_params"
@@ -228,6 +238,8 @@ def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
     optimizer = workload.optimizer
     is_offloaded = Offload.OPTIMIZER in layout.offload
     moments = optimizer.moment_dtype
+    if optimizer.matrix_update is MatrixUpdate.MUON:
+        yield "--optimizer", "muon"
     if is_offloaded:
         yield ("--optimizer-cpu-offload",)
         if layout.offload_fraction < 1:
