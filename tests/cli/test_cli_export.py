@@ -152,3 +152,19 @@ def test_what_is_illegal_in_a_script_is_named_as_the_script_says_it(
     assert main(["estimate", "--from-flags", str(script), "--on", "H200"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
+
+
+def test_the_length_of_training_is_said_in_steps_or_tokens(tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    estimate = ["estimate", "Qwen3-30B-A3B", "--on", "8xH200", "--layout", "ep8"]
+    assert main([*estimate, "--tokens", "1G", "--json", str(plan)]) == 0
+    assert json.loads(plan.read_text())["workload"]["steps"] == 1908  # of 128 x 4096 tokens
+    assert main(["export", str(plan), "--to", "megatron"]) == 0
+    assert "--train-iters 1908" in capsys.readouterr().out
+    assert main([*estimate, "--steps", "7", "--json", str(plan)]) == 0
+    assert json.loads(plan.read_text())["workload"]["steps"] == 7
+    capsys.readouterr()
+    assert main([*estimate, "--steps", "7", "--tokens", "1G"]) == 2
+    assert "--tokens: excludes --steps" in capsys.readouterr().err
+    assert main([*estimate, "--steps", "0"]) == 2
+    assert "--steps=0: must be at least 1" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_cases import build_plan
+from moewright.api.running import list_trainers
 from moewright.codec import parse_layout
 from moewright.exporters.torchtitan import render_torchtitan_config
 from moewright.intake import catalogue
@@ -261,3 +262,11 @@ def test_what_torchtitan_cannot_say_is_refused_by_name(options, field, nearest):
     reason = caught.value.reasons[0]
     assert (reason.field, reason.nearest) == (field, nearest)
     assert reason.rule.startswith("torchtitan ")
+
+
+def test_which_trainers_start_a_plan():
+    everywhere = planned("zero3,ep8", name=QWEN)
+    assert list_trainers(everywhere) == ("megatron", "bridge", "torchtitan", "moewright")
+    assert list_trainers(planned("ep8,dispatcher=dedup", name=QWEN)) == ("moewright",)
+    mixtral = planned("ep8,graphs=attn", name="mistralai/Mixtral-8x7B-v0.1")
+    assert list_trainers(mixtral) == ("megatron",)
