@@ -16,6 +16,7 @@ from moewright.version import __version__
 
 if TYPE_CHECKING:
     from moewright.api import (
+        budget,
         compare,
         diagnose,
         estimate,
@@ -37,6 +38,7 @@ __all__ = [
     "BadInput",
     "Reason",
     "__version__",
+    "budget",
     "compare",
     "diagnose",
     "estimate",

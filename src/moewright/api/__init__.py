@@ -4,6 +4,7 @@ Every name is reached as `import moewright as mw; mw.plan(...)`. The records pri
 show as tables in notebooks, and convert with `to_dict()` and `to_rows()`.
 """
 
+from moewright.api.budgets import Budget, budget
 from moewright.api.catalogues import HardwareTable, ModelTable, hardware, model, models
 from moewright.api.comparison import PlanComparison, compare
 from moewright.api.diagnosing import Diagnosis, diagnose, read_run
@@ -13,6 +14,7 @@ from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
 from moewright.api.running import export, train
 
 __all__ = [
+    "Budget",
     "Diagnosis",
     "FitResult",
     "HardwareTable",
@@ -22,6 +24,7 @@ __all__ = [
     "ScriptPlan",
     "SweepResult",
     "WhyNot",
+    "budget",
     "compare",
     "diagnose",
     "estimate",

@@ -23,6 +23,7 @@ from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.legality import check_legality
 from moewright.search import explain, what_if
+from moewright.search.fewest import find_fewest
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
 from moewright.search.search import DOES_NOT_FIT, SearchResult, build_plan, search
 from moewright.search.space import Objections, no_objections
@@ -45,6 +46,7 @@ class PlanChoices(TypedDict, total=False):
     layout: str
     fit_probability: float
     risk: float
+    fewest: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,7 @@ class SearchOptions:
 
     top: int = 5
     layout: str = ""
+    fewest: bool = False  # plan for the fewest devices on which a layout is safe
     fit_probability: float = RankingRule().fit_probability
     risk: float = RankingRule().risk
 
@@ -139,8 +142,9 @@ def plan(
         precision: "bf16" when neither this nor a job says it.
         load: a file of measured tokens by expert; memory and time are the hottest rank's.
         top: how many layouts to return.
-        **choices: `layout`, layout text whose keys are pinned; `fit_probability` (0.9) and `risk`
-            (0.1) of the ranking.
+        **choices: `layout`, layout text whose keys are pinned; `fewest`, to plan for the fewest
+            devices, up to those of `on`, on which a layout is safe; `fit_probability` (0.9) and
+            `risk` (0.1) of the ranking.
 
     Raises:
         BadInput: something cannot be used, or no layout is legal and fits.
@@ -210,6 +214,8 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
     _check_options(options)
     allowed = _objections(request)
     rule = RankingRule(fit_probability=options.fit_probability, risk=options.risk)
+    if options.fewest:
+        request = _take_fewest(request, options, rule)
     find = partial(
         search, request.model, request.workload, request.hardware, allowed=allowed, rule=rule
     )
@@ -245,6 +251,19 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
         rejected=result.rejected,
         search=result,
     )
+
+
+def _take_fewest(request: PlanRequest, options: SearchOptions, rule: RankingRule) -> PlanRequest:
+    """Return the request on the fewest devices on which a layout is safe; unchanged without."""
+    fewest = find_fewest(
+        request.model,
+        request.workload,
+        request.hardware,
+        fixed=options.layout,
+        allowed=_objections(request),
+        rule=rule,
+    )
+    return request if fewest is None else replace(request, hardware=fewest)
 
 
 def _insert_own(plans: tuple[Plan, ...], own: Plan | None, rule: RankingRule) -> tuple[Plan, ...]:

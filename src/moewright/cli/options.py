@@ -137,6 +137,9 @@ class RankingOptions:
         How many layouts to show.
     layout
         Layout keys that must hold, such as "ep8,recompute=select".
+    fewest
+        Plan for the fewest devices, up to those of --on, on which a layout fits; the global batch
+        stays that of --on.
     fit_probability
         Layouts that fit with at least this probability come first.
     risk
@@ -148,6 +151,7 @@ class RankingOptions:
 
     top: int = 5
     layout: str = ""
+    fewest: Flag = False
     fit_probability: float = 0.9
     risk: float = 0.1
     why_not: str = ""

@@ -53,6 +53,7 @@ def plan(
     options = SearchOptions(
         top=ranking.top,
         layout=ranking.layout,
+        fewest=ranking.fewest,
         fit_probability=ranking.fit_probability,
         risk=ranking.risk,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from moewright.cli.bench import bench_machine, bench_search
+from moewright.cli.budget import budget
 from moewright.cli.capture import capture
 from moewright.cli.catalogues import hardware, models
 from moewright.cli.completion import build_completion_verb
@@ -37,6 +38,7 @@ def build_app() -> App:
     )
     app.command(plan)
     app.command(estimate)
+    app.command(budget)
     app.command(validate)
     app.command(fit)
     app.command(train)

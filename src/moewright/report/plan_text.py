@@ -22,6 +22,7 @@ from moewright.report.console import (
 )
 from moewright.search.explain import DEPARTURE
 from moewright.spec.plan import Assumption, Evidence, EvidenceGrade, Plan
+from moewright.spec.record import Record, format_cell, list_columns
 from moewright.spec.sourced import SourceKind
 from moewright.spec.units import format_bytes, format_seconds
 
@@ -173,3 +174,16 @@ def _rejection_table(rejected: Iterable[tuple[str, int]]) -> Table:
     for rule, count in sorted(rejected, key=lambda pair: (-pair[1], pair[0])):
         table.add_row(f"{count:,}", Text(rule))
     return table
+
+
+def print_rows(console: Console, record: Record, notes: Iterable[str] = ()) -> None:
+    """Print the title of a record, its rows as a table, and notes below."""
+    rows = record.to_rows()
+    columns = list_columns(rows)
+    table = make_table(*columns, text_columns=("layout",))
+    for row in rows:
+        table.add_row(*(format_cell(row.get(name, "")) for name in columns))
+    console.print(Text(record.title(), style="bold"), soft_wrap=True)
+    console.print(table)
+    for note in notes:
+        console.print(Text(note))
