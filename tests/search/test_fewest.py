@@ -18,7 +18,7 @@ WORK = Workload(seq_len=4096, global_batch=64)
 
 def test_counts_are_parts_of_a_node_then_whole_nodes() -> None:
     assert list(list_device_counts(catalogue.hardware("32xH100"))) == [1, 2, 4, 8, 16, 24, 32]
-    assert list(list_device_counts(catalogue.hardware("3xH100"))) == [1, 2]
+    assert list(list_device_counts(catalogue.hardware("3xH100"))) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["OLMoE-1B-7B-0924", "Qwen3-8B"])

@@ -19,10 +19,11 @@ _LEAST_BYTES = 2  # of a parameter on some device: its weight in 16 bits
 
 
 def list_device_counts(hardware: Hardware) -> Iterator[int]:
-    """Yield the counts up to the hardware's own: equal parts of a node, then whole nodes."""
-    node = hardware.fabric.devices_per_node
-    yield from (count for count in divisors(node) if count < min(node, hardware.count + 1))
-    yield from range(node, hardware.count + 1, node)
+    """Yield equal parts of a node, then whole nodes, up to the hardware's own count, the last."""
+    node, most = hardware.fabric.devices_per_node, hardware.count
+    yield from (count for count in divisors(node) if count < min(node, most))
+    yield from range(node, most, node)
+    yield most
 
 
 def find_fewest(
