@@ -426,9 +426,8 @@ def _unweighted_width(model: ModelSpec, trainer: TrainerSpec) -> int:
     """Return the widths of what an expert's activation keeps between its steps, unless fused.
 
     The product with the router's weight keeps the activation, and a gated one the activated gate.
-    Kernels that fuse them exist for gated activations.
     """
-    if model.moe is None or (model.gated and Fusion.ACTIVATION not in trainer.unfused):
+    if model.moe is None or Fusion.ACTIVATION not in trainer.unfused:
         return 0
     return _fc1_width(model, model.moe.ffn_size)
 

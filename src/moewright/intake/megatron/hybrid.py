@@ -46,7 +46,7 @@ def read_hybrid(arguments: Arguments) -> HybridLayers | None:
         BadInput: a symbol, or a kind of MTP depth, is not planned here.
     """
     arguments.ignore("--is-hybrid-model", "--spec", "--mtp-use-repeated-layer")
-    arguments.ignore("--use-fused-weighted-squared-relu", *_PATTERNS)
+    arguments.ignore(*_PATTERNS)
     name = next((name for name in _PATTERNS if arguments.has(name)), "")
     if not name:
         if arguments.has("--is-hybrid-model"):

@@ -91,10 +91,13 @@ def _read_cross_entropy(arguments: Arguments) -> CrossEntropyKernel:
 
 
 def _read_unfused(arguments: Arguments) -> set[Fusion]:
-    is_swiglu = arguments.has("--swiglu")
-    activation = "--no-bias-swiglu-fusion" if is_swiglu else "--no-bias-gelu-fusion"
+    is_gated = arguments.has("--swiglu") or arguments.has("--quick-geglu")
+    activation = "--no-bias-swiglu-fusion" if is_gated else "--no-bias-gelu-fusion"
+    # Of activations without a gate only the squared ReLU is fused with the router's weight.
+    is_fused = is_gated or arguments.has("--use-fused-weighted-squared-relu")
+    is_plain = arguments.has("--num-experts") and not is_fused
     switches = {
-        Fusion.ACTIVATION: arguments.has(activation),
+        Fusion.ACTIVATION: arguments.has(activation) or is_plain,
         Fusion.WEIGHT_GRAD: arguments.has("--no-gradient-accumulation-fusion"),
     }
     return {fusion for fusion, is_off in switches.items() if is_off}
