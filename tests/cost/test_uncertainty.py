@@ -54,7 +54,7 @@ def test_a_published_job_is_measured_and_one_with_rare_choices_is_wider() -> Non
     model = catalogue.model("Qwen3-235B-A22B")
     hardware = catalogue.hardware("256xH800")
     usual = parse_layout("tp2,ep8,pp8,vpp4,mbs1,recompute=select", world_size=256)
-    rare = replace(usual, offload=parse_layout("offload=moe_act", world_size=1).offload)
+    rare = replace(usual, offload=parse_layout("offload=expert_fc1", world_size=1).offload)
     measured = estimate(model, WORKLOAD, hardware, usual)
     stacked = estimate(model, WORKLOAD, hardware, rare)
     assert measured.evidence.grade is EvidenceGrade.MEASURED

@@ -19,6 +19,7 @@ from moewright.rules import stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Device, Hardware
 from moewright.spec.layout import (
+    CapacityFill,
     CudaGraphScope,
     DispatcherKind,
     Layout,
@@ -29,7 +30,7 @@ from moewright.spec.layout import (
 from moewright.spec.model import ModelSpec
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GB, GIB, TERA
-from moewright.spec.workload import Dtype, FineTuningSpec, OptimizerSpec, Task
+from moewright.spec.workload import Dtype, FineTuningSpec, OptimizerSpec, Task, TensorScaling
 
 VPP_ON = "on"  # virtual stages, of a number that the source does not state
 _USABLE_MEMORY = 0.99  # of the printed gigabytes read as GiB, which the runtime shows
@@ -153,6 +154,16 @@ def parse_precision(text: str) -> Dtype:
         if folded.startswith(dtype.value):
             return dtype
     raise cell_error("precision", text, "is no known precision")
+
+
+def parse_tensor_scaling(text: str) -> TensorScaling:
+    """Parse where FP8 takes the scale of a tensor from: the tensor itself unless delayed."""
+    return TensorScaling.DELAYED if "delayed" in text.casefold() else TensorScaling.CURRENT
+
+
+def parse_capacity_fill(notes: str) -> CapacityFill:
+    """Parse whether experts below capacity are padded to it, which a source says in its notes."""
+    return CapacityFill.PADDED if "padding to capacity" in notes else CapacityFill.USED
 
 
 def parse_optimizer(text: str) -> tuple[OptimizerSpec, Dtype]:

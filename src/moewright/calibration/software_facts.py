@@ -19,7 +19,7 @@ from moewright.spec.hardware import Constant
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, MoeSpec
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import Dtype, Routing, Workload
+from moewright.spec.workload import Dtype, Fusion, Routing, Workload
 
 _SOURCES = Path(__file__).parent / "data" / "sources.toml"
 _MONTHS = 12
@@ -43,6 +43,7 @@ class SourceFact:
     constants: dict[str, float] = field(default_factory=dict)
     grad_dtype: Dtype | None = None
     moment_dtype: Dtype | None = None
+    unfused: tuple[Fusion, ...] = ()
     note: str = ""
 
     def holds_for(self, cells: Mapping[str, str]) -> bool:
@@ -227,6 +228,9 @@ def apply_software_facts(
             constants[name] = _constant(name, value, fact.evidence)
         if fact.grad_dtype is not None:
             workload = replace(workload, grad_dtype=fact.grad_dtype)
+        if fact.unfused:
+            trainer = replace(workload.trainer, unfused=fact.unfused)
+            workload = replace(workload, trainer=trainer)
         if fact.moment_dtype is not None:
             optimizer = replace(workload.optimizer, moment_dtype=fact.moment_dtype)
             workload = replace(workload, optimizer=optimizer)

@@ -14,22 +14,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moewright.cost.op_time import OpRow
+from moewright.cost.quantise import Operands, mixer_operands, mlp_operands, quantise_bytes
 from moewright.cost.symbols import Symbols
 from moewright.spec.hardware import Op
 from moewright.spec.layout import DispatcherKind, Recompute
 from moewright.spec.model import AttentionKind, MixerKind, NormPlacement, QkNorm
 from moewright.spec.plan import TimePart
-from moewright.spec.workload import Dtype, FusedKernels
+from moewright.spec.workload import FusedKernels, Fusion
 
 DEDUP_DISPATCHERS = (DispatcherKind.DEDUP, DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
 
 # Bytes of the backward over those of the forward, for fused kernels (docs/findings.md 2).
 _FUSED_BACKWARD = 1.8
-# An operand of an 8-bit product is read in 16 bits and written in 8 (docs/findings.md 2). One of a
-# 4-bit product is read twice, as the scale of the tensor comes first, and written both row- and
-# column-wise in 4 bits and 8 bits of scale every 16 elements.
-_QUANTISE_8BIT_BYTES = 3.0
-_QUANTISE_4BIT_BYTES = 4 + 2 * 9 / 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +61,23 @@ GATED_ACTIVATION = ElementwiseKernel(
 UNGATED_ACTIVATION = ElementwiseKernel(
     fused=(0, 2), forward=(20, 2), backward=(60, 3), calls=(4, 8), exps=(1, 1)
 )
-# Fused copies of rows: a read and a write, 1.2 times (docs/findings.md 2).
+# Torch's own operations in 16 bits: activate the gate, multiply by up, then by the router's weight;
+# gpt-oss adds biases before, clamps both halves, scales the gate and adds 1 to up.
+_UNFUSED_READS_AND_WRITES = 8
+_UNFUSED_CLAMPED_READS_AND_WRITES = 22
+_UNFUSED_BACKWARD = 2.0
+# Fused copies of rows reach 0.75 of the bandwidth of other kernels, 0.50 of nominal against 0.67
+# (SimuMax 1.2, permutes on B200). A permute writes its rows and reads the tokens that they are of,
+# an unpermute the other way round; PERMUTE and UNPERMUTE are of the rows alone.
+_COPY_SHARE = 0.75
 PERMUTE = ElementwiseKernel(
-    fused=(0, 2.4), forward=(0, 2), backward=(0, 3), calls=(1, 2), fused_backward=1.0
+    fused=(0, 1 / _COPY_SHARE), forward=(0, 2), backward=(0, 3), calls=(1, 2), fused_backward=1.0
 )
 UNPERMUTE = ElementwiseKernel(
-    fused=(0, 2.4), forward=(0, 3), backward=(0, 2), calls=(2, 1), fused_backward=1.0
+    fused=(0, 1 / _COPY_SHARE), forward=(0, 3), backward=(0, 2), calls=(2, 1), fused_backward=1.0
 )
 SORT = ElementwiseKernel(
-    fused=(0, 2.4), forward=(0, 2), backward=(0, 2), calls=(1, 1), fused_backward=1.0
+    fused=(0, 2 / _COPY_SHARE), forward=(0, 2), backward=(0, 2), calls=(1, 1), fused_backward=1.0
 )
 # Router scores: softmax, top-k (a partial sort: counted as eight passes), counts and auxiliary
 # loss, all in fp32.
@@ -174,7 +178,8 @@ def layer_elementwise_rows(
         return
     activations = sym.T * model.dense_ffn_size / sym.layout.tp
     if sym.is_low_precision:
-        yield _quantise_rows("mlp.quantise", sym, sym.t * h + activations)
+        operands = mlp_operands(sym, outside=sym.t * h, between=activations)
+        yield _quantise_rows("mlp.quantise", sym, operands)
     yield _activation_rows("mlp.activation", sym, activations, Recompute.MLP)
 
 
@@ -189,9 +194,7 @@ def _mixer_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
     elif model.attention.kind is not AttentionKind.COMPRESSED:
         yield from _attention_rows(sym)
     if sym.is_low_precision:
-        # 4.5 bytes an element around attention, 1.5 x the usual (docs/findings.md 2).
-        elements = sym.t * model.hidden_size + sym.T * out_width / sym.layout.tp
-        yield _quantise_rows("quantise", sym, 1.5 * elements)
+        yield _quantise_rows("quantise", sym, mixer_operands(sym, mixer, out_width))
 
 
 def _attention_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
@@ -224,13 +227,16 @@ def _moe_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
         choices = (Recompute.SHARED_EXPERTS, Recompute.MOE)
         activations = sym.T * spec.shared_ffn_size / layout.tp
         if sym.is_low_precision:
-            elements = sym.t * sym.model.hidden_size + activations
-            yield _quantise_rows("shared.quantise", sym, elements, *choices)
+            hidden = sym.t * sym.model.hidden_size
+            operands = mlp_operands(sym, outside=hidden, between=activations)
+            yield _quantise_rows("shared.quantise", sym, operands, *choices)
         yield _activation_rows("shared.activation", sym, activations, *choices)
     yield kernel_rows(ROUTE, "routing", sym, sym.t * spec.experts, Recompute.MOE)
-    sent = sym.t * spec.router.top_k * sym.model.expert_width
-    yield kernel_rows(PERMUTE, "permute", sym, sent, Recompute.MOE)
-    yield kernel_rows(UNPERMUTE, "unpermute", sym, sent, Recompute.MOE)
+    tokens = sym.t * sym.model.expert_width
+    sent = tokens * spec.router.top_k
+    copied = sent + tokens if _is_fused(PERMUTE, sym) else sent
+    yield kernel_rows(PERMUTE, "permute", sym, copied, Recompute.MOE)
+    yield kernel_rows(UNPERMUTE, "unpermute", sym, copied, Recompute.MOE)
     yield from expert_elementwise_rows(sym)
 
 
@@ -242,7 +248,8 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
     assert spec is not None
     width = spec.ffn_size / layout.etp
     if sym.is_low_precision:
-        yield _quantise_rows("experts.quantise", sym, sym.R * (h + width), Recompute.MOE)
+        operands = mlp_operands(sym, outside=sym.R * h, between=sym.R * width)
+        yield _quantise_rows("experts.quantise", sym, operands, Recompute.MOE)
     choices = (Recompute.MOE_ACT, Recompute.MOE)
     yield _activation_rows("experts.activation", sym, sym.R * width, *choices)
     # A plain all-to-all hands over rows ordered by source: on arrival they are sorted by expert,
@@ -252,17 +259,20 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
 
 
 def _quantise_rows(
-    name: str, sym: Symbols, elements: float, *recomputed_by: Recompute
+    name: str, sym: Symbols, operands: Operands, *recomputed_by: Recompute
 ) -> tuple[OpRow, OpRow]:
     """Return the rows that quantise the operands of 8-bit or 4-bit products."""
-    element_bytes = _QUANTISE_4BIT_BYTES if sym.dtype is Dtype.NVFP4 else _QUANTISE_8BIT_BYTES
-    moved_bytes = element_bytes * elements
-    forward = elementwise_row(name, sym, moved_bytes, *recomputed_by)
-    return forward, elementwise_row(name, sym, _FUSED_BACKWARD * moved_bytes)
+    moved = quantise_bytes(sym)
+    forward = elementwise_row(name, sym, moved.forward * operands.inputs, *recomputed_by)
+    return forward, elementwise_row(name, sym, moved.backward * operands.gradients)
 
 
 def _activation_rows(
     name: str, sym: Symbols, elements: float, *recomputed_by: Recompute
 ) -> tuple[OpRow, OpRow]:
     kernel = GATED_ACTIVATION if sym.model.gated else UNGATED_ACTIVATION
+    if sym.is_fused and Fusion.ACTIVATION in sym.workload.trainer.unfused:
+        has_bias = sym.model.moe is not None and sym.model.moe.expert_bias
+        passes = _UNFUSED_CLAMPED_READS_AND_WRITES if has_bias else _UNFUSED_READS_AND_WRITES
+        kernel = replace(kernel, fused=(0, passes), fused_backward=_UNFUSED_BACKWARD)
     return kernel_rows(kernel, name, sym, elements, *recomputed_by)

@@ -48,19 +48,23 @@ def covered_exchange(
     backward: TimedRows,
     ep_forward_s: float,
     ep_backward_s: float,
+    *,
+    delayed_share: float = 1.0,
 ) -> CoveredTime:
     """Return what the layout's overlap covers of the exchange of a layer with these rows.
 
     An exchange is half dispatch and half combine. Beside another micro-batch all of it counts as
     covered, because the share that is really hidden is a constant fitted to runs
-    (`ep_overlap_hidden`); delayed weight gradients add what they gain in the overlap windows.
+    (`ep_overlap_hidden`); delayed weight gradients add `delayed_share` of what they would gain in
+    the overlap windows.
     """
     if Overlap.EP in layout.overlap:
         if Overlap.WGRAD not in layout.overlap:
             return CoveredTime(forward_s=ep_forward_s, backward_s=ep_backward_s)
         gain = _delay_gain(forward, backward, ep_forward_s / 2, ep_backward_s / 2)
         return CoveredTime(
-            forward_s=ep_forward_s + gain.forward_s, backward_s=ep_backward_s + gain.backward_s
+            forward_s=ep_forward_s + delayed_share * gain.forward_s,
+            backward_s=ep_backward_s + delayed_share * gain.backward_s,
         )
     if Overlap.SHARED in layout.overlap:
         return CoveredTime(

@@ -8,6 +8,7 @@ from moewright.cost.elementwise import CROSS_ENTROPY, RMS_NORM, elementwise_row,
 from moewright.cost.gemm_rows import NEVER_DELAYED, LayerOps, backward_gemms, gemm_row
 from moewright.cost.op_time import OpRow
 from moewright.cost.ops import gradient_sum_bytes
+from moewright.cost.quantise import weight_quantise_bytes
 from moewright.cost.symbols import Symbols
 from moewright.rules.recompute import loss_chunk_columns
 from moewright.rules.row_blocks import CACHED_NUMEL, MAX_LOSS_ROWS, rows_per_block
@@ -117,8 +118,11 @@ def optimizer_ops(sym: Symbols, *, numel: float, owned_numel: float) -> tuple[Op
         dtype=sym.dtype,
     )
     if sym.is_fused:
-        # Zeroing the fp32 gradients, and reading them once.
-        return adamw, elementwise_row("gradient_zero", sym, 8 * numel, part=part)
+        # Zeroing the gradients, and reading them once.
+        moved_bytes = 2.0 * sym.workload.grad_dtype.nbytes
+        if sym.is_low_precision:
+            moved_bytes += weight_quantise_bytes(sym)
+        return adamw, elementwise_row("gradient_zero", sym, moved_bytes * numel, part=part)
     return (
         adamw,
         elementwise_row("gradient_norm", sym, 4 * owned_numel, part=part),

@@ -11,33 +11,39 @@ from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
 from moewright.spec.layout import CudaGraphScope, Layout, Overlap
-from moewright.spec.model import MixerKind, ModelSpec
+from moewright.spec.model import MixerKind
 
 
 def layer_host_s(
     constants: Constants,
     layout: Layout,
     graphs: Sequence[CudaGraphScope],
-    model: ModelSpec,
+    sym: Symbols,
     kind: LayerKind,
 ) -> float:
     """Return the host time of one layer and micro-batch, forward and backward.
 
     It does not depend on the tokens. A layer that has a mixer or an MLP alone takes about half of
-    one that has both.
+    one that has both. What older software launches more is of layers with experts: their routing
+    and permutation were fused, and their experts grouped, only later.
     """
     c = constants
+    moe = sym.model.moe
     if CudaGraphScope.FULL in graphs:
         return c["host_s_full_graph"]
-    seconds = c["host_s_per_layer_microbatch"] * float(c["host_per_year"] ** c["stack_age_years"])
+    age = float(c["host_per_year"] ** c["stack_age_years"]) if kind.is_moe else 1.0
+    seconds = c["host_s_per_layer_microbatch"] * age
     seconds *= _launched_share(c, graphs, kind)
     if Overlap.GRAD in layout.overlap or Overlap.PARAM in layout.overlap:
         seconds *= c["dp_overlap_host"]
     if layout.tp > 1:
         seconds *= c["tp_host"]
-    if not kind.is_moe or model.moe is None:
+    if not kind.is_moe or moe is None:
         return seconds
-    seconds += c["host_s_per_local_expert"] * model.moe.experts / layout.ep
+    expert_s = c["host_s_per_local_expert"]
+    if sym.is_low_precision:
+        expert_s += c["host_s_per_narrow_expert"] * age
+    seconds += expert_s * moe.experts / layout.ep
     if Overlap.EP in layout.overlap:
         seconds *= c["ep_overlap_host"]
     return seconds

@@ -219,7 +219,12 @@ def device_time(
     `host_s` is the host time of an eager layer.
     """
     covered = covered_exchange(
-        layout, priced.forward, priced.backward, moved.ep_forward_s, moved.ep_backward_s
+        layout,
+        priced.forward,
+        priced.backward,
+        moved.ep_forward_s,
+        moved.ep_backward_s,
+        delayed_share=collectives.constants["delayed_gradient_share"],
     )
     tp_s = moved.tp_blocks * moved.tp_s
     forward_hidden_s = min(moved.ep_forward_s, covered.forward_s)
@@ -352,7 +357,7 @@ def replay_cost(
         if Recompute.MOE in choices:
             block_s += moved.ep_forward_s
     return ReplayCost(
-        host_s=layer_host_s(c, layout, policy.graphs, sym.model, kind),
+        host_s=layer_host_s(c, layout, policy.graphs, sym, kind),
         block_s=block_s,
         block_host_share=block_host_share,
         block_layer_share=block_layer_share,

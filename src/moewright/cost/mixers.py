@@ -108,6 +108,8 @@ def _attention_rows(sym: Symbols, layer: int) -> _RowPair:
     scale_constant = ""
     if sym.model.attention.head_dim <= _NARROW_HEAD_DIM:
         scale_constant = "narrow_head_time_scale"
+    if sym.model.attention.sinks:
+        scale_constant = "sink_attention_time_scale"
     forward = OpRow(
         name="attention.core",
         part=TimePart.ATTENTION,

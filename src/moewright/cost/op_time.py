@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from moewright.cost.constants import FITTED_DEVICES, Constants
 from moewright.rules.extremes import largest_of
-from moewright.spec.hardware import Curve, Hardware, Op
+from moewright.spec.hardware import Curve, DeviceKind, Hardware, Op
 from moewright.spec.layout import Recompute
 from moewright.spec.plan import Assumption, TimePart
 from moewright.spec.sourced import SourceKind
@@ -31,6 +31,8 @@ _STAND_IN_CONSTANTS: Mapping[str, Op] = MappingProxyType(
 _STAND_IN_SOURCE = (
     "no rate in the hardware file; stand-in from peak, memory bandwidth and constants"
 )
+# Share of a GPU's peak that no product of a training step was seen to exceed.
+_MOST_OF_PEAK = 0.8
 _LARGE_GEMM_FLOPS = 1e12  # a product so large that it reaches the best rate of its curve
 
 
@@ -92,11 +94,13 @@ class DeviceRates:
         self._hardware = hardware
         self.constants = Constants(hardware)
         self._curves = {(rate.op, rate.dtype): rate.curve for rate in hardware.device.rates}
+        self._peaks = {peak.dtype: peak.rate.value for peak in hardware.device.peaks}
         slowest = 1 + self.constants["device_spread"] * _excess_of_slowest(hardware.count)
         self._scales = {
-            (op, dtype): slowest * self._time_scale(op, dtype) for op in Op for dtype in Dtype
+            (op, dtype): max(slowest * self._time_scale(op, dtype), self._least_scale(op, dtype))
+            for op in Op
+            for dtype in Dtype
         }
-        self._peaks = {peak.dtype: peak.rate.value for peak in hardware.device.peaks}
 
     def _time_scale(self, op: Op, dtype: Dtype) -> float:
         """Return the factor on the time of an operation.
@@ -114,6 +118,17 @@ class DeviceRates:
         if op is Op.GROUPED_GEMM:
             scale *= c["grouped_gemm_time_scale"]
         return scale
+
+    def _least_scale(self, op: Op, dtype: Dtype) -> float:
+        """Return the scale at which the fastest products of a GPU reach the most they can in a run.
+
+        A table of a CPU is measured in the run's own conditions.
+        """
+        curve = self.rate_curve(op, dtype) if op in (Op.GEMM, Op.GROUPED_GEMM) else None
+        if curve is None or self._hardware.device.kind is not DeviceKind.CUDA:
+            return 0.0
+        fastest = max(rate for _, rate in curve.points)
+        return fastest / (_MOST_OF_PEAK * self.peak_flops(dtype))
 
     def peak_flops(self, dtype: Dtype) -> float:
         """Return the dense peak in FLOP/s: that of the dtype, else the first one listed.

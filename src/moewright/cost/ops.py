@@ -30,8 +30,6 @@ from moewright.spec.model import AttentionKind, MixerKind, ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype
 
-_FP32_SUM_BYTES = 8  # a gradient is added to its fp32 sum by one read and one write of 4 bytes
-
 
 def layer_ops(sym: Symbols, *, layer: int, moe: bool) -> LayerOps:
     """Return the rows of one layer; `layer` decides its mixer and its attention window."""
@@ -175,7 +173,6 @@ def _expert_gemms(sym: Symbols) -> Iterator[OpRow]:
             x=rows_per_expert,
             dtype=sym.dtype,
             recomputed_by=(Recompute.FULL, Recompute.MOE),
-            scale_constant="biased_expert_time_scale" if spec.expert_bias else "",
         )
 
 
@@ -194,7 +191,7 @@ def _expert_weight_reads(sym: Symbols) -> Iterator[OpRow]:
     On a CPU the grouped GEMM rates, measured by rows per expert, include the read.
     """
     if sym.is_fused:
-        read_bytes = sym.c * expert_numel(sym.model, sym.layout)
+        read_bytes = sym.operand_bytes * expert_numel(sym.model, sym.layout)
         row = elementwise_row(
             "experts.weight_read", sym, read_bytes, Recompute.MOE, part=TimePart.EXPERTS
         )
@@ -210,7 +207,7 @@ def gradient_sum_bytes(sym: Symbols) -> float:
 
 
 def _gradient_accumulation(sym: Symbols, layer: int, moe: bool) -> Iterator[OpRow]:
-    """Yield the fp32 accumulation of weight gradients.
+    """Yield the accumulation of weight gradients.
 
     A fused accumulation is part of the product and moves only the sum; for experts alone it is
     exposed beside the products. An eager one is a pass of its own over all weights of the layer.
@@ -225,10 +222,10 @@ def _gradient_accumulation(sym: Symbols, layer: int, moe: bool) -> Iterator[OpRo
 
 
 def _expert_gradient_sum(sym: Symbols) -> Iterator[OpRow]:
-    """Yield the fp32 accumulation of the experts' gradients on a fused stack."""
+    """Yield the accumulation of the experts' gradients on a fused stack: a read and a write."""
     if sym.is_frozen:
         return
-    sum_bytes = _FP32_SUM_BYTES * expert_numel(sym.model, sym.layout)
+    sum_bytes = 2 * sym.workload.grad_dtype.nbytes * expert_numel(sym.model, sym.layout)
     row = elementwise_row("experts.gradient_sum", sym, sum_bytes, part=TimePart.EXPERTS)
     yield replace(row, scale_constant="weight_traffic_time_scale")
 

@@ -320,7 +320,7 @@ class Pricer:
             moved = price_collectives(self._collectives, sym, kind)
             rows = self._priced.layers[kind]
             alone = replace(layout, overlap=())  # as long whatever else overlaps
-            host_s = layer_host_s(self._collectives.constants, alone, (), sym.model, kind)
+            host_s = layer_host_s(self._collectives.constants, alone, (), sym, kind)
             self._device[key] = (
                 moved,
                 device_time(self._collectives, layout, rows, moved, host_s=host_s),

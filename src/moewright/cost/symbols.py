@@ -15,6 +15,7 @@ from moewright.spec.workload import Dtype, Workload
 # With so few micro-batches a step nothing runs ahead of the device, so all of the host time shows
 # (docs/formulas.md 11, docs/findings.md 3).
 _FEW_MICRO_BATCHES = 2
+_NVFP4_BYTES = 1 / 2 + 1 / 16  # 4 bits, and 8 bits of scale every 16 elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,13 @@ class Symbols:
     def is_low_precision(self) -> bool:
         """Whether linear layers multiply in 8 or 4 bits, so that their operands are quantised."""
         return self.dtype.is_narrow
+
+    @property
+    def operand_bytes(self) -> float:
+        """Bytes of an element of a weight as products read it."""
+        if self.dtype is Dtype.NVFP4:
+            return _NVFP4_BYTES
+        return self.dtype.nbytes if self.is_low_precision else self.c
 
     @property
     def is_fused(self) -> bool:

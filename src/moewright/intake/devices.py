@@ -334,10 +334,6 @@ def _gemm_curves(
             source=f"{peak.gemm_share:g} of peak; {source}",
         )
     yield Op.GEMM, gemm
-    grouped_kernel = kernels.get((Op.GROUPED_GEMM, table_dtype))
-    if grouped_kernel is not None:
-        yield Op.GROUPED_GEMM, grouped_kernel.curve
-        return
     best = gemm.points[-1][1]
     points = tuple((rows, best / (1 + _EXPERT_HALF_ROWS / rows)) for rows in _EXPERT_ROWS)
     cited = f"best GEMM rate / (1 + {_EXPERT_HALF_ROWS} / rows); {gemm.source}"

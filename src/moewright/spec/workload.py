@@ -29,6 +29,13 @@ class Dtype(StrEnum):
         return self in (Dtype.FP8, Dtype.MXFP8, Dtype.NVFP4)
 
 
+class TensorScaling(StrEnum):
+    """The ways in which FP8 takes the scale of a tensor."""
+
+    CURRENT = "current"  # from the tensor itself: a pass over it comes first
+    DELAYED = "delayed"  # from the tensors of earlier steps
+
+
 class Routing(StrEnum):
     """The load of the experts that a prediction assumes."""
 
@@ -331,6 +338,8 @@ class Workload(Record):
     steps: int = 0  # optimizer steps to train
     seed: int = 1234  # seed of initial weights and of the order of samples
     precision: Dtype = Dtype.BF16  # compute and stored weights
+    # where the scale of a tensor comes from, with precision fp8
+    tensor_scaling: TensorScaling = TensorScaling.CURRENT
     grad_dtype: Dtype = Dtype.FP32  # accumulation and reduction
     # what runs the operations between matrix products
     fused_kernels: FusedKernels = FusedKernels.AUTO
