@@ -16,9 +16,10 @@ CASES = (("Qwen3-235B-A22B", "256xH800"), ("DeepSeek-V3", "2048xH800"), ("Kimi-K
 
 # What is counted, in words for whoever reads the figure.
 COUNTING_RULE = (
-    "layouts: distinct and legal ones whose device bytes were worked out, and whose step was timed"
-    " wherever they can\n"
-    "fit and none that replays or moves less does; dispatchers, exchanges of context and overlapped"
+    "layouts: distinct and legal ones; a lower bound of a group's step rules out all of it, or"
+    " device bytes are worked\n"
+    "out, and steps timed wherever layouts can fit and none that replays or moves less does;"
+    " dispatchers, exchanges of context and overlapped"
     " sums tried for a\n"
     "layout are not counted again. The seconds hold all of the search, the full estimates of the"
     " plans shown as well."
