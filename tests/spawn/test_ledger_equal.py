@@ -234,7 +234,7 @@ def test_ledgers_with_activations_on_the_host_are_equal(
     assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
-@pytest.mark.parametrize("norm", list(QkNorm))
+@pytest.mark.parametrize("norm", [QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL])
 @pytest.mark.parametrize("recompute", ["", thorough(",recompute=full")])
 def test_ledgers_of_more_ranks_than_key_heads_are_equal(
     norm: QkNorm, recompute: str, data: DataSpec, tmp_path: Path
