@@ -31,9 +31,10 @@ _MARGIN = 48
 _INTRODUCTION = """# Accuracy
 
 Every published run that the planner can read, predicted by constants that were fitted **without
-its publisher**: the shipped constants and the centre of every prior's posterior are fitted again in
-each fold, so that no row of a publisher has any influence on what is said of it. `make accuracy`
-writes this page; the same figures come from
+its publisher**: in each fold every fitted constant is fitted again from its prior, so that no row
+of a publisher moves the constants that predict it. The form of the model, the centres of the priors
+and the habits of software by which unstated switches are read were chosen with these rows in view.
+`make accuracy` writes this page; the same figures come from
 
     moewright validate tests/published/data/measurements.csv \\
         tests/published/data/measurements_more.csv --leave-out publisher
