@@ -301,7 +301,7 @@ def _check_options(options: SearchOptions) -> None:
         if not lowest <= value <= highest:
             rule = f"must be in {lowest:g}..{highest:g}"
             nearest = f"{lowest if not value > lowest else highest:g}"
-            raise BadInput(Reason(field=field, value=f"{value:g}", rule=rule, nearest=nearest))
+            raise BadInput(Reason(field=field, value=str(value), rule=rule, nearest=nearest))
 
 
 def _objections(request: PlanRequest) -> Objections:
