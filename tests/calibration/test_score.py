@@ -170,7 +170,7 @@ def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> N
         Verdict.OOM,
         Verdict.UNCERTAIN,
     ]
-    assert scored_table.rows[1].skipped == "mbs: is not stated"
+    assert scored_table.rows[1].skipped == "id=a-1: states neither speed nor memory"
     assert scored_table.rows[2].measured_oom
     assert "recompute, which may have been on" in scored_table.rows[3].calibration
     memory = scored_table.summary.memory

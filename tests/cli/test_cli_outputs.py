@@ -10,7 +10,7 @@ import pytest
 from moewright.cli.exit_codes import DOES_NOT_FIT
 from moewright.cli.main import main
 
-LAYOUT = "tp2,ep8,pp8,vpp4,mbs1,recompute=select"
+LAYOUT = "tp2,ep8,pp8,vpp4,mbs1"
 JOB = ["Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048", "--layout", LAYOUT]
 
 

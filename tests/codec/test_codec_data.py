@@ -86,7 +86,8 @@ ROUTER = {"top_k": 2, "score": "softmax"}
         ),
         (
             {"moe": {"experts": 8, "ffn_size": 4, "router": {**ROUTER, "score": "softmx"}}},
-            'moe.router.score="softmx": must be one of softmax, sigmoid, sqrtsoftplus; '
+            'moe.router.score="softmx": must be one of softmax, sigmoid, sqrtsoftplus, '
+            "sparse_mixer; "
             "nearest legal value: softmax",
         ),
         (

@@ -31,10 +31,10 @@ class Gate:
         self.reached = threading.Event()
         write = commit.write_payload
 
-        def write_when_open(path: Path, shards: tuple[LocalShard, ...]) -> object:
+        def write_when_open(path: Path, *arguments: object) -> object:
             self.reached.set()
             assert self._open.wait(PATIENCE_S)
-            return write(path, shards)
+            return write(path, *arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(commit, "write_payload", write_when_open)
 
@@ -127,7 +127,7 @@ def test_a_failure_is_told_with_its_cause_and_the_last_good_checkpoint_stays(
     good = saving.save(1, [local_shard(weight)])
     saving.wait()
 
-    def fail_on_full_disk(path: Path, shards: object) -> None:
+    def fail_on_full_disk(path: Path, *_: object) -> None:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -122,17 +122,17 @@ def test_sums_are_overlapped_where_they_show() -> None:
 
 def test_a_plan_says_what_keeping_to_what_is_usual_would_take() -> None:
     """Each departure has a sentence: a layout that follows the guideline, and how it is slower."""
-    ranked = _search("Qwen3-30B-A3B", "16xH100", "zero1", batch=256)
+    ranked = _search("Qwen3-30B-A3B", "8xH100", "zero1", batch=128)
     best = ranked.plans[0]
-    workload = Workload(seq_len=4096, global_batch=256)
-    hardware = catalogue.hardware("16xH100")
+    workload = Workload(seq_len=4096, global_batch=128)
+    hardware = catalogue.hardware("8xH100")
     space = build_search_space(best.model, workload, hardware, "zero1")
     lines = [line for line in ranked.why if line.startswith("Departs from the usual")]
     departures = heuristics.find_departures(best.layout, space)
     assert departures
     for guideline in departures:
         (line,) = (line for line in lines if guideline.text in line)
-        usual = parse_layout(line.partition("): ")[2].partition(" takes ")[0], world_size=16)
+        usual = parse_layout(line.partition("): ")[2].partition(" takes ")[0], world_size=8)
         assert guideline.is_followed(usual, space)
         assert estimate(best.model, workload, hardware, usual).step_s > best.estimate.step_s
         assert "% slower" in line

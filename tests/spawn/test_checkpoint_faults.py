@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from test_train_run import losses, start_job
 
 import tiny_jobs
-from moewright.engine.checkpoint import LocalShard, commit, find_latest, list_checkpoints
+from moewright.engine.checkpoint import commit, find_latest, list_checkpoints
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.spec.errors import BadInput
@@ -151,11 +150,11 @@ def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
     plan = make_plan(data, mode)
     write = commit.write_payload
 
-    def write_until_full(path: Path, shards: Sequence[LocalShard]) -> object:
+    def write_until_full(path: Path, *arguments: object) -> object:
         if "step-00000004" in str(path) and path.name == "rank-00001.safetensors":
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, shards)
+        return write(path, *arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(commit, "write_payload", write_until_full)
