@@ -12,6 +12,7 @@ from enum import IntEnum
 _WORD_CUTOFF = 0.65
 _FAMILY_CUTOFF = 0.4
 _NAME_CUTOFF = 0.5
+_EQUAL_FAMILY_WORDS = 3
 
 _WORDS = re.compile(r"[a-z]+|\d+(?:\.\d+)*")
 
@@ -28,9 +29,9 @@ def closest_match(name: str, candidates: Iterable[str]) -> str:
     """Return the candidate nearest to `name`, letter case aside; "" where none is near.
 
     The first word of letters tells the family: "qwen" of qwen3-30b, "h" of H800x. Among candidates
-    of that family, the one that shares most words and numbers wins, then one that begins with the
-    family, then the one with the fewest others, then the one whose letters are most alike. Letters
-    alone decide where no candidate is of the family.
+    of that family, the one that shares most words and numbers wins, then the one with the fewest
+    others, of which an equal family makes up for some, then the one whose letters are most alike.
+    Letters alone decide where no candidate is of the family.
     """
     near = [(closeness, word) for word in candidates if (closeness := _closeness(name, word))]
     near.sort(key=lambda pair: pair[0])
@@ -49,8 +50,9 @@ def _closeness(name: str, candidate: str) -> tuple[float, ...]:
     if letters < _FAMILY_CUTOFF:
         return ()
     shared = sum(_best_likeness(word, candidate_words) is not _Likeness.NONE for word in words)
-    begins_alike = candidate_words[0] == first
-    return (family, shared, begins_alike, -len(candidate_words), letters)
+    # "olmoe" is nearer to OLMoE-1B-7B than to OLMo-3-7B, which has fewer words.
+    others = len(candidate_words) - _EQUAL_FAMILY_WORDS * (first in candidate_words)
+    return (family, shared, -others, letters)
 
 
 def _best_likeness(word: str, others: Sequence[str]) -> _Likeness:
