@@ -21,6 +21,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, DropPolicy, Dtype, LossSpec, RouterTraining, Workload
+from selection import thorough
 
 
 def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, rank: int) -> None:
@@ -47,20 +48,20 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
     [
         (1, "", Dtype.FP32),
         (256, "ep8", Dtype.BF16),
-        (256, "tp2,ep8,recompute=full", Dtype.BF16),
+        thorough(256, "tp2,ep8,recompute=full", Dtype.BF16),
         (1024, "tp2,ep4,etp2,zero0", Dtype.FP32),
-        (16384, "tp2,ep8,recompute=moe+layernorm", Dtype.BF16),
-        (64, "tp2,cp4,ep8", Dtype.BF16),
-        (48, "pp3,tp2,ep8", Dtype.BF16),
+        thorough(16384, "tp2,ep8,recompute=moe+layernorm", Dtype.BF16),
+        thorough(64, "tp2,cp4,ep8", Dtype.BF16),
+        thorough(48, "pp3,tp2,ep8", Dtype.BF16),
         (48, "pp3,ep8,schedule=zb-h1,recompute=full", Dtype.FP32),
         (64, "cp2,cp_comm=allgather,ep8,offload=moe_act", Dtype.BF16),
-        (1024, "tp2,ep8,dispatcher=allgather", Dtype.BF16),
-        (1024, "tp2,ep4,etp2,dispatcher=dedup,recompute=moe", Dtype.BF16),
-        (256, "tp2,ep8,ep_node4,dispatcher=dedup", Dtype.BF16),
-        (256, "ep8,capacity0.5", Dtype.FP32),
-        (256, "tp2,ep8,capacity1.5,dispatcher=allgather,recompute=full", Dtype.BF16),
+        thorough(1024, "tp2,ep8,dispatcher=allgather", Dtype.BF16),
+        thorough(1024, "tp2,ep4,etp2,dispatcher=dedup,recompute=moe", Dtype.BF16),
+        thorough(256, "tp2,ep8,ep_node4,dispatcher=dedup", Dtype.BF16),
+        thorough(256, "ep8,capacity0.5", Dtype.FP32),
+        thorough(256, "tp2,ep8,capacity1.5,dispatcher=allgather,recompute=full", Dtype.BF16),
         (256, "tp2,ep8,zero3,recompute=moe", Dtype.BF16),
-        (64, "tp2,etp2,ep4,zero3,shard8,offload=optimizer", Dtype.FP32),
+        thorough(64, "tp2,etp2,ep4,zero3,shard8,offload=optimizer", Dtype.FP32),
     ],
 )
 def test_any_rank_of_any_world_is_as_predicted(
