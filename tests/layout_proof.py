@@ -39,9 +39,9 @@ from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.step import (
-    PhaseClock,
     TrainState,
     apply_update,
+    build_phase_clock,
     forward_backward,
     train_step,
 )
@@ -319,11 +319,11 @@ def _run_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
 
     state = start(sgd_update, plan.workload)
     shards = _compute_outputs(state, batches)
-    first = forward_backward(state, PhaseClock(), step=1)
+    first = forward_backward(state, build_phase_clock(state.runtime.device), step=1)
     shards += [
         replace(shard, tensor=shard.tensor.clone()) for shard in state.optimizer.gradient_shards()
     ]
-    apply_update(state, PhaseClock(), first, lr=0.0)
+    apply_update(state, build_phase_clock(state.runtime.device), first, lr=0.0)
     sgd = _train_curve(state, _SGD_LR, context, folder, digest_steps=range(1, STEPS + 1))
     clipped = replace(
         plan.workload, optimizer=replace(plan.workload.optimizer, clip_norm=first.grad_norm / 2)

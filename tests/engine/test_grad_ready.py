@@ -16,7 +16,7 @@ from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.optim.flat_buffers import FlatBucket
 from moewright.engine.optim.grad_ready import GradReadyTracker
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.run.step import PhaseClock, forward_backward
+from moewright.engine.run.step import build_phase_clock, forward_backward
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
 from moewright.spec.workload import DataSpec
@@ -111,5 +111,5 @@ def test_every_bucket_is_reduced_under_the_last_backward(
     assert buckets > 3
     for step, expected in ((1, False), (2, True), (3, True)):
         inside.clear()
-        forward_backward(state, PhaseClock(), step=step)
+        forward_backward(state, build_phase_clock(state.runtime.device), step=step)
         assert inside == [expected] * buckets

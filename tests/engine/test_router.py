@@ -24,7 +24,7 @@ from moewright.engine.model.router_jitter import uniform_noise
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.counters import Counters
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.run.step import PhaseClock, forward_backward
+from moewright.engine.run.step import build_phase_clock, forward_backward
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout
@@ -241,7 +241,7 @@ def gradients(
     state = build_train_state(
         job, draw_batches(MODEL), rank=0, device=torch.device("cpu"), initial_value=draw_value
     )
-    forward_backward(state, PhaseClock(), step=1)
+    forward_backward(state, build_phase_clock(state.runtime.device), step=1)
     return {
         (shard.name, shard.offsets): shard.tensor.clone()
         for shard in state.optimizer.gradient_shards()

@@ -24,7 +24,7 @@ from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.counters import Counters
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import PhaseClock, forward_backward, train_step
+from moewright.engine.run.step import build_phase_clock, forward_backward, train_step
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.rules.job import plan_job
 from moewright.spec.hardware import DeviceKind
@@ -49,7 +49,7 @@ def leave_first_gradients(plan: Plan, folder: Path, rank_context: RankContext) -
         device=device,
         initial_value=draw_initial_value,
     )
-    result = forward_backward(state, PhaseClock(), step=1)
+    result = forward_backward(state, build_phase_clock(state.runtime.device), step=1)
     gradients = {
         shard.name: shard.tensor.double().cpu() for shard in state.optimizer.gradient_shards()
     }

@@ -27,7 +27,7 @@ from moewright.engine.model.layers import list_parameters
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import PhaseClock, TrainState, forward_backward
+from moewright.engine.run.step import TrainState, build_phase_clock, forward_backward
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout
@@ -74,7 +74,7 @@ def compare_gradients(plan: Plan, folder: Path, wrap: Wrap, context: RankContext
         )
 
     state = build(plan.layout)
-    forward_backward(state, PhaseClock(), step=1)
+    forward_backward(state, build_phase_clock(state.runtime.device), step=1)
     shards = [shard for shard in state.optimizer.gradient_shards() if shard.tensor.numel()]
 
     expected_gradients = torch_gradients(
