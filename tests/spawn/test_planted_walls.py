@@ -68,7 +68,7 @@ def slow_group(*names: str) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         def wait(transfer: collectives.TimedWork) -> bool:
-            with transfer.group.measure_wait():
+            with transfer.group.measure_wait(transfer.name):
                 if transfer.group.name in names:
                     time.sleep(SLOW_S)
                 return bool(transfer.work.wait())
