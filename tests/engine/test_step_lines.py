@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moewright.engine.observe.record import STEPS_FILE, JsonLinesWriter
+from moewright.codec import STEPS_FILE
+from moewright.engine.observe.record import JsonLinesWriter
 from moewright.spec.errors import BadInput
 
 

@@ -16,6 +16,7 @@ from moewright.api.requests import (
 )
 from moewright.codec import (
     PLAN_FILE,
+    STEPS_FILE,
     explicit_fields,
     fingerprint,
     format_layout,
@@ -34,8 +35,6 @@ from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import Workload
-
-STEPS_FILE = "steps.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from moewright.cli.progress import show_bytes
+
 if TYPE_CHECKING:
     from moewright.spec.model import ModelSpec
     from moewright.spec.workload import Dtype
@@ -77,24 +79,6 @@ def _config_text(model: ModelSpec, dtype: Dtype) -> str:
 @contextmanager
 def _progress_bar(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr where that is a terminal; what is yielded advances it by bytes."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with show_bytes() as progress:
         task = progress.add_task(description, total=total_bytes)
         yield lambda nbytes: progress.advance(task, nbytes)

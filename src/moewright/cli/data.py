@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 from cyclopts import Parameter
 
 from moewright.cli.options import Count, Flag
+from moewright.cli.progress import show_bytes
 from moewright.codec.names import closest_match
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from moewright.engine.data.build_corpus import BuildReport, CorpusOptions
 
 _MADE_TOKENIZERS = ("bpe", "bytes")
@@ -155,31 +158,13 @@ def _print_report(out: Path, options: CorpusOptions, result: BuildReport) -> Non
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Draw a bar of the bytes read on a terminal's standard error."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks: dict[str, int] = {}
+    """Show a bar for each thing that is done; what is yielded sets the bytes of one."""
+    with show_bytes() as progress:
+        tasks: dict[str, TaskID] = {}
 
         def report_progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=total)
-            progress.update(progress.tasks[tasks[what]].id, completed=done)
+            progress.update(tasks[what], completed=done)
 
         yield report_progress

@@ -25,11 +25,18 @@ from moewright.codec.files import (
 from moewright.codec.layout_text import explicit_fields, format_layout, parse_layout
 from moewright.codec.names import closest_match
 from moewright.codec.numbers import parse_count
-from moewright.codec.run_files import PLAN_FILE, RANK_TIMINGS_FILE, format_record, read_run
+from moewright.codec.run_files import (
+    PLAN_FILE,
+    RANK_TIMINGS_FILE,
+    STEPS_FILE,
+    format_record,
+    read_run,
+)
 
 __all__ = [
     "PLAN_FILE",
     "RANK_TIMINGS_FILE",
+    "STEPS_FILE",
     "FloatPolicy",
     "append_line",
     "closest_match",

@@ -13,6 +13,7 @@ from moewright.spec.plan import Plan
 from moewright.spec.run import EvalRecord, RankTiming, RunRecord, Session, StepRecord
 
 PLAN_FILE = "plan.json"
+STEPS_FILE = "steps.jsonl"
 RANK_TIMINGS_FILE = "paces.json"
 TRACE_FOLDER = "trace"  # the traces of its ranks
 MERGED_TRACE_FILE = "trace.json"
@@ -48,7 +49,7 @@ def read_run(directory: Path) -> RunRecord:
     sessions: list[Session] = []
     steps: dict[int, StepRecord] = {}
     evals: dict[int, EvalRecord] = {}
-    records, notes = _read_records(directory / "steps.jsonl")
+    records, notes = _read_records(directory / STEPS_FILE)
     if plan.fingerprint != fingerprint(plan.model, plan.workload, plan.hardware, plan.layout):
         notes.append(
             "plan.json does not hold its own fingerprint: edited, or of another version of "

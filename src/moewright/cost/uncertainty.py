@@ -1,8 +1,9 @@
 """How far a prediction may be off: intervals of time and memory, and the probability of fitting.
 
-Residuals of runs that a fit has not seen have heavy tails: a step is taken as the exponential of a
-Student's t of four degrees of freedom around its prediction, a peak as such a t. The functions work
-on numbers and on arrays alike, so that the search ranks by what an estimate states.
+Residuals of runs that a fit has not seen have heavy tails: the interval of a step is that of the
+exponential of a Student's t of four degrees of freedom around its prediction, that of a peak is of
+such a t. The bound that ranks layouts and the probability of fitting take a normal variable. They
+work on numbers and on arrays alike, so that the search ranks by what an estimate states.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _MIDDLE_GROUP = (64, 8.0)
 _LARGE_GROUP_TOKENS = 9.6
 
 
-def expected_distinct(places: int, draws: int) -> float:
+def expected_distinct(places: float, draws: int) -> float:
     """Return the expected distinct places (ranks, nodes) that k uniform draws hit.
 
     It is N (1 - (1 - 1/N)^k); docs/formulas.md 3.
@@ -36,11 +36,13 @@ def expected_places(router: RouterSpec, places: int) -> float:
         return expected_distinct(places, draws)
     if places >= groups:
         parts = chosen * places / groups
-        return parts * (1.0 - (1.0 - 1.0 / parts) ** draws)
-    groups_each = round(groups / places)
+        return expected_distinct(parts, draws)
+    place_groups = round(groups / places)
     missed = sum(
-        comb(groups_each, j) * comb(groups - groups_each, chosen - j) * (1.0 - j / chosen) ** draws
-        for j in range(min(groups_each, chosen) + 1)
+        comb(place_groups, j)
+        * comb(groups - place_groups, chosen - j)
+        * (1.0 - j / chosen) ** draws
+        for j in range(min(place_groups, chosen) + 1)
     )
     return places * (1.0 - missed / comb(groups, chosen))
 

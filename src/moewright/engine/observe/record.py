@@ -15,9 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moewright.codec import (
     RANK_TIMINGS_FILE,
+    STEPS_FILE,
     FloatPolicy,
+    format_record,
     parse_json,
-    read_text,
+    read_complete_lines,
     to_data,
     write_json,
     write_text,
@@ -29,7 +31,6 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.run import EvalRecord, LayerLoad, RankTiming, Session, StepRecord
 from moewright.spec.workload import RouterForce
 
-STEPS_FILE = "steps.jsonl"
 _KINDS = ("session", "step", "eval")
 
 
@@ -54,35 +55,30 @@ class JsonLinesWriter:
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
         path = run_dir / STEPS_FILE
-        lines = enumerate(_read_complete_lines(path), 1)
+        lines = enumerate(read_complete_lines(path), 1)
         kept = [
-            line for number, line in lines if _parse_step(line, f"{path}:{number}") < first_step
+            f"{line}\n"
+            for number, line in lines
+            if _parse_step(line, f"{path}:{number}") < first_step
         ]
         write_text(path, "".join(kept))  # a kill at any moment leaves the old lines or these
         self._file = path.open("a", encoding="utf-8")
 
     def write_session(self, record: Session) -> None:
-        self._write("session", record)
+        self._write(record)
 
     def write_step(self, record: StepRecord) -> None:
-        self._write("step", record)
+        self._write(record)
 
     def write_evaluation(self, record: EvalRecord) -> None:
-        self._write("eval", record)
+        self._write(record)
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, kind: str, record: Session | StepRecord | EvalRecord) -> None:
-        self._file.write(json.dumps({"kind": kind, **to_data(record)}) + "\n")
+    def _write(self, record: Session | StepRecord | EvalRecord) -> None:
+        self._file.write(format_record(record))
         self._file.flush()
-
-
-def _read_complete_lines(path: Path) -> list[str]:
-    """Read the lines that were written to the end; a killed process may have left half of one."""
-    if not path.exists():
-        return []
-    return [line for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _parse_step(line: str, where: str) -> int:
