@@ -59,6 +59,7 @@ megatron: $(VENV)/.dev
 # Every published run predicted without its publisher, as docs/accuracy.md (minutes).
 accuracy: | $(VENV)/.ready
 	$(BIN)/python -m docs.tools.accuracy
+	$(BIN)/python -m docs.tools.published_runs
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

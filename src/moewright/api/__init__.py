@@ -12,6 +12,7 @@ from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
 from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
 from moewright.api.running import export, train
+from moewright.api.views import show
 
 __all__ = [
     "Budget",
@@ -36,6 +37,7 @@ __all__ = [
     "plan",
     "read_flags",
     "read_run",
+    "show",
     "sweep",
     "train",
     "validate",

@@ -431,10 +431,12 @@ def is_plan_file(path: Path) -> bool:
     return b'"fingerprint"' in read_bytes(path)
 
 
-def _estimate_plan_again(
-    plan: Plan, layout: str | Layout, *, on: str | Hardware, options: WorkloadOptions
-) -> Plan:
-    """Estimate the job of a plan, with what the caller gives in place of the plan's own."""
+def replan_request(plan: Plan, on: str | Hardware, options: WorkloadOptions) -> PlanRequest:
+    """Return the request that a plan answers, with what the caller gives in place of its own.
+
+    Raises:
+        BadInput: something cannot be used.
+    """
     request = read_plan_request(plan.model, on or plan.hardware, options)
     workload = plan.workload
     for field in ("seq_len", "global_batch", "precision"):
@@ -445,10 +447,18 @@ def _estimate_plan_again(
     if options.load is not None:
         histogram = request.workload.load_histogram
         workload = replace(workload, routing=Routing.MEASURED, load_histogram=histogram)
+    return replace(request, workload=workload, defaults=())
+
+
+def _estimate_plan_again(
+    plan: Plan, layout: str | Layout, *, on: str | Hardware, options: WorkloadOptions
+) -> Plan:
+    """Estimate the job of a plan, with what the caller gives in place of the plan's own."""
+    request = replan_request(plan, on, options)
     chosen = layout or plan.layout
     with translate_fields(to_options("--layout")):
         chosen = _as_layout(chosen, world_size=request.hardware.count)
-        return build_plan(plan.model, workload, request.hardware, chosen)
+        return build_plan(request.model, request.workload, request.hardware, chosen)
 
 
 def why_not(plans: Plans, layout: str) -> WhyNot:

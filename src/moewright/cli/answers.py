@@ -6,13 +6,12 @@ the tables, and what else is printed, go to standard error.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,25 +46,14 @@ def format_json(record: object) -> str:
     """Return a record as JSON text; NaN and infinite numbers, which JSON has not, become null."""
     import json
 
-    from moewright.spec.record import to_plain_data
+    from moewright.spec.record import replace_non_finite, to_plain_data
 
     data = to_plain_data(record)
     try:
         text = json.dumps(data, indent=1, allow_nan=False)
     except ValueError:
-        text = json.dumps(_replace_non_finite(data), indent=1, allow_nan=False)
+        text = json.dumps(replace_non_finite(data), indent=1, allow_nan=False)
     return text + "\n"
-
-
-def _replace_non_finite(data: Any) -> Any:
-    """Return plain data with None in place of every number that is not finite."""
-    if isinstance(data, float) and not math.isfinite(data):
-        return None
-    if isinstance(data, dict):
-        return {key: _replace_non_finite(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_replace_non_finite(value) for value in data]
-    return data
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from moewright.cli.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, PIPE_CLOSED
@@ -14,7 +15,11 @@ from moewright.spec.printable import escape_controls
 
 if TYPE_CHECKING:
     from cyclopts import App
-_ENGINE_PACKAGES = ("torch", "safetensors", "tokenizers")
+# Packages that some verbs need, by the extra that brings them.
+_EXTRAS = MappingProxyType(
+    dict.fromkeys(("torch", "safetensors", "tokenizers"), "engine")
+    | dict.fromkeys(("starlette", "uvicorn"), "studio")
+)
 
 
 def run() -> None:
@@ -58,10 +63,11 @@ def _run_verb(arguments: Sequence[str], build_app: Callable[[], App]) -> int:
     except (BadInput, CycloptsError) as error:
         return _report(str(error), BAD_INPUT) if _reports_refusals() else BAD_INPUT
     except ModuleNotFoundError as error:
-        if error.name not in _ENGINE_PACKAGES:
+        extra = _EXTRAS.get(error.name or "")
+        if extra is None:
             raise
         return _report(
-            f"this verb needs {error.name}; install it with: pip install 'moewright[engine]'",
+            f"this verb needs {error.name}; install it with: pip install 'moewright[{extra}]'",
             BAD_INPUT,
         )
     except BrokenPipeError:

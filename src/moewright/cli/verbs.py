@@ -18,6 +18,7 @@ from moewright.cli.export import export
 from moewright.cli.fit import fit
 from moewright.cli.plan import plan
 from moewright.cli.report import report
+from moewright.cli.studio import studio
 from moewright.cli.sweep import bench_sweep
 from moewright.cli.train import train
 from moewright.cli.tune import tune
@@ -47,6 +48,7 @@ def build_app() -> App:
     app.command(upcycle)
     app.command(report)
     app.command(diagnose)
+    app.command(studio)
     app.command(tune)
     app.command(export)
     app.command(capture)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from html import escape
+from math import isfinite
 from pathlib import PurePath
 from typing import Any, cast
 
@@ -61,6 +62,17 @@ def to_plain_data(value: object) -> object:
     if isinstance(value, tuple | list | frozenset | set):
         return [to_plain_data(item) for item in value]
     return str(value) if isinstance(value, PurePath) else value
+
+
+def replace_non_finite(data: Any) -> Any:
+    """Return plain data with None in place of every number that is not finite, as JSON needs it."""
+    if isinstance(data, float) and not isfinite(data):
+        return None
+    if isinstance(data, dict):
+        return {key: replace_non_finite(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [replace_non_finite(value) for value in data]
+    return data
 
 
 def list_changed_fields(record: object) -> list[tuple[str, object]]:

@@ -1,0 +1,154 @@
+"""Views: what pages and notebooks show of a job, as records; what cannot be shown says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moewright.api.planning import (
+    SearchOptions,
+    explain_empty_search,
+    is_plan_file,
+    replan_request,
+    search_request,
+    workload_options,
+)
+from moewright.api.requests import (
+    PlanRequest,
+    WorkloadOptions,
+    read_plan_request,
+    to_options,
+    translate_fields,
+)
+from moewright.api.running import list_trainers
+from moewright.codec import format_layout, parse_layout, read_json
+from moewright.search.search import build_plan, search
+from moewright.spec.errors import BadInput
+from moewright.spec.hardware import Hardware
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Plan
+from moewright.spec.workload import Dtype
+from moewright.view.layout_controls import list_controls
+from moewright.view.plan_view import PlanView, RefusalView, build_plan_view, build_refusal
+from moewright.view.search_view import SearchView, build_search_view
+
+_FIRST_PART = "mbs1,cp1,etp1"  # of the space, as layout text
+_FIRST_TOP = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViewQuery:
+    """A job and its layout as people write them; a page's address holds the same.
+
+    The model may also be the plan.json of a job, whose values the others replace.
+    """
+
+    model: str | Path | ModelSpec
+    on: str | Hardware
+    options: WorkloadOptions
+    layout: str = ""
+
+    def read(self) -> PlanRequest:
+        """Read model, hardware and workload.
+
+        Raises:
+            BadInput: something cannot be used.
+        """
+        if isinstance(self.model, str | Path) and is_plan_file(Path(self.model)):
+            plan = read_json(Plan, Path(self.model))
+            request = replan_request(plan, self.on, self.options)
+            return replace(request, layout_text=format_layout(plan.layout))
+        return read_plan_request(self.model, self.on, self.options)
+
+
+def show(
+    model: str | Path | ModelSpec,
+    layout: str = "",
+    *,
+    on: str | Hardware = "",
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Dtype | str | None = None,
+) -> PlanView | RefusalView:
+    """Return what the studio's page shows of one layout: figures, stages, parts, legal steps.
+
+    An illegal layout is no error: the answer has its reasons, and the steps that are legal.
+
+    Args:
+        model: a name, a config.json or its folder, a job .toml, or a ModelSpec.
+        layout: layout text such as "tp2,ep8,pp8,mbs1,recompute=select".
+        on: count x device, or a Hardware.
+        seq_len: tokens a sequence.
+        global_batch: sequences a step.
+        precision: compute precision.
+
+    Example:
+        >>> import moewright as mw
+        >>> shown = mw.show("Qwen3-30B-A3B", "ep8,recompute=full", on="16xH100")
+        >>> shown.verdict, len(shown.stages)
+        ('fits', 1)
+        >>> mw.show("Qwen3-30B-A3B", "tp3,ep8", on="16xH100").reasons[0].key
+        'tp'
+    """
+    try:
+        options = workload_options(seq_len, global_batch, precision)
+    except BadInput as error:
+        return build_refusal(error.reasons)
+    return view_plan(ViewQuery(model=model, on=on, options=options, layout=layout))
+
+
+def view_plan(query: ViewQuery) -> PlanView | RefusalView:
+    """Return the record of a query's page; the reasons where it cannot be estimated."""
+    try:
+        request = query.read()
+        layout_text = query.layout or request.layout_text
+        with translate_fields(to_options("--layout")):
+            layout = parse_layout(layout_text, world_size=request.hardware.count)
+    except BadInput as error:
+        return build_refusal(error.reasons)
+    try:
+        with translate_fields(lambda field: field.removeprefix("layout.")):
+            plan = build_plan(request.model, request.workload, request.hardware, layout)
+    except BadInput as error:
+        controls = list_controls(request.model, request.workload, layout)
+        return build_refusal(error.reasons, controls)
+    return build_plan_view(plan, request.defaults)
+
+
+def build_query_plan(query: ViewQuery) -> tuple[PlanRequest, Plan]:
+    """Return the request and the plan of a query.
+
+    Raises:
+        BadInput: something cannot be used, or the layout is illegal.
+    """
+    request = query.read()
+    with translate_fields(to_options("--layout")):
+        text = query.layout or request.layout_text
+        layout = parse_layout(text, world_size=request.hardware.count)
+        plan = build_plan(request.model, request.workload, request.hardware, layout)
+    return request, plan
+
+
+def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView]:
+    """Yield what a search of a query's job answers: first of a small part of the space, then all.
+
+    The query's layout text is not pinned. The part holds one sequence a micro-batch without context
+    and expert tensor parallelism, where most best layouts are.
+
+    Raises:
+        BadInput: something cannot be used, or no layout is legal and fits.
+    """
+    request = query.read()
+    nouns = (request.model, request.workload, request.hardware)
+    first = search(*nouns, fixed=_FIRST_PART, top=_FIRST_TOP)
+    if first.plans:
+        yield build_search_view(first.plans, first, first.why, trainers={}, is_final=False)
+    name = Path("model")
+    answer = search_request(request, name, SearchOptions(top=top))
+    if answer.best is None:
+        raise explain_empty_search(answer.request, answer.search, name)
+    trainers = {plan.layout: list_trainers(plan) for plan in (*answer.plans, *answer.gambles)}
+    yield build_search_view(
+        answer.plans, answer.search, answer.why, trainers=trainers, is_final=True
+    )

@@ -1,0 +1,150 @@
+"""The studio's routes: pages, records of the Python interface as JSON, and streams of searches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from moewright.api.catalogues import hardware as list_hardware
+from moewright.api.catalogues import models as list_models
+from moewright.api.views import view_plan
+from moewright.spec.errors import BadInput
+from moewright.spec.record import Record
+from moewright.spec.workload import Dtype
+from moewright.studio.drops import read_dropped_model, read_dropped_script
+from moewright.studio.folder import StudioFolder
+from moewright.studio.guard import LocalGuard
+from moewright.studio.queries import read_query
+from moewright.studio.tasks import Workers
+from moewright.studio.wire import encode_data, encode_record
+from moewright.view.page import read_asset, render_shell
+from moewright.view.plan_view import build_refusal
+
+_PAGES = ("/", "/top", "/timetable", "/compare", "/budget", "/runs", "/share")
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_MOST_BODY_BYTES = 64 * 2**20
+_TASKS = ("search",)
+
+
+def build_app(folder: Path, port: int) -> Starlette:
+    """Build the application that serves this machine on a port."""
+    studio = _Studio(folder)
+    routes = [
+        *(Route(path, studio.show_page) for path in _PAGES),
+        Route("/assets/{name}", studio.send_asset),
+        Route("/api/catalogue", studio.list_catalogue),
+        Route("/api/plan", studio.send_plan),
+        Route("/api/task/{task}", studio.stream_task),
+        Route("/api/model", studio.take_model, methods=["POST"]),
+        Route("/api/script", studio.take_script, methods=["POST"]),
+    ]
+    guard = Middleware(LocalGuard, port=port)
+    return Starlette(routes=routes, middleware=[guard], lifespan=studio.live)
+
+
+class _Studio:
+    """The handlers of a server, with its folder and its workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = StudioFolder(folder)
+        self._workers = Workers()
+
+    @asynccontextmanager
+    async def live(self, _: Starlette) -> AsyncIterator[None]:
+        """Keep a worker ready while the server runs."""
+        await self._workers.prepare()
+        yield
+        await self._workers.close()
+
+    async def show_page(self, _: Request) -> Response:
+        return Response(render_shell(), media_type="text/html")
+
+    async def send_asset(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        content = read_asset(name)
+        if content is None:
+            return PlainTextResponse("no such file", status_code=404)
+        media_type = _TYPES.get(Path(name).suffix, "text/plain")
+        headers = {"cache-control": "no-cache"}
+        return Response(content, media_type=media_type, headers=headers)
+
+    async def list_catalogue(self, _: Request) -> Response:
+        rows = await run_in_threadpool(_list_names)
+        return _send_json(encode_data(rows))
+
+    async def send_plan(self, request: Request) -> Response:
+        params = dict(request.query_params)
+        return await _answer(lambda: view_plan(read_query(params)))
+
+    async def stream_task(self, request: Request) -> Response:
+        task = request.path_params["task"]
+        if task not in _TASKS:
+            return PlainTextResponse("no such task", status_code=404)
+        lines = self._workers.run(task, dict(request.query_params))
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    async def take_model(self, request: Request) -> Response:
+        content = await _read_body(request)
+        return await _answer_data(partial(read_dropped_model, self._folder, content))
+
+    async def take_script(self, request: Request) -> Response:
+        content = await _read_body(request)
+        params = dict(request.query_params)
+        return await _answer_data(partial(read_dropped_script, self._folder, content, params))
+
+
+def _list_names() -> dict[str, object]:
+    """Return the models and devices that are known by name, and the precisions."""
+    return {
+        "models": list_models().to_rows(),
+        "devices": list_hardware().to_rows(),
+        "precisions": [dtype.value for dtype in Dtype],
+    }
+
+
+async def _answer(build: Callable[[], Record]) -> Response:
+    """Send the record that a function builds, or why there is none."""
+
+    def run() -> bytes:
+        try:
+            return encode_record(build())
+        except BadInput as error:
+            return encode_record(build_refusal(error.reasons))
+
+    return _send_json(await run_in_threadpool(run))
+
+
+async def _answer_data(build: Callable[[], object]) -> Response:
+    """Send the data that a function builds, or why there is none, with status 422."""
+
+    def run() -> tuple[bytes, int]:
+        try:
+            return encode_data(build()), 200
+        except BadInput as error:
+            return encode_record(build_refusal(error.reasons)), 422
+
+    content, status = await run_in_threadpool(run)
+    return Response(content, status_code=status, media_type="application/json")
+
+
+def _send_json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return the body of a request, cut where it is too long: its reader refuses it then."""
+    content = b""
+    async for part in request.stream():
+        content += part
+        if len(content) > _MOST_BODY_BYTES:
+            break
+    return content

@@ -1,0 +1,57 @@
+"""Files that are dropped on a page: a config.json names a model, a launch script a whole job."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from moewright.api.launch_scripts import read_flags
+from moewright.codec import format_layout, parse_json, write_json
+from moewright.intake import catalogue
+from moewright.spec.errors import BadInput, Reason
+from moewright.studio.folder import StudioFolder
+
+_MOST_NAME = 40
+
+
+def read_dropped_model(folder: StudioFolder, content: bytes) -> dict[str, str]:
+    """Keep a config.json, and return the name by which queries find it.
+
+    Raises:
+        BadInput: the file is no config.json of a model that can be planned.
+    """
+    data = parse_json(folder.decode(content), where="config.json")
+    if not isinstance(data, Mapping):
+        raise BadInput(Reason(field="config.json", rule="must be an object"))
+    architectures = data.get("architectures") or data.get("model_type") or "model"
+    first = architectures[0] if isinstance(architectures, list) else architectures
+    name = re.sub(r"[^A-Za-z0-9_.-]", "", str(first))[:_MOST_NAME] or "model"
+    path = folder.keep(json.dumps(data).encode(), "/config.json", prefix=f"{name}-")
+    catalogue.model(str(path.parent))
+    return {"model": str(path.parent)}
+
+
+def read_dropped_script(
+    folder: StudioFolder, content: bytes, params: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the query that a Megatron-LM launch script states, with notes on its reading.
+
+    `params` may name the model and the devices of a script, which does not. The job is kept as a
+    plan, which the query names as its model.
+
+    Raises:
+        BadInput: the script cannot be read or planned.
+    """
+    path = folder.keep(content, ".sh")
+    device = params.get("on", "").rpartition("x")[2] or params.get("on", "")
+    reading = read_flags(path, on=device, model=params.get("model", ""))
+    plan = reading.plan
+    kept = path.with_suffix(".plan.json")
+    write_json(kept, plan)
+    query = {
+        "model": str(kept),
+        "on": f"{plan.hardware.count}x{device}",
+        "layout": format_layout(plan.layout),
+    }
+    return {"query": query, "notes": reading.notes}

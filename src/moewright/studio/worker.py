@@ -1,0 +1,46 @@
+"""A process that works on long questions: a query in on standard input, answers out as lines.
+
+The server kills it when nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moewright.api.views import view_search
+from moewright.spec.errors import BadInput
+from moewright.spec.record import Record
+from moewright.studio.queries import read_query
+from moewright.studio.wire import encode_record
+from moewright.view.plan_view import build_refusal
+
+
+def main() -> None:
+    """Answer one question: {"task": ..., "params": {...}}."""
+    line = sys.stdin.readline()
+    if not line:
+        return  # nobody asks any more
+    question = json.loads(line)
+    try:
+        for record in answer(question["task"], question["params"]):
+            _write(encode_record(record))
+    except BadInput as error:
+        _write(encode_record(build_refusal(error.reasons)))
+
+
+def answer(task: str, params: Mapping[str, Any]) -> Iterator[Record]:
+    """Yield the records that answer a task."""
+    assert task == "search"
+    yield from view_search(read_query(params))
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(data + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

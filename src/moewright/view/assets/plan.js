@@ -1,0 +1,136 @@
+"use strict";
+/* The record of a plan: verdict, figures, memory of every stage, the step part by part. */
+mw.verdictWords = {fits: "Fits", uncertain: "May not fit", oom: "Does not fit"};
+mw.gradeWords = {measured: "measured", combined: "pairs measured", stacked: "parts measured", formula: "partly formula"};
+
+mw.figures = plan => {
+  const [low, high] = plan.step_interval_80;
+  return mw.el("div", {class: "tiles"},
+    mw.tile("Step", mw.seconds(plan.step_s), `80 %: ${mw.seconds(low)} to ${mw.seconds(high)}`, "step_s", plan.step_s),
+    mw.tile("Tokens/s a device", mw.digits(plan.tokens_per_s_per_device, 4), `${mw.digits(plan.tflops_per_device, 4)} TFLOP/s`, "tokens_per_s_per_device", plan.tokens_per_s_per_device),
+    mw.tile("MFU", mw.percent(plan.mfu), `HFU ${mw.percent(plan.hfu)}`, "mfu", plan.mfu),
+    mw.tile("Peak memory", mw.bytes(plan.peak_bytes), `of ${mw.bytes(plan.capacity_bytes)}, ± ${mw.bytes(plan.peak_sd_bytes)}`, "peak_bytes", plan.peak_bytes),
+    mw.tile("Margin", mw.bytes(plan.margin_bytes), `fits with ${mw.percent(plan.fit_probability, 0)}`, "margin_bytes", plan.margin_bytes),
+    mw.tile("Bubble", mw.percent(plan.bubble_fraction, 2), `${mw.count(plan.micro_batches)} micro-batches`, "bubble_fraction", plan.bubble_fraction));
+};
+
+mw.verdictPanel = plan => mw.el("section", {class: `panel verdict ${plan.verdict}`, id: "verdict", "aria-live": "polite"},
+  mw.el("h1", {}, plan.headline),
+  mw.el("p", {}, `${plan.sentence}.`),
+  mw.el("p", {class: "quiet"}, `${plan.job.model} on ${mw.count(plan.job.devices)} × ${plan.job.device}, sequence ${mw.count(plan.job.seq_len)}, global batch ${mw.count(plan.job.global_batch)}, ${plan.job.precision}`),
+  mw.el("code", {class: "layout", id: "layout-text"}, plan.job.layout),
+  mw.figures(plan));
+
+mw.stackTotal = (stage, hidden) => stage.components.reduce((sum, part) => sum + (hidden.has(part.name) ? 0 : part.value), 0);
+
+mw.memoryChart = plan => {
+  const gib = 2 ** 30, colours = mw.palette.memory;
+  const names = Object.keys(colours).filter(name => plan.stages.some(stage => stage.components.some(part => part.name === name)));
+  const option = (width, hidden) => {
+    const top = Math.max(plan.capacity_bytes + plan.peak_sd_bytes, ...plan.stages.map(stage => stage.peak_bytes)) * 1.06 / gib;
+    const round = top > 20 ? 10 : top > 2 ? 1 : .1;
+    const series = names.filter(name => !hidden.has(name)).map(name => ({
+      name, type: "bar", stack: "memory", barMaxWidth: 72, barCategoryGap: plan.stages.length > 12 ? "18%" : "35%",
+      itemStyle: {color: colours[name]},
+      data: plan.stages.map(stage => (stage.components.find(part => part.name === name) || {value: 0}).value / gib),
+    }));
+    const capacity = plan.capacity_bytes / gib, spread = plan.peak_sd_bytes / gib;
+    series.push({
+      name: "capacity", type: "line", data: [], silent: true,
+      markLine: {symbol: "none", lineStyle: {color: mw.colour("bad"), width: 2, type: "solid"}, data: [{yAxis: capacity}],
+        label: {show: false}},
+      markArea: {itemStyle: {color: mw.colour("bad"), opacity: .16}, data: [[{yAxis: capacity - spread}, {yAxis: capacity + spread}]]},
+    });
+    return {
+      grid: {left: 8, right: 12, top: 26, bottom: 24, containLabel: true}, series,
+      xAxis: {type: "category", data: plan.stages.map(stage => String(stage.pp_rank)), name: "pipeline rank", nameLocation: "middle", nameGap: 24, ...mw.axis()},
+      yAxis: {type: "value", name: "GiB", max: Math.ceil(top / round) * round, ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}, axisPointer: {label: {show: false}}})},
+      tooltip: mw.tooltip(items => {
+        const stage = plan.stages[items[0].dataIndex];
+        const lines = stage.components.map(part => `${mw.mark(colours[part.name])}${mw.escape(mw.words(part.name))}: ${mw.bytes(part.value)}`).reverse();
+        return `<b>rank ${stage.pp_rank}: ${mw.bytes(stage.peak_bytes)}</b><br>${mw.escape(stage.holds)}<br>${lines.join("<br>")}`;
+      }),
+    };
+  };
+  const holder = mw.chart(`Memory of ${plan.stages.length} pipeline ranks by component; the fullest holds ${mw.bytes(plan.peak_bytes)} of ${mw.bytes(plan.capacity_bytes)}`, 330, option);
+  holder.append(mw.el("p", {class: "note"}, mw.el("i", {class: "swatch", style: "background:var(--bad);height:3px;vertical-align:middle"}), ` capacity ${mw.bytes(plan.capacity_bytes)}; a peak inside the band (± ${mw.bytes(plan.peak_sd_bytes)}) is uncertain`));
+  holder.append(mw.legend(holder, names, colours));
+  const table = mw.table([{t: "rank"}, {t: "holds"}, ...names.map(name => ({t: mw.words(name), n: true})), {t: "peak, bytes", n: true}],
+    plan.stages.map(stage => [String(stage.pp_rank), stage.holds,
+      ...names.map(name => mw.count((stage.components.find(part => part.name === name) || {value: 0}).value)),
+      mw.el("span", {"data-stage": stage.pp_rank, "data-value": String(stage.peak_bytes)}, mw.count(stage.peak_bytes))]), "Bytes of every pipeline rank");
+  holder.append(mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact bytes"), table));
+  return holder;
+};
+
+/* A waterfall of horizontal bars: each begins where the one above ends. */
+mw.waterfallOption = (steps, width, show) => {
+  const narrow = width < 460;
+  const total = Math.max(...steps.map(step => Math.max(step.from, step.to)));
+  return {
+    grid: {left: 4, right: narrow ? 74 : 110, top: 4, bottom: 22, containLabel: true},
+    yAxis: {type: "category", inverse: true, data: steps.map(step => step.label), ...mw.axis({axisLabel: {color: mw.colour("ink"), width: narrow ? 92 : 190, overflow: "truncate"}, splitLine: {show: false}})},
+    xAxis: {type: "value", min: 0, max: total * 1.0001, ...mw.axis({axisLabel: {formatter: show, hideOverlap: true}})},
+    tooltip: mw.tooltip(items => { const step = steps[items[0].dataIndex]; return `<b>${mw.escape(step.label)}</b><br>${mw.escape(step.tip || step.text)}`; }),
+    series: [
+      {type: "bar", stack: "w", silent: true, itemStyle: {color: "transparent"}, data: steps.map(step => Math.min(step.from, step.to)), barCategoryGap: "28%"},
+      {type: "bar", stack: "w", data: steps.map(step => ({value: Math.abs(step.to - step.from), itemStyle: {color: step.colour, opacity: step.opacity ?? 1}})),
+        label: {show: true, position: "right", color: mw.colour("ink"), fontSize: narrow ? 11 : 12, formatter: item => steps[item.dataIndex].text}},
+    ],
+  };
+};
+
+mw.stepSteps = plan => {
+  const shown = plan.parts.filter(part => part.seconds > 0);
+  let at = 0;
+  const steps = shown.map(part => {
+    const step = {label: mw.words(part.part), from: at, to: at + part.seconds, colour: mw.palette.time[part.part],
+      text: `${mw.seconds(part.seconds)} ${mw.percent(part.seconds / plan.step_s, part.seconds / plan.step_s < .01 ? 1 : 0)}`,
+      tip: `${mw.seconds(part.seconds)} exposed${part.hidden_s > 0 ? `, ${mw.seconds(part.hidden_s)} hidden under other work` : ""}`};
+    at += part.seconds;
+    return step;
+  });
+  steps.push({label: "step", from: 0, to: plan.step_s, colour: mw.colour("quiet"), text: mw.seconds(plan.step_s)});
+  return steps;
+};
+
+mw.stepChart = plan => {
+  const rows = plan.parts.filter(part => part.seconds > 0).length + 1;
+  const holder = mw.chart(`Time of a step by part; ${mw.seconds(plan.step_s)} in all`, 40 + 25 * rows, width => mw.waterfallOption(mw.stepSteps(plan), width, mw.seconds));
+  const table = mw.table([{t: "part"}, {t: "exposed, s", n: true}, {t: "hidden, s", n: true}],
+    plan.parts.map(part => [mw.words(part.part), mw.el("span", {"data-part": part.part, "data-value": String(part.seconds)}, String(part.seconds)), String(part.hidden_s)]), "Seconds of every part of the step");
+  holder.append(mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact seconds"), table));
+  return holder;
+};
+
+mw.evidencePanel = plan => mw.wide(mw.panel("How sure",
+  mw.el("p", {}, mw.el("span", {class: "badge"}, mw.gradeWords[plan.grade] || plan.grade), ` ${plan.evidence}.`),
+  mw.el("p", {class: "note"}, `Constants and rates: ${plan.sources.map(source => `${source.value} ${source.name}`).join(", ")}.`),
+  plan.load_limit > 1 ? mw.el("p", {class: "note"}, `Full when the hottest expert rank gets ${plan.load_limit.toFixed(2)} × the even rows.`) : "",
+  mw.el("h3", {style: "margin-top:.7rem"}, "Nearest published measurements"),
+  mw.table([{t: "run"}, {t: "differs in"}, {t: "measured", n: true}, {t: "predicted", n: true}, {t: "error", n: true}],
+    plan.nearest_runs.map(run => [mw.el("div", {}, `${run.model.split("/").pop()}, ${run.devices} × ${run.device}`, mw.el("div", {class: "note mono"}, run.layout)), run.differs || "nothing that is compared", mw.count(run.measured), mw.count(run.predicted), mw.signed(run.error, mw.percent)]),
+    "Published runs that are most like this job, in tokens/s a device"),
+  mw.el("p", {class: "note"}, "Tokens/s a device; each predicted by constants that were fitted without its publisher.")));
+
+mw.render.PlanView = (plan, root) => {
+  root.append(mw.verdictPanel(plan),
+    mw.el("div", {class: "cards"},
+      mw.panel("Memory of every pipeline rank", mw.memoryChart(plan)),
+      mw.panel("Where the step goes", mw.stepChart(plan)),
+      mw.evidencePanel(plan)),
+    plan.notes.length ? mw.el("p", {class: "note"}, plan.notes.join("; ")) : "");
+};
+
+/* The values that a rule names as nearest: numbers, names, or a string of stages in quotes. */
+mw.nearest = reason => {
+  const stages = /'([^']+)'/.exec(reason.nearest);
+  const plain = reason.nearest.replace(/,? or .*'.*'.*/, "").split(/,? or |, /).filter(value => /^[\w.+-]+$/.test(value));
+  return stages ? [...plain, `layout='${stages[1]}'`] : plain;
+};
+mw.render.RefusalView = (refusal, root, act) => {
+  root.append(mw.el("section", {class: "panel verdict refused", id: "verdict", "aria-live": "polite"},
+    mw.el("h1", {}, "This cannot be estimated"),
+    mw.el("ul", {class: "plain"}, refusal.reasons.map(reason => mw.el("li", {}, mw.el("b", {}, reason.value ? `${reason.field} = ${reason.value}` : reason.field), `: ${reason.rule} `,
+      ...mw.nearest(reason).map(value => act ? act(reason, value) : value))))));
+};

@@ -1,0 +1,304 @@
+"use strict";
+/* The studio: the address is the state, the server computes, the newest answer alone is painted. */
+const studio = {pages: {}, query: new URLSearchParams(location.search), sequence: 0, catalogue: null, record: null};
+const KEYS = ["model", "on", "seq_len", "global_batch", "precision", "network", "layout"];
+const START = {model: "Qwen/Qwen3-30B-A3B", on: "16xH100", seq_len: "4096", global_batch: "512", precision: "bf16"};
+
+studio.page = () => location.pathname.slice(1) || "plan";
+studio.address = (changes = {}, page) => {
+  const params = new URLSearchParams(studio.query);
+  for (const [key, value] of Object.entries(changes)) {
+    params.delete(key);
+    for (const item of [value].flat()) if (item !== "" && item !== null && item !== undefined) params.append(key, item);
+  }
+  const path = page === undefined ? location.pathname : page === "plan" ? "/" : `/${page}`;
+  return [path, params];
+};
+/* `replace` keeps one entry of the history while a slider moves. */
+studio.go = (changes = {}, page, replace) => {
+  const [path, params] = studio.address(changes, page);
+  const address = `${path}?${params.toString().replaceAll("%2C", ",").replaceAll("%2F", "/").replaceAll("%3D", "=").replaceAll("%2B", "+").replaceAll("+", "%2B")}`;
+  history[replace ? "replaceState" : "pushState"](null, "", address);
+  studio.query = new URLSearchParams(location.search);
+  studio.show();
+};
+addEventListener("popstate", () => { studio.query = new URLSearchParams(location.search); studio.show(); });
+
+studio.job = () => {
+  const params = new URLSearchParams();
+  for (const key of KEYS) if (studio.query.get(key)) params.set(key, studio.query.get(key));
+  return params;
+};
+studio.get = async (path, params, signal) => {
+  const answer = await fetch(`${path}?${params}`, {signal});
+  return answer.json();
+};
+studio.post = async (path, body, params) => {
+  const answer = await fetch(`${path}?${params || ""}`, {method: "POST", body});
+  return [answer.ok, await answer.json()];
+};
+/* Lines of a long answer, one record each; `signal` cancels it, and the server ends its worker. */
+studio.stream = async (path, params, signal, take) => {
+  const answer = await fetch(`${path}?${params}`, {signal});
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) break;
+    rest += value;
+    const lines = rest.split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line) take(JSON.parse(line));
+  }
+};
+
+studio.content = () => document.getElementById("content");
+studio.fill = (...children) => { studio.content().replaceChildren(...children); mw.drawAll(studio.content()); };
+studio.paint = (record, ...before) => {
+  const root = mw.el("div", {class: "pieces", style: "display:contents"});
+  (mw.render[record.kind] || mw.render.RefusalView)(record, root, studio.mend);
+  studio.fill(...before, ...root.childNodes);
+};
+studio.mend = (reason, value) => mw.el("button", {type: "button", class: "small", onclick: () => studio.applyMend(reason.key, value)}, `Use ${value}`);
+studio.applyMend = (key, value) => {
+  if (value.startsWith("layout=")) studio.go({layout: studio.withKey(key, value)});
+  else if (KEYS.includes(key)) studio.go({[key]: value});
+  else {
+    const control = studio.record && studio.record.controls.find(item => item.key === key);
+    const step = control && control.steps.find(item => item.value === value);
+    if (step) studio.go({layout: step.layout});
+    else if (/^[a-z_]+$/.test(key)) studio.go({layout: studio.withKey(key, value)});
+  }
+};
+studio.withKey = (key, value) => {
+  if (value.startsWith("layout=")) { const rest = (studio.query.get("layout") || "").replace(/,?layout='[^']*'/, ""); return `${rest},${value}`; }
+  const joined = /^\d+$/.test(value) ? `${key}${value}` : `${key}=${value}`;
+  const parts = (studio.query.get("layout") || "").split(",").filter(part => part && !new RegExp(`^${key}(=|\\d)`).test(part));
+  return [...parts, joined].join(",");
+};
+
+/* ---- the form of the job ---- */
+const field = (key, label, input, all) => mw.el("div", {class: all ? "all" : ""}, mw.el("label", {for: `in-${key}`}, label), input);
+const input = (key, extra) => mw.el("input", {type: "text", id: `in-${key}`, name: key, autocomplete: "off", spellcheck: "false", ...extra, onchange: event => studio.go({[key]: event.target.value.trim()})});
+
+studio.buildForm = () => {
+  const {models, devices, precisions} = studio.catalogue;
+  const on = mw.el("select", {id: "in-device", "aria-label": "device", onchange: () => studio.setHardware()}, devices.map(row => mw.el("option", {value: row.device}, `${row.device} · ${mw.digits(row.memory_GiB)} GiB`)));
+  return mw.el("div", {},
+    mw.el("div", {class: "fields"},
+      field("model", "Model: a name, a Hugging Face id, or a config.json", input("model", {list: "models"}), true),
+      mw.el("datalist", {id: "models"}, models.map(row => mw.el("option", {value: row.model}))),
+      mw.el("div", {}, mw.el("label", {for: "in-devices"}, "Devices"), mw.el("input", {type: "number", id: "in-devices", min: "1", max: "1048576", onchange: () => studio.setHardware()})),
+      mw.el("div", {}, mw.el("label", {for: "in-device"}, "of"), on),
+      field("global_batch", "Global batch, sequences", input("global_batch")),
+      field("seq_len", "Sequence, tokens", input("seq_len")),
+      field("precision", "Precision", mw.el("select", {id: "in-precision", onchange: event => studio.go({precision: event.target.value})}, precisions.map(name => mw.el("option", {value: name}, name)))),
+      field("network", "Network", mw.el("select", {id: "in-network", onchange: event => studio.go({network: event.target.value})}, ["", "ib", "roce", "efa", "tcp", "nvl72", "pcie"].map(name => mw.el("option", {value: name}, name || "the device's own")))),
+      field("layout", "Layout", input("layout", {class: "mono"}), true)),
+    mw.el("div", {class: "row", style: "margin-top:.7rem"},
+      mw.el("button", {type: "button", class: "primary", id: "find-best", onclick: () => studio.findBest()}, "Find the best layout"),
+      mw.el("span", {class: "note", id: "search-state", role: "status"})),
+    mw.el("div", {id: "layout-controls"}),
+    mw.el("details", {class: "group"}, mw.el("summary", {}, "Bring a config.json or a Megatron script"), studio.buildDrop()));
+};
+
+studio.setHardware = () => studio.go({on: `${document.getElementById("in-devices").value || 1}x${document.getElementById("in-device").value}`});
+
+studio.buildDrop = () => {
+  const state = mw.el("p", {class: "note", role: "status", id: "drop-state"});
+  const say = text => { state.textContent = text; };
+  const area = mw.el("textarea", {id: "script", rows: "4", class: "mono", placeholder: "torchrun … pretrain_gpt.py --tensor-model-parallel-size 2 …", "aria-label": "Megatron-LM launch script"});
+  const takeScript = async text => {
+    say("reading …");
+    const params = new URLSearchParams({on: studio.query.get("on") || "", model: ""});
+    const [ok, answer] = await studio.post("/api/script", text, params);
+    if (!ok) { say(answer.reasons.map(reason => reason.text).join("; ")); return; }
+    say(answer.notes.length ? answer.notes.join("; ") : "read without a remark");
+    studio.go({seq_len: "", global_batch: "", precision: "", network: "", ...answer.query}, "plan");
+  };
+  const takeFile = async file => {
+    const text = await file.text();
+    if (!/\.json$/i.test(file.name)) { area.value = text; await takeScript(text); return; }
+    const [ok, answer] = await studio.post("/api/model", text);
+    say(ok ? `${file.name} is read` : answer.reasons.map(reason => reason.text).join("; "));
+    if (ok) studio.go({model: answer.model, layout: ""});
+  };
+  const drop = mw.el("div", {class: "drop"},
+    mw.el("label", {for: "file"}, "Drop a file here, or choose one: "), mw.el("input", {type: "file", id: "file", accept: ".json,.sh,.txt,.bash", onchange: event => event.target.files[0] && takeFile(event.target.files[0])}),
+    mw.el("div", {style: "margin:.5rem 0 .3rem"}, area),
+    mw.el("button", {type: "button", onclick: () => takeScript(area.value)}, "Take the script's layout"), state);
+  drop.addEventListener("dragover", event => { event.preventDefault(); drop.classList.add("over"); });
+  drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+  drop.addEventListener("drop", event => { event.preventDefault(); drop.classList.remove("over"); if (event.dataTransfer.files[0]) takeFile(event.dataTransfer.files[0]); });
+  return drop;
+};
+
+studio.fillForm = () => {
+  for (const key of ["model", "global_batch", "seq_len", "precision", "network", "layout"]) {
+    const node = document.getElementById(`in-${key}`);
+    if (node && node !== document.activeElement) node.value = studio.query.get(key) || "";
+  }
+  const match = /^(\d+)\s*x\s*(.+)$/i.exec(studio.query.get("on") || "");
+  if (match) {
+    document.getElementById("in-devices").value = match[1];
+    const select = document.getElementById("in-device");
+    const name = match[2].toLowerCase();
+    const option = [...select.options].find(item => item.value.toLowerCase() === name) || [...select.options].find(item => item.value.toLowerCase().startsWith(name));
+    if (option) select.value = option.value;
+    else { select.append(mw.el("option", {value: match[2]}, match[2])); select.value = match[2]; }
+  }
+};
+
+/* ---- the controls of the layout ---- */
+studio.fillControls = controls => {
+  const root = document.getElementById("layout-controls");
+  if (!controls || !controls.length) return;
+  const old = new Map([...root.querySelectorAll("[data-key]")].map(node => [node.dataset.key, node]));
+  const nodes = controls.map(control => {
+    let node = old.get(control.key);
+    if (!node || node.dataset.steps !== control.steps.map(step => step.value).join()) node = studio.buildControl(control);
+    studio.updateControl(node, control);
+    return node;
+  });
+  if (nodes.some((node, index) => root.children[index] !== node) || root.children.length !== nodes.length) root.replaceChildren(...nodes);
+};
+
+studio.buildControl = control => {
+  const node = mw.el("div", {class: "control group", "data-key": control.key, "data-steps": control.steps.map(step => step.value).join()});
+  const output = mw.el("output", {for: `c-${control.key}`});
+  const name = mw.el("div", {class: "name"}, mw.el("label", {for: `c-${control.key}`, id: `l-${control.key}`}, control.label), output);
+  node.append(name);
+  if (control.kind === "slider") {
+    node.append(mw.el("input", {type: "range", id: `c-${control.key}`, min: "0", max: String(control.steps.length - 1), step: "1", oninput: event => studio.choose(node, Number(event.target.value))}),
+      mw.el("div", {class: "ticks", "aria-hidden": "true"}, control.steps.map(step => mw.el("span", {}, step.value))));
+  } else if (control.kind === "choice") {
+    node.append(mw.el("select", {id: `c-${control.key}`, onchange: event => studio.choose(node, event.target.selectedIndex)}, control.steps.map(step => mw.el("option", {value: step.value}, step.value))));
+  } else {
+    name.firstChild.removeAttribute("for");
+    node.append(mw.el("div", {class: "chips", role: "group", "aria-labelledby": `l-${control.key}`}, control.steps.map((step, index) => mw.el("button", {type: "button", class: "chip", onclick: () => studio.choose(node, index)}, mw.words(step.value)))));
+  }
+  node.append(mw.el("div", {class: "rule", role: "status"}));
+  return node;
+};
+
+studio.updateControl = (node, control) => {
+  node.control = control;
+  const index = control.steps.findIndex(step => step.value === control.value);
+  const box = node.querySelector("input, select");
+  if (control.kind === "slider") {
+    if (studio.dragging !== node) box.value = String(index);
+    box.setAttribute("aria-valuetext", `${control.label} ${control.value}${control.rule ? ", not legal" : ""}`);
+    node.querySelector("output").textContent = `${control.key} ${control.value}`;
+    [...node.querySelectorAll(".ticks span")].forEach((tick, at) => { tick.className = control.steps[at].rule ? "illegal" : ""; tick.title = control.steps[at].rule; });
+  } else if (control.kind === "choice") {
+    box.selectedIndex = index;
+    control.steps.forEach((step, at) => { box.options[at].textContent = step.rule ? `${step.value} (not legal here)` : step.value; });
+  } else {
+    const chosen = control.value.split("+");
+    [...node.querySelectorAll(".chip")].forEach((chip, at) => {
+      const step = control.steps[at];
+      chip.setAttribute("aria-pressed", String(chosen.includes(step.value)));
+      chip.classList.toggle("illegal", Boolean(step.rule) && !chosen.includes(step.value));
+      chip.title = step.rule;
+    });
+  }
+  const rule = node.querySelector(".rule");
+  if (!control.rule) { rule.replaceChildren(); return; }
+  rule.replaceChildren(mw.el("span", {}, control.rule), control.nearest ? mw.el("button", {type: "button", class: "small nearest", onclick: () => studio.go({layout: control.nearest.layout})}, `Use ${control.key} ${control.nearest.value}`) : "");
+};
+
+studio.choose = (node, index) => {
+  const step = node.control.steps[index];
+  const output = node.querySelector("output");
+  if (node.control.kind === "slider") output.textContent = `${node.control.key} ${step.value}`;
+  studio.dragging = node;
+  studio.go({layout: step.layout}, undefined, true);
+};
+addEventListener("pointerup", () => { studio.dragging = null; });
+addEventListener("keyup", () => { studio.dragging = null; });
+
+/* ---- asking and painting ---- */
+/* One question is under way at a time; while it runs, only the newest next one is kept. */
+studio.ask = async () => {
+  studio.sequence += 1;
+  studio.wanted = studio.sequence;
+  if (studio.asking) return;
+  studio.asking = true;
+  try {
+    while (studio.wanted !== studio.answered) {
+      const asked = studio.wanted;
+      const params = studio.job();
+      const record = await studio.get("/api/plan", params);
+      studio.answered = asked;
+      if (asked === studio.wanted) studio.take(record, params);
+    }
+  } catch (error) {
+    studio.fill(mw.panel("The studio does not answer", mw.el("p", {class: "error"}, String(error.message))));
+    studio.answered = studio.wanted;
+  } finally { studio.asking = false; }
+};
+studio.take = (record, params) => {
+  studio.record = record;
+  studio.fillControls(record.controls);
+  document.documentElement.dataset.painted = params.toString();
+  if (studio.page() === "plan") studio.paint(record);
+  document.title = record.job ? `${record.job.layout} · moewright` : "moewright studio";
+  requestAnimationFrame(() => { document.documentElement.dataset.frame = String(studio.answered); });
+};
+
+studio.findBest = async () => {
+  if (studio.search) { studio.search.abort(); return; }
+  const button = document.getElementById("find-best"), state = document.getElementById("search-state");
+  studio.search = new AbortController();
+  button.textContent = "Cancel the search";
+  state.textContent = "searching …";
+  try {
+    const params = studio.job();
+    params.delete("layout");
+    await studio.stream("/api/task/search", params, studio.search.signal, view => {
+      if (view.kind !== "SearchView") { state.textContent = view.reasons[0].text; return; }
+      state.textContent = view.is_final ? `best of ${mw.count(view.scored)} layouts` : "first result; searching on …";
+      studio.go({layout: view.ranked[0].layout}, undefined, !view.is_final);
+    });
+  } catch (error) {
+    state.textContent = error.name === "AbortError" ? "cancelled" : String(error.message);
+  } finally {
+    studio.search = null;
+    button.textContent = "Find the best layout";
+  }
+};
+
+studio.show = () => {
+  const page = studio.page();
+  for (const link of document.querySelectorAll("header.top nav a")) {
+    if (link.dataset.page === page) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  }
+  const needsForm = page !== "runs";
+  document.querySelector(".frame").classList.toggle("wide", !needsForm);
+  document.getElementById("controls").hidden = !needsForm;
+  studio.fillForm();
+  if (studio.leave) { studio.leave(); studio.leave = null; }
+  if (page !== "plan" && studio.pages[page]) studio.pages[page]();
+  if (needsForm) {
+    if (studio.query.get("layout") || !studio.first) studio.ask();
+    if (!studio.query.get("layout") && !studio.first) { studio.first = true; studio.findBest(); }
+    studio.first = true;
+  }
+};
+
+studio.start = async () => {
+  mw.palette = JSON.parse(document.getElementById("palette").textContent);
+  for (const link of document.querySelectorAll("header.top a")) {
+    link.addEventListener("click", event => { event.preventDefault(); studio.go({}, link.dataset.page); });
+  }
+  studio.catalogue = await studio.get("/api/catalogue", "");
+  document.getElementById("form").replaceChildren(studio.buildForm());
+  if (innerWidth <= 1020) document.getElementById("controls").open = location.search === "";
+  if (!studio.query.get("model") && studio.page() !== "runs") {
+    for (const [key, value] of Object.entries(START)) studio.query.set(key, value);
+    const [path, params] = studio.address();
+    history.replaceState(null, "", `${path}?${params}`);
+  }
+  studio.show();
+};
+addEventListener("DOMContentLoaded", studio.start);

@@ -1,0 +1,120 @@
+"""Pages: the studio's shell, and single files that open offline and ask no host for anything."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from hashlib import sha256
+from html import escape
+from importlib import resources
+
+from moewright.spec.record import Record, replace_non_finite
+from moewright.view.palette import build_palette
+
+_SCRIPTS = ("echarts.min.js", "basics.js", "plan.js")
+_PAGES = (
+    ("plan", "Plan"),
+    ("top", "Top plans"),
+    ("timetable", "Timetable"),
+    ("compare", "Compare"),
+    ("budget", "Budget"),
+    ("runs", "Runs"),
+    ("share", "Share"),
+)
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+"""
+
+
+def list_assets() -> frozenset[str]:
+    """Return the names of the files that pages need."""
+    folder = resources.files("moewright.view").joinpath("assets")
+    return frozenset(item.name for item in folder.iterdir() if item.is_file())
+
+
+def read_asset(name: str) -> bytes | None:
+    """Return the content of a file that pages need; None where there is none of the name."""
+    if name not in list_assets():
+        return None
+    return resources.files("moewright.view").joinpath("assets").joinpath(name).read_bytes()
+
+
+def _read_text(name: str) -> str:
+    content = read_asset(name)
+    assert content is not None
+    return content.decode()
+
+
+def render_shell() -> str:
+    """Return the studio's page, which asks its server for all that it shows."""
+    links = "".join(
+        f'<a href="/{"" if page == "plan" else page}" data-page="{page}">{title}</a>'
+        for page, title in _PAGES
+    )
+    scripts = "".join(
+        f'<script src="/assets/{name}" defer></script>\n'
+        for name in (*_SCRIPTS, *_studio_scripts())
+    )
+    return f"""{_HEAD}<title>moewright studio</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="/assets/style.css">
+<script type="application/json" id="palette">{_embed(build_palette())}</script>
+{scripts}</head>
+<body>
+<a class="skip" href="#content">To the answer</a>
+<header class="top"><a class="brand" href="/" data-page="plan">moewright</a>
+<nav aria-label="pages">{links}</nav></header>
+<div class="frame">
+<details id="controls" class="panel" open><summary>Job and layout</summary>
+<div id="form"></div></details>
+<main id="content" tabindex="-1"></main>
+</div>
+</body>
+</html>
+"""
+
+
+def _studio_scripts() -> list[str]:
+    """Return the scripts of the studio's own pages, the first of which the others extend."""
+    names = (name for name in list_assets() if name.startswith("studio"))
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def render_page(records: tuple[Record, ...], title: str) -> str:
+    """Return one file with records, styles and scripts inside; its policy forbids any request."""
+    data = [{"kind": type(record).__name__, **record.to_dict()} for record in records]
+    scripts = [_read_text(name) for name in _SCRIPTS]
+    scripts.append(_read_text("offline.js"))
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {hashes}"
+    )
+    body = "\n".join(f"<script>{script}</script>" for script in scripts)
+    return f"""{_HEAD}<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>{escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>
+{_read_text("style.css")}</style>
+<script type="application/json" id="palette">{_embed(build_palette())}</script>
+<script type="application/json" id="records">{_embed(replace_non_finite(data))}</script>
+</head>
+<body>
+<header class="top"><span class="brand">moewright</span></header>
+<div class="frame wide"><main id="content"></main></div>
+{body}
+</body>
+</html>
+"""
+
+
+def _digest(script: str) -> str:
+    return b64encode(sha256(script.encode()).digest()).decode()
+
+
+def _embed(data: object) -> str:
+    """Return data as JSON that no element of HTML can end: "<" stands as an escape."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,277 @@
+"""A plan as pages show it: figures, memory of every pipeline stage, parts of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moewright.codec import format_layout
+from moewright.report.plan_text import describe_evidence
+from moewright.rules.stages import pipeline_chunks
+from moewright.spec.errors import Reason
+from moewright.spec.ledger import Component, Ledger
+from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Plan, TimePart, Verdict
+from moewright.spec.record import Record, Row
+from moewright.spec.units import format_bytes, format_seconds
+from moewright.view.layout_controls import LayoutControl, list_controls
+from moewright.view.published import PublishedRun, find_nearest_runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedValue:
+    """A value with the name of what it belongs to, such as the bytes of a component."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """The device bytes of a pipeline rank by component, in the order of Component."""
+
+    pp_rank: int
+    holds: str  # layers, and what else the rank holds
+    components: tuple[NamedValue, ...]
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPart:
+    """The exposed and hidden seconds of a part of the step."""
+
+    part: str
+    seconds: float
+    hidden_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class JobView(Record):
+    """What a page says of the job: model, hardware, batch and layout text."""
+
+    model: str
+    device: str
+    devices: int
+    seq_len: int
+    global_batch: int
+    precision: str
+    layout: str
+
+    def title(self) -> str:
+        """Return the job in one line."""
+        return (
+            f"{self.model} on {self.devices:,} x {self.device}: {self.layout}, sequence "
+            f"{self.seq_len:,}, global batch {self.global_batch:,}, {self.precision}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class PlanView(Record):
+    """A plan as a page shows it; figures have the names and values of `estimate --json`.
+
+    `stages` has the memory of every pipeline rank, `parts` the step in the order of TimePart.
+    `sources` counts the figures that went into it by kind of source. `nearest_runs` are the
+    published measurements that are most like the job.
+    """
+
+    job: JobView
+    headline: str
+    sentence: str
+    verdict: str
+    step_s: float
+    step_interval_80: tuple[float, float]
+    peak_bytes: int
+    peak_rank: int
+    peak_sd_bytes: int
+    capacity_bytes: int
+    margin_bytes: int
+    fit_probability: float
+    largest: str
+    tokens_per_s_per_device: float
+    tflops_per_device: float
+    mfu: float
+    hfu: float
+    micro_batches: int
+    bubble_fraction: float
+    load_limit: float
+    stages: tuple[StageMemory, ...]
+    parts: tuple[StepPart, ...]
+    evidence: str
+    grade: str
+    sources: tuple[NamedValue, ...]
+    nearest_runs: tuple[PublishedRun, ...]
+    controls: tuple[LayoutControl, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def title(self) -> str:
+        """Return the job, and the verdict in a sentence."""
+        return f"{self.job.title()}\n{self.headline}: {self.sentence}"
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each part of the step."""
+        return [
+            {"part": item.part, "seconds": item.seconds, "hidden_s": item.hidden_s}
+            for item in self.parts
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokenRule:
+    """A Reason as a page shows it; `key` is of the layout or the workload, such as "tp"."""
+
+    field: str
+    value: str
+    rule: str
+    nearest: str
+    text: str
+    key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RefusalView(Record):
+    """Why there is nothing to show: the rules that the query breaks, with its controls."""
+
+    reasons: tuple[BrokenRule, ...]
+    controls: tuple[LayoutControl, ...] = ()
+
+    def title(self) -> str:
+        """Return the first reason."""
+        return self.reasons[0].text
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each broken rule."""
+        return [
+            {"field": reason.field, "value": reason.value, "rule": reason.rule}
+            for reason in self.reasons
+        ]
+
+
+def build_refusal(
+    reasons: tuple[Reason, ...], controls: tuple[LayoutControl, ...] = ()
+) -> RefusalView:
+    """Build the record of a query that breaks rules."""
+    return RefusalView(
+        reasons=tuple(
+            BrokenRule(
+                field=reason.field,
+                value=reason.value,
+                rule=reason.rule,
+                nearest=reason.nearest,
+                text=str(reason),
+                key=reason.field.rpartition(".")[2].rpartition(" ")[2].lstrip("-"),
+            )
+            for reason in reasons
+        ),
+        controls=controls,
+    )
+
+
+def build_job_view(plan: Plan) -> JobView:
+    """Return the job of a plan as pages name it."""
+    return JobView(
+        model=plan.model.name or "model",
+        device=plan.hardware.device.name,
+        devices=plan.layout.world_size,
+        seq_len=plan.workload.seq_len,
+        global_batch=plan.workload.global_batch,
+        precision=plan.workload.precision.value,
+        layout=format_layout(plan.layout),
+    )
+
+
+def build_plan_view(plan: Plan, notes: tuple[str, ...] = ()) -> PlanView:
+    """Build the record of a plan's page."""
+    estimate = plan.estimate
+    holds = _describe_stages(plan.model, plan)
+    kinds = [assumption.kind.value for assumption in estimate.assumptions]
+    return PlanView(
+        job=build_job_view(plan),
+        headline=describe_verdict(plan),
+        sentence=describe_figures(plan),
+        verdict=estimate.verdict.value,
+        step_s=estimate.step_s,
+        step_interval_80=estimate.step_interval_80,
+        peak_bytes=estimate.peak_bytes,
+        peak_rank=estimate.peak_rank,
+        peak_sd_bytes=estimate.peak_sd_bytes,
+        capacity_bytes=estimate.capacity_bytes,
+        margin_bytes=estimate.margin_bytes,
+        fit_probability=estimate.fit_probability,
+        largest=estimate.largest,
+        tokens_per_s_per_device=estimate.tokens_per_s_per_device,
+        tflops_per_device=estimate.tflops_per_device,
+        mfu=estimate.mfu,
+        hfu=estimate.hfu,
+        micro_batches=estimate.micro_batches,
+        bubble_fraction=estimate.bubble_fraction,
+        load_limit=estimate.load_limit,
+        stages=tuple(
+            build_stage_memory(ledger, holds[ledger.pp_rank]) for ledger in estimate.ledgers
+        ),
+        parts=tuple(
+            StepPart(part=share.part.value, seconds=share.seconds, hidden_s=share.hidden_s)
+            for share in sorted(estimate.shares, key=lambda share: list(TimePart).index(share.part))
+        ),
+        evidence=describe_evidence(estimate.evidence),
+        grade=estimate.evidence.grade.value,
+        sources=tuple(
+            NamedValue(name=kind, value=kinds.count(kind)) for kind in dict.fromkeys(kinds)
+        ),
+        nearest_runs=find_nearest_runs(plan),
+        controls=list_controls(plan.model, plan.workload, plan.layout),
+        notes=notes,
+    )
+
+
+def build_stage_memory(ledger: Ledger, holds: str = "") -> StageMemory:
+    """Sum the device bytes of a pipeline rank by component."""
+    sizes: dict[Component, int] = {}
+    for row in ledger.device_rows:
+        sizes[row.component] = sizes.get(row.component, 0) + row.bytes
+    return StageMemory(
+        pp_rank=ledger.pp_rank,
+        holds=holds,
+        components=tuple(
+            NamedValue(name=component.value, value=sizes[component])
+            for component in Component
+            if component in sizes
+        ),
+        peak_bytes=ledger.device_bytes,
+    )
+
+
+def _describe_stages(model: ModelSpec, plan: Plan) -> list[str]:
+    """Say what each pipeline rank holds, such as "layers 0-2, embedding"."""
+    texts: list[list[str]] = [[] for _ in range(plan.layout.pp)]
+    for chunk in pipeline_chunks(model, plan.layout):
+        text = texts[chunk.pp_rank]
+        if chunk.has_embedding:
+            text.append("embedding")
+        if len(chunk.layers) == 1:
+            text.append(f"layer {chunk.layers[0]}")
+        elif len(chunk.layers):
+            text.append(f"layers {chunk.layers[0]}-{chunk.layers[-1]}")
+        if chunk.has_loss:
+            text.append("head")
+    return [", ".join(text) for text in texts]
+
+
+def describe_verdict(plan: Plan) -> str:
+    """Say in a few words whether a plan fits."""
+    estimate = plan.estimate
+    match estimate.verdict:
+        case Verdict.FITS:
+            return f"Fits, {format_bytes(estimate.margin_bytes)} to spare"
+        case Verdict.UNCERTAIN:
+            return f"May not fit: {estimate.fit_probability:.0%} likely to"
+        case Verdict.OOM:
+            return f"Does not fit: {format_bytes(-estimate.margin_bytes)} too much"
+
+
+def describe_figures(plan: Plan) -> str:
+    """Say what a plan holds at its peak, and how fast it is."""
+    estimate = plan.estimate
+    peak = f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.capacity_bytes)}"
+    return (
+        f"{peak} on pipeline rank {estimate.peak_rank}, most of it {estimate.largest}; "
+        f"a step takes {format_seconds(estimate.step_s)}"
+    )

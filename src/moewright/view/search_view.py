@@ -1,0 +1,160 @@
+"""A search as pages show it: ranked plans, other candidates, the Pareto front, and the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from moewright.codec import format_layout
+from moewright.search.search import SearchResult
+from moewright.spec.layout import Layout
+from moewright.spec.plan import Plan, WhatIf
+from moewright.spec.record import Record, Row
+from moewright.view.plan_view import NamedValue
+
+_MOST_POINTS = 300
+
+
+class RankedKind(StrEnum):
+    """How a layout came to a ranking."""
+
+    PLAN = "plan"  # estimated in full, fits as probably as asked for
+    GAMBLE = "gamble"  # estimated in full, faster or likelier than nothing, may not fit
+    CANDIDATE = "candidate"  # screened: its figures are those of the search
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankedPlan:
+    """A layout of a ranking with what is compared; a candidate has no speed and no grade."""
+
+    kind: RankedKind
+    layout: str
+    step_s: float
+    peak_bytes: int
+    fit_probability: float
+    is_on_front: bool
+    verdict: str = ""
+    margin_bytes: int = 0
+    tokens_per_s_per_device: float = 0.0
+    tflops_per_device: float = 0.0
+    mfu: float = 0.0
+    grade: str = ""
+    trainers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GainView:
+    """What one change of the job would make of the best step."""
+
+    change: str
+    layout: str
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class SearchView(Record):
+    """The answer of a search: layouts with their figures, best first, and why.
+
+    `is_final` is false for what a first search in a part of the space gave.
+    """
+
+    ranked: tuple[RankedPlan, ...]
+    why: tuple[str, ...]
+    gains: tuple[GainView, ...]
+    rejected: tuple[NamedValue, ...]
+    scored: int
+    capacity_bytes: int
+    is_final: bool
+
+    def title(self) -> str:
+        """Return the first reason."""
+        return self.why[0] if self.why else "no layout fits"
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each layout that was estimated in full."""
+        return [
+            {"layout": item.layout, "step_s": item.step_s, "peak_bytes": item.peak_bytes}
+            for item in self.ranked
+            if item.kind is not RankedKind.CANDIDATE
+        ]
+
+
+def build_search_view(
+    plans: Sequence[Plan],
+    result: SearchResult,
+    why: Sequence[str],
+    *,
+    trainers: Mapping[Layout, tuple[str, ...]],
+    is_final: bool,
+) -> SearchView:
+    """Build the record of a search; `trainers` are what starts the layouts of `plans`."""
+    shown = [
+        *(_rank_plan(plan, RankedKind.PLAN, trainers) for plan in plans),
+        *(_rank_plan(plan, RankedKind.GAMBLE, trainers) for plan in result.gambles),
+    ]
+    capacity = 0
+    gains: tuple[WhatIf, ...] = ()
+    if plans:
+        capacity = plans[0].estimate.capacity_bytes
+        gains = plans[0].gains
+    estimated = {item.layout for item in shown}
+    for candidate in result.near_best[:_MOST_POINTS]:
+        layout = format_layout(candidate.layout)
+        if layout not in estimated:
+            shown.append(
+                RankedPlan(
+                    kind=RankedKind.CANDIDATE,
+                    layout=layout,
+                    step_s=candidate.step_s,
+                    peak_bytes=round(candidate.peak_bytes),
+                    fit_probability=candidate.fit_probability(capacity),
+                    is_on_front=False,
+                )
+            )
+    return SearchView(
+        ranked=mark_front(shown),
+        why=tuple(why),
+        gains=tuple(
+            GainView(change=gain.change, layout=format_layout(gain.layout), step_s=gain.step_s)
+            for gain in gains
+        ),
+        rejected=tuple(NamedValue(name=rule, value=count) for rule, count in result.rejected),
+        scored=result.scored,
+        capacity_bytes=capacity,
+        is_final=is_final,
+    )
+
+
+def _rank_plan(
+    plan: Plan, kind: RankedKind, trainers: Mapping[Layout, tuple[str, ...]]
+) -> RankedPlan:
+    estimate = plan.estimate
+    return RankedPlan(
+        kind=kind,
+        layout=format_layout(plan.layout),
+        step_s=estimate.step_s,
+        peak_bytes=estimate.peak_bytes,
+        fit_probability=estimate.fit_probability,
+        is_on_front=False,
+        verdict=estimate.verdict.value,
+        margin_bytes=estimate.margin_bytes,
+        tokens_per_s_per_device=estimate.tokens_per_s_per_device,
+        tflops_per_device=estimate.tflops_per_device,
+        mfu=estimate.mfu,
+        grade=estimate.evidence.grade.value,
+        trainers=trainers.get(plan.layout, ()),
+    )
+
+
+def mark_front(ranked: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
+    """Return the layouts with those marked that no other beats in both time and memory."""
+    front = set()
+    least_bytes = float("inf")
+    for index in sorted(
+        range(len(ranked)), key=lambda item: (ranked[item].step_s, ranked[item].peak_bytes)
+    ):
+        if ranked[index].peak_bytes < least_bytes:
+            least_bytes = ranked[index].peak_bytes
+            front.add(index)
+    return tuple(replace(item, is_on_front=index in front) for index, item in enumerate(ranked))

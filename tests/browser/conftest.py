@@ -1,0 +1,88 @@
+"""A headless chromium, a running studio, and pages that neither ask other hosts nor complain."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ARGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+AXE = Path(__file__).parent / "axe.min.js"
+
+
+@pytest.fixture(scope="session")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    with sync_api.sync_playwright() as player:
+        opened = player.chromium.launch(executable_path=CHROMIUM, args=list(ARGS))
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="session")
+def studio(tmp_path_factory):
+    """Return the address of a studio that runs as users run it."""
+    pytest.importorskip("uvicorn", reason="the studio extra is not installed")
+    folder = tmp_path_factory.mktemp("studio")
+    command = [sys.executable, "-m", "moewright", "studio", "--port", "0", "--folder", folder / "f"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        yield re.search(r"http://[^/]+/", line)[0]
+        process.terminate()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Return a function that opens an address; at the end nothing else was asked or complained."""
+    contexts = []
+    complaints = []
+    requests = []
+
+    def open_one(address, *, width=1400, scheme="light", offline=False):
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, offline=offline
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: requests.append((address, request.url)))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(address)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    for address, url in requests:
+        assert url.startswith((address.split("/", 3)[0] + "//" + address.split("/")[2], "data:"))
+
+
+@pytest.fixture
+def find_barriers():
+    """Return a function that lists what axe-core calls serious or critical on a page."""
+
+    def run_axe(page):
+        page.evaluate(AXE.read_text())
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        return [
+            (item["id"], item["nodes"][0]["html"][:120])
+            for item in found["violations"]
+            if item["impact"] in ("serious", "critical")
+        ]
+
+    return run_axe

@@ -1,0 +1,116 @@
+"""The studio's page of one plan: its numbers, its sliders, and who may use it."""
+
+import re
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import pytest
+
+from studio_pages import QWEN, estimate_json
+
+pytestmark = pytest.mark.browser
+
+LAYOUT = "tp2,ep8,pp8,vpp2,mbs1,recompute=layernorm+moe_act"
+FIGURES = (
+    *("step_s", "tokens_per_s_per_device", "mfu", "peak_bytes", "margin_bytes"),
+    "bubble_fraction",
+)
+
+
+def address(studio, layout):
+    return f"{studio}?{QWEN}&layout={layout.replace('+', '%2B')}"
+
+
+def wait_for(page, text):
+    page.wait_for_function(
+        "text => document.getElementById('layout-text')?.textContent === text", arg=text
+    )
+
+
+def test_numbers_equal_those_of_estimate_digit_for_digit(studio, open_page, tmp_path):
+    page = open_page(address(studio, LAYOUT))
+    page.wait_for_selector("#layout-text")
+    estimate = estimate_json(tmp_path, dict(parse_qsl(QWEN)), LAYOUT)["estimate"]
+    for name in FIGURES:
+        shown = page.locator(f"[data-name='{name}']").get_attribute("data-value")
+        assert float(shown) == estimate[name], name
+    shown = page.locator("[data-stage]").evaluate_all("all => all.map(n => n.dataset.value)")
+    assert list(map(int, shown)) == [
+        sum(row["bytes"] for row in ledger["memory"] if row["component"] != "host")
+        for ledger in estimate["ledgers"]
+    ]
+    shown = page.locator("[data-part]").evaluate_all(
+        "all => Object.fromEntries(all.map(n => [n.dataset.part, n.dataset.value]))"
+    )
+    assert {part: float(value) for part, value in shown.items()} == {
+        share["part"]: share["seconds"] for share in estimate["shares"]
+    }
+
+
+def test_a_slider_moves_the_layout_and_the_address(studio, open_page):
+    page = open_page(address(studio, LAYOUT))
+    wait_for(page, "tp2,pp8,vpp2,ep8,mbs1,recompute=layernorm+moe_act")
+    slider = page.locator("#c-ep")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    wait_for(page, "tp2,pp8,vpp2,ep16,mbs1,recompute=layernorm+moe_act")
+    assert "ep16" in page.url
+    assert slider.get_attribute("aria-valuetext") == "Expert parallel 16"
+    page.reload()
+    wait_for(page, "tp2,pp8,vpp2,ep16,mbs1,recompute=layernorm+moe_act")
+
+
+def test_an_illegal_step_says_why_and_a_click_mends_it(studio, open_page):
+    page = open_page(address(studio, "tp2,pp8,vpp5,ep8,mbs1"))
+    rule = page.locator("[data-key='vpp'] .rule")
+    rule.locator("button").wait_for()
+    assert "divides neither the 94 layers" in rule.inner_text()
+    assert "This cannot be estimated" in page.locator("#verdict").inner_text()
+    rule.locator("button").click()
+    page.wait_for_selector("#layout-text")
+    assert re.search(r"vpp[46]", page.locator("#layout-text").inner_text())
+
+
+def test_only_the_newest_answer_is_painted(studio, open_page):
+    page = open_page(address(studio, LAYOUT))
+    page.wait_for_selector("#layout-text")
+    page.evaluate(
+        """() => { window.painted = []; const paint = studio.paint;
+        studio.paint = record => { window.painted.push(record.job.layout); paint(record); };
+        for (const ep of [1, 2, 4, 8, 16, 32])
+            studio.go({layout: `tp2,pp8,ep${ep},mbs1`}, undefined, true); }"""
+    )
+    wait_for(page, "tp2,pp8,ep32,mbs1")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.painted") == ["tp2,pp8,ep32,mbs1"]
+
+
+@pytest.mark.parametrize("width", [390, 820, 1400])
+def test_nothing_sticks_out_and_nobody_is_kept_out(studio, open_page, find_barriers, width):
+    scheme = "dark" if width == 820 else "light"
+    page = open_page(address(studio, LAYOUT), width=width, scheme=scheme)
+    page.wait_for_selector("#layout-text")
+    size = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    wide, shown = page.evaluate(size)
+    assert wide == shown
+    assert find_barriers(page) == []
+
+
+def test_a_pasted_script_gives_the_sliders_its_layout(studio, open_page):
+    script = Path("examples/qwen3_30b_16h100.sh").read_text()
+    page = open_page(f"{studio}?model=Qwen/Qwen3-30B-A3B&on=16xH100&layout=ep8")
+    page.wait_for_selector("#layout-text")
+    page.locator("details.group summary").click()
+    page.locator("#script").fill(script)
+    page.get_by_text("Take the script's layout").click()
+    wait_for(page, "tp2,pp1,ep8,mbs1,recompute=layernorm+moe_act")
+    assert page.locator("#c-tp").input_value() == "1"
+    assert "512" in page.locator("#verdict").inner_text()
+
+
+def test_hostile_names_are_shown_as_text(studio, open_page):
+    name = "%3Cimg src=x onerror=alert(1)%3E"
+    page = open_page(f"{studio}?model={name}&on=8xH100&layout=%3Cb%3Ehi")
+    page.wait_for_selector("#verdict.refused")
+    assert "<img src=x" in page.locator("#verdict").inner_text()
+    assert page.locator("#content img").count() == 0
