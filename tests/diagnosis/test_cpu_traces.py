@@ -15,9 +15,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from moewright.cli.main import main
-from moewright.diagnosis.traces.breakdown import IdleCause, break_down_step
+from moewright.diagnosis.traces.breakdown import break_down_step
 from moewright.diagnosis.traces.capture import KernelKind
 from moewright.diagnosis.traces.comm_classes import CommClass
+from moewright.diagnosis.traces.gaps import IdleCause
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.trace_findings import diagnose_traces, find_peak_rate

@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
+from moewright.diagnosis.priced_fixes import FixContext, Trainer, find_fixes
 from moewright.rules.steady_steps import median_phase_seconds, median_step_s, steady_steps
 from moewright.spec.finding import Basis, Cause, Wall
 from moewright.spec.ledger import StepPhase, TimeRow
 from moewright.spec.run import GroupWait, HostTime, RankTiming
 from sample_run import plan, record
+
+OURS = FixContext(trainer=Trainer.OURS)
 
 
 def set_phases(run, **seconds):
@@ -49,7 +52,7 @@ def test_a_run_that_computes_most_of_its_step_is_told_so_with_numbers():
     assert finding.wall is Wall.COMPUTE
     assert 0.8 < finding.share < 0.95
     assert "forward 442 ms" in finding.evidence[0]
-    assert finding.fixes
+    assert find_fixes(finding, OURS)
 
 
 def test_slow_gradient_reduction_is_the_first_finding_and_its_fixes_come_first():
@@ -58,7 +61,7 @@ def test_slow_gradient_reduction_is_the_first_finding_and_its_fixes_come_first()
     assert first.share > 0.5
     assert "gradient reduction 2 s" in first.evidence[1]
     assert "predicted where phases do not tell it" in first.evidence[0]
-    assert "overlap the reduction" in first.fixes[0].text
+    assert "overlap the reduction" in find_fixes(first, OURS)[0].text
 
 
 def test_waiting_for_data_is_a_host_wall():
@@ -71,7 +74,7 @@ def test_memory_near_capacity_comes_before_time():
     findings = diagnose_run(replace(run, plan=replace(run.plan, estimate=estimate)))
     assert [finding.wall for finding in findings[:2]] == [Wall.MEMORY, Wall.COMPUTE]
     assert findings[0].share == pytest.approx(1 / 1.02, rel=0.02)
-    assert "expandable_segments" in findings[0].fixes[0].megatron
+    assert "expandable_segments" in find_fixes(findings[0], OURS)[0].setting
 
 
 def test_a_hot_expert_rank_is_named_with_its_factor_and_layer():

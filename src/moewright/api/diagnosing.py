@@ -12,7 +12,7 @@ from moewright.codec import PLAN_FILE, read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
-from moewright.diagnosis.priced_fixes import price_findings
+from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.log_findings import diagnose_log
@@ -123,6 +123,7 @@ def diagnose(
     if is_engine_run(path):
         return _diagnose_engine_run(path)
     notes: tuple[str, ...] = ()
+    options: frozenset[str] = frozenset()
     job = plan
     if script is not None:
         if plan is not None:
@@ -130,6 +131,7 @@ def diagnose(
             raise BadInput(Reason(field="script", value=str(script), rule=rule))
         reading = read_flags(script, on=on, model=model, network=network)
         notes = reading.notes
+        options = frozenset(reading.options)
         job = reading.plan
     if not path.exists():
         raise BadInput(Reason(field=str(path), rule="no such run folder, trace or log"))
@@ -138,7 +140,7 @@ def diagnose(
     if job is None and (path.parent / PLAN_FILE).exists():
         job = read_json(Plan, path.parent / PLAN_FILE)
     if path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path):
-        return _diagnose_traces(path, job, notes)
+        return _diagnose_traces(path, job, notes, options)
     return _diagnose_log(path, job, notes, model=model, on=on, network=network)
 
 
@@ -161,13 +163,15 @@ def _diagnose_engine_run(folder: Path) -> Diagnosis:
     job = record.plan
     return Diagnosis(
         source=DiagnosisSource.RUN,
-        findings=price_findings(findings, job),
+        findings=price_findings(findings, FixContext(job=job, trainer=Trainer.OURS)),
         waterfall=build_run_waterfall(record, find_critical_rank(record), job),
         job=job,
     )
 
 
-def _diagnose_traces(path: Path, job: Plan | None, notes: tuple[str, ...]) -> Diagnosis:
+def _diagnose_traces(
+    path: Path, job: Plan | None, notes: tuple[str, ...], options: frozenset[str]
+) -> Diagnosis:
     is_nsight = path.is_file() and _is_sqlite(path)
     captures = read_nsight(path) if is_nsight else read_traces(path)
     if not captures:
@@ -184,7 +188,7 @@ def _diagnose_traces(path: Path, job: Plan | None, notes: tuple[str, ...]) -> Di
         hint = f"no waterfall: {missing}; say the job with --model, --on, --layout"
     return Diagnosis(
         source=DiagnosisSource.TRACE,
-        findings=diagnose_traces(breakdowns, skew, job, peak),
+        findings=diagnose_traces(breakdowns, skew, job, peak, options),
         waterfall=waterfall,
         job=job,
         notes=notes,

@@ -32,10 +32,14 @@ _ALTERNATIVES = 3  # of the planner's layouts beside the script's
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ScriptPlan(Record):
-    """The plan that a launch script states; `notes` say what was read otherwise than written."""
+    """The plan that a launch script states; `notes` say what was read otherwise than written.
+
+    `options` names the options and the variables of the environment that the script sets.
+    """
 
     plan: Plan
     notes: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
     def title(self) -> str:
         """Return the notes and the title of the plan."""
@@ -157,7 +161,7 @@ def plan_launch(
     )
     with translate_fields(to_script_options(script)):
         plan = build_plan(job.model, job.workload, hardware, job.layout)
-    return ScriptPlan(plan=plan, notes=job.notes)
+    return ScriptPlan(plan=plan, notes=job.notes, options=(*command.options, *command.exported))
 
 
 def to_script_options(script: Path) -> Callable[[str], str]:

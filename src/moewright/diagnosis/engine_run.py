@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from moewright.cost.op_time import interpolate
-from moewright.diagnosis.priced_fixes import find_fixes
 from moewright.diagnosis.thresholds import CAUSE_OF_PART, MEMORY_SHARE, order_findings
 from moewright.diagnosis.traces.comm_classes import CAUSE_OF_CLASS, CLASS_OF_ENGINE_GROUP
 from moewright.diagnosis.waterfall import (
@@ -83,7 +82,10 @@ class _RankTimes:
 
 
 def diagnose_run(record: RunRecord) -> tuple[Finding, ...]:
-    """Return findings, the wall to work on first in front; never empty for a run with steps."""
+    """Return findings without fixes, the wall to work on first in front.
+
+    There are some for every run with steps.
+    """
     if not median_step_s(record):
         return ()
     critical = find_critical_rank(record)
@@ -280,9 +282,7 @@ def _recompute_share(mfu: float, hfu: float) -> float:
 
 
 def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str) -> Finding:
-    return Finding(
-        wall=wall, cause=cause, title=title, share=share, evidence=evidence, fixes=find_fixes(cause)
-    )
+    return Finding(wall=wall, cause=cause, title=title, share=share, evidence=evidence, fixes=())
 
 
 def _predicted_seconds(record: RunRecord, part: TimePart) -> float:

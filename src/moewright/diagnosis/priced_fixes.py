@@ -1,38 +1,101 @@
-"""Fixes for a cause, each with what the planner expects of it for the job."""
+"""Fixes for a cause, each with what the planner expects of it for the job.
+
+A fix that is predicted to hurt or to change nothing is left out; one that the run has already says
+so.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from moewright.codec import format_layout
 from moewright.cost.estimate import estimate
-from moewright.diagnosis.remedies import REMEDIES, Remedy, RemedyContext
+from moewright.diagnosis.layout_changes import RemedyContext
+from moewright.diagnosis.remedies import REMEDIES, Remedy
+from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
-from moewright.spec.finding import Cause, Finding, Fix, PredictedChange
-from moewright.spec.plan import Plan
+from moewright.spec.finding import Finding, Fix, PredictedChange, Wall
+from moewright.spec.plan import Plan, Verdict
 
-NOTHING_TO_CHANGE = "nothing to change: the layout has it, or cannot have more of it"
-
-
-def find_fixes(cause: Cause, job: Plan | None = None) -> tuple[Fix, ...]:
-    """Return the fixes of a cause in the order of trying, with prices where the job is known."""
-    return tuple(_build_fix(remedy, job) for remedy in REMEDIES[cause])
+ALREADY_ON = "already on"
+_LEAST_GAIN = 0.005  # of the step: less is nothing
+_SWITCH = re.compile(r"(?:--[a-z]|[A-Z][A-Z_]+=)")  # where a flag or a variable begins
 
 
-def price_findings(findings: tuple[Finding, ...], job: Plan) -> tuple[Finding, ...]:
-    """Return the findings with prices on their fixes."""
-    return tuple(replace(finding, fixes=find_fixes(finding.cause, job)) for finding in findings)
+class Trainer(StrEnum):
+    """Whose settings a fix is written in."""
+
+    OURS = "ours"
+    MEGATRON = "Megatron"
+    UNKNOWN = "unknown"
 
 
-def _build_fix(remedy: Remedy, job: Plan | None) -> Fix:
-    fix = Fix(text=remedy.text, megatron=remedy.megatron, excludes=remedy.excludes)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixContext:
+    """What is known of the run that is to be changed.
+
+    `options` are the names of Megatron-LM's options, and of variables, that are switched on;
+    `marks` are what a trace shows. `has_moe` is None where nothing tells it.
+    """
+
+    job: Plan | None = None
+    trainer: Trainer = Trainer.UNKNOWN
+    options: frozenset[str] = frozenset()
+    marks: tuple[TrainerMark, ...] = ()
+    has_moe: bool | None = None
+
+    @property
+    def may_have_experts(self) -> bool:
+        """Return False where the job has none, or the run shows none."""
+        if self.job is not None:
+            return self.job.model.moe is not None
+        return self.has_moe is not False
+
+
+def find_fixes(finding: Finding, context: FixContext) -> tuple[Fix, ...]:
+    """Return the fixes of a finding, those that are predicted to gain most in front.
+
+    A full memory keeps the order of trying, which is cheap before expensive. What is on already, or
+    cannot be, comes last.
+    """
+    is_memory = finding.wall is Wall.MEMORY
+    fixes = [
+        fix
+        for remedy in REMEDIES[finding.cause]
+        if (fix := _build_fix(remedy, context, is_memory=is_memory)) is not None
+    ]
+
+    def sort_key(fix: Fix) -> tuple[bool, bool, float]:
+        gain = fix.price.step_share if fix.price is not None and not is_memory else 0.0
+        return (bool(fix.excluded), fix.price is None and not is_memory, gain)
+
+    return tuple(sorted(fixes, key=sort_key))
+
+
+def price_findings(findings: tuple[Finding, ...], context: FixContext) -> tuple[Finding, ...]:
+    """Return the findings with their fixes, priced where the job is known."""
+    return tuple(replace(finding, fixes=find_fixes(finding, context)) for finding in findings)
+
+
+def _build_fix(remedy: Remedy, context: FixContext, *, is_memory: bool) -> Fix | None:
+    """Return the fix of a remedy; None where it does not apply, hurts or changes nothing."""
+    if remedy.for_experts and not context.may_have_experts:
+        return None
+    if remedy.only_megatron and context.trainer is Trainer.OURS:
+        return None
+    fix = _name_settings(remedy, context)
+    if _is_on(remedy, context):
+        return replace(fix, excluded=ALREADY_ON)
+    job = context.job
     if job is None or remedy.change is None:
         return fix
-    context = RemedyContext(model=job.model, hardware=job.hardware, layout=job.layout)
-    layout = remedy.change(context)
+    layout = remedy.change(RemedyContext(model=job.model, hardware=job.hardware, layout=job.layout))
     if layout == job.layout:
-        return replace(fix, excluded=NOTHING_TO_CHANGE)
+        return None
     if reasons := check_legality(job.model, job.workload, layout):
         return replace(fix, excluded=str(reasons[0]))
     try:
@@ -47,4 +110,57 @@ def _build_fix(remedy: Remedy, job: Plan | None) -> Fix:
         peak_bytes=changed.peak_bytes - now.peak_bytes,
         verdict=changed.verdict,
     )
+    helps = price.peak_bytes < 0 if is_memory else price.step_share <= -_LEAST_GAIN
+    if not helps:
+        return None
+    if changed.verdict is Verdict.OOM and not is_memory and now.verdict is not Verdict.OOM:
+        return replace(fix, excluded="predicted not to fit", price=price)
+    if context.trainer is Trainer.OURS:
+        fix = replace(fix, setting=f'layout = "{price.layout}"')
     return replace(fix, price=price)
+
+
+def _name_settings(remedy: Remedy, context: FixContext) -> Fix:
+    """Return the fix in the settings of the run's trainer, without those that are on."""
+    megatron = ""
+    setting = remedy.setting if context.trainer is Trainer.OURS else ""
+    if context.trainer is Trainer.MEGATRON:
+        switches = list(_split_switches(remedy.megatron))
+        missing = [switch for switch in switches if _switch_name(switch) not in context.options]
+        megatron = " ".join(missing or switches)
+    elif remedy.is_environment:
+        setting = remedy.megatron
+    excludes = remedy.excludes if remedy.megatron == megatron or not remedy.only_megatron else ""
+    return Fix(text=remedy.text, megatron=megatron, setting=setting, excludes=excludes)
+
+
+def _is_on(remedy: Remedy, context: FixContext) -> bool:
+    if remedy.mark is not None and remedy.mark in context.marks:
+        return True
+    job = context.job
+    if job is not None and remedy.change is not None and remedy.is_switch:
+        changed = remedy.change(
+            RemedyContext(model=job.model, hardware=job.hardware, layout=job.layout)
+        )
+        is_exchange_of_one = remedy.mark is TrainerMark.DEEPEP and job.layout.ep == 1
+        return changed == job.layout and not is_exchange_of_one
+    names = {_switch_name(switch) for switch in _split_switches(remedy.megatron)}
+    is_named = remedy.is_switch and bool(names)
+    return is_named and names <= context.options
+
+
+def _split_switches(flags: str) -> Iterator[str]:
+    """Yield each flag or variable with its values."""
+    words = flags.split()
+    current: list[str] = []
+    for word in words:
+        if _SWITCH.match(word) and current:
+            yield " ".join(current)
+            current = []
+        current.append(word)
+    if current:
+        yield " ".join(current)
+
+
+def _switch_name(switch: str) -> str:
+    return switch.split()[0].partition("=")[0]

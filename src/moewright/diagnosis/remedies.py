@@ -6,38 +6,30 @@ expensive, and of equals the one that changes least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, WORKLOAD_OPTIONS
-from moewright.rules.divisibility import divisors
-from moewright.spec.finding import Cause
-from moewright.spec.hardware import Hardware
-from moewright.spec.layout import (
-    CpComm,
-    CudaGraphScope,
-    DispatcherKind,
-    Layout,
-    Offload,
-    Overlap,
-    Recompute,
-    Schedule,
+from moewright.diagnosis.layout_changes import (
+    OFFLOADED,
+    LayoutChange,
+    add_graphs,
+    add_offload,
+    add_overlap,
+    add_recompute,
+    fold_ep_into_domain,
+    halve_tp,
+    offload_instead_of_recompute,
+    raise_vpp,
+    scale_degree,
+    set_cp_comm,
+    set_dispatcher,
+    set_recompute,
 )
-from moewright.spec.model import AttentionKind, ModelSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RemedyContext:
-    """The job whose layout a remedy changes."""
-
-    model: ModelSpec
-    hardware: Hardware
-    layout: Layout
-
-
-LayoutChange = Callable[[RemedyContext], Layout]
+from moewright.diagnosis.traces.capture import TrainerMark
+from moewright.spec.finding import Cause
+from moewright.spec.layout import DispatcherKind, Offload, Overlap, Recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,126 +37,24 @@ class Remedy:
     """A remedy in words, with the change that it makes to a layout.
 
     `change` returns the same layout where there is nothing to change; it is None for a remedy that
-    no field of a layout expresses. `megatron` holds the flags of Megatron-LM, and `excludes` what
-    the remedy rules out.
+    no field of a layout expresses. `megatron` holds the flags of Megatron-LM, `setting` the fields
+    of our job file, and `excludes` what the remedy rules out. A switch is on or off, and `mark` is
+    what shows in a trace that it is on.
     """
 
     text: str
     change: LayoutChange | None = None
     megatron: str = ""
+    setting: str = ""
     excludes: str = ""
+    is_switch: bool = False
+    mark: TrainerMark | None = None
+    for_experts: bool = False  # of no use without experts
+    only_megatron: bool = False  # this engine has nothing to set
+    is_environment: bool = False  # `megatron` holds variables or a command, for any trainer
 
 
-def _add_recompute(*policies: Recompute) -> LayoutChange:
-    def change(context: RemedyContext) -> Layout:
-        layout = context.layout
-        if Recompute.FULL in layout.recompute:
-            return layout
-        is_mla = context.model.attention.kind is AttentionKind.MLA
-        added = {policy for policy in policies if policy is not Recompute.MLA_UP_PROJ or is_mla}
-        return replace(layout, recompute=tuple(sorted({*layout.recompute, *added})))
-
-    return change
-
-
-def _set_recompute(*policies: Recompute) -> LayoutChange:
-    """Return the change of a layer's recompute to `policies`; recompute of the loss stays."""
-
-    def change(context: RemedyContext) -> Layout:
-        loss = {Recompute.LOSS}.intersection(context.layout.recompute)
-        return replace(
-            context.layout,
-            recompute=tuple(sorted({*policies, *loss})),
-            recompute_block=0,
-            recompute_span=1,
-        )
-
-    return change
-
-
-def _add_offload(*modules: Offload) -> LayoutChange:
-    def change(context: RemedyContext) -> Layout:
-        layout = context.layout
-        return replace(layout, offload=tuple(sorted({*layout.offload, *modules})))
-
-    return change
-
-
-def _add_overlap(*overlaps: Overlap) -> LayoutChange:
-    def change(context: RemedyContext) -> Layout:
-        layout = context.layout
-        return replace(layout, overlap=tuple(sorted({*layout.overlap, *overlaps})))
-
-    return change
-
-
-def _add_graphs(context: RemedyContext) -> Layout:
-    if context.layout.graphs:
-        return context.layout
-    graphs: tuple[CudaGraphScope, ...] = (CudaGraphScope.ATTN,)
-    if context.model.moe:
-        graphs = (CudaGraphScope.ATTN, CudaGraphScope.MOE_PREPROCESS, CudaGraphScope.MOE_ROUTER)
-    return replace(context.layout, graphs=graphs)
-
-
-def _halve_tp(context: RemedyContext) -> Layout:
-    tp = max(1, context.layout.tp // 2)
-    return replace(context.layout, tp=tp, sp=context.layout.sp and tp > 1)
-
-
-def _scale_degree(axis: str, factor: float) -> LayoutChange:
-    def change(context: RemedyContext) -> Layout:
-        scaled: dict[str, Any] = {axis: max(1, int(getattr(context.layout, axis) * factor))}
-        return replace(context.layout, **scaled)
-
-    return change
-
-
-def _raise_vpp(context: RemedyContext) -> Layout:
-    """Return the next number of virtual stages a rank that splits the layers evenly.
-
-    Megatron-LM accepts even splits alone.
-    """
-    layout = context.layout
-    has_chunks = layout.schedule in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-    if layout.pp == 1 or layout.stages or not has_chunks:
-        return layout
-    layers_per_rank = max(1, context.model.layers // layout.pp)
-    larger = [vpp for vpp in divisors(layers_per_rank) if vpp > layout.vpp]
-    if not larger:
-        return layout
-    return replace(layout, vpp=larger[0], schedule=Schedule.INTERLEAVED)
-
-
-def _fold_ep_into_domain(context: RemedyContext) -> Layout:
-    layout = context.layout
-    domain = context.hardware.fabric.domain_size
-    fitting = [ep for ep in divisors(layout.ep) if ep * layout.etp <= domain]
-    return replace(layout, ep=max(fitting, default=1))
-
-
-def _set_dispatcher(dispatcher: DispatcherKind) -> LayoutChange:
-    def change(context: RemedyContext) -> Layout:
-        layout = context.layout
-        return replace(layout, dispatcher=dispatcher) if layout.ep > 1 else layout
-
-    return change
-
-
-def _set_cp_comm(context: RemedyContext) -> Layout:
-    layout = context.layout
-    if layout.cp == 1:
-        return layout
-    fits_domain = layout.cp * layout.tp <= context.hardware.fabric.domain_size
-    return replace(layout, cp_comm=CpComm.A2A if fits_domain else CpComm.A2A_P2P)
-
-
-def _offload_instead_of_recompute(context: RemedyContext) -> Layout:
-    return replace(context.layout, recompute=(), offload=_OFFLOADED)
-
-
-_OFFLOADED = (Offload.CORE_ATTN, Offload.EXPERT_FC1, Offload.MOE_ACT)
-_OFFLOAD_FLAGS = f"--fine-grained-activation-offloading --offload-modules {' '.join(_OFFLOADED)}"
+_OFFLOAD_FLAGS = f"--fine-grained-activation-offloading --offload-modules {' '.join(OFFLOADED)}"
 _FULL_RECOMPUTE = "overlap of expert communication, and graphs over the recomputed part"
 _GRAPH_FLAGS = (
     "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
@@ -172,40 +62,55 @@ _GRAPH_FLAGS = (
 _RECOMPUTE_FLAGS = "--recompute-granularity selective --recompute-modules"
 _MORE_ROWS = (
     Remedy(
-        text="a larger micro-batch: more tokens for each expert and kernel",
-        change=_scale_degree("mbs", 2),
+        text="a larger micro-batch: more tokens for each kernel",
+        change=scale_degree("mbs", 2),
         megatron=LAYOUT_OPTIONS["mbs"],
     ),
     Remedy(
         text="a wider ep: each expert gets the tokens of more ranks",
-        change=_scale_degree("ep", 2),
+        change=scale_degree("ep", 2),
         megatron=LAYOUT_OPTIONS["ep"],
+        for_experts=True,
     ),
 )
-_FUSIONS = Remedy(
-    text="fused kernels: permute, router, cross-entropy, rope",
-    megatron=(
-        "--moe-permute-fusion --moe-router-fusion --cross-entropy-loss-fusion "
-        "--cross-entropy-fusion-impl te"
+_FUSIONS = (
+    Remedy(
+        text="fused kernels of the experts: permute, router",
+        megatron="--moe-permute-fusion --moe-router-fusion",
+        is_switch=True,
+        for_experts=True,
+        only_megatron=True,
+    ),
+    Remedy(
+        text="a fused loss",
+        megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+        is_switch=True,
+        only_megatron=True,
     ),
 )
 _MANUAL_GC = Remedy(
-    text="collect garbage in step on all ranks (train.gc_every_steps)",
+    text="collect garbage in step on all ranks",
     megatron="--manual-gc --manual-gc-interval 100",
+    setting="train.gc_every_steps",
+    is_switch=True,
 )
 _LOWER_PRECISION = Remedy(
-    text="a lower compute precision where the device has a faster rate for it (train.precision)",
-    megatron="--fp8-format hybrid --fp8-recipe blockwise --moe-router-padding-for-quantization",
+    text="a lower compute precision where the device has a faster rate for it",
+    megatron="--fp8-format hybrid --fp8-recipe blockwise",
+    is_switch=True,
+    only_megatron=True,
 )
 
 _MEMORY = (
     Remedy(
         text="let the allocator grow its segments: ends fragmentation, costs nothing",
         megatron="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        is_switch=True,
+        is_environment=True,
     ),
     Remedy(
         text="recompute the cheap modules in backward",
-        change=_add_recompute(Recompute.MOE_ACT, Recompute.LAYERNORM, Recompute.MLA_UP_PROJ),
+        change=add_recompute(Recompute.MOE_ACT, Recompute.LAYERNORM, Recompute.MLA_UP_PROJ),
         megatron=f"{_RECOMPUTE_FLAGS} moe_act layernorm mla_up_proj",
     ),
     Remedy(
@@ -214,64 +119,80 @@ _MEMORY = (
             "layout='...'"
         ),
         megatron="--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        setting="layout",
         excludes="an even split of the layers alone",
     ),
     Remedy(
         text="offload activations of the experts and of attention",
-        change=_add_offload(*_OFFLOADED),
+        change=add_offload(*OFFLOADED),
         megatron=_OFFLOAD_FLAGS,
+        is_switch=True,
         excludes="recompute=moe and recompute=full",
     ),
     Remedy(
-        text="optimizer moments in bf16 (train.moment_dtype)",
+        text="optimizer moments in bf16",
         megatron="--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        setting='train.moment_dtype = "bf16"',
+        is_switch=True,
     ),
     Remedy(
         text="keep the optimizer's state in host memory",
-        change=_add_offload(Offload.OPTIMIZER),
+        change=add_offload(Offload.OPTIMIZER),
+        is_switch=True,
         megatron="--optimizer-cpu-offload --optimizer-offload-fraction 1.0",
     ),
     _LOWER_PRECISION,
     Remedy(
         text="recompute the whole MoE block",
-        change=_add_recompute(Recompute.MOE),
+        for_experts=True,
+        change=add_recompute(Recompute.MOE),
         megatron=f"{_RECOMPUTE_FLAGS} moe layernorm",
     ),
     Remedy(
         text="recompute everything",
-        change=_set_recompute(Recompute.FULL),
+        change=set_recompute(Recompute.FULL),
         megatron="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         excludes=_FULL_RECOMPUTE,
     ),
 )
 _BETTER_PRODUCTS = (
-    Remedy(text="one grouped product for all local experts", megatron="--moe-grouped-gemm"),
+    Remedy(
+        text="one grouped product for all local experts",
+        megatron="--moe-grouped-gemm",
+        is_switch=True,
+        mark=TrainerMark.GROUPED_GEMM,
+        for_experts=True,
+        only_megatron=True,
+    ),
     *_MORE_ROWS,
-    _FUSIONS,
+    *_FUSIONS,
     _LOWER_PRECISION,
 )
 _LAUNCH = (
     _MANUAL_GC,
     Remedy(
         text="capture the static parts of a layer in graphs",
-        change=_add_graphs,
+        change=add_graphs,
         megatron=_GRAPH_FLAGS,
+        is_switch=True,
+        mark=TrainerMark.GRAPHS,
         excludes="full recompute; dynamic shapes inside the captured part",
     ),
     Remedy(
         text="a larger micro-batch: fewer, longer kernels",
-        change=_scale_degree("mbs", 2),
+        change=scale_degree("mbs", 2),
         megatron=LAYOUT_OPTIONS["mbs"],
     ),
     Remedy(
         text="a smaller tp: longer kernels",
-        change=_halve_tp,
+        change=halve_tp,
         megatron=LAYOUT_OPTIONS["tp"],
     ),
-    _FUSIONS,
+    *_FUSIONS,
     Remedy(
         text="pin each rank's threads to cores of its own socket",
         megatron="numactl --cpunodebind --membind",
+        is_environment=True,
     ),
 )
 
@@ -285,18 +206,22 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                     "overlap the reduction with backward and the gather with forward; "
                     "pays when micro-batches are few"
                 ),
-                change=_add_overlap(Overlap.GRAD, Overlap.PARAM),
+                change=add_overlap(Overlap.GRAD, Overlap.PARAM),
+                is_switch=True,
                 megatron="--overlap-grad-reduce --overlap-param-gather",
             ),
             Remedy(
-                text="more micro-batches a step (a larger global batch) spread the one reduction"
+                text="more micro-batches a step (a larger global batch) spread the one reduction",
+                megatron=WORKLOAD_OPTIONS["global_batch"],
+                setting="train.global_batch",
             ),
         ),
         Cause.TP: (
-            Remedy(text="a lower tp", change=_halve_tp, megatron=LAYOUT_OPTIONS["tp"]),
+            Remedy(text="a lower tp", change=halve_tp, megatron=LAYOUT_OPTIONS["tp"]),
             Remedy(
                 text="overlap it with the products before and after it",
-                change=_add_overlap(Overlap.TP),
+                change=add_overlap(Overlap.TP),
+                is_switch=True,
                 megatron="--tp-comm-overlap",
                 excludes="tp without sequence parallelism",
             ),
@@ -304,29 +229,33 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
         Cause.PP: (
             Remedy(
                 text="more virtual stages: a smaller bubble, and messages under compute",
-                change=_raise_vpp,
+                change=raise_vpp,
                 megatron=LAYOUT_OPTIONS["vpp"],
                 excludes="--num-layers-per-virtual-pipeline-stage beside it",
             ),
             Remedy(
                 text="more micro-batches: a smaller micro-batch",
-                change=_scale_degree("mbs", 0.5),
+                change=scale_degree("mbs", 0.5),
                 megatron=LAYOUT_OPTIONS["mbs"],
             ),
             Remedy(
                 text="fewer stages",
-                change=_scale_degree("pp", 0.5),
+                change=scale_degree("pp", 0.5),
                 megatron=LAYOUT_OPTIONS["pp"],
             ),
             Remedy(
                 text="a larger global batch: more micro-batches",
                 megatron=WORKLOAD_OPTIONS["global_batch"],
+                setting="train.global_batch",
             ),
         ),
         Cause.EP: (
             Remedy(
                 text="a dispatcher that sends a token once to each node or rank",
-                change=_set_dispatcher(DispatcherKind.DEEPEP),
+                change=set_dispatcher(DispatcherKind.DEEPEP),
+                is_switch=True,
+                mark=TrainerMark.DEEPEP,
+                for_experts=True,
                 megatron="--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
                 excludes="dry runs with a fake process group",
             ),
@@ -336,7 +265,9 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
             Remedy(
                 text="overlap it with the compute of another micro-batch",
-                change=_add_overlap(Overlap.EP),
+                change=add_overlap(Overlap.EP),
+                is_switch=True,
+                for_experts=True,
                 megatron=(
                     "--overlap-moe-expert-parallel-comm --delay-wgrad-compute "
                     "CUDA_DEVICE_MAX_CONNECTIONS=32"
@@ -345,20 +276,20 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
             Remedy(
                 text="fold ep into the fast domain",
-                change=_fold_ep_into_domain,
+                change=fold_ep_into_domain,
                 megatron="--expert-model-parallel-size --expert-tensor-parallel-size 1",
             ),
         ),
         Cause.CP: (
             Remedy(
                 text="exchange heads inside a node, a ring across nodes",
-                change=_set_cp_comm,
+                change=set_cp_comm,
                 megatron="--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes",
                 excludes="more ranks of the exchange than key heads / tp",
             ),
             Remedy(
                 text="a smaller cp",
-                change=_scale_degree("cp", 0.5),
+                change=scale_degree("cp", 0.5),
                 megatron=LAYOUT_OPTIONS["cp"],
             ),
         ),
@@ -380,11 +311,20 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             Remedy(
                 text="no attention mask made by the loader",
                 megatron="--no-create-attention-mask-in-dataloader",
+                is_switch=True,
+                only_megatron=True,
             ),
         ),
         Cause.GARBAGE_COLLECTION: (_MANUAL_GC,),
         Cause.SYNC: (
-            Remedy(text="fused permute: no counts read back", megatron="--moe-permute-fusion"),
+            Remedy(
+                text="fused permute: no counts read back",
+                megatron="--moe-permute-fusion",
+                is_switch=True,
+                mark=TrainerMark.FUSED_PERMUTE,
+                for_experts=True,
+                only_megatron=True,
+            ),
             Remedy(
                 text=(
                     "static shapes: pad to a capacity, or a dispatcher that keeps counts "
@@ -392,25 +332,63 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 ),
                 megatron="--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
                 excludes="dropless routing",
+                is_switch=True,
+                for_experts=True,
             ),
             *_LAUNCH[:2],
         ),
         Cause.LAUNCH: _LAUNCH,
         Cause.HOST_OTHER: _LAUNCH,
+        Cause.COPIES: (
+            Remedy(text=("pinned host memory and non_blocking copies: faster, and beside kernels")),
+            Remedy(text="offload less, or only what is copied while something else computes"),
+            Remedy(text="keep on the device what is copied to the host and back each step"),
+        ),
+        Cause.QUEUED: (
+            Remedy(
+                text=(
+                    "look at what the kernel behind the longest gap waits for: an event of another "
+                    "stream, a peer, or another process on the same device"
+                )
+            ),
+            Remedy(
+                text="let streams run side by side",
+                megatron="CUDA_DEVICE_MAX_CONNECTIONS=32",
+                is_environment=True,
+                excludes="overlap of tensor parallelism, which wants 1 before Blackwell",
+            ),
+            Remedy(
+                text="capture the static parts of a layer in graphs: no time between short kernels",
+                change=add_graphs,
+                megatron=_GRAPH_FLAGS,
+                is_switch=True,
+                mark=TrainerMark.GRAPHS,
+                excludes="full recompute; dynamic shapes inside the captured part",
+            ),
+        ),
+        Cause.COLLECTIVES: (
+            Remedy(
+                text=(
+                    "find what calls it: name the process group (group_desc), or record the trace "
+                    "with its metadata (torch 2.4 or later)"
+                )
+            ),
+            Remedy(text="fewer, larger calls, started before the compute that they can hide under"),
+        ),
         Cause.RECOMPUTE: (
             Remedy(
                 text="recompute the cheap modules only, where memory allows",
-                change=_set_recompute(Recompute.LAYERNORM, Recompute.MOE_ACT),
+                change=set_recompute(Recompute.LAYERNORM, Recompute.MOE_ACT),
                 megatron=f"{_RECOMPUTE_FLAGS} moe_act layernorm",
             ),
             Remedy(
                 text="recompute nothing",
-                change=_set_recompute(),
+                change=set_recompute(),
                 megatron="no --recompute-granularity",
             ),
             Remedy(
                 text="offload activations instead",
-                change=_offload_instead_of_recompute,
+                change=offload_instead_of_recompute,
                 megatron=_OFFLOAD_FLAGS,
             ),
         ),
@@ -429,7 +407,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             ),
             Remedy(
                 text="a smaller ep: one rank averages over more experts",
-                change=_scale_degree("ep", 0.5),
+                change=scale_degree("ep", 0.5),
                 megatron=LAYOUT_OPTIONS["ep"],
             ),
         ),

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moewright.diagnosis.priced_fixes import ALREADY_ON
 from moewright.diagnosis.traces.breakdown import Breakdown
 from moewright.diagnosis.traces.capture import KernelKind
 from moewright.diagnosis.traces.megatron_log import MegatronLog
@@ -104,6 +105,8 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def _format_fix(fix: Fix) -> str:
+    if fix.excluded == ALREADY_ON:
+        return f"{fix.text} [{ALREADY_ON}]"
     if fix.excluded:
         return f"{fix.text} [not here: {fix.excluded}]"
     text = fix.text
@@ -113,8 +116,10 @@ def _format_fix(fix: Fix) -> str:
         text += (
             f" [predicted: step {price.step_share:+.1%}, "
             f"memory {sign}{format_bytes(abs(price.peak_bytes))}, {price.verdict}; "
-            f"ours: {price.layout}]"
+            f"layout: {price.layout}]"
         )
+    if fix.setting:
+        text += f" [set: {fix.setting}]"
     if fix.megatron:
         text += f" [Megatron: {fix.megatron}]"
     if fix.excludes:

@@ -31,6 +31,9 @@ class Cause(StrEnum):
     SYNC = "synchronisation"
     LAUNCH = "launches"
     HOST_OTHER = "host work"
+    COPIES = "copies"  # between host and device, or within a device
+    QUEUED = "queued work"  # the device is idle although the host has launched its next kernel
+    COLLECTIVES = "collectives"  # of no known parallelism
     RECOMPUTE = "recompute"
     IMBALANCE = "expert load"
     FEW_ROWS = "few rows an expert"
@@ -62,11 +65,14 @@ class PredictedChange:
 class Fix:
     """One thing to change.
 
-    `excluded` says why this run cannot take it; "" where it can, or where that is unknown.
+    `megatron` holds flags of Megatron-LM, for runs of it; `setting` the fields of a job file, for
+    runs of this engine, or variables of the environment, which hold for any trainer. `excluded`
+    says why this run cannot take it, or that it has it; "" where it can, or where that is unknown.
     """
 
     text: str
-    megatron: str = ""  # flags
+    megatron: str = ""
+    setting: str = ""
     excludes: str = ""  # choices that cannot be combined with it
     excluded: str = ""
     price: PredictedChange | None = None
@@ -74,7 +80,7 @@ class Fix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A wall of a run with its cause, its evidence, and fixes in the order of trying.
+    """A wall of a run with its cause, its evidence, and fixes, the most gainful first.
 
     `share` is the part of the step, or of the device's memory, that the finding explains.
     """

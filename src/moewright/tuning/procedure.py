@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import exp, log
 
-from moewright.diagnosis.remedies import REMEDIES, RemedyContext
+from moewright.diagnosis.layout_changes import RemedyContext
+from moewright.diagnosis.remedies import REMEDIES
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Basis
 from moewright.spec.plan import Verdict

@@ -5,15 +5,21 @@ All seconds are lengths of unions of intervals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moewright.diagnosis.traces.capture import Capture, GroupedRows, KernelKind, KernelTable
+from moewright.diagnosis.traces.capture import (
+    Capture,
+    GroupedRows,
+    KernelKind,
+    KernelTable,
+    TrainerMark,
+)
 from moewright.diagnosis.traces.comm_classes import ChannelClass, CommClass, classify_channels
+from moewright.diagnosis.traces.gaps import Gap, IdleCause, explain_gaps
 from moewright.diagnosis.traces.intervals import (
     Intervals,
     intersect,
@@ -30,9 +36,6 @@ _MATRIX_KINDS = (KernelKind.GEMM, KernelKind.GROUPED_GEMM, KernelKind.ATTENTION)
 _COMPUTE_KINDS = tuple(
     kind for kind in KernelKind if kind not in (KernelKind.COMMUNICATION, KernelKind.COPY)
 )
-_TINY_GAP_S = 2e-6  # between kernels that follow each other: no cause is looked for
-# Where a kernel was launched at least this long before its gap began, the host was not late.
-_LATE_S = 5e-6
 _SHORT_KERNEL_S = 1e-5
 
 # Where two classes are exposed at once, the one that holds back the current layer, and so comes
@@ -42,20 +45,10 @@ _BLOCKING_FIRST = (
     CommClass.CP,
     CommClass.EP,
     CommClass.PP,
+    CommClass.EXCHANGE,
     CommClass.DP,
     CommClass.OTHER,
 )
-
-
-class IdleCause(StrEnum):
-    """Why a device had nothing to do."""
-
-    DATA = "data loading"
-    GC = "garbage collection"
-    SYNC = "synchronisation"  # the host had waited for the device, which drained, before it went on
-    LAUNCH = "launch-bound"  # the host was late with the next kernel
-    DEVICE = "device"  # launched in time; the device waited for an event or another stream
-    UNKNOWN = "unknown"  # the trace holds no launches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +64,17 @@ class CommTime:
     calls: float
     bytes: float  # handed in; 0: not recorded
     evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyTime:
+    """Seconds a step of copies of one name, such as "Memcpy HtoD (Pageable -> Device)"."""
+
+    name: str
+    busy_s: float
+    exposed_s: float  # nothing else runs
+    calls: float
+    bytes: float  # 0: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,19 +102,23 @@ class Breakdown:
     reserved_bytes: int
     steps: int  # 0: the trace marks none, and "a step" is all of it
     step_s: float
+    first_s: float  # the capture's clock at its first event of the device
     compute_s: float
     kind_times: tuple[tuple[KernelKind, float], ...]  # of the compute, each kind's own union
     comm_times: tuple[CommTime, ...]
     matrix_s: float  # matrix products and attention, recompute aside
     recompute_s: float
     copies_s: float
+    copy_times: tuple[CopyTime, ...]
     idle_times: tuple[tuple[IdleCause, float], ...]
+    worst_gaps: tuple[Gap, ...]
     known_matrix_s: float  # matrix products whose shapes are known
     known_matrix_flops: float
     kernel_launches: float
     short_kernel_share: float  # of the compute kernels, below 10 us
     top_kernels: tuple[TopKernel, ...]
     grouped_rows: GroupedRows | None
+    trainer_marks: tuple[TrainerMark, ...]
     notes: tuple[str, ...]
 
     @property
@@ -158,6 +166,7 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
     copies = clipped[KernelKind.COPY]
     exposed_copies = subtract(copies, unite(compute, comm))
     gaps = subtract(window.interval, unite(compute, comm, copies))
+    idle = explain_gaps(capture, gaps)
     overlapping = window.overlaps(kernels)
     is_compute = kernels.has_kind(*_COMPUTE_KINDS)
     is_matrix = kernels.has_kind(*_MATRIX_KINDS)
@@ -173,6 +182,7 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
         reserved_bytes=capture.reserved_bytes,
         steps=window.steps,
         step_s=total_s(window.interval) / window.divisor,
+        first_s=float(kernels.start_s.min()),
         compute_s=total_s(compute) / window.divisor,
         kind_times=tuple(
             (kind, total_s(clipped[kind]) / window.divisor)
@@ -183,17 +193,16 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
         matrix_s=window.mean_s(kernels.intervals(is_matrix & ~kernels.is_recompute)),
         recompute_s=window.mean_s(kernels.intervals(is_compute & kernels.is_recompute)),
         copies_s=total_s(exposed_copies) / window.divisor,
-        idle_times=tuple(
-            (cause, seconds / window.divisor)
-            for cause, seconds in _idle_seconds(capture, gaps).items()
-            if seconds > 0
-        ),
+        copy_times=_copy_times(capture, window, exposed_copies),
+        idle_times=tuple((cause, seconds / window.divisor) for cause, seconds in idle.seconds),
+        worst_gaps=idle.worst,
         known_matrix_s=window.mean_s(kernels.intervals(has_known_flops)),
         known_matrix_flops=float(kernels.flops[has_known_flops].sum()) / window.divisor,
         kernel_launches=float(overlapping.sum()) / window.divisor,
         short_kernel_share=float(short.mean()) if len(short) else 0.0,
         top_kernels=_top_kernels(capture, window),
         grouped_rows=capture.grouped_rows,
+        trainer_marks=capture.trainer_marks,
         notes=capture.notes,
     )
 
@@ -260,51 +269,30 @@ def _comm_times(
     return tuple(times)
 
 
+def _copy_times(
+    capture: Capture, window: _Window, exposed_copies: Intervals
+) -> tuple[CopyTime, ...]:
+    """Return the copies by name, those with the most exposed time first."""
+    kernels = capture.kernels
+    is_copy = kernels.has_kind(KernelKind.COPY) & window.overlaps(kernels)
+    times = []
+    for index in np.unique(kernels.name_index[is_copy]).tolist():
+        has_name = is_copy & (kernels.name_index == index)
+        busy = window.clip(kernels.intervals(has_name))
+        times.append(
+            CopyTime(
+                name=kernels.names[index],
+                busy_s=total_s(busy) / window.divisor,
+                exposed_s=total_s(intersect(busy, exposed_copies)) / window.divisor,
+                calls=float(has_name.sum()) / window.divisor,
+                bytes=float(kernels.payload_bytes[has_name].sum()) / window.divisor,
+            )
+        )
+    return tuple(sorted(times, key=lambda time: -time.exposed_s))
+
+
 def _evidence(classes: Sequence[ChannelClass], indices: Sequence[int]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(classes[index].evidence for index in indices))
-
-
-def _idle_seconds(capture: Capture, gaps: Intervals) -> Mapping[IdleCause, float]:
-    """Return the seconds of the gaps by cause.
-
-    What the host was seen doing in a gap decides first (loading data, collecting garbage); for the
-    rest, when the next kernel was launched.
-    """
-    seconds = dict.fromkeys(IdleCause, 0.0)
-    if not len(gaps):
-        return seconds
-    loading = intersect(gaps, capture.data_waits)
-    without_loading = subtract(gaps, loading)
-    collecting = intersect(without_loading, capture.gc_pauses)
-    unexplained = subtract(without_loading, collecting)
-    seconds[IdleCause.DATA] = total_s(loading)
-    seconds[IdleCause.GC] = total_s(collecting)
-    kernels = capture.kernels
-    next_kernels = np.searchsorted(kernels.start_s, unexplained[:, 1] - 1e-9)
-    for (start, end), index in zip(unexplained.tolist(), next_kernels.tolist(), strict=True):
-        launched = float("nan")
-        if index < len(kernels.start_s):
-            launched = float(kernels.launched_s[index])
-        seconds[_idle_cause(capture.syncs, start, end, launched)] += end - start
-    return seconds
-
-
-def _idle_cause(syncs: Intervals, start: float, end: float, launched: float) -> IdleCause:
-    """Return why a gap arose before a kernel that was launched at `launched` (NaN: not known)."""
-    if np.isnan(launched):
-        return IdleCause.UNKNOWN
-    if launched < start - _LATE_S or end - start < _TINY_GAP_S:
-        return IdleCause.DEVICE
-    return IdleCause.SYNC if _has_drained(syncs, start, launched) else IdleCause.LAUNCH
-
-
-def _has_drained(syncs: Intervals, start: float, launched: float) -> bool:
-    """Return whether the host waited for the device at the start of a gap.
-
-    It sat in a synchronisation then, or entered one before it launched again.
-    """
-    index = int(np.searchsorted(syncs[:, 0], launched, side="right")) - 1
-    return index >= 0 and float(syncs[index, 1]) >= start
 
 
 def _top_kernels(capture: Capture, window: _Window) -> tuple[TopKernel, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -28,6 +29,19 @@ class KernelKind(StrEnum):
     COMMUNICATION = "communication"
 
 
+class TrainerMark(StrEnum):
+    """What a trace shows of the trainer and of what it has switched on."""
+
+    MOE = "mixture of experts"
+    DDP = "DistributedDataParallel"
+    FSDP = "FullyShardedDataParallel"
+    MEGATRON = "Megatron"
+    DEEPEP = "DeepEP"
+    GRAPHS = "CUDA graphs"
+    FUSED_PERMUTE = "fused permute"
+    GROUPED_GEMM = "grouped products"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommChannel:
     """A kind of collective over a group of ranks.
@@ -41,7 +55,7 @@ class CommChannel:
     ranks: tuple[int, ...] = ()
     size: int = 0
     stream: str = ""
-    library: str = ""  # "deepep", "hybridep", "userbuffers": not a collective of NCCL
+    library: str = ""  # "deepep", "hybridep", "mori", "userbuffers": not a collective of NCCL
     kernel: str = field(default="", compare=False)  # name of the first kernel seen on it
 
 
@@ -55,9 +69,10 @@ class KernelTable:
     end_s: Floats
     stream_index: Ints  # into Capture.streams
     launched_s: Floats  # when the host began to launch it; NaN: not recorded
+    launch_end_s: Floats  # when that call returned
     kind_index: Ints  # into list(KernelKind)
     channel_index: Ints  # into Capture.channels; -1: no communication
-    payload_bytes: Floats  # handed in to the collective; 0: not recorded
+    payload_bytes: Floats  # handed in to the collective, or copied; 0: not recorded
     flops: Floats  # of matrix products whose shapes were recorded; 0: not recorded
     # launched inside a checkpoint's backward, before its own backward
     is_recompute: NDArray[np.bool_]
@@ -77,6 +92,42 @@ class GroupedRows:
 
     rows: float  # of a call, mean
     experts: int  # of a call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRanges:
+    """Long operations, frames and ranges of the host's threads that launch work.
+
+    Columns of n ranges in order of start; seconds on the capture's clock.
+    """
+
+    names: tuple[str, ...]
+    name_index: Ints  # into names
+    start_s: Floats
+    end_s: Floats
+
+    def innermost(self, start_s: float, end_s: float, *, least_share: float) -> str:
+        """Return the name of the shortest range that covers that share of a time; "": none does."""
+        overlap_s = np.minimum(self.end_s, end_s) - np.maximum(self.start_s, start_s)
+        covering = np.flatnonzero(overlap_s >= least_share * (end_s - start_s))
+        if not len(covering):
+            return ""
+        lengths_s = (self.end_s - self.start_s)[covering]
+        return self.names[int(self.name_index[covering[int(lengths_s.argmin())]])]
+
+
+def build_host_ranges(rows: Iterable[tuple[str, float, float]]) -> HostRanges:
+    """Build ranges from their names, starts and ends."""
+    names: dict[str, int] = {}
+    columns = [(names.setdefault(name, len(names)), start, end) for name, start, end in rows]
+    table = np.array(columns, dtype=np.float64).reshape(-1, 3)
+    table = table[np.argsort(table[:, 1], kind="stable")]
+    return HostRanges(
+        names=tuple(map(escape_controls, names)),
+        name_index=table[:, 0].astype(np.int64),
+        start_s=table[:, 1],
+        end_s=table[:, 2],
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +152,8 @@ class Capture:
     data_waits: Intervals  # the host waits for data
     gc_pauses: Intervals  # the host collects garbage
     grouped_rows: GroupedRows | None = None
+    host_ranges: HostRanges | None = None  # None: the tool records none
+    trainer_marks: tuple[TrainerMark, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -109,8 +162,12 @@ class Capture:
 _PATTERNS: tuple[tuple[KernelKind, str], ...] = (
     (
         KernelKind.COMMUNICATION,
-        r"^nccl|rccl|^mscclKernel|msccl::|deep_ep|hybrid_ep|nvshmem|userbuffers|symm_mem|multimem_|"
-        r"(one|two)_shot_all_reduce|cross_device_reduce",
+        r"^nccl|rccl|^mscclKernel|mscclpp|msccl::|deep_ep|hybrid_ep|nvshmem|_on_stream_kernel|"
+        r"userbuffers|symm_mem|multimem_|cross_device_reduce|"
+        r"(one|two)_?shot_?all_?reduce|all_?to_?all|"
+        r"\b(internode|intranode|internode_ll)::\w*(dispatch|combine|notify|barrier)|"
+        r"Ep(Dispatch|Combine)(Intra|Inter)Node|(put|wait)_signal_kernel|"
+        r"\ballreduce_fusion_kernel",
     ),
     (KernelKind.COPY, r"^mem(cpy|set)\b|^\[CUDA mem"),
     (KernelKind.ATTENTION, r"flash|fmha|sdpa|mha_|attention|attn_(fwd|bwd)|cudnn.*sdp"),
@@ -133,7 +190,13 @@ _OPS: tuple[tuple[str, Collective], ...] = (
     (r"^(nccl:)?(send|recv|isend|irecv)", Collective.P2P),
     (r"reduce", Collective.ALL_REDUCE),
 )
-_LIBRARIES = (("deep_ep", "deepep"), ("hybrid_ep", "hybridep"), ("userbuffers", "userbuffers"))
+# The libraries' namespaces; those that copied DeepEP keep the names below its own.
+_LIBRARIES = (
+    (r"hybrid_ep", "hybridep"),
+    (r"deep_ep|\b(internode|intranode|internode_ll)::", "deepep"),
+    (r"Ep(Dispatch|Combine)(Intra|Inter)Node", "mori"),
+    (r"userbuffers", "userbuffers"),
+)
 
 
 def kernel_kind(name: str) -> KernelKind:
@@ -153,7 +216,10 @@ def collective_in_name(name: str) -> Collective | None:
 
 def comm_library(name: str) -> str:
     """Return the communication library of a kernel, where it is not NCCL."""
-    return next((library for mark, library in _LIBRARIES if mark in name.casefold()), "")
+    matches = (
+        library for pattern, library in _LIBRARIES if re.search(pattern, name, re.IGNORECASE)
+    )
+    return next(matches, "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +236,7 @@ class KernelRow:
     payload_bytes: float = 0.0
     flops: float = 0.0
     is_recompute: bool = False
+    launch_end_s: float = float("nan")
 
 
 class KernelTableBuilder:
@@ -211,6 +278,7 @@ class KernelTableBuilder:
                 row.payload_bytes,
                 row.flops,
                 row.is_recompute,
+                row.launch_end_s,
             )
         )
 
@@ -230,7 +298,7 @@ class KernelTableBuilder:
 
     def build(self) -> KernelTable:
         """Build the table, its rows in order of start."""
-        table = np.array(self._rows, dtype=np.float64).reshape(-1, 10)
+        table = np.array(self._rows, dtype=np.float64).reshape(-1, 11)
         table = table[np.argsort(table[:, 1], kind="stable")]
         whole = np.nan_to_num(table).astype(np.int64)
         return KernelTable(
@@ -245,4 +313,5 @@ class KernelTableBuilder:
             payload_bytes=table[:, 7],
             flops=table[:, 8],
             is_recompute=table[:, 9] > 0,
+            launch_end_s=table[:, 10],
         )

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from moewright.diagnosis.traces.capture import Capture, CommChannel
+from moewright.diagnosis.traces.capture import Capture, CommChannel, TrainerMark
 from moewright.rules.grid import group_ranks
 from moewright.spec.finding import Cause
 from moewright.spec.hardware import Collective
@@ -32,12 +32,15 @@ class CommClass(StrEnum):
     EP = "EP"
     PP = "PP"
     DP = "DP"
+    EXCHANGE = "all-to-all"  # without evidence of experts: of what, is not known
     OTHER = "other"
 
     @property
     def part(self) -> TimePart | None:
-        """Return the planner's part of a step for it; None for OTHER."""
-        return None if self is CommClass.OTHER else TimePart(f"{self.value.casefold()}_comm")
+        """Return the planner's part of a step for it; None for what is of no known parallelism."""
+        if self in (CommClass.EXCHANGE, CommClass.OTHER):
+            return None
+        return TimePart(f"{self.value.casefold()}_comm")
 
 
 CAUSE_OF_CLASS: Mapping[CommClass, Cause] = MappingProxyType(
@@ -47,7 +50,8 @@ CAUSE_OF_CLASS: Mapping[CommClass, Cause] = MappingProxyType(
         CommClass.EP: Cause.EP,
         CommClass.PP: Cause.PP,
         CommClass.DP: Cause.DP,
-        CommClass.OTHER: Cause.STRAGGLER,
+        CommClass.EXCHANGE: Cause.COLLECTIVES,
+        CommClass.OTHER: Cause.COLLECTIVES,
     }
 )
 # Groups as the engine names them (rules.grid).
@@ -100,7 +104,6 @@ _REDUCING_GROUPS = (
     ("dp", CommClass.DP),
     ("tp_cp", CommClass.TP),
 )
-_EXPERT_KERNEL = re.compile(r"permute|topk|top_k|moe|expert|grouped", re.IGNORECASE)
 _FP32_KERNEL = re.compile(r"_f32|float\b", re.IGNORECASE)
 # Devices of a usual NVLink domain: a wider group of neighbours is hardly tensor parallel.
 _DOMAIN = 8
@@ -111,12 +114,29 @@ _TP_CALLS_A_STEP = 16  # at least
 
 
 def classify_channels(capture: Capture, layout: Layout | None) -> tuple[ChannelClass, ...]:
-    """Return the class of every channel of the capture."""
-    return tuple(_classify(capture, index, layout) for index in range(len(capture.channels)))
+    """Return the class of every channel of the capture.
+
+    A communicator has a stream of its own, so that a channel of which nothing else is recorded
+    belongs to what the others on its stream belong to.
+    """
+    told = [_tell_class(capture, channel, layout) for channel in capture.channels]
+    classes_of_stream: dict[str, set[CommClass]] = {}
+    for channel, told_class in zip(capture.channels, told, strict=True):
+        if told_class is not None and channel.stream:
+            classes_of_stream.setdefault(channel.stream, set()).add(told_class.comm)
+    return tuple(
+        told_class
+        or _class_of_stream(channel, classes_of_stream.get(channel.stream, set()))
+        or _class_of_wrapper(capture, channel)
+        or _guess(capture, index)
+        for index, (channel, told_class) in enumerate(zip(capture.channels, told, strict=True))
+    )
 
 
-def _classify(capture: Capture, index: int, layout: Layout | None) -> ChannelClass:
-    channel = capture.channels[index]
+def _tell_class(
+    capture: Capture, channel: CommChannel, layout: Layout | None
+) -> ChannelClass | None:
+    """Return the class by library, group or description; None where none of them is recorded."""
     if channel.library:
         comm = CommClass.TP if channel.library == "userbuffers" else CommClass.EP
         return ChannelClass(comm=comm, evidence=f"kernels of {channel.library}")
@@ -129,7 +149,27 @@ def _classify(capture: Capture, index: int, layout: Layout | None) -> ChannelCla
     for pattern, comm in _DESCRIPTIONS:
         if channel.description and re.search(pattern, channel.description, re.IGNORECASE):
             return ChannelClass(comm=comm, evidence=f'group "{channel.description}"')
-    return _guess(capture, index)
+    return None
+
+
+def _class_of_stream(channel: CommChannel, classes: set[CommClass]) -> ChannelClass | None:
+    if channel.group or channel.ranks or len(classes) != 1:
+        return None
+    (comm,) = classes
+    return ChannelClass(comm=comm, evidence=f"stream {channel.stream}, as others of {comm}")
+
+
+def _class_of_wrapper(capture: Capture, channel: CommChannel) -> ChannelClass | None:
+    """Return DP for what the wrappers of torch send, where no group says otherwise."""
+    marks = capture.trainer_marks
+    wrapped = {
+        TrainerMark.DDP: (Collective.ALL_REDUCE,),
+        TrainerMark.FSDP: (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE),
+    }
+    for mark, ops in wrapped.items():
+        if mark in marks and channel.op in ops and TrainerMark.MEGATRON not in marks:
+            return ChannelClass(comm=CommClass.DP, evidence=f"{mark} ran (no group is described)")
+    return None
 
 
 def _classify_by_layout(
@@ -148,9 +188,11 @@ def _classify_by_layout(
 def _guess(capture: Capture, index: int) -> ChannelClass:
     channel = capture.channels[index]
     if channel.op is Collective.ALL_TO_ALL:
-        return ChannelClass(
-            comm=CommClass.EP, evidence="all-to-all (guessed: no group description)"
-        )
+        if TrainerMark.MOE in capture.trainer_marks:
+            evidence = "all-to-all beside names of experts (guessed: no group description)"
+            return ChannelClass(comm=CommClass.EP, evidence=evidence)
+        evidence = "all-to-all, without names of experts or a description of its group"
+        return ChannelClass(comm=CommClass.EXCHANGE, evidence=evidence)
     if channel.op is Collective.P2P:
         comm = CommClass.CP if channel.size > 2 else CommClass.PP
         return ChannelClass(comm=comm, evidence="sends and receives (guessed by group size)")
@@ -162,13 +204,13 @@ def _guess(capture: Capture, index: int) -> ChannelClass:
 
 
 def _guess_sends(capture: Capture) -> ChannelClass:
-    """Classify sends and receives by whether the capture has kernels of experts."""
-    if any(_EXPERT_KERNEL.search(name) for name in capture.kernels.names):
+    """Classify sends and receives by whether the capture names experts."""
+    if TrainerMark.MOE in capture.trainer_marks:
         return ChannelClass(
-            comm=CommClass.EP, evidence="sends and receives beside expert kernels (guessed)"
+            comm=CommClass.EP, evidence="sends and receives beside names of experts (guessed)"
         )
     return ChannelClass(
-        comm=CommClass.PP, evidence="sends and receives beside no expert kernels (guessed)"
+        comm=CommClass.PP, evidence="sends and receives without names of experts (guessed)"
     )
 
 

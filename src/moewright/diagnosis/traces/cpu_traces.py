@@ -39,6 +39,7 @@ from moewright.diagnosis.traces.kineto_events import (
     to_int,
     to_intervals,
 )
+from moewright.diagnosis.traces.trainer_marks import find_trainer_marks
 from moewright.spec.run import WAIT_RANGE_PREFIX
 
 _GLOO = "gloo:"
@@ -145,6 +146,8 @@ def _build_capture(
         syncs=NO_INTERVALS,  # nothing runs behind the host's back
         data_waits=to_intervals(host.data_waits),
         gc_pauses=to_intervals(host.gc_pauses),
+        host_ranges=host.launching_ranges,
+        trainer_marks=find_trainer_marks(host.names, builder.channels),
         notes=(_NOTE,),
     )
 

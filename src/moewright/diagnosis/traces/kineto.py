@@ -44,6 +44,7 @@ from moewright.diagnosis.traces.kineto_events import (
     to_int,
     to_intervals,
 )
+from moewright.diagnosis.traces.trainer_marks import find_trainer_marks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GIB, format_bytes
 
@@ -231,6 +232,7 @@ def _build_capture(
         builder.add(_build_row(event, host, recomputed, uncounted_flops, builder))
     properties = _device_properties(file.metadata, device)
     steps = host.steps or steps_between(host.optimizer_steps)
+    kernels = builder.build()
     return Capture(
         source=file.path.name,
         rank=find_rank(file.metadata, file.path, file.index),
@@ -238,7 +240,7 @@ def _build_capture(
         memory_bytes=to_int(properties.get("totalGlobalMem")),
         allocated_bytes=peak_bytes[0],
         reserved_bytes=peak_bytes[1],
-        kernels=builder.build(),
+        kernels=kernels,
         streams=builder.streams,
         channels=builder.channels,
         steps=tuple(sorted(steps)),
@@ -246,6 +248,8 @@ def _build_capture(
         data_waits=to_intervals(host.data_waits),
         gc_pauses=to_intervals(host.gc_pauses),
         grouped_rows=_mean_grouped_rows(host),
+        host_ranges=host.launching_ranges,
+        trainer_marks=find_trainer_marks((*kernels.names, *host.names), builder.channels),
     )
 
 
@@ -265,7 +269,8 @@ def _build_row(
     args = event["args"]
     kind = _KIND_OF_CATEGORY[event["cat"]] or builder.kind(name)
     stream = str(args.get("stream", event.get("tid", 0)))
-    launched_s = host.launches.get(args.get("correlation"), float("nan"))
+    nowhere = (float("nan"), float("nan"))
+    launched_s, launch_end_s = host.launches.get(args.get("correlation"), nowhere)
     channel_index = -1
     payload_bytes = 0.0
     flops = 0.0
@@ -274,12 +279,15 @@ def _build_row(
         payload_bytes = read_payload_bytes(args)
     elif kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM):
         flops = uncounted_flops.pop(external_id(args), 0.0)
+    elif kind is KernelKind.COPY:
+        payload_bytes = float(to_int(args.get("bytes")))
     return KernelRow(
         name=name,
         start_s=event["start"],
         end_s=event["end"],
         stream=stream,
         launched_s=launched_s,
+        launch_end_s=launch_end_s,
         kind=kind,
         channel_index=channel_index,
         payload_bytes=payload_bytes,

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from moewright.diagnosis.traces.capture import HostRanges, build_host_ranges
 from moewright.diagnosis.traces.intervals import Intervals, intersect, merge, subtract, unite
 
 US = 1e-6
+_LONG_RANGE_S = 5e-5  # shorter ones never fill a gap that is worth a name
 RUNTIME_CATEGORIES = (
     "cuda_runtime",
     "cuda_driver",
@@ -75,7 +77,12 @@ TimeSpan = tuple[float, float]
 class HostEvents:
     """The host's side of a trace, collected in one pass over its events."""
 
-    launches: dict[Any, float] = field(default_factory=dict)  # correlation -> seconds
+    # by correlation: when the call began and returned
+    launches: dict[Any, TimeSpan] = field(default_factory=dict)
+    # long ranges of any thread, with the thread; and the threads that launch
+    ranges: list[tuple[str, float, float, Any]] = field(default_factory=list)
+    launching: set[Any] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
     syncs: list[TimeSpan] = field(default_factory=list)
     data_waits: list[TimeSpan] = field(default_factory=list)
     gc_pauses: list[TimeSpan] = field(default_factory=list)
@@ -89,6 +96,15 @@ class HostEvents:
     layer_forwards: list[TimeSpan] = field(default_factory=list)
     # the backward phase of the engine's steps
     backward_phases: list[TimeSpan] = field(default_factory=list)
+
+    @property
+    def launching_ranges(self) -> HostRanges:
+        """Return the long ranges of the threads that launch; of all threads where none does."""
+        return build_host_ranges(
+            (name, start, end)
+            for name, start, end, thread in self.ranges
+            if not self.launching or thread in self.launching
+        )
 
     @property
     def recomputed(self) -> Intervals:
@@ -140,7 +156,9 @@ def collect_host_events(events: Iterable[Mapping[str, Any]]) -> HostEvents:
 
 def _collect_runtime_event(host: HostEvents, event: Mapping[str, Any]) -> None:
     if "correlation" in event["args"]:
-        host.launches[event["args"]["correlation"]] = event["start"]
+        host.launches[event["args"]["correlation"]] = (event["start"], event["end"])
+        host.launching.add((event.get("pid"), event.get("tid")))
+    _collect_range(host, event)
     if "Synchronize" in event["name"] or event["name"] in _SYNCS:
         host.syncs.append((event["start"], event["end"]))
 
@@ -149,6 +167,8 @@ def _collect_host_event(host: HostEvents, event: Mapping[str, Any]) -> None:
     name = event["name"]
     is_annotation = event["cat"] == "user_annotation"
     span = (event["start"], event["end"])
+    if not _STEP.match(name):
+        _collect_range(host, event)
     if name in _SYNCS:
         host.syncs.append(span)
     if (DATA_WAIT_NAME.search(name) and event["cat"] != "python_function") or (
@@ -171,6 +191,13 @@ def _collect_host_event(host: HostEvents, event: Mapping[str, Any]) -> None:
         host.operation_backwards.append(span)
     elif name in MATRIX_OPS or name in GROUPED_OPS:
         _collect_matrix_flops(host, name, event["args"])
+
+
+def _collect_range(host: HostEvents, event: Mapping[str, Any]) -> None:
+    host.names.add(event["name"])
+    if event["end"] - event["start"] >= _LONG_RANGE_S:
+        thread = (event.get("pid"), event.get("tid"))
+        host.ranges.append((event["name"], event["start"], event["end"], thread))
 
 
 def _collect_matrix_flops(host: HostEvents, name: str, args: Mapping[str, Any]) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
-from moewright.diagnosis.priced_fixes import find_fixes
+from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.thresholds import (
     CAUSE_OF_PART,
     FRAGMENTED_SHARE,
@@ -29,11 +28,13 @@ _MIN_STEPS = 10  # of which spikes can be told
 _RECOMPUTE_SHARE = 0.1
 
 
-def diagnose_log(log: MegatronLog, job: Plan | None) -> tuple[Finding, ...]:
+def diagnose_log(
+    log: MegatronLog, job: Plan | None, options: frozenset[str] = frozenset()
+) -> tuple[Finding, ...]:
     """Return findings, the wall to work on first in front.
 
     There are none when neither the log nor a prediction has one; `job` is None where no job is
-    known to predict from.
+    known to predict from. `options` are those of the launch script, by name.
     """
     timed = tuple(diagnose_timers(log.timers, log.step_s))
     timed_causes = {finding.cause for finding in timed}
@@ -45,9 +46,10 @@ def diagnose_log(log: MegatronLog, job: Plan | None) -> tuple[Finding, ...]:
             if finding.cause not in timed_causes
         ]
     findings = (*_diagnose_memory(log, job), *_diagnose_spikes(log), *timed, *predicted)
-    return order_findings(
-        replace(finding, fixes=find_fixes(finding.cause, job)) for finding in findings
+    context = FixContext(
+        job=job, trainer=Trainer.MEGATRON, options=options or log.options, has_moe=log.has_experts
     )
+    return price_findings(order_findings(findings), context)
 
 
 def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str) -> Finding:

@@ -32,6 +32,7 @@ _OUT_OF_MEMORY = re.compile(
 )
 _REQUESTED = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB)")
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB|([\d.]+) GiB total capacity")
+_BALANCE = re.compile(r"load_balancing_loss|z_loss:|moe_aux")
 _SCALES = {"GiB": GIB, "MiB": MIB, "KiB": 1024}
 _LOSS_KEYS = ("lm loss", "loss", "reduced train loss")
 _ELAPSED = (
@@ -94,10 +95,27 @@ class MegatronLog:
     memory_reports: tuple[MemoryReport, ...]
     failures: tuple[OutOfMemory, ...]
     timers: Mapping[str, Timer]
+    prints_balance: bool = False  # a loss that balances experts is among what lines print
 
     def find_argument(self, name: str) -> str:
         """Return the value of an argument; "" when it was not dumped."""
         return next((value for dumped, value in self.arguments if dumped == name), "")
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Return the options that the dumped arguments switch on, as they are spelt in a script."""
+        return frozenset(
+            f"--{name.replace('_', '-')}"
+            for name, value in self.arguments
+            if value not in ("False", "None", "")
+        )
+
+    @property
+    def has_experts(self) -> bool | None:
+        """Return whether the model has experts; None where nothing tells it."""
+        if experts := self.find_argument("num_experts"):
+            return experts != "None"
+        return True if self.prints_balance else None
 
     @property
     def steady_iterations(self) -> tuple[Iteration, ...]:
@@ -167,6 +185,7 @@ def parse_log(text: str) -> MegatronLog:
         arguments=tuple(arguments.items()),
         memory_reports=tuple(memory_reports[rank] for rank in sorted(memory_reports)),
         failures=tuple(failures),
+        prints_balance=_BALANCE.search(text) is not None,
         timers=read_timers(lines, _warm_up_iterations(len(iterations))),
     )
 

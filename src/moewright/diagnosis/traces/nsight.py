@@ -23,6 +23,7 @@ from moewright.diagnosis.traces.capture import (
     KernelKind,
     KernelRow,
     KernelTableBuilder,
+    build_host_ranges,
     collective_in_name,
     comm_library,
 )
@@ -32,6 +33,7 @@ from moewright.diagnosis.traces.kineto_events import (
     TimeSpan,
     to_intervals,
 )
+from moewright.diagnosis.traces.trainer_marks import find_trainer_marks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Collective
 
@@ -141,6 +143,7 @@ def _build_captures(export: _Export, path: Path) -> tuple[Capture, ...]:
         own_calls = [call for call in calls if process in (0, call.process)]
         own_ranges = [nvtx for nvtx in ranges if process in (0, nvtx.process)]
         name, memory_bytes = devices.get(device, ("", 0))
+        kernels = builder.build()
         captures.append(
             Capture(
                 source=path.name,
@@ -149,7 +152,7 @@ def _build_captures(export: _Export, path: Path) -> tuple[Capture, ...]:
                 memory_bytes=memory_bytes,
                 allocated_bytes=0,
                 reserved_bytes=0,
-                kernels=builder.build(),
+                kernels=kernels,
                 streams=builder.streams,
                 channels=builder.channels,
                 steps=_find_steps(own_ranges),
@@ -162,6 +165,12 @@ def _build_captures(export: _Export, path: Path) -> tuple[Capture, ...]:
                 ),
                 data_waits=to_intervals(_spans_named(own_ranges, DATA_WAIT_NAME)),
                 gc_pauses=to_intervals(_spans_named(own_ranges, GC_NAME)),
+                host_ranges=build_host_ranges(
+                    (nvtx.text, *nvtx.span) for nvtx in own_ranges if not _STEP.match(nvtx.text)
+                ),
+                trainer_marks=find_trainer_marks(
+                    (*kernels.names, *{nvtx.text for nvtx in own_ranges}), builder.channels
+                ),
                 notes=(_NOTE,),
             )
         )
@@ -222,14 +231,16 @@ def _collect_activities(
     """Collect the device activities of all tables by process and device."""
     open_ranges = _OpenRanges(ranges)
     launches = {
-        (call.process, call.correlation): call.start_s
+        (call.process, call.correlation): (call.start_s, call.end_s)
         for call in calls
         if call.correlation is not None
     }
     builders: dict[tuple[int, int], KernelTableBuilder] = {}
     for activity in _read_activities(export):
         builder = builders.setdefault((activity.process, activity.device), KernelTableBuilder())
-        launched_s = launches.get((activity.process, activity.correlation), float("nan"))
+        nowhere = (float("nan"), float("nan"))
+        key = (activity.process, activity.correlation)
+        launched_s, launch_end_s = launches.get(key, nowhere)
         kind = KernelKind.COPY if activity.is_copy else builder.kind(activity.name)
         channel_index = -1
         if kind is KernelKind.COMMUNICATION:
@@ -248,6 +259,7 @@ def _collect_activities(
                 end_s=activity.end_s,
                 stream=activity.stream,
                 launched_s=launched_s,
+                launch_end_s=launch_end_s,
                 kind=kind,
                 channel_index=channel_index,
             )

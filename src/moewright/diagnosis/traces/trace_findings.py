@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
-from moewright.diagnosis.priced_fixes import find_fixes
+from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.thresholds import FRAGMENTED_SHARE, MEMORY_SHARE, order_findings
-from moewright.diagnosis.traces.breakdown import Breakdown, IdleCause
-from moewright.diagnosis.traces.capture import KernelKind
+from moewright.diagnosis.traces.breakdown import Breakdown
+from moewright.diagnosis.traces.capture import KernelKind, TrainerMark
 from moewright.diagnosis.traces.comm_classes import CAUSE_OF_CLASS, CommClass
+from moewright.diagnosis.traces.gaps import Gap, IdleCause
 from moewright.diagnosis.traces.rank_skew import RankSkew
 from moewright.diagnosis.waterfall import (
     BELOW_PEAK,
@@ -23,7 +25,7 @@ from moewright.intake import devices as catalogue
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.finding import Basis, Cause, Finding, Wall, Waterfall, WaterfallDrop
 from moewright.spec.plan import Plan, TimePart
-from moewright.spec.units import TERA, format_bytes, format_seconds
+from moewright.spec.units import GB, TERA, format_bytes, format_seconds
 from moewright.spec.workload import Dtype
 
 _MIN_SHARE = 0.03  # of the step: smaller causes are left to the table
@@ -31,6 +33,10 @@ _RECOMPUTE_SHARE = 0.10
 _LOW_RATE = 0.55  # of the peak, which large products of current devices pass
 # Rows an expert below which a grouped product is far from its best rate (docs/formulas.md 11).
 _FEW_ROWS = 256
+_NAME_WIDTH = 72
+_HOST_COPY = re.compile(r"HtoD|DtoH|HtoH|memcpy$", re.IGNORECASE)
+_SHOWN_GAPS = 3
+_SHOWN_COPIES = 3
 _MAIN_SHARE = 0.5  # of late waiting that the dispatch and the excess compute must explain
 
 _CAUSE_OF_IDLE: Mapping[IdleCause, Cause] = {
@@ -38,6 +44,8 @@ _CAUSE_OF_IDLE: Mapping[IdleCause, Cause] = {
     IdleCause.GC: Cause.GARBAGE_COLLECTION,
     IdleCause.SYNC: Cause.SYNC,
     IdleCause.LAUNCH: Cause.LAUNCH,
+    IdleCause.HOST: Cause.HOST_OTHER,
+    IdleCause.DEVICE: Cause.QUEUED,
     IdleCause.UNKNOWN: Cause.HOST_OTHER,
 }
 
@@ -89,19 +97,35 @@ def diagnose_traces(
     skew: RankSkew | None,
     job: Plan | None,
     peak: PeakRate,
+    options: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
-    """Return findings, the wall to work on first in front; never empty."""
+    """Return findings, the wall to work on first in front; never empty.
+
+    `options` are those of the launch script, by name; it is empty where there is none.
+    """
     step_s = fmean(breakdown.step_s for breakdown in breakdowns)
     findings = (
         *_diagnose_memory(breakdowns),
         *_diagnose_communication(breakdowns, skew, step_s),
         *_diagnose_skew(breakdowns, skew, step_s),
         *_diagnose_host(breakdowns, step_s),
+        *_diagnose_copies(breakdowns, step_s),
         *_diagnose_compute(breakdowns, step_s, peak),
     )
-    return tuple(
-        replace(finding, fixes=find_fixes(finding.cause, job))
-        for finding in order_findings(findings)
+    return price_findings(order_findings(findings), _fix_context(breakdowns, job, options))
+
+
+def _fix_context(
+    breakdowns: Sequence[Breakdown], job: Plan | None, options: frozenset[str]
+) -> FixContext:
+    marks = tuple(dict.fromkeys(mark for rank in breakdowns for mark in rank.trainer_marks))
+    is_megatron = bool(options) or TrainerMark.MEGATRON in marks
+    return FixContext(
+        job=job,
+        trainer=Trainer.MEGATRON if is_megatron else Trainer.UNKNOWN,
+        options=options,
+        marks=marks,
+        has_moe=TrainerMark.MOE in marks,
     )
 
 
@@ -219,8 +243,62 @@ def _diagnose_host(breakdowns: Sequence[Breakdown], step_s: float) -> Iterator[F
             )
         if idle_cause is IdleCause.UNKNOWN:
             evidence.append("the trace holds no launches, so the gaps have no finer cause")
-        title = f"The device is idle for {idle_s / step_s:.0%} of the step: {idle_cause}"
+        reason = str(idle_cause)
+        if idle_cause is IdleCause.DEVICE:
+            reason = "work is queued, and waits"
+            evidence.append(
+                "the host launched what follows in time: it waited for an event, for another "
+                "process or device, or for work that the trace does not show"
+            )
+        evidence += _describe_gaps(breakdowns, idle_cause)
+        title = f"The device is idle for {idle_s / step_s:.0%} of the step: {reason}"
         yield _finding(Wall.HOST, cause, title, idle_s / step_s, *evidence)
+
+
+def _describe_gaps(breakdowns: Sequence[Breakdown], cause: IdleCause) -> Iterator[str]:
+    """Describe the longest gaps of a cause, with the times at which a viewer shows them."""
+    gaps = [(breakdown, gap) for breakdown in breakdowns for gap in breakdown.worst_gaps]
+    chosen = sorted((pair for pair in gaps if pair[1].cause is cause), key=_gap_seconds)
+    for breakdown, gap in chosen[:_SHOWN_GAPS]:
+        after_s = gap.start_s - breakdown.first_s
+        text = f"{format_seconds(gap.seconds)} without work from {after_s:.6f} s on"
+        if len(breakdowns) > 1:
+            text += f", rank {breakdown.rank}"
+        if gap.filler:
+            text += f", filled by {shorten(gap.filler)}"
+        if gap.next_kernel:
+            text += f", ended by {shorten(gap.next_kernel)}"
+        yield f"{text} (measured)"
+
+
+def _gap_seconds(pair: tuple[Breakdown, Gap]) -> float:
+    return -pair[1].seconds
+
+
+def shorten(name: str) -> str:
+    """Return a name of a kernel or a frame in a length that a line holds."""
+    return name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 1]}…"
+
+
+def _diagnose_copies(breakdowns: Sequence[Breakdown], step_s: float) -> Iterator[Finding]:
+    copies_s = fmean(breakdown.copies_s for breakdown in breakdowns)
+    if copies_s < _MIN_SHARE * step_s:
+        return
+    times = sorted(
+        (time for breakdown in breakdowns for time in breakdown.copy_times),
+        key=lambda time: -time.exposed_s,
+    )
+    evidence = [f"{format_seconds(copies_s)} a step in which nothing else runs (measured, unions)"]
+    for time in times[:_SHOWN_COPIES]:
+        text = f"{time.name}: {format_seconds(time.busy_s)} in {time.calls:.0f} calls"
+        if time.bytes and time.busy_s:
+            rate = time.bytes / time.busy_s / GB
+            text += f", {format_bytes(round(time.bytes))} at {rate:.1f} GB/s"
+        evidence.append(f"{text} (measured)")
+    leaves_device = any(_HOST_COPY.search(time.name) for time in times[:1])
+    wall = Wall.HOST if leaves_device else Wall.COMPUTE
+    title = f"Copies take {copies_s / step_s:.0%} of the step, with nothing beside them"
+    yield _finding(wall, Cause.COPIES, title, copies_s / step_s, *evidence)
 
 
 def _diagnose_compute(
