@@ -20,7 +20,7 @@ from sample_traces import (
 
 from moewright.cli.main import main
 from moewright.diagnosis.traces import intervals as sets
-from moewright.diagnosis.traces import kineto as kineto_reader
+from moewright.diagnosis.traces import trace_stream
 from moewright.diagnosis.traces.breakdown import break_down_step
 from moewright.diagnosis.traces.capture import KernelKind, collective_in_name, kernel_kind
 from moewright.diagnosis.traces.comm_classes import CommClass, classify_channels
@@ -222,7 +222,7 @@ def test_a_trace_that_was_cut_off_says_so(tmp_path):
 
 
 def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(kineto_reader, "_LARGEST_TRACE_BYTES", 1 << 20)
+    monkeypatch.setattr(trace_stream, "_LARGEST_TRACE_BYTES", 1 << 20)
     (tmp_path / "t.json").write_bytes(gzip.compress(b" " * (1 << 22)))
     with pytest.raises(BadInput, match="holds more than the 1 MiB"):
         read_traces(tmp_path / "t.json")

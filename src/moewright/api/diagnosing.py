@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
+from moewright.diagnosis.traces.capture import Capture
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.log_findings import diagnose_log
 from moewright.diagnosis.traces.megatron_log import MegatronLog, read_log
@@ -34,6 +35,7 @@ from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
 
 _SQLITE = b"SQLite format 3\0"
+_NSIGHT_REPORTS = (".nsys-rep", ".qdrep", ".ncu-rep")
 
 
 class DiagnosisSource(StrEnum):
@@ -135,6 +137,10 @@ def diagnose(
         job = reading.plan
     if not path.exists():
         raise BadInput(Reason(field=str(path), rule="no such run folder, trace or log"))
+    if path.name.endswith(_NSIGHT_REPORTS):
+        rule = "is a report that only Nsight Systems reads"
+        nearest = f"nsys export --type sqlite {path.name}, then diagnose the .sqlite"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
     if path.name == MERGED_TRACE_FILE and (path.parent / TRACE_FOLDER).is_dir():
         path = path.parent / TRACE_FOLDER  # the same, rank by rank
     if job is None and (path.parent / PLAN_FILE).exists():
@@ -169,11 +175,22 @@ def _diagnose_engine_run(folder: Path) -> Diagnosis:
     )
 
 
+def _read_captures(path: Path) -> tuple[Capture, ...]:
+    """Read the captures of a file, or those of a folder: exports of Nsight, else traces."""
+    if path.is_file():
+        return read_nsight(path) if _is_sqlite(path) else read_traces(path)
+    exports = sorted(file for file in path.rglob("*.sqlite") if file.is_file())
+    captures = [capture for export in exports for capture in read_nsight(export)]
+    if not captures:
+        return read_traces(path)
+    # Each export counts its own processes from 0; as many hosts' ranks follow each other.
+    return tuple(replace(capture, rank=rank) for rank, capture in enumerate(captures))
+
+
 def _diagnose_traces(
     path: Path, job: Plan | None, notes: tuple[str, ...], options: frozenset[str]
 ) -> Diagnosis:
-    is_nsight = path.is_file() and _is_sqlite(path)
-    captures = read_nsight(path) if is_nsight else read_traces(path)
+    captures = _read_captures(path)
     if not captures:
         rule = "holds neither a run (plan.json) nor traces (.json, .json.gz)"
         raise BadInput(Reason(field=str(path), rule=rule))

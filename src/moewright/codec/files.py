@@ -7,6 +7,7 @@ import os
 import tempfile
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -144,6 +145,22 @@ def read_bytes(path: Path, *, limit_bytes: int = LARGEST_TEXT_BYTES) -> bytes:
         BadInput: It is missing (the nearest name in its folder is given), a folder, no regular
             file, larger than `limit_bytes`, or cannot be read.
     """
+    content = bytearray()
+    for piece in read_pieces(path):
+        content += piece
+        if len(content) > limit_bytes:
+            rule = f"is larger than the {format_bytes(limit_bytes)} that are read"
+            raise BadInput(Reason(field=str(path), rule=rule))
+    return bytes(content)
+
+
+def read_pieces(path: Path, *, piece_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
+    """Yield the content of a regular file in pieces, none of them empty.
+
+    Raises:
+        BadInput: It is missing (the nearest name in its folder is given), a folder, no regular
+            file, or cannot be read.
+    """
     try:
         if path.is_dir():
             rule = "is a folder, a file is wanted"
@@ -152,13 +169,10 @@ def read_bytes(path: Path, *, limit_bytes: int = LARGEST_TEXT_BYTES) -> bytes:
         elif not path.is_file():
             rule = "is not a regular file"
         else:
-            content = bytearray()
             with path.open("rb") as stream:
-                while len(content) <= limit_bytes and (chunk := stream.read(_CHUNK_BYTES)):
-                    content += chunk
-            if len(content) <= limit_bytes:
-                return bytes(content)
-            rule = f"is larger than the {format_bytes(limit_bytes)} that are read"
+                while piece := stream.read(piece_bytes):
+                    yield piece
+            return
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     raise BadInput(Reason(field=str(path), rule=rule))

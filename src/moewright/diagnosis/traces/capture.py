@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 import numpy as np
@@ -70,6 +71,8 @@ class KernelTable:
     stream_index: Ints  # into Capture.streams
     launched_s: Floats  # when the host began to launch it; NaN: not recorded
     launch_end_s: Floats  # when that call returned
+    correlation: Floats  # what ties it to that call; NaN: not recorded
+    external_id: Floats  # what ties it to the operation that launched it; NaN: not recorded
     kind_index: Ints  # into list(KernelKind)
     channel_index: Ints  # into Capture.channels; -1: no communication
     payload_bytes: Floats  # handed in to the collective, or copied; 0: not recorded
@@ -80,6 +83,15 @@ class KernelTable:
     def intervals(self, mask: NDArray[np.bool_]) -> Intervals:
         """Return the intervals of the activities that the mask selects; they may overlap."""
         return np.stack((self.start_s[mask], self.end_s[mask]), axis=1)
+
+    def select(self, mask: NDArray[np.bool_]) -> KernelTable:
+        """Return the table of the activities that the mask selects."""
+        columns = {
+            column.name: getattr(self, column.name)[mask]
+            for column in fields(self)
+            if column.name != "names"
+        }
+        return replace(self, **columns)
 
     def has_kind(self, *kinds: KernelKind) -> NDArray[np.bool_]:
         """Return the mask of the activities of these kinds."""
@@ -237,6 +249,11 @@ class KernelRow:
     flops: float = 0.0
     is_recompute: bool = False
     launch_end_s: float = float("nan")
+    correlation: float = float("nan")
+    external_id: float = float("nan")
+
+
+_COLUMNS = 13
 
 
 class KernelTableBuilder:
@@ -247,10 +264,10 @@ class KernelTableBuilder:
         self._kinds: list[int] = []  # by index of the name
         self._streams: dict[str, int] = {}
         self._channels: dict[CommChannel, int] = {}
-        self._rows: list[tuple[float, ...]] = []
+        self._values = array("d")  # rows of _COLUMNS numbers
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._values) // _COLUMNS
 
     def kind(self, name: str) -> KernelKind:
         """Return the kind of the kernels of that name; each name is looked up once."""
@@ -266,7 +283,7 @@ class KernelTableBuilder:
         kind_index = self._kinds[name_index]
         if row.kind is not None:
             kind_index = list(KernelKind).index(row.kind)
-        self._rows.append(
+        self._values.extend(
             (
                 name_index,
                 row.start_s,
@@ -279,6 +296,8 @@ class KernelTableBuilder:
                 row.flops,
                 row.is_recompute,
                 row.launch_end_s,
+                row.correlation,
+                row.external_id,
             )
         )
 
@@ -298,20 +317,21 @@ class KernelTableBuilder:
 
     def build(self) -> KernelTable:
         """Build the table, its rows in order of start."""
-        table = np.array(self._rows, dtype=np.float64).reshape(-1, 11)
+        table = np.frombuffer(self._values, dtype=np.float64).reshape(-1, _COLUMNS)
         table = table[np.argsort(table[:, 1], kind="stable")]
-        whole = np.nan_to_num(table).astype(np.int64)
         return KernelTable(
             names=tuple(map(escape_controls, self._names)),
-            name_index=whole[:, 0],
+            name_index=table[:, 0].astype(np.int64),
             start_s=table[:, 1],
             end_s=table[:, 2],
-            stream_index=whole[:, 3],
+            stream_index=table[:, 3].astype(np.int64),
             launched_s=table[:, 4],
-            kind_index=whole[:, 5],
-            channel_index=whole[:, 6],
+            kind_index=table[:, 5].astype(np.int64),
+            channel_index=table[:, 6].astype(np.int64),
             payload_bytes=table[:, 7],
             flops=table[:, 8],
             is_recompute=table[:, 9] > 0,
             launch_end_s=table[:, 10],
+            correlation=table[:, 11],
+            external_id=table[:, 12],
         )

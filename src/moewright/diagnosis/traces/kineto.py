@@ -1,29 +1,27 @@
 """Traces of the PyTorch profiler (Kineto's Chrome JSON, plain or gzipped) as Captures.
 
 Keys are as torch/csrc/profiler and kineto's output_json.cpp write them; every one of them may be
-missing, and older versions name categories otherwise. Times are microseconds.
+missing, and older versions name categories otherwise. Times are microseconds. A file is read piece
+by piece, and only columns of numbers are kept of its events.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import zlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from moewright.codec import read_bytes
+import numpy as np
+
 from moewright.diagnosis.traces.capture import (
     Capture,
     CommChannel,
     GroupedRows,
     KernelKind,
     KernelRow,
+    KernelTable,
     KernelTableBuilder,
     collective_in_name,
     comm_library,
@@ -31,22 +29,25 @@ from moewright.diagnosis.traces.capture import (
 from moewright.diagnosis.traces.cpu_traces import read_cpu_captures
 from moewright.diagnosis.traces.intervals import Intervals
 from moewright.diagnosis.traces.kineto_events import (
+    HOST_CATEGORIES,
     RUNTIME_CATEGORIES,
     HostEvents,
-    collect_host_events,
-    covers,
+    TimeSpan,
     external_id,
     find_rank,
     parse_event,
     parse_ranks,
     read_payload_bytes,
+    read_span,
     steps_between,
+    thread_of,
     to_int,
     to_intervals,
+    to_key,
 )
+from moewright.diagnosis.traces.trace_stream import TraceStream
 from moewright.diagnosis.traces.trainer_marks import find_trainer_marks
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import GIB, format_bytes
 
 _KIND_OF_CATEGORY = {
     "kernel": None,  # its name decides
@@ -57,242 +58,234 @@ _KIND_OF_CATEGORY = {
 }
 _CUDA_DEVICE_TYPE = 1
 _TRACE_SUFFIXES = (".json", ".json.gz")
-_GZIP_MAGIC = b"\x1f\x8b"
-_LARGEST_TRACE_BYTES = 4 * GIB
-_EXPECTED_FILE = "the .json of torch.profiler"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TraceFile:
-    """A trace file, with its index among those that are read and what it says besides events."""
-
-    path: Path
-    index: int
-    metadata: Mapping[str, Any]
+_OUTLIER_S = 1e6  # from the median start: a damaged time
+_SHOWN_FILES = 3
 
 
 def read_traces(path: Path) -> tuple[Capture, ...]:
     """Read a trace, or every trace of a folder, as one Capture a device and file.
 
+    Of a folder, files that are no trace are left out with a note, as long as one is a trace.
+
     Raises:
-        BadInput: a file is no trace.
+        BadInput: a file is no trace, or none of a folder is.
     """
-    files = [path]
-    if not path.is_file():
-        files = sorted(file for file in path.rglob("*.json*") if _is_trace_name(file))
-    captures = []
+    if path.is_file():
+        return _read_file(path, 0)
+    captures: list[Capture] = []
+    refusals: list[BadInput] = []
+    files = sorted(file for file in path.rglob("*.json*") if _is_trace_name(file))
     for index, file in enumerate(files):
-        trace = load_trace(file)
-        captures += [
-            replace(capture, notes=(*capture.notes, *trace.notes))
-            for capture in build_captures(trace.data, file, index)
-        ]
-    return tuple(captures)
+        try:
+            captures += _read_file(file, index)
+        except BadInput as error:
+            refusals.append(error)
+    if not captures and refusals:
+        raise refusals[0]
+    notes = [f"left out: {error}" for error in refusals[:_SHOWN_FILES]]
+    if len(refusals) > _SHOWN_FILES:
+        notes.append(f"left out: {len(refusals) - _SHOWN_FILES} more files")
+    return tuple(replace(capture, notes=(*capture.notes, *notes)) for capture in captures)
 
 
 def _is_trace_name(path: Path) -> bool:
     return path.is_file() and path.name.endswith(_TRACE_SUFFIXES)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedTrace:
-    """The plain data of a trace file, with notes on what had to be repaired."""
+def _read_file(path: Path, index: int) -> tuple[Capture, ...]:
+    """Read a capture for each device that ran kernels.
 
-    data: Any
-    notes: tuple[str, ...] = ()
-
-
-def load_trace(path: Path) -> LoadedTrace:
-    """Load the plain data of a trace file, repairing what a killed or faulty writer left.
+    Where the program computed on the CPU alone, read one for each process.
 
     Raises:
-        BadInput: the file cannot be read, is too large, or holds no JSON.
+        BadInput: the file is no trace, or a device was used and only the host was recorded.
     """
-    raw = read_bytes(path, limit_bytes=_LARGEST_TRACE_BYTES)
-    is_cut = False
-    if raw[:2] == _GZIP_MAGIC:
-        raw, is_cut = _unzip(raw, path)
-    text = raw.decode("utf-8", errors="replace")
-    for repair in (str, _repair_values, _close):
-        text = repair(text)
-        with suppress(ValueError, RecursionError):
-            data = json.loads(text)
-            note = f"{path.name} was cut off: events after its last complete one are missing"
-            return LoadedTrace(data=data, notes=(note,) if is_cut or repair is _close else ())
-    rule = "is not a trace: no JSON"
-    raise BadInput(Reason(field=str(path), rule=rule, nearest=_EXPECTED_FILE))
-
-
-def _unzip(raw: bytes, path: Path) -> tuple[bytes, bool]:
-    """Return what a gzip file holds, and whether it was cut off; its beginning is read then."""
-    parts = []
-    remaining_bytes = _LARGEST_TRACE_BYTES
-    is_cut = False
-    while raw[:2] == _GZIP_MAGIC and not is_cut:
-        member = zlib.decompressobj(wbits=31)
-        try:
-            part = member.decompress(raw, remaining_bytes + 1)
-        except zlib.error as error:
-            rule = f"cannot be read: {error}"
-            raise BadInput(Reason(field=str(path), rule=rule)) from None
-        remaining_bytes -= len(part)
-        if remaining_bytes < 0:
-            rule = f"holds more than the {format_bytes(_LARGEST_TRACE_BYTES)} that are read"
-            raise BadInput(Reason(field=str(path), rule=rule))
-        parts.append(part)
-        is_cut = not member.eof
-        raw = member.unused_data
-    return b"".join(parts), is_cut
-
-
-def _repair_values(text: str) -> str:
-    """Write null for values that kineto leaves empty, and for nan and inf, which JSON lacks."""
-    text = re.sub(r":\s*(?=[,}])", ": null", text)
-    return re.sub(
-        r"(:\s*)[-+]?(nan|inf)(?:\(\w*\))?(?=\s*[,}\]])", r"\1null", text, flags=re.IGNORECASE
-    )
-
-
-def _close(text: str) -> str:
-    """Close a trace that breaks off, after its last complete event."""
-    end = "]}" if text.lstrip().startswith("{") else "]"
-    return text[: text.rfind("},") + 1] + end
-
-
-def build_captures(data: Any, path: Path, index: int = 0) -> Iterator[Capture]:
-    """Yield a capture for each device that ran kernels.
-
-    Where the program computed on the CPU alone, yield one for each process.
-
-    Raises:
-        BadInput: the data is no trace, or a device was used and only the host was recorded.
-    """
-    metadata = data if isinstance(data, dict) else {}
-    raw_events = data if isinstance(data, list) else metadata.get("traceEvents")
-    if not isinstance(raw_events, list):
-        rule = "is not a trace: it has no traceEvents"
-        raise BadInput(Reason(field=str(path), rule=rule, nearest=_EXPECTED_FILE))
-    events = [event for event in map(parse_event, raw_events) if event is not None]
-    events_of_device: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if event["cat"] in _KIND_OF_CATEGORY:
-            device = str(event["args"].get("device", event.get("pid", 0)))
-            events_of_device[device].append(event)
-    if not events_of_device and not _used_device(events, metadata):
-        yield from read_cpu_captures(events, raw_events, metadata, path, index)
-        return
-    if not events_of_device:
+    stream = TraceStream(path)
+    collector = _TraceCollector()
+    for batch in stream.batches():
+        collector.add(batch)
+    if collector.builders:
+        captures = tuple(collector.captures(path, index, stream.metadata))
+    elif collector.used_device or stream.metadata.get("deviceProperties"):
         rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
         nearest = "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
         raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
-    host = collect_host_events(events)
-    file = _TraceFile(path=path, index=index, metadata=metadata)
-    for device, device_events in sorted(events_of_device.items()):
-        peak_bytes = _peak_bytes(raw_events, device)
-        yield _build_capture(device_events, host, file, device, peak_bytes)
+    else:
+        raw_events = [event for batch in TraceStream(path).batches() for event in batch]
+        events = [event for event in map(parse_event, raw_events) if event is not None]
+        captures = tuple(read_cpu_captures(events, raw_events, stream.metadata, path, index))
+    return tuple(replace(capture, notes=(*capture.notes, *stream.notes)) for capture in captures)
 
 
-def _used_device(events: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> bool:
-    """Return whether the program used a device, recorded or not; True without any operation."""
-    if metadata.get("deviceProperties"):
-        return True
-    for event in events:
-        if event["cat"] in RUNTIME_CATEGORIES or event["name"].startswith("nccl:"):
-            return True
-    return not any(event["cat"] == "cpu_op" for event in events)
+class _TraceCollector:
+    """What is kept of a trace's events: rows by device, the host's side, and peaks of memory."""
 
+    def __init__(self) -> None:
+        self.builders: dict[str, KernelTableBuilder] = {}
+        self._host = HostEvents()
+        self._peak_bytes: dict[str, tuple[int, int]] = {}  # by device: allocated, reserved
+        self._has_operations = False
+        self._has_runtime = False
+        self._categories: dict[str, str] = {}  # in lower case
 
-def _peak_bytes(raw_events: Sequence[Any], device: str) -> tuple[int, int]:
-    """Return the most bytes allocated and reserved on a device; zeros: memory was not profiled."""
-    allocated_bytes = 0
-    reserved_bytes = 0
-    for event in raw_events:
-        if not isinstance(event, dict) or event.get("name") != "[memory]":
-            continue
+    @property
+    def used_device(self) -> bool:
+        """Return whether the program used a device, recorded or not; True without operations."""
+        sent = any(name.startswith("nccl:") for name in self._host.names)
+        return self._has_runtime or sent or not self._has_operations
+
+    def add(self, events: Sequence[Any]) -> None:
+        """Add events; what is none is passed over."""
+        for event in events:
+            if event.__class__ is not dict:
+                continue
+            name = event.get("name")
+            if name == "[memory]":
+                self._add_memory(event)
+                continue
+            category = self._category(event.get("cat"))
+            if not category or event.get("ph", "X") != "X":
+                continue
+            span = read_span(event)
+            if span is None:
+                continue
+            if name.__class__ is not str:
+                name = str(name)
+            args = event.get("args")
+            if args.__class__ is not dict:
+                args = {}
+            if category in _KIND_OF_CATEGORY:
+                self._add_activity(category, name, span, event, args)
+            else:
+                self._has_operations |= category == "cpu_op"
+                self._has_runtime |= category in RUNTIME_CATEGORIES
+                self._host.add(category, name, span, args, thread_of(event))
+
+    def _category(self, value: Any) -> str:
+        """Return a category that is kept, in lower case; "" for another."""
+        if value.__class__ is not str:
+            return ""
+        kept_name = self._categories.get(value)
+        if kept_name is None:
+            folded = value.casefold()
+            kept = (*_KIND_OF_CATEGORY, *RUNTIME_CATEGORIES, *HOST_CATEGORIES)
+            kept_name = self._categories[value] = folded if folded in kept else ""
+        return kept_name
+
+    def _add_memory(self, event: Mapping[str, Any]) -> None:
         args = event.get("args")
         if not isinstance(args, dict) or args.get("Device Type") != _CUDA_DEVICE_TYPE:
-            continue
-        if str(args.get("Device Id", device)) == device:
-            allocated_bytes = max(allocated_bytes, to_int(args.get("Total Allocated")))
-            reserved_bytes = max(reserved_bytes, to_int(args.get("Total Reserved")))
-    return allocated_bytes, reserved_bytes
+            return
+        device = str(args.get("Device Id", ""))
+        allocated_bytes, reserved_bytes = self._peak_bytes.get(device, (0, 0))
+        self._peak_bytes[device] = (
+            max(allocated_bytes, to_int(args.get("Total Allocated"))),
+            max(reserved_bytes, to_int(args.get("Total Reserved"))),
+        )
+
+    def _add_activity(
+        self,
+        category: str,
+        name: str,
+        span: TimeSpan,
+        event: Mapping[str, Any],
+        args: Mapping[str, Any],
+    ) -> None:
+        device = str(args.get("device", event.get("pid", 0)))
+        builder = self.builders.get(device)
+        if builder is None:
+            builder = self.builders[device] = KernelTableBuilder()
+        kind = _KIND_OF_CATEGORY[category] or builder.kind(name)
+        stream = str(args.get("stream", event.get("tid", 0)))
+        channel_index = -1
+        payload_bytes = 0.0
+        if kind is KernelKind.COMMUNICATION:
+            channel_index = builder.channel_index(_build_channel(name, args, stream))
+            payload_bytes = read_payload_bytes(args)
+        elif kind is KernelKind.COPY:
+            payload_bytes = max(0.0, np.nan_to_num(to_key(args.get("bytes")), posinf=0.0))
+        row = KernelRow(
+            name=name,
+            start_s=span[0],
+            end_s=span[1],
+            stream=stream,
+            kind=kind,
+            channel_index=channel_index,
+            payload_bytes=payload_bytes,
+            correlation=to_key(args.get("correlation")),
+            external_id=external_id(args),
+        )
+        builder.add(row)
+
+    def captures(self, path: Path, index: int, metadata: Mapping[str, Any]) -> Iterator[Capture]:
+        """Yield a capture for each device."""
+        host = self._host
+        recomputed = host.recomputed
+        uncounted_flops = dict(host.matrix_flops)
+        for device, builder in sorted(self.builders.items()):
+            table, left_out = _drop_outliers(builder.build())
+            kernels = _join(table, host, recomputed, uncounted_flops)
+            properties = _device_properties(metadata, device)
+            allocated_bytes, reserved_bytes = self._peak_bytes.get(
+                device, self._peak_bytes.get("", (0, 0))
+            )
+            yield Capture(
+                source=path.name,
+                rank=find_rank(metadata, path, index),
+                device=str(properties.get("name", "")),
+                memory_bytes=to_int(properties.get("totalGlobalMem")),
+                allocated_bytes=allocated_bytes,
+                reserved_bytes=reserved_bytes,
+                kernels=kernels,
+                streams=builder.streams,
+                channels=builder.channels,
+                steps=tuple(sorted(host.steps or steps_between(host.optimizer_steps))),
+                syncs=to_intervals(host.syncs),
+                data_waits=to_intervals(host.data_waits),
+                gc_pauses=to_intervals(host.gc_pauses),
+                grouped_rows=_mean_grouped_rows(host),
+                host_ranges=host.launching_ranges,
+                trainer_marks=find_trainer_marks((*kernels.names, *host.names), builder.channels),
+                notes=(f"{left_out} activities with impossible times are left out",)
+                if left_out
+                else (),
+            )
 
 
-def _build_capture(
-    events: Sequence[Mapping[str, Any]],
-    host: HostEvents,
-    file: _TraceFile,
-    device: str,
-    peak_bytes: tuple[int, int],
-) -> Capture:
-    builder = KernelTableBuilder()
-    recomputed = host.recomputed
-    uncounted_flops = dict(host.matrix_flops)
-    for event in events:
-        builder.add(_build_row(event, host, recomputed, uncounted_flops, builder))
-    properties = _device_properties(file.metadata, device)
-    steps = host.steps or steps_between(host.optimizer_steps)
-    kernels = builder.build()
-    return Capture(
-        source=file.path.name,
-        rank=find_rank(file.metadata, file.path, file.index),
-        device=str(properties.get("name", "")),
-        memory_bytes=to_int(properties.get("totalGlobalMem")),
-        allocated_bytes=peak_bytes[0],
-        reserved_bytes=peak_bytes[1],
-        kernels=kernels,
-        streams=builder.streams,
-        channels=builder.channels,
-        steps=tuple(sorted(steps)),
-        syncs=to_intervals(host.syncs),
-        data_waits=to_intervals(host.data_waits),
-        gc_pauses=to_intervals(host.gc_pauses),
-        grouped_rows=_mean_grouped_rows(host),
-        host_ranges=host.launching_ranges,
-        trainer_marks=find_trainer_marks((*kernels.names, *host.names), builder.channels),
-    )
+def _drop_outliers(table: KernelTable) -> tuple[KernelTable, int]:
+    """Return the table without rows whose times are damaged, and how many those are."""
+    is_near = np.abs(table.start_s - np.median(table.start_s)) < _OUTLIER_S
+    left_out = int((~is_near).sum())
+    return (table.select(is_near), left_out) if left_out else (table, 0)
 
 
-def _build_row(
-    event: Mapping[str, Any],
+def _join(
+    table: KernelTable,
     host: HostEvents,
     recomputed: Intervals,
-    uncounted_flops: dict[Any, float],
-    builder: KernelTableBuilder,
-) -> KernelRow:
-    """Build the row of a device activity.
+    uncounted_flops: dict[float, float],
+) -> KernelTable:
+    """Join activities with the calls that launched them and the operations that they belong to.
 
     Where a product ran as several kernels, the first one gets its FLOPs, which are taken out of
     `uncounted_flops`.
     """
-    name = event["name"]
-    args = event["args"]
-    kind = _KIND_OF_CATEGORY[event["cat"]] or builder.kind(name)
-    stream = str(args.get("stream", event.get("tid", 0)))
-    nowhere = (float("nan"), float("nan"))
-    launched_s, launch_end_s = host.launches.get(args.get("correlation"), nowhere)
-    channel_index = -1
-    payload_bytes = 0.0
-    flops = 0.0
-    if kind is KernelKind.COMMUNICATION:
-        channel_index = builder.channel_index(_build_channel(name, args, stream))
-        payload_bytes = read_payload_bytes(args)
-    elif kind in (KernelKind.GEMM, KernelKind.GROUPED_GEMM):
-        flops = uncounted_flops.pop(external_id(args), 0.0)
-    elif kind is KernelKind.COPY:
-        payload_bytes = float(to_int(args.get("bytes")))
-    return KernelRow(
-        name=name,
-        start_s=event["start"],
-        end_s=event["end"],
-        stream=stream,
+    launched_s, launch_end_s = host.find_launches(table.correlation)
+    flops = np.zeros(len(table.start_s))
+    is_product = table.has_kind(KernelKind.GEMM, KernelKind.GROUPED_GEMM)
+    for index in np.flatnonzero(is_product & ~np.isnan(table.external_id)).tolist():
+        flops[index] = uncounted_flops.pop(float(table.external_id[index]), 0.0)
+    places = np.searchsorted(recomputed[:, 0], launched_s, side="right") - 1
+    is_recompute = np.zeros(len(launched_s), dtype=bool)
+    if len(recomputed):
+        inside = launched_s <= recomputed[np.maximum(places, 0), 1]
+        is_recompute = (places >= 0) & inside
+    return replace(
+        table,
         launched_s=launched_s,
         launch_end_s=launch_end_s,
-        kind=kind,
-        channel_index=channel_index,
-        payload_bytes=payload_bytes,
         flops=flops,
-        is_recompute=covers(recomputed, launched_s),
+        is_recompute=is_recompute,
     )
 
 

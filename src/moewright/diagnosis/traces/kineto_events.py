@@ -7,8 +7,8 @@ missing, and older versions name categories otherwise. Times are microseconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -16,10 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from moewright.diagnosis.traces.capture import HostRanges, build_host_ranges
+from moewright.diagnosis.traces.capture import Floats, HostRanges
 from moewright.diagnosis.traces.intervals import Intervals, intersect, merge, subtract, unite
+from moewright.spec.printable import escape_controls
 
 US = 1e-6
+_LATEST_S = 1e11  # of any clock; later times are damage
+_LONGEST_S = 1e7
+_LARGEST_KEY = 1 << 53
 _LONG_RANGE_S = 5e-5  # shorter ones never fill a gap that is worth a name
 RUNTIME_CATEGORIES = (
     "cuda_runtime",
@@ -29,7 +33,7 @@ RUNTIME_CATEGORIES = (
     "hip_runtime",
     "privateuse1_runtime",
 )
-_HOST_CATEGORIES = (
+HOST_CATEGORIES = (
     "cpu_op",
     "operator",
     "user_annotation",
@@ -58,6 +62,7 @@ MATRIX_OPS = {
     "aten::_scaled_mm": (0, 1),
 }
 GROUPED_OPS = ("aten::_grouped_mm", "aten::grouped_mm", "aten::_scaled_grouped_mm")
+_PRODUCTS = frozenset((*MATRIX_OPS, *GROUPED_OPS))
 # Bytes of the types that have not four, by their names in c10: Float, BFloat16, Half, Byte.
 _NBYTES = {
     "char": 1,
@@ -73,37 +78,136 @@ _NBYTES = {
 TimeSpan = tuple[float, float]
 
 
-@dataclass(kw_only=True, slots=True)
 class HostEvents:
-    """The host's side of a trace, collected in one pass over its events."""
+    """The host's side of a trace, collected in one pass over its events.
 
-    # by correlation: when the call began and returned
-    launches: dict[Any, TimeSpan] = field(default_factory=dict)
-    # long ranges of any thread, with the thread; and the threads that launch
-    ranges: list[tuple[str, float, float, Any]] = field(default_factory=list)
-    launching: set[Any] = field(default_factory=set)
-    names: set[str] = field(default_factory=set)
-    syncs: list[TimeSpan] = field(default_factory=list)
-    data_waits: list[TimeSpan] = field(default_factory=list)
-    gc_pauses: list[TimeSpan] = field(default_factory=list)
-    steps: list[TimeSpan] = field(default_factory=list)
-    optimizer_steps: list[TimeSpan] = field(default_factory=list)
-    checkpoint_backwards: list[TimeSpan] = field(default_factory=list)
-    operation_backwards: list[TimeSpan] = field(default_factory=list)
-    matrix_flops: dict[Any, float] = field(default_factory=dict)  # external id -> FLOPs
-    grouped_rows: list[tuple[float, int]] = field(default_factory=list)  # rows of a call, experts
-    # forwards of the engine's layers, recomputed ones among them
-    layer_forwards: list[TimeSpan] = field(default_factory=list)
-    # the backward phase of the engine's steps
-    backward_phases: list[TimeSpan] = field(default_factory=list)
+    Spans are starts and ends in seconds. `matrix_flops` is by external id, `grouped_rows` the rows
+    and experts of each grouped product, `layer_forwards` the forwards of the engine's layers,
+    recomputed ones among them, and `backward_phases` the backward of the engine's steps.
+    """
+
+    def __init__(self) -> None:
+        self.syncs: list[TimeSpan] = []
+        self.data_waits: list[TimeSpan] = []
+        self.gc_pauses: list[TimeSpan] = []
+        self.steps: list[TimeSpan] = []
+        self.optimizer_steps: list[TimeSpan] = []
+        self.checkpoint_backwards: list[TimeSpan] = []
+        self.operation_backwards: list[TimeSpan] = []
+        self.layer_forwards: list[TimeSpan] = []
+        self.backward_phases: list[TimeSpan] = []
+        self.matrix_flops: dict[float, float] = {}
+        self.grouped_rows: list[tuple[float, int]] = []
+        self._launches = array("d")  # correlation, start and end of each call
+        self._launching: set[int] = set()  # threads
+        self._threads: dict[str, int] = {}
+        self._range_names: dict[str, int] = {}
+        self._ranges = array("d")  # name, start, end and thread of each
+        # by category and name: the lists that take its spans
+        self._lists: dict[tuple[str, str], tuple[list[TimeSpan], ...]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all events of the host."""
+        return tuple(dict.fromkeys(name for _, name in self._lists))
+
+    def add(
+        self, category: str, name: str, span: TimeSpan, args: Mapping[str, Any], thread: str
+    ) -> None:
+        """Add an event of a category of RUNTIME_CATEGORIES or HOST_CATEGORIES."""
+        key = (category, name)
+        lists = self._lists.get(key)
+        if lists is None:
+            lists = self._lists[key] = tuple(self._choose_lists(category, name))
+        for spans in lists:
+            spans.append(span)
+        start, end = span
+        if end - start >= _LONG_RANGE_S and lists != (self.steps,):
+            number = self._threads.setdefault(thread, len(self._threads))
+            place = self._range_names.setdefault(name, len(self._range_names))
+            self._ranges.extend((place, start, end, number))
+        if category in RUNTIME_CATEGORIES:
+            correlation = to_key(args.get("correlation"))
+            if correlation == correlation:  # it is a number
+                self._launches.extend((correlation, start, end))
+                self._launching.add(self._threads.setdefault(thread, len(self._threads)))
+        elif name in _PRODUCTS:
+            self._add_product(name, args)
+
+    def _choose_lists(self, category: str, name: str) -> Iterator[list[TimeSpan]]:
+        """Yield the lists for the spans of a name."""
+        if category in RUNTIME_CATEGORIES:
+            if "Synchronize" in name or name in _SYNCS:
+                yield self.syncs
+            return
+        is_annotation = category == "user_annotation"
+        if name in _SYNCS:
+            yield self.syncs
+        if (DATA_WAIT_NAME.search(name) and category != "python_function") or (
+            is_annotation and name == _ENGINE_DATA
+        ):
+            yield self.data_waits
+        elif is_annotation and name == _ENGINE_BACKWARD:
+            yield self.backward_phases
+        elif _ENGINE_LAYER.match(name):
+            yield self.layer_forwards
+        elif GC_NAME.search(name):
+            yield self.gc_pauses
+        elif _STEP.match(name):
+            yield self.steps
+        elif _OPTIMIZER_STEP.match(name):
+            yield self.optimizer_steps
+        elif _CHECKPOINT in name:
+            yield self.checkpoint_backwards
+        elif name.startswith(_EVALUATE):
+            yield self.operation_backwards
+
+    def _add_product(self, name: str, args: Mapping[str, Any]) -> None:
+        """Add the FLOPs of a matrix product by the sizes of its operands, where recorded."""
+        sizes: Any = args.get("Input Dims") or args.get("Input dims")
+        key = external_id(args)
+        try:
+            if name not in GROUPED_OPS:
+                left, right = (sizes[position] for position in MATRIX_OPS[name])
+                self.matrix_flops[key] = float(2 * prod(left) * right[-1])
+                return
+            left, right = sizes[0], sizes[1]
+            rows = prod(left[:-1])
+            if len(right) == 3 and rows and right[0]:
+                self.matrix_flops[key] = float(2 * rows * left[-1] * right[-1])
+                self.grouped_rows.append((float(rows), int(right[0])))
+        except (TypeError, ValueError, IndexError, KeyError, OverflowError):
+            return
+
+    def find_launches(self, correlations: Floats) -> tuple[Floats, Floats]:
+        """Return when the calls of these correlations began and returned; NaN: not recorded."""
+        table = np.frombuffer(self._launches, dtype=np.float64).reshape(-1, 3)
+        if not len(table):
+            nowhere = np.full(len(correlations), np.nan)
+            return nowhere, nowhere
+        # The last call of a correlation counts.
+        order = np.argsort(table[:, 0], kind="stable")
+        keys = table[order, 0]
+        places = np.searchsorted(keys, correlations, side="right") - 1
+        is_called = (places >= 0) & (keys[np.maximum(places, 0)] == correlations)
+        calls = table[order[np.maximum(places, 0)]]
+        return (
+            np.where(is_called, calls[:, 1], np.nan),
+            np.where(is_called, calls[:, 2], np.nan),
+        )
 
     @property
     def launching_ranges(self) -> HostRanges:
         """Return the long ranges of the threads that launch; of all threads where none does."""
-        return build_host_ranges(
-            (name, start, end)
-            for name, start, end, thread in self.ranges
-            if not self.launching or thread in self.launching
+        table = np.frombuffer(self._ranges, dtype=np.float64).reshape(-1, 4)
+        if self._launching:
+            table = table[np.isin(table[:, 3], list(self._launching))]
+        table = table[np.argsort(table[:, 1], kind="stable")]
+        return HostRanges(
+            names=tuple(map(escape_controls, self._range_names)),
+            name_index=table[:, 0].astype(np.int64),
+            start_s=table[:, 1],
+            end_s=table[:, 2],
         )
 
     @property
@@ -118,6 +222,18 @@ class HostEvents:
         return unite(checkpoints, in_backward)
 
 
+def read_span(event: Mapping[str, Any]) -> TimeSpan | None:
+    """Return start and end of an event in seconds; None where they are no times."""
+    try:
+        start = float(event["ts"]) * US
+        length = float(event.get("dur") or 0) * US
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    if not (abs(start) < _LATEST_S and length < _LONGEST_S):  # false for NaN, too
+        return None
+    return start, start + max(0.0, length)
+
+
 def parse_event(event: Any) -> dict[str, Any] | None:
     """Parse a complete event: its times in seconds, its category in lower case.
 
@@ -125,12 +241,8 @@ def parse_event(event: Any) -> dict[str, Any] | None:
     """
     if not isinstance(event, dict) or event.get("ph", "X") != "X":
         return None
-    try:
-        start = float(event["ts"]) * US
-        length = float(event.get("dur") or 0) * US
-    except (KeyError, TypeError, ValueError):
-        return None
-    if np.isnan(start) or np.isnan(length):
+    span = read_span(event)
+    if span is None:
         return None
     args = event.get("args")
     return {
@@ -138,8 +250,8 @@ def parse_event(event: Any) -> dict[str, Any] | None:
         "name": str(event.get("name", "")),
         "cat": str(event.get("cat", "")).casefold(),
         "args": args if isinstance(args, dict) else {},
-        "start": start,
-        "end": start + max(0.0, length),
+        "start": span[0],
+        "end": span[1],
     }
 
 
@@ -147,90 +259,41 @@ def collect_host_events(events: Iterable[Mapping[str, Any]]) -> HostEvents:
     """Collect what the host did from parsed events."""
     host = HostEvents()
     for event in events:
-        if event["cat"] in RUNTIME_CATEGORIES:
-            _collect_runtime_event(host, event)
-        elif event["cat"] in _HOST_CATEGORIES:
-            _collect_host_event(host, event)
+        category = event["cat"]
+        if category in RUNTIME_CATEGORIES or category in HOST_CATEGORIES:
+            span = (event["start"], event["end"])
+            host.add(category, event["name"], span, event["args"], thread_of(event))
     return host
 
 
-def _collect_runtime_event(host: HostEvents, event: Mapping[str, Any]) -> None:
-    if "correlation" in event["args"]:
-        host.launches[event["args"]["correlation"]] = (event["start"], event["end"])
-        host.launching.add((event.get("pid"), event.get("tid")))
-    _collect_range(host, event)
-    if "Synchronize" in event["name"] or event["name"] in _SYNCS:
-        host.syncs.append((event["start"], event["end"]))
+def thread_of(event: Mapping[str, Any]) -> str:
+    """Return the process and thread of an event."""
+    return f"{event.get('pid')}/{event.get('tid')}"
 
 
-def _collect_host_event(host: HostEvents, event: Mapping[str, Any]) -> None:
-    name = event["name"]
-    is_annotation = event["cat"] == "user_annotation"
-    span = (event["start"], event["end"])
-    if not _STEP.match(name):
-        _collect_range(host, event)
-    if name in _SYNCS:
-        host.syncs.append(span)
-    if (DATA_WAIT_NAME.search(name) and event["cat"] != "python_function") or (
-        is_annotation and name == _ENGINE_DATA
-    ):
-        host.data_waits.append(span)
-    elif is_annotation and name == _ENGINE_BACKWARD:
-        host.backward_phases.append(span)
-    elif _ENGINE_LAYER.match(name):
-        host.layer_forwards.append(span)
-    elif GC_NAME.search(name):
-        host.gc_pauses.append(span)
-    elif _STEP.match(name):
-        host.steps.append(span)
-    elif _OPTIMIZER_STEP.match(name):
-        host.optimizer_steps.append(span)
-    elif _CHECKPOINT in name:
-        host.checkpoint_backwards.append(span)
-    elif name.startswith(_EVALUATE):
-        host.operation_backwards.append(span)
-    elif name in MATRIX_OPS or name in GROUPED_OPS:
-        _collect_matrix_flops(host, name, event["args"])
+def external_id(args: Mapping[str, Any]) -> float:
+    """Return the id that ties a kernel to the operation that launched it; NaN: not recorded."""
+    return to_key(args.get("External id", args.get("external id")))
 
 
-def _collect_range(host: HostEvents, event: Mapping[str, Any]) -> None:
-    host.names.add(event["name"])
-    if event["end"] - event["start"] >= _LONG_RANGE_S:
-        thread = (event.get("pid"), event.get("tid"))
-        host.ranges.append((event["name"], event["start"], event["end"], thread))
-
-
-def _collect_matrix_flops(host: HostEvents, name: str, args: Mapping[str, Any]) -> None:
-    """Collect the FLOPs of a matrix product from the sizes of its operands, where recorded."""
-    sizes: Any = args.get("Input Dims") or args.get("Input dims")
+def to_key(value: Any) -> float:
+    """Return a number that ties events together; NaN where it is none."""
+    if value.__class__ is int and abs(value) < _LARGEST_KEY:
+        return float(value)
     try:
-        if name in GROUPED_OPS:
-            _collect_grouped_flops(host, sizes[0], sizes[1], key=external_id(args))
-            return
-        left, right = (sizes[position] for position in MATRIX_OPS[name])
-        host.matrix_flops[external_id(args)] = 2.0 * prod(left) * right[-1]
-    except (TypeError, IndexError, KeyError):
-        return
-
-
-def _collect_grouped_flops(host: HostEvents, left: Any, right: Any, *, key: Any) -> None:
-    rows = prod(left[:-1])
-    if len(right) != 3 or not rows or not right[0]:
-        return
-    host.matrix_flops[key] = 2.0 * rows * left[-1] * right[-1]
-    host.grouped_rows.append((float(rows), int(right[0])))
-
-
-def external_id(args: Mapping[str, Any]) -> Any:
-    """Return the id that ties a kernel to the operation that launched it; None: not recorded."""
-    return args.get("External id", args.get("external id"))
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
 
 
 def read_payload_bytes(args: Mapping[str, Any]) -> float:
     """Return the bytes that the rank hands in to a collective."""
     dtype = str(args.get("dtype") or "").casefold()
     nbytes = 1 if dtype.startswith("float8") else _NBYTES.get(dtype, 4)
-    return float(nbytes * to_int(args.get("In msg nelems")))
+    try:
+        return float(nbytes * to_int(args.get("In msg nelems")))
+    except OverflowError:
+        return 0.0
 
 
 def parse_ranks(value: Any) -> tuple[int, ...]:
@@ -246,7 +309,7 @@ def to_int(value: Any) -> int:
     """Return a whole number; 0 for what is none."""
     try:
         return int(value or 0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0
 
 
