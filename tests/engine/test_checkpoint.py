@@ -7,7 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from safetensors.torch import load_file
 
 from moewright.codec.folder_lock import lock_folder
 from moewright.engine.checkpoint import (
+    Coordinator,
     LocalShard,
     find_latest,
     find_resume_point,
     list_checkpoints,
     load_checkpoint,
+    offer_older,
+    put_damaged_aside,
     read_index,
     refuse_mismatch,
     save_checkpoint,
@@ -383,6 +386,66 @@ def test_a_disk_that_is_full_beforehand_or_midway_leaves_the_old_checkpoint(
     targets = blank_shards(shard_state(full_state(5), "flat", 0, 1))
     load_checkpoint(old, shards=targets, comm=single_process())
     assert shard_bytes(targets) == shard_bytes(shard_state(full_state(5), "flat", 0, 1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
+)
+def test_a_state_that_is_not_finite_is_not_committed(
+    tmp_path: Path, dtype: torch.dtype, value: float
+) -> None:
+    """Rank 1 alone has a bad number, the last of its tensor; both ranks say the same."""
+    spoiled = torch.full((3, 4), 2.0)
+    spoiled[-1, -1] = value
+
+    def save(comm: Coordinator, step: int, tensor: torch.Tensor) -> Path:
+        shard = LocalShard(
+            name="optim/exp_avg_sq/w",
+            global_shape=(6, 4),
+            offsets=(3 * comm.rank, 0),
+            tensor=(tensor if comm.rank else torch.ones(3, 4)).to(dtype),
+        )
+        return save_checkpoint(tmp_path, step=step, shards=[shard], extra=EXTRA, keep=1, comm=comm)
+
+    old, _ = run_on_ranks(2, lambda comm: save(comm, 5, torch.ones(3, 4)))
+    results = run_on_ranks(2, lambda comm: save(comm, 6, spoiled))
+    assert all(isinstance(result, FloatingPointError) for result in results), results
+    assert {str(result) for result in results} == {
+        "optim/exp_avg_sq/w of rank 1 is not finite: the checkpoint of step 6 is not committed, "
+        "step-00000005 stays the newest"
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [Path(str(old)).name]
+
+
+def damage(checkpoint: Path, name: str) -> None:
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["index.json", "rank-00001.safetensors"])
+def test_damaged_checkpoints_are_put_aside_up_to_the_newest_whole_one(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = [save_sharded(tmp_path, step=step) for step in (4, 5, 6)]
+    for path in paths[1:]:
+        damage(path, name)
+    with pytest.raises(BadInput, match=r"--fall-back, which goes on from step-00000005"):
+        offer_older(paths[2], partial(load_checkpoint, shards=[], comm=single_process()))
+    assert run_on_ranks(2, lambda comm: put_damaged_aside(tmp_path, comm)) == [None, None]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".damaged-step-00000005",
+        ".damaged-step-00000006",
+        "step-00000004",
+    ]
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.endswith("going on from step-00000004") for line in lines)
+    damage(paths[0], name)
+    results = run_on_ranks(2, lambda comm: put_damaged_aside(tmp_path, comm))
+    assert all("is damaged" in str(result) for result in results)
+    assert paths[0].exists()  # nothing is left to go on from, so nothing is touched
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

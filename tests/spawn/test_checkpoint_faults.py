@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -190,6 +191,26 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(
             BadInput, match=f"{newest.name}/{name}: .*nearest legal value: an older checkpoint"
         ):
             train(plan, tmp_path / str(number))
+
+
+def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(
+    data: DataSpec, uninterrupted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(data, SaveMode.SYNC, keep=12)
+    for step in range(1, 12):
+        name = f"checkpoints/step-{step:08d}"
+        shutil.copytree(uninterrupted / name, tmp_path / name)
+    payload = tmp_path / "checkpoints/step-00000011/rank-00001.safetensors"
+    content = bytearray(payload.read_bytes())
+    content[-1] ^= 1
+    payload.write_bytes(content)
+    offer = "nearest legal value: --fall-back, which goes on from step-00000010"
+    with pytest.raises(BadInput, match=f"step-00000011/{payload.name}: is damaged.*{offer}"):
+        train(plan, tmp_path)
+    assert train(plan, tmp_path, falls_back=True) is ExitCode.DONE
+    assert "going on from step-00000010" in capfd.readouterr().err
+    assert losses(tmp_path) == losses(uninterrupted)[10:]
+    assert (tmp_path / "checkpoints/.damaged-step-00000011").is_dir()
 
 
 def with_wider_experts(model: ModelSpec) -> ModelSpec:

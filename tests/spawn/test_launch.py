@@ -1,9 +1,11 @@
 """The launcher: how jobs end, which rank it blames, and that no process survives."""
 
+import errno
 import faulthandler
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -142,6 +144,23 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_first(
     error = capfd.readouterr().err
     assert error.startswith(message)
     assert "closed by peer" not in error
+
+
+def fail_on_a_full_disk(context: RankContext) -> RankOutcome:
+    """Fail where nothing can be written any more: the launcher's folder is gone."""
+    assert isinstance(context.info.rendezvous, Path)
+    shutil.rmtree(context.info.rendezvous.parent)
+    raise OSError(errno.ENOSPC, "No space left on device" + "x" * 100_000)
+
+
+def test_the_cause_is_told_where_nothing_can_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(fail_on_a_full_disk, nproc=1, run_dir=tmp_path / "run") == ExitCode.RANK_FAILED
+    error = capfd.readouterr().err
+    assert error.startswith(
+        "rank 0 failed before its first step: OSError: [Errno 28] No space left on device"
+    )
 
 
 def test_bad_input_of_a_rank_reaches_the_caller_whole(

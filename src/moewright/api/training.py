@@ -49,6 +49,7 @@ class TrainingRequest:
     nproc: int | None = None
     overrides: Sequence[str] = ()
     extend: bool = False  # do as many steps again when all are done
+    falls_back: bool = False  # put damaged checkpoints aside
 
 
 def is_first_rank() -> bool:
@@ -89,7 +90,9 @@ def run_training(plan: Plan, request: TrainingRequest) -> int:
     from moewright.engine.run.train import train
 
     with translate_fields(to_job_keys(request.path)):
-        return int(train(plan, request.run_dir, extend=request.extend))
+        return int(
+            train(plan, request.run_dir, extend=request.extend, falls_back=request.falls_back)
+        )
 
 
 def _read_given_plan(request: TrainingRequest, torchrun: TorchrunEnv | None) -> Plan:

@@ -17,6 +17,7 @@ def train(
     out: Path | None = None,
     set_: SetOption = None,
     extend: Flag = False,
+    fall_back: Flag = False,
 ) -> int:
     """Train a job, and resume it where its run folder stands.
 
@@ -36,6 +37,8 @@ def train(
         Another value for a key of the job, section.key=value; may be given again.
     extend
         When the run has done all its steps, do as many again.
+    fall_back
+        Put damaged checkpoints aside, and go on from the newest that is whole.
     """
     from moewright.api.planning import is_plan_file
     from moewright.api.reporting import build_report, write_page
@@ -52,7 +55,12 @@ def train(
             raise BadInput(Reason(field="--out", rule=rule, nearest=f"runs/{job.stem}"))
         out = Path("runs") / job.stem
     request = TrainingRequest(
-        path=job, run_dir=out, nproc=nproc, overrides=tuple(set_ or ()), extend=extend
+        path=job,
+        run_dir=out,
+        nproc=nproc,
+        overrides=tuple(set_ or ()),
+        extend=extend,
+        falls_back=fall_back,
     )
     reports = is_first_rank()
     plan = prepare_training(request, print_now if reports else print_nothing)

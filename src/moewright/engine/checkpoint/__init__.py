@@ -13,6 +13,11 @@ from moewright.engine.checkpoint.commit import (
     write_single_process,
 )
 from moewright.engine.checkpoint.coordinator import Coordinator, run_on_all_ranks, single_process
+from moewright.engine.checkpoint.fall_back import (
+    offer_older,
+    put_damaged_aside,
+    read_newest_index,
+)
 from moewright.engine.checkpoint.files import (
     PayloadReader,
     TensorHeader,
@@ -59,8 +64,11 @@ __all__ = [
     "fsync_directory",
     "list_checkpoints",
     "load_checkpoint",
+    "offer_older",
     "payload_file_name",
+    "put_damaged_aside",
     "read_index",
+    "read_newest_index",
     "read_tensor_box",
     "refuse_mismatch",
     "require_space",

@@ -35,7 +35,11 @@ from moewright.engine.checkpoint.index import (
     read_index,
     serialize_index,
 )
-from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, LocalShard
+from moewright.engine.checkpoint.local_shard import (
+    SAFETENSORS_DTYPES,
+    LocalShard,
+    find_nonfinite,
+)
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec
 
@@ -118,10 +122,12 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
 
     Raises:
         BadInput: the same on every rank, when nothing changed.
+        FloatingPointError: likewise, where a tensor holds a NaN or an infinite number.
     """
     is_leader = comm.rank == 0
     try:
         entries = run_on_all_ranks(comm, partial(_write, request, comm))
+        _require_finite(request, entries)
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
         index = CheckpointIndex(
             step=request.step, extra=request.extra, files=files, tensors=request.tensors
@@ -132,7 +138,7 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
                 _commit(request, index)
 
         run_on_all_ranks(comm, commit_on_leader)
-    except BadInput:
+    except (BadInput, FloatingPointError):
         if is_leader:
             shutil.rmtree(request.working_path, ignore_errors=True)
         raise
@@ -278,15 +284,33 @@ def _prepare(request: SaveRequest) -> bool:
 
 
 def _write(request: SaveRequest, comm: Coordinator) -> dict[str, Any] | None:
-    """Write this rank's file, and return its entry as JSON; None when the plan gives it nothing."""
+    """Write this rank's file, and return its entry as JSON; None when the plan gives it nothing.
+
+    Where a tensor is not finite, its name is returned, and nothing written.
+    """
     if not request.shards:
         return None
+    if name := find_nonfinite(request.shards):
+        return {"not_finite": name}
     try:
         path = request.working_path / payload_file_name(comm.rank)
         entry = write_payload(path, request.shards, comm.note)
     except OSError as error:
         raise write_error(request.path.parent, error, request.required_bytes) from error
     return {"name": entry.name, "nbytes": entry.nbytes, "sha256": entry.sha256}
+
+
+def _require_finite(request: SaveRequest, entries: Sequence[Mapping[str, Any] | None]) -> None:
+    """Raise FloatingPointError, the same on every rank, where a rank has named a tensor."""
+    for rank, entry in enumerate(entries):
+        if entry is None or "not_finite" not in entry:
+            continue
+        newest = find_latest(request.path.parent)
+        kept = f"{newest.name} stays the newest" if newest else "there is none yet"
+        raise FloatingPointError(
+            f"{entry['not_finite']} of rank {rank} is not finite: the checkpoint of step "
+            f"{request.step} is not committed, {kept}"
+        )
 
 
 def _commit(request: SaveRequest, index: CheckpointIndex) -> None:

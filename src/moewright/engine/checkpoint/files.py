@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moewright.engine.checkpoint.index import FileEntry, StoredShard, TensorEntry, box_key
+from moewright.engine.checkpoint.index import (
+    OLDER_CHECKPOINT,
+    FileEntry,
+    StoredShard,
+    TensorEntry,
+    box_key,
+)
 from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, LocalShard
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import format_bytes
@@ -163,7 +169,7 @@ def verify_file(
 
 
 def _damage_error(path: Path, rule: str) -> BadInput:
-    return BadInput(Reason(field=str(path), rule=rule, nearest="an older checkpoint"))
+    return BadInput(Reason(field=str(path), rule=rule, nearest=OLDER_CHECKPOINT))
 
 
 class PayloadReader:

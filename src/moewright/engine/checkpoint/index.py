@@ -22,6 +22,8 @@ from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES, is_legal
 from moewright.spec.errors import BadInput, Reason
 
 INDEX_FILE = "index.json"
+# What a refusal of a damaged checkpoint offers.
+OLDER_CHECKPOINT = "an older checkpoint"
 _FORMAT = "moewright-checkpoint"
 _VERSION = 1
 _PAYLOAD = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
@@ -138,7 +140,7 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
 
 
 def _refuse(path: Path, rule: str) -> NoReturn:
-    raise BadInput(Reason(field=str(path), rule=rule, nearest="an older checkpoint"))
+    raise BadInput(Reason(field=str(path), rule=rule, nearest=OLDER_CHECKPOINT))
 
 
 class _MalformedIndex(Exception):

@@ -28,11 +28,27 @@ def load_checkpoint(
     Raises:
         BadInput: the same on every rank, naming the file or the tensor.
     """
-    index = read_index_on_all_ranks(checkpoint, comm)
+    index = verify_checkpoint(checkpoint, comm)
     targets = [shard for shard in shards if shard.tensor.numel()]
-    run_on_all_ranks(comm, lambda: _check(checkpoint, index, targets, comm))
+    run_on_all_ranks(comm, lambda: _check(checkpoint, index, targets))
     run_on_all_ranks(comm, lambda: _fill(checkpoint, index, targets, comm))
     return index.extra
+
+
+def verify_checkpoint(checkpoint: Path, comm: Coordinator) -> CheckpointIndex:
+    """Verify that a checkpoint is as it was committed, and return its index; all ranks call this.
+
+    Raises:
+        BadInput: the same on every rank, naming the file.
+    """
+    index = read_index_on_all_ranks(checkpoint, comm)
+
+    def verify_own_files() -> None:
+        for entry in index.files[comm.rank :: comm.world_size]:
+            verify_file(checkpoint, entry, comm.note)
+
+    run_on_all_ranks(comm, verify_own_files)
+    return index
 
 
 def read_index_on_all_ranks(checkpoint: Path, comm: Coordinator) -> CheckpointIndex:
@@ -82,11 +98,7 @@ def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check(
-    checkpoint: Path, index: CheckpointIndex, shards: Sequence[LocalShard], comm: Coordinator
-) -> None:
-    for entry in index.files[comm.rank :: comm.world_size]:
-        verify_file(checkpoint, entry, comm.note)
+def _check(checkpoint: Path, index: CheckpointIndex, shards: Sequence[LocalShard]) -> None:
     tensors = {tensor.name: tensor for tensor in index.tensors}
     for shard in shards:
         tensor = tensors.get(shard.name)

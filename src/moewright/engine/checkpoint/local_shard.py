@@ -98,3 +98,19 @@ def flat_range_shards(
             tensor=flat[used : used + count].view(sizes),
         )
         used += count
+
+
+def find_nonfinite(shards: Sequence[LocalShard]) -> str:
+    """Return the name of the first shard with a NaN or an infinite number; "" where there is none.
+
+    The smallest and the largest number of a tensor are NaN where any is: that takes one pass.
+    """
+    for shard in shards:
+        tensor = shard.tensor.detach()
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if tensor.element_size() == 1:  # 8-bit numbers have no minimum
+            tensor = tensor.to(torch.bfloat16)
+        if not torch.isfinite(torch.stack(tensor.aminmax())).all():
+            return shard.name
+    return ""

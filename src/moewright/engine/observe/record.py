@@ -62,6 +62,7 @@ class JsonLinesWriter:
             if _parse_step(line, f"{path}:{number}") < first_step
         ]
         write_text(path, "".join(kept))  # a kill at any moment leaves the old lines or these
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def write_session(self, record: Session) -> None:
@@ -77,8 +78,11 @@ class JsonLinesWriter:
         self._file.close()
 
     def _write(self, record: Session | StepRecord | EvalRecord) -> None:
-        self._file.write(format_record(record))
-        self._file.flush()
+        try:
+            self._file.write(format_record(record))
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 def _parse_step(line: str, where: str) -> int:

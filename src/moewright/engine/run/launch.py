@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,7 +38,7 @@ from moewright.engine.run.worker import (
     failure_from_error,
     rank_file_path,
     read_beats,
-    read_failure,
+    receive_failure,
     run_child,
 )
 from moewright.spec.errors import BadInput, Reason
@@ -189,6 +189,7 @@ class _RankProcess:
     info: RankInfo
     process: BaseProcess
     folder: Path
+    notes: Connection
 
     @property
     def is_alive(self) -> bool:
@@ -255,11 +256,13 @@ def _run_ranks(worker: Worker, infos: Sequence[RankInfo], folder: Path) -> ExitC
     with _stop_flag() as stop:
         try:
             for info in infos:
+                notes, send_end = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=run_child, args=(worker, info, folder, os.getpid())
+                    target=run_child, args=(worker, info, folder, os.getpid(), send_end)
                 )
                 process.start()
-                ranks.append(_RankProcess(info=info, process=process, folder=folder))
+                send_end.close()
+                ranks.append(_RankProcess(info=info, process=process, folder=folder, notes=notes))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             failure = _watch_ranks(ranks, stop)
         finally:
@@ -309,10 +312,15 @@ def _watch_ranks(ranks: Sequence[_RankProcess], stop: StopFlag) -> RankFailure |
 def _find_first_failure(ranks: Sequence[_RankProcess], started_s: float) -> RankFailure | None:
     """Return the failure to blame, once ranks have had time to settle; None when none failed."""
     deadline_s = time.monotonic() + _SETTLE_S
+    failures: dict[int, RankFailure] = {}
     while True:
-        failures = [_describe_failure(rank) for rank in ranks if rank.has_failed]
+        for rank in ranks:
+            if rank.has_failed and rank.info.rank not in failures:
+                failures[rank.info.rank] = _describe_failure(rank)
         live = [rank for rank in ranks if rank.is_alive]
-        first = min(failures, key=lambda failure: (failure.kind, failure.time_s), default=None)
+        first = min(
+            failures.values(), key=lambda failure: (failure.kind, failure.time_s), default=None
+        )
         if first is None or first.kind is FailureKind.CAUSE or not live:
             return first
         if time.monotonic() > deadline_s:
@@ -324,7 +332,7 @@ def _find_first_failure(ranks: Sequence[_RankProcess], started_s: float) -> Rank
 
 def _describe_failure(rank: _RankProcess) -> RankFailure:
     """Return what a failed rank noted itself, else what its exit code says."""
-    note = read_failure(rank.note_path("failure"))
+    note = receive_failure(rank.notes)
     if note is not None:
         return note
     code = rank.process.exitcode or 0

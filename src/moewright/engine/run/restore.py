@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from moewright.engine.checkpoint import (
     find_latest,
     find_resume_point,
     load_checkpoint,
+    offer_older,
+    put_damaged_aside,
     read_index,
+    read_newest_index,
     refuse_mismatch,
     run_on_all_ranks,
 )
@@ -72,15 +76,25 @@ def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any
     }
 
 
-def read_steps_done(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> int:
+def read_steps_done(
+    plan: Plan, run_dir: Path, identity: Mapping[str, Any], *, falls_back: bool = False
+) -> int:
     """Return the updates made up to the last checkpoint, which is checked to be of this job.
 
-    Where there is no checkpoint, the weights to start from are checked to be of this model.
+    Where there is no checkpoint, the weights to start from are checked to be of this model. With
+    `falls_back`, a checkpoint whose index is damaged is passed over.
 
     Raises:
         BadInput: when the checkpoint or the weights are of another job.
     """
-    checkpoint, passed_over = find_resume_point(run_dir / "checkpoints")
+    directory = run_dir / "checkpoints"
+    if falls_back and (index := read_newest_index(directory)) is not None:
+        _refuse_other_job(index.extra, identity, _identity_defaults(plan.model, plan.workload))
+        return index.step
+    newest = find_latest(directory)
+    if newest is not None:
+        offer_older(newest, read_index)
+    checkpoint, passed_over = find_resume_point(directory)
     if checkpoint is None:
         if plan.workload.weights:
             _refuse_other_model(plan.model, Path(plan.workload.weights))
@@ -122,13 +136,21 @@ def _refuse_other_model(model: ModelSpec, weights: Path) -> None:
 
 
 def restore(
-    state: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
+    state: TrainState,
+    run_dir: Path,
+    identity: Mapping[str, Any],
+    comm: Coordinator,
+    *,
+    falls_back: bool = False,
 ) -> int:
     """Load the last checkpoint, or the weights to start from, if there are any.
 
-    Returns the number of updates made so far.
+    With `falls_back`, damaged ones are put aside, and the last whole one is loaded. Returns the
+    number of updates made so far.
     """
     runtime = state.runtime
+    if falls_back:
+        put_damaged_aside(run_dir / "checkpoints", comm)
     checkpoint = find_latest(run_dir / "checkpoints")
     if checkpoint is None:
         if runtime.workload.weights:
@@ -137,7 +159,7 @@ def restore(
     index = read_index(checkpoint)
     defaults = _identity_defaults(runtime.model, runtime.workload)
     _refuse_other_job(index.extra, identity, defaults)
-    load_checkpoint(checkpoint, shards=state.local_shards(), comm=comm)
+    offer_older(checkpoint, partial(load_checkpoint, shards=state.local_shards(), comm=comm))
     state.optimizer.all_gather_params()
     return index.step
 

@@ -67,10 +67,11 @@ _COLLECTIVE_S = 600.0
 _WATCHED_COLLECTIVE_S = 86_400.0
 
 
-def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
+def train(plan: Plan, run_dir: Path, *, extend: bool = False, falls_back: bool = False) -> ExitCode:
     """Train `plan` in `run_dir` from its last checkpoint on, and return the job's exit code.
 
-    A run that has done all its steps ends at once, unless `extend` asks for as many again.
+    A run that has done all its steps ends at once, unless `extend` asks for as many again. With
+    `falls_back`, damaged checkpoints are put aside, and the last whole one is taken.
     plan.json is written as soon as this job holds the lock of `run_dir`.
 
     Raises:
@@ -88,7 +89,7 @@ def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
     if reasons:
         raise BadInput(*reasons)
     identity = build_identity(plan, check_data(plan.model, plan.workload))
-    steps_done = read_steps_done(plan, run_dir, identity)
+    steps_done = read_steps_done(plan, run_dir, identity, falls_back=falls_back)
     last_step = _find_last_step(plan.workload, steps_done, extend)
     if steps_done >= last_step:
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
@@ -100,7 +101,7 @@ def train(plan: Plan, run_dir: Path, *, extend: bool = False) -> ExitCode:
     bytes_per_parameter = 4 + 2 * plan.workload.optimizer.moment_dtype.nbytes
     require_space(run_dir, bytes_per_parameter * count_parameters(plan.model).total)
     return launch(
-        partial(_train_rank, plan, run_dir, last_step),
+        partial(_train_rank, plan, run_dir, last_step, falls_back),
         nproc=plan.layout.world_size,
         run_dir=run_dir,
         device=kind,
@@ -154,7 +155,9 @@ def _find_last_step(workload: Workload, steps_done: int, extend: bool) -> int:
     return recipes * workload.steps
 
 
-def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext) -> RankOutcome:
+def _train_rank(
+    plan: Plan, run_dir: Path, last_step: int, falls_back: bool, context: RankContext
+) -> RankOutcome:
     """Train as one rank, from its first tensor to its last checkpoint."""
     workload = plan.workload
     rank = context.rank
@@ -174,7 +177,7 @@ def _train_rank(plan: Plan, run_dir: Path, last_step: int, context: RankContext)
     )
     state.runtime.counters.note = context.note
     identity = build_identity(plan, train_data.dataset.fingerprint)
-    first_step = restore(state, run_dir, identity, comm) + 1
+    first_step = restore(state, run_dir, identity, comm, falls_back=falls_back) + 1
     saver = CheckpointSaver(
         run_dir / "checkpoints",
         spec=workload.checkpoint,

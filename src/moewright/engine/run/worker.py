@@ -13,9 +13,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from enum import IntEnum, StrEnum
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
@@ -47,6 +48,9 @@ _PEER_LOST = (
     "remote process exited",
 )
 _PR_SET_PDEATHSIG = 1
+# What a pipe of Linux holds, and how much of each text of a failure is sent through one.
+_PIPE_BYTES = 1 << 16
+_MAX_NOTE_CHARACTERS = 1 << 13
 
 
 class ExitCode(IntEnum):
@@ -122,6 +126,8 @@ class Heartbeat:
         self._handle: int | None = None
         if path is not None:
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # All its room is taken now, so that a disk that fills up later does not stop it.
+            os.pwrite(self._handle, bytes(_BEAT.size * _RECORDS), 0)
         self._step = 0
         self._steps_begun = 0
         self._count = 0
@@ -156,6 +162,8 @@ def read_beats(path: Path) -> list[Beat]:
     beats = []
     for fields in _BEAT.iter_unpack(data[: len(data) // _BEAT.size * _BEAT.size]):
         time_s, step, steps_begun, is_waiting, text = fields
+        if not time_s:  # no heartbeat yet
+            continue
         beats.append(
             Beat(
                 time_s=time_s,
@@ -184,7 +192,7 @@ class RankInfo:
 
 
 def rank_file_path(folder: Path, kind: str, rank: int) -> Path:
-    """Return the file of a rank in the launcher's folder: "beat", "met", "stack" or "failure"."""
+    """Return the file of a rank in the launcher's folder: "beat", "met" or "stack"."""
     return folder / f"{kind}-{rank:05d}"
 
 
@@ -265,19 +273,33 @@ class RankFailure:
         return f"rank {self.rank} {self.event} {when}{cause}"
 
 
-def write_failure(path: Path, failure: RankFailure) -> None:
-    """Write the note of a failure; a full disk must not hide the failure itself."""
+def send_failure(notes: Connection, failure: RankFailure) -> None:
+    """Hand the note of a failure to the launcher, which may be gone.
+
+    It goes through a pipe: a full disk must not hide the failure itself.
+    """
+    short = replace(failure, error=_shorten(failure.error), detail=_shorten(failure.detail))
+    os.set_blocking(notes.fileno(), False)
     with suppress(OSError):
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(failure)), "utf-8")
-        part.rename(path)
+        os.write(notes.fileno(), json.dumps(asdict(short)).encode() + b"\n")
 
 
-def read_failure(path: Path) -> RankFailure | None:
-    """Read the note of a failure, or return None where there is none."""
-    if not path.exists():
+def _shorten(text: str) -> str:
+    """Leave out the middle of what is too long for a pipe, which nobody reads meanwhile."""
+    half = _MAX_NOTE_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+
+
+def receive_failure(notes: Connection) -> RankFailure | None:
+    """Return the note of a rank that has ended, or None where it left none, or a torn one."""
+    os.set_blocking(notes.fileno(), False)
+    text = b""
+    with suppress(BlockingIOError):
+        while block := os.read(notes.fileno(), _PIPE_BYTES):
+            text += block
+    if not text.endswith(b"\n"):
         return None
-    data = json.loads(path.read_text("utf-8"))
+    data = json.loads(text)
     data["kind"] = FailureKind(data["kind"])
     data["reasons"] = tuple(Reason(**reason) for reason in data["reasons"])
     return RankFailure(**data)
@@ -309,9 +331,10 @@ def die_with_parent(parent: int) -> None:
         os._exit(ExitCode.RANK_FAILED)
 
 
-def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int) -> None:
+def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int, notes: Connection) -> None:
     """Run `worker` as a launched rank, and end the process; this never returns.
 
+    What it fails with goes into the pipe `notes`.
     Stop signals arrive blocked, and are unblocked once the flag is in place.
     """
     die_with_parent(parent)
@@ -334,7 +357,7 @@ def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int) -> None
     except Exception as error:
         failure = failure_from_error(error, rank=info.rank, step=heartbeat.step)
         code = ExitCode.BAD_INPUT if failure.reasons else ExitCode.RANK_FAILED
-        write_failure(rank_file_path(folder, "failure", info.rank), failure)
+        send_failure(notes, failure)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
