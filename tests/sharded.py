@@ -13,11 +13,11 @@ LAYOUTS = ("rows", "columns", "replicated", "flat")
 
 
 def full_state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Build global tensors of many ranks and dtypes, with NaN and infinity among the values."""
+    """Build global tensors of many ranks and dtypes, with -0 and a denormal among the values."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(9, 10, generator=generator)
-    weight[0, 0] = float("nan")
-    weight[8, 9] = float("inf")
+    weight[0, 0] = -0.0
+    weight[8, 9] = 1e-42
     return {
         "layers.3.attention.q.weight": weight,
         "optim/exp_avg/layers.3.attention.q.weight": torch.randn(9, 10, generator=generator),

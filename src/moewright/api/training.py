@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from moewright.api.machines import Tell, is_unmeasured, measure_unmeasured, read_job_hardware
@@ -28,8 +29,8 @@ from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake import catalogue
 from moewright.intake.devices import MAX_DEVICES
 from moewright.intake.job import JobFile, read_job
-from moewright.rules.engine_limits import unsupported_model
-from moewright.search.search import DOES_NOT_FIT
+from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.search.search import DOES_NOT_FIT, search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
@@ -50,6 +51,8 @@ class TrainingRequest:
     overrides: Sequence[str] = ()
     extend: bool = False  # do as many steps again when all are done
     falls_back: bool = False  # put damaged checkpoints aside
+    supervises: bool = False  # start the ranks again when they fail
+    min_ranks: int | None = None  # the fewest to go on with, where ranks are gone for good
 
 
 def is_first_rank() -> bool:
@@ -87,12 +90,42 @@ def run_training(plan: Plan, request: TrainingRequest) -> int:
     Raises:
         BadInput: the plan cannot be run here; fields are named as keys of the job.
     """
+    from moewright.engine.run.supervise import Elasticity, supervise
     from moewright.engine.run.train import train
 
+    torchrun = read_torchrun_env()
     with translate_fields(to_job_keys(request.path)):
-        return int(
-            train(plan, request.run_dir, extend=request.extend, falls_back=request.falls_back)
-        )
+        if not request.supervises or torchrun is not None:
+            falls_back = request.falls_back or request.supervises
+            return int(train(plan, request.run_dir, extend=request.extend, falls_back=falls_back))
+        elasticity = None
+        if request.min_ranks is not None:
+            replan = partial(plan_for_ranks, plan)
+            elasticity = Elasticity(replan=replan, min_ranks=request.min_ranks)
+        code = supervise(plan, request.run_dir, extend=request.extend, elasticity=elasticity)
+        return int(code)
+
+
+def plan_for_ranks(plan: Plan, count: int) -> Plan | None:
+    """Return the best plan of the same job for so many ranks, or None where there is none.
+
+    Global batch, data and numerics are those of the job; of the layout, only what decides which
+    tokens are dropped is kept.
+    """
+    if count < 1:
+        return None
+    kept = ""
+    if plan.layout.capacity:
+        kept = f"capacity={plan.layout.capacity},capacity_fill={plan.layout.capacity_fill}"
+    result = search(
+        plan.model,
+        plan.workload,
+        replace(plan.hardware, count=count),
+        fixed=kept,
+        top=1,
+        allowed=partial(unsupported_layout, model=plan.model, workload=plan.workload),
+    )
+    return result.plans[0] if result.plans else None
 
 
 def _read_given_plan(request: TrainingRequest, torchrun: TorchrunEnv | None) -> Plan:

@@ -260,3 +260,35 @@ class UpdateOptions:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip: float = 0.0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnduranceOptions:
+    """Options for what a run does about damage and failures.
+
+    Parameters
+    ----------
+    fall_back
+        Put damaged checkpoints aside, and go on from the newest that is whole.
+    supervise
+        Start the ranks again when one crashes, hangs or is not finite; give up, with the reason,
+        when the same step fails twice. incidents.jsonl and the report tell of it.
+    min_ranks
+        With --supervise: when ranks are gone for good, plan again for those that are left, down to
+        so many, and take the others back when they return.
+    """
+
+    fall_back: Flag = False
+    supervise: Flag = False
+    min_ranks: int | None = None
+
+    def check(self) -> None:
+        """Raise BadInput for options that do not go together."""
+        if self.min_ranks is None or (self.supervise and self.min_ranks >= 1):
+            return
+        rule = "must be at least 1" if self.supervise else "goes with --supervise"
+        nearest = "1" if self.supervise else "--supervise"
+        raise BadInput(
+            Reason(field="--min-ranks", value=str(self.min_ranks), rule=rule, nearest=nearest)
+        )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
-from moewright.cli.options import Flag, SetOption
+from moewright.cli.options import EnduranceOptions, Flag, SetOption
 from moewright.spec.errors import BadInput, Reason
+
+_NO_OPTIONS = EnduranceOptions()
 
 
 def train(
@@ -17,7 +19,7 @@ def train(
     out: Path | None = None,
     set_: SetOption = None,
     extend: Flag = False,
-    fall_back: Flag = False,
+    endurance: EnduranceOptions = _NO_OPTIONS,
 ) -> int:
     """Train a job, and resume it where its run folder stands.
 
@@ -37,8 +39,6 @@ def train(
         Another value for a key of the job, section.key=value; may be given again.
     extend
         When the run has done all its steps, do as many again.
-    fall_back
-        Put damaged checkpoints aside, and go on from the newest that is whole.
     """
     from moewright.api.planning import is_plan_file
     from moewright.api.reporting import build_report, write_page
@@ -49,6 +49,7 @@ def train(
         run_training,
     )
 
+    endurance.check()
     if out is None:
         if is_plan_file(job):
             rule = "is needed with a plan: the run folder"
@@ -60,7 +61,9 @@ def train(
         nproc=nproc,
         overrides=tuple(set_ or ()),
         extend=extend,
-        falls_back=fall_back,
+        falls_back=endurance.fall_back,
+        supervises=endurance.supervise,
+        min_ranks=endurance.min_ranks,
     )
     reports = is_first_rank()
     plan = prepare_training(request, print_now if reports else print_nothing)

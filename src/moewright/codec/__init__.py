@@ -26,14 +26,18 @@ from moewright.codec.layout_text import explicit_fields, format_layout, parse_la
 from moewright.codec.names import closest_match
 from moewright.codec.numbers import parse_count
 from moewright.codec.run_files import (
+    INCIDENTS_FILE,
     PLAN_FILE,
     RANK_TIMINGS_FILE,
     STEPS_FILE,
     format_record,
+    read_incidents,
     read_run,
+    write_incidents,
 )
 
 __all__ = [
+    "INCIDENTS_FILE",
     "PLAN_FILE",
     "RANK_TIMINGS_FILE",
     "STEPS_FILE",
@@ -52,6 +56,7 @@ __all__ = [
     "parse_layout",
     "read_bytes",
     "read_complete_lines",
+    "read_incidents",
     "read_json",
     "read_json_data",
     "read_run",
@@ -59,6 +64,7 @@ __all__ = [
     "read_toml",
     "read_toml_data",
     "to_data",
+    "write_incidents",
     "write_json",
     "write_text",
     "write_toml",

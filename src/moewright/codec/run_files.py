@@ -1,20 +1,29 @@
-"""Reads a run folder: plan.json, steps.jsonl, ledger/ and the timings of its ranks."""
+"""Reads a run folder: plan.json, steps.jsonl, ledger/, the timings of its ranks, incidents."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from moewright.codec.data import FloatPolicy, fingerprint, from_data, to_data
-from moewright.codec.files import parse_json, read_json, read_json_data, read_text
+from moewright.codec.files import (
+    parse_json,
+    read_complete_lines,
+    read_json,
+    read_json_data,
+    read_text,
+    write_text,
+)
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.plan import Plan
-from moewright.spec.run import EvalRecord, RankTiming, RunRecord, Session, StepRecord
+from moewright.spec.run import EvalRecord, Incident, RankTiming, RunRecord, Session, StepRecord
 
 PLAN_FILE = "plan.json"
 STEPS_FILE = "steps.jsonl"
 RANK_TIMINGS_FILE = "paces.json"
+INCIDENTS_FILE = "incidents.jsonl"
 TRACE_FOLDER = "trace"  # the traces of its ranks
 MERGED_TRACE_FILE = "trace.json"
 
@@ -75,8 +84,24 @@ def read_run(directory: Path) -> RunRecord:
         ledgers=tuple(read_json(Ledger, path) for path in sorted(ledger_folder.glob("rank*.json"))),
         selection=read_json(Selection, selection) if selection.exists() else None,
         paces=_read_rank_timings(directory / RANK_TIMINGS_FILE),
+        incidents=read_incidents(directory),
         notes=tuple(notes),
     )
+
+
+def read_incidents(directory: Path) -> tuple[Incident, ...]:
+    """Return the incidents of a run, the oldest first."""
+    path = directory / INCIDENTS_FILE
+    return tuple(
+        from_data(Incident, parse_json(line, where=f"{path}:{number}"), where=f"{path}:{number}")
+        for number, line in enumerate(read_complete_lines(path), 1)
+    )
+
+
+def write_incidents(directory: Path, incidents: Sequence[Incident]) -> None:
+    """Write the incidents of a run, one a line, in place of those of its folder."""
+    lines = [json.dumps(to_data(incident)) + "\n" for incident in incidents]
+    write_text(directory / INCIDENTS_FILE, "".join(lines))
 
 
 def _read_rank_timings(path: Path) -> tuple[RankTiming, ...]:

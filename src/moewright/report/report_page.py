@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moewright.codec import format_layout, write_text
 from moewright.diagnosis.compare_ledgers import LedgerComparison
+from moewright.report.incident_section import build_incident_section
 from moewright.report.plan_sections import (
     build_memory_stacks,
     build_plan_facts,
@@ -74,4 +75,5 @@ def render_report(
         sources=list_sources(plan),
         findings=findings,
         sessions=record.sessions,
+        incidents=build_incident_section(record.incidents),
     )

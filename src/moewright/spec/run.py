@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from moewright.spec.ledger import Ledger, Selection, TimeRow
 from moewright.spec.plan import Plan
@@ -152,6 +153,45 @@ class Session:
     routing: RouterForce = RouterForce.NONE
 
 
+class IncidentKind(StrEnum):
+    """The kinds of incident: what ended the ranks of a run before their time."""
+
+    CRASH = "crash"
+    HANG = "hang"
+    NOT_FINITE = "not finite"  # a weight, the loss, or what a checkpoint would have held
+    RETURN = "return"  # of ranks that were gone: the others were stopped for them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """An event that ended the ranks of a run, and how the run went on.
+
+    The fields from `resumed_step` on are those of the way on; `resumed_step` is 0 where the run did
+    not go on.
+    """
+
+    kind: IncidentKind
+    time: str  # ISO 8601, UTC, at which it was noticed
+    unix_s: float  # the same
+    message: str
+    layout: str  # as layout text
+    world_size: int
+    rank: int = -1  # -1 where it is not known
+    step: int = 0  # begun last; 0 before the first
+    resumed_step: int = 0  # the first that was done after
+    next_layout: str = ""
+    next_world_size: int = 0
+    repeated_steps: int = 0
+    repeated_s: float = 0.0  # that the repeated steps had taken
+    down_s: float = 0.0  # from the notice to the end of the first step after
+    gave_up: str = ""  # why the supervisor did not start the ranks again
+
+    @property
+    def lost_s(self) -> float:
+        """The time that it cost."""
+        return self.down_s + self.repeated_s
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunRecord(Record):
     """The content of a run folder.
@@ -166,4 +206,5 @@ class RunRecord(Record):
     ledgers: tuple[Ledger, ...]
     selection: Selection | None
     paces: tuple[RankTiming, ...] = ()  # one per rank, of the last session that ended by itself
+    incidents: tuple[Incident, ...] = ()
     notes: tuple[str, ...] = ()  # what had to be left out when reading

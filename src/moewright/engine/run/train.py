@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,13 @@ from moewright.engine.run.env import (
     read_device_queues,
     read_torchrun_env,
 )
-from moewright.engine.run.launch import launch
+from moewright.engine.run.incidents import (
+    count_repeated_steps,
+    note_failure,
+    note_restart,
+    note_way_on,
+)
+from moewright.engine.run.launch import LaunchHooks, launch
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.nonfinite import report_nonfinite
 from moewright.engine.run.rank_checks import (
@@ -48,7 +55,14 @@ from moewright.engine.run.rank_checks import (
 from moewright.engine.run.restore import build_identity, read_steps_done, restore
 from moewright.engine.run.run_records import build_session, build_step_record, open_recorder
 from moewright.engine.run.step import TrainState, compute_heldout_loss, train_step
-from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
+from moewright.engine.run.worker import (
+    ExitCode,
+    FailureKind,
+    RankContext,
+    RankFailure,
+    RankOutcome,
+    Timeouts,
+)
 from moewright.engine.runtime import Runtime
 from moewright.rules.engine_limits import require_runnable
 from moewright.rules.job import plan_job
@@ -67,12 +81,21 @@ _COLLECTIVE_S = 600.0
 _WATCHED_COLLECTIVE_S = 86_400.0
 
 
-def train(plan: Plan, run_dir: Path, *, extend: bool = False, falls_back: bool = False) -> ExitCode:
+def train(
+    plan: Plan,
+    run_dir: Path,
+    *,
+    extend: bool = False,
+    falls_back: bool = False,
+    hooks: LaunchHooks | None = None,
+    local_ranks: Sequence[int] = (),
+) -> ExitCode:
     """Train `plan` in `run_dir` from its last checkpoint on, and return the job's exit code.
 
     A run that has done all its steps ends at once, unless `extend` asks for as many again. With
-    `falls_back`, damaged checkpoints are put aside, and the last whole one is taken.
-    plan.json is written as soon as this job holds the lock of `run_dir`.
+    `falls_back`, damaged checkpoints are put aside, and the last whole one is taken. plan.json is
+    written as soon as this job holds the lock of `run_dir`; a failure goes to its incidents.jsonl.
+    `hooks` and `local_ranks` are those of `launch`.
 
     Raises:
         BadInput: before anything is written or started, when the plan is not legal or asks for
@@ -100,14 +123,33 @@ def train(plan: Plan, run_dir: Path, *, extend: bool = False, falls_back: bool =
     # A checkpoint holds the master weight (fp32) and two moments of every parameter.
     bytes_per_parameter = 4 + 2 * plan.workload.optimizer.moment_dtype.nbytes
     require_space(run_dir, bytes_per_parameter * count_parameters(plan.model).total)
+    hooks = hooks or LaunchHooks()
+    report_failure = partial(_report_failure, plan, run_dir, hooks.report_failure)
     return launch(
         partial(_train_rank, plan, run_dir, last_step, falls_back),
         nproc=plan.layout.world_size,
         run_dir=run_dir,
         device=kind,
         timeouts=_choose_timeouts(plan),
-        before_start=partial(_write_plan, plan, run_dir),
+        hooks=replace(
+            hooks,
+            before_start=partial(_write_plan, plan, run_dir),
+            report_failure=report_failure,
+        ),
+        local_ranks=local_ranks,
     )
+
+
+def _report_failure(
+    plan: Plan, run_dir: Path, report: Callable[[RankFailure], None], failure: RankFailure
+) -> None:
+    """Note a failure in the folder of the run, and report it.
+
+    Under torchrun, where every rank reports its own, those that have only lost a peer note nothing.
+    """
+    if failure.kind is FailureKind.CAUSE or read_torchrun_env() is None:
+        note_failure(run_dir, plan.layout, failure)
+    report(failure)
 
 
 def _choose_timeouts(plan: Plan) -> Timeouts:
@@ -185,6 +227,9 @@ def _train_rank(
         comm=comm,
         build_background_comm=partial(_build_background_comm, context),
     )
+    repeated = count_repeated_steps(run_dir, first_step) if rank == 0 else None
+    if rank == 0 and context.attempt:
+        note_restart(run_dir, plan.layout, "torchrun")
     recorder = open_recorder(run_dir, rank, first_step, last_step)
     recorder.write_session(build_session(plan, first_step, device))
     timer = StepTimer(rank=rank)
@@ -218,6 +263,8 @@ def _train_rank(
             timer.add_steady_step(result.phases, waits, wait_calls, host)
         record = build_step_record(plan, step, lr, result)
         recorder.write_step(replace(record, waits=waits, host=host, device=sample_device(device)))
+        if step == first_step and repeated is not None:
+            note_way_on(run_dir, plan.layout, first_step, repeated)
         if result.skipped:
             consecutive_skips += 1
             report_nonfinite(

@@ -29,6 +29,7 @@ from moewright.engine.observe.counters import NoteActivity, ignore_activity
 from moewright.engine.run.rendezvous import Rendezvous, open_rendezvous
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
+from moewright.spec.run import IncidentKind
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STACK_SIGNAL = signal.SIGUSR1
@@ -225,6 +226,14 @@ class RankContext:
     def timeouts(self) -> Timeouts:
         return self.info.timeouts
 
+    @property
+    def attempt(self) -> int:
+        """How often torchrun has started the ranks again; 0 under the launcher."""
+        rendezvous = self.info.rendezvous
+        if isinstance(rendezvous, Rendezvous) and rendezvous.attempt.isdecimal():
+            return int(rendezvous.attempt)
+        return 0
+
     def open_store(self) -> Store:
         """Open the store over which the ranks meet; to be called once."""
         rendezvous = self.info.rendezvous
@@ -266,6 +275,7 @@ class RankFailure:
     error: str = ""
     detail: str = ""
     reasons: tuple[Reason, ...] = ()  # of a BadInput
+    cause: IncidentKind = IncidentKind.CRASH
 
     def __str__(self) -> str:
         when = f"at step {self.step}" if self.step else "before its first step"
@@ -301,6 +311,7 @@ def receive_failure(notes: Connection) -> RankFailure | None:
         return None
     data = json.loads(text)
     data["kind"] = FailureKind(data["kind"])
+    data["cause"] = IncidentKind(data["cause"])
     data["reasons"] = tuple(Reason(**reason) for reason in data["reasons"])
     return RankFailure(**data)
 
@@ -310,6 +321,7 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
     text = " ".join(str(error).split())
     name = type(error).__name__
     lost_peer = any(sign in text for sign in _PEER_LOST)
+    is_arithmetic = isinstance(error, FloatingPointError)
     return RankFailure(
         rank=rank,
         step=step,
@@ -319,6 +331,7 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
         error=f"{name}: {text}" if text else name,
         detail="".join(traceback.format_exception(error)),
         reasons=error.reasons if isinstance(error, BadInput) else (),
+        cause=IncidentKind.NOT_FINITE if is_arithmetic else IncidentKind.CRASH,
     )
 
 

@@ -1,0 +1,219 @@
+"""A run that looks after itself: its ranks are started again, on fewer devices if need be.
+
+The rules, which docs/how_to/endure.md states for users:
+
+- After a crash, a hang or a number that is not finite, the ranks start again from the newest whole
+  checkpoint, at once and then after 1, 2, 4, ... seconds while no newer checkpoint comes.
+- When the same step fails twice in a row, or two starts in a row fail before their first step, the
+  supervisor gives up and says why.
+- A rank that fails so twice in a row, not by its numbers, is gone for good where fewer ranks may
+  go on: the job is planned for those that are left. They are stopped after a while, or at SIGUSR2,
+  and all ranks are tried again.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from moewright.codec import format_layout
+from moewright.engine.checkpoint import find_latest
+from moewright.engine.run.incidents import note_end, note_return
+from moewright.engine.run.launch import LaunchHooks
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode, RankFailure
+from moewright.spec.errors import BadInput
+from moewright.spec.plan import Plan
+from moewright.spec.run import IncidentKind
+
+RETURN_SIGNAL = signal.SIGUSR2
+# How long a run goes on with fewer ranks before all are tried again; doubled when that fails.
+_RETURN_S = 1800.0
+_MAX_RETURN_S = 8 * 3600.0
+_MAX_DELAY_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elasticity:
+    """The way to go on with fewer ranks.
+
+    `replan` returns the plan of the job for so many ranks, or None where there is none;
+    `min_ranks` are the fewest to go on with.
+    """
+
+    replan: Callable[[int], Plan | None]
+    min_ranks: int
+
+
+def supervise(
+    plan: Plan, run_dir: Path, *, extend: bool = False, elasticity: Elasticity | None = None
+) -> ExitCode:
+    """Train as `train` does, and start the ranks again when they fail; return the last exit code.
+
+    Main thread only.
+
+    Raises:
+        BadInput: as `train` does, at any start.
+    """
+    supervisor = _Supervisor(plan, run_dir, elasticity)
+    with supervisor.listen():
+        while True:
+            failures: list[RankFailure] = []
+            hooks = LaunchHooks(report_failure=failures.append, wants_stop=supervisor.wants_stop)
+            try:
+                code = train(
+                    supervisor.plan,
+                    run_dir,
+                    extend=extend,
+                    falls_back=True,
+                    hooks=hooks,
+                    local_ranks=supervisor.slots,
+                )
+            except BadInput as error:
+                note_end(run_dir, str(error))
+                raise
+            if failures:
+                if not supervisor.prepare_restart(failures[-1]):
+                    return code
+            elif not (code is ExitCode.STOPPED and supervisor.takes_ranks_back()):
+                return code
+
+
+class _Supervisor:
+    """What the supervisor knows of the job: the ranks that it has, and the last failures.
+
+    A slot is the number of a rank when all ranks are there; ranks that are left keep their slots,
+    which are their devices.
+    """
+
+    def __init__(self, plan: Plan, run_dir: Path, elasticity: Elasticity | None) -> None:
+        self._full_plan = plan
+        self._run_dir = run_dir
+        self._elasticity = elasticity
+        self.plan = plan
+        self.slots = tuple(range(plan.layout.world_size))
+        self._gone: frozenset[int] = frozenset()
+        self._last: RankFailure | None = None
+        self._last_slot = -1
+        self._saved_step = -1
+        self._restarts = 0  # since there was a newer checkpoint
+        self._return_s = _RETURN_S
+        self._shrunk_at_s = 0.0
+        self._is_return_requested = False
+        self._is_returning = False
+
+    @property
+    def _has_all_ranks(self) -> bool:
+        return self.plan.layout.world_size == self._full_plan.layout.world_size
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Take the signal that the ranks that were gone are back."""
+
+        def request_return(number: int, frame: FrameType | None) -> None:
+            self._is_return_requested = True
+
+        handler = signal.signal(RETURN_SIGNAL, request_return)
+        try:
+            yield
+        finally:
+            signal.signal(RETURN_SIGNAL, handler)
+
+    def wants_stop(self, is_requested: bool) -> bool:
+        """Tell whether the ranks should stop for those that were gone; a user's stop goes first."""
+        if is_requested:
+            self._is_returning = False
+        elif not self._has_all_ranks and not self._is_returning:
+            is_due = time.monotonic() - self._shrunk_at_s > self._return_s
+            self._is_returning = is_due or self._is_return_requested
+        return self._is_returning
+
+    def takes_ranks_back(self) -> bool:
+        """Return whether the ranks have stopped for those that were gone; then all are to start."""
+        if not self._is_returning:
+            return False
+        note_return(self._run_dir, self.plan.layout)
+        self._tell("stopped for the ranks that were gone: trying all again")
+        self._is_returning = False
+        self._is_return_requested = False
+        self.plan = self._full_plan
+        self.slots = tuple(range(self.plan.layout.world_size))
+        return True
+
+    def prepare_restart(self, failure: RankFailure) -> bool:
+        """Return whether the ranks are to start again, on `slots` by `plan`, after some time."""
+        slot = self.slots[failure.rank]
+        with suppress(OSError, ValueError):
+            print(failure.detail, end="", file=sys.stderr, flush=True)
+        newest = find_latest(self._run_dir / "checkpoints")
+        saved_step = int(newest.name.removeprefix("step-")) if newest else 0
+        self._restarts = self._restarts + 1 if saved_step == self._saved_step else 1
+        self._saved_step = saved_step
+        is_again = self._last is not None and self._last.step == failure.step
+        was_gone = slot in self._gone and not failure.step
+        is_by_rank = failure.cause is not IncidentKind.NOT_FINITE
+        is_lost = was_gone or (slot == self._last_slot and (is_again or not failure.step))
+        self._last = failure
+        self._last_slot = slot
+        if self._has_all_ranks and failure.step:
+            self._gone = frozenset()  # all took part in a step: they are back
+            self._return_s = _RETURN_S
+        if is_by_rank and is_lost and self._shrink(slot, failure, was_gone):
+            self._last = failure if failure.step else None
+            return True
+        if is_again:
+            reason = _explain_end(failure)
+            note_end(self._run_dir, reason)
+            self._tell(f"{failure}; {reason}")
+            return False
+        delay_s = min(_MAX_DELAY_S, 2.0 ** (self._restarts - 2)) if self._restarts > 1 else 0.0
+        source = newest.name if newest else "the start"
+        self._tell(f"{failure}; going on from {source} in {delay_s:.0f} s")
+        time.sleep(delay_s)
+        return True
+
+    def _shrink(self, slot: int, failure: RankFailure, was_gone: bool) -> bool:
+        """Leave a slot out, and plan for the others; return False where that cannot be."""
+        if self._elasticity is None:
+            return False
+        gone = self._gone | {slot}
+        left = [number for number in range(self._full_plan.layout.world_size) if number not in gone]
+        plan = None
+        for count in range(len(left), self._elasticity.min_ranks - 1, -1):
+            plan = self._elasticity.replan(count)
+            if plan is not None:
+                break
+        if plan is None:
+            return False
+        self._gone = gone
+        self.plan = plan
+        self.slots = tuple(left[: plan.layout.world_size])
+        self._return_s = min(_MAX_RETURN_S, 2 * self._return_s) if was_gone else _RETURN_S
+        self._shrunk_at_s = time.monotonic()
+        count = plan.layout.world_size
+        self._tell(
+            f"{failure}; rank {slot} is gone: going on with {count} of "
+            f"{self._full_plan.layout.world_size} ranks, {format_layout(plan.layout)}"
+        )
+        return True
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def _explain_end(failure: RankFailure) -> str:
+    if not failure.step:
+        return "gave up: two starts in a row have failed before their first step"
+    if failure.cause is IncidentKind.NOT_FINITE:
+        return (
+            f"gave up: step {failure.step} was not finite twice, and is not skipped, for its "
+            "gradients alone are not at fault"
+        )
+    return f"gave up: step {failure.step} has failed twice in a row"

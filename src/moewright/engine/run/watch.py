@@ -1,0 +1,237 @@
+"""What the launcher sees of its ranks: who failed, who hangs, and what each of them did last."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from moewright.engine.run.worker import (
+    STACK_SIGNAL,
+    Beat,
+    ExitCode,
+    FailureKind,
+    RankFailure,
+    RankInfo,
+    StopFlag,
+    rank_file_path,
+    read_beats,
+    receive_failure,
+)
+from moewright.spec.run import IncidentKind
+
+_POLL_S = 0.2
+# Time to wait for the cause of the first failure, when that failure is only a consequence.
+_SETTLE_S = 0.7
+# Time past the collective timeout, so that a rank that times out can report that itself.
+_HANG_MARGIN_S = 3.0
+# Time for ranks that hang to write their stacks.
+_STACK_S = 0.3
+FLIGHT_RECORD_FILE = "flight_record.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProcess:
+    """A process of a rank, with the files and the pipe over which it tells of itself."""
+
+    info: RankInfo
+    process: BaseProcess
+    folder: Path
+    notes: Connection
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.exitcode is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process has ended, and neither done nor stopped as agreed."""
+        return self.process.exitcode not in (None, ExitCode.DONE, ExitCode.STOPPED)
+
+    def note_path(self, kind: str) -> Path:
+        """Return the rank's file of a kind (see rank_file_path)."""
+        return rank_file_path(self.folder, kind, self.info.rank)
+
+    def beats(self) -> list[Beat]:
+        """Return the last heartbeats, the oldest first; none before the first."""
+        return read_beats(self.note_path("beat"))
+
+    def last_step(self) -> int:
+        """Return the step of the last heartbeat; 0 before the first step."""
+        beats = self.beats()
+        return beats[-1].step if beats else 0
+
+    def silence_s(self, started_s: float) -> float:
+        """Return the time since the last heartbeat, or since the start."""
+        beats = self.beats()
+        return time.monotonic() - (beats[-1].time_s if beats else started_s)
+
+    def is_waiting(self) -> bool:
+        """Tell whether the last thing that the rank began was to wait for others."""
+        beats = self.beats()
+        return bool(beats) and beats[-1].is_waiting
+
+    def activity(self) -> str:
+        """Return what the rank began last; nothing before its first heartbeat."""
+        beats = self.beats()
+        return beats[-1].activity if beats else ""
+
+    def patience_s(self) -> float:
+        """Return how long the rank may be silent before it is taken to hang."""
+        timeouts = self.info.timeouts
+        beats = self.beats()
+        if not beats:
+            return timeouts.rendezvous_s + _HANG_MARGIN_S
+        patience_s = timeouts.hang_s or timeouts.collective_s
+        if beats[-1].steps_begun < 2:
+            patience_s = max(patience_s, timeouts.first_step_s)
+        return patience_s + _HANG_MARGIN_S
+
+    def is_suspended(self) -> bool:
+        """Tell whether Linux reports state T; the state follows the last ")" of the stat line."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def watch_ranks(
+    ranks: Sequence[RankProcess], stop: StopFlag, wants_stop: Callable[[bool], bool]
+) -> RankFailure | None:
+    """Wait until all ranks are done, or one has failed or hangs; return that rank's failure.
+
+    They are asked to stop when the user asks for it, or `wants_stop` does, which is told of that.
+    """
+    started_s = time.monotonic()
+    has_forwarded_stop = False
+    while live := [rank for rank in ranks if rank.is_alive]:
+        should_stop = wants_stop(stop.requested) or stop.requested
+        if should_stop and not has_forwarded_stop:
+            send_signal(live, signal.SIGTERM)
+            has_forwarded_stop = True
+        wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
+        if any(rank.has_failed for rank in ranks):
+            break
+        silent = [rank for rank in live if rank.silence_s(started_s) > rank.patience_s()]
+        # Who waits for others may wait for as long as they show life.
+        if len(silent) == len(live) or any(not rank.is_waiting() for rank in silent):
+            return _blame_hanging_rank(live, started_s)
+    return _find_first_failure(ranks, started_s)
+
+
+def _find_first_failure(ranks: Sequence[RankProcess], started_s: float) -> RankFailure | None:
+    """Return the failure to blame, once ranks have had time to settle; None when none failed."""
+    deadline_s = time.monotonic() + _SETTLE_S
+    failures: dict[int, RankFailure] = {}
+    while True:
+        for rank in ranks:
+            if rank.has_failed and rank.info.rank not in failures:
+                failures[rank.info.rank] = _describe_failure(rank)
+        live = [rank for rank in ranks if rank.is_alive]
+        first = min(
+            failures.values(), key=lambda failure: (failure.kind, failure.time_s), default=None
+        )
+        if first is None or first.kind is FailureKind.CAUSE or not live:
+            return first
+        if time.monotonic() > deadline_s:
+            if first.kind is FailureKind.PEER_LOST:
+                return _blame_hanging_rank(live, started_s)
+            return first
+        wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
+
+
+def _describe_failure(rank: RankProcess) -> RankFailure:
+    """Return what a failed rank noted itself, else what its exit code says."""
+    note = receive_failure(rank.notes)
+    if note is not None:
+        return note
+    code = rank.process.exitcode or 0
+    kind = FailureKind.CAUSE
+    event = f"exited with code {code}"
+    if code < 0:
+        killer = signal.Signals(-code)
+        event = f"was killed by {killer.name}"
+        if killer is signal.SIGABRT:
+            kind = FailureKind.ABORT
+    return RankFailure(
+        rank=rank.info.rank,
+        step=rank.last_step(),
+        time_s=time.monotonic(),
+        kind=kind,
+        event=event,
+    )
+
+
+def _blame_hanging_rank(live: Sequence[RankProcess], started_s: float) -> RankFailure:
+    """Blame one of the ranks that still live.
+
+    That is a suspended one, else one that never came to meet the others, else one that does not
+    wait for others, else the one that has been silent for longest. What every rank did last, and
+    its stack, go to the flight record in the folder of the run.
+    """
+
+    def suspicion(rank: RankProcess) -> tuple[bool, bool, bool, float]:
+        has_met = rank.note_path("met").exists()
+        return rank.is_suspended(), not has_met, not rank.is_waiting(), rank.silence_s(started_s)
+
+    rank = max(live, key=suspicion)
+    cause = "the others wait for it" if rank.info.world_size > 1 else "it shows no life"
+    if rank.is_suspended():
+        cause = "it is suspended (SIGSTOP)"
+    silence_s = rank.silence_s(started_s)
+    activity = f" in: {rank.activity()}" if rank.activity() else ""
+    record = write_flight_record(live, rank.folder.parent)
+    return RankFailure(
+        rank=rank.info.rank,
+        step=rank.last_step(),
+        time_s=time.monotonic(),
+        kind=FailureKind.CAUSE,
+        cause=IncidentKind.HANG,
+        event="stopped answering",
+        error=f"{cause}, silent for {silence_s:.0f} s{activity}",
+        detail=record,
+    )
+
+
+def write_flight_record(ranks: Sequence[RankProcess], run_dir: Path) -> str:
+    """Write what each rank did last, and its stack, and return the stacks as text."""
+    send_signal([rank for rank in ranks if not rank.is_suspended()], STACK_SIGNAL)
+    time.sleep(_STACK_S)
+    now_s = time.monotonic()
+    record = []
+    text = ""
+    for rank in ranks:
+        stack = ""
+        with suppress(OSError):
+            stack = rank.note_path("stack").read_text("utf-8", errors="replace")
+        beats = [
+            {
+                "age_s": round(now_s - beat.time_s, 3),
+                "step": beat.step,
+                "activity": beat.activity,
+                "is_waiting": beat.is_waiting,
+            }
+            for beat in rank.beats()
+        ]
+        record.append({"rank": rank.info.rank, "beats": beats, "stack": stack})
+        text += f"rank {rank.info.rank}, {rank.activity()}:\n{stack}"
+    path = run_dir / FLIGHT_RECORD_FILE
+    with suppress(OSError):
+        path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    return f"{text}flight record: {path}\n"
+
+
+def send_signal(ranks: Sequence[RankProcess], number: signal.Signals) -> None:
+    """Send a signal to the ranks that live."""
+    for rank in ranks:
+        if rank.is_alive and rank.process.pid is not None:
+            os.kill(rank.process.pid, number)
