@@ -44,6 +44,7 @@ class Stage:
         self.runs: list[tuple[Plan, Path, bool]] = []
         self.reports: list[Path] = []
         self.measured: list[int] = []
+        self.falls_back = False
         self.code = 0
 
     def search(
@@ -70,7 +71,8 @@ class Stage:
         )
         return SimpleNamespace(plans=(plan,), rejected=(), why=())
 
-    def run(self, plan: Plan, run_dir: Path, *, extend: bool) -> int:
+    def run(self, plan: Plan, run_dir: Path, *, extend: bool, falls_back: bool) -> int:
+        self.falls_back = falls_back
         self.runs.append((plan, run_dir, extend))
         write_json(run_dir / "plan.json", plan)
         return self.code
@@ -144,6 +146,23 @@ def test_the_second_start_takes_up_the_plan(stage: Stage, start: Start) -> None:
     first, second = stage.runs
     assert first[0] == second[0]
     assert second[2]
+
+
+def test_a_start_falls_back_when_asked_to(stage: Stage, start: Start) -> None:
+    start()
+    assert not stage.falls_back
+    assert start("--fall-back") == 0
+    assert stage.falls_back
+
+
+def test_fewer_ranks_go_with_a_supervisor(
+    stage: Stage, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("--min-ranks", "1") == 2
+    assert "--min-ranks=1: goes with --supervise" in capsys.readouterr().err
+    assert start("--supervise", "--min-ranks", "0") == 2
+    assert "--min-ranks=0: must be at least 1" in capsys.readouterr().err
+    assert not stage.runs
 
 
 @pytest.mark.parametrize(
