@@ -1,5 +1,6 @@
 """Console logs of Megatron-LM as its versions print them."""
 
+import json
 import math
 
 import pytest
@@ -319,3 +320,108 @@ def test_the_arguments_that_a_log_prints_tell_its_job(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "from ideal to measured" in out
     assert "predicted: " in out
+
+
+def test_the_shares_of_a_slow_run_are_of_its_measured_step(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text(log(ms=80000.0, tflops=60.6))
+    job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
+    answer = tmp_path / "answer.json"
+    command = ["diagnose", str(path), *job, "--layout", layout, "--json", str(answer)]
+    assert main(command) == 0
+    told = json.loads(answer.read_text())
+    predicted_s = told["job"]["estimate"]["step_s"]
+    shares = sum(finding["share"] for finding in told["findings"])
+    assert shares < 1.1 * predicted_s / 80
+    assert told["headline"].startswith(f"{80 / predicted_s:.1f} x slower than the plan")
+    out = capsys.readouterr().out
+    assert "--use-pytorch-profiler" in out
+    assert "WALL" not in out  # nothing that is predicted explains it
+    # A run as fast as its plan has nothing that is not explained.
+    path.write_text(log(ms=1000 * predicted_s, tflops=60.6))
+    assert main(command) == 0
+    assert json.loads(answer.read_text())["headline"] == ""
+
+
+def test_a_script_that_makes_no_job_still_gets_what_the_log_holds(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    script = tmp_path / "run.sh"
+    path.write_text(text_with_timers())
+    script.write_text("torchrun pretrain_gpt.py --num-layers 4 --micro-batch-size 1\n")
+    assert main(["diagnose", str(path), "--script", str(script), "--on", "8xH100"]) == 0
+    out = capsys.readouterr().out
+    assert "makes no job that can be planned" in out
+    assert "WALL: communication (pipeline)" in out
+    missing = ["--script", str(tmp_path / "none.sh"), "--on", "8xH100"]
+    assert main(["diagnose", str(path), *missing]) == 2
+
+
+def test_timers_without_lines_of_iterations_make_a_step(tmp_path, capsys):
+    line = (
+        "time (ms) | forward-compute: 604.56 | backward-compute: 701.16 | "
+        "backward-params-all-reduce: 2672.65 | optimizer-unscale-and-check-inf: 835.71 | "
+        "optimizer: 857.27"
+    )
+    path = tmp_path / "run.log"
+    path.write_text("\n".join([line] * 4))
+    parsed = parse_log(path.read_text())
+    assert parsed.step_s == pytest.approx(0.60456 + 0.70116 + 2.67265 + 0.85727)
+    first = diagnose_log(parsed, None)[0]
+    assert first.cause is Cause.DP
+    assert first.share == pytest.approx(2.67265 / parsed.step_s)
+    assert main(["diagnose", str(path)]) == 0
+    assert "no iteration has a line" in capsys.readouterr().out
+
+
+def test_steps_that_grow_are_told_with_the_timer_that_grows():
+    block = (
+        "time (ms) | forward-compute: {f:.2f} | backward-compute: 701.16 | "
+        "backward-params-all-reduce: 2672.65 | optimizer: 257.27"
+    )
+    growing = parse_log("\n".join(block.format(f=600 + 400 * n) for n in range(12)))
+    (finding,) = (f for f in diagnose_log(growing, None) if f.cause is Cause.GROWING)
+    assert "forward-compute grows most, from 600 ms to 5 s" in finding.evidence[1]
+    steady = parse_log("\n".join(block.format(f=600) for _ in range(12)))
+    assert not any(f.cause is Cause.GROWING for f in diagnose_log(steady, None))
+    # A batch that is ramped up is no fault.
+    lines = [LINE.format(n=n, samples=n, ms=1000.0 * n, tflops=200.0) for n in range(1, 13)]
+    ramped = "\n".join(
+        line.replace("size:  2048", f"size:  {256 * (n + 1)}") for n, line in enumerate(lines)
+    )
+    assert not any(f.cause is Cause.GROWING for f in diagnose_log(parse_log(ramped), None))
+    assert any(f.cause is Cause.GROWING for f in diagnose_log(parse_log("\n".join(lines)), None))
+
+
+def test_flops_of_another_sequence_length_are_noticed(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    job = ["--model", "Qwen3-235B-A22B", "--on", "256xH800", "--global-batch", "2048"]
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=select,layout='E|(t|)*94L'"
+    command = ["diagnose", str(path), *job, "--layout", layout]
+    path.write_text(log(ms=22420.0, tflops=216.4))  # of sequences of 4,096, as planned
+    assert main(command) == 0
+    assert "the trainer counts 1" not in capsys.readouterr().out
+    path.write_text(log(ms=22420.0, tflops=432.8))
+    assert main(command) == 0
+    assert "as if sequences were 8,192 tokens long, not 4,096" in capsys.readouterr().out
+
+
+def test_reports_of_several_ranks_on_a_line_are_all_read():
+    ranks = "".join(
+        REPORT.format(rank=rank, allocated=50000.0 + rank, reserved=60000.0 + rank)
+        for rank in range(3)
+    )
+    reports = parse_log(ranks).memory_reports
+    assert [report.rank for report in reports] == [0, 1, 2]
+    assert [report.max_allocated_bytes for report in reports] == [
+        (50000 + rank) * MIB for rank in range(3)
+    ]
+
+
+def test_a_rate_and_the_hardware_give_mfu_and_what_to_switch_on(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text(log(steps=12).replace(HEAD, ""))
+    assert main(["diagnose", str(path), "--on", "H800"]) == 0
+    out = capsys.readouterr().out
+    assert f"MFU {216.4 / 989.4:.1%}" in out
+    assert "--timing-log-level 2" in out

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moewright.api.launch_scripts import read_flags, read_logged_flags
 from moewright.api.reporting import find_run_folder
+from moewright.api.requests import read_hardware
 from moewright.codec import PLAN_FILE, read_json
 from moewright.codec import read_run as read_run_folder
 from moewright.codec.run_files import MERGED_TRACE_FILE, TRACE_FOLDER
@@ -16,7 +17,12 @@ from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.traces.breakdown import Breakdown, break_down_step
 from moewright.diagnosis.traces.capture import Capture
 from moewright.diagnosis.traces.kineto import read_traces
-from moewright.diagnosis.traces.log_findings import diagnose_log
+from moewright.diagnosis.traces.log_findings import (
+    compare_flops,
+    describe_gap,
+    diagnose_log,
+    suggest_switches,
+)
 from moewright.diagnosis.traces.megatron_log import MegatronLog, read_log
 from moewright.diagnosis.traces.megatron_timers import measure_parts
 from moewright.diagnosis.traces.nsight import read_nsight
@@ -26,13 +32,15 @@ from moewright.diagnosis.traces.trace_findings import (
     diagnose_traces,
     find_peak_rate,
 )
-from moewright.diagnosis.waterfall import build_log_waterfall
+from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
+from moewright.spec.units import TERA
+from moewright.spec.workload import Dtype
 
 _SQLITE = b"SQLite format 3\0"
 _NSIGHT_REPORTS = (".nsys-rep", ".qdrep", ".ncu-rep")
@@ -50,8 +58,10 @@ class DiagnosisSource(StrEnum):
 class Diagnosis(Record):
     """The walls of a run, largest first, and where its step goes.
 
-    `waterfall` is None where the job is not known; `notes` say what was read otherwise than
-    written, and `hint` what else to say for a fuller answer, "" where nothing is missing.
+    `headline` says what the findings do not explain, "" where they explain the step. `waterfall` is
+    None where the job is not known; `notes` say what was read otherwise than written, and `hint`
+    what else to say for a fuller answer, "" where nothing is missing. `mfu` is by the rate that a
+    log prints and the peak of the hardware that was named; 0 where either is missing.
     """
 
     source: DiagnosisSource
@@ -62,6 +72,8 @@ class Diagnosis(Record):
     hint: str = ""
     breakdowns: tuple[Breakdown, ...] = ()  # of traces, one a rank
     log: MegatronLog | None = None
+    headline: str = ""
+    mfu: float = 0.0
 
     @property
     def model_flops_per_device(self) -> float:
@@ -71,7 +83,9 @@ class Diagnosis(Record):
         return self.job.estimate.model_flops_per_step / self.job.layout.world_size
 
     def title(self) -> str:
-        """Return the first finding in one line."""
+        """Return the headline, else the first finding in one line."""
+        if self.headline:
+            return self.headline
         if not self.findings:
             return "no wall found"
         first = self.findings[0]
@@ -131,10 +145,16 @@ def diagnose(
         if plan is not None:
             rule = "states the job, and so does the plan"
             raise BadInput(Reason(field="script", value=str(script), rule=rule))
-        reading = read_flags(script, on=on, model=model, network=network)
-        notes = reading.notes
-        options = frozenset(reading.options)
-        job = reading.plan
+        try:
+            reading = read_flags(script, on=on, model=model, network=network)
+        except BadInput as error:
+            if not on or not Path(script).is_file():
+                raise
+            notes = (f"the script makes no job that can be planned: {error}",)
+        else:
+            notes = reading.notes
+            options = frozenset(reading.options)
+            job = reading.plan
     if not path.exists():
         raise BadInput(Reason(field=str(path), rule="no such run folder, trace or log"))
     if path.name.endswith(_NSIGHT_REPORTS):
@@ -147,7 +167,11 @@ def diagnose(
         job = read_json(Plan, path.parent / PLAN_FILE)
     if path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path):
         return _diagnose_traces(path, job, notes, options)
-    return _diagnose_log(path, job, notes, model=model, on=on, network=network)
+    log = read_log(path)
+    if job is None and log.arguments and on:
+        job, reasons = _read_logged_job(log, path, model=model, on=on, network=network)
+        notes = (*notes, *reasons)
+    return _diagnose_log(log, job, notes, options, on=on)
 
 
 def is_engine_run(path: Path) -> bool:
@@ -215,35 +239,46 @@ def _diagnose_traces(
 
 
 def _diagnose_log(
-    path: Path,
+    log: MegatronLog,
     job: Plan | None,
     notes: tuple[str, ...],
+    options: frozenset[str],
     *,
-    model: str,
     on: str | Hardware,
-    network: str,
 ) -> Diagnosis:
-    log = read_log(path)
-    if job is None and log.arguments and on:
-        job, reasons = _read_logged_job(log, path, model=model, on=on, network=network)
-        notes = (*notes, *reasons)
     waterfall = None
-    hint = ""
+    hints = []
     if job is None:
         untold = "what nobody timed" if log.timers else "a wall of time"
-        options = "--on (and --model, --layout, or --script)"
-        hint = f"the log alone does not tell {untold}: say {options}"
+        missing = "--on (and --model, --layout, or --script)"
+        hints.append(f"the log alone does not tell {untold}: say {missing}")
     elif log.step_s:
         waterfall = build_log_waterfall(job, log.step_s, measure_parts(log.timers))
+    if other_flops := compare_flops(log, job):
+        notes = (*notes, other_flops)
+    if not log.iterations and log.timers:
+        notes = (*notes, "no iteration has a line: a step is the sum of its timers")
+    if switches := suggest_switches(log):
+        hints.append(switches)
     return Diagnosis(
         source=DiagnosisSource.LOG,
-        findings=diagnose_log(log, job),
+        findings=diagnose_log(log, job, options),
         waterfall=waterfall,
         job=job,
         notes=notes,
-        hint=hint,
+        hint="; ".join(hints),
         log=log,
+        headline=describe_gap(waterfall, job),
+        mfu=_find_mfu(log, on),
     )
+
+
+def _find_mfu(log: MegatronLog, on: str | Hardware) -> float:
+    """Return the rate that the log prints over the bf16 peak of the hardware; 0: not known."""
+    if not on or not log.tflops_per_device:
+        return 0.0
+    peak = peak_flops(read_hardware(on, ""), Dtype.BF16)
+    return log.tflops_per_device * TERA / peak if peak else 0.0
 
 
 def _read_logged_job(

@@ -77,7 +77,12 @@ def diagnose(
         print_breakdown(console, diagnosis.breakdowns)
     if diagnosis.log is not None:
         print_log(console, diagnosis.log, diagnosis.job)
-    print_findings(console, diagnosis.findings)
+        if diagnosis.mfu:
+            text = f"MFU {diagnosis.mfu:.1%} of the bf16 peak, by the trainer's own count of FLOPs"
+            console.print(text, soft_wrap=True)
+    if diagnosis.headline:
+        console.print(diagnosis.headline, style="bold", soft_wrap=True)
+    print_findings(console, diagnosis.findings, has_headline=bool(diagnosis.headline))
     if diagnosis.waterfall is not None:
         print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
     if diagnosis.hint:

@@ -366,6 +366,19 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 excludes="full recompute; dynamic shapes inside the captured part",
             ),
         ),
+        Cause.GROWING: (
+            Remedy(
+                text=(
+                    "find what accumulates over steps: tensors that keep their graph, hooks that "
+                    "are registered again, logs and buffers that are searched each step"
+                )
+            ),
+            Remedy(
+                text="compare traces of an early and of a late step",
+                megatron="--profile --use-pytorch-profiler --profile-step-start --profile-step-end",
+            ),
+            _MANUAL_GC,
+        ),
         Cause.COLLECTIVES: (
             Remedy(
                 text=(

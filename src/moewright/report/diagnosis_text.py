@@ -91,10 +91,15 @@ def _kernel_table(breakdown: Breakdown) -> Table:
     return table
 
 
-def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Print the wall to work on first with its evidence and fixes, then those that follow it."""
+def print_findings(
+    console: Console, findings: Sequence[Finding], *, has_headline: bool = False
+) -> None:
+    """Print the wall to work on first with its evidence and fixes, then those that follow it.
+
+    Where a headline says that the findings do not explain the step, none of them is the wall.
+    """
     for index, finding in enumerate(findings[:_MAX_FINDINGS]):
-        is_first = index == 0
+        is_first = index == 0 and not has_headline
         label = "WALL" if is_first else "then"
         heading = f"{label}: {finding.wall} ({finding.cause}): {finding.title}"
         console.print(Text(heading, style="bold" if is_first else ""), soft_wrap=True)

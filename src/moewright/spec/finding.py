@@ -34,6 +34,7 @@ class Cause(StrEnum):
     COPIES = "copies"  # between host and device, or within a device
     QUEUED = "queued work"  # the device is idle although the host has launched its next kernel
     COLLECTIVES = "collectives"  # of no known parallelism
+    GROWING = "growing steps"  # each takes longer than those before
     RECOMPUTE = "recompute"
     IMBALANCE = "expert load"
     FEW_ROWS = "few rows an expert"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import log2
+from statistics import median
 
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.thresholds import (
@@ -16,16 +18,23 @@ from moewright.diagnosis.thresholds import (
     order_findings,
 )
 from moewright.diagnosis.traces.megatron_log import MegatronLog, MemoryReport
-from moewright.diagnosis.traces.megatron_timers import diagnose_timers
+from moewright.diagnosis.traces.megatron_timers import FORWARD_BACKWARD, diagnose_timers
 from moewright.diagnosis.waterfall import COMPUTE_PARTS
-from moewright.spec.finding import Cause, Finding, Wall
+from moewright.spec.finding import Cause, Finding, Wall, Waterfall
 from moewright.spec.plan import Plan, TimePart, Verdict
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import TERA, format_bytes, format_seconds
 
 _SPIKE = 1.5  # of the median step
 _SPIKE_SHARE = 0.05  # of the steps: more often than checkpoints and evaluations explain
 _MIN_STEPS = 10  # of which spikes can be told
 _RECOMPUTE_SHARE = 0.1
+_GROWTH = 1.2  # of the steps' first third over the last
+_UNEXPLAINED_SHARE = 0.25  # of the measured step
+_OTHER_FLOPS = 1.6  # times ours: more than conventions of counting differ by
+TRACE_COMMAND = (
+    "--profile --use-pytorch-profiler --profile-step-start 10 --profile-step-end 12 "
+    "--profile-ranks 0 --tensorboard-dir DIR, then moewright diagnose DIR"
+)
 
 
 def diagnose_log(
@@ -45,7 +54,13 @@ def diagnose_log(
             for finding in predict_findings(job, log.step_s)
             if finding.cause not in timed_causes
         ]
-    findings = (*_diagnose_memory(log, job), *_diagnose_spikes(log), *timed, *predicted)
+    findings = (
+        *_diagnose_memory(log, job),
+        *_diagnose_growth(log),
+        *_diagnose_spikes(log),
+        *timed,
+        *predicted,
+    )
     context = FixContext(
         job=job, trainer=Trainer.MEGATRON, options=options or log.options, has_moe=log.has_experts
     )
@@ -115,6 +130,94 @@ def _diagnose_spikes(log: MegatronLog) -> Iterator[Finding]:
     yield _finding(Wall.HOST, Cause.GARBAGE_COLLECTION, title, lost_share, evidence)
 
 
+def _diagnose_growth(log: MegatronLog) -> Iterator[Finding]:
+    """Report steps that take longer and longer while the batch stays as it is."""
+    steps_s = log.steps_s
+    third = len(steps_s) // 3
+    batches = {iteration.global_batch for iteration in log.iterations}
+    if len(steps_s) < _MIN_STEPS or len(batches) > 1:
+        return
+    # Warm-up is slow, and so cannot be taken for growth.
+    thirds = (steps_s[:third], steps_s[third : 2 * third], steps_s[-third:])
+    early_s, middle_s, late_s = map(median, thirds)
+    if not _GROWTH * early_s < late_s or not early_s < middle_s < late_s:
+        return
+    lost_share = 1 - early_s * len(steps_s) / sum(steps_s)
+    levels = ", ".join(map(format_seconds, (early_s, middle_s, late_s)))
+    evidence = [f"medians of the first, middle and last third: {levels} (measured)"]
+    if timer := _growing_timer(log):
+        evidence.append(timer)
+    title = f"Steps grow to {late_s / early_s:.1f} x their length"
+    yield _finding(Wall.HOST, Cause.GROWING, title, max(0.0, lost_share), *evidence)
+
+
+def _growing_timer(log: MegatronLog) -> str:
+    """Name the timer that grows most; "" without timers."""
+    blocks = log.timer_blocks
+    if len(blocks) < _MIN_STEPS:
+        return ""
+    growth_s = {
+        name: blocks[-1][name].max_s - blocks[0][name].max_s
+        for name in blocks[0]
+        if name in blocks[-1] and name != FORWARD_BACKWARD
+    }
+    if not growth_s:
+        return ""
+    name = max(growth_s, key=lambda timer: growth_s[timer])
+    first, last = (format_seconds(block[name].max_s) for block in (blocks[0], blocks[-1]))
+    return f"{name} grows most, from {first} to {last} (measured)"
+
+
+def describe_gap(waterfall: Waterfall | None, job: Plan | None) -> str:
+    """Say that a run is much slower than its plan where nothing measured says why; else ""."""
+    if waterfall is None or job is None:
+        return ""
+    unexplained_s = waterfall.drops[-1].seconds
+    if unexplained_s <= _UNEXPLAINED_SHARE * waterfall.measured_s:
+        return ""
+    times = waterfall.measured_s / job.estimate.step_s
+    share = unexplained_s / waterfall.measured_s
+    return (
+        f"{times:.1f} x slower than the plan: the log cannot say where {share:.0%} of the step "
+        f"goes; take a trace: {TRACE_COMMAND}"
+    )
+
+
+def compare_flops(log: MegatronLog, job: Plan | None) -> str:
+    """Say where the trainer counts far more or fewer FLOPs than the job as described; else ""."""
+    if job is None or not log.tflops_per_device or not log.step_s:
+        return ""
+    counted = log.tflops_per_device * TERA * job.layout.world_size * log.step_s
+    ratio = counted / job.estimate.model_flops_per_step
+    if 1 / _OTHER_FLOPS < ratio < _OTHER_FLOPS:
+        return ""
+    seq_len = job.workload.seq_len
+    nearest = seq_len * 2 ** round(log2(ratio))
+    text = f"the trainer counts {ratio:.2g} x the FLOPs of the job as described"
+    batch = next((i.global_batch for i in log.steady_iterations if i.global_batch), 0)
+    if batch and batch != job.workload.global_batch:
+        return f"{text}: its global batch is {batch:,}, not {job.workload.global_batch:,}"
+    if nearest != seq_len:
+        text += f": as if sequences were {nearest:,} tokens long, not {seq_len:,}"
+    return f"{text}; what follows is of the job as described"
+
+
+def suggest_switches(log: MegatronLog) -> str:
+    """Say what to switch on for a log that tells more; "" where all of it is on."""
+    wanted = []
+    if not log.timers:
+        wanted.append("--timing-log-level 2 (the parts of a step)")
+    if log.iterations and not log.tflops_per_device:
+        wanted.append("--log-throughput (the rate)")
+    if not log.memory_reports:
+        wanted.append("--log-memory-to-tensorboard, or the report of memory (the room left)")
+    if not wanted:
+        return ""
+    return (
+        f"for a log that tells more: {', '.join(wanted)}; for all of it, a trace: {TRACE_COMMAND}"
+    )
+
+
 def predict_findings(job: Plan, measured_s: float = 0.0) -> Iterator[Finding]:
     """Yield the shares of the predicted step, without fixes.
 
@@ -122,22 +225,19 @@ def predict_findings(job: Plan, measured_s: float = 0.0) -> Iterator[Finding]:
     """
     prediction = job.estimate
     measured = f"measured step {format_seconds(measured_s)}, " if measured_s else ""
-    basis = (
-        f"{measured}predicted {format_seconds(prediction.step_s)}; "
-        "the share is the planner's (predicted)"
-    )
+    basis = f"{measured}predicted {format_seconds(prediction.step_s)} (predicted)"
+    # A part is what was predicted of a slower run, and the same share of a faster one.
+    whole_s = max(measured_s, prediction.step_s)
     seconds_of_cause: dict[Cause, float] = defaultdict(float)
     for part_share in prediction.shares:
         if part_share.part in CAUSE_OF_PART:
             seconds_of_cause[CAUSE_OF_PART[part_share.part]] += part_share.seconds
     for cause, seconds in seconds_of_cause.items():
-        share = seconds / prediction.step_s
+        share = seconds / whole_s
         title = f"{cause} is expected to expose {share:.0%} of the step"
         predicted = f"{format_seconds(seconds)} (predicted)"
         yield _finding(Wall.COMMUNICATION, cause, title, share, predicted, basis)
-    shares = {
-        part_share.part: part_share.seconds / prediction.step_s for part_share in prediction.shares
-    }
+    shares = {part_share.part: part_share.seconds / whole_s for part_share in prediction.shares}
     host = shares.get(TimePart.HOST, 0.0)
     title = f"Host work is expected to expose {host:.0%} of the step"
     yield _finding(Wall.HOST, Cause.LAUNCH, title, host, basis)

@@ -14,7 +14,13 @@ from pathlib import Path
 from statistics import median
 
 from moewright.codec import read_bytes
-from moewright.diagnosis.traces.megatron_timers import Timer, read_timers
+from moewright.diagnosis.traces.megatron_timers import (
+    Timer,
+    TimerBlock,
+    median_timers,
+    read_timer_blocks,
+    sum_timers,
+)
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.units import GB, GIB, MIB, TERA
 
@@ -24,7 +30,11 @@ _MAX_WARM_UP = 10
 _ITERATION = re.compile(r"iteration[ =]+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 _VALUE = re.compile(r"\s*([^|:=]+?)\s*[:=]\s*([-+]?[\d.,]+(?:[eE][-+]?\d+)?|nan|inf|-inf)\b")
 _ARGUMENT = re.compile(r"(?:^|[\s\]:])([a-z][a-z0-9_]*) \.{2,} ?(.*?)\s*$")
-_MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \((MB|GB)\) \|(.*)")
+_MEMORY = re.compile(
+    r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \((MB|GB)\) \|"
+    # another rank's report may follow on the same line
+    r"((?:(?!\[Rank \d).)*)"
+)
 _MEMORY_VALUE = re.compile(r"(?:mem-)?((?:max[ -])?(?:allocated|reserved))(?:-\w+)?\s*:\s*([\d.]+)")
 _OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory|Failed to CUDA calloc",
@@ -87,7 +97,8 @@ class MegatronLog:
     """The contents of a log.
 
     `arguments` are as dumped: the name with underscores, the value as Python prints it. `timers`
-    are by Megatron's names, and empty where none was printed.
+    are by Megatron's names, and empty where none was printed; `timer_blocks` are those of each
+    iteration that was timed.
     """
 
     iterations: tuple[Iteration, ...]
@@ -95,6 +106,7 @@ class MegatronLog:
     memory_reports: tuple[MemoryReport, ...]
     failures: tuple[OutOfMemory, ...]
     timers: Mapping[str, Timer]
+    timer_blocks: tuple[TimerBlock, ...] = ()
     prints_balance: bool = False  # a loss that balances experts is among what lines print
 
     def find_argument(self, name: str) -> str:
@@ -127,8 +139,21 @@ class MegatronLog:
 
     @property
     def step_s(self) -> float:
-        """Return the median seconds of a steady iteration; 0: none was timed."""
+        """Return the median seconds of a steady iteration; 0: none was timed.
+
+        Where no iteration has a line, the timers say how long it took.
+        """
+        if not self.steady_iterations and self.timer_blocks:
+            first = _warm_up_iterations(len(self.timer_blocks))
+            return median(self.steps_s[first:] or self.steps_s)
         return median([iteration.step_s for iteration in self.steady_iterations] or [0.0])
+
+    @property
+    def steps_s(self) -> tuple[float, ...]:
+        """Return the seconds of every iteration in order; by its timers where none has a line."""
+        if self.iterations:
+            return tuple(i.step_s for i in self.iterations if i.step_s > 0)
+        return tuple(map(sum_timers, self.timer_blocks))
 
     @property
     def tflops_per_device(self) -> float:
@@ -147,10 +172,10 @@ def read_log(path: Path) -> MegatronLog:
     """Read a log.
 
     Raises:
-        BadInput: the file holds neither an iteration, nor an argument, nor a failed allocation.
+        BadInput: the file holds no iteration, no timer, no argument and no failed allocation.
     """
     log = parse_log(read_bytes(path).decode("utf-8", errors="replace"))
-    if not (log.iterations or log.arguments or log.failures):
+    if not (log.iterations or log.timers or log.arguments or log.failures or log.memory_reports):
         rule = (
             "is not a log of Megatron-LM: "
             "no line with an iteration, an argument or a failed allocation"
@@ -175,18 +200,22 @@ def parse_log(text: str) -> MegatronLog:
             iterations[int(match[1])] = _parse_iteration(int(match[1]), match[3])
         for report in _MEMORY.finditer(line):
             rank = int(report[1])
-            memory_reports[rank] = _parse_memory_report(rank, report[3], report[4])
+            parsed = _parse_memory_report(rank, report[3], report[4])
+            if rank not in memory_reports or parsed.peak_bytes >= memory_reports[rank].peak_bytes:
+                memory_reports[rank] = parsed
         if _OUT_OF_MEMORY.search(line):
             failures.append(_parse_failure(number, line))
         elif " ..." in line and (argument := _ARGUMENT.search(line)):
             arguments.setdefault(argument[1], argument[2])
+    timer_blocks = read_timer_blocks(lines)
     return MegatronLog(
         iterations=tuple(iterations[number] for number in sorted(iterations)),
         arguments=tuple(arguments.items()),
         memory_reports=tuple(memory_reports[rank] for rank in sorted(memory_reports)),
         failures=tuple(failures),
         prints_balance=_BALANCE.search(text) is not None,
-        timers=read_timers(lines, _warm_up_iterations(len(iterations))),
+        timers=median_timers(timer_blocks, _warm_up_iterations(len(timer_blocks))),
+        timer_blocks=timer_blocks,
     )
 
 

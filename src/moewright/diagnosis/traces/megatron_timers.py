@@ -30,6 +30,7 @@ _EMBEDDINGS = (
     "conditional-embedder-grads-all-reduce",
 )
 _INSIDE_FORWARD_BACKWARD = (*_GRADIENTS, *_NORMS, *_EMBEDDINGS)
+_REDUCING = (*_GRADIENTS, *_NORMS, *_EMBEDDINGS)
 _REDUCTIONS = (
     (Cause.DP, (*_GRADIENTS, _PARAM_GATHER), "Gradients and weights of data ranks take"),
     (Cause.TP, _NORMS, "Gradients of tensor ranks take"),
@@ -56,16 +57,31 @@ class Timer:
     max_s: float
 
 
-def read_timers(lines: Iterable[str], warm_up: int) -> Mapping[str, Timer]:
-    """Read the timers by name, each the median over the iterations that were timed.
+TimerBlock = Mapping[str, Timer]
 
-    The first `warm_up` iterations are left out where more follow.
-    """
-    blocks = [
+
+def read_timer_blocks(lines: Iterable[str]) -> tuple[TimerBlock, ...]:
+    """Read the timers by name as they were printed after iterations, in order."""
+    return tuple(
         block
         for block in _read_blocks(lines)
         if FORWARD_BACKWARD in block or FORWARD_COMPUTE in block
-    ]
+    )
+
+
+def sum_timers(block: TimerBlock) -> float:
+    """Return the seconds of an iteration by its timers that do not lie inside each other."""
+    if FORWARD_BACKWARD in block:
+        return _sum_max(block, FORWARD_BACKWARD, OPTIMIZER)
+    messages = _message_timers(block)
+    return _sum_max(block, FORWARD_COMPUTE, BACKWARD_COMPUTE, *_REDUCING, OPTIMIZER, *messages)
+
+
+def median_timers(blocks: Sequence[TimerBlock], warm_up: int) -> Mapping[str, Timer]:
+    """Return each timer's median over the iterations that were timed.
+
+    The first `warm_up` iterations are left out where more follow.
+    """
     steady = blocks[warm_up:] or blocks
     names = dict.fromkeys(name for block in steady for name in block)
     return {
