@@ -24,6 +24,7 @@ from moewright.spec.workload import (
     FineTuningSpec,
     LossScalingSpec,
     LossSpec,
+    MuonSpec,
     OptimizerSpec,
     ProfileSpec,
     RouterTraining,
@@ -97,6 +98,7 @@ SECTIONS = (
         records=(
             Workload,
             OptimizerSpec,
+            MuonSpec,
             LossSpec,
             RouterTraining,
             TrainerSpec,
@@ -107,6 +109,7 @@ SECTIONS = (
         left_out=(
             "profile",
             "optimizer",
+            "muon",
             "loss",
             "router",
             "trainer",

@@ -33,9 +33,11 @@ def test_buckets_of_a_tree_are_those_of_a_plan(model: str, text: str) -> None:
     for group in shards.GRADIENT_GROUPS:
         fill = BucketFill(
             tree,
-            lambda params, group=group: local_params(params, layout, group),
+            lambda params, group=group: local_params(
+                params, layout, group, lambda param: param.module in LINEAR_MODULES
+            ),
             bucket_elements=WORK.optimizer.bucket_elements,
-            follows_linear=True,
+            follows_marked=True,
         )
         size = grid.group_size(layout, fsdp.state_group(layout, group))
         totals = fill.totals(size if layout.zero else 1)
@@ -49,5 +51,5 @@ def test_buckets_of_a_tree_are_those_of_a_plan(model: str, text: str) -> None:
                 for row in state_rows(WORK, layout, own)
                 if row.component is Component.WEIGHTS and row.module in LINEAR_MODULES
             )
-            linear = totals.own_linear if layout.zero == 3 else totals.linear
+            linear = totals.own_marked if layout.zero == 3 else totals.marked
             assert 2 * linear[nodes].sum() == weights

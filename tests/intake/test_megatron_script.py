@@ -29,6 +29,10 @@ from moewright.spec.workload import (
     DocumentMasking,
     Dtype,
     LossSpec,
+    LrDecay,
+    MatrixUpdate,
+    MuonScale,
+    MuonSpec,
     OptimizerSpec,
     RouterTraining,
     SaveMode,
@@ -275,6 +279,8 @@ RENAMED = [
     ("--gradient-accumulation-steps 16 --data-parallel-size 16", "derived"),
     ("--zero-stage 3", "Megatron-DeepSpeed"),
     ("--lr-decay-style linear", "taken for cosine"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 10", "exponential is taken for linear"),
+    ("--optimizer muon --muon-tp-mode blockwise", "taken for duplicated"),
     ("...", "leaves options out"),
     ("--log-interval 10", "not part of a plan: "),
 ]
@@ -285,6 +291,27 @@ def test_what_is_taken_otherwise_than_written_is_said(more, note, tmp_path):
     result = back(QWEN, tmp_path, MORE=more, QUEUES="32")
     assert any(note in line for line in result.notes), result.notes
     assert result.layout.zero == (3 if "zero" in more else 1)
+
+
+def test_a_learning_rate_that_stays_and_falls_is_read(tmp_path):
+    more = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 10"
+    result = back(QWEN, tmp_path, MORE=more)
+    optimizer = result.workload.optimizer
+    assert (optimizer.lr_decay, optimizer.wsd_decay_steps) == (LrDecay.WSD, 10)
+    assert not any("decay" in note for note in result.notes)
+
+
+def test_options_of_muon_are_read_as_they_are_written(tmp_path):
+    more = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-scale-mode unit_rms_norm"
+    result = back(QWEN, tmp_path, MORE=f"{more} --muon-extra-scale-factor 0.2")
+    assert result.workload.optimizer.matrix_update is MatrixUpdate.MUON
+    assert result.workload.muon == MuonSpec(
+        muon_momentum=0.95,
+        muon_nesterov=True,
+        muon_scale_mode=MuonScale.UNIT_RMS_NORM,
+        muon_extra_scale_factor=0.2,
+    )
+    assert not any("muon" in note for note in result.notes)
 
 
 def test_hardware_queues_are_held_against_what_overlaps(tmp_path):

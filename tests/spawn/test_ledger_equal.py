@@ -25,7 +25,7 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, DocumentMasking, Dtype, LossSpec
+from moewright.spec.workload import DataSpec, DocumentMasking, Dtype, LossSpec, MatrixUpdate
 from selection import thorough
 
 pytestmark = pytest.mark.spawn
@@ -231,6 +231,25 @@ def test_ledgers_with_activations_on_the_host_are_equal(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
     workload = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, "tp2,ep2"),
+        thorough(4, "ep2,overlap=grad+param"),
+        thorough(4, "zero3,ep2"),
+        thorough(2, "zero0,etp2"),
+    ],
+)
+def test_ledgers_with_muon_are_equal(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    workload = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    workload = replace(
+        workload, optimizer=replace(workload.optimizer, matrix_update=MatrixUpdate.MUON)
+    )
     assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 

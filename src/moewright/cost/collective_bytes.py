@@ -8,6 +8,7 @@ from dataclasses import replace
 from moewright.cost.collective_calls import INT64_BYTES, CallSum
 from moewright.cost.dispatch_calls import dispatch_calls
 from moewright.cost.model_states import BucketSet
+from moewright.cost.muon import muon_calls
 from moewright.cost.replicas import replica_calls
 from moewright.cost.routed_rows import ExpertRows, rank_chunks, recomputed_layers
 from moewright.cost.tensor_context_calls import context_parallel_calls, tensor_parallel_calls
@@ -49,6 +50,7 @@ def comm_rows(
         *_step_calls(job, rows),
         *_gradient_calls(workload, flat_layout, sets, micro_batches),
         *_unit_calls(workload, units or (), micro_batches),
+        *muon_calls(job, rank, sets, units or ()),
         *_replica_calls(job, rank),
         *_pipeline_calls(job, pp_rank, micro_batches),
         *_layer_calls(job, chunks, rows),

@@ -20,6 +20,7 @@ from moewright.cost.head_ops import optimizer_ops
 from moewright.cost.layer_time import MicroBatchTime
 from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_logit_rows
 from moewright.cost.model_states import BucketSet, stage_bucket_sets
+from moewright.cost.muon import muon_ops
 from moewright.cost.op_time import DeviceRates, find_uncovered_rates
 from moewright.cost.routed_rows import (
     count_expert_rows,
@@ -120,10 +121,14 @@ def _rate_assumptions(
     rates: DeviceRates, sym: Symbols, parameters: RankParameters
 ) -> Iterator[Assumption]:
     """Yield the stand-ins for rates that the hardware file does not have."""
-    optimizer = optimizer_ops(
-        sym,
-        numel=parameters.dense + parameters.expert,
-        owned_numel=count_owned_parameters(sym.layout, parameters),
+    owned_dense, owned_expert = count_owned_parameters(sym.layout, parameters)
+    optimizer = (
+        *optimizer_ops(
+            sym,
+            numel=parameters.dense + parameters.expert,
+            owned_numel=owned_dense + owned_expert,
+        ),
+        *muon_ops(sym, owned_dense=owned_dense, owned_expert=owned_expert),
     )
     yield from find_uncovered_rates(rates, (*list_op_rows(sym), *optimizer))
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, fsdp, grid, shards
+from moewright.rules.muon import is_muon_matrix
 from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout, Offload
@@ -44,6 +45,7 @@ class BucketSet:
     index: int
     buckets: tuple[buckets.Bucket, ...]
     modules: tuple[tuple[str, Module], ...]
+    matrices: frozenset[str]  # parameters that Muon updates
 
     @property
     def numel(self) -> int:
@@ -114,7 +116,14 @@ def _bucket_set(
             bucket_elements=workload.optimizer.bucket_elements,
         ),
         modules=tuple((param.name, param.module) for param in params),
+        matrices=frozenset(param.name for param in params if is_updated_by_muon(workload, param)),
     )
+
+
+def is_updated_by_muon(workload: Workload, param: Param) -> bool:
+    """Return whether Muon updates a parameter in this workload."""
+    is_asked_for = workload.optimizer.matrix_update is MatrixUpdate.MUON
+    return is_asked_for and is_muon_matrix(param.name, len(param.shape), param.module)
 
 
 def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
@@ -148,13 +157,16 @@ def fsdp_rows(
     """
     sums: dict[tuple[Component, Module], int] = {}
     is_offloaded = Offload.OPTIMIZER in layout.offload
-    # component, bytes of an element, and whether the padding is allocated too
-    sizes = (
-        (Component.MASTER, MASTER_BYTES, True),
-        (Component.GRADIENTS, workload.grad_dtype.nbytes, True),
-        (Component.MOMENTS, 2 * workload.optimizer.moment_dtype.nbytes, False),
-    )
     for shard in (shard for unit in units for shard in unit.shards):
+        moment_bytes = 2 * workload.optimizer.moment_dtype.nbytes
+        if is_updated_by_muon(workload, shard.param):
+            moment_bytes = MOMENTUM_BYTES
+        # component, bytes of an element, and whether the padding is allocated too
+        sizes = (
+            (Component.MASTER, MASTER_BYTES, True),
+            (Component.GRADIENTS, workload.grad_dtype.nbytes, True),
+            (Component.MOMENTS, moment_bytes, False),
+        )
         padding = shard.padded_numel - shard.own_numel
         for component, nbytes, is_padded in sizes:
             booked_to = Component.HOST if is_offloaded else component
@@ -176,14 +188,14 @@ def state_bytes(
     layout: Layout,
     whole: Array,
     own: Array,
-    own_linear: Array,
+    own_matrices: Array,
     *,
     trained: float = 1.0,
 ) -> dict[Component, Array]:
     """Return the bytes of all states; those of an offloaded optimizer are in host memory.
 
     `whole` are the elements of the rank's parameters before ZeRO shards them, `own` those of the
-    rank's shards, and `own_linear` those of linear weights among them, all in arrays of one shape.
+    rank's shards, and `own_matrices` those of what Muon updates, all in arrays of one shape.
     Where adapters train, `trained` is their share, frozen weights have no other state, and every
     rank holds them whole but under ZeRO-3.
     """
@@ -198,7 +210,7 @@ def state_bytes(
         sizes = {**adapters, Component.WEIGHTS: weights}
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
         adam_bytes = 2 * workload.optimizer.moment_dtype.nbytes
-        sizes[Component.MOMENTS] = sizes[Component.MOMENTS] - own_linear * (
+        sizes[Component.MOMENTS] = sizes[Component.MOMENTS] - own_matrices * (
             adam_bytes - MOMENTUM_BYTES
         )
     if Offload.OPTIMIZER not in layout.offload:
@@ -229,20 +241,39 @@ def state_rows(
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
     modules = tuple(Module)
-    is_linear = np.array([module in LINEAR_MODULES for module in modules])
-    whole, own = np.zeros((2, len(modules)))
+    whole, own, own_matrices = np.zeros((3, len(modules)))
     for bucket_set in sets:
         for elements, is_whole in ((whole, True), (own, False)):
             for module, numel in _overlaps(bucket_set, whole=is_whole):
                 elements[modules.index(module)] += numel
+        for module, numel in _own_matrices(bucket_set):
+            own_matrices[modules.index(module)] += numel
     return tuple(
         MemoryRow(component=component, module=module, bytes=int(nbytes))
         for component, sizes in sorted(
-            state_bytes(workload, layout, whole, own, own * is_linear, trained=trained).items()
+            state_bytes(workload, layout, whole, own, own_matrices, trained=trained).items()
         )
         for module, nbytes in sorted(zip(modules, sizes.tolist(), strict=True))
         if nbytes
     )
+
+
+def _own_matrices(bucket_set: BucketSet) -> Iterator[tuple[Module, int]]:
+    """Yield the elements of the rank's slices that Muon updates, by module."""
+    modules = dict(bucket_set.modules)
+    for name, numel in own_elements(bucket_set):
+        if name in bucket_set.matrices:
+            yield modules[name], numel
+
+
+def own_elements(bucket_set: BucketSet) -> Iterator[tuple[str, int]]:
+    """Yield the elements of the rank's slices by parameter."""
+    for bucket in bucket_set.buckets:
+        start, stop = buckets.shard_range(bucket, bucket_set.shards, bucket_set.index)
+        for entry in bucket.entries:
+            inside = min(stop, entry.start + entry.numel) - max(start, entry.start)
+            if inside > 0:
+                yield entry.name, inside
 
 
 def checkpoint_copy_bytes(workload: Workload, layout: Layout, sets: Sequence[BucketSet]) -> int:

@@ -13,14 +13,13 @@ from math import prod
 
 import numpy as np
 
-from moewright.cost.model_states import LINEAR_MODULES
 from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, shards
 from moewright.rules.param import Param
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 
-_LocalParam = tuple[int, bool]  # elements on a rank, and whether an 8-bit linear multiplies by it
+_LocalParam = tuple[int, bool]  # elements on a rank, and whether they are counted apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +113,15 @@ class ParameterTree:
         return node
 
 
-def local_params(params: Sequence[Param], layout: Layout, group: str) -> list[_LocalParam]:
-    """Return the elements of the parameters that `group` reduces, in the order of buckets."""
+def local_params(
+    params: Sequence[Param], layout: Layout, group: str, is_marked: Callable[[Param], bool]
+) -> list[_LocalParam]:
+    """Return the elements of the parameters that `group` reduces, in the order of buckets.
+
+    Those that `is_marked` names are counted apart.
+    """
     return [
-        (prod(shards.local_shape(param, layout)), param.module in LINEAR_MODULES)
+        (prod(shards.local_shape(param, layout)), is_marked(param))
         for param in reversed(params)
         if shards.gradient_group(param.sharded_dims, layout) == group
     ]
@@ -127,21 +131,21 @@ def local_params(params: Sequence[Param], layout: Layout, group: str) -> list[_L
 class BucketTotals:
     """The buckets along the path to every node of a tree, in arrays [nodes].
 
-    `numel` is their elements, padding included; `calls` their number; `linear` their elements of
-    linear weights; `own_linear` those of them in the slices of the group's first rank.
+    `numel` is their elements, padding included; `calls` their number; `marked` their elements that
+    are counted apart; `own_marked` those of them in the slices of the group's first rank.
     """
 
     numel: Array
     calls: Array
-    linear: Array
-    own_linear: Array
+    marked: Array
+    own_marked: Array
 
 
 class BucketFill:
     """The buckets that the sequences of a tree fill, for one way of sharding parameters.
 
-    `local` returns the local parameters of a block on a rank. Without `follows_linear` the places
-    of linear weights are not recorded, and `BucketTotals.own_linear` is 0.
+    `local` returns the local parameters of a block on a rank. Without `follows_marked` the places
+    of what is counted apart are not recorded, and `BucketTotals.own_marked` is 0.
     """
 
     def __init__(
@@ -150,19 +154,19 @@ class BucketFill:
         local: Callable[[Sequence[Param]], list[_LocalParam]],
         *,
         bucket_elements: int,
-        follows_linear: bool,
+        follows_marked: bool,
     ) -> None:
         self._tree = tree
         self._local = local
         self._bucket_elements = bucket_elements
-        self._follows_linear = follows_linear
+        self._follows_marked = follows_marked
         self._blocks: list[list[_LocalParam]] = []
-        # For every node: where its last, open bucket ends; its elements of linear weights; and
-        # (start, elements) of the linear weights in the open bucket.
+        # For every node: where its last, open bucket ends; its marked elements; and (start,
+        # elements) of the marked parameters in the open bucket.
         self._ends = [0]
-        self._linear = [0]
+        self._marked = [0]
         self._open: list[tuple[tuple[int, int], ...]] = [()]
-        # Closed buckets: the node that closes one, its end, and its linear weights as above.
+        # Closed buckets: the node that closes one, its end, and its marked parameters as above.
         self._closed: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
         self._totals: dict[int, BucketTotals] = {}
 
@@ -181,20 +185,20 @@ class BucketFill:
         self._blocks += [self._local(params) for params in tree.blocks[len(self._blocks) :]]
         for node in range(len(self._ends), len(tree.parents)):
             parent = tree.parents[node]
-            end, linear, entries = self._ends[parent], self._linear[parent], self._open[parent]
-            for numel, is_linear in self._blocks[tree.last_blocks[node]]:
+            end, marked, entries = self._ends[parent], self._marked[parent], self._open[parent]
+            for numel, is_marked in self._blocks[tree.last_blocks[node]]:
                 start, end, closes = buckets.lay_parameter(
                     end, numel, bucket_elements=self._bucket_elements
                 )
-                if is_linear:
-                    linear += numel
-                    if self._follows_linear:
+                if is_marked:
+                    marked += numel
+                    if self._follows_marked:
                         entries = (*entries, (start, numel))
                 if closes:
                     self._closed.append((node, end, entries))
                     end, entries = 0, ()
             self._ends.append(end)
-            self._linear.append(linear)
+            self._marked.append(marked)
             self._open.append(entries)
 
     def _sum(self, shard_count: int) -> BucketTotals:
@@ -206,16 +210,16 @@ class BucketFill:
         still_open = buckets.padded_numel(np.array(self._ends, dtype=float), shard_count)
         numel = np.bincount(closed_node, closed, minlength=count)
         calls = np.bincount(closed_node, minlength=count)
-        own_linear = np.zeros(count)
-        if self._follows_linear:
+        own_marked = np.zeros(count)
+        if self._follows_marked:
             own = [
                 _inside(entries, stop)
                 for (_, _, entries), stop in zip(
                     self._closed, (closed / shard_count).tolist(), strict=True
                 )
             ]
-            own_linear = self._along_paths(np.bincount(closed_node, own, minlength=count))
-            own_linear += [
+            own_marked = self._along_paths(np.bincount(closed_node, own, minlength=count))
+            own_marked += [
                 _inside(entries, stop)
                 for entries, stop in zip(
                     self._open, (still_open / shard_count).tolist(), strict=True
@@ -224,8 +228,8 @@ class BucketFill:
         return BucketTotals(
             numel=self._along_paths(numel) + still_open,
             calls=self._along_paths(calls) + (still_open > 0),
-            linear=np.array(self._linear, dtype=float),
-            own_linear=own_linear,
+            marked=np.array(self._marked, dtype=float),
+            own_marked=own_marked,
         )
 
     def _along_paths(self, node_values: Array) -> Array:

@@ -41,6 +41,8 @@ from moewright.cost.layer_time import (
     replay_cost,
     stage_transfer_s,
 )
+from moewright.cost.model_states import MOMENTUM_BYTES
+from moewright.cost.muon import muon_ops
 from moewright.cost.op_time import DeviceRates, OpRow
 from moewright.cost.ops import expert_ops, layer_ops
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers, simulate_pipeline_s
@@ -52,7 +54,7 @@ from moewright.rules.simulate import StageSeconds
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.plan import TimePart
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, MatrixUpdate
 
 _FP32_BYTES = 4
 _BUCKET_ELEMENTS_A_RANK = 1_000_000
@@ -391,13 +393,13 @@ def pipeline_s(sym: Symbols, times: PartTimes, counts: Array) -> tuple[float, fl
     return without_s, with_transfers_s - without_s
 
 
-def count_owned_parameters(layout: Layout, parameters: RankParameters) -> int:
-    """Count the parameters that a rank updates: its shards of what it holds."""
+def count_owned_parameters(layout: Layout, parameters: RankParameters) -> tuple[int, int]:
+    """Count the dense and the expert parameters that a rank updates: its shards of its own."""
     if not layout.zero:
-        return parameters.dense + parameters.expert
+        return parameters.dense, parameters.expert
     dense_shards = grid.group_size(layout, fsdp.state_group(layout, "dp_cp"))
     expert_shards = grid.group_size(layout, fsdp.state_group(layout, "edp"))
-    return parameters.dense // dense_shards + parameters.expert // expert_shards
+    return parameters.dense // dense_shards, parameters.expert // expert_shards
 
 
 def step_tail(
@@ -432,6 +434,7 @@ def step_tail(
         replicas = layout.spare * parameters.expert * layout.ep / sym.model.moe.experts
         reduce_s += collectives.seconds(Collective.ALL_TO_ALL, span, _FP32_BYTES * replicas)
         gather_s += collectives.seconds(Collective.ALL_TO_ALL, span, sym.c * replicas)
+    gather_s += _momentum_exchange_s(collectives, sym, parameters)
     hidden_share = 1 - collectives.constants["overlapped_dp_share"] if sym.is_fused else 0.0
     hidden_reduce_s, hidden_gather_s = 0.0, 0.0
     if Overlap.GRAD in layout.overlap or layout.zero == 3:
@@ -444,6 +447,23 @@ def step_tail(
         optimizer_s=_optimizer_s(rates, sym, parameters),
         hidden_s=hidden_reduce_s + hidden_gather_s,
     )
+
+
+def _momentum_exchange_s(
+    collectives: CollectiveModel, sym: Symbols, parameters: RankParameters
+) -> float:
+    """Return the seconds in which Muon's momentum goes to whole matrices and comes back."""
+    is_muon = sym.workload.optimizer.matrix_update is MatrixUpdate.MUON
+    if not is_muon or not sym.layout.zero:
+        return 0.0
+    total_s = 0.0
+    owned = count_owned_parameters(sym.layout, parameters)
+    for group, numel in zip(("dp_cp", "edp"), owned, strict=True):
+        if numel:
+            span = collectives.span(sym.layout, fsdp.state_group(sym.layout, group))
+            nbytes = MOMENTUM_BYTES * numel
+            total_s += 2 * collectives.seconds(Collective.ALL_TO_ALL, span, nbytes)
+    return total_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -507,13 +527,16 @@ def _optimizer_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -
     """
     c, layout = rates.constants, sym.layout
     trained = sym.trained_share
-    owned = trained * count_owned_parameters(layout, parameters)
+    owned_dense, owned_expert = count_owned_parameters(layout, parameters)
+    owned = trained * (owned_dense + owned_expert)
     numel = trained * (parameters.dense + parameters.expert)
     ops = optimizer_ops(sym, numel=numel, owned_numel=owned)
     on_device_s = sum(rates.seconds(row) for row in ops)
     host_share = layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 0.0
     on_host_s = owned * c["host_optimizer_s_per_parameter"]
     tail_s = c["step_tail_s"] + c["step_jitter_s"] * largest_of(layout.world_size)
+    for row in muon_ops(sym, owned_dense=owned_dense, owned_expert=owned_expert):
+        tail_s += rates.seconds(row)
     return tail_s + (1 - host_share) * on_device_s + host_share * on_host_s
 
 

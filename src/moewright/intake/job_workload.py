@@ -19,6 +19,7 @@ from moewright.spec.workload import (
     FineTuningSpec,
     LossScalingSpec,
     LossSpec,
+    MuonSpec,
     OptimizerSpec,
     ProfileSpec,
     RouterTraining,
@@ -36,6 +37,7 @@ LAUNCH_KEYS = ("nproc", "hardware", "network")
 # Records of a Workload whose fields are keys of [train] itself.
 _FLAT_RECORDS: Mapping[str, type] = {
     "optimizer": OptimizerSpec,
+    "muon": MuonSpec,
     "loss": LossSpec,
     "router": RouterTraining,
     "trainer": TrainerSpec,
@@ -143,6 +145,9 @@ def _range_faults(workload: Workload, where: str) -> Iterator[Reason]:
         *_workload_ranges(workload),
         *_profile_ranges(workload.profile),
         *_optimizer_ranges(workload.optimizer),
+        ("train.muon_momentum", workload.muon.muon_momentum, 0, 1 - 1e-9),
+        ("train.muon_num_ns_steps", workload.muon.muon_num_ns_steps, 1, 99),
+        ("train.muon_extra_scale_factor", workload.muon.muon_extra_scale_factor, 0, 1e3),
         *_loss_ranges(workload.loss),
         *_router_ranges(workload.router),
         ("train.lora_rank", workload.fine_tuning.lora_rank, 1, 2**16),

@@ -19,7 +19,6 @@ from moewright.spec.workload import (
     CrossEntropyKernel,
     Dtype,
     ExpertKernels,
-    MatrixUpdate,
     Task,
     Workload,
 )
@@ -171,7 +170,6 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("expert_kernels", trainer.expert_kernels, ExpertKernels.GROUPED),
         ("cross_entropy", trainer.cross_entropy, CrossEntropyKernel.FP32),
         ("unfused", "+".join(trainer.unfused), ""),
-        ("matrix_update", workload.optimizer.matrix_update, MatrixUpdate.ADAMW),
     )
     return (
         *(

@@ -35,6 +35,7 @@ class FsdpGroups:
 class FsdpShard:
     """The elements of a parameter that a rank owns, and the padded size of its part."""
 
+    param: Param
     module: Module
     own_numel: int
     padded_numel: int
@@ -102,6 +103,16 @@ def state_group(layout: Layout, group: str) -> str:
     return fsdp_groups(layout, group).shard_group if layout.shard else group
 
 
+def momentum_group(layout: Layout, group: str) -> str | None:
+    """Return the group that shards the optimizer state of matrices whose gradients `group` sums.
+
+    None where every rank has all of it.
+    """
+    if layout.zero == 0:
+        return None
+    return fsdp_groups(layout, group).shard_group if is_fsdp_sharded(layout, group) else group
+
+
 def flat_buffer_layout(layout: Layout) -> Layout:
     """Return the layout that governs parameters in flat buffers: zero=3 leaves these at zero=1."""
     return replace(layout, zero=1, shard=0) if layout.zero == 3 else layout
@@ -143,6 +154,7 @@ def _local_shard(param: Param, layout: Layout, groups: FsdpGroups, rank: int) ->
     first = grid.group_ranks(layout, groups.shard_group, rank).index(rank) * part
     own = max(0, min(part, rows - first))
     return FsdpShard(
+        param=param,
         module=param.module,
         own_numel=own * prod(rest),
         padded_numel=part * prod(rest),

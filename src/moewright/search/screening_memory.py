@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from moewright.cost.replicas import replica_rows
 from moewright.cost.stage_parts import Array, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, shards
+from moewright.rules.param import Param
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.space import SearchSpace, StatePolicy
 from moewright.spec.hardware import DeviceKind
@@ -37,7 +39,8 @@ class RankElements:
     `numel` and `calls` [ranks, groups] are the elements of the buckets, padding included, and the
     number of buckets, by the group that reduces their gradients. `own` counts the elements of a
     rank's shards of them. `linear` counts the elements of linear weights, `own_linear` those of
-    their shards, and `checkpointed` the elements that a rank saves in a checkpoint.
+    their shards, `own_matrices` those of the shards that Muon updates, and `checkpointed` the
+    elements that a rank saves in a checkpoint.
     """
 
     numel: Array
@@ -45,6 +48,7 @@ class RankElements:
     own: Array
     linear: Array
     own_linear: Array
+    own_matrices: Array
     checkpointed: Array
 
 
@@ -68,16 +72,16 @@ class ScreeningMemory:
         self._constants = constants
         self._policies = policies
         self._state_policies = states
-        is_muon = space.workload.optimizer.matrix_update is MatrixUpdate.MUON
-        self._follows_linear = is_muon or (
-            space.workload.precision.is_narrow and any(policy.zero == 3 for policy in states)
+        self._has_muon = space.workload.optimizer.matrix_update is MatrixUpdate.MUON
+        self._follows_linear = space.workload.precision.is_narrow and any(
+            policy.zero == 3 for policy in states
         )
         # On a CPU, device and host share a memory, so a checkpoint that is being saved counts.
         self._checkpoints_on_device = space.hardware.device.kind is not DeviceKind.CUDA
         self._dense_layers: dict[tuple[int, int, int, int], memory.LayerMemory] = {}
         self._buffers: dict[tuple[object, ...], Array] = {}
         self._communicators: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
-        self._fills: dict[tuple[str, int, int], BucketFill] = {}
+        self._fills: dict[tuple[str, int, int, bool], BucketFill] = {}
         self._elements: dict[tuple[object, ...], RankElements] = {}
         self._resident: dict[tuple[object, ...], Array] = {}
         self._block_numel: dict[tuple[int, int, int], Array] = {}
@@ -157,16 +161,23 @@ class ScreeningMemory:
             )
         return np.asarray(self._communicators[key][batch.degree])
 
-    def _fill(self, cut: Layout, group: str) -> BucketFill:
-        """Return the buckets of the parameters that a group reduces, under the layout's degrees."""
+    def _fill(self, cut: Layout, group: str, *, marks_matrices: bool = False) -> BucketFill:
+        """Return the buckets of the parameters that a group reduces, under the layout's degrees.
+
+        What they count apart are linear weights, or with `marks_matrices` what Muon updates.
+        """
         cuts = (cut.ep, cut.etp) if group == "edp" else (cut.tp, 1)
-        key = group, *cuts
+        key = group, *cuts, marks_matrices
         if key not in self._fills:
+            workload = self._space.workload
+            is_marked = _is_linear
+            if marks_matrices:
+                is_marked = partial(model_states.is_updated_by_muon, workload)
             self._fills[key] = BucketFill(
                 self.tree,
-                lambda params: local_params(params, cut, group),
-                bucket_elements=self._space.workload.optimizer.bucket_elements,
-                follows_linear=self._follows_linear,
+                lambda params: local_params(params, cut, group, is_marked),
+                bucket_elements=workload.optimizer.bucket_elements,
+                follows_marked=marks_matrices or self._follows_linear,
             )
         return self._fills[key]
 
@@ -174,7 +185,7 @@ class ScreeningMemory:
         """Count the elements of every rank; `layouts` has one layout for each of batch.degrees."""
         groups = shards.GRADIENT_GROUPS
         numel, calls = np.zeros((2, len(batch.ranks), len(groups)))
-        own, linear, own_linear, checkpointed = np.zeros((4, len(batch.ranks)))
+        own, linear, own_linear, own_matrices, checkpointed = np.zeros((5, len(batch.ranks)))
         degree = batch.degree[batch.pipeline_of_rank]
         for place, layout in enumerate(layouts):
             ranks = np.flatnonzero(degree == place)
@@ -187,8 +198,11 @@ class ScreeningMemory:
                 numel[ranks, column] = set_numel.sum(axis=1)
                 calls[ranks, column] = totals.calls[nodes].sum(axis=1)
                 own[ranks] += numel[ranks, column] / shard_count
-                linear[ranks] += totals.linear[nodes].sum(axis=1)
-                own_linear[ranks] += totals.own_linear[nodes].sum(axis=1)
+                linear[ranks] += totals.marked[nodes].sum(axis=1)
+                own_linear[ranks] += totals.own_marked[nodes].sum(axis=1)
+                if self._has_muon:
+                    matrices = self._fill(layout, group, marks_matrices=True).totals(shard_count)
+                    own_matrices[ranks] += matrices.own_marked[nodes].sum(axis=1)
                 if self._checkpoints_on_device:
                     saved = model_states.copied_elements(layout, group, set_numel, holders)
                     checkpointed[ranks] += saved.sum(axis=1)
@@ -198,6 +212,7 @@ class ScreeningMemory:
             own=own,
             linear=linear,
             own_linear=own_linear,
+            own_matrices=own_matrices,
             checkpointed=checkpointed,
         )
 
@@ -244,7 +259,7 @@ class ScreeningMemory:
             layout,
             elements.numel[ranks].sum(axis=1),
             elements.own[ranks],
-            elements.own_linear[ranks],
+            elements.own_matrices[ranks],
             trained=sym.trained_share,
         )
         total = sum(
@@ -300,7 +315,7 @@ class ScreeningMemory:
                     sum(
                         numel
                         for group in shards.GRADIENT_GROUPS
-                        for numel, _ in local_params(params, cut, group)
+                        for numel, _ in local_params(params, cut, group, _is_linear)
                     )
                     for params in blocks
                 ],
@@ -322,3 +337,7 @@ class ScreeningMemory:
             weights = sizes.get(Component.WEIGHTS, 0)
             replica_bytes.append(copies * weights + sizes.get(Component.GRADIENTS, 0))
         return np.array(replica_bytes, dtype=float)
+
+
+def _is_linear(param: Param) -> bool:
+    return param.module in model_states.LINEAR_MODULES

@@ -56,7 +56,22 @@ class MatrixUpdate(StrEnum):
     """The optimizers of the matrices of layers; all other parameters are AdamW's."""
 
     ADAMW = "adamw"
-    MUON = "muon"  # one fp32 momentum, made orthogonal (not run by this engine)
+    MUON = "muon"  # one fp32 momentum, made orthogonal (rules.muon)
+
+
+class MuonScale(StrEnum):
+    """The factors by which an orthogonal update grows with the sides of its matrix."""
+
+    SPECTRAL = "spectral"  # max(rows, columns)^0.5
+    SHAPE_SCALING = "shape_scaling"  # max(1, rows / columns)^0.5
+    UNIT_RMS_NORM = "unit_rms_norm"  # (rows / columns)^0.5
+
+
+class MuonCoefficients(StrEnum):
+    """The coefficients of the Newton-Schulz steps, by their names in Megatron-LM."""
+
+    QUINTIC = "quintic"  # other ones in each of five steps
+    SIMPLE = "simple"  # the same in every step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +97,21 @@ class OptimizerSpec:
     moment_dtype: Dtype = Dtype.FP32  # number format of the two moments
     matrix_update: MatrixUpdate = MatrixUpdate.ADAMW  # what updates the matrices of layers
     bucket_elements: int = 40_000_000  # a gradient bucket closes when it holds this many
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonSpec:
+    """Muon (Jordan et al. 2024), where `matrix_update` asks for it; names are Megatron-LM's.
+
+    Learning rate, weight decay and clipping are those of the other parameters.
+    """
+
+    muon_momentum: float = 0.9  # decay of the momentum, an average of gradients
+    muon_nesterov: bool = False  # the update looks a step ahead of the momentum
+    muon_num_ns_steps: int = 5  # Newton-Schulz steps that make an update orthogonal
+    muon_coefficient_type: MuonCoefficients = MuonCoefficients.QUINTIC  # coefficients of the steps
+    muon_scale_mode: MuonScale = MuonScale.SPECTRAL  # how an update grows with its matrix
+    muon_extra_scale_factor: float = 1.0  # times that; 0.2 fits AdamW's rates (arXiv 2502.16982)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,6 +390,7 @@ class Workload(Record):
     hang_timeout_s: float = 0.0
     profile: ProfileSpec = ProfileSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    muon: MuonSpec = MuonSpec()  # where it updates the matrices of layers
     loss: LossSpec = LossSpec()
     router: RouterTraining = RouterTraining()
     trainer: TrainerSpec = TrainerSpec()

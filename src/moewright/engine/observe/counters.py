@@ -73,6 +73,7 @@ class Counters:
         self._peak_in_flight = 0
         self._is_counting = False
         self._is_in_library = False
+        self._counts_flops = True
 
     def count_collective(self, op: Collective, group: str, nbytes: int) -> None:
         """Count one call of a collective, with the bytes that this rank hands in."""
@@ -129,7 +130,17 @@ class Counters:
                 yield CommRow(op=op, group=UNANNOUNCED, bytes=nbytes, calls=calls)
 
     def _count_flops(self, op: FlopOp, flops: int) -> None:
-        self.flops[(op, self.scopes.module)] += flops
+        if self._counts_flops:
+            self.flops[(op, self.scopes.module)] += flops
+
+    @contextmanager
+    def leave_out_flops(self) -> Iterator[None]:
+        """Leave out the FLOPs of products inside, which are an optimizer's and not the model's."""
+        self._counts_flops = False
+        try:
+            yield
+        finally:
+            self._counts_flops = True
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from moewright.engine.optim.flat_buffers import (
 from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
 from moewright.engine.optim.grad_ready import GradReadyTracker
 from moewright.engine.optim.loss_scale import LossScaler
+from moewright.engine.optim.muon import MuonUpdate
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.runtime import Runtime
 from moewright.rules.fsdp import is_fsdp_sharded
@@ -69,6 +70,7 @@ class DistributedOptimizer:
             *self.buckets,
             *self._fsdp_parameters,
         ]
+        self._muon = MuonUpdate(runtime, parameters, self.buckets, self._fsdp_parameters)
         # Updates made so far; a skipped step is none.
         self._updates = torch.zeros(1, dtype=torch.int64)
         self._loss_scaler = LossScaler(runtime.workload)
@@ -230,22 +232,24 @@ class DistributedOptimizer:
             if scale != 1.0:
                 grads.mul_(scale)
             local_grads = copy_to_state_device(grads, holder.master.device)
+            self._muon.add_gradients(holder, local_grads)
             for decays in (True, False):
-                slices = [
-                    owned.shard_slice
-                    for owned in holder.owned
-                    if owned.parameter.has_weight_decay == decays
+                owned = [
+                    part
+                    for part in holder.owned
+                    if part.parameter.has_weight_decay == decays and not part.has_momentum
                 ]
                 self._update_rule(
                     holder,
                     local_grads,
-                    slices,
+                    owned,
                     spec,
                     lr=lr,
                     weight_decay=spec.weight_decay if decays else 0.0,
                     updates_done=updates_done,
                 )
         self._grad_shards = []
+        self._muon.update(lr=lr)
 
     def gradient_shards(self) -> list[LocalShard]:
         """Return the reduced gradients, named "grad/" + name, before clipping.

@@ -3,13 +3,15 @@
 Weights live in a buffer of the compute dtype and the model's parameters are views into it;
 gradients accumulate in fp32; the fp32 master copy and the two moments (fp32 or bf16) cover only the
 shard that this rank owns (docs/formulas.md 2), and live in host memory with offload=optimizer.
+Matrices that Muon updates have one fp32 momentum in place of the moments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,19 +26,26 @@ from moewright.engine.comm.collectives import (
 )
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.rules.buckets import BucketEntry, plan_buckets, shard_range
+from moewright.rules.buckets import plan_buckets, shard_range
+from moewright.rules.muon import is_muon_matrix
 from moewright.spec.layout import Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.workload import MatrixUpdate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedRange:
-    """The elements [first, last) of a parameter that a rank owns, from `start` on in its shard."""
+    """The elements [first, last) of a parameter that a rank owns, from `start` on in its shard.
+
+    Their moments, or their momentum where `has_momentum`, are from `moment_start` on in theirs.
+    """
 
     parameter: NamedParameter
     first: int
     last: int
     start: int
+    moment_start: int
+    has_momentum: bool
 
     @property
     def numel(self) -> int:
@@ -45,6 +54,33 @@ class OwnedRange:
     @property
     def shard_slice(self) -> slice:
         return slice(self.start, self.start + self.numel)
+
+    @property
+    def moment_slice(self) -> slice:
+        return slice(self.moment_start, self.moment_start + self.numel)
+
+
+class OptimizerStates(Protocol):
+    """Flat tensors of master weights and moments of a shard, and what lies in them."""
+
+    @property
+    def owned(self) -> Sequence[OwnedRange]: ...
+    @property
+    def master(self) -> torch.Tensor: ...
+    @property
+    def exp_avg(self) -> torch.Tensor: ...
+    @property
+    def exp_avg_sq(self) -> torch.Tensor: ...
+    @property
+    def momentum(self) -> torch.Tensor: ...
+
+
+def uses_muon(runtime: Runtime, parameter: NamedParameter) -> bool:
+    """Tell whether Muon updates a parameter."""
+    dims = len(parameter.placement.local_shape)
+    return runtime.workload.optimizer.matrix_update is MatrixUpdate.MUON and is_muon_matrix(
+        parameter.name, dims, parameter.module
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +100,7 @@ class FlatBucket:
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    momentum: torch.Tensor
     grad_views: tuple[tuple[NamedParameter, torch.Tensor], ...]
     owned: tuple[OwnedRange, ...]
 
@@ -97,32 +134,40 @@ class FlatBucket:
         """Return the bytes of every buffer by module; what belongs to no parameter is OTHER."""
         all_spans = [(parameter.module, view.numel()) for parameter, view in self.grad_views]
         owned_spans = [(owned.parameter.module, owned.numel) for owned in self.owned]
+        moment_spans, momentum_spans = (
+            [
+                (owned.parameter.module, owned.numel)
+                for owned in self.owned
+                if owned.has_momentum == has_momentum
+            ]
+            for has_momentum in (False, True)
+        )
         master = Component.HOST if self.on_host else Component.MASTER
         moments = Component.HOST if self.on_host else Component.MOMENTS
         return [
             *split_by_module(Component.WEIGHTS, self.weights, all_spans),
             *split_by_module(Component.GRADIENTS, self.grads, all_spans),
             *split_by_module(master, self.master, owned_spans),
-            *split_by_module(moments, self.exp_avg, owned_spans),
-            *split_by_module(moments, self.exp_avg_sq, owned_spans),
+            *split_by_module(moments, self.exp_avg, moment_spans),
+            *split_by_module(moments, self.exp_avg_sq, moment_spans),
+            *split_by_module(moments, self.momentum, momentum_spans),
         ]
 
     def local_shards(self) -> list[LocalShard]:
         """Return the master copy and the moments as boxes of the global tensors."""
-        return build_state_shards(self.owned, self.master, self.exp_avg, self.exp_avg_sq)
+        return build_state_shards(self)
 
 
-def build_state_shards(
-    owned: Sequence[OwnedRange],
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-) -> list[LocalShard]:
+def build_state_shards(states: OptimizerStates) -> list[LocalShard]:
     """Return the optimizer state of the owned ranges as boxes of the global tensors."""
+    moved = [replace(owned, start=owned.moment_start) for owned in states.owned]
+    adamw = [owned for owned in moved if not owned.has_momentum]
+    muon = [owned for owned in moved if owned.has_momentum]
     return [
-        *build_local_shards(owned, "", master),
-        *build_local_shards(owned, "optim/exp_avg/", exp_avg),
-        *build_local_shards(owned, "optim/exp_avg_sq/", exp_avg_sq),
+        *build_local_shards(states.owned, "", states.master),
+        *build_local_shards(adamw, "optim/exp_avg/", states.exp_avg),
+        *build_local_shards(adamw, "optim/exp_avg_sq/", states.exp_avg_sq),
+        *build_local_shards(muon, "optim/momentum/", states.momentum),
     ]
 
 
@@ -187,7 +232,8 @@ def build_buckets(
         grads = torch.zeros(planned.numel, dtype=torch.float32, device=device)
         master = new_state(stop - start, torch.float32, state_device, device)
         grad_views = []
-        owned_ranges = []
+        owned_ranges: list[OwnedRange] = []
+        momentum_numel = 0
         for entry in planned.entries:
             parameter = parameters_by_name[entry.name]
             shape = parameter.parameter.shape
@@ -196,10 +242,22 @@ def build_buckets(
             parameter.owner.weight = nn.Parameter(weights[span].view(shape))
             parameter.owner.weight.data.copy_(value)
             grad_views.append((parameter, grads[span].view(shape)))
-            owned = _intersect(parameter, entry, start, stop)
-            if owned is not None:
-                master[owned.shard_slice] = value.flatten()[owned.first : owned.last]
-                owned_ranges.append(owned)
+            first, last = max(entry.start, start), min(entry.start + entry.numel, stop)
+            if first >= last:
+                continue
+            has_momentum = uses_muon(runtime, parameter)
+            owned = OwnedRange(
+                parameter=parameter,
+                first=first - entry.start,
+                last=last - entry.start,
+                start=first - start,
+                moment_start=momentum_numel if has_momentum else first - start - momentum_numel,
+                has_momentum=has_momentum,
+            )
+            momentum_numel += owned.numel * has_momentum
+            master[owned.shard_slice] = value.flatten()[owned.first : owned.last]
+            owned_ranges.append(owned)
+        moments_numel = stop - start - momentum_numel
         buckets.append(
             FlatBucket(
                 group=group,
@@ -209,8 +267,9 @@ def build_buckets(
                 weights=weights,
                 grads=grads,
                 master=master,
-                exp_avg=new_state(stop - start, moment_dtype, state_device, device),
-                exp_avg_sq=new_state(stop - start, moment_dtype, state_device, device),
+                exp_avg=new_state(moments_numel, moment_dtype, state_device, device),
+                exp_avg_sq=new_state(moments_numel, moment_dtype, state_device, device),
+                momentum=new_state(momentum_numel, torch.float32, state_device, device),
                 grad_views=tuple(grad_views),
                 owned=tuple(owned_ranges),
             )
@@ -237,22 +296,6 @@ def copy_to_state_device(grads: torch.Tensor, state_device: torch.device) -> tor
     host.copy_(grads, non_blocking=True)
     torch.cuda.current_stream(grads.device).synchronize()
     return host
-
-
-def _intersect(
-    parameter: NamedParameter, entry: BucketEntry, start: int, stop: int
-) -> OwnedRange | None:
-    """Return what of a bucket's entry lies in [start, stop) of the bucket, if anything does."""
-    first = max(entry.start, start)
-    last = min(entry.start + entry.numel, stop)
-    if first >= last:
-        return None
-    return OwnedRange(
-        parameter=parameter,
-        first=first - entry.start,
-        last=last - entry.start,
-        start=first - start,
-    )
 
 
 def split_by_module(

@@ -38,7 +38,12 @@ from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.observe.storage_census import storage_id
-from moewright.engine.optim.flat_buffers import OwnedRange, build_state_shards, split_by_module
+from moewright.engine.optim.flat_buffers import (
+    OwnedRange,
+    build_state_shards,
+    split_by_module,
+    uses_muon,
+)
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.fsdp import FsdpGroups, fsdp_groups
 from moewright.rules.shards import gradient_group
@@ -59,6 +64,7 @@ class ShardedParameter:
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    momentum: torch.Tensor
     owned: tuple[OwnedRange, ...]
 
     def gradient(self) -> torch.Tensor:
@@ -68,7 +74,7 @@ class ShardedParameter:
 
     def local_shards(self) -> list[LocalShard]:
         """Return the master copy and the moments as boxes of the global tensors."""
-        return build_state_shards(self.owned, self.master, self.exp_avg, self.exp_avg_sq)
+        return build_state_shards(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +140,9 @@ class FsdpParams:
             storage_bytes = _local_tensor(parameter.parameter).untyped_storage().nbytes()
             master = self._component(Component.MASTER)
             rows += split_by_module(master, parameter.master, spans, storage_bytes)
-            for moment in (parameter.exp_avg, parameter.exp_avg_sq):
-                rows += split_by_module(self._component(Component.MOMENTS), moment, spans)
+            for moment in (parameter.exp_avg, parameter.exp_avg_sq, parameter.momentum):
+                moment_spans = [(parameter.named.module, moment.numel())]
+                rows += split_by_module(self._component(Component.MOMENTS), moment, moment_spans)
         grads = [
             (parameter.named.module, _local_tensor(parameter.parameter.grad))
             for parameter in self.parameters
@@ -277,7 +284,17 @@ def _build_sharded_parameter(
     rows, *row_shape = parameter.parameter.shape
     first_row = min(rows, group.index * -(-rows // group.size))
     first = first_row * prod(row_shape)
-    owned = OwnedRange(parameter=parameter, first=first, last=first + local.numel(), start=0)
+    has_momentum = uses_muon(runtime, parameter)
+    owned = OwnedRange(
+        parameter=parameter,
+        first=first,
+        last=first + local.numel(),
+        start=0,
+        moment_start=0,
+        has_momentum=has_momentum,
+    )
+    moments_numel = 0 if has_momentum else local.numel()
+    momentum_numel = local.numel() - moments_numel
     replica_group = _find_groups(runtime.mesh.layout, parameter).replica_group
     moment_dtype = torch_dtype(runtime.workload.optimizer.moment_dtype)
     return ShardedParameter(
@@ -285,8 +302,9 @@ def _build_sharded_parameter(
         parameter=parameter.parameter,
         replica_group=runtime.mesh.group(replica_group),
         master=local.view(-1),
-        exp_avg=torch.zeros(local.numel(), dtype=moment_dtype, device=local.device),
-        exp_avg_sq=torch.zeros(local.numel(), dtype=moment_dtype, device=local.device),
+        exp_avg=torch.zeros(moments_numel, dtype=moment_dtype, device=local.device),
+        exp_avg_sq=torch.zeros(moments_numel, dtype=moment_dtype, device=local.device),
+        momentum=torch.zeros(momentum_numel, dtype=torch.float32, device=local.device),
         owned=(owned,),
     )
 

@@ -8,31 +8,21 @@ from typing import Protocol
 import torch
 from torch.optim.adamw import adamw
 
+from moewright.engine.optim.flat_buffers import OptimizerStates, OwnedRange
 from moewright.spec.workload import OptimizerSpec
 
 # Narrow moments are updated so many elements at a time, so that their fp32 copies stay small.
 _BLOCK_NUMEL = 1 << 20
 
 
-class OptimizerStates(Protocol):
-    """Master weights and moments of a shard: flat tensors of one length."""
-
-    @property
-    def master(self) -> torch.Tensor: ...
-    @property
-    def exp_avg(self) -> torch.Tensor: ...
-    @property
-    def exp_avg_sq(self) -> torch.Tensor: ...
-
-
 class UpdateRule(Protocol):
-    """A rule that updates the elements in `slices` of a shard, after `updates_done` updates."""
+    """A rule that updates the ranges `owned` of a shard, after `updates_done` updates."""
 
     def __call__(
         self,
         states: OptimizerStates,
         grads: torch.Tensor,
-        slices: Sequence[slice],
+        owned: Sequence[OwnedRange],
         spec: OptimizerSpec,
         *,
         lr: float,
@@ -44,7 +34,7 @@ class UpdateRule(Protocol):
 def adamw_update(
     states: OptimizerStates,
     grads: torch.Tensor,
-    slices: Sequence[slice],
+    owned: Sequence[OwnedRange],
     spec: OptimizerSpec,
     *,
     lr: float,
@@ -56,17 +46,17 @@ def adamw_update(
     It computes in fp32, whatever the moments are stored in.
     """
     is_narrow = states.exp_avg.dtype != torch.float32
-    batches = [list(slices)]
+    batches = [[(part.shard_slice, part.moment_slice) for part in owned]]
     if is_narrow:
-        batches = [[block] for block in _split(slices)]
+        batches = [[block] for block in _split(owned)]
     for batch in batches:
-        stored_avgs = [states.exp_avg[block] for block in batch]
-        stored_avg_sqs = [states.exp_avg_sq[block] for block in batch]
+        stored_avgs = [states.exp_avg[moments] for _, moments in batch]
+        stored_avg_sqs = [states.exp_avg_sq[moments] for _, moments in batch]
         exp_avgs = [stored.float() for stored in stored_avgs]
         exp_avg_sqs = [stored.float() for stored in stored_avg_sqs]
         adamw(
-            [states.master[block] for block in batch],
-            [grads[block] for block in batch],
+            [states.master[block] for block, _ in batch],
+            [grads[block] for block, _ in batch],
             exp_avgs,
             exp_avg_sqs,
             [],  # max_exp_avg_sqs, which only amsgrad has
@@ -88,16 +78,21 @@ def adamw_update(
                 stored.copy_(moment)
 
 
-def _split(slices: Sequence[slice]) -> Iterator[slice]:
-    for part in slices:
-        for start in range(part.start, part.stop, _BLOCK_NUMEL):
-            yield slice(start, min(start + _BLOCK_NUMEL, part.stop))
+def _split(owned: Sequence[OwnedRange]) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of the ranges, each with where its moments are."""
+    for part in owned:
+        for first in range(0, part.numel, _BLOCK_NUMEL):
+            last = min(first + _BLOCK_NUMEL, part.numel)
+            yield (
+                slice(part.start + first, part.start + last),
+                slice(part.moment_start + first, part.moment_start + last),
+            )
 
 
 def sgd_update(
     states: OptimizerStates,
     grads: torch.Tensor,
-    slices: Sequence[slice],
+    owned: Sequence[OwnedRange],
     spec: OptimizerSpec,
     *,
     lr: float,
@@ -108,5 +103,6 @@ def sgd_update(
 
     Its loss curve shows a wrong gradient scale, which AdamW's hides.
     """
-    for part in slices:
-        states.master[part].mul_(1 - lr * weight_decay).sub_(grads[part], alpha=lr)
+    for part in owned:
+        block = part.shard_slice
+        states.master[block].mul_(1 - lr * weight_decay).sub_(grads[block], alpha=lr)

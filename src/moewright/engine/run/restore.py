@@ -28,7 +28,7 @@ from moewright.engine.hf.names import build_name_table, read_parameter_box
 from moewright.engine.run.step import TrainState
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DocumentMasking, Dtype, Workload
+from moewright.spec.workload import DocumentMasking, Dtype, MatrixUpdate, Workload
 
 
 def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
@@ -51,6 +51,8 @@ def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
         "loss": to_data(workload.loss),
         "router": to_data(workload.router),
     }
+    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        train["muon"] = to_data(workload.muon)
     if workload.precision is Dtype.FP16:
         train["scaling"] = to_data(workload.scaling)
     if workload.ramp.ramp_start:
@@ -69,6 +71,7 @@ def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any
             "optimizer": default_values(workload.optimizer),
             "loss": default_values(workload.loss),
             "router": default_values(workload.router),
+            "muon": default_values(workload.muon),
             "scaling": default_values(workload.scaling),
             "ramp": default_values(workload.ramp),
         },

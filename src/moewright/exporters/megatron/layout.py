@@ -30,6 +30,7 @@ from moewright.spec.workload import (
     Dtype,
     LrDecay,
     MatrixUpdate,
+    MuonSpec,
     SaveMode,
     Workload,
 )
@@ -240,6 +241,7 @@ def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
     moments = optimizer.moment_dtype
     if optimizer.matrix_update is MatrixUpdate.MUON:
         yield "--optimizer", "muon"
+        yield from _muon_flags(workload.muon)
     if is_offloaded:
         yield ("--optimizer-cpu-offload",)
         if layout.offload_fraction < 1:
@@ -261,6 +263,16 @@ def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
     yield "--weight-decay", format_number(optimizer.weight_decay)
     yield "--clip-grad", format_number(optimizer.clip_norm)
     yield "--ddp-bucket-size", str(optimizer.bucket_elements)
+
+
+def _muon_flags(muon: MuonSpec) -> Iterator[Flag]:
+    yield "--muon-momentum", format_number(muon.muon_momentum)
+    if muon.muon_nesterov:
+        yield ("--muon-nesterov",)
+    yield "--muon-num-ns-steps", str(muon.muon_num_ns_steps)
+    yield "--muon-coefficient-type", muon.muon_coefficient_type
+    yield "--muon-scale-mode", muon.muon_scale_mode
+    yield "--muon-extra-scale-factor", format_number(muon.muon_extra_scale_factor)
 
 
 def _data_flags(workload: Workload) -> Iterator[Flag]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from moewright.codec.megatron_options import WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.batch_schedule import read_batch_schedule
+from moewright.intake.megatron.muon import read_muon
 from moewright.intake.megatron.trainer import read_trainer
 from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
@@ -20,7 +21,9 @@ from moewright.spec.workload import (
     Dtype,
     LossScalingSpec,
     LossSpec,
+    LrDecay,
     MatrixUpdate,
+    MuonSpec,
     OptimizerSpec,
     RouterAssignment,
     RouterDtype,
@@ -75,6 +78,10 @@ def read_workload(
     data, data_notes = _read_data(arguments)
     eval_batches = arguments.integer("--eval-iters", 100)
     optimizer = _read_optimizer(arguments, timed, layout, steps)
+    muon = MuonSpec()
+    muon_notes: tuple[str, ...] = ()
+    if optimizer.matrix_update is MatrixUpdate.MUON:
+        muon, muon_notes = read_muon(arguments)
     workload = Workload(
         seq_len=seq_len,
         global_batch=global_batch,
@@ -85,6 +92,7 @@ def read_workload(
         eval_every_steps=arguments.integer("--eval-interval") if data.heldout else 0,
         eval_batches=eval_batches if data.heldout and eval_batches else _DEFAULT_EVAL_BATCHES,
         optimizer=optimizer,
+        muon=muon,
         loss=_read_losses(arguments),
         router=_read_router(arguments),
         trainer=read_trainer(arguments, environment),
@@ -95,7 +103,7 @@ def read_workload(
             every_steps=save_interval, mode=SaveMode.ASYNC if is_async else SaveMode.SYNC
         ),
     )
-    return workload, (*data_notes, *_note_decay_style(arguments))
+    return workload, (*data_notes, *muon_notes, *_note_decay_style(arguments))
 
 
 def _read_ramp(arguments: Arguments, seq_len: int) -> BatchRampSpec:
@@ -162,6 +170,14 @@ def _note_decay_style(arguments: Arguments) -> tuple[str, ...]:
     style = arguments.text("--lr-decay-style", "linear")
     if style == "cosine":
         return ()
+    if style == "WSD":
+        tail = arguments.text("--lr-wsd-decay-style", "exponential")
+        if tail == "linear":
+            return ()
+        return (
+            f"--lr-wsd-decay-style {tail} is taken for linear: no prediction depends on it, "
+            "training here would",
+        )
     return (
         f"--lr-decay-style {style} is taken for cosine: no prediction depends on it, "
         "training here would",
@@ -182,12 +198,15 @@ def _read_optimizer(
     warmup = warmup or _count_steps(timed, arguments.integer("--lr-warmup-samples"))
     if arguments.has("--lr-warmup-fraction"):
         warmup = int(arguments.number("--lr-warmup-fraction") * (decay or steps))
+    lr_decay, wsd_decay = _read_decay(arguments, timed, decay)
     default_bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * layout.dp * layout.cp)
     return OptimizerSpec(
         lr=lr,
         min_lr_fraction=float(f"{arguments.number('--min-lr') / lr:.10g}") if lr else 0.0,
         warmup_steps=warmup,
         decay_steps=0 if decay == steps else decay,
+        lr_decay=lr_decay,
+        wsd_decay_steps=wsd_decay,
         beta1=arguments.number("--adam-beta1", 0.9),
         beta2=arguments.number("--adam-beta2", 0.999),
         eps=arguments.number("--adam-eps", 1e-8),
@@ -197,6 +216,18 @@ def _read_optimizer(
         matrix_update=_MATRIX_UPDATES[kind],
         bucket_elements=arguments.integer("--ddp-bucket-size") or default_bucket,
     )
+
+
+def _read_decay(arguments: Arguments, timed: Workload, decay: int) -> tuple[LrDecay, int]:
+    """Return how the learning rate falls, and in how many steps before `decay` WSD does."""
+    if arguments.text("--lr-decay-style", "linear") != "WSD":
+        return LrDecay.COSINE, 0
+    steps = arguments.integer("--lr-wsd-decay-iters")
+    samples = arguments.integer("--lr-wsd-decay-samples")
+    if samples:
+        end = arguments.integer("--lr-decay-samples") or arguments.integer("--train-samples")
+        steps = decay - _count_steps(timed, max(0, end - samples))
+    return LrDecay.WSD, steps
 
 
 def _read_moment_dtype(arguments: Arguments) -> Dtype:
