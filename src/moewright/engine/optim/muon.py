@@ -49,7 +49,7 @@ _Span = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Exchange:
+class _MatrixExchange:
     """The matrices that the ranks of a group deal among them; alone without a group.
 
     `spans` [ranks] are the elements that each rank owns, by parameter.
@@ -123,7 +123,7 @@ class MuonUpdate:
         self._directions = {}
         self._targets = {}
 
-    def _update_group(self, exchange: _Exchange, lr: float) -> None:
+    def _update_group(self, exchange: _MatrixExchange, lr: float) -> None:
         ranks = range(len(exchange.spans))
         own = exchange.rank
         sent = [list(exchange.pieces(own, owner)) for owner in ranks]
@@ -290,7 +290,7 @@ def _plan_exchange(
     group_name: str,
     buckets: Sequence[FlatBucket],
     sharded: Sequence[ShardedParameter],
-) -> _Exchange | None:
+) -> _MatrixExchange | None:
     """Return the exchange of the matrices whose gradients a group sums; None if there are none."""
     layout = runtime.mesh.layout
     members = [
@@ -315,7 +315,7 @@ def _plan_exchange(
     ranks = 1
     if group is not None:
         ranks = group.size
-    return _Exchange(
+    return _MatrixExchange(
         group=group if ranks > 1 else None,
         matrices=tuple(matrices),
         owners=deal_matrices(matrices, ranks),
