@@ -12,6 +12,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ from torch.utils._pytree import tree_iter
 
 from moewright.engine.observe.module_scopes import ModuleScopes
 from moewright.spec.ledger import Module, StorageBytes
+
+
+@contextmanager
+def freeze_older_objects() -> Iterator[None]:
+    """Keep the collector, and a census, from objects made before; there may be millions of them."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -153,15 +164,12 @@ class StorageCensus(TorchDispatchMode):
 
 
 def _list_tensors(device_type: str) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a device that Python objects hold, and the gradients of these."""
-    # What is frozen is in no list of the collector.
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:
-        gc.unfreeze()
+    """Yield the tensors of a device that Python objects hold, and the gradients of these.
+
+    Objects that are frozen are in no list of the collector: they are older than this rank.
+    """
     kinds = {torch.Tensor, nn.Parameter, *_fake_tensor_types()}
     tensors = [item for item in gc.get_objects() if type(item) in kinds]
-    if is_frozen:
-        gc.freeze()
     for tensor in tensors:
         if tensor.device.type == device_type and tensor.layout is torch.strided:
             yield tensor

@@ -19,6 +19,7 @@ from moewright.engine.kernels.matmul import has_native_bf16
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.observe.host_answers import HostAnswers
+from moewright.engine.observe.storage_census import freeze_older_objects
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.runtime import Runtime
@@ -59,7 +60,7 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
     if world_size > 1:
         collectives.join_fake_world(rank=rank, world_size=world_size)
     try:
-        with FakeTensorMode(), HostAnswers():
+        with freeze_older_objects(), FakeTensorMode(), HostAnswers():
             state = build_train_state(
                 replace(job, workload=_balance_routing(job.workload)),
                 _BlankBatches(),

@@ -329,9 +329,8 @@ def _build_background_comm(context: RankContext) -> Coordinator:
 
 
 def _disable_automatic_gc() -> None:
-    """Leave garbage collection to `train_step`, and have it pass over the objects made so far."""
+    """Leave garbage collection to `train_step`."""
     gc.collect()
-    gc.freeze()
     gc.disable()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -351,6 +352,7 @@ def run_child(worker: Worker, info: RankInfo, folder: Path, parent: int, notes: 
     Stop signals arrive blocked, and are unblocked once the flag is in place.
     """
     die_with_parent(parent)
+    gc.freeze()  # the launcher's objects are shared, as long as no pass of the collector marks them
     stop = StopFlag()
     stop.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
