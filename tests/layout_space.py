@@ -22,6 +22,7 @@ from types import MappingProxyType
 from layout_proof import WORKLOAD
 from moewright.codec import format_layout, parse_layout
 from moewright.rules.engine_limits import unsupported_layout
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.layout import (
@@ -195,7 +196,7 @@ class Case:
     def refusals(self) -> tuple[object, ...]:
         """Why the layout is not legal or not run by the engine; () when it is of the space."""
         model = SHAPES[self.shape]
-        violations = check_legality(model, self.workload, self.layout)
+        violations = check_legality(Job(model=model, workload=self.workload, layout=self.layout))
         return violations or unsupported_layout(self.layout, model=model, workload=self.workload)
 
 

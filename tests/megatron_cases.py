@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
 from moewright.intake import catalogue
+from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.plan import Estimate, Plan, Verdict
 from moewright.spec.workload import (
@@ -139,7 +140,7 @@ def build_plan(name, layout, workload):
 
 
 def refusals(plan):
-    return megatron_refusals(plan.model, plan.workload, plan.hardware, plan.layout)
+    return megatron_refusals(plan_job(plan), plan.hardware)
 
 
 def draw_choice(draw, *choices):

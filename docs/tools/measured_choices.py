@@ -40,7 +40,7 @@ def _timed_rows(table: Path) -> Iterable[MeasuredRow]:
 
 
 def _choices(row: MeasuredRow) -> tuple[str, ...]:
-    return tuple(sorted(list_choices(row.model, row.workload, row.hardware, row.layout)))
+    return tuple(sorted(list_choices(row.job, row.hardware)))
 
 
 if __name__ == "__main__":

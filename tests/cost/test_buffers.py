@@ -16,6 +16,7 @@ from moewright.cost.buffers import (
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate, expected_symbols
 from moewright.intake import catalogue
+from moewright.rules.job import Job
 from moewright.spec.ledger import Component, Module
 from moewright.spec.plan import Estimate
 from moewright.spec.units import GB
@@ -50,10 +51,10 @@ def test_graphs_of_deepseek_v3_pin_the_printed_7_gb() -> None:
     layout = parse_layout(
         "pp4,vpp4,ep64,graphs=attn+moe_router,layout='Etttt|(tttt|)*14tmL'", world_size=256
     )
-    assert 60 * graph_bytes(DEEPSEEK, WORK, layout, layout.graphs) / GB == pytest.approx(
-        7, rel=0.05
-    )
-    assert graph_bytes(DEEPSEEK, WORK, layout, ()) == 0
+    assert 60 * graph_bytes(
+        Job(model=DEEPSEEK, workload=WORK, layout=layout), layout.graphs
+    ) / GB == pytest.approx(7, rel=0.05)
+    assert graph_bytes(Job(model=DEEPSEEK, workload=WORK, layout=layout), ()) == 0
 
 
 def test_graphs_pin_what_is_in_flight() -> None:
@@ -82,7 +83,12 @@ def test_dispatchers_register_buffers(dispatcher: str, nbytes: int) -> None:
     hardware = catalogue.hardware("16xH100")
     layout = parse_layout(f"dispatcher={dispatcher},tp2", world_size=16)
     assert (
-        dispatcher_bytes(expected_symbols(QWEN, WORK, hardware, layout, Constants(hardware))) == 0
+        dispatcher_bytes(
+            expected_symbols(
+                Job(model=QWEN, workload=WORK, layout=layout), hardware, Constants(hardware)
+            )
+        )
+        == 0
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from moewright.codec import parse_layout
 from moewright.cost.ledger import predict_rank_ledger
+from moewright.rules.job import Job
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component, FlopOp, Ledger, Module, Selection
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, MoeSpec, RouterSpec
@@ -51,7 +52,9 @@ def ledger(
     rank: int = 0, *, selection: Selection | None = None, text: str = "ep2", work: Workload = WORK
 ) -> Ledger:
     return predict_rank_ledger(
-        MODEL, work, parse_layout(text, world_size=2), rank=rank, selection=selection
+        Job(model=MODEL, workload=work, layout=parse_layout(text, world_size=2)),
+        rank=rank,
+        selection=selection,
     )
 
 

@@ -13,6 +13,7 @@ from moewright.cost.memory import HeadBytes, head_bytes
 from moewright.cost.model_states import bucket_sets, checkpoint_copy_bytes
 from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
@@ -70,9 +71,11 @@ def test_block_and_uniform_exclude_each_other() -> None:
     layout = Layout(
         world_size=256, tp=2, sp=True, ep=8, pp=8, recompute=(Recompute.FULL,), recompute_block=5
     )
-    assert not check_legality(QWEN, WORK, layout)
+    assert not check_legality(Job(model=QWEN, workload=WORK, layout=layout))
     both = parse_layout(f"{DEGREES},recompute=block5+uniform2", world_size=256)
-    assert "exclude each other" in str(check_legality(QWEN, WORK, both)[0])
+    assert "exclude each other" in str(
+        check_legality(Job(model=QWEN, workload=WORK, layout=both))[0]
+    )
 
 
 def test_full_recompute_of_the_first_layers_of_each_chunk() -> None:
@@ -144,7 +147,12 @@ def test_what_a_piece_of_the_logits_takes(kind: DeviceKind) -> None:
     model = catalogue.model("Qwen3-8B")
     work = Workload(seq_len=16384, global_batch=64)
     layout = parse_layout("tp2,recompute=loss", world_size=16)
-    sym = build_symbols(model, work, layout, device_kind=kind, load=1.0, router_efficiency=1.0)
+    sym = build_symbols(
+        Job(model=model, workload=work, layout=layout),
+        device_kind=kind,
+        load=1.0,
+        router_efficiency=1.0,
+    )
     result = head_bytes(Constants(catalogue.hardware("16xH100")), sym)
     block = 16384 * 4096
     weight = 151936 * 4096 // 2
@@ -187,7 +195,11 @@ def test_a_checkpoint_beside_training_is_copied_to_the_host() -> None:
     for text in ("tp2,ep4,pp2", "ep2,pp2,zero0"):
         layout = parse_layout(text, world_size=16)
         copied = [
-            checkpoint_copy_bytes(async_work, layout, bucket_sets(tiny, async_work, layout, rank))
+            checkpoint_copy_bytes(
+                async_work,
+                layout,
+                bucket_sets(Job(model=tiny, workload=async_work, layout=layout), rank),
+            )
             for rank in range(16)
         ]
         assert sum(copied) == pytest.approx(

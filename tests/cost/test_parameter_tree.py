@@ -9,6 +9,7 @@ from moewright.cost.model_states import LINEAR_MODULES, stage_bucket_sets, state
 from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
 from moewright.intake import catalogue
 from moewright.rules import fsdp, grid, shards
+from moewright.rules.job import Job
 from moewright.spec.ledger import Component
 from moewright.spec.workload import Workload
 
@@ -29,7 +30,7 @@ def test_buckets_of_a_tree_are_those_of_a_plan(model: str, text: str) -> None:
     spec, layout = catalogue.model(model), parse_layout(text, world_size=64)
     tree = ParameterTree()
     sequences = [tree.rank_sequences(spec, layout, pp_rank) for pp_rank in range(layout.pp)]
-    planned = stage_bucket_sets(spec, WORK, layout)
+    planned = stage_bucket_sets(Job(model=spec, workload=WORK, layout=layout))
     for group in shards.GRADIENT_GROUPS:
         fill = BucketFill(
             tree,

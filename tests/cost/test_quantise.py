@@ -13,6 +13,7 @@ from moewright.cost.quantise import mixer_operands, mlp_operands, quantise_bytes
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols, build_symbols
 from moewright.intake import catalogue
+from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, DeviceKind
 from moewright.spec.model import MixerKind
 from moewright.spec.sourced import Sourced, SourceKind
@@ -26,9 +27,11 @@ def symbols(
     workload: Workload, *, model: str = "Qwen/Qwen3-30B-A3B", text: str = "ep8,mbs1"
 ) -> Symbols:
     return build_symbols(
-        catalogue.model(model),
-        workload,
-        parse_layout(text, world_size=64),
+        Job(
+            model=catalogue.model(model),
+            workload=workload,
+            layout=parse_layout(text, world_size=64),
+        ),
         device_kind=DeviceKind.CUDA,
         load=1.0,
         router_efficiency=0.3,

@@ -15,6 +15,7 @@ from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
 from moewright.intake.devices import read_devices
 from moewright.rules import grid
+from moewright.rules.job import Job
 from moewright.spec.hardware import (
     Collective,
     CollectiveTime,
@@ -262,7 +263,10 @@ def expert_seconds(hardware: Hardware, workload: Workload) -> float:
     model = catalogue.model("mistralai/Mixtral-8x22B-v0.1")
     layout = parse_layout("ep8,mbs1,dispatcher=deepep", world_size=8)
     sym = build_symbols(
-        model, workload, layout, device_kind=DeviceKind.CUDA, load=1.0, router_efficiency=0.3
+        Job(model=model, workload=workload, layout=layout),
+        device_kind=DeviceKind.CUDA,
+        load=1.0,
+        router_efficiency=0.3,
     )
     rates = DeviceRates(hardware)
     ops = expert_ops(sym)

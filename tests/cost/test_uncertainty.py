@@ -18,6 +18,7 @@ from moewright.cost.uncertainty import (
     step_interval,
 )
 from moewright.intake import catalogue
+from moewright.rules.job import Job
 from moewright.spec.plan import EvidenceGrade
 from moewright.spec.workload import Workload
 
@@ -73,10 +74,10 @@ def test_every_choice_of_a_layout_counts() -> None:
     hardware = catalogue.hardware("256xH800")
     usual = parse_layout("ep8", world_size=256)
     changes = ("tp2", "pp4", "offload=moe_act", "overlap=ep", "graphs=attn", "zero3", "mbs2")
-    seen = {list_choices(model, WORKLOAD, hardware, usual)}
+    seen = {list_choices(Job(model=model, workload=WORKLOAD, layout=usual), hardware)}
     for text in changes:
         layout = parse_layout(f"ep8,{text}", world_size=256)
-        seen.add(list_choices(model, WORKLOAD, hardware, layout))
+        seen.add(list_choices(Job(model=model, workload=WORKLOAD, layout=layout), hardware))
     assert len(seen) == len(changes) + 1
 
 
@@ -84,7 +85,7 @@ def test_a_cpu_rests_on_its_own_rates() -> None:
     model = catalogue.model("Qwen3-30B-A3B")
     hardware = catalogue.hardware("2xtests/golden/machine_2cpu.toml")
     layout = parse_layout("", world_size=2)
-    evidence = judge_evidence(model, WORKLOAD, hardware, layout)
+    evidence = judge_evidence(Job(model=model, workload=WORKLOAD, layout=layout), hardware)
     assert evidence.grade is EvidenceGrade.COMBINED
     assert evidence.measured
 

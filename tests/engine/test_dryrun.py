@@ -28,7 +28,10 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
     counted = dry_run(Job(model=model, workload=workload, layout=layout), rank=rank)
     selection = round_robin_selection(Job(model=model, workload=workload, layout=layout))
     comparison = compare_ledgers(
-        predict_rank_ledger(model, workload, layout, rank=rank, selection=selection), counted.ledger
+        predict_rank_ledger(
+            Job(model=model, workload=workload, layout=layout), rank=rank, selection=selection
+        ),
+        counted.ledger,
     )
     unequal = [
         line

@@ -15,6 +15,7 @@ from megatron_cases import REFUSED_MODELS, build_plan, catalogue_model, layouts,
 from moewright.codec import parse_layout
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.intake import catalogue
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import (
@@ -176,7 +177,7 @@ def test_every_flag_of_any_plan_has_a_place(data):
         data.draw(layouts(catalogue_model(name).moe is not None)),
         data.draw(workloads()),
     )
-    assume(not check_legality(catalogue_model(name), workload, layout))
+    assume(not check_legality(Job(model=catalogue_model(name), workload=workload, layout=layout)))
     plan = build_plan(name, layout, workload)
     assume(not refusals(plan) and not list(bridge_refusals(plan)))
     cfg = built(plan)

@@ -13,6 +13,7 @@ from moewright.exporters.megatron.layout import training_steps
 from moewright.exporters.megatron.script import render_megatron_script
 from moewright.intake import catalogue
 from moewright.intake.megatron.read import interpret_launch, read_launch
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import (
@@ -72,7 +73,7 @@ def test_any_layout_and_workload_is_the_same_after_export_and_import(tmp_path_fa
     name = data.draw(st.sampled_from(EXPORTED))
     layout = data.draw(layouts(catalogue_model(name).moe is not None))
     workload = data.draw(workloads())
-    assume(not check_legality(catalogue_model(name), workload, layout))
+    assume(not check_legality(Job(model=catalogue_model(name), workload=workload, layout=layout)))
     if catalogue_model(name).moe is None:  # what trains a router says nothing then
         workload = replace(workload, loss=LossSpec(), router=RouterTraining())
     plan = build_plan(name, layout, workload)

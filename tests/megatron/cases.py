@@ -19,6 +19,7 @@ from megatron_plans import PLANS
 from moewright.codec import format_layout, parse_layout
 from moewright.exporters.megatron.script import all_flags, environment_variables
 from moewright.intake import catalogue
+from moewright.rules.job import plan_job
 from moewright.rules.legality import check_legality, divisors
 from moewright.rules.megatron_limits import broken_rules, missing_options
 from moewright.spec.workload import (
@@ -116,14 +117,11 @@ def digest(plan) -> str:
 
 def our_rules(plan) -> tuple[str, ...]:
     """Return the rules of Megatron-LM that a plan breaks by our account."""
-    return tuple(
-        f"{reason.field}: {reason.rule}"
-        for reason in broken_rules(plan.model, plan.workload, plan.layout)
-    )
+    return tuple(f"{reason.field}: {reason.rule}" for reason in broken_rules(plan_job(plan)))
 
 
 def is_expressible(plan) -> bool:
-    return not any(missing_options(plan.model, plan.workload, plan.layout))
+    return not any(missing_options(plan_job(plan)))
 
 
 @cache
@@ -161,7 +159,7 @@ def random_cases(count: int, seed: int = 0) -> list[dict[str, str]]:
             "layout": text,
         }
         plan = case_plan(row)
-        if not check_legality(plan.model, plan.workload, plan.layout) and is_expressible(plan):
+        if not check_legality(plan_job(plan)) and is_expressible(plan):
             cases.append({**row, "layout": format_layout(plan.layout)})
     return cases
 

@@ -23,6 +23,7 @@ from moewright.rules.grid import (
     group_size,
     min_world_size,
 )
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.micro_batches import micro_batches
 from moewright.rules.schedule import (
@@ -110,7 +111,9 @@ def test_hybrid_sharding_cuts_inside_blocks_and_copies_across(
         for candidate in sharded
         if all(
             reason.field != "layout.shard"
-            for reason in check_legality(moe_model(), workload, candidate)
+            for reason in check_legality(
+                Job(model=moe_model(), workload=workload, layout=candidate)
+            )
         )
     ]
     assume(legal)
@@ -279,7 +282,7 @@ def test_legality_answers_for_every_layout(layout: Layout, batch: int) -> None:
     """A refusal names a field and a rule in one line; what is not refused has a timetable."""
     model = moe_model(layers=8, shared=64)
     workload = Workload(seq_len=4096, global_batch=batch)
-    reasons = check_legality(model, workload, layout)
+    reasons = check_legality(Job(model=model, workload=workload, layout=layout))
     for reason in reasons:
         assert reason.field.split(".")[0] in ("layout", "workload")
         assert reason.rule
@@ -299,13 +302,17 @@ def test_legality_answers_for_every_layout(layout: Layout, batch: int) -> None:
 def test_the_nearest_value_named_mends_its_rule(layout: Layout, batch: int, seq_len: int) -> None:
     model = moe_model(layers=10, shared=64)
     workload = Workload(seq_len=seq_len, global_batch=batch)
-    for reason in check_legality(model, workload, layout):
+    for reason in check_legality(Job(model=model, workload=workload, layout=layout)):
         owner, name = reason.field.split(".")
         named = re.match(r"(\d+)(?: or (\d+))?(?=$|,)", reason.nearest)
         for value in map(int, filter(None, named.groups() if named else ())):
             if owner == "layout":
-                mended = check_legality(model, workload, replace(layout, **{name: value}))
+                mended = check_legality(
+                    Job(model=model, workload=workload, layout=replace(layout, **{name: value}))
+                )
             else:
-                mended = check_legality(model, replace(workload, **{name: value}), layout)
+                mended = check_legality(
+                    Job(model=model, workload=replace(workload, **{name: value}), layout=layout)
+                )
             broken = {(other.field, re.sub(r"\d+", "#", other.rule)) for other in mended}
             assert (reason.field, re.sub(r"\d+", "#", reason.rule)) not in broken, (reason, value)

@@ -8,6 +8,7 @@ import pytest
 
 from model_shapes import moe_model
 from moewright.rules.batch_rampup import step_samples, workload_at_step
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.layout import Layout, Schedule
 from moewright.spec.workload import BatchRampSpec, Workload
@@ -85,14 +86,18 @@ def test_batches_that_are_no_whole_micro_batches_are_refused(
 ) -> None:
     layout = Layout(world_size=2, mbs=2)
     work = growing(start, increment, 64, 16)
-    (reason,) = check_legality(moe_model(), work, layout)
+    (reason,) = check_legality(Job(model=moe_model(), workload=work, layout=layout))
     assert str(reason).startswith(message)
     assert not check_legality(
-        moe_model(), replace(work, ramp=replace(work.ramp, ramp_start=4, ramp_increment=4)), layout
+        Job(
+            model=moe_model(),
+            workload=replace(work, ramp=replace(work.ramp, ramp_start=4, ramp_increment=4)),
+            layout=layout,
+        )
     )
 
 
 def test_the_smallest_batch_must_fill_the_pipeline() -> None:
     layout = Layout(world_size=4, pp=2, vpp=2, mbs=1, schedule=Schedule.INTERLEAVED)
-    assert not check_legality(moe_model(), growing(4, 4, 64, 16), layout)
-    assert check_legality(moe_model(), growing(2, 2, 64, 16), layout)
+    assert not check_legality(Job(model=moe_model(), workload=growing(4, 4, 64, 16), layout=layout))
+    assert check_legality(Job(model=moe_model(), workload=growing(2, 2, 64, 16), layout=layout))

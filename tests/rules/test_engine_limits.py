@@ -9,6 +9,7 @@ import pytest
 import stand_in_deep_ep
 from moewright.codec import parse_layout
 from moewright.rules.engine_limits import unsupported_layout
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.workload import DataSpec, Dtype
 from tiny_jobs import MODEL, build_workload
@@ -17,7 +18,7 @@ from tiny_jobs import MODEL, build_workload
 def refusals(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
     work = build_workload(DataSpec(), precision=precision)
     chosen = parse_layout(layout, world_size=8)
-    assert not check_legality(MODEL, work, chosen)
+    assert not check_legality(Job(model=MODEL, workload=work, layout=chosen))
     return [str(reason) for reason in unsupported_layout(chosen, model=MODEL, workload=work)]
 
 
@@ -67,7 +68,7 @@ def test_what_is_not_built_is_refused() -> None:
 def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
     work = build_workload(DataSpec(), load_histogram=((1,) * 8,) * 2)
     chosen = parse_layout(f"ep4,expert_placement=balanced,spare1,{more}", world_size=8)
-    assert not check_legality(MODEL, work, chosen)
+    assert not check_legality(Job(model=MODEL, workload=work, layout=chosen))
     (reason,) = unsupported_layout(chosen, model=MODEL, workload=work)
     assert str(reason).startswith(f"{field}: ")
     assert "spare=1" in reason.rule

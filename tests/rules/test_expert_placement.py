@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
 from moewright.rules import expert_placement, routing
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.workload import Routing, Workload
 from tiny_jobs import MODEL
@@ -109,27 +110,38 @@ def test_a_plan_expects_the_load_of_the_placement_and_says_what_one_would_gain()
     even = parse_layout("ep2,expert_placement=balanced", world_size=2)
     replicas = replace(even, spare=2)
     load_factors = [
-        routing.expected_load_factor(MODEL, work, layout) for layout in (replicas, even, contiguous)
+        routing.expected_load_factor(Job(model=MODEL, workload=work, layout=layout))
+        for layout in (replicas, even, contiguous)
     ]
     assert load_factors[0] < load_factors[1] < load_factors[2]
     assert load_factors[2] == (1430 / 1382.5 + 1) / 2
     # The first rank's own experts come first; then two replicas of the other rank's.
-    assert expert_placement.slot_experts(MODEL, WORK, replicas, 2)[:4] == (0, 1, 2, 3)
-    assert expert_placement.slot_experts(MODEL, WORK, even, 2) == tuple(range(8))  # even already
+    assert expert_placement.slot_experts(Job(model=MODEL, workload=WORK, layout=replicas), 2)[
+        :4
+    ] == (0, 1, 2, 3)
+    assert expert_placement.slot_experts(Job(model=MODEL, workload=WORK, layout=even), 2) == tuple(
+        range(8)
+    )  # even already
     assert "1.02 x the mean in contiguous blocks" in expert_placement.describe_placements(WORK, 2)
 
 
 def test_a_placement_needs_ranks_and_a_load() -> None:
     even = parse_layout("ep2,expert_placement=balanced", world_size=2)
-    assert check_legality(MODEL, WORK, even) == ()
-    (reason,) = check_legality(MODEL, replace(WORK, load_histogram=()), even)
+    assert check_legality(Job(model=MODEL, workload=WORK, layout=even)) == ()
+    (reason,) = check_legality(
+        Job(model=MODEL, workload=replace(WORK, load_histogram=()), layout=even)
+    )
     assert "load_histogram" in reason.rule
-    (reason,) = check_legality(MODEL, replace(WORK, load_histogram=(HOT,)), even)
+    (reason,) = check_legality(
+        Job(model=MODEL, workload=replace(WORK, load_histogram=(HOT,)), layout=even)
+    )
     assert reason.field == "workload.load_histogram"
-    (reason,) = check_legality(MODEL, WORK, replace(even, ep=1))
+    (reason,) = check_legality(Job(model=MODEL, workload=WORK, layout=replace(even, ep=1)))
     assert reason.rule == "needs ep > 1"
-    assert check_legality(MODEL, WORK, replace(even, spare=4)) == ()
-    (reason,) = check_legality(MODEL, WORK, replace(even, spare=5))
+    assert check_legality(Job(model=MODEL, workload=WORK, layout=replace(even, spare=4))) == ()
+    (reason,) = check_legality(Job(model=MODEL, workload=WORK, layout=replace(even, spare=5)))
     assert (reason.field, reason.nearest) == ("layout.spare", "4")
-    (reason,) = check_legality(MODEL, WORK, parse_layout("ep2,spare1", world_size=2))
+    (reason,) = check_legality(
+        Job(model=MODEL, workload=WORK, layout=parse_layout("ep2,spare1", world_size=2))
+    )
     assert (reason.rule, reason.nearest) == ("goes with expert_placement=balanced", "0")

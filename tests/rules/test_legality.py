@@ -7,6 +7,7 @@ import pytest
 from model_shapes import dense_model, moe_model, qwen3_235b
 from moewright.rules.divisibility import divisors, nearest_legal
 from moewright.rules.grid import min_world_size
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.errors import BadInput, Reason
@@ -38,7 +39,7 @@ H800_256 = {
 def broken(
     layout: Layout, *, model: ModelSpec | None = None, workload: Workload = JOB
 ) -> tuple[Reason, ...]:
-    return check_legality(model or moe_model(), workload, layout)
+    return check_legality(Job(model=model or moe_model(), workload=workload, layout=layout))
 
 
 def only(layout: Layout, *, model: ModelSpec | None = None, workload: Workload = JOB) -> Reason:

@@ -6,6 +6,7 @@ import pytest
 
 from moewright.intake import catalogue
 from moewright.rules import recompute
+from moewright.rules.job import Job
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.units import GIB, MIB
@@ -32,14 +33,14 @@ def kept_bytes(rows: tuple[recompute.SavedTensor, ...], *policies: Recompute) ->
 def test_qwen3_235b_per_layer(tp: int, policies: tuple[Recompute, ...], mib: int) -> None:
     """docs/formulas.md 6, MiB a layer of Qwen3-235B at 4096 tokens."""
     layout = Layout(world_size=256, tp=tp, sp=tp > 1, pp=8, ep=8)
-    rows = recompute.saved_tensors(QWEN, WORKLOAD, layout, 5, load=1.0)
+    rows = recompute.saved_tensors(Job(model=QWEN, workload=WORKLOAD, layout=layout), 5, load=1.0)
     assert kept_bytes(rows, *policies) / MIB == pytest.approx(mib, rel=5e-3)
 
 
 def test_experts_are_the_largest_share() -> None:
     """docs/formulas.md 6: 272 of 440 MiB at TP2."""
     layout = Layout(world_size=256, tp=2, sp=True, pp=32, ep=8)
-    rows = recompute.saved_tensors(QWEN, WORKLOAD, layout, 5, load=1.0)
+    rows = recompute.saved_tensors(Job(model=QWEN, workload=WORKLOAD, layout=layout), 5, load=1.0)
     experts = sum(row.bytes for row in rows if row.module is Module.EXPERTS)
     assert experts / MIB == pytest.approx(272, rel=5e-3)
     assert experts / kept_bytes(rows) == pytest.approx(0.62, abs=5e-3)
@@ -53,7 +54,7 @@ def test_deepseek_v3_published_breakdown() -> None:
     """
     model = catalogue.model("DeepSeek-V3")
     layout = Layout(world_size=256, pp=4, vpp=4, ep=64)
-    rows = recompute.saved_tensors(model, WORKLOAD, layout, 20, load=1.0)
+    rows = recompute.saved_tensors(Job(model=model, workload=WORKLOAD, layout=layout), 20, load=1.0)
     everything = 60 * kept_bytes(rows)
     assert everything / GIB == pytest.approx(131 - 26.3, rel=5e-3)
     freed = everything - 60 * kept_bytes(rows, Recompute.MLA_UP_PROJ)
@@ -63,7 +64,7 @@ def test_deepseek_v3_published_breakdown() -> None:
 def test_rows_by_hand() -> None:
     """Every row of a Qwen3-MoE layer, T = 4096, written out."""
     layout = Layout(world_size=8, ep=8)
-    rows = recompute.saved_tensors(QWEN, WORKLOAD, layout, 0, load=1.5)
+    rows = recompute.saved_tensors(Job(model=QWEN, workload=WORKLOAD, layout=layout), 0, load=1.5)
     T, h, R, f = 4096, 4096, 4096 * 8 * 3 // 2, 1536
     expected = {
         (Module.NORM, "layer_input"): 2 * T * h,
@@ -94,8 +95,8 @@ def test_fp32_doubles_the_activations_and_not_the_statistics() -> None:
     layout = Layout(world_size=8, ep=8)
     wide = Workload(seq_len=4096, global_batch=8, precision=Dtype.FP32)
     pairs = zip(
-        recompute.saved_tensors(QWEN, WORKLOAD, layout, 0, load=1.0),
-        recompute.saved_tensors(QWEN, wide, layout, 0, load=1.0),
+        recompute.saved_tensors(Job(model=QWEN, workload=WORKLOAD, layout=layout), 0, load=1.0),
+        recompute.saved_tensors(Job(model=QWEN, workload=wide, layout=layout), 0, load=1.0),
         strict=True,
     )
     wider = {
@@ -115,18 +116,25 @@ def test_fp32_doubles_the_activations_and_not_the_statistics() -> None:
 def test_dense_and_shared_layers() -> None:
     v3 = catalogue.model("DeepSeek-V3")
     layout = Layout(world_size=8, ep=8)
-    dense = {row.name: row for row in recompute.saved_tensors(v3, WORKLOAD, layout, 0, load=1.0)}
+    dense = {
+        row.name: row
+        for row in recompute.saved_tensors(
+            Job(model=v3, workload=WORKLOAD, layout=layout), 0, load=1.0
+        )
+    }
     assert dense["fc1"].bytes == 4 * 4096 * 18432
     assert dense["post_norm_out"].module is Module.DENSE_MLP
     assert Recompute.MLP in dense["fc1"].freed_by
     shared = [
         r
-        for r in recompute.saved_tensors(v3, WORKLOAD, layout, 5, load=1.0)
+        for r in recompute.saved_tensors(
+            Job(model=v3, workload=WORKLOAD, layout=layout), 5, load=1.0
+        )
         if r.module is Module.SHARED_EXPERTS
     ]
     assert sum(row.bytes for row in shared) == 6 * 4096 * 2048
     gated = recompute.saved_tensors(
-        catalogue.model("Qwen2-57B-A14B"), WORKLOAD, layout, 5, load=1.0
+        Job(model=catalogue.model("Qwen2-57B-A14B"), workload=WORKLOAD, layout=layout), 5, load=1.0
     )
     assert sum(r.bytes for r in gated if r.name == "gated") == 2 * 4096 * (3584 + 1)
 
@@ -134,8 +142,12 @@ def test_dense_and_shared_layers() -> None:
 def test_mtp_depth_is_a_layer_and_its_inputs() -> None:
     v3 = catalogue.model("DeepSeek-V3")
     layout = Layout(world_size=8, ep=8)
-    depth = recompute.saved_tensors(v3, WORKLOAD, layout, v3.layers + 1, load=1.0)
-    layer = recompute.saved_tensors(v3, WORKLOAD, layout, v3.layers - 1, load=1.0)
+    depth = recompute.saved_tensors(
+        Job(model=v3, workload=WORKLOAD, layout=layout), v3.layers + 1, load=1.0
+    )
+    layer = recompute.saved_tensors(
+        Job(model=v3, workload=WORKLOAD, layout=layout), v3.layers - 1, load=1.0
+    )
     assert {row.module for row in depth} == {Module.MTP, Module.ROUTER}
     # The embedding, and both norms' outputs; the hidden state is the final norm's.
     assert kept_bytes(depth) - kept_bytes(layer) == 4096 * (3 * 2 * 7168 + 2 * 4)
@@ -144,7 +156,9 @@ def test_mtp_depth_is_a_layer_and_its_inputs() -> None:
 def test_full_keeps_only_the_layer_input_and_the_choice() -> None:
     for name in ("DeepSeek-V3", "Qwen3-8B", "gpt-oss-20b", "Qwen2-57B-A14B"):
         rows = recompute.saved_tensors(
-            catalogue.model(name), WORKLOAD, Layout(world_size=8, ep=8), 3, load=1.0
+            Job(model=catalogue.model(name), workload=WORKLOAD, layout=Layout(world_size=8, ep=8)),
+            3,
+            load=1.0,
         )
         choice = ["chosen"] if any(row.module is Module.ROUTER for row in rows) else []
         assert [row.name for row in recompute.kept_tensors(rows, (Recompute.FULL,))] == [
@@ -158,7 +172,9 @@ def test_axes_divide_the_activations_or_leave_them() -> None:
 
     def total(**degrees: int) -> int:
         layout = Layout(world_size=64, sp=degrees.get("tp", 1) > 1, **degrees)
-        return kept_bytes(recompute.saved_tensors(QWEN, WORKLOAD, layout, 5, load=1.0))
+        return kept_bytes(
+            recompute.saved_tensors(Job(model=QWEN, workload=WORKLOAD, layout=layout), 5, load=1.0)
+        )
 
     whole = total(ep=8)
     assert total(ep=8, pp=8) == whole
@@ -171,10 +187,13 @@ def test_axes_divide_the_activations_or_leave_them() -> None:
 
 def test_auxiliary_losses_keep_their_inputs() -> None:
     layout = Layout(world_size=8, ep=8)
-    plain = recompute.saved_tensors(QWEN, WORKLOAD, layout, 0, load=1.0)
+    plain = recompute.saved_tensors(Job(model=QWEN, workload=WORKLOAD, layout=layout), 0, load=1.0)
     losses = Workload(seq_len=4096, global_batch=8, loss=LossSpec(aux_coeff=0.01, z_coeff=0.001))
     extra = {
-        row.name: row.bytes for row in recompute.saved_tensors(QWEN, losses, layout, 0, load=1.0)
+        row.name: row.bytes
+        for row in recompute.saved_tensors(
+            Job(model=QWEN, workload=losses, layout=layout), 0, load=1.0
+        )
     }
     for row in plain:
         assert extra.pop(row.name) == row.bytes

@@ -33,7 +33,7 @@ def test_expected_load_is_what_the_workload_says() -> None:
 
     def load(**fields: Any) -> float:
         workload = Workload(seq_len=1, global_batch=1, **fields)
-        return routing.expected_load_factor(QWEN, workload, layout)
+        return routing.expected_load_factor(Job(model=QWEN, workload=workload, layout=layout))
 
     assert load() == 1.0
     assert load(routing=Routing.LEARNED, load_factor=1.7) == 1.7

@@ -145,7 +145,7 @@ def _screen_all(case: Case, group: DegreeGroup) -> list[GroupScores]:
 
 def _estimate(case: Case, layout: Layout) -> Estimate:
     space = case.space
-    assert not check_legality(space.model, space.workload, layout), format_layout(layout)
+    assert not check_legality(space.job(layout)), format_layout(layout)
     return estimate(space.model, space.workload, space.hardware, layout)
 
 

@@ -10,6 +10,7 @@ import pytest
 from moewright.codec import format_layout, parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.search import explain
 from moewright.search.ranking import bound_s
@@ -45,7 +46,7 @@ def test_no_layout_of_a_plain_enumeration_is_better(model: ModelSpec, hardware: 
         text = f"tp1,cp1,etp1,pp{pp},vpp{vpp},ep{ep},mbs{mbs},recompute={recompute}"
         text += f",schedule={schedule}"
         layout = parse_layout(text, world_size=16)
-        if check_legality(model, WORK, layout):
+        if check_legality(Job(model=model, workload=WORK, layout=layout)):
             continue
         tried = estimate(model, WORK, hardware, layout)
         if tried.verdict is Verdict.FITS and (best is None or tried.step_s < best):
@@ -112,7 +113,7 @@ def test_layers_that_split_evenly_nowhere_get_a_layout_string() -> None:
         layout = Layout(world_size=64, ep=8, pp=shape.pp, vpp=shape.vpp, stages=shape.stages)
         assert not [
             reason
-            for reason in check_legality(deepseek, WORK, layout)
+            for reason in check_legality(Job(model=deepseek, workload=WORK, layout=layout))
             if reason.field in ("layout.stages", "layout.pp")
         ]
 

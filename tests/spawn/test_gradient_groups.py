@@ -118,7 +118,11 @@ def test_a_gradient_is_the_sum_over_the_ranks_with_its_parameter(
         tie_embeddings=True,
     )
     assert not check_legality(
-        model, replace(tiny_jobs.build_workload(DataSpec()), global_batch=16), layout
+        Job(
+            model=model,
+            workload=replace(tiny_jobs.build_workload(DataSpec()), global_batch=16),
+            layout=layout,
+        )
     )
     assert (
         launch(partial(check_gradients, model, layout), nproc=world_size, run_dir=tmp_path)

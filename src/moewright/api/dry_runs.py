@@ -72,7 +72,7 @@ def count_rank(path: Path, rank: int, overrides: Sequence[str]) -> DryRunAnswer:
         job = Job(model=model, workload=workload, layout=layout)
         counted = dry_run(job, rank=rank)
     selection = round_robin_selection(job)
-    predicted = predict_rank_ledger(model, workload, layout, rank=rank, selection=selection)
+    predicted = predict_rank_ledger(job, rank=rank, selection=selection)
     planned = None
     if hardware is not None:
         plan = build_plan(model, job_file.workload, hardware, layout)

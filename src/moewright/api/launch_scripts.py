@@ -19,6 +19,7 @@ from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.launch import LaunchCommand, find_launch
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.read import interpret_launch, read_launch
+from moewright.rules.job import Job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput, Reason
@@ -178,7 +179,9 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
     """Search the layouts of a plan's job that Megatron-LM starts; its own stays among the best."""
 
     def object_to(layout: Layout) -> tuple[Reason, ...]:
-        reasons = megatron_refusals(plan.model, plan.workload, plan.hardware, layout)
+        reasons = megatron_refusals(
+            Job(model=plan.model, workload=plan.workload, layout=layout), plan.hardware
+        )
         return tuple(reason for reason in reasons if reason.field.startswith("layout."))
 
     best = search(

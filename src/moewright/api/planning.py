@@ -21,6 +21,7 @@ from moewright.api.requests import (
 )
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.search import explain, what_if
 from moewright.search.fewest import find_fewest
@@ -339,7 +340,7 @@ def _empty_search(request: PlanRequest, rejected: Sequence[tuple[str, int]]) -> 
     pinned = request.layout_text
     layout = parse_layout(pinned, world_size=request.hardware.count)
     reasons = (
-        *check_legality(request.model, request.workload, layout),
+        *check_legality(Job(model=request.model, workload=request.workload, layout=layout)),
         *_objections(request)(layout),
     )
     if reasons:

@@ -13,6 +13,7 @@ from moewright.exporters.slurm import render_slurm_script
 from moewright.exporters.torchrun import render_engine_command
 from moewright.exporters.torchtitan import render_torchtitan_config, torchtitan_refusals
 from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
@@ -24,8 +25,7 @@ _TRAINERS = ("megatron", "bridge", "torchtitan")
 
 def list_trainers(plan: Plan) -> tuple[str, ...]:
     """Return which trainers start a plan: targets of `export`, and this engine as "moewright"."""
-    nouns = (plan.model, plan.workload, plan.hardware, plan.layout)
-    is_megatron = not megatron_refusals(*nouns)
+    is_megatron = not megatron_refusals(plan_job(plan), plan.hardware)
     starts = {
         "megatron": is_megatron,
         "bridge": is_megatron and not any(bridge_refusals(plan)),

@@ -17,6 +17,7 @@ from moewright.engine.kernels.fused.select import build_kernels
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.autograd import NormSettings, RmsNorm, Rotary
 from moewright.engine.runtime import torch_dtype
+from moewright.rules.job import Job
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec
@@ -72,7 +73,10 @@ def _build_symbols(kind: DeviceKind, dtype: Dtype, tokens: int, width: int) -> S
     )
     workload = Workload(seq_len=tokens, global_batch=1, precision=dtype)
     return build_symbols(
-        model, workload, Layout(world_size=1), device_kind=kind, load=1.0, router_efficiency=1.0
+        Job(model=model, workload=workload, layout=Layout(world_size=1)),
+        device_kind=kind,
+        load=1.0,
+        router_efficiency=1.0,
     )
 
 

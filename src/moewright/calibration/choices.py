@@ -105,9 +105,7 @@ def _replay_jobs(pairs: Sequence[SpeedPair]) -> Iterator[ChoiceScore]:
 
 def count_choices(rows: Iterable[MeasuredRow]) -> MeasuredChoices:
     """Count the runs by the choices that they made."""
-    counts = Counter(
-        frozenset(list_choices(row.model, row.workload, row.hardware, row.layout)) for row in rows
-    )
+    counts = Counter(frozenset(list_choices(row.job, row.hardware)) for row in rows)
     return MeasuredChoices(runs=tuple(counts.items()))
 
 
@@ -125,7 +123,7 @@ def _describe_job(pair: SpeedPair) -> str:
 
 def _join_runs(layout: str, runs: Sequence[SpeedPair], others: MeasuredChoices) -> _Option:
     row = runs[0].row
-    choices = list_choices(row.model, row.workload, row.hardware, row.layout)
+    choices = list_choices(row.job, row.hardware)
     missing = count_missing(others.support(choices))
     deviation = float(step_deviation(Constants(row.hardware), *missing))
     predicted = fmean(run.predicted for run in runs)

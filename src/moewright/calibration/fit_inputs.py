@@ -24,6 +24,7 @@ from moewright.codec import format_layout
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.repricing import RepriceableStep
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant, Hardware
@@ -224,7 +225,9 @@ def _unmeasured_runs(
         row_hardware = replace(hardware, count=row.hardware.count)
         for layout in _neighbouring_layouts(row.layout):
             text = format_layout(layout)
-            if text in seen or check_legality(row.model, row.workload, layout):
+            if text in seen or check_legality(
+                Job(model=row.model, workload=row.workload, layout=layout)
+            ):
                 continue
             if not can_run(row, layout):
                 continue

@@ -27,6 +27,7 @@ from moewright.calibration.speed import MeasuredSpeed, read_speed, trained_witho
 from moewright.calibration.unstated import enumerate_readings, find_unstated_columns
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.stages import parse_stages
 from moewright.spec.errors import BadInput
@@ -76,6 +77,11 @@ class MeasuredRow:
     notes: tuple[str, ...] = ()
     duplicate_of: str = ""
     readings: tuple[Reading, ...] = ()
+
+    @property
+    def job(self) -> Job:
+        """Return the job that ran."""
+        return Job(model=self.model, workload=self.workload, layout=self.layout)
 
     @property
     def peak_workload(self) -> Workload:
@@ -220,7 +226,7 @@ def _parse_reading(
     hardware = cell.parse_hardware(
         cells["hardware"], devices, user_hardware, network=cells["network"]
     )
-    reasons = check_legality(model, job.workload, layout)
+    reasons = check_legality(Job(model=model, workload=job.workload, layout=layout))
     if reasons:
         raise BadInput(*reasons)
     return MeasuredRow(

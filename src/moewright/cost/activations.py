@@ -30,12 +30,13 @@ from moewright.cost.stage_parts import (
 )
 from moewright.cost.symbols import Symbols
 from moewright.rules import micro_batches, recompute, routing, shards, timetable_row
+from moewright.rules.job import Job
 from moewright.rules.saved_tensor import SavedTensor
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import CrossEntropyKernel, Workload
+from moewright.spec.workload import CrossEntropyKernel
 
 INT64_BYTES = 8
 FP32_BYTES = 4
@@ -151,9 +152,7 @@ class ActivationContext:
     depth until that depth's backward, which follows the last head's.
     """
 
-    model: ModelSpec
-    workload: Workload
-    layout: Layout
+    job: Job
     is_fused: bool
     input_ratio: float | None
     kept_logit_bytes: int = 0
@@ -165,9 +164,7 @@ def activation_context(constants: Constants, sym: Symbols) -> ActivationContext:
     if sym.is_low_precision:
         input_ratio = constants.low_precision_bytes("input", sym.dtype) / sym.c
     return ActivationContext(
-        model=sym.model,
-        workload=sym.workload,
-        layout=sym.layout,
+        job=sym.job,
         is_fused=sym.is_fused,
         input_ratio=input_ratio,
         kept_logit_bytes=_kept_logit_bytes(constants, sym),
@@ -206,11 +203,10 @@ def layer_activations(
     dispatch: routing.DispatchCounts | None = None,
 ) -> LayerActivations:
     """Count what a layer keeps for one micro-batch; `load` and `dispatch` as in rules.recompute."""
-    model, workload, layout = context.model, context.workload, context.layout
+    model = context.job.model
+    layout = context.job.layout
     tensors = recompute.saved_tensors(
-        model,
-        workload,
-        layout,
+        context.job,
         part.layer,
         load=load,
         dispatch=dispatch,
@@ -259,10 +255,7 @@ def _tensor_masks(
 
 def _graph_bytes(context: ActivationContext, policies: ActivationPolicies) -> Array:
     """Return what the CUDA graphs of a layer pin [policies]."""
-    by_graphs = [
-        graph_bytes(context.model, context.workload, context.layout, graphs)
-        for graphs in policies.graphs
-    ]
+    by_graphs = [graph_bytes(context.job, graphs) for graphs in policies.graphs]
     return np.array(by_graphs, dtype=float)[policies.graphs_of_policy]
 
 
@@ -281,7 +274,7 @@ def offloaded_activations(
     modules = policies.offloaded_modules
     if not modules.any():
         return OffloadedActivations(bytes=0.0 * modules, modules=modules)
-    layer = layer_kinds(context.model)[kind]
+    layer = layer_kinds(context.job.model)[kind]
     part = LayerPart(kind=kind, layer=layer, position=0, is_mtp=False)
     sent = layer_activations(context, policies, part, load=load).offloaded
     return OffloadedActivations(bytes=sent, modules=modules)
@@ -322,8 +315,10 @@ def quantised_bytes(model: ModelSpec, tensor: SavedTensor, input_ratio: float | 
 
 def outside_bytes(context: ActivationContext) -> Array:
     """Return what embedding, head and an MTP depth's input keep [3, modules], in that order."""
-    tokens = micro_batches.micro_batch_tokens(context.workload, context.layout)
-    hidden = recompute.activation_nbytes(context.workload) * tokens * context.model.hidden_size
+    tokens = micro_batches.micro_batch_tokens(context.job.workload, context.job.layout)
+    hidden = (
+        recompute.activation_nbytes(context.job.workload) * tokens * context.job.model.hidden_size
+    )
     return np.array(
         [_embedding_bytes(context), _head_bytes(context), _modules({Module.MTP: hidden})]
     )
@@ -331,7 +326,9 @@ def outside_bytes(context: ActivationContext) -> Array:
 
 def mtp_bytes(context: ActivationContext) -> Array:
     """Return what an MTP depth keeps besides its layer [modules]: an embedding's and a head's."""
-    logits = _tokens(context) * shards.shard_size(context.model.vocab_size, context.layout.tp)
+    logits = _tokens(context) * shards.shard_size(
+        context.job.model.vocab_size, context.job.layout.tp
+    )
     kept = _modules({Module.HEAD: context.kept_logit_bytes * logits})
     return _embedding_bytes(context) + _head_bytes(context) + kept
 
@@ -347,9 +344,9 @@ def _head_bytes(context: ActivationContext) -> Array:
     These are the norm's input and statistic, the head's input, the logits (once, in the compute
     dtype) unless they are made again or a fused stack makes their gradient in place, and targets.
     """
-    model, layout = context.model, context.layout
-    c = recompute.activation_nbytes(context.workload)
-    t = micro_batches.micro_batch_tokens(context.workload, layout)
+    model, layout = context.job.model, context.job.layout
+    c = recompute.activation_nbytes(context.job.workload)
+    t = micro_batches.micro_batch_tokens(context.job.workload, layout)
     T = _tokens(context)
     head = c * t * model.hidden_size + INT64_BYTES * T
     if not context.is_fused:
@@ -366,7 +363,7 @@ def _head_bytes(context: ActivationContext) -> Array:
 
 def _tokens(context: ActivationContext) -> int:
     """Return T, the tokens of a micro-batch on a TP group."""
-    return context.workload.seq_len * context.layout.mbs // context.layout.cp
+    return context.job.workload.seq_len * context.job.layout.mbs // context.job.layout.cp
 
 
 def sum_by_module(bookings: Sequence[tuple[Module, int]]) -> Array:
@@ -396,7 +393,7 @@ def ledger_saved_rows(
     Of short-lived bytes only one more layer is counted, where a forward runs beside a backward.
     `rows` may differ between micro-batches and layers, as those of a recorded step do.
     """
-    columns = table_from_rows(context.layout, table)
+    columns = table_from_rows(context.job.layout, table)
     micro_batches = int(columns.micro_batch.max()) + 1
     kept_bytes = _chunk_bytes(context, rows, chunks, micro_batches=micro_batches)
     owed_bytes = None
@@ -404,7 +401,7 @@ def ledger_saved_rows(
         owed_bytes = _owed_bytes(context, rows, chunks, micro_batches=micro_batches)
     item = columns.micro_batch * len(chunks) + columns.chunk
     moments = take_snapshots(columns, kept_bytes, item, owed_bytes)
-    layers = np.array([max(1, len(chunk_layers(context.model, chunk))) for chunk in chunks])
+    layers = np.array([max(1, len(chunk_layers(context.job.model, chunk))) for chunk in chunks])
     a_layer = kept_bytes.sum(axis=1)[moments.paired] // layers[moments.paired % len(chunks)]
     transient = np.where(moments.paired < 0, 0.0, a_layer)
     live = moments.live + moments.owed
@@ -419,7 +416,6 @@ def _owed_bytes(
 
     Shape: [micro-batches x chunks, modules].
     """
-    model, workload, layout = context.model, context.workload, context.layout
     by_layer: dict[tuple[object, ...], Array] = {}
 
     def layer_bytes(micro_batch: int, layer: int) -> Array:
@@ -428,15 +424,18 @@ def _owed_bytes(
         key = layer, load, dispatch
         if key not in by_layer:
             bookings = layer_owed_bytes(
-                model, workload, layout, layer, load=load, dispatch=dispatch
+                context.job,
+                layer,
+                load=load,
+                dispatch=dispatch,
             )
             by_layer[key] = sum_by_module(bookings)
         return by_layer[key]
 
-    head = sum_by_module(head_owed_bytes(model, workload, layout))
+    head = sum_by_module(head_owed_bytes(context.job))
     return np.array(
         [
-            sum(layer_bytes(micro_batch, layer) for layer in chunk_layers(model, chunk))
+            sum(layer_bytes(micro_batch, layer) for layer in chunk_layers(context.job.model, chunk))
             + head * chunk.has_loss
             for micro_batch in range(micro_batches)
             for chunk in chunks
@@ -448,10 +447,10 @@ def _chunk_bytes(
     context: ActivationContext, rows: ExpertRows, chunks: Sequence[Chunk], *, micro_batches: int
 ) -> Array:
     """Return what every micro-batch and chunk keeps [micro-batches x chunks, modules]."""
-    parts = list_parts(context.model, context.layout)
-    counts = count_parts(context.model, context.layout, parts, chunks)
+    parts = list_parts(context.job.model, context.job.layout)
+    counts = count_parts(context.job.model, context.job.layout, parts, chunks)
     outside = counts[:, len(parts.layers) :] @ outside_bytes(context)
-    policies = policy_of(context.layout)
+    policies = policy_of(context.job.layout)
     by_layer: dict[tuple[object, ...], Array] = {}
 
     def layer_bytes(column: int, load: float, dispatch: routing.DispatchCounts | None) -> Array:
@@ -465,7 +464,9 @@ def _chunk_bytes(
                 by_layer[key] = by_layer[key] + mtp_bytes(context)
         return by_layer[key]
 
-    chunk_columns = [layer_columns(context.layout, parts, chunk, context.model) for chunk in chunks]
+    chunk_columns = [
+        layer_columns(context.job.layout, parts, chunk, context.job.model) for chunk in chunks
+    ]
     batches: dict[tuple[object, ...], list[Array]] = {}
     kept_bytes = []
     for micro_batch in range(micro_batches):

@@ -12,6 +12,7 @@ from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
 from moewright.rules import micro_batches, recompute, shards
 from moewright.rules.adapters import is_frozen
+from moewright.rules.job import Job
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import AttentionBackend, ExpertKernels, Fusion, Workload
@@ -55,9 +56,7 @@ def dispatcher_bytes(sym: Symbols) -> int:
     return _DEEPEP_CHANNELS * (inside + between) * (token + _DEEPEP_BESIDE_BYTES)
 
 
-def graph_bytes(
-    model: ModelSpec, workload: Workload, layout: Layout, graphs: Collection[CudaGraphScope]
-) -> int:
+def graph_bytes(job: Job, graphs: Collection[CudaGraphScope]) -> int:
     """Return the bytes that the CUDA graphs of one layer and micro-batch in flight pin.
 
     They are the static input and the gradient of the output.
@@ -66,8 +65,8 @@ def graph_bytes(
     """
     if not graphs or CudaGraphScope.FULL in graphs:
         return 0
-    tokens = micro_batches.micro_batch_tokens(workload, layout)
-    return 2 * recompute.activation_nbytes(workload) * tokens * model.hidden_size
+    tokens = micro_batches.micro_batch_tokens(job.workload, job.layout)
+    return 2 * recompute.activation_nbytes(job.workload) * tokens * job.model.hidden_size
 
 
 def gathered_bytes(workload: Workload, layer_numel: Array) -> Array:

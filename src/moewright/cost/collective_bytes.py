@@ -28,9 +28,7 @@ _LAYER_LOSS_BYTES = 4 * 8  # the auxiliary losses of a layer, in fp64
 
 
 def comm_rows(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+    job: Job,
     rank: int,
     rows: ExpertRows,
     sets: Sequence[BucketSet],
@@ -41,15 +39,14 @@ def comm_rows(
     `units` are those of our engine under zero=3, whose `sets` are flat buffers beside them; None
     where the sets hold all parameters, whatever is sharded.
     """
-    job = Job(model=model, workload=workload, layout=layout)
-    pp_rank = grid.coordinate(layout, rank, "pp")
-    chunks = rank_chunks(model, layout, pp_rank)
+    pp_rank = grid.coordinate(job.layout, rank, "pp")
+    chunks = rank_chunks(job.model, job.layout, pp_rank)
     micro_batches = rows.micro_batches
-    flat_layout = layout if units is None else fsdp.flat_buffer_layout(layout)
+    flat_layout = job.layout if units is None else fsdp.flat_buffer_layout(job.layout)
     calls = [
         *_step_calls(job, rows),
-        *_gradient_calls(workload, flat_layout, sets, micro_batches),
-        *_unit_calls(workload, units or (), micro_batches),
+        *_gradient_calls(job.workload, flat_layout, sets, micro_batches),
+        *_unit_calls(job.workload, units or (), micro_batches),
         *muon_calls(job, rank, sets, units or ()),
         *_replica_calls(job, rank),
         *_pipeline_calls(job, pp_rank, micro_batches),
@@ -57,7 +54,7 @@ def comm_rows(
     ]
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     for op, group, nbytes, count in calls:
-        if grid.group_size(layout, group) > 1 and count:
+        if grid.group_size(job.layout, group) > 1 and count:
             sum_bytes, sum_calls = sums.get((op, group), (0, 0))
             sums[op, group] = sum_bytes + nbytes, sum_calls + count
     return tuple(
@@ -193,7 +190,7 @@ def _unit_calls(
 
 
 def _replica_calls(job: Job, rank: int) -> Iterator[CallSum]:
-    for nbytes, count in replica_calls(job.model, job.workload, job.layout, rank):
+    for nbytes, count in replica_calls(job, rank):
         yield Collective.ALL_TO_ALL, "ep", nbytes, count
 
 

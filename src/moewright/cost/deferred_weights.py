@@ -13,20 +13,18 @@ from collections.abc import Iterator
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules import recompute, routing
 from moewright.rules.capacity import routed_rows
+from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batch_tokens, tp_group_tokens
 from moewright.rules.shards import shard_size
-from moewright.spec.layout import Layout, Recompute
+from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Workload
+from moewright.spec.model import AttentionKind
 
 Booking = tuple[Module, int]
 
 
 def layer_owed_bytes(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+    job: Job,
     layer: int,
     *,
     load: float,
@@ -38,38 +36,38 @@ def layer_owed_bytes(
     any other: no recompute and no offload choice changes these bytes. `load` and `dispatch` are
     those of rules.recompute; layers above `model.layers` are MTP depths.
     """
-    tensors = recompute.saved_tensors(model, workload, layout, layer, load=load, dispatch=dispatch)
+    tensors = recompute.saved_tensors(job, layer, load=load, dispatch=dispatch)
     inputs = {(tensor.owner, tensor.name): tensor.bytes for tensor in reversed(tensors)}
-    is_mtp = layer > model.layers
-    bookings = [*_attention(model, workload, layout, inputs)]
-    if is_moe_layer(model, layer):
-        bookings += _experts(model, workload, layout, inputs, load)
+    is_mtp = layer > job.model.layers
+    bookings = [*_attention(job, inputs)]
+    if is_moe_layer(job.model, layer):
+        bookings += _experts(job, inputs, load)
     else:
-        bookings += _mlp(model, workload, layout, inputs)
+        bookings += _mlp(job, inputs)
     if is_mtp:
-        bookings += _mtp_projection(model, workload, layout)
+        bookings += _mtp_projection(job)
         bookings = [(Module.MTP, nbytes) for _, nbytes in bookings]
-        bookings += head_owed_bytes(model, workload, layout)
+        bookings += head_owed_bytes(job)
     return tuple(bookings)
 
 
-def head_owed_bytes(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Booking, ...]:
+def head_owed_bytes(job: Job) -> tuple[Booking, ...]:
     """Return the bytes that the weight gradient of a pass through the head waits with.
 
     They are the head's input and the gradient of the logits. Under recompute=loss the gradient is
     computed with the loss, and nothing waits.
     """
-    if Recompute.LOSS in layout.recompute:
+    if Recompute.LOSS in job.layout.recompute:
         return ()
-    head_input = micro_batch_tokens(workload, layout) * model.hidden_size
-    logits = tp_group_tokens(workload, layout) * shard_size(model.vocab_size, layout.tp)
-    return ((Module.HEAD, recompute.activation_nbytes(workload) * (head_input + logits)),)
+    head_input = micro_batch_tokens(job.workload, job.layout) * job.model.hidden_size
+    logits = tp_group_tokens(job.workload, job.layout) * shard_size(
+        job.model.vocab_size, job.layout.tp
+    )
+    return ((Module.HEAD, recompute.activation_nbytes(job.workload) * (head_input + logits)),)
 
 
-def _attention(
-    model: ModelSpec, workload: Workload, layout: Layout, inputs: dict[tuple[Module, str], int]
-) -> Iterator[Booking]:
-    spec = model.attention
+def _attention(job: Job, inputs: dict[tuple[Module, str], int]) -> Iterator[Booking]:
+    spec = job.model.attention
     names = ["input_norm_out", "attention_out"]
     width = spec.q_width + 2 * spec.kv_width
     if spec.kind is AttentionKind.MLA:
@@ -77,51 +75,47 @@ def _attention(
         names = ["q_latent" if spec.q_lora_rank else "input_norm_out", "kv_latent", "attention_out"]
         width = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
     kept = sum(inputs.get((Module.ATTENTION, name), 0) for name in names)
-    yield Module.ATTENTION, kept + _output_gradients(model, workload, layout, width)
+    yield Module.ATTENTION, kept + _output_gradients(job, width)
 
 
-def _mlp(
-    model: ModelSpec, workload: Workload, layout: Layout, inputs: dict[tuple[Module, str], int]
-) -> Iterator[Booking]:
-    width = (2 if model.gated else 1) * model.dense_ffn_size
+def _mlp(job: Job, inputs: dict[tuple[Module, str], int]) -> Iterator[Booking]:
+    width = (2 if job.model.gated else 1) * job.model.dense_ffn_size
     kept = sum(inputs.get((Module.DENSE_MLP, name), 0) for name in ("post_norm_out", "activation"))
-    yield Module.DENSE_MLP, kept + _output_gradients(model, workload, layout, width)
+    yield Module.DENSE_MLP, kept + _output_gradients(job, width)
 
 
 def _experts(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+    job: Job,
     inputs: dict[tuple[Module, str], int],
     load: float,
 ) -> Iterator[Booking]:
-    assert model.moe is not None  # the layer has experts
-    wide = 2 if model.gated else 1
-    rows = routed_rows(model, workload, layout, load)
-    row_width = wide * model.moe.ffn_size // layout.etp + model.expert_width
+    assert job.model.moe is not None  # the layer has experts
+    wide = 2 if job.model.gated else 1
+    rows = routed_rows(job.model, job.workload, job.layout, load)
+    row_width = wide * job.model.moe.ffn_size // job.layout.etp + job.model.expert_width
     kept = sum(
         inputs.get((Module.EXPERTS, name), 0) for name in ("permuted", "activation", "row_ends")
     )
-    yield Module.EXPERTS, kept + recompute.activation_nbytes(workload) * rows * row_width
-    if model.moe.shared_ffn_size:
+    yield Module.EXPERTS, kept + recompute.activation_nbytes(job.workload) * rows * row_width
+    if job.model.moe.shared_ffn_size:
         kept = inputs[Module.ROUTER, "post_norm_out"] + inputs[Module.SHARED_EXPERTS, "activation"]
-        width = wide * model.moe.shared_ffn_size
-        yield Module.SHARED_EXPERTS, kept + _output_gradients(model, workload, layout, width)
+        width = wide * job.model.moe.shared_ffn_size
+        yield Module.SHARED_EXPERTS, kept + _output_gradients(job, width)
 
 
-def _output_gradients(model: ModelSpec, workload: Workload, layout: Layout, width: int) -> int:
+def _output_gradients(job: Job, width: int) -> int:
     """Return the bytes of the output gradients of a block's first and last product.
 
     The first has `width` columns over the TP ranks. The last has the hidden size, and its gradient
     is gathered over them.
     """
-    columns = width // layout.tp + model.hidden_size
-    tokens = tp_group_tokens(workload, layout)
-    return recompute.activation_nbytes(workload) * tokens * columns
+    columns = width // job.layout.tp + job.model.hidden_size
+    tokens = tp_group_tokens(job.workload, job.layout)
+    return recompute.activation_nbytes(job.workload) * tokens * columns
 
 
-def _mtp_projection(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Booking]:
+def _mtp_projection(job: Job) -> Iterator[Booking]:
     """Yield what the projection of an MTP depth waits with: both norms' outputs, and its output."""
-    joined = micro_batch_tokens(workload, layout) * 2 * model.hidden_size
-    columns = tp_group_tokens(workload, layout) * model.hidden_size // layout.tp
-    yield Module.MTP, recompute.activation_nbytes(workload) * (joined + columns)
+    joined = micro_batch_tokens(job.workload, job.layout) * 2 * job.model.hidden_size
+    columns = tp_group_tokens(job.workload, job.layout) * job.model.hidden_size // job.layout.tp
+    yield Module.MTP, recompute.activation_nbytes(job.workload) * (joined + columns)

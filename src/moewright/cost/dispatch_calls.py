@@ -46,10 +46,7 @@ def dispatch_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
     if moe is None or not rows.layers:
         return
     micro_batches = rows.micro_batches
-    layer_slots = (
-        expert_placement.count_slots(job.model, job.workload, job.layout, layer)
-        for layer in rows.layers
-    )
+    layer_slots = (expert_placement.count_slots(job, layer) for layer in rows.layers)
     volume = _DispatchVolume(
         row_bytes=activation_nbytes(job.workload) * job.model.expert_width,
         counts=_sum_dispatches(rows),

@@ -51,6 +51,7 @@ from moewright.cost.uncertainty import (
 )
 from moewright.rules import capacity, flops, routing, stages
 from moewright.rules.expert_placement import describe_placements
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality, check_precision
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware, NetworkKind
@@ -69,11 +70,12 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     Raises:
         BadInput: The layout is illegal or its world is not the hardware's.
     """
-    _check(model, workload, hardware, layout)
+    job = Job(model=model, workload=workload, layout=layout)
+    _check(job, hardware)
     rates = DeviceRates(hardware)
     collectives = CollectiveModel(hardware, rates.constants)
-    sym = expected_symbols(model, workload, hardware, layout, rates.constants)
-    sets = stage_bucket_sets(model, workload, layout)
+    sym = expected_symbols(job, hardware, rates.constants)
+    sets = stage_bucket_sets(job)
     parts = list_parts(model, layout)
     chunks = stages.pipeline_chunks(model, layout)
     counts = count_parts(model, layout, parts, chunks)
@@ -100,19 +102,19 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     return replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
 
 
-def _check(model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout) -> None:
+def _check(job: Job, hardware: Hardware) -> None:
     """Raise BadInput when the layout cannot be estimated."""
-    reasons = [*check_precision(workload, hardware)]
-    if layout.world_size != hardware.count:
+    reasons = [*check_precision(job.workload, hardware)]
+    if job.layout.world_size != hardware.count:
         reasons.append(
             Reason(
                 field="layout.world_size",
-                value=str(layout.world_size),
+                value=str(job.layout.world_size),
                 rule=f"the hardware has {hardware.count} devices",
                 nearest=str(hardware.count),
             )
         )
-    reasons += check_legality(model, workload, layout)
+    reasons += check_legality(job)
     if reasons:
         raise BadInput(*reasons)
 
@@ -137,7 +139,7 @@ def _load_limit(sym: Symbols, margin_bytes: int, bytes_per_load: float) -> float
     """Return the load of the hottest rank over the mean that fills the device; 0 for none."""
     if bytes_per_load <= 0:
         return 0.0
-    load = routing.expected_load_factor(sym.model, sym.workload, sym.layout)
+    load = routing.expected_load_factor(sym.job)
     limit = load + margin_bytes / bytes_per_load
     return max(0.0, limit) if limit < sym.layout.ep else 0.0
 
@@ -148,16 +150,12 @@ _CPU_NOTE = (
 )
 
 
-def expected_symbols(
-    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout, constants: Constants
-) -> Symbols:
+def expected_symbols(job: Job, hardware: Hardware, constants: Constants) -> Symbols:
     """Return the symbols of a layout, under the expert load that the workload expects."""
     return build_symbols(
-        model,
-        workload,
-        layout,
+        job,
         device_kind=hardware.device.kind,
-        load=routing.expected_load_factor(model, workload, layout),
+        load=routing.expected_load_factor(job),
         router_efficiency=constants["router_efficiency"],
     )
 
@@ -200,7 +198,7 @@ def _memory(
     if model.moe is None or layout.ep == 1:
         return peaks, 0.0
     fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
-    load = routing.expected_load_factor(model, sym.workload, layout) + 1
+    load = routing.expected_load_factor(sym.job) + 1
     hotter = replace(sym, R=capacity.routed_rows(model, sym.workload, layout, load))
     taken = memory.model_memory(constants, hotter, parts, policies)
     return peaks, float(peak(fullest, taken).peak_bytes - peaks[fullest].peak_bytes)
@@ -214,23 +212,20 @@ def _ledger(
     phases: tuple[TimeRow, ...],
 ) -> Ledger:
     """Return the ledger of the first rank of a pipeline stage, under the expected expert load."""
-    model, workload, layout = sym.model, sym.workload, sym.layout
-    rank = pp_rank * layout.world_size // layout.pp
+    rank = pp_rank * sym.layout.world_size // sym.layout.pp
     rows = count_expert_rows(
-        model,
-        workload,
-        layout,
+        sym.job,
         rank,
         micro_batches=sym.m,
         selection=None,
-        load=routing.expected_load_factor(model, workload, layout),
+        load=routing.expected_load_factor(sym.job),
     )
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
         memory=memory_rows,
-        comm=comm_rows(model, workload, layout, rank, rows, sets),
-        flops=flop_rows(model, workload, layout, pp_rank, rows),
+        comm=comm_rows(sym.job, rank, rows, sets),
+        flops=flop_rows(sym.job, pp_rank, rows),
         time=phases,
         notes=() if sym.is_fused else (_CPU_NOTE,),
     )
@@ -284,7 +279,7 @@ def _join(
     device_flops_per_s = model_flops / step.step_s / devices
     mfu = device_flops_per_s / rates.peak_flops(workload.precision)
     margin_bytes = capacity - peak.peak_bytes
-    evidence = judge_evidence(sym.model, workload, hardware, sym.layout)
+    evidence = judge_evidence(sym.job, hardware)
     step_sd = float(step_deviation(rates.constants, *count_missing(evidence)))
     return Estimate(
         ledgers=ledgers,
@@ -350,7 +345,7 @@ def _recomputed_flops(sym: Symbols) -> int:
             routed_rows=workload.tokens_per_step * top_k * moe_layers,
             mtp=sum(layer > model.layers for layer in layers),
         )
-    layer_rows = recomputed_flop_rows(model, workload, one_rank, share)
+    layer_rows = recomputed_flop_rows(Job(model=model, workload=workload, layout=one_rank), share)
     return flops.total_model_flops((*logits, *layer_rows))
 
 
@@ -380,7 +375,7 @@ def _assumptions(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterat
 
 def _workload_assumptions(sym: Symbols) -> Iterator[Assumption]:
     workload, layout = sym.workload, sym.layout
-    load = routing.expected_load_factor(sym.model, workload, layout)
+    load = routing.expected_load_factor(sym.job)
     is_measured = workload.routing is Routing.MEASURED
     yield Assumption(
         name="expert_load",

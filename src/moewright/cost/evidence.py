@@ -17,6 +17,7 @@ from math import log, log10
 import numpy as np
 
 from moewright.cost.stage_parts import Array
+from moewright.rules.job import Job
 from moewright.rules.parameters import count_parameters
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import CpComm, ExpertPlacement, Layout, Schedule
@@ -87,9 +88,7 @@ def read_measured_choices() -> MeasuredChoices:
     )
 
 
-def judge_evidence(
-    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
-) -> Evidence:
+def judge_evidence(job: Job, hardware: Hardware) -> Evidence:
     """Return which choices of a job measured runs support.
 
     A CPU is priced by its own measured rates; no published run used one.
@@ -99,7 +98,7 @@ def judge_evidence(
         if SourceKind.MEASURED in kinds:
             return Evidence(grade=EvidenceGrade.COMBINED, measured=(OWN_RATES,))
         return Evidence(grade=EvidenceGrade.FORMULA, formula=("rates of the device",))
-    choices = list_choices(model, workload, hardware, layout)
+    choices = list_choices(job, hardware)
     return read_measured_choices().support(choices)
 
 
@@ -109,14 +108,12 @@ def count_missing(evidence: Evidence) -> tuple[int, int]:
     return len(evidence.formula) - pairs, pairs
 
 
-def list_choices(
-    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
-) -> tuple[str, ...]:
+def list_choices(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """List the choices of a job that decide how it is priced, a word each.
 
     Sizes fall into classes: parameters by half decades, devices by powers of four.
     """
-    return (*job_choices(model, workload, hardware), *layout_choices(layout, hardware))
+    return (*job_choices(job.model, job.workload, hardware), *layout_choices(job.layout, hardware))
 
 
 def job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Iterator[str]:

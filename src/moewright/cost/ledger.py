@@ -19,7 +19,6 @@ from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, Selection
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Workload
 
 _MOE_BLOCK = (Module.ROUTER, Module.EXPERTS, Module.SHARED_EXPERTS)
 
@@ -37,7 +36,9 @@ def predict_ledger(plan: Plan, *, rank: int, selection: Selection | None) -> Led
     workload = plan.workload
     if selection:
         workload = workload_at_step(workload, selection.step - 1)  # the batch may still grow
-    ledger = predict_rank_ledger(plan.model, workload, plan.layout, rank=rank, selection=selection)
+    ledger = predict_rank_ledger(
+        Job(model=plan.model, workload=workload, layout=plan.layout), rank=rank, selection=selection
+    )
     for estimated in plan.estimate.ledgers:
         if estimated.pp_rank == ledger.pp_rank:
             return replace(ledger, time=estimated.time)
@@ -45,9 +46,7 @@ def predict_ledger(plan: Plan, *, rank: int, selection: Selection | None) -> Led
 
 
 def predict_rank_ledger(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+    job: Job,
     *,
     rank: int,
     selection: Selection | None,
@@ -57,35 +56,31 @@ def predict_rank_ledger(
 
     Without a selection experts get `load` times the balanced rows.
     """
-    micro_batches = Job(model=model, workload=workload, layout=layout).micro_batches
-    pp_rank = grid.coordinate(layout, rank, "pp")
-    rows = count_expert_rows(
-        model, workload, layout, rank, micro_batches=micro_batches, selection=selection, load=load
-    )
-    units = fsdp.fsdp_units(model, layout, rank)
-    flat_layout = fsdp.flat_buffer_layout(layout)
+    micro_batches = job.micro_batches
+    pp_rank = grid.coordinate(job.layout, rank, "pp")
+    rows = count_expert_rows(job, rank, micro_batches=micro_batches, selection=selection, load=load)
+    units = fsdp.fsdp_units(job.model, job.layout, rank)
+    flat_layout = fsdp.flat_buffer_layout(job.layout)
     flat_sets = [
         bucket_set
-        for bucket_set in bucket_sets(model, workload, flat_layout, rank)
-        if not fsdp.is_fsdp_sharded(layout, bucket_set.group)
+        for bucket_set in bucket_sets(replace(job, layout=flat_layout), rank)
+        if not fsdp.is_fsdp_sharded(job.layout, bucket_set.group)
     ]
-    table = schedule.timetable(layout, micro_batches)[pp_rank]
-    chunks = rank_chunks(model, layout, pp_rank)
-    context = ActivationContext(
-        model=model, workload=workload, layout=layout, is_fused=False, input_ratio=None
-    )
+    table = schedule.timetable(job.layout, micro_batches)[pp_rank]
+    chunks = rank_chunks(job.model, job.layout, pp_rank)
+    context = ActivationContext(job=job, is_fused=False, input_ratio=None)
     memory = (
-        *state_rows(workload, flat_layout, flat_sets),
-        *replica_rows(model, workload, layout, pp_rank),
-        *fsdp_rows(workload, layout, units),
+        *state_rows(job.workload, flat_layout, flat_sets),
+        *replica_rows(job, pp_rank),
+        *fsdp_rows(job.workload, job.layout, units),
         *ledger_saved_rows(context, rows, chunks=chunks, table=table),
     )
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
         memory=_sum_memory(memory),
-        comm=comm_rows(model, workload, layout, rank, rows, flat_sets, units),
-        flops=flop_rows(model, workload, layout, pp_rank, rows),
+        comm=comm_rows(job, rank, rows, flat_sets, units),
+        flops=flop_rows(job, pp_rank, rows),
         in_flight=schedule.peak_live_chunks(table),
     )
 
@@ -105,23 +100,20 @@ def _sum_memory(rows: Iterable[MemoryRow]) -> tuple[MemoryRow, ...]:
     )
 
 
-def flop_rows(
-    model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int, rows: ExpertRows
-) -> tuple[FlopRow, ...]:
+def flop_rows(job: Job, pp_rank: int, rows: ExpertRows) -> tuple[FlopRow, ...]:
     """Return the FLOPs of a rank in a step: forward, backward, and what recompute repeats."""
-    job = Job(model=model, workload=workload, layout=layout)
-    chunks = rank_chunks(model, layout, pp_rank)
+    chunks = rank_chunks(job.model, job.layout, pp_rank)
     has_loss = any(chunk.has_loss for chunk in chunks)
-    layers = [layer for chunk in chunks for layer in chunk_layers(model, chunk)]
-    repeated = recomputed_layers(model, layout, chunks)
+    layers = [layer for chunk in chunks for layer in chunk_layers(job.model, chunk)]
+    repeated = recomputed_layers(job.model, job.layout, chunks)
     repeated_layers = [layer for layer in layers if layer in repeated]
     share = _rank_share(job, layers, rows, has_loss=has_loss)
     repeated_share = _rank_share(job, repeated_layers, rows, has_loss=has_loss)
     sums: dict[tuple[FlopOp, Module], int] = {}
     for row in (
-        *flops.train_flop_rows(model, layout, share, seq_len=workload.seq_len),
-        *recomputed_flop_rows(model, workload, layout, repeated_share),
-        *recomputed_logit_rows(model, layout, share),
+        *flops.train_flop_rows(job.model, job.layout, share, seq_len=job.workload.seq_len),
+        *recomputed_flop_rows(job, repeated_share),
+        *recomputed_logit_rows(job.model, job.layout, share),
     ):
         key = row.op, row.module
         sums[key] = sums.get(key, 0) + row.flops
@@ -156,21 +148,19 @@ def _rank_share(
     )
 
 
-def recomputed_flop_rows(
-    model: ModelSpec, workload: Workload, layout: Layout, share: flops.RankShare
-) -> tuple[FlopRow, ...]:
+def recomputed_flop_rows(job: Job, share: flops.RankShare) -> tuple[FlopRow, ...]:
     """Return the forward FLOPs that the recompute choices repeat in backward."""
-    choices = layout.recompute
-    spec = model.attention
+    choices = job.layout.recompute
+    spec = job.model.attention
     repeated = [
         work
-        for work in flops.forward_flops(model, layout, share, seq_len=workload.seq_len)
+        for work in flops.forward_flops(job.model, job.layout, share, seq_len=job.workload.seq_len)
         if _is_repeated(work, choices)
     ]
     if Recompute.MLA_UP_PROJ in choices and spec.kind is AttentionKind.MLA:
-        up_numel = (spec.q_lora_rank or model.hidden_size) * spec.q_width
+        up_numel = (spec.q_lora_rank or job.model.hidden_size) * spec.q_width
         up_numel += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
-        layer_flops = 2 * share.tokens * up_numel // layout.tp
+        layer_flops = 2 * share.tokens * up_numel // job.layout.tp
         for layers, in_mtp in ((len(share.layers), False), (share.mtp, True)):
             repeated.append(
                 flops.ForwardFlops(

@@ -139,12 +139,16 @@ class ModelMemory:
     @cached_property
     def owed(self) -> Array:
         """What the weight gradients of every part wait with [parts, modules]."""
-        model, workload, layout = self.sym.model, self.sym.workload, self.sym.layout
+        job = self.sym.job
         bookings: list[tuple[Booking, ...]] = [
-            layer_owed_bytes(model, workload, layout, part.layer, load=rank_load(self.sym))
+            layer_owed_bytes(
+                job,
+                part.layer,
+                load=rank_load(self.sym),
+            )
             for part in self.parts.layers
         ]
-        bookings += [(), head_owed_bytes(model, workload, layout), ()]
+        bookings += [(), head_owed_bytes(job), ()]
         return np.array([sum_by_module(booking) for booking in bookings])
 
     @cached_property
@@ -279,7 +283,7 @@ def rank_memory(
     states = list(state_rows(workload, layout, sets, trained=sym.trained_share))
     on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
-    states += replica_rows(model, workload, layout, pp_rank)
+    states += replica_rows(sym.job, pp_rank)
     if workload.precision.is_narrow:
         share = constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
         states = list(add_low_precision_copies(states, share))

@@ -11,12 +11,12 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, fsdp, grid, shards
+from moewright.rules.job import Job
 from moewright.rules.muon import is_muon_matrix
 from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow, Module
-from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, MatrixUpdate, SaveMode, Workload
 
 MASTER_BYTES = 4
@@ -53,42 +53,37 @@ class BucketSet:
         return sum(bucket.numel for bucket in self.buckets)
 
 
-def bucket_sets(
-    model: ModelSpec, workload: Workload, layout: Layout, rank: int
-) -> tuple[BucketSet, ...]:
+def bucket_sets(job: Job, rank: int) -> tuple[BucketSet, ...]:
     """Return the bucket sets of a rank by the group that reduces them, in rules.shards' order.
 
     Parameters that several pipeline ranks hold have sets of their own.
     """
-    params = shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp"))
-    return _sets(params, model, workload, layout, rank)
+    params = shards.stage_parameters(job.model, job.layout, grid.coordinate(job.layout, rank, "pp"))
+    return _sets(params, job, rank)
 
 
-def stage_bucket_sets(
-    model: ModelSpec, workload: Workload, layout: Layout
-) -> tuple[tuple[BucketSet, ...], ...]:
+def stage_bucket_sets(job: Job) -> tuple[tuple[BucketSet, ...], ...]:
     """Return `bucket_sets` of the first rank of every pipeline stage."""
-    stage = layout.world_size // layout.pp
-    params = shards.parameters_by_stage(model, layout)
+    stage = job.layout.world_size // job.layout.pp
+    params = shards.parameters_by_stage(job.model, job.layout)
     return tuple(
-        _sets(stage_params, model, workload, layout, pp_rank * stage)
-        for pp_rank, stage_params in enumerate(params)
+        _sets(stage_params, job, pp_rank * stage) for pp_rank, stage_params in enumerate(params)
     )
 
 
-def _sets(
-    params: Sequence[Param], model: ModelSpec, workload: Workload, layout: Layout, rank: int
-) -> tuple[BucketSet, ...]:
+def _sets(params: Sequence[Param], job: Job, rank: int) -> tuple[BucketSet, ...]:
     sets = []
     for group in shards.GRADIENT_GROUPS:
         by_holders: dict[tuple[int, ...], list[Param]] = {}
         for param in reversed(params):
-            if shards.gradient_group(param.sharded_dims, layout) == group:
-                holders = shards.holding_pp_ranks(param.name, model, layout)
+            if shards.gradient_group(param.sharded_dims, job.layout) == group:
+                holders = shards.holding_pp_ranks(param.name, job.model, job.layout)
                 by_holders.setdefault(holders, []).append(param)
         for holders in sorted(by_holders):
             members = by_holders[holders]
-            sets.append(_bucket_set(members, workload, layout, rank, group, holders=holders))
+            sets.append(
+                _bucket_set(members, job.workload, job.layout, rank, group, holders=holders)
+            )
     return tuple(sets)
 
 

@@ -10,50 +10,48 @@ from math import prod
 
 from moewright.cost.routed_rows import rank_chunks
 from moewright.rules import expert_placement, grid, shards
+from moewright.rules.job import Job
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Workload
 
 _FP32_BYTES = 4
 
 
-def replica_rows(
-    model: ModelSpec, workload: Workload, layout: Layout, pp_rank: int
-) -> tuple[MemoryRow, ...]:
+def replica_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
     """Return the weights and gradients of a rank's replicas; they have no optimizer states."""
-    if not layout.spare:
+    if not job.layout.spare:
         return ()
-    expert_numels = _expert_tensor_numels(model, layout, pp_rank).values()
-    numel = layout.spare * sum(sum(tensors) for tensors in expert_numels)
+    expert_numels = _expert_tensor_numels(job.model, job.layout, pp_rank).values()
+    numel = job.layout.spare * sum(sum(tensors) for tensors in expert_numels)
     if not numel:
         return ()
     return tuple(
         MemoryRow(component=component, module=Module.EXPERTS, bytes=nbytes * numel)
         for component, nbytes in (
-            (Component.GRADIENTS, workload.grad_dtype.nbytes),
-            (Component.WEIGHTS, activation_nbytes(workload)),
+            (Component.GRADIENTS, job.workload.grad_dtype.nbytes),
+            (Component.WEIGHTS, activation_nbytes(job.workload)),
         )
     )
 
 
-def replica_calls(
-    model: ModelSpec, workload: Workload, layout: Layout, rank: int
-) -> Iterator[tuple[int, int]]:
+def replica_calls(job: Job, rank: int) -> Iterator[tuple[int, int]]:
     """Yield the bytes and calls of the all-to-alls over the EP group in a step, by layer.
 
     Gradients go in fp32 to the ranks that own the experts, and their weights come from there.
     """
-    if not layout.spare:
+    if not job.layout.spare:
         return
-    ep_rank = grid.coordinate(layout, rank, "ep")
-    pp_rank = grid.coordinate(layout, rank, "pp")
-    weight_bytes = activation_nbytes(workload)
-    for layer, tensors in _expert_tensor_numels(model, layout, pp_rank).items():
-        slots = expert_placement.slot_experts(model, workload, layout, layer)
-        exchange = expert_placement.plan_replica_exchange(slots, layout.ep, ep_rank, layout.spare)
-        element_bytes = layout.spare * _FP32_BYTES + len(exchange.sent_slots) * weight_bytes
+    ep_rank = grid.coordinate(job.layout, rank, "ep")
+    pp_rank = grid.coordinate(job.layout, rank, "pp")
+    weight_bytes = activation_nbytes(job.workload)
+    for layer, tensors in _expert_tensor_numels(job.model, job.layout, pp_rank).items():
+        slots = expert_placement.slot_experts(job, layer)
+        exchange = expert_placement.plan_replica_exchange(
+            slots, job.layout.ep, ep_rank, job.layout.spare
+        )
+        element_bytes = job.layout.spare * _FP32_BYTES + len(exchange.sent_slots) * weight_bytes
         yield sum(tensors) * element_bytes, 2 * len(tensors)
 
 

@@ -21,6 +21,7 @@ from moewright.cost.step_time import (
     step_tail,
 )
 from moewright.rules import stages
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Constant, Hardware
@@ -55,19 +56,20 @@ class RepriceableStep:
     def __init__(
         self, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
     ) -> None:
-        if reasons := check_legality(model, workload, layout):
+        job = Job(model=model, workload=workload, layout=layout)
+        if reasons := check_legality(job):
             raise BadInput(*reasons)
         self._hardware, self._layout = hardware, layout
         self._sym = expected_symbols(
-            model, workload, hardware, layout, DeviceRates(hardware).constants
+            job,
+            hardware,
+            DeviceRates(hardware).constants,
         )
         self._work = model_ops(self._sym)
         self._parts = list_parts(model, layout)
         chunks = stages.pipeline_chunks(model, layout)
         self._counts = count_parts(model, layout, self._parts, chunks)
-        self._rank_parameters = {
-            count_rank_parameters(sets) for sets in stage_bucket_sets(model, workload, layout)
-        }
+        self._rank_parameters = {count_rank_parameters(sets) for sets in stage_bucket_sets(job)}
         self._transfers = float(exposed_transfers(layout.pp, layout.vpp, self._sym.m))
         _, _, times = self._priced(())
         is_held = self._counts.any(axis=0)

@@ -14,7 +14,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DocumentMasking, Workload
+from moewright.spec.workload import DocumentMasking
 
 Item = TypeVar("Item")
 _Table = tuple[tuple[int, ...], ...]  # [micro_batch][layer]
@@ -133,9 +133,7 @@ def sum_rows(table: Iterable[tuple[int, ...]]) -> int:
 
 
 def count_expert_rows(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+    job: Job,
     rank: int,
     *,
     micro_batches: int,
@@ -149,21 +147,20 @@ def count_expert_rows(
     Raises:
         BadInput: the selection is not one of this model, layout and batch.
     """
-    job = Job(model=model, workload=workload, layout=layout)
-    chunks = rank_chunks(model, layout, grid.coordinate(layout, rank, "pp"))
+    chunks = rank_chunks(job.model, job.layout, grid.coordinate(job.layout, rank, "pp"))
     moe_layers: tuple[int, ...] = ()
-    if model.moe:
+    if job.model.moe:
         moe_layers = tuple(
             layer
             for chunk in chunks
-            for layer in stages.chunk_layers(model, chunk)
-            if is_moe_layer(model, layer)
+            for layer in stages.chunk_layers(job.model, chunk)
+            if is_moe_layer(job.model, layer)
         )
-    is_padded = layout.capacity_fill is CapacityFill.PADDED
+    is_padded = job.layout.capacity_fill is CapacityFill.PADDED
     if selection is None or not moe_layers or is_padded:
         rows = _predicted_rows(job, moe_layers, micro_batches, load)
     else:
-        _check_selection(model, layout, micro_batches, selection)
+        _check_selection(job.model, job.layout, micro_batches, selection)
         rows = _selected_rows(job, moe_layers, rank, selection)
     return _with_attention_pairs(rows, job, rank, selection)
 
@@ -176,7 +173,7 @@ def _predicted_rows(
 
     rows = job.routed_rows(load)
     etp_rows = rows // job.layout.etp
-    dispatch = routing.expected_dispatch(job.model, job.workload, job.layout)
+    dispatch = routing.expected_dispatch(job)
     return ExpertRows(
         layers=moe_layers,
         balanced=job.routed_rows(),
@@ -192,9 +189,7 @@ def _selected_rows(
 ) -> ExpertRows:
     model, layout = job.model, job.layout
     routed_layers = [model.routed_layers.index(layer) for layer in moe_layers]
-    slots = [
-        expert_placement.slot_experts(model, job.workload, layout, layer) for layer in moe_layers
-    ]
+    slots = [expert_placement.slot_experts(job, layer) for layer in moe_layers]
     etp_parts: list[_Table] = []
     for peer in grid.group_ranks(layout, "etp", rank):
         sources = _source_indices(layout, peer, selection)

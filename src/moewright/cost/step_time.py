@@ -226,7 +226,7 @@ class Pricer:
 
     def part_times(self, layout: Layout, parts: StageParts) -> PartTimes:
         """Price the parts of a layout with the degrees and micro-batch of the priced one."""
-        sym = replace(self.sym, layout=layout)
+        sym = replace(self.sym, job=replace(self.sym.job, layout=layout))
         layers = {}
         for kind, rows in self._priced.layers.items():
             _, device = self._device_time(layout, kind)
@@ -318,7 +318,7 @@ class Pricer:
             return self._shared._device_time(layout, kind)
         key = kind, layout.overlap, layout.dispatcher, layout.cp_comm
         if key not in self._device:
-            sym = replace(self.sym, layout=layout)
+            sym = replace(self.sym, job=replace(self.sym.job, layout=layout))
             moved = price_collectives(self._collectives, sym, kind)
             rows = self._priced.layers[kind]
             alone = replace(layout, overlap=())  # as long whatever else overlaps

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moewright.rules import capacity, micro_batches
 from moewright.rules.adapters import is_frozen, trained_share
+from moewright.rules.job import Job
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
@@ -29,9 +29,7 @@ class Symbols:
     rate, `trained_share` the elements that train over those of the model (1 but for adapters).
     """
 
-    model: ModelSpec
-    workload: Workload
-    layout: Layout
+    job: Job
     device_kind: DeviceKind
     dtype: Dtype
     c: int
@@ -43,6 +41,21 @@ class Symbols:
     router_efficiency: float
     m: int
     trained_share: float = 1.0
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model of the job."""
+        return self.job.model
+
+    @property
+    def workload(self) -> Workload:
+        """The workload of the job."""
+        return self.job.workload
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the job."""
+        return self.job.layout
 
     @property
     def is_frozen(self) -> bool:
@@ -81,9 +94,7 @@ class Symbols:
 
 
 def build_symbols(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+    job: Job,
     *,
     device_kind: DeviceKind,
     load: float,
@@ -91,18 +102,16 @@ def build_symbols(
 ) -> Symbols:
     """Return the symbols of a layout whose experts get `load` times the balanced rows."""
     return Symbols(
-        model=model,
-        workload=workload,
-        layout=layout,
+        job=job,
         device_kind=device_kind,
-        dtype=workload.precision,
-        c=activation_nbytes(workload),
-        T=workload.seq_len * layout.mbs // layout.cp,
-        t=micro_batches.micro_batch_tokens(workload, layout),
-        R=capacity.routed_rows(model, workload, layout, load),
-        seq_len=workload.seq_len,
-        attended_share=workload.data.attended_share,
+        dtype=job.workload.precision,
+        c=activation_nbytes(job.workload),
+        T=job.tp_group_tokens,
+        t=job.micro_batch_tokens,
+        R=job.routed_rows(load),
+        seq_len=job.workload.seq_len,
+        attended_share=job.workload.data.attended_share,
         router_efficiency=router_efficiency,
-        m=workload.global_batch // (layout.mbs * layout.dp),
-        trained_share=trained_share(model, workload),
+        m=job.workload.global_batch // (job.layout.mbs * job.layout.dp),
+        trained_share=trained_share(job.model, job.workload),
     )

@@ -16,6 +16,7 @@ from moewright.cost.estimate import estimate
 from moewright.diagnosis.layout_changes import RemedyContext
 from moewright.diagnosis.remedies import REMEDIES, Remedy
 from moewright.diagnosis.traces.capture import TrainerMark
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Finding, Fix, PredictedChange, Wall
@@ -96,7 +97,7 @@ def _build_fix(remedy: Remedy, context: FixContext, *, is_memory: bool) -> Fix |
     layout = remedy.change(RemedyContext(model=job.model, hardware=job.hardware, layout=job.layout))
     if layout == job.layout:
         return None
-    if reasons := check_legality(job.model, job.workload, layout):
+    if reasons := check_legality(Job(model=job.model, workload=job.workload, layout=layout)):
         return replace(fix, excluded=str(reasons[0]))
     try:
         changed = estimate(job.model, job.workload, job.hardware, layout)

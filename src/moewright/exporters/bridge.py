@@ -15,6 +15,7 @@ from moewright.exporters.megatron.script import all_flags, comment_lines, enviro
 from moewright.exporters.torchrun import torchrun_command
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table
+from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Overlap
@@ -210,7 +211,7 @@ def render_bridge_recipe(plan: Plan) -> str:
             Face does not know by this name.
     """
     reasons = (
-        *megatron_refusals(plan.model, plan.workload, plan.hardware, plan.layout),
+        *megatron_refusals(plan_job(plan), plan.hardware),
         *bridge_refusals(plan),
     )
     if reasons:

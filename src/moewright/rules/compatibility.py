@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from moewright.rules.context_parallel import cp_factors
+from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.layout import (
     CapacityFill,
@@ -22,7 +23,7 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Dtype, RouterAssignment, RouterForce, Workload
+from moewright.spec.workload import Dtype, RouterAssignment, RouterForce
 
 _EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _ROUTER_GRAPHS = (CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS)
@@ -33,19 +34,19 @@ def has_experts(model: ModelSpec) -> bool:
     return model.moe is not None and model.moe_layer_count > 0
 
 
-def check_compatibility(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+def check_compatibility(job: Job) -> Iterator[Reason]:
     """Yield every broken rule. Degrees are not checked beyond being 1 or more."""
-    yield from _check_recompute(model, layout)
-    yield from _check_offload(model, layout)
-    yield from _check_overlap(layout)
-    if Overlap.EP in layout.overlap:
-        yield from _check_ep_overlap(model, workload, layout)
-    if Overlap.SHARED in layout.overlap:
-        yield from _check_shared_overlap(model, layout)
-    yield from _check_graphs(model, layout)
-    yield from _check_exchanges(model, layout)
-    yield from _check_assignment(model, workload, layout)
-    yield from _check_capacity_fill(layout)
+    yield from _check_recompute(job.model, job.layout)
+    yield from _check_offload(job.model, job.layout)
+    yield from _check_overlap(job.layout)
+    if Overlap.EP in job.layout.overlap:
+        yield from _check_ep_overlap(job)
+    if Overlap.SHARED in job.layout.overlap:
+        yield from _check_shared_overlap(job.model, job.layout)
+    yield from _check_graphs(job.model, job.layout)
+    yield from _check_exchanges(job.model, job.layout)
+    yield from _check_assignment(job)
+    yield from _check_capacity_fill(job.layout)
 
 
 def _without(
@@ -137,24 +138,24 @@ def _check_overlap(layout: Layout) -> Iterator[Reason]:
             yield _without("overlap", chosen, [item], rule)
 
 
-def _check_ep_overlap(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
-    replayed = [item for item in layout.recompute if item in (Recompute.FULL, Recompute.MOE)]
+def _check_ep_overlap(job: Job) -> Iterator[Reason]:
+    replayed = [item for item in job.layout.recompute if item in (Recompute.FULL, Recompute.MOE)]
     rules = (
-        (layout.ep == 1, "ep needs ep > 1"),
+        (job.layout.ep == 1, "ep needs ep > 1"),
         (
-            layout.dispatcher is DispatcherKind.ALL_GATHER,
+            job.layout.dispatcher is DispatcherKind.ALL_GATHER,
             "ep needs an all-to-all dispatcher",
         ),
-        (layout.pp > 1 and layout.vpp == 1, "ep with pp > 1 needs vpp > 1"),
-        (layout.schedule is Schedule.ZBV, "zbv runs no forward beside a backward"),
+        (job.layout.pp > 1 and job.layout.vpp == 1, "ep with pp > 1 needs vpp > 1"),
+        (job.layout.schedule is Schedule.ZBV, "zbv runs no forward beside a backward"),
         (bool(replayed), f"ep cannot stand with recompute={''.join(replayed[:1])}"),
-        (workload.precision is Dtype.FP32, "ep needs bf16 or fp16 compute"),
-        (model.mtp_layers > 1, "ep takes at most one MTP layer"),
-        (layout.zero == 3 and layout.vpp > 1, "ep with zero=3 needs vpp=1"),
+        (job.workload.precision is Dtype.FP32, "ep needs bf16 or fp16 compute"),
+        (job.model.mtp_layers > 1, "ep takes at most one MTP layer"),
+        (job.layout.zero == 3 and job.layout.vpp > 1, "ep with zero=3 needs vpp=1"),
     )
     for is_broken, rule in rules:
         if is_broken:
-            yield _without("overlap", layout.overlap, [Overlap.EP], rule)
+            yield _without("overlap", job.layout.overlap, [Overlap.EP], rule)
 
 
 def _check_shared_overlap(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
@@ -274,13 +275,13 @@ def _check_capacity_fill(layout: Layout) -> Iterator[Reason]:
     )
 
 
-def _check_assignment(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+def _check_assignment(job: Job) -> Iterator[Reason]:
     """Yield what does not go with Sinkhorn routing, which evens out the load itself.
 
     Nothing else may choose experts, even out their load or cut it off.
     """
-    training = workload.router
-    loss = workload.loss
+    training = job.workload.router
+    loss = job.workload.loss
     if training.assignment is not RouterAssignment.SINKHORN:
         if training.sinkhorn_iterations:
             yield Reason(
@@ -295,10 +296,10 @@ def _check_assignment(model: ModelSpec, workload: Workload, layout: Layout) -> I
         ("workload.seq_aux_coeff", loss.seq_aux_coeff, 0.0),
         ("workload.global_aux_coeff", loss.global_aux_coeff, 0.0),
         ("workload.force", training.force, RouterForce.NONE),
-        ("layout.capacity", layout.capacity, 0.0),
+        ("layout.capacity", job.layout.capacity, 0.0),
     ]
-    if model.moe is not None:
-        router = model.moe.router
+    if job.model.moe is not None:
+        router = job.model.moe.router
         required += [
             ("model.moe.router.selection_bias", router.selection_bias, False),
             ("model.moe.router.top_groups", router.top_groups, router.groups),

@@ -36,7 +36,7 @@ def require_runnable(job: Job) -> None:
     """Raise BadInput with every reason why a job is not legal or not run by the engine."""
     reasons = (
         *unsupported_model(job.model, job.workload),
-        *check_legality(job.model, job.workload, job.layout),
+        *check_legality(job),
         *unsupported_layout(job.layout, model=job.model, workload=job.workload),
     )
     if reasons:

@@ -16,7 +16,6 @@ from statistics import fmean
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.layout import ExpertPlacement, Layout
-from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Workload
 
 
@@ -32,29 +31,27 @@ class ReplicaPlacement:
     load_factor: float  # of the hottest rank, over the mean
 
 
-def slot_experts(
-    model: ModelSpec, workload: Workload, layout: Layout, layer: int
-) -> tuple[int, ...]:
+def slot_experts(job: Job, layer: int) -> tuple[int, ...]:
     """Return the expert of every slot of a layer with experts.
 
     No histogram counts the load of MTP depths; their experts stay in order.
     """
-    experts = model.expert_count
-    index = model.routed_layers.index(layer)
-    is_counted = index < len(workload.load_histogram)
-    if layout.expert_placement is ExpertPlacement.CONTIGUOUS or not is_counted:
+    experts = job.model.expert_count
+    index = job.model.routed_layers.index(layer)
+    is_counted = index < len(job.workload.load_histogram)
+    if job.layout.expert_placement is ExpertPlacement.CONTIGUOUS or not is_counted:
         return tuple(range(experts))
-    counts = workload.load_histogram[index]
-    if layout.spare:
-        return place_with_replicas(counts, layout.ep, layout.spare).slots
-    return place_balanced(counts, layout.ep)
+    counts = job.workload.load_histogram[index]
+    if job.layout.spare:
+        return place_with_replicas(counts, job.layout.ep, job.layout.spare).slots
+    return place_balanced(counts, job.layout.ep)
 
 
-def count_slots(model: ModelSpec, workload: Workload, layout: Layout, layer: int) -> int:
+def count_slots(job: Job, layer: int) -> int:
     """Return the slots of all ranks in a layer with experts, those of replicas included."""
-    experts = model.expert_count
-    if layout.spare and model.routed_layers.index(layer) < len(workload.load_histogram):
-        return experts + layout.spare * layout.ep
+    experts = job.model.expert_count
+    if job.layout.spare and job.model.routed_layers.index(layer) < len(job.workload.load_histogram):
+        return experts + job.layout.spare * job.layout.ep
     return experts
 
 

@@ -35,29 +35,30 @@ _ZERO_LEVELS = (0, 1, 3)
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
-def check_legality(model: ModelSpec, workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+def check_legality(job: Job) -> tuple[Reason, ...]:
     """Return every broken rule with the nearest legal value; () when the layout is legal.
 
     Numbers beyond all bounds are reported alone, because the other rules calculate with them.
     """
-    job = Job(model=model, workload=workload, layout=layout)
-    reasons = list(_check_bounds(workload, layout))
+    reasons = list(_check_bounds(job.workload, job.layout))
     if reasons:
         return tuple(reasons)
-    reasons += _check_grids(model, layout)
+    reasons += _check_grids(job.model, job.layout)
     grid_fits = not reasons
-    reasons += _check_experts(model, layout)
-    reasons += _check_nodes(layout)
-    reasons += _check_tensor_parallelism(model, layout)
+    reasons += _check_experts(job.model, job.layout)
+    reasons += _check_nodes(job.layout)
+    reasons += _check_tensor_parallelism(job.model, job.layout)
     reasons += _check_sequence(job)
-    reasons += check_stages(model, layout)
+    reasons += check_stages(job.model, job.layout)
     if grid_fits:
-        batch_reasons = tuple(check_batch(workload, layout))
+        batch_reasons = tuple(check_batch(job.workload, job.layout))
         reasons += batch_reasons
-        reasons += _check_shard(layout)
+        reasons += _check_shard(job.layout)
         if not batch_reasons:
-            reasons += tuple(check_ramp(workload, layout)) or _check_first_step(workload, layout)
-    reasons += check_compatibility(model, workload, layout)
+            reasons += tuple(check_ramp(job.workload, job.layout)) or _check_first_step(
+                job.workload, job.layout
+            )
+    reasons += check_compatibility(job)
     reasons += check_placement(job) or check_load_histogram(job)
     return tuple(reasons)
 

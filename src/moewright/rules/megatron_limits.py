@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.rules.engine_features import unsupported_features
+from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, Hardware, NetworkKind
 from moewright.spec.layout import (
@@ -65,57 +66,59 @@ MLA_YARN_DEFAULTS = (4096, 32.0, 1.0)
 LLAMA3_POSITIONS = 8192
 
 
-def megatron_refusals(
-    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
-) -> tuple[Reason, ...]:
+def megatron_refusals(job: Job, hardware: Hardware) -> tuple[Reason, ...]:
     """Return why Megatron-LM does not train a legal layout; () where it does."""
     return (
-        *missing_options(model, workload, layout),
-        *broken_rules(model, workload, layout),
-        *_check_libraries(model, workload, hardware, layout),
+        *missing_options(job),
+        *broken_rules(job),
+        *_check_libraries(job, hardware),
     )
 
 
-def missing_options(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+def missing_options(job: Job) -> Iterator[Reason]:
     """Yield what no option of Megatron-LM's says."""
-    yield from _check_biases(model)
-    yield from _check_features(model)
-    yield from _check_attention(model)
-    if model.moe is not None:
-        yield from _check_router(model.moe.router)
-    yield from _check_layout(layout)
-    yield from _check_training(workload, layout)
+    yield from _check_biases(job.model)
+    yield from _check_features(job.model)
+    yield from _check_attention(job.model)
+    if job.model.moe is not None:
+        yield from _check_router(job.model.moe.router)
+    yield from _check_layout(job.layout)
+    yield from _check_training(job.workload, job.layout)
 
 
-def broken_rules(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+def broken_rules(job: Job) -> Iterator[Reason]:
     """Yield what Megatron-LM's own checks stop at, although its options can say it."""
-    moe = model.moe
-    has_biases = model.attention.out_bias
-    if moe and has_biases and layout.etp > 1:
-        yield _refusal("layout.etp", layout.etp, "cuts no experts that have biases", 1)
+    moe = job.model.moe
+    has_biases = job.model.attention.out_bias
+    if moe and has_biases and job.layout.etp > 1:
+        yield _refusal("layout.etp", job.layout.etp, "cuts no experts that have biases", 1)
     if moe and has_biases and moe.shared_ffn_size:
         rule = "has no biases beside shared experts"
         yield _refusal("model.moe.shared_ffn_size", moe.shared_ffn_size, rule, 0)
     if moe and moe.router.selection_bias and moe.router.score is ScoreFunction.SOFTMAX:
         rule = "corrects the selection of sigmoid-like scores only"
         yield _refusal("model.moe.router.selection_bias", True, rule, False)
-    if moe and moe.latent_size and Overlap.SHARED in layout.overlap:
+    if moe and moe.latent_size and Overlap.SHARED in job.layout.overlap:
         rule = "trains experts in a latent space without shared experts beside their exchange"
         yield _refusal("layout.overlap", Overlap.SHARED, rule, "none")
-    if model.mtp_layers and model.position is PositionKind.ROPE and is_yarn(model.attention):
+    if (
+        job.model.mtp_layers
+        and job.model.position is PositionKind.ROPE
+        and is_yarn(job.model.attention)
+    ):
         rule = "predicts further tokens with plain rotary positions"
-        yield _refusal("model.mtp_layers", model.mtp_layers, rule, 0)
-    moments = workload.optimizer.moment_dtype
-    is_precision_aware = Offload.OPTIMIZER in layout.offload or moments is not Dtype.FP32
-    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        yield _refusal("model.mtp_layers", job.model.mtp_layers, rule, 0)
+    moments = job.workload.optimizer.moment_dtype
+    is_precision_aware = Offload.OPTIMIZER in job.layout.offload or moments is not Dtype.FP32
+    if job.workload.optimizer.matrix_update is MatrixUpdate.MUON:
         rule = "moves and narrows the moments of adam alone, and shards adam's weights alone"
-        if is_precision_aware or layout.zero == 3:
+        if is_precision_aware or job.layout.zero == 3:
             yield _refusal("workload.matrix_update", MatrixUpdate.MUON, rule, MatrixUpdate.ADAMW)
-    if not layout.zero and is_precision_aware:
+    if not job.layout.zero and is_precision_aware:
         rule = "moves and narrows moments in its distributed optimizer alone"
         yield _refusal("layout.zero", 0, rule, 1)
-    yield from _check_graphs(layout)
-    yield from _check_trainer(model, workload, layout)
+    yield from _check_graphs(job.layout)
+    yield from _check_trainer(job)
 
 
 def is_yarn(attention: AttentionSpec) -> bool:
@@ -260,30 +263,33 @@ def _check_graphs(layout: Layout) -> Iterator[Reason]:
         yield _refusal("layout.capacity_fill", layout.capacity_fill, rule, CapacityFill.PADDED)
 
 
-def _check_trainer(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Reason]:
+def _check_trainer(job: Job) -> Iterator[Reason]:
     """Yield what does not go with the chosen kernels and dropout."""
-    trainer = workload.trainer
+    trainer = job.workload.trainer
     if trainer.cross_entropy is CrossEntropyKernel.IN_PLACE:
         rule = "has switched this loss of Transformer Engine's off"
         yield _refusal("workload.cross_entropy", trainer.cross_entropy, rule, "fp32")
     if trainer.attention_backend is AttentionBackend.LOCAL:
-        yield from _check_local_layers(model, layout)
-    if trainer.expert_kernels is ExpertKernels.SEQUENTIAL and Recompute.MOE_ACT in layout.recompute:
+        yield from _check_local_layers(job.model, job.layout)
+    if (
+        trainer.expert_kernels is ExpertKernels.SEQUENTIAL
+        and Recompute.MOE_ACT in job.layout.recompute
+    ):
         rule = "replays moe_act of grouped experts alone"
         yield _refusal("layout.recompute", Recompute.MOE_ACT, rule, Recompute.MOE)
-    delays_wgrad = Overlap.WGRAD in layout.overlap and Overlap.GRAD in layout.overlap
+    delays_wgrad = Overlap.WGRAD in job.layout.overlap and Overlap.GRAD in job.layout.overlap
     if (
         Fusion.WEIGHT_GRAD in trainer.unfused
         and delays_wgrad
-        and CudaGraphScope.ATTN in layout.graphs
+        and CudaGraphScope.ATTN in job.layout.graphs
     ):
         rule = "captures delayed weight gradients where their sum is fused"
         yield _refusal("layout.graphs", CudaGraphScope.ATTN, rule, "none")
-    has_attention_graph = {CudaGraphScope.ATTN, CudaGraphScope.FULL} & set(layout.graphs)
+    has_attention_graph = {CudaGraphScope.ATTN, CudaGraphScope.FULL} & set(job.layout.graphs)
     if (
         trainer.attention_dropout
         and has_attention_graph
-        and Recompute.CORE_ATTN in layout.recompute
+        and Recompute.CORE_ATTN in job.layout.recompute
     ):
         rule = "replays no attention with dropout inside a graph"
         yield _refusal("layout.recompute", Recompute.CORE_ATTN, rule, "none")
@@ -308,9 +314,7 @@ def _check_local_layers(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         yield _refusal("layout.offload", "+".join(layout.offload), rule, "none")
 
 
-def _check_libraries(
-    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
-) -> Iterator[Reason]:
+def _check_libraries(job: Job, hardware: Hardware) -> Iterator[Reason]:
     """Yield what stops in Transformer Engine, or needs another device."""
     device = hardware.device
     if device.kind is not DeviceKind.CUDA:
@@ -320,15 +324,15 @@ def _check_libraries(
     if domain in NETWORKS_WITHOUT_CUDA:
         rule = "trains on CUDA and ROCm devices"
         yield _refusal("hardware.fabric.domain", domain, rule, NetworkKind.NVLINK)
-    if workload.precision.is_narrow and not any(peak.dtype.is_narrow for peak in device.peaks):
+    if job.workload.precision.is_narrow and not any(peak.dtype.is_narrow for peak in device.peaks):
         rule = f"needs 8-bit tensor cores, which {device.name} has not"
-        yield _refusal("workload.precision", workload.precision, rule, Dtype.BF16)
-    attention = model.attention
-    if layout.cp == 1:
+        yield _refusal("workload.precision", job.workload.precision, rule, Dtype.BF16)
+    attention = job.model.attention
+    if job.layout.cp == 1:
         return
-    if attention.sinks and layout.cp_comm is not CpComm.A2A:
+    if attention.sinks and job.layout.cp_comm is not CpComm.A2A:
         rule = "exchanges heads alone where attention has sinks"
-        yield _refusal("layout.cp_comm", layout.cp_comm, rule, CpComm.A2A)
-    elif attention.sliding_window and layout.cp_comm not in (CpComm.A2A, CpComm.ALL_GATHER):
+        yield _refusal("layout.cp_comm", job.layout.cp_comm, rule, CpComm.A2A)
+    elif attention.sliding_window and job.layout.cp_comm not in (CpComm.A2A, CpComm.ALL_GATHER):
         rule = "passes no sliding windows around a ring"
-        yield _refusal("layout.cp_comm", layout.cp_comm, rule, CpComm.A2A)
+        yield _refusal("layout.cp_comm", job.layout.cp_comm, rule, CpComm.A2A)

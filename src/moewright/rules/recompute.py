@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from moewright.rules import expert_placement, routing
 from moewright.rules.capacity import routed_rows
 from moewright.rules.context_parallel import cp_factors
+from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batch_tokens, tp_group_tokens
 from moewright.rules.mixer_saved import (
     MixerSymbols,
@@ -71,9 +72,7 @@ class _LocalExperts:
 
 
 def saved_tensors(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+    job: Job,
     layer: int,
     *,
     load: float,
@@ -91,32 +90,32 @@ def saved_tensors(
     same indices as with an all-to-all, while our engine saves those of its own sort.
     """
     symbols = _TableSymbols(
-        c=activation_nbytes(workload),
-        T=tp_group_tokens(workload, layout),
-        t=micro_batch_tokens(workload, layout),
-        h=model.hidden_size,
-        tp=layout.tp,
-        a2a_ranks=cp_factors(layout)[0],
-        seq_len=workload.seq_len,
-        trainer=workload.trainer,
+        c=activation_nbytes(job.workload),
+        T=tp_group_tokens(job.workload, job.layout),
+        t=micro_batch_tokens(job.workload, job.layout),
+        h=job.model.hidden_size,
+        tp=job.layout.tp,
+        a2a_ranks=cp_factors(job.layout)[0],
+        seq_len=job.workload.seq_len,
+        trainer=job.workload.trainer,
     )
-    is_mtp = layer > model.layers
-    has_experts = model.moe_layers[-1 if is_mtp else layer]
-    rows = [*_mixer(model, symbols, layer, repeats_exchange=repeats_exchange)]
-    if not model.has_mlp(layer):
+    is_mtp = layer > job.model.layers
+    has_experts = job.model.moe_layers[-1 if is_mtp else layer]
+    rows = [*_mixer(job.model, symbols, layer, repeats_exchange=repeats_exchange)]
+    if not job.model.has_mlp(layer):
         return tuple(row for row in rows if row.bytes)
-    rows += _second_norm(model, symbols, has_mixer=model.mixer(layer) is not MixerKind.NONE)
+    rows += _second_norm(job.model, symbols, has_mixer=job.model.mixer(layer) is not MixerKind.NONE)
     if has_experts:
         local = _LocalExperts(
-            R=routed_rows(model, workload, layout, load),
-            slots=expert_placement.count_slots(model, workload, layout, layer),
-            dispatch=dispatch or routing.expected_dispatch(model, workload, layout),
+            R=routed_rows(job.model, job.workload, job.layout, load),
+            slots=expert_placement.count_slots(job, layer),
+            dispatch=dispatch or routing.expected_dispatch(job),
         )
-        rows += _moe(model, workload, layout, symbols, local, is_fused_stack=repeats_exchange)
+        rows += _moe(job, symbols, local, is_fused_stack=repeats_exchange)
     else:
-        rows += _dense(model, symbols)
+        rows += _dense(job.model, symbols)
     if is_mtp:
-        rows = [_book_to_mtp(row) for row in (*_mtp_inputs(model, symbols), *rows)]
+        rows = [_book_to_mtp(row) for row in (*_mtp_inputs(job.model, symbols), *rows)]
     return tuple(row for row in rows if row.bytes)
 
 
@@ -304,37 +303,35 @@ def _dense(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
 
 
 def _moe(
-    model: ModelSpec,
-    workload: Workload,
-    layout: Layout,
+    job: Job,
     symbols: _TableSymbols,
     local: _LocalExperts,
     *,
     is_fused_stack: bool,
 ) -> Iterator[SavedTensor]:
-    if model.moe is None:
+    if job.model.moe is None:
         return
-    c, t, R, etp = symbols.c, symbols.t, local.R, layout.etp
-    ffn = model.moe.ffn_size
-    fc1_width = _fc1_width(model, ffn)
+    c, t, R, etp = symbols.c, symbols.t, local.R, job.layout.etp
+    ffn = job.model.moe.ffn_size
+    fc1_width = _fc1_width(job.model, ffn)
     moe = Recompute.MOE
     yield saved_tensor(Module.ROUTER, "post_norm_out", c * t * symbols.h, Recompute.LAYERNORM)
-    yield from _router(model.moe, workload, t)
-    yield saved_tensor(Module.EXPERTS, "permuted", c * R * model.expert_width, moe)
-    yield saved_tensor(Module.EXPERTS, "latent_out", c * t * model.moe.latent_size, moe)
+    yield from _router(job.model.moe, job.workload, t)
+    yield saved_tensor(Module.EXPERTS, "permuted", c * R * job.model.expert_width, moe)
+    yield saved_tensor(Module.EXPERTS, "latent_out", c * t * job.model.moe.latent_size, moe)
     yield saved_tensor(Module.EXPERTS, "fc1", c * R * fc1_width // etp, moe)
     yield saved_tensor(Module.EXPERTS, "activation", c * R * ffn // etp, Recompute.MOE_ACT, moe)
     if is_fused_stack:
-        unweighted = c * R * _unweighted_width(model, symbols.trainer) // etp
+        unweighted = c * R * _unweighted_width(job.model, symbols.trainer) // etp
         yield saved_tensor(Module.EXPERTS, "unweighted", unweighted, Recompute.MOE_ACT, moe)
     yield saved_tensor(Module.EXPERTS, "probs", _FP32_BYTES * R, moe)
-    indices = _index_count(model.moe, layout, t, local, is_fused_stack=is_fused_stack)
+    indices = _index_count(job.model.moe, job.layout, t, local, is_fused_stack=is_fused_stack)
     yield saved_tensor(Module.EXPERTS, "indices", _INT64_BYTES * indices, moe)
     # The row ends of replicas are kept once more, apart from those of the own experts.
-    replicas = (local.slots - model.moe.experts) // layout.ep
-    row_ends = local.slots // layout.ep + replicas
+    replicas = (local.slots - job.model.moe.experts) // job.layout.ep
+    row_ends = local.slots // job.layout.ep + replicas
     yield saved_tensor(Module.EXPERTS, "row_ends", _INT32_BYTES * row_ends, moe)
-    yield from _shared_experts(model, symbols)
+    yield from _shared_experts(job.model, symbols)
 
 
 def _index_count(

@@ -83,27 +83,27 @@ def counts_copies(layout: Layout) -> bool:
     return layout.dispatcher in _COPYING_DISPATCHERS
 
 
-def expected_dispatch(model: ModelSpec, workload: Workload, layout: Layout) -> DispatchCounts:
+def expected_dispatch(job: Job) -> DispatchCounts:
     """Return what a dispatch moves under even routing (docs/formulas.md 3).
 
     As many copies come in as go out.
     """
-    if model.moe is None:
+    if job.model.moe is None:
         return DispatchCounts(rows_sent=0, copies_out=0, copies_in=0, copies_gathered=0)
-    tokens = micro_batch_tokens(workload, layout)
-    top_k = model.moe.router.top_k
-    experts = model.moe.experts
-    rows_sent = experts * capacity_rows(tokens, top_k, experts, layout.capacity)
-    if layout.capacity_fill is not CapacityFill.PADDED:
+    tokens = micro_batch_tokens(job.workload, job.layout)
+    top_k = job.model.moe.router.top_k
+    experts = job.model.moe.experts
+    rows_sent = experts * capacity_rows(tokens, top_k, experts, job.layout.capacity)
+    if job.layout.capacity_fill is not CapacityFill.PADDED:
         rows_sent = min(tokens * top_k, rows_sent)
-    copies = round(tokens * expected_places(model.moe.router, layout.ep))
-    nodes = dispatch_nodes(layout)
-    node_copies = round(tokens * expected_places(model.moe.router, nodes)) if nodes else 0
+    copies = round(tokens * expected_places(job.model.moe.router, job.layout.ep))
+    nodes = dispatch_nodes(job.layout)
+    node_copies = round(tokens * expected_places(job.model.moe.router, nodes)) if nodes else 0
     return DispatchCounts(
         rows_sent=rows_sent,
         copies_out=copies,
         copies_in=copies,
-        copies_gathered=copies * layout.etp,
+        copies_gathered=copies * job.layout.etp,
         node_copies_out=node_copies,
         node_copies_in=node_copies,
     )
@@ -186,25 +186,25 @@ def round_robin_selection(job: Job) -> Selection | None:
     )
 
 
-def expected_load_factor(model: ModelSpec, workload: Workload, layout: Layout) -> float:
+def expected_load_factor(job: Job) -> float:
     """Return the load of the hottest expert rank over the mean that a prediction assumes.
 
     A layer waits for its hottest rank, so layers of different load add up: for a histogram it is
     the mean over the layers.
     """
-    if workload.routing is Routing.BALANCED or model.moe is None:
+    if job.workload.routing is Routing.BALANCED or job.model.moe is None:
         return 1.0
-    if workload.routing is Routing.LEARNED:
-        return workload.load_factor
-    if workload.routing is Routing.SKEWED:
+    if job.workload.routing is Routing.LEARNED:
+        return job.workload.load_factor
+    if job.workload.routing is Routing.SKEWED:
         return skewed_load_factor(
-            model.moe.experts,
-            layout.ep,
-            model.moe.router.top_k,
-            workload.load_skew,
-            capacity=layout.capacity,
+            job.model.moe.experts,
+            job.layout.ep,
+            job.model.moe.router.top_k,
+            job.workload.load_skew,
+            capacity=job.layout.capacity,
         )
-    return fmean(layer_load_factors(workload, layout))
+    return fmean(layer_load_factors(job.workload, job.layout))
 
 
 def layer_load_factors(workload: Workload, layout: Layout) -> tuple[float, ...]:

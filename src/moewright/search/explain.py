@@ -7,6 +7,7 @@ from typing import Protocol
 
 from moewright.codec import format_layout, parse_layout
 from moewright.cost.estimate import estimate
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
@@ -102,7 +103,7 @@ def explain_objections(
     """
     layout = parse_layout(text, world_size=hardware.count)
     name = format_layout(layout)
-    reasons = check_legality(model, workload, layout)
+    reasons = check_legality(Job(model=model, workload=workload, layout=layout))
     if reasons:
         return tuple(f"{name} is not legal: {reason}" for reason in reasons)
     layout_estimate = estimate(model, workload, hardware, layout)

@@ -365,9 +365,7 @@ class Screener:
         if key not in self._legal_policies:
             layout = with_pipeline(cut, shape, self._space)
             reasons = [
-                check_compatibility(
-                    self._space.model, self._space.workload, policy.apply_to(layout)
-                )
+                check_compatibility(self._space.job(policy.apply_to(layout)))
                 for policy in self.activation_policies
             ]
             self._legal_policies[key] = np.array(

@@ -332,7 +332,7 @@ class ScreeningMemory:
             copies += share
         replica_bytes = []
         for layout, pp_rank in batch.rank_layouts(sym.layout):
-            rows = replica_rows(sym.model, sym.workload, layout, pp_rank)
+            rows = replica_rows(replace(sym.job, layout=layout), pp_rank)
             sizes = {row.component: row.bytes for row in rows if row.module is Module.EXPERTS}
             weights = sizes.get(Component.WEIGHTS, 0)
             replica_bytes.append(copies * weights + sizes.get(Component.GRADIENTS, 0))

@@ -77,7 +77,9 @@ class ScreeningTimes:
         """Return the symbols of a layout of the space."""
         space = self.space
         return expected_symbols(
-            space.model, space.workload, space.hardware, layout, self.rates.constants
+            space.job(layout),
+            space.hardware,
+            self.rates.constants,
         )
 
     def pricer(self, layout: Layout) -> Pricer:

@@ -163,7 +163,7 @@ def _build_legal_plan(
     space: SearchSpace, candidate: Candidate, rejected: Counter[str]
 ) -> Plan | None:
     """Return the plan of a candidate; None where it is illegal, which `rejected` counts."""
-    reasons = check_legality(space.model, space.workload, candidate.layout)
+    reasons = check_legality(space.job(candidate.layout))
     if reasons:
         rejected.update({reason.rule for reason in reasons})
         return None

@@ -15,6 +15,7 @@ from moewright.cost.activations import ActivationPolicy
 from moewright.cost.collective_time import group_span
 from moewright.rules.compatibility import check_compatibility
 from moewright.rules.divisibility import divisors
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.networks import runs_on
 from moewright.rules.routing import LIBRARY_DISPATCHERS
@@ -112,6 +113,10 @@ class SearchSpace:
     base: Layout
     fixed: frozenset[str]
     allowed: Objections = no_objections
+
+    def job(self, layout: Layout) -> Job:
+        """Return the job in a layout."""
+        return Job(model=self.model, workload=self.workload, layout=layout)
 
     def permits(self, **fields: Any) -> bool:
         """Return whether `allowed` has no reason against these values of a layout's fields."""
@@ -225,7 +230,7 @@ def _offload_choices(
 
 def _is_compatible(space: SearchSpace, layout: Layout, field: str) -> bool:
     """Return whether nothing in a layout excludes its value of a field."""
-    reasons = check_compatibility(space.model, space.workload, layout)
+    reasons = check_compatibility(space.job(layout))
     return not any(reason.field == f"layout.{field}" for reason in reasons)
 
 
@@ -326,7 +331,7 @@ def _tensor_degrees(space: SearchSpace) -> Iterator[int]:
     for tp in divisors(world):
         if tp <= space.hardware.fabric.domain_size:
             alone = replace(Layout(world_size=world), tp=tp, sp=tp > 1)
-            reasons = check_legality(space.model, space.workload, alone)
+            reasons = check_legality(space.job(alone))
             if not any(reason.field == "layout.tp" for reason in reasons):
                 yield tp
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from moewright.codec import explicit_fields, format_layout, parse_layout
 from moewright.rules.divisibility import divisors
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.parameters import count_parameters
 from moewright.search.search import search
@@ -96,7 +97,9 @@ class TuningSpace:
 
     def reasons_against(self, point: TuningPoint) -> tuple[Reason, ...]:
         """Return the reasons against running a point; () for none."""
-        illegal = check_legality(self.model, point.apply_to(self.workload), point.layout)
+        illegal = check_legality(
+            Job(model=self.model, workload=point.apply_to(self.workload), layout=point.layout)
+        )
         return (*illegal, *self.allowed(point.layout))
 
     def contains(self, point: TuningPoint) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from moewright.codec import format_layout
 from moewright.rules.divisibility import divisors
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.layout import (
     CpComm,
@@ -172,7 +173,7 @@ def _with_value(layout: Layout, key: str, value: Any) -> Layout:
 
 
 def _check_step(model: ModelSpec, workload: Workload, layout: Layout, value: str) -> LayoutStep:
-    reasons = check_legality(model, workload, layout)
+    reasons = check_legality(Job(model=model, workload=workload, layout=layout))
     rule = ""
     if reasons:
         rule = f"{reasons[0].field.removeprefix('layout.')}: {reasons[0].rule}"

@@ -26,6 +26,7 @@ from moewright.engine.model.router import ExpertSelection, Router
 from moewright.engine.runtime import Runtime
 from moewright.rules.capacity import capacity_rows
 from moewright.rules.expert_placement import rank_slots, slot_experts
+from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batch_tokens
 from moewright.rules.routing import (
     RoundRobinCounts,
@@ -182,7 +183,9 @@ class MoeLayer(torch.nn.Module):
         self._runtime = runtime
         self._spec = spec
         self.router = Router(runtime, spec.experts, layer_number)
-        slots = slot_experts(runtime.model, runtime.workload, layout, layer_number)
+        slots = slot_experts(
+            Job(model=runtime.model, workload=runtime.workload, layout=layout), layer_number
+        )
         self._assigner: SlotAssigner | None = None
         if slots != tuple(range(spec.experts)):
             self._assigner = SlotAssigner(runtime, slots, spec.experts)

@@ -22,6 +22,7 @@ from moewright.engine.run.step import StepResult
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.expert_placement import slot_experts
 from moewright.rules.flops import model_flops_per_token
+from moewright.rules.job import plan_job
 from moewright.spec.plan import Plan
 from moewright.spec.run import LayerLoad, Session, StepRecord
 from moewright.spec.units import TERA
@@ -103,10 +104,7 @@ def _hfu_over_mfu(plan: Plan) -> float:
 def _build_loads(plan: Plan, result: StepResult, tokens: int) -> tuple[LayerLoad, ...]:
     if plan.model.moe is None:
         return ()
-    slots = {
-        layer: slot_experts(plan.model, plan.workload, plan.layout, layer)
-        for layer in plan.model.routed_layers
-    }
+    slots = {layer: slot_experts(plan_job(plan), layer) for layer in plan.model.routed_layers}
     return build_layer_loads(
         result.expert_loads,
         result.router_losses,

@@ -13,6 +13,7 @@ from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WO
 from moewright.exporters.megatron.model import Flag, format_number
 from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_steps
 from moewright.rules.context_parallel import cp_factors
+from moewright.rules.job import Job
 from moewright.rules.stages import pipeline_chunks
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
@@ -24,7 +25,6 @@ from moewright.spec.layout import (
     Offload,
     Recompute,
 )
-from moewright.spec.model import ModelSpec
 from moewright.spec.workload import (
     DocumentMasking,
     Dtype,
@@ -55,11 +55,11 @@ DEFAULT_STEPS = 100
 HYSTERESIS = 1
 
 
-def layout_flags(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Flag]:
+def layout_flags(job: Job) -> Iterator[Flag]:
     """Yield the flags of a layout."""
-    yield from _degree_flags(model, workload, layout)
-    yield from _memory_flags(layout)
-    yield from _overlap_flags(layout)
+    yield from _degree_flags(job)
+    yield from _memory_flags(job.layout)
+    yield from _overlap_flags(job.layout)
 
 
 def workload_flags(workload: Workload, layout: Layout, hardware: Hardware) -> Iterator[Flag]:
@@ -86,35 +86,38 @@ def has_mx_tensor_cores(hardware: Hardware) -> bool:
     return re.match(r"G?B\d", hardware.device.name) is not None
 
 
-def _degree_flags(model: ModelSpec, workload: Workload, layout: Layout) -> Iterator[Flag]:
-    yield LAYOUT_OPTIONS["tp"], str(layout.tp)
-    if layout.sp:
+def _degree_flags(job: Job) -> Iterator[Flag]:
+    yield LAYOUT_OPTIONS["tp"], str(job.layout.tp)
+    if job.layout.sp:
         yield (LAYOUT_OPTIONS["sp"],)
-    yield LAYOUT_OPTIONS["cp"], str(layout.cp)
-    if layout.cp > 1:
-        yield LAYOUT_OPTIONS["cp_comm"], CP_COMM_NAMES.get(layout.cp_comm, layout.cp_comm.value)
-    if layout.cp_comm is CpComm.A2A_P2P:
-        yield "--hierarchical-context-parallel-sizes", *map(str, cp_factors(layout))
-    yield LAYOUT_OPTIONS["pp"], str(layout.pp)
-    if layout.stages:
-        yield LAYOUT_OPTIONS["stages"], layout.stages
-    elif layout.pp > 1:
-        if layout.vpp > 1:
-            yield LAYOUT_OPTIONS["vpp"], str(layout.vpp)
-        sizes = {len(chunk.layers) for chunk in pipeline_chunks(model, layout)}
+    yield LAYOUT_OPTIONS["cp"], str(job.layout.cp)
+    if job.layout.cp > 1:
+        yield (
+            LAYOUT_OPTIONS["cp_comm"],
+            CP_COMM_NAMES.get(job.layout.cp_comm, job.layout.cp_comm.value),
+        )
+    if job.layout.cp_comm is CpComm.A2A_P2P:
+        yield "--hierarchical-context-parallel-sizes", *map(str, cp_factors(job.layout))
+    yield LAYOUT_OPTIONS["pp"], str(job.layout.pp)
+    if job.layout.stages:
+        yield LAYOUT_OPTIONS["stages"], job.layout.stages
+    elif job.layout.pp > 1:
+        if job.layout.vpp > 1:
+            yield LAYOUT_OPTIONS["vpp"], str(job.layout.vpp)
+        sizes = {len(chunk.layers) for chunk in pipeline_chunks(job.model, job.layout)}
         if len(sizes) > 1:  # embedding and loss count as layers
             yield ("--account-for-embedding-in-pipeline-split",)
             yield ("--account-for-loss-in-pipeline-split",)
-    if layout.vpp > 1 and layout.vpp_group:
-        yield LAYOUT_OPTIONS["vpp_group"], str(layout.vpp_group)
-    if model.moe:
-        yield LAYOUT_OPTIONS["ep"], str(layout.ep)
-        yield LAYOUT_OPTIONS["etp"], str(layout.etp)  # always: left out, it would be tp
-        yield from DISPATCHER_FLAGS[layout.dispatcher]
-        if layout.capacity:
-            yield LAYOUT_OPTIONS["capacity"], format_number(layout.capacity)
-            yield "--moe-token-drop-policy", workload.router.drop_policy.value
-        if layout.capacity_fill is CapacityFill.PADDED:
+    if job.layout.vpp > 1 and job.layout.vpp_group:
+        yield LAYOUT_OPTIONS["vpp_group"], str(job.layout.vpp_group)
+    if job.model.moe:
+        yield LAYOUT_OPTIONS["ep"], str(job.layout.ep)
+        yield LAYOUT_OPTIONS["etp"], str(job.layout.etp)  # always: left out, it would be tp
+        yield from DISPATCHER_FLAGS[job.layout.dispatcher]
+        if job.layout.capacity:
+            yield LAYOUT_OPTIONS["capacity"], format_number(job.layout.capacity)
+            yield "--moe-token-drop-policy", job.workload.router.drop_policy.value
+        if job.layout.capacity_fill is CapacityFill.PADDED:
             yield (LAYOUT_OPTIONS["capacity_fill"],)
 
 

@@ -12,6 +12,7 @@ from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import layout_flags, training_steps, workload_flags
 from moewright.exporters.megatron.model import Flag, model_flags
 from moewright.exporters.torchrun import torchrun_command
+from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Offload, Overlap
@@ -64,7 +65,7 @@ def megatron_flags(plan: Plan) -> tuple[Flag, ...]:
     Raises:
         BadInput: one Reason for each thing that Megatron-LM cannot say.
     """
-    reasons = megatron_refusals(plan.model, plan.workload, plan.hardware, plan.layout)
+    reasons = megatron_refusals(plan_job(plan), plan.hardware)
     if reasons:
         raise BadInput(*reasons)
     return all_flags(plan)
@@ -74,7 +75,7 @@ def all_flags(plan: Plan) -> tuple[Flag, ...]:
     """Return the flags of a plan, also where Megatron-LM would stop at them."""
     return (
         *model_flags(plan.model, plan.workload),
-        *layout_flags(plan.model, plan.workload, plan.layout),
+        *layout_flags(plan_job(plan)),
         *workload_flags(plan.workload, plan.layout, plan.hardware),
     )
 
