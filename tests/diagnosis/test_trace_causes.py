@@ -13,6 +13,7 @@ from moewright.diagnosis.traces.capture import KernelKind, TrainerMark, kernel_k
 from moewright.diagnosis.traces.comm_classes import CommClass, classify_channels
 from moewright.diagnosis.traces.gaps import IdleCause
 from moewright.diagnosis.traces.kineto import read_traces
+from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.trace_findings import diagnose_traces, find_peak_rate
 from moewright.search.search import build_plan
 from moewright.spec.finding import Cause, Finding, Wall
@@ -66,8 +67,9 @@ def test_copies_inside_a_device_are_no_wall_of_the_host(tmp_path):
         work("sm90_xmma_gemm", 0, 60),
         work("Memcpy DtoD (Device -> Device)", 60, 40, cat="gpu_memcpy"),
     )
-    (copies,) = (finding for finding in findings if finding.cause is Cause.COPIES)
+    (copies,) = (finding for finding in findings if finding.cause is Cause.DEVICE_COPIES)
     assert copies.wall is Wall.COMPUTE
+    assert not any("pinned" in fix.text for fix in copies.fixes)
 
 
 def test_a_device_that_is_idle_with_work_queued_is_not_blamed_on_launches(tmp_path):
@@ -271,3 +273,70 @@ def test_events_of_the_sample_hold_no_cause_that_was_not_made(tmp_path):
     part = break_down_step(read_traces(tmp_path / "t.json")[0])
     assert not part.copy_times
     assert {gap.cause for gap in part.worst_gaps} <= {IdleCause.HOST, IdleCause.SYNC}
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [("Tesla V100-SXM2-32GB", 125), ("NVIDIA A100-PG509-200", 312), ("AMD Instinct MI300X", 1307)],
+)
+def test_peaks_of_devices_by_their_drivers_names(name, tflops, tmp_path):
+    path = kineto(tmp_path / "t.json")
+    path.write_text(path.read_text().replace("NVIDIA H100 80GB HBM3", name))
+    peak = find_peak_rate((break_down_step(read_traces(path)[0]),), None)
+    assert peak.flops == pytest.approx(tflops * 1e12, rel=0.01)
+
+
+def sends(*ends, late=0.0, clock=0.0):
+    """Make all-reduces without any metadata that end at these milliseconds, begun `late` later."""
+    for end in ends:
+        start = end - 5 + late
+        yield from work("ncclKernel_AllReduce", start + clock, end - start, stream=20)
+    yield from work("sm90_xmma_gemm", clock, 3)
+
+
+def test_ranks_that_wait_are_told_without_process_groups(tmp_path):
+    ends = (10, 21, 33, 46, 60, 75)
+    late = {0: 0.0, 1: 4.0, 2: 0.0}
+    for rank, lateness in late.items():
+        made = sends(*ends, late=lateness, clock=1000.0 * rank)  # hosts have clocks of their own
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"traceEvents": list(made)}))
+    # A rank of another job has as many calls, which end at other times.
+    made = sends(*(end * 1.3 for end in ends))
+    (tmp_path / "rank3.json").write_text(json.dumps({"traceEvents": list(made)}))
+    captures = read_traces(tmp_path)
+    parts = tuple(break_down_step(capture) for capture in captures)
+    (waiting,) = measure_rank_skew(captures, parts).waiting
+    assert waiting.seconds == pytest.approx(6 * 2 * 0.004 / 4)
+
+
+def test_sends_of_unknown_callers_are_no_pipeline(tmp_path):
+    send = list(work("ncclKernel_SendRecv_RING_SIMPLE", 0, 60, stream=20))
+    unknown = findings_of(tmp_path / "a.json", send)
+    assert unknown[0].cause is Cause.COLLECTIVES
+    exchange = findings_of(tmp_path / "b.json", send, [host("nccl:all_to_all", 0, 1)])
+    assert "all-to-all" in exchange[0].title
+    pipeline = findings_of(tmp_path / "c.json", send, [host("nccl:send 0->1", 0, 1)])
+    assert pipeline[0].cause is Cause.PP
+
+
+def test_host_work_is_not_given_the_fixes_of_launches(tmp_path):
+    findings = findings_of(
+        tmp_path / "t.json",
+        work("first_kernel", 0, 20, launched=0),
+        [host("train.py(9): save_checkpoint", 20, 70, cat="python_function")],
+        work("second_kernel", 90, 10, launched=89),
+    )
+    assert findings[0].cause is Cause.HOST_OTHER
+    assert any("filled by train.py(9): save_checkpoint" in line for line in findings[0].evidence)
+    assert "fills the longest gaps" in findings[0].fixes[0].text
+    assert not any("graphs" in fix.text or "tp" in fix.text for fix in findings[0].fixes)
+
+
+def test_times_of_gaps_count_from_where_a_viewer_begins(tmp_path):
+    findings = findings_of(
+        tmp_path / "t.json",
+        [host("model_init", 100, 50)],
+        work("first_kernel", 200, 20, launched=199),
+        work("second_kernel", 280, 20, launched=201),
+    )
+    assert any("0.120000 s on" in line for line in findings[0].evidence)

@@ -225,7 +225,9 @@ def _diagnose_traces(
     waterfall = build_trace_waterfall(breakdowns, skew, job, peak)
     hint = ""
     if waterfall is None:
-        missing = f"{peak.note}, or no shapes were recorded"
+        missing = peak.note
+        if peak.flops:
+            missing = "no shapes were recorded (record_shapes=True)"
         hint = f"no waterfall: {missing}; say the job with --model, --on, --layout"
     return Diagnosis(
         source=DiagnosisSource.TRACE,

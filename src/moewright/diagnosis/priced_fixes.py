@@ -86,7 +86,9 @@ def _build_fix(remedy: Remedy, context: FixContext, *, is_memory: bool) -> Fix |
     """Return the fix of a remedy; None where it does not apply, hurts or changes nothing."""
     if remedy.for_experts and not context.may_have_experts:
         return None
-    if remedy.only_megatron and context.trainer is Trainer.OURS:
+    if remedy.only_megatron and context.trainer is not Trainer.MEGATRON:
+        return None
+    if remedy.for_parallel and context.job is None and context.trainer is Trainer.UNKNOWN:
         return None
     fix = _name_settings(remedy, context)
     if _is_on(remedy, context):

@@ -50,6 +50,7 @@ class Remedy:
     is_switch: bool = False
     mark: TrainerMark | None = None
     for_experts: bool = False  # of no use without experts
+    for_parallel: bool = False  # of no use on a single device
     only_megatron: bool = False  # this engine has nothing to set
     is_environment: bool = False  # `megatron` holds variables or a command, for any trainer
 
@@ -93,6 +94,11 @@ _MANUAL_GC = Remedy(
     megatron="--manual-gc --manual-gc-interval 100",
     setting="train.gc_every_steps",
     is_switch=True,
+)
+_PINNED_THREADS = Remedy(
+    text="pin each rank's threads to cores of its own socket",
+    megatron="numactl --cpunodebind --membind",
+    is_environment=True,
 )
 _LOWER_PRECISION = Remedy(
     text="a lower compute precision where the device has a faster rate for it",
@@ -185,15 +191,12 @@ _LAUNCH = (
     ),
     Remedy(
         text="a smaller tp: longer kernels",
+        for_parallel=True,
         change=halve_tp,
         megatron=LAYOUT_OPTIONS["tp"],
     ),
     *_FUSIONS,
-    Remedy(
-        text="pin each rank's threads to cores of its own socket",
-        megatron="numactl --cpunodebind --membind",
-        is_environment=True,
-    ),
+    _PINNED_THREADS,
 )
 
 REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
@@ -338,11 +341,39 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             *_LAUNCH[:2],
         ),
         Cause.LAUNCH: _LAUNCH,
-        Cause.HOST_OTHER: _LAUNCH,
+        Cause.HOST_OTHER: (
+            Remedy(
+                text=(
+                    "take what fills the longest gaps out of the step, or do it less often: logs, "
+                    "metrics, checkpoints"
+                )
+            ),
+            Remedy(
+                text=(
+                    "where an allocation or the loading of kernels fills them: let more steps pass "
+                    "before measuring"
+                )
+            ),
+            _MANUAL_GC,
+            _PINNED_THREADS,
+        ),
         Cause.COPIES: (
             Remedy(text=("pinned host memory and non_blocking copies: faster, and beside kernels")),
             Remedy(text="offload less, or only what is copied while something else computes"),
             Remedy(text="keep on the device what is copied to the host and back each step"),
+        ),
+        Cause.DEVICE_COPIES: (
+            Remedy(
+                text="views in place of copies, and buffers that are filled where they are used"
+            ),
+            Remedy(
+                text="a fused permute writes the rows in their order",
+                megatron="--moe-permute-fusion",
+                is_switch=True,
+                mark=TrainerMark.FUSED_PERMUTE,
+                for_experts=True,
+                only_megatron=True,
+            ),
         ),
         Cause.QUEUED: (
             Remedy(

@@ -28,13 +28,10 @@ def print_breakdown(console: Console, breakdowns: Sequence[Breakdown]) -> None:
     first = breakdowns[0]
     step_s = fmean(rank.step_s for rank in breakdowns)
     ranks = f"{len(breakdowns)} ranks" if len(breakdowns) > 1 else f"rank {first.rank}"
-    steps = f"{first.steps} steps" if first.steps else "all of it (no step is marked)"
-    console.print(
-        Text(
-            f"{ranks}, {first.device or 'unnamed device'}, {steps}; "
-            f"{format_seconds(step_s)} a step (measured)"
-        )
-    )
+    length = f"{first.steps} steps; {format_seconds(step_s)} a step"
+    if not first.steps:
+        length = f"no step is marked: all of its {format_seconds(step_s)} are taken as one"
+    console.print(Text(f"{ranks}, {first.device or 'unnamed device'}, {length} (measured)"))
     console.print(_breakdown_table(breakdowns, step_s))
     console.print(_kernel_table(first))
     for note in dict.fromkeys(note for rank in breakdowns for note in rank.notes):

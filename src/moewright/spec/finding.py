@@ -31,7 +31,8 @@ class Cause(StrEnum):
     SYNC = "synchronisation"
     LAUNCH = "launches"
     HOST_OTHER = "host work"
-    COPIES = "copies"  # between host and device, or within a device
+    COPIES = "copies"  # between host and device
+    DEVICE_COPIES = "copies within a device"
     QUEUED = "queued work"  # the device is idle although the host has launched its next kernel
     COLLECTIVES = "collectives"  # of no known parallelism
     GROWING = "growing steps"  # each takes longer than those before

@@ -102,7 +102,7 @@ class Breakdown:
     reserved_bytes: int
     steps: int  # 0: the trace marks none, and "a step" is all of it
     step_s: float
-    first_s: float  # the capture's clock at its first event of the device
+    first_s: float  # of the tool's clock at its first event
     compute_s: float
     kind_times: tuple[tuple[KernelKind, float], ...]  # of the compute, each kind's own union
     comm_times: tuple[CommTime, ...]
@@ -182,7 +182,7 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
         reserved_bytes=capture.reserved_bytes,
         steps=window.steps,
         step_s=total_s(window.interval) / window.divisor,
-        first_s=float(kernels.start_s.min()),
+        first_s=capture.first_s,
         compute_s=total_s(compute) / window.divisor,
         kind_times=tuple(
             (kind, total_s(clipped[kind]) / window.divisor)

@@ -41,6 +41,8 @@ class TrainerMark(StrEnum):
     GRAPHS = "CUDA graphs"
     FUSED_PERMUTE = "fused permute"
     GROUPED_GEMM = "grouped products"
+    EXCHANGES = "calls of all-to-all"
+    SENDS = "calls of send and receive"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +162,7 @@ class Capture:
     streams: tuple[str, ...]
     channels: tuple[CommChannel, ...]
     steps: tuple[tuple[float, float], ...]
+    first_s: float  # of the tool's clock at its first event, where viewers begin
     syncs: Intervals  # the host waits for the device
     data_waits: Intervals  # the host waits for data
     gc_pauses: Intervals  # the host collects garbage
@@ -189,7 +192,8 @@ _PATTERNS: tuple[tuple[KernelKind, str], ...] = (
     ),
     (
         KernelKind.GEMM,
-        r"gemm|gemv|nvjet|xmma|cutlass.*kernel|cijk_|wgmma|splitk_?reduce|matmul|_mm_",
+        r"gemm|gemv|nvjet|xmma|cutlass.*kernel|cijk_|wgmma|splitk_?reduce|matmul|_mm_|"
+        r"[shi8]cudnn_|winograd|implicit_convolve|conv2d|dgrad|wgrad",
     ),
 )
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)

@@ -204,14 +204,20 @@ def _guess(capture: Capture, index: int) -> ChannelClass:
 
 
 def _guess_sends(capture: Capture) -> ChannelClass:
-    """Classify sends and receives by whether the capture names experts."""
+    """Classify sends and receives by the calls, and the experts, that the capture names."""
     if TrainerMark.MOE in capture.trainer_marks:
         return ChannelClass(
             comm=CommClass.EP, evidence="sends and receives beside names of experts (guessed)"
         )
-    return ChannelClass(
-        comm=CommClass.PP, evidence="sends and receives without names of experts (guessed)"
-    )
+    marks = capture.trainer_marks
+    if TrainerMark.EXCHANGES in marks and TrainerMark.SENDS not in marks:
+        evidence = "sends and receives of all-to-all calls, without names of experts"
+        return ChannelClass(comm=CommClass.EXCHANGE, evidence=evidence)
+    if TrainerMark.SENDS in marks or TrainerMark.MEGATRON in marks:
+        evidence = "sends and receives without names of experts (guessed)"
+        return ChannelClass(comm=CommClass.PP, evidence=evidence)
+    evidence = "sends and receives; what calls them is not recorded"
+    return ChannelClass(comm=CommClass.OTHER, evidence=evidence)
 
 
 def _guess_reduction(capture: Capture, index: int) -> ChannelClass:

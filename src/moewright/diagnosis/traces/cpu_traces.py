@@ -143,6 +143,7 @@ def _build_capture(
         streams=builder.streams,
         channels=builder.channels,
         steps=tuple(sorted(steps)),
+        first_s=min(event["start"] for event in events),
         syncs=NO_INTERVALS,  # nothing runs behind the host's back
         data_waits=to_intervals(host.data_waits),
         gc_pauses=to_intervals(host.gc_pauses),

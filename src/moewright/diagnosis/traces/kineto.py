@@ -127,6 +127,7 @@ class _TraceCollector:
         self._has_operations = False
         self._has_runtime = False
         self._categories: dict[str, str] = {}  # in lower case
+        self._first_s = float("inf")
 
     @property
     def used_device(self) -> bool:
@@ -149,6 +150,7 @@ class _TraceCollector:
             span = read_span(event)
             if span is None:
                 continue
+            self._first_s = min(self._first_s, span[0])
             if name.__class__ is not str:
                 name = str(name)
             args = event.get("args")
@@ -239,6 +241,7 @@ class _TraceCollector:
                 kernels=kernels,
                 streams=builder.streams,
                 channels=builder.channels,
+                first_s=max(self._first_s, float(kernels.start_s.min()) - _OUTLIER_S),
                 steps=tuple(sorted(host.steps or steps_between(host.optimizer_steps))),
                 syncs=to_intervals(host.syncs),
                 data_waits=to_intervals(host.data_waits),

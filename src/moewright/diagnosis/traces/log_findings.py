@@ -210,7 +210,7 @@ def suggest_switches(log: MegatronLog) -> str:
     if log.iterations and not log.tflops_per_device:
         wanted.append("--log-throughput (the rate)")
     if not log.memory_reports:
-        wanted.append("--log-memory-to-tensorboard, or the report of memory (the room left)")
+        wanted.append("--log-memory-interval 10 (the room left)")
     if not wanted:
         return ""
     return (

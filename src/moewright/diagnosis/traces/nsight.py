@@ -156,6 +156,7 @@ def _build_captures(export: _Export, path: Path) -> tuple[Capture, ...]:
                 streams=builder.streams,
                 channels=builder.channels,
                 steps=_find_steps(own_ranges),
+                first_s=0.0,  # the report's own zero
                 syncs=to_intervals(
                     [
                         (call.start_s, call.end_s)

@@ -16,6 +16,10 @@ from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout
 
 _GroupKey = tuple[str, tuple[int, ...], Collective | None, int]
+# Ends of one collective differ over the ranks by no more, less the difference of their clocks.
+_SAME_END_S = 3e-5
+_SAME_SHARE = 0.8  # of the calls whose ends must agree
+_MIN_CALLS = 5  # fewer agree by chance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +46,17 @@ class RankSkew:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RankCalls:
-    """The lengths of one rank's calls over a group."""
+    """The lengths and ends of one rank's calls over a group; a `key` of None: of which is unknown.
 
-    key: _GroupKey
+    `op` and `kernel` say what they are.
+    """
+
+    key: _GroupKey | None
+    op: Collective | None
+    kernel: str
     comm: CommClass
     lengths_s: Floats
+    ends_s: Floats
 
 
 def measure_rank_skew(
@@ -55,7 +65,8 @@ def measure_rank_skew(
     """Compare the ranks of a job; None for one rank.
 
     The k-th calls of a group are the same collective. Its shortest kernel is that of the rank that
-    came last, so what the others take longer is waiting.
+    came last, so what the others take longer is waiting. Where the groups are not recorded, ranks
+    with as many calls whose ends agree are a group.
     """
     if len(captures) < 2:
         return None
@@ -80,10 +91,20 @@ def _waiting_seconds(
     """Return the seconds that the average rank waits, by class: arrays [steps]."""
     lengths_s: dict[_GroupKey, list[Floats]] = defaultdict(list)
     classes: dict[_GroupKey, CommClass] = {}
+    unnamed: dict[tuple[Collective | None, str, int], list[_RankCalls]] = defaultdict(list)
     for capture in captures:
         for calls in _calls_of_rank(capture, layout):
+            if calls.key is None:
+                unnamed[calls.op, calls.kernel, len(calls.lengths_s)].append(calls)
+                continue
             lengths_s[calls.key].append(calls.lengths_s)
             classes[calls.key] = calls.comm
+    for candidates in unnamed.values():
+        for number, group in enumerate(_group_by_ends(candidates)):
+            name = f"unnamed {number} of {group[0].kernel}"
+            unnamed_key: _GroupKey = (name, (), group[0].op, len(group))
+            lengths_s[unnamed_key] = [calls.lengths_s for calls in group]
+            classes[unnamed_key] = group[0].comm
     waiting_s: dict[CommClass, Floats] = defaultdict(lambda: np.zeros(steps))
     for key, members in lengths_s.items():
         has_all_calls = len({len(member) for member in members}) == 1
@@ -99,19 +120,40 @@ def _waiting_seconds(
     return waiting_s
 
 
+def _group_by_ends(candidates: Sequence[_RankCalls]) -> Iterator[list[_RankCalls]]:
+    """Yield groups of ranks whose calls end together, once their clocks are set alike."""
+    remaining = list(candidates)
+    while remaining:
+        first = remaining[0]
+        group = [calls for calls in remaining if _end_together(first, calls)] or [first]
+        remaining = [calls for calls in remaining if all(calls is not other for other in group)]
+        if len(group) > 1:
+            yield group
+
+
+def _end_together(first: _RankCalls, other: _RankCalls) -> bool:
+    if len(first.ends_s) < _MIN_CALLS:
+        return False
+    apart_s = other.ends_s - first.ends_s
+    near = np.abs(apart_s - np.median(apart_s)) <= _SAME_END_S
+    return bool(near.mean() >= _SAME_SHARE)
+
+
 def _calls_of_rank(capture: Capture, layout: Layout | None) -> Iterator[_RankCalls]:
-    """Yield the calls of each channel whose ranks or group name are recorded."""
+    """Yield the calls of each channel."""
     kernels = capture.kernels
     classes = classify_channels(capture, layout)
     for index, channel in enumerate(capture.channels):
-        if not channel.ranks and not channel.group:
-            continue
+        is_named = bool(channel.ranks or channel.group)
         ranks = _ranks_of_channel(channel, capture.rank, layout)
         in_channel = kernels.channel_index == index
         yield _RankCalls(
-            key=(channel.group, ranks, channel.op, channel.size),
+            key=(channel.group, ranks, channel.op, channel.size) if is_named else None,
+            op=channel.op,
+            kernel=channel.kernel,
             comm=classes[index].comm,
             lengths_s=kernels.end_s[in_channel] - kernels.start_s[in_channel],
+            ends_s=kernels.end_s[in_channel],
         )
 
 

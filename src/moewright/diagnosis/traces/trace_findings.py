@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from statistics import fmean
 
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.diagnosis.thresholds import FRAGMENTED_SHARE, MEMORY_SHARE, order_findings
-from moewright.diagnosis.traces.breakdown import Breakdown
+from moewright.diagnosis.traces.breakdown import Breakdown, CopyTime
 from moewright.diagnosis.traces.capture import KernelKind, TrainerMark
 from moewright.diagnosis.traces.comm_classes import CAUSE_OF_CLASS, CommClass
 from moewright.diagnosis.traces.gaps import Gap, IdleCause
@@ -78,18 +80,34 @@ class _ExposedComm:
 
 
 def find_peak_rate(breakdowns: Sequence[Breakdown], job: Plan | None) -> PeakRate:
-    """Return the peak rate of the job's hardware, else the bf16 peak of the trace's device."""
+    """Return the peak rate of the job's hardware, else the bf16 peak of the trace's device.
+
+    Of older devices that are not in the catalogue it is the peak that diagnosis/data/peaks.toml
+    has.
+    """
     if job is not None:
         precision = job.workload.precision
         note = f"{precision} peak of {job.hardware.name}"
         return PeakRate(flops=peak_flops(job.hardware, precision), note=note)
     device_name = breakdowns[0].device
     device = catalogue.find_by_driver_name(device_name) if device_name else None
+    older = _find_older_peak(device_name)
+    if device is None and older is not None:
+        return older
     if device is None:
         note = f"no peak known for {device_name or 'an unnamed device'}; say it with --on"
         return PeakRate(flops=0.0, note=note)
     flops = peak_flops(catalogue.build_hardware(device, count=1), Dtype.BF16)
     return PeakRate(flops=flops, note=f"bf16 peak of {device.name}, by the device's name")
+
+
+def _find_older_peak(device_name: str) -> PeakRate | None:
+    text = resources.files("moewright.diagnosis").joinpath("data/peaks.toml").read_text("utf-8")
+    for row in tomllib.loads(text)["device"]:
+        if re.search(row["pattern"], device_name):
+            note = f"{row['dtype']} peak of {row['name']}, by the device's name"
+            return PeakRate(flops=float(row["flops"]), note=note)
+    return None
 
 
 def diagnose_traces(
@@ -110,8 +128,11 @@ def diagnose_traces(
         *_diagnose_skew(breakdowns, skew, step_s),
         *_diagnose_host(breakdowns, step_s),
         *_diagnose_copies(breakdowns, step_s),
-        *_diagnose_compute(breakdowns, step_s, peak),
     )
+    compute = tuple(_diagnose_compute(breakdowns, step_s, peak))
+    # What takes next to nothing is told only where nothing else is.
+    told = tuple(finding for finding in compute if finding.share >= _MIN_SHARE or not findings)
+    findings = (*findings, *told)
     return price_findings(order_findings(findings), _fix_context(breakdowns, job, options))
 
 
@@ -284,21 +305,34 @@ def _diagnose_copies(breakdowns: Sequence[Breakdown], step_s: float) -> Iterator
     copies_s = fmean(breakdown.copies_s for breakdown in breakdowns)
     if copies_s < _MIN_SHARE * step_s:
         return
-    times = sorted(
-        (time for breakdown in breakdowns for time in breakdown.copy_times),
-        key=lambda time: -time.exposed_s,
-    )
-    evidence = [f"{format_seconds(copies_s)} a step in which nothing else runs (measured, unions)"]
-    for time in times[:_SHOWN_COPIES]:
+    times = [time for breakdown in breakdowns for time in breakdown.copy_times]
+    of_host = [time for time in times if _HOST_COPY.search(time.name)]
+    of_device = [time for time in times if not _HOST_COPY.search(time.name)]
+    for wall, cause, group in (
+        (Wall.HOST, Cause.COPIES, of_host),
+        (Wall.COMPUTE, Cause.DEVICE_COPIES, of_device),
+    ):
+        exposed_s = min(copies_s, sum(time.exposed_s for time in group) / len(breakdowns))
+        if exposed_s < _MIN_SHARE * step_s:
+            continue
+        share = exposed_s / step_s
+        where = "between host and device" if wall is Wall.HOST else "within the device"
+        title = f"Copies {where} take {share:.0%} of the step, with nothing beside them"
+        evidence = (
+            f"{format_seconds(exposed_s)} a step in which nothing else runs (measured, unions)",
+            *_describe_copies(group),
+        )
+        yield _finding(wall, cause, title, share, *evidence)
+
+
+def _describe_copies(times: Sequence[CopyTime]) -> Iterator[str]:
+    longest = sorted(times, key=lambda time: -time.exposed_s)
+    for time in longest[:_SHOWN_COPIES]:
         text = f"{time.name}: {format_seconds(time.busy_s)} in {time.calls:.0f} calls"
         if time.bytes and time.busy_s:
             rate = time.bytes / time.busy_s / GB
             text += f", {format_bytes(round(time.bytes))} at {rate:.1f} GB/s"
-        evidence.append(f"{text} (measured)")
-    leaves_device = any(_HOST_COPY.search(time.name) for time in times[:1])
-    wall = Wall.HOST if leaves_device else Wall.COMPUTE
-    title = f"Copies take {copies_s / step_s:.0%} of the step, with nothing beside them"
-    yield _finding(wall, Cause.COPIES, title, copies_s / step_s, *evidence)
+        yield f"{text} (measured)"
 
 
 def _diagnose_compute(

@@ -21,6 +21,11 @@ _MARKS_OF_NAMES: tuple[tuple[TrainerMark, re.Pattern[str]], ...] = (
     (TrainerMark.FSDP, re.compile(r"FullyShardedDataParallel|FSDP::|fsdp/_fully_shard")),
     (TrainerMark.MEGATRON, re.compile(r"megatron[/._]", re.IGNORECASE)),
     (TrainerMark.GRAPHS, re.compile(r"^(cuda|hip)GraphLaunch|CUDA graph")),
+    (TrainerMark.EXCHANGES, re.compile(r"all_?to_?all", re.IGNORECASE)),
+    (
+        TrainerMark.SENDS,
+        re.compile(r"nccl:(send|recv|coalesced)|c10d::(send|recv)|p2p_communication|isend_irecv"),
+    ),
     (TrainerMark.FUSED_PERMUTE, re.compile(r"^_?(un)?permute_kernel|moe_permute_(mask|topK)")),
 )
 _MEGATRON_GROUP = re.compile(r"^[A-Z_]+_PARALLEL_GROUP")
