@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moewright.api import (
         budget,
         compare,
+        compare_steps,
         diagnose,
         estimate,
         export,
@@ -41,6 +42,7 @@ __all__ = [
     "__version__",
     "budget",
     "compare",
+    "compare_steps",
     "diagnose",
     "estimate",
     "export",

@@ -12,6 +12,7 @@ from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
 from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
 from moewright.api.running import export, train
+from moewright.api.step_changes import StepChanges, compare_steps
 from moewright.api.views import show
 
 __all__ = [
@@ -23,10 +24,12 @@ __all__ = [
     "PlanComparison",
     "Plans",
     "ScriptPlan",
+    "StepChanges",
     "SweepResult",
     "WhyNot",
     "budget",
     "compare",
+    "compare_steps",
     "diagnose",
     "estimate",
     "export",

@@ -27,6 +27,7 @@ from moewright.diagnosis.traces.megatron_log import MegatronLog, read_log
 from moewright.diagnosis.traces.megatron_timers import measure_parts
 from moewright.diagnosis.traces.nsight import read_nsight
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
+from moewright.diagnosis.traces.step_details import StepDetails, detail_step
 from moewright.diagnosis.traces.trace_findings import (
     build_trace_waterfall,
     diagnose_traces,
@@ -71,6 +72,7 @@ class Diagnosis(Record):
     notes: tuple[str, ...] = ()
     hint: str = ""
     breakdowns: tuple[Breakdown, ...] = ()  # of traces, one a rank
+    details: tuple[StepDetails, ...] = ()  # the same, finer
     log: MegatronLog | None = None
     headline: str = ""
     mfu: float = 0.0
@@ -165,7 +167,7 @@ def diagnose(
         path = path.parent / TRACE_FOLDER  # the same, rank by rank
     if job is None and (path.parent / PLAN_FILE).exists():
         job = read_json(Plan, path.parent / PLAN_FILE)
-    if path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path):
+    if is_trace(path):
         return _diagnose_traces(path, job, notes, options)
     log = read_log(path)
     if job is None and log.arguments and on:
@@ -177,6 +179,11 @@ def diagnose(
 def is_engine_run(path: Path) -> bool:
     """Tell whether a path is the folder of a run of this engine, or the plan.json in it."""
     return (find_run_folder(path) / PLAN_FILE).exists()
+
+
+def is_trace(path: Path) -> bool:
+    """Tell whether a path is read as a trace or an export, or as a folder of them."""
+    return path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path)
 
 
 def _is_sqlite(path: Path) -> bool:
@@ -199,14 +206,22 @@ def _diagnose_engine_run(folder: Path) -> Diagnosis:
     )
 
 
-def _read_captures(path: Path) -> tuple[Capture, ...]:
-    """Read the captures of a file, or those of a folder: exports of Nsight, else traces."""
+def read_captures(path: Path) -> tuple[Capture, ...]:
+    """Read the captures of a file, or those of a folder: exports of Nsight, else traces.
+
+    Raises:
+        BadInput: there are none, or what is there cannot be read.
+    """
     if path.is_file():
         return read_nsight(path) if _is_sqlite(path) else read_traces(path)
     exports = sorted(file for file in path.rglob("*.sqlite") if file.is_file())
     captures = [capture for export in exports for capture in read_nsight(export)]
     if not captures:
-        return read_traces(path)
+        traces = read_traces(path)
+        if not traces:
+            rule = "holds neither a run (plan.json) nor traces (.json, .json.gz)"
+            raise BadInput(Reason(field=str(path), rule=rule))
+        return traces
     # Each export counts its own processes from 0; as many hosts' ranks follow each other.
     return tuple(replace(capture, rank=rank) for rank, capture in enumerate(captures))
 
@@ -214,10 +229,7 @@ def _read_captures(path: Path) -> tuple[Capture, ...]:
 def _diagnose_traces(
     path: Path, job: Plan | None, notes: tuple[str, ...], options: frozenset[str]
 ) -> Diagnosis:
-    captures = _read_captures(path)
-    if not captures:
-        rule = "holds neither a run (plan.json) nor traces (.json, .json.gz)"
-        raise BadInput(Reason(field=str(path), rule=rule))
+    captures = read_captures(path)
     layout = job.layout if job else None
     breakdowns = tuple(break_down_step(capture, layout) for capture in captures)
     skew = measure_rank_skew(captures, breakdowns, layout)
@@ -237,6 +249,7 @@ def _diagnose_traces(
         notes=notes,
         hint=hint,
         breakdowns=breakdowns,
+        details=tuple(detail_step(capture, layout) for capture in captures),
     )
 
 

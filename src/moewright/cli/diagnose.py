@@ -14,7 +14,7 @@ _NO_OPTIONS = BatchOptions()
 def diagnose(
     run: Path,
     /,
-    *,
+    *later: Path,
     script: Path | None = None,
     model: str = "",
     on: str = "",
@@ -33,6 +33,9 @@ def diagnose(
         The folder of a run, as `moewright train --out` made it, or its plan.json; a trace of the
         PyTorch profiler (.json, .json.gz) or a folder of them, one a rank; an Nsight Systems export
         (.sqlite); or a console log of Megatron-LM.
+    later
+        A later run, trace or log of the same kind: what changed between the two is told instead, by
+        part of the step, phase, layer and kernel.
     script
         The Megatron-LM launch script of a trace or a log, which tells model, batch and layout.
     model
@@ -48,13 +51,25 @@ def diagnose(
     from moewright.api.diagnosing import DiagnosisSource, is_engine_run
     from moewright.api.diagnosing import diagnose as diagnose_path
     from moewright.api.planning import estimate_request
+    from moewright.api.step_changes import compare_steps
     from moewright.report.diagnosis_text import (
         print_breakdown,
         print_findings,
         print_log,
         print_waterfall,
     )
+    from moewright.report.step_details_text import print_changes, print_details
 
+    if len(later) > 1:
+        rule = "is one too many: two are compared"
+        raise BadInput(Reason(field="diagnose", value=str(later[1]), rule=rule))
+    if later:
+        changes = compare_steps(run, later[0])
+        console = open_console(json)
+        console.print(changes.title(), soft_wrap=True)
+        print_changes(console, changes.changes)
+        write_answer(console, json, changes)
+        return 0
     plan = None
     if is_engine_run(run):
         script = None  # a run of ours states its job itself
@@ -75,6 +90,7 @@ def diagnose(
         console.print(note, soft_wrap=True)
     if diagnosis.source is DiagnosisSource.TRACE:
         print_breakdown(console, diagnosis.breakdowns)
+        print_details(console, diagnosis.details)
     if diagnosis.log is not None:
         print_log(console, diagnosis.log, diagnosis.job)
         if diagnosis.mfu:

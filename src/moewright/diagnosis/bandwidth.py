@@ -98,10 +98,10 @@ def _algorithm_bandwidth(time: CollectiveTime) -> float:
 
 
 def _bus_bandwidth(time: CollectiveTime) -> float:
-    return _algorithm_bandwidth(time) * _link_share(time.op, time.group_size)
+    return _algorithm_bandwidth(time) * link_share(time.op, time.group_size)
 
 
-def _link_share(op: Collective, ranks: int) -> float:
+def link_share(op: Collective, ranks: int) -> float:
     """Return the share of the larger buffer that each rank's link carries."""
     if op in (Collective.BROADCAST, Collective.P2P):
         return 1.0

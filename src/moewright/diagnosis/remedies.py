@@ -175,7 +175,6 @@ _BETTER_PRODUCTS = (
     _LOWER_PRECISION,
 )
 _LAUNCH = (
-    _MANUAL_GC,
     Remedy(
         text="capture the static parts of a layer in graphs",
         change=add_graphs,
@@ -196,6 +195,7 @@ _LAUNCH = (
         megatron=LAYOUT_OPTIONS["tp"],
     ),
     *_FUSIONS,
+    _MANUAL_GC,
     _PINNED_THREADS,
 )
 

@@ -131,7 +131,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Window:
+class StepWindow:
     """The part of a capture that is broken down, and how many steps lie in it (0: not marked)."""
 
     interval: Intervals
@@ -159,7 +159,7 @@ class _Window:
 def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown:
     """Break down the steps that the capture marks; the whole capture where it marks none."""
     kernels = capture.kernels
-    window = _find_window(capture)
+    window = find_window(capture)
     clipped = {kind: window.clip(kernels.intervals(kernels.has_kind(kind))) for kind in KernelKind}
     compute = unite(*(clipped[kind] for kind in _COMPUTE_KINDS))
     comm = clipped[KernelKind.COMMUNICATION]
@@ -207,7 +207,7 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
     )
 
 
-def _find_window(capture: Capture) -> _Window:
+def find_window(capture: Capture) -> StepWindow:
     """Return the part of the capture that is broken down.
 
     Steps are marked on the host, and the device runs behind it: the device's window starts with the
@@ -219,7 +219,7 @@ def _find_window(capture: Capture) -> _Window:
     last = float(kernels.end_s.max())
     steps = len(capture.steps)
     if not steps:
-        return _Window(interval=single(first, last), steps=0)
+        return StepWindow(interval=single(first, last), steps=0)
     begin = capture.steps[0][0]
     finish = capture.steps[-1][1]
     launched = kernels.launched_s
@@ -227,20 +227,22 @@ def _find_window(capture: Capture) -> _Window:
     if not in_steps.any():
         is_other_clock = begin >= last or finish <= first
         if is_other_clock:
-            return _Window(interval=single(first, last), steps=steps)
-        return _Window(interval=single(max(first, begin), min(last, finish)), steps=steps)
+            return StepWindow(interval=single(first, last), steps=steps)
+        return StepWindow(interval=single(max(first, begin), min(last, finish)), steps=steps)
     first_start = float(kernels.start_s[in_steps].min())
     last_end = float(kernels.end_s[in_steps].max())
     from_step_before = (launched < begin) & (kernels.end_s > begin)
     if not from_step_before.any():
-        return _Window(interval=single(min(begin, first_start), max(last_end, finish)), steps=steps)
+        return StepWindow(
+            interval=single(min(begin, first_start), max(last_end, finish)), steps=steps
+        )
     # Work of the step before runs on: the device's step starts after it.
     drained = max(begin, float(kernels.end_s[from_step_before].max()))
-    return _Window(interval=single(min(drained, first_start), last_end), steps=steps)
+    return StepWindow(interval=single(min(drained, first_start), last_end), steps=steps)
 
 
 def _comm_times(
-    capture: Capture, layout: Layout | None, window: _Window, compute: Intervals
+    capture: Capture, layout: Layout | None, window: StepWindow, compute: Intervals
 ) -> tuple[CommTime, ...]:
     kernels = capture.kernels
     classes = classify_channels(capture, layout)
@@ -270,7 +272,7 @@ def _comm_times(
 
 
 def _copy_times(
-    capture: Capture, window: _Window, exposed_copies: Intervals
+    capture: Capture, window: StepWindow, exposed_copies: Intervals
 ) -> tuple[CopyTime, ...]:
     """Return the copies by name, those with the most exposed time first."""
     kernels = capture.kernels
@@ -295,7 +297,7 @@ def _evidence(classes: Sequence[ChannelClass], indices: Sequence[int]) -> tuple[
     return tuple(dict.fromkeys(classes[index].evidence for index in indices))
 
 
-def _top_kernels(capture: Capture, window: _Window) -> tuple[TopKernel, ...]:
+def _top_kernels(capture: Capture, window: StepWindow) -> tuple[TopKernel, ...]:
     kernels = capture.kernels
     overlapping = window.overlaps(kernels)
     lengths_s = np.where(overlapping, kernels.end_s - kernels.start_s, 0.0)

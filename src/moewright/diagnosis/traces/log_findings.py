@@ -62,7 +62,10 @@ def diagnose_log(
         *predicted,
     )
     context = FixContext(
-        job=job, trainer=Trainer.MEGATRON, options=options or log.options, has_moe=log.has_experts
+        job=job,
+        trainer=Trainer.MEGATRON,
+        options=options or log.options,
+        has_moe=bool(log.has_experts),
     )
     return price_findings(order_findings(findings), context)
 

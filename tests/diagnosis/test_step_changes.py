@@ -1,0 +1,169 @@
+"""What changed between two traces, logs or runs; phases, layers, bandwidths and spread of steps."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from sample_traces import A2A, MS, kineto
+from test_megatron_log import text_with_timers
+
+import moewright as mw
+from moewright.cli.main import main
+from moewright.codec import write_json
+from moewright.codec.run_files import format_record
+from moewright.diagnosis.traces.kineto import read_traces
+from moewright.diagnosis.traces.step_details import LayerPhase, detail_step
+from moewright.diagnosis.traces.trace_changes import ChangeLevel
+from moewright.spec.errors import BadInput
+from moewright.spec.hardware import Collective
+from sample_run import record
+
+EXACT = 1e-6
+
+
+def kernel(name, start, length, *, launched=None, stream=7, **args):
+    made = {"device": 0, "stream": stream, "correlation": round(start * 1000), **args}
+    event = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "args": made}
+    yield {**event, "ts": start * MS, "dur": length * MS}
+    call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 9, "tid": 9}
+    launched = start if launched is None else launched
+    yield {
+        **call,
+        "ts": launched * MS,
+        "dur": 5,
+        "args": {"correlation": round(start * 1000)},
+    }
+
+
+def span(name, start, length):
+    event = {"ph": "X", "cat": "user_annotation", "name": name, "pid": 9, "tid": 9}
+    return {**event, "ts": start * MS, "dur": length * MS}
+
+
+def capture_of(path, *groups):
+    path.write_text(json.dumps({"traceEvents": [event for group in groups for event in group]}))
+    (capture,) = read_traces(path)
+    return capture
+
+
+def test_a_slower_exchange_and_a_new_kernel_are_what_changed(tmp_path):
+    before = kineto(tmp_path / "a.json")
+    after = kineto(tmp_path / "b.json")
+    data = json.loads(after.read_text())
+    for event in data["traceEvents"]:
+        if event["name"].startswith("ncclDevKernel_SendRecv"):
+            event["dur"] += 45 * MS  # from 20 to 85 ms, beyond the product that hid its end
+    for step in range(3):
+        data["traceEvents"] += kernel("new_kernel", 1000 + 100 * step + 66, 2)
+    after.write_text(json.dumps(data))
+    changes = mw.compare_steps(before, after)
+    step, *rest = changes.changes
+    by_name = {(change.level, change.name): change.change_s for change in rest}
+    # It is alone at 60-70 and 75-85, less the new kernel.
+    assert by_name[ChangeLevel.PART, "exposed EP"] == pytest.approx(0.018, abs=EXACT)
+    assert by_name[ChangeLevel.KERNEL, "new_kernel"] == pytest.approx(0.002, abs=EXACT)
+    parts_s = sum(c.change_s for c in rest if c.level is ChangeLevel.PART)
+    assert parts_s == pytest.approx(step.change_s, abs=EXACT)
+    kernels = [c.change_s for c in rest if c.level is ChangeLevel.KERNEL]
+    assert kernels == sorted(kernels, key=abs, reverse=True)
+    assert kernels[0] == pytest.approx(0.045, abs=EXACT)
+
+
+def test_logs_and_runs_are_compared_by_what_they_hold(tmp_path, capsys):
+    for name, load in (("a.log", 20.0), ("b.log", 4000.0)):
+        (tmp_path / name).write_text(text_with_timers(load=load))
+    changes = mw.compare_steps(tmp_path / "a.log", tmp_path / "b.log").changes
+    assert (changes[1].level, changes[1].name) == (ChangeLevel.TIMER, "batch-generator")
+    assert changes[1].change_s == pytest.approx(3.98)
+    assert main(["diagnose", str(tmp_path / "a.log"), str(tmp_path / "b.log")]) == 0
+    assert "batch-generator" in capsys.readouterr().out
+    trace = kineto(tmp_path / "t.json")
+    with pytest.raises(BadInput, match="both must be of one kind"):
+        mw.compare_steps(trace, tmp_path / "a.log")
+    with pytest.raises(BadInput, match="no such"):
+        mw.compare_steps(trace, tmp_path / "none.json")
+
+
+def test_the_command_tells_what_changed(tmp_path, capsys):
+    before = kineto(tmp_path / "a.json")
+    after = kineto(tmp_path / "b.json", extra=tuple(kernel("slow_kernel", 1261, 8)))
+    assert main(["diagnose", str(before), str(after), "--json", str(tmp_path / "c.json")]) == 0
+    out = capsys.readouterr().out
+    assert "a step takes" in out
+    assert "slow_kernel" in out
+    told = json.loads((tmp_path / "c.json").read_text())["changes"]
+    assert told[0]["name"] == "step"
+
+
+def test_phases_come_from_names_of_kernels_and_of_ranges(tmp_path):
+    capture = capture_of(
+        tmp_path / "t.json",
+        kernel("flash_fwd_kernel", 0, 10),
+        kernel("fused_topk_with_score_kernel", 10, 1),
+        kernel("void deep_ep::internode::dispatch<8>", 11, 5, stream=20),
+        kernel("grouped_gemm_kernel", 16, 20),
+        kernel("void deep_ep::internode::combine<8>", 36, 6, stream=20),
+        # nothing in their names: the range around the launch tells it
+        [span("TEGroupedExperts.forward", 50, 2)],
+        kernel("vectorized_elementwise_kernel", 60, 3, launched=51),
+        kernel("void at::native::permute_axes", 70, 9),
+    )
+    phases = {row.phase: row.seconds for row in detail_step(capture).phases}
+    assert phases == pytest.approx(
+        {
+            LayerPhase.ATTENTION: 0.010,
+            LayerPhase.ROUTER: 0.001,
+            LayerPhase.DISPATCH: 0.005,
+            LayerPhase.EXPERTS: 0.023,
+            LayerPhase.COMBINE: 0.006,
+        }
+    )
+
+
+def test_layers_take_what_their_ranges_launch(tmp_path):
+    capture = capture_of(
+        tmp_path / "t.json",
+        [span(f"nn.Module: TransformerLayer_{layer}", 10 * layer, 9) for layer in range(3)],
+        *(kernel("some_kernel", 10 * layer + 5, 1 + layer) for layer in range(3)),
+    )
+    layers = {row.layer: row.seconds for row in detail_step(capture).layers}
+    assert layers == pytest.approx({0: 0.001, 1: 0.002, 2: 0.003})
+
+
+def test_bandwidths_are_those_of_nccl_tests(tmp_path):
+    gather = {**A2A, "Collective name": "_allgather_base", "Process Group Description": "TP"}
+    capture = capture_of(
+        tmp_path / "t.json",
+        kernel("ncclDevKernel_SendRecv", 0, 1, stream=20, **A2A),
+        kernel("ncclDevKernel_AllGather_RING_LL", 10, 2, stream=24, **gather),
+    )
+    rates = {rate.op: rate for rate in detail_step(capture).collectives}
+    # 2 MB handed in by each of four ranks
+    assert rates[Collective.ALL_TO_ALL].bus_Bps == pytest.approx(2e6 * 3 / 4 / 1e-3)
+    assert rates[Collective.ALL_GATHER].bus_Bps == pytest.approx(4 * 2e6 * 3 / 4 / 2e-3)
+
+
+def test_the_command_shows_phases_bandwidths_and_spread(tmp_path, capsys):
+    assert main(["diagnose", str(kineto(tmp_path / "t.json"))]) == 0
+    out = capsys.readouterr().out
+    assert "EP all_to_all" in out
+    assert "3 steps of 100 ms to 100 ms" in out
+
+
+def test_runs_of_the_engine_are_compared_by_phase(tmp_path):
+    run = record()
+    for name, factor in (("a", 1), ("b", 2)):
+        write_json(tmp_path / name / "plan.json", run.plan)
+        steps = [
+            replace(
+                step,
+                step_s=factor * step.step_s,
+                phases=tuple(replace(row, seconds=factor * row.seconds) for row in step.phases),
+            )
+            for step in run.steps
+        ]
+        lines = map(format_record, (*run.sessions, *steps))
+        (tmp_path / name / "steps.jsonl").write_text("".join(lines))
+    step, *phases = mw.compare_steps(tmp_path / "a", tmp_path / "b").changes
+    assert step.after_s == pytest.approx(2 * step.before_s)
+    assert sum(phase.change_s for phase in phases) == pytest.approx(step.change_s, rel=1e-6)
