@@ -44,6 +44,7 @@ class SourceFact:
     grad_dtype: Dtype | None = None
     moment_dtype: Dtype | None = None
     unfused: tuple[Fusion, ...] = ()
+    lora_experts: bool = False
     note: str = ""
 
     def holds_for(self, cells: Mapping[str, str]) -> bool:
@@ -231,6 +232,9 @@ def apply_software_facts(
         if fact.unfused:
             trainer = replace(workload.trainer, unfused=fact.unfused)
             workload = replace(workload, trainer=trainer)
+        if fact.lora_experts:
+            fine_tuning = replace(workload.fine_tuning, lora_experts=True)
+            workload = replace(workload, fine_tuning=fine_tuning)
         if fact.moment_dtype is not None:
             optimizer = replace(workload.optimizer, moment_dtype=fact.moment_dtype)
             workload = replace(workload, optimizer=optimizer)

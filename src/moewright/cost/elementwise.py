@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from moewright.cost.op_time import OpRow
 from moewright.cost.quantise import Operands, mixer_operands, mlp_operands, quantise_bytes
 from moewright.cost.symbols import Symbols
+from moewright.rules.adapters import adapted_widths
 from moewright.spec.hardware import Op
 from moewright.spec.layout import DispatcherKind, Recompute
 from moewright.spec.model import AttentionKind, MixerKind, NormPlacement, QkNorm
@@ -89,6 +90,12 @@ ROUTE = ElementwiseKernel(
 CROSS_ENTROPY = ElementwiseKernel(
     fused=(0, 3), forward=(12, 1), backward=(24, 2), calls=(2, 4), exps=(1, 1), fused_backward=2 / 3
 )
+
+# Reads and writes of an input and of an output element of a linear beside which an adapter runs,
+# forward and backward. Forward: the first product reads the input; the second writes the output,
+# which is scaled and added to the linear's. Backward: the gradient is scaled and read by two
+# products; the gradient of the input is written and added, and the input read for that of weights.
+_ADAPTER_PASSES = ((1, 6), (5, 4))
 
 # The kernels that the engine has fused ones of its own for (docs/adr/0019).
 _ENGINE_KERNELS = (
@@ -252,10 +259,37 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
         yield _quantise_rows("experts.quantise", sym, operands, Recompute.MOE)
     choices = (Recompute.MOE_ACT, Recompute.MOE)
     yield _activation_rows("experts.activation", sym, sym.R * width, *choices)
+    if sym.is_frozen and sym.workload.fine_tuning.lora_experts:
+        firsts = 2 if sym.model.gated else 1
+        inputs = firsts * h + width
+        outputs = firsts * width + h
+        yield _adapter_rows("experts.adapters", sym, sym.R, inputs, outputs, Recompute.MOE)
     # A plain all-to-all hands over rows ordered by source: on arrival they are sorted by expert,
     # and before the way back by source again.
     if layout.dispatcher not in DEDUP_DISPATCHERS and (sym.is_fused or layout.ep > 1):
         yield kernel_rows(SORT, "sort_received", sym, 2 * sym.R * h, Recompute.MOE)
+
+
+def adapter_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
+    """Yield the rows of the adapters of a layer, those of its experts apart."""
+    if sym.is_frozen:
+        inputs, outputs = adapted_widths(sym.model, sym.workload, layer)
+        yield _adapter_rows("adapters", sym, sym.T / sym.layout.tp, inputs, outputs)
+
+
+def _adapter_rows(
+    name: str, sym: Symbols, tokens: float, inputs: float, outputs: float, *choices: Recompute
+) -> tuple[OpRow, OpRow]:
+    """Return the rows of adapters beside linears of these summed widths.
+
+    Their thin products are bound by what they read and write; no stack fuses them into the products
+    beside them.
+    """
+    forward_bytes, backward_bytes = (
+        sym.c * tokens * (reads * inputs + writes * outputs) for reads, writes in _ADAPTER_PASSES
+    )
+    forward = elementwise_row(name, sym, forward_bytes, *choices)
+    return forward, elementwise_row(name, sym, backward_bytes)
 
 
 def _quantise_rows(

@@ -280,7 +280,12 @@ def rank_memory(
     """
     sym, constants = memory.sym, memory.constants
     model, workload, layout = sym.model, sym.workload, sym.layout
-    states = list(state_rows(workload, layout, sets, trained=sym.trained_share))
+    frozen_nbytes = constants["frozen_weight_bytes"]
+    states = list(
+        state_rows(
+            workload, layout, sets, trained=sym.trained_share, frozen_nbytes=frozen_nbytes
+        )
+    )
     on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
     states += replica_rows(sym.job, pp_rank)

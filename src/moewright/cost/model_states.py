@@ -186,13 +186,14 @@ def state_bytes(
     own_matrices: Array,
     *,
     trained: float = 1.0,
+    frozen_nbytes: float = 0.0,
 ) -> dict[Component, Array]:
     """Return the bytes of all states; those of an offloaded optimizer are in host memory.
 
     `whole` are the elements of the rank's parameters before ZeRO shards them, `own` those of the
     rank's shards, and `own_matrices` those of what Muon updates, all in arrays of one shape.
-    Where adapters train, `trained` is their share, frozen weights have no other state, and every
-    rank holds them whole but under ZeRO-3.
+    Where adapters train, `trained` is their share, frozen weights of `frozen_nbytes` an element (at
+    least an activation's) have no other state, and every rank holds them whole but under ZeRO-3.
     """
     sharded = sharded_states(layout.zero)
     sizes = {
@@ -201,7 +202,8 @@ def state_bytes(
     }
     if trained != 1:
         adapters = {component: trained * nbytes for component, nbytes in sizes.items()}
-        weights = sizes[Component.WEIGHTS] + adapters[Component.WEIGHTS]
+        widened = max(1.0, frozen_nbytes / activation_nbytes(workload))
+        weights = widened * sizes[Component.WEIGHTS] + adapters[Component.WEIGHTS]
         sizes = {**adapters, Component.WEIGHTS: weights}
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
         adam_bytes = 2 * workload.optimizer.moment_dtype.nbytes
@@ -232,7 +234,12 @@ def step_gradient_bytes(workload: Workload, layout: Layout, own: Any) -> Any:
 
 
 def state_rows(
-    workload: Workload, layout: Layout, sets: Sequence[BucketSet], *, trained: float = 1.0
+    workload: Workload,
+    layout: Layout,
+    sets: Sequence[BucketSet],
+    *,
+    trained: float = 1.0,
+    frozen_nbytes: float = 0.0,
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
     modules = tuple(Module)
@@ -243,11 +250,18 @@ def state_rows(
                 elements[modules.index(module)] += numel
         for module, numel in _own_matrices(bucket_set):
             own_matrices[modules.index(module)] += numel
+    states = state_bytes(
+        workload,
+        layout,
+        whole,
+        own,
+        own_matrices,
+        trained=trained,
+        frozen_nbytes=frozen_nbytes,
+    )
     return tuple(
         MemoryRow(component=component, module=module, bytes=int(nbytes))
-        for component, sizes in sorted(
-            state_bytes(workload, layout, whole, own, own_matrices, trained=trained).items()
-        )
+        for component, sizes in sorted(states.items())
         for module, nbytes in sorted(zip(modules, sizes.tolist(), strict=True))
         if nbytes
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moewright.cost.elementwise import (
+    adapter_rows,
     elementwise_row,
     expert_elementwise_rows,
     layer_elementwise_rows,
@@ -45,6 +46,7 @@ def layer_ops(sym: Symbols, *, layer: int, moe: bool) -> LayerOps:
     passes = (
         *mixer_passes(sym, layer),
         *layer_elementwise_rows(sym, layer, moe=moe, blocks=blocks),
+        *adapter_rows(sym, layer),
     )
     weight_reads = tuple(_expert_weight_reads(sym)) if moe else ()
     return LayerOps(

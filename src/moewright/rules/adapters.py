@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
+from moewright.rules.param import Param
 from moewright.rules.parameters import parameters
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
@@ -23,10 +24,33 @@ def trained_share(model: ModelSpec, workload: Workload) -> float:
     """Return the elements that train over those of the model; 1 where all of it trains."""
     if not is_frozen(workload):
         return 1.0
-    targets = _TARGETS
-    if workload.fine_tuning.lora_experts:
-        targets |= {Module.EXPERTS}
-    return _adapter_share(model, workload.fine_tuning.lora_rank, targets)
+    return _adapter_share(model, workload.fine_tuning.lora_rank, _targets(workload))
+
+
+def adapted_widths(model: ModelSpec, workload: Workload, layer: int) -> tuple[int, int]:
+    """Return the summed input and output widths of the linears of a layer with an adapter.
+
+    Routed experts are not among them.
+    """
+    return _adapted_widths(model, workload.fine_tuning.lora_rank, layer)
+
+
+def _targets(workload: Workload) -> frozenset[Module]:
+    return _TARGETS | ({Module.EXPERTS} if workload.fine_tuning.lora_experts else set())
+
+
+def _is_adapted(param: Param, rank: int, targets: frozenset[Module]) -> bool:
+    return param.module in targets and len(param.shape) > 1 and min(param.shape[-2:]) > rank
+
+
+@lru_cache(maxsize=256)
+def _adapted_widths(model: ModelSpec, rank: int, layer: int) -> tuple[int, int]:
+    shapes = [
+        param.shape
+        for param in parameters(model)
+        if param.layer == layer and _is_adapted(param, rank, _TARGETS)
+    ]
+    return sum(shape[-1] for shape in shapes), sum(shape[-2] for shape in shapes)
 
 
 @lru_cache(maxsize=16)
@@ -38,6 +62,6 @@ def _adapter_share(model: ModelSpec, rank: int, targets: frozenset[Module]) -> f
     total = adapters = 0
     for param in parameters(model):
         total += param.numel
-        if param.module in targets and len(param.shape) > 1 and min(param.shape[-2:]) > rank:
+        if _is_adapted(param, rank, targets):
             adapters += prod(param.shape[:-2]) * rank * sum(param.shape[-2:])
     return adapters / total

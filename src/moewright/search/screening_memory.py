@@ -261,6 +261,7 @@ class ScreeningMemory:
             elements.own[ranks],
             elements.own_matrices[ranks],
             trained=sym.trained_share,
+            frozen_nbytes=self._constants["frozen_weight_bytes"],
         )
         total = sum(
             (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),
