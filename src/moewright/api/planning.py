@@ -23,6 +23,7 @@ from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
+from moewright.rules.trainers import Trainer, job_refusals, trainer_refusals
 from moewright.search import explain, what_if
 from moewright.search.fewest import find_fewest
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
@@ -48,6 +49,7 @@ class PlanChoices(TypedDict, total=False):
     fit_probability: float
     risk: float
     fewest: bool
+    runs_on: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,7 @@ class SearchOptions:
     fewest: bool = False  # plan for the fewest devices on which a layout is safe
     fit_probability: float = RankingRule().fit_probability
     risk: float = RankingRule().risk
+    runs_on: str = ""  # a Trainer that has to start the layouts; "": any layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -145,7 +148,8 @@ def plan(
         top: how many layouts to return.
         **choices: `layout`, layout text whose keys are pinned; `fewest`, to plan for the fewest
             devices, up to those of `on`, on which a layout is safe; `fit_probability` (0.9) and
-            `risk` (0.1) of the ranking.
+            `risk` (0.1) of the ranking; `runs_on`, "engine", "megatron" or "torchtitan", to take
+            layouts that this trainer starts.
 
     Raises:
         BadInput: something cannot be used, or no layout is legal and fits.
@@ -213,6 +217,7 @@ def search_request(request: PlanRequest, job: Path, options: SearchOptions) -> P
     `job` is the file that refusals name.
     """
     _check_options(options)
+    request = _bind_trainer(request, options.runs_on)
     allowed = _objections(request)
     rule = RankingRule(fit_probability=options.fit_probability, risk=options.risk)
     if options.fewest:
@@ -306,10 +311,31 @@ def _check_options(options: SearchOptions) -> None:
 
 
 def _objections(request: PlanRequest) -> Objections:
-    """Return what speaks against a legal layout: a job must run on this engine."""
+    """Return what speaks against a legal layout: the trainer, or for a job to run this engine."""
+    if request.runs_on is not None:
+        nouns = (request.model, request.workload, request.hardware)
+        return partial(trainer_refusals, request.runs_on, *nouns)
     if request.purpose is Purpose.PLAN:
         return no_objections
     return partial(unsupported_layout, model=request.model, workload=request.workload)
+
+
+def _bind_trainer(request: PlanRequest, name: str) -> PlanRequest:
+    """Return the request for layouts that a trainer starts; "" leaves it as it is.
+
+    Raises:
+        BadInput: there is no such trainer, or it trains the job in no layout.
+    """
+    if not name:
+        return request
+    if name not in tuple(Trainer):
+        rule = f"must be one of {', '.join(Trainer)}"
+        raise BadInput(Reason(field="--runs-on", value=name, rule=rule))
+    trainer = Trainer(name)
+    reasons = job_refusals(trainer, request.model, request.workload, request.hardware)
+    if reasons:
+        raise BadInput(*reasons)
+    return replace(request, runs_on=trainer)
 
 
 def estimate_even_routing(plan: Plan) -> Estimate | None:

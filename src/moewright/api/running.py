@@ -11,10 +11,11 @@ from moewright.exporters.kubernetes import render_train_job
 from moewright.exporters.megatron.script import render_megatron_script
 from moewright.exporters.slurm import render_slurm_script
 from moewright.exporters.torchrun import render_engine_command
-from moewright.exporters.torchtitan import render_torchtitan_config, torchtitan_refusals
+from moewright.exporters.torchtitan import render_torchtitan_config
 from moewright.rules.engine_limits import unsupported_layout, unsupported_model
 from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
+from moewright.rules.torchtitan_limits import torchtitan_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
@@ -29,7 +30,7 @@ def list_trainers(plan: Plan) -> tuple[str, ...]:
     starts = {
         "megatron": is_megatron,
         "bridge": is_megatron and not any(bridge_refusals(plan)),
-        "torchtitan": not any(torchtitan_refusals(plan)),
+        "torchtitan": not any(torchtitan_refusals(*nouns)),
         "moewright": not engine_refusals(plan),
     }
     return tuple(name for name, can_start in starts.items() if can_start)

@@ -5,14 +5,14 @@ They are fitted on all rows of a table, or for each scored row on those outside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import hypot, sqrt
 from statistics import median
 
 from moewright.calibration.cells import PeakKind
 from moewright.calibration.fit import RUN_NOISE, Fit, MeasuredRun, fit_constants
-from moewright.calibration.fit_inputs import run_from_row, runs_from_rows
+from moewright.calibration.fit_inputs import is_priced_in_full, run_from_row, runs_from_rows
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
 from moewright.calibration.score import Calibration, predict_peak
 from moewright.cost.constants import Constants
@@ -41,6 +41,16 @@ def select_timed_rows(rows: Sequence[MeasuredRow]) -> tuple[MeasuredRow, ...]:
     return tuple(row for row in rows if row.speed and not row.duplicate_of)
 
 
+def _weigh_runs(
+    rows: Sequence[MeasuredRow], own_rows: Collection[str] = frozenset()
+) -> tuple[MeasuredRun, ...]:
+    """Return rows as runs; what is not priced in full has no weight, one's own rows apart."""
+    return tuple(
+        run if row.id in own_rows or is_priced_in_full(row) else replace(run, weight=0.0)
+        for row, run in zip(rows, runs_from_rows(rows), strict=True)
+    )
+
+
 def calibrate_as_shipped(row: MeasuredRow) -> Calibration:
     """Return what the planner's own constants predict of a row, over all its readings."""
     is_natural = row.kind is RowStatement.NATURAL
@@ -62,7 +72,7 @@ def calibrate_on(rows: Sequence[MeasuredRow], *, table_name: str) -> Calibrator:
     if len(timed) < MIN_TIMED_ROWS:
         rule = f"has {len(timed)} timed rows; a fit needs {MIN_TIMED_ROWS}"
         raise BadInput(Reason(field=table_name, rule=rule))
-    fit = fit_constants(runs_from_rows(timed))
+    fit = fit_constants(_weigh_runs(timed))
     stack_constants = _stack_constants(_unexplained_peaks(rows))
     source = f"constants fitted on {len(timed)} rows of {table_name}"
     fold = _Fold(fit=fit, stack_constants=stack_constants, source=source)
@@ -123,7 +133,8 @@ def calibrate_leaving_out(
     if len(timed) < MIN_TIMED_ROWS:
         rule = f"the table has {len(timed)} timed rows; a fit needs {MIN_TIMED_ROWS}"
         raise _leave_out_error(joined_columns, rule)
-    runs = runs_from_rows(timed)
+    runs = _weigh_runs(timed)
+    own_runs = _weigh_runs(timed, {row.id for row in timed}) if own_rows else runs
     run_of_row = {run.id: run for run in runs}
     fit_of_all = fit_constants(runs)
     peaks = _unexplained_peaks(rows)
@@ -142,7 +153,8 @@ def calibrate_leaving_out(
         # Where the group has no timed rows, the fit of all rows is the fit without it.
         if len(kept) < len(runs):
             start = fit_of_all.restrict_to_runs(kept)
-            fit = fit_constants([runs[index] for index in kept], start=start)
+            kept_runs = [own_runs[i] if timed[i].id in own else runs[i] for i in kept]
+            fit = fit_constants(kept_runs, start=start)
         pairs = zip(columns, key, strict=True)
         group = ", ".join(f"{column}={value}" for column, value in pairs)
         return _Fold(

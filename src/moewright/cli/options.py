@@ -145,6 +145,8 @@ class RankingOptions:
     risk
         Layouts are ranked by the seconds that a step exceeds with this probability; 0.5: by the
         predicted step.
+    runs_on
+        Take layouts that this trainer starts: engine, megatron or torchtitan.
     why_not
         A layout, such as "tp2,ep8,pp4": say what speaks against it.
     """
@@ -154,6 +156,7 @@ class RankingOptions:
     fewest: Flag = False
     fit_probability: float = 0.9
     risk: float = 0.1
+    runs_on: str = ""
     why_not: str = ""
 
 

@@ -56,6 +56,7 @@ def plan(
         fewest=ranking.fewest,
         fit_probability=ranking.fit_probability,
         risk=ranking.risk,
+        runs_on=ranking.runs_on,
     )
     plans = search_request(request, Path(model), options)
     console = open_console(json)

@@ -282,9 +282,7 @@ def rank_memory(
     model, workload, layout = sym.model, sym.workload, sym.layout
     frozen_nbytes = constants["frozen_weight_bytes"]
     states = list(
-        state_rows(
-            workload, layout, sets, trained=sym.trained_share, frozen_nbytes=frozen_nbytes
-        )
+        state_rows(workload, layout, sets, trained=sym.trained_share, frozen_nbytes=frozen_nbytes)
     )
     on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]

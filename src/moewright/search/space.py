@@ -96,7 +96,9 @@ class StatePolicy:
 
     def is_searched_on(self, shape: PipelineShape, space: SearchSpace) -> bool:
         """Return whether the policy is searched on that pipeline."""
-        return self.zero < 3 or shape.pp == 1 or "zero" in space.fixed
+        if self.zero < 3 or shape.pp == 1 or "zero" in space.fixed:
+            return True
+        return not space.permits(zero=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

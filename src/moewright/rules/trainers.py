@@ -1,0 +1,47 @@
+"""Which trainers start a job, by the refusals that their exports and the engine itself raise."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.megatron_limits import megatron_refusals
+from moewright.rules.torchtitan_limits import torchtitan_refusals
+from moewright.spec.errors import Reason
+from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Workload
+
+_LAYOUT = "layout."
+
+
+class Trainer(StrEnum):
+    """The trainers that a search can be bound to."""
+
+    ENGINE = "engine"  # this package's own
+    MEGATRON = "megatron"  # Megatron-LM
+    TORCHTITAN = "torchtitan"
+
+
+def trainer_refusals(
+    trainer: Trainer, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
+) -> tuple[Reason, ...]:
+    """Return why a trainer does not train a legal layout; () where it does."""
+    if trainer is Trainer.MEGATRON:
+        return megatron_refusals(model, workload, hardware, layout)
+    if trainer is Trainer.TORCHTITAN:
+        return tuple(torchtitan_refusals(model, workload, hardware, layout))
+    return (
+        *unsupported_model(model, workload),
+        *unsupported_layout(layout, model=model, workload=workload),
+    )
+
+
+def job_refusals(
+    trainer: Trainer, model: ModelSpec, workload: Workload, hardware: Hardware
+) -> tuple[Reason, ...]:
+    """Return why a trainer does not train a job in any layout; () where it may."""
+    layout = Layout(world_size=hardware.count)
+    reasons = trainer_refusals(trainer, model, workload, hardware, layout)
+    return tuple(reason for reason in reasons if not reason.field.startswith(_LAYOUT))

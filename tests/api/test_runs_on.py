@@ -1,0 +1,61 @@
+"""Searches bound to a trainer: what it refuses is never an answer, and what it starts is found."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+import moewright as mw
+from moewright.api.planning import Plans
+from moewright.api.running import list_trainers
+from moewright.rules.trainers import Trainer, trainer_refusals
+from moewright.spec.errors import BadInput
+from moewright.spec.plan import Plan
+
+MODEL = "Qwen3-30B-A3B"
+STARTED_AS = {"engine": "moewright", "megatron": "megatron", "torchtitan": "torchtitan"}
+
+
+@cache
+def plans(trainer: str) -> Plans:
+    return mw.plan(MODEL, on="16xH100", top=4, runs_on=trainer)
+
+
+def refusals(plan: Plan, trainer: str) -> tuple[object, ...]:
+    nouns = (plan.model, plan.workload, plan.hardware, plan.layout)
+    return trainer_refusals(Trainer(trainer), *nouns)
+
+
+@pytest.mark.parametrize("trainer", Trainer)
+def test_every_answer_starts_in_the_trainer(trainer: str) -> None:
+    bound = plans(trainer)
+    for plan in (*bound.plans, *bound.gambles):
+        assert not refusals(plan, trainer)
+        assert STARTED_AS[trainer] in list_trainers(plan)
+
+
+@pytest.mark.parametrize("trainer", Trainer)
+def test_a_trainer_is_never_faster_than_any(trainer: str) -> None:
+    free, bound = plans(""), plans(trainer)
+    assert bound.best is not None
+    assert free.best is not None
+    longest = free.best.estimate.step_interval_80[1]
+    assert longest <= bound.best.estimate.step_interval_80[1] * (1 + 1e-9)
+    if not refusals(free.best, trainer):
+        assert bound.best.layout == free.best.layout
+
+
+def test_torchtitan_pipelines_shard_weights_too() -> None:
+    """It has ZeRO-3 or nothing, so its pipelines are searched with it."""
+    pinned = mw.plan(MODEL, on="16xH100", top=1, runs_on="torchtitan", layout="pp2")
+    assert pinned.best is not None
+    assert pinned.best.layout.pp == 2
+    assert pinned.best.layout.zero == 3
+
+
+def test_a_job_that_a_trainer_has_no_model_for_is_refused_at_once() -> None:
+    with pytest.raises(BadInput, match="torchtitan has no flavour of this model"):
+        mw.plan("Mixtral-8x7B-v0.1", on="8xH100", runs_on="torchtitan")
+    with pytest.raises(BadInput, match="must be one of engine, megatron, torchtitan"):
+        mw.plan(MODEL, on="8xH100", runs_on="nemo")
