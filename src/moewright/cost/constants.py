@@ -16,9 +16,10 @@ MEMORY_FINDINGS = "published allocated/reserved pairs and NCCL reports"
 
 # Devices of the median run that the constants were fitted to.
 FITTED_DEVICES = 256
-# The constants that only offload, only NVFP4 and only EFA depend on.
+# The constants that only offload, only NVFP4, only adapters and only EFA depend on.
 OFFLOAD_CONSTANTS = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_per_parameter")
 NVFP4_CONSTANTS = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
+LORA_CONSTANTS = ("frozen_weight_bytes",)
 EFA_CONSTANTS = (
     "efa_alltoall_share",
     "proxy_message_s",
@@ -148,7 +149,6 @@ _CUDA = (
     _fitted("host_s_full_graph", 0.0, TIME_FINDINGS),
     _fitted("host_exponent", 1.48, _fit_source(0.10)),
     _fitted("host_exponent_synced", 1.37, _fit_source(0.10, "1F1B waits for every transfer")),
-    _assumed("host_serial_share", 0.0, "of the host's time, in which the device stands still"),
     _fitted("host_dense_layer_share", 0.56, _fit_source(0.18, "of a layer with experts")),
     _assumed("host_recomputed_moe_share", 0.6, _RECOMPUTED_MOE),
     _assumed("host_s_per_local_expert", 2e-5, "launches that grow with the local experts"),
@@ -249,7 +249,6 @@ _CPU = (
     _assumed("host_s_per_narrow_expert", 0.0, _NO_8BIT),
     _assumed("host_exponent", 1.0, _ONE_THREAD),
     _assumed("host_exponent_synced", 1.0, _ONE_THREAD),
-    _assumed("host_serial_share", 0.0, _ONE_THREAD),
     _assumed("host_dense_layer_share", 0.5, "a dense layer launches about half as much"),
     _assumed("host_recomputed_moe_share", 0.6, _RECOMPUTED_MOE),
     _assumed("host_s_per_recompute_module", 1e-4, "a few launches"),

@@ -11,6 +11,7 @@ from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import (
     EFA_CONSTANTS,
+    LORA_CONSTANTS,
     NVFP4_CONSTANTS,
     OFFLOAD_CONSTANTS,
     Constants,
@@ -429,6 +430,8 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
         unused |= frozenset(OFFLOAD_CONSTANTS)
     if sym.model.recurrent is None:
         unused |= frozenset({"scan_time_scale"})
+    if not sym.is_frozen:
+        unused |= frozenset(LORA_CONSTANTS)
     if sym.dtype is not Dtype.NVFP4:
         unused |= frozenset(NVFP4_CONSTANTS)
     if fabric.network is not NetworkKind.EFA:

@@ -436,11 +436,10 @@ def pass_times(
     forward_host_s = replay.host_s / 3  # backward launches twice as much (docs/findings.md 2)
     backward_host_s = 2 * forward_host_s + group_s * replay.kernel_groups
     copies_host_s = group_s * cost.offloaded.modules
-    serial = c["host_serial_share"]
-    forward_s = join_times(p, device.forward_s, forward_host_s + copies_host_s, serial) + sync_s
+    forward_s = join_times(p, device.forward_s, forward_host_s + copies_host_s) + sync_s
     backward_device_s = device.backward_s + replay.kernel_s
-    backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s, serial) + sync_s
-    block_s = join_times(p, replay.block_s, replay.block_host_share * forward_host_s, serial)
+    backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s) + sync_s
+    block_s = join_times(p, replay.block_s, replay.block_host_share * forward_host_s)
     has_block = np.greater(replay.block_s, 0)
     copy_s = cost.offloaded.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
     return PassTimes(
@@ -453,17 +452,11 @@ def pass_times(
     )
 
 
-def join_times(
-    p: float, device_s: FloatOrArray, host_s: FloatOrArray, serial: float = 0.0
-) -> FloatOrArray:
-    """Return the seconds that device and host take side by side.
-
-    The device stands still in a share `serial` of the host's time, the rest runs ahead of it.
-    """
+def join_times(p: float, device_s: FloatOrArray, host_s: FloatOrArray) -> FloatOrArray:
+    """Return the seconds that device and host take side by side."""
     if p == 1.0:
         return device_s + host_s
-    ahead_s = (1 - serial) * host_s
-    joined: FloatOrArray = (device_s**p + ahead_s**p) ** (1 / p) + serial * host_s
+    joined: FloatOrArray = (device_s**p + host_s**p) ** (1 / p)
     return joined
 
 

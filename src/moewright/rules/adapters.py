@@ -45,12 +45,13 @@ def _is_adapted(param: Param, rank: int, targets: frozenset[Module]) -> bool:
 
 @lru_cache(maxsize=256)
 def _adapted_widths(model: ModelSpec, rank: int, layer: int) -> tuple[int, int]:
-    shapes = [
-        param.shape
-        for param in parameters(model)
-        if param.layer == layer and _is_adapted(param, rank, _TARGETS)
-    ]
-    return sum(shape[-1] for shape in shapes), sum(shape[-2] for shape in shapes)
+    inputs = outputs = 0
+    for param in parameters(model):
+        if param.layer == layer and _is_adapted(param, rank, _TARGETS):
+            linears = prod(param.shape[:-2])  # a gate and its product are one parameter
+            inputs += linears * param.shape[-1]
+            outputs += linears * param.shape[-2]
+    return inputs, outputs
 
 
 @lru_cache(maxsize=16)
