@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
@@ -59,6 +59,17 @@ LayerDegrees = tuple[int, int, int, int, int]
 def layer_degrees(layout: Layout) -> LayerDegrees:
     """Return the key of a layout's DegreeGroup: (tp, cp, ep, etp, mbs)."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.mbs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateWish:
+    """Candidates of which the best is wanted: those in a mask of a group's scores.
+
+    `may_hold` tells whether the mask can hold a candidate of a group.
+    """
+
+    mask: CandidateMask
+    may_hold: Callable[[BoundedGroup], bool]
 
 
 class CandidatePool:
@@ -174,29 +185,40 @@ class CandidatePool:
             self._space,
         )
 
-    def find_best(
-        self, mask: CandidateMask, may_hold: Callable[[BoundedGroup], bool], *, below_s: float
-    ) -> Candidate | None:
-        """Return the best safe candidate in a mask; None where no bound is below `below_s`.
+    def find_each(
+        self, wishes: Sequence[CandidateWish], *, below_s: float
+    ) -> tuple[Candidate | None, ...]:
+        """Return the best safe candidate of each wish; None where no bound is below `below_s`.
 
-        `may_hold` tells whether the mask can hold a candidate of a group.
+        A group that several wishes may find theirs in is scored once.
         """
-        best: Candidate | None = None
+        limits_s = [below_s] * len(wishes)
+        best: list[Candidate | None] = [None] * len(wishes)
         for bounded in self._order_groups():
-            if bounded.floor_bound_s >= below_s or not may_hold(bounded):
+            open_wishes = [
+                place
+                for place, wish in enumerate(wishes)
+                if bounded.floor_bound_s < limits_s[place] and wish.may_hold(bounded)
+            ]
+            if not open_wishes:
                 continue
-            scores = self._screener.score(bounded, room_bytes=self._limit, below_s=below_s)
+            scores = self._screener.score(
+                bounded,
+                room_bytes=self._limit,
+                below_s=max(limits_s[place] for place in open_wishes),
+            )
             if scores is None:
                 continue
-            wanted = mask(scores) & np.isfinite(scores.step_s)
-            wanted &= scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes)
-            wanted = self._without_objections(scores, wanted)
-            bounds = np.where(wanted, scores.bound_s, np.inf)
-            place = np.unravel_index(int(bounds.argmin()), bounds.shape)
-            if bounds[place] < below_s:
-                best = self._candidate(scores, tuple(map(int, place)), is_safe=True)
-                below_s = best.bound_s
-        return None if best is None else self._simulate(best)
+            is_safe = np.isfinite(scores.step_s)
+            is_safe &= scores.peak_bytes <= self._screener.safe_bytes(scores.sd_bytes)
+            for place in open_wishes:
+                wanted = self._without_objections(scores, wishes[place].mask(scores) & is_safe)
+                bounds = np.where(wanted, scores.bound_s, np.inf)
+                cell = np.unravel_index(int(bounds.argmin()), bounds.shape)
+                if bounds[cell] < limits_s[place]:
+                    candidate = self._candidate(scores, tuple(map(int, cell)), is_safe=True)
+                    best[place], limits_s[place] = candidate, candidate.bound_s
+        return tuple(None if candidate is None else self._simulate(candidate) for candidate in best)
 
     def _note_least(self, scores: GroupScores, is_safe: Array) -> None:
         """Lower `least` where a group fits with less model parallelism than any before."""

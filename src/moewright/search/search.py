@@ -15,6 +15,7 @@ from moewright.rules.legality import check_legality, check_precision
 from moewright.search.candidates import (
     Candidate,
     CandidatePool,
+    CandidateWish,
     layer_degrees,
     model_parallel_sizes,
 )
@@ -210,40 +211,48 @@ def _departures(
     Guidelines whose best layout is the same share a sentence.
     """
     below_s = _WORTH_FINDING * bound_s(plan.estimate, rule)
-    followers = [  # (text of a guideline, the best candidate that follows it)
-        (guideline.text, _find_follower(guideline, pool, space, below_s))
-        for guideline in find_departures(plan.layout, space)
+    guidelines = find_departures(plan.layout, space)
+    wishes = [
+        _wish_for(guideline, pool, space) for guideline in guidelines if guideline not in pool.usual
     ]
+    texts_of_followers = [guideline.text for guideline in guidelines]
     parallel = model_parallel_size(plan.layout)
-    if 0 < pool.least < parallel:
-        least = pool.least
-        text = f"{LEAST_PARALLELISM}: tp x cp x pp of {least}, not {parallel}"
-        follower = pool.find_best(
-            lambda scores: (model_parallel_sizes(scores.base, scores.pipelines.shapes) == least)[
-                :, None, None
-            ],
-            lambda bounded: least % (bounded.base.tp * bounded.base.cp) == 0,
-            below_s=below_s,
+    least = pool.least
+    departs_from_least = 0 < least < parallel
+    if departs_from_least:
+        texts_of_followers.insert(
+            0, f"{LEAST_PARALLELISM}: tp x cp x pp of {least}, not {parallel}"
         )
-        followers.insert(0, (text, follower))
+        wishes.insert(0, _wish_for_least(least))
+    results = iter(pool.find_each(wishes, below_s=below_s))
+    followers = [next(results)] if departs_from_least else []
+    followers += [
+        pool.usual[guideline] if guideline in pool.usual else next(results)
+        for guideline in guidelines
+    ]
     texts: dict[Layout | None, list[str]] = {}
-    for text, candidate in followers:
+    for text, candidate in zip(texts_of_followers, followers, strict=True):
         texts.setdefault(None if candidate is None else candidate.layout, []).append(text)
-    for layout, guidelines in texts.items():
-        yield explain_departure(plan, "; ".join(guidelines), layout, more_than=_WORTH_FINDING)
+    for layout, joined in texts.items():
+        yield explain_departure(plan, "; ".join(joined), layout, more_than=_WORTH_FINDING)
 
 
-def _find_follower(
-    guideline: Guideline, pool: CandidatePool, space: SearchSpace, below_s: float
-) -> Candidate | None:
-    """Return the best candidate that follows a guideline, of those seen, else of the space."""
-    if guideline in pool.usual:
-        return pool.usual[guideline]
+def _wish_for(guideline: Guideline, pool: CandidatePool, space: SearchSpace) -> CandidateWish:
+    """Return the wish for a candidate that follows a guideline."""
     is_of_degrees = guideline.scope is GuidelineScope.DEGREES
-    return pool.find_best(
-        lambda scores: pool.follows(guideline, scores),
-        lambda bounded: not is_of_degrees or guideline.is_followed(bounded.base, space),
-        below_s=below_s,
+    return CandidateWish(
+        mask=lambda scores: pool.follows(guideline, scores),
+        may_hold=lambda bounded: not is_of_degrees or guideline.is_followed(bounded.base, space),
+    )
+
+
+def _wish_for_least(least: int) -> CandidateWish:
+    """Return the wish for a candidate of so much model parallelism."""
+    return CandidateWish(
+        mask=lambda scores: (model_parallel_sizes(scores.base, scores.pipelines.shapes) == least)[
+            :, None, None
+        ],
+        may_hold=lambda bounded: least % (bounded.base.tp * bounded.base.cp) == 0,
     )
 
 
@@ -252,8 +261,9 @@ def _find_other_overlap(plan: Plan, pool: CandidatePool, rule: RankingRule) -> C
     overlaps = Overlap.EP not in plan.layout.overlap
     if overlaps in pool.by_overlap:
         return pool.by_overlap[overlaps]
-    return pool.find_best(
-        lambda scores: np.isfinite(scores.step_s),
-        lambda bounded: (Overlap.EP in bounded.base.overlap) == overlaps,
-        below_s=_WORTH_FINDING * bound_s(plan.estimate, rule),
+    wish = CandidateWish(
+        mask=lambda scores: np.isfinite(scores.step_s),
+        may_hold=lambda bounded: (Overlap.EP in bounded.base.overlap) == overlaps,
     )
+    below_s = _WORTH_FINDING * bound_s(plan.estimate, rule)
+    return pool.find_each([wish], below_s=below_s)[0]
