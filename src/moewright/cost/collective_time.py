@@ -17,6 +17,9 @@ from moewright.spec.hardware import Collective, Curve, Hardware, MessagePath, Ne
 from moewright.spec.layout import CapacityFill, DispatcherKind, Layout
 from moewright.spec.model import RouterSpec
 
+# Groups that the degrees of a layout decide.
+_DEGREE_GROUPS = frozenset({"tp", "cp", "pp", "dp_cp", "etp", "ep", "edp"})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpan:
@@ -62,18 +65,25 @@ class CollectiveModel:
     A payload is the bytes that one rank hands in, its own part included.
     """
 
-    __slots__ = ("_curves", "_domain_Bps", "_fabric", "_network_Bps", "constants")
+    __slots__ = ("_curves", "_domain_Bps", "_fabric", "_network_Bps", "_spans", "constants")
 
     def __init__(self, hardware: Hardware, constants: Constants) -> None:
         self._fabric = hardware.fabric
         self._curves = {(time.op, time.group_size): time.curve for time in hardware.fabric.times}
+        self._spans: dict[tuple[str | int, ...], GroupSpan] = {}
         self.constants = constants
         self._domain_Bps = hardware.fabric.domain_Bps.value * constants["domain_efficiency"]
         self._network_Bps = hardware.fabric.network_Bps.value * constants["network_efficiency"]
 
     def span(self, layout: Layout, group: str) -> GroupSpan:
         """Return how a group of a layout lies on this hardware."""
-        return group_span(layout, group, self._fabric.domain_size)
+        if group not in _DEGREE_GROUPS:
+            return group_span(layout, group, self._fabric.domain_size)
+        degrees = layout.tp, layout.cp, layout.pp, layout.ep, layout.etp
+        key = group, layout.world_size, *degrees
+        if key not in self._spans:
+            self._spans[key] = group_span(layout, group, self._fabric.domain_size)
+        return self._spans[key]
 
     def measured_curve(self, op: Collective, size: int) -> Curve | None:
         """Return the measured times of a collective over so many ranks, if there are any."""

@@ -440,16 +440,23 @@ def pass_times(
     backward_device_s = device.backward_s + replay.kernel_s
     backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s) + sync_s
     block_s = join_times(p, replay.block_s, replay.block_host_share * forward_host_s)
-    has_block = np.greater(replay.block_s, 0)
+    has_block = replay.block_s > 0
     copy_s = cost.offloaded.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
     return PassTimes(
         forward_s=forward_s,
         backward_s=backward_s,
         block_s=has_block * replay.block_layer_share * block_s,
-        forward_wait_s=np.maximum(0.0, copy_s - forward_s),
-        backward_wait_s=np.maximum(0.0, copy_s - backward_s),
+        forward_wait_s=_positive(copy_s - forward_s),
+        backward_wait_s=_positive(copy_s - backward_s),
         copy_s=copy_s,
     )
+
+
+def _positive(seconds: FloatOrArray) -> FloatOrArray:
+    """Return seconds, 0 where they are negative."""
+    if isinstance(seconds, np.ndarray):
+        return np.maximum(0.0, seconds)
+    return max(0.0, seconds)
 
 
 def join_times(p: float, device_s: FloatOrArray, host_s: FloatOrArray) -> FloatOrArray:
