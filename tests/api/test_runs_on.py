@@ -9,7 +9,7 @@ import pytest
 import moewright as mw
 from moewright.api.planning import Plans
 from moewright.api.running import list_trainers
-from moewright.rules.trainers import Trainer, trainer_refusals
+from moewright.rules.trainers import TargetTrainer, trainer_refusals
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 
@@ -24,10 +24,10 @@ def plans(trainer: str) -> Plans:
 
 def refusals(plan: Plan, trainer: str) -> tuple[object, ...]:
     nouns = (plan.model, plan.workload, plan.hardware, plan.layout)
-    return trainer_refusals(Trainer(trainer), *nouns)
+    return trainer_refusals(TargetTrainer(trainer), *nouns)
 
 
-@pytest.mark.parametrize("trainer", Trainer)
+@pytest.mark.parametrize("trainer", TargetTrainer)
 def test_every_answer_starts_in_the_trainer(trainer: str) -> None:
     bound = plans(trainer)
     for plan in (*bound.plans, *bound.gambles):
@@ -35,7 +35,7 @@ def test_every_answer_starts_in_the_trainer(trainer: str) -> None:
         assert STARTED_AS[trainer] in list_trainers(plan)
 
 
-@pytest.mark.parametrize("trainer", Trainer)
+@pytest.mark.parametrize("trainer", TargetTrainer)
 def test_a_trainer_is_never_faster_than_any(trainer: str) -> None:
     free, bound = plans(""), plans(trainer)
     assert bound.best is not None

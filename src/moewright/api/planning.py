@@ -23,7 +23,7 @@ from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
-from moewright.rules.trainers import Trainer, job_refusals, trainer_refusals
+from moewright.rules.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.search import explain, what_if
 from moewright.search.fewest import find_fewest
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout
@@ -61,7 +61,7 @@ class SearchOptions:
     fewest: bool = False  # plan for the fewest devices on which a layout is safe
     fit_probability: float = RankingRule().fit_probability
     risk: float = RankingRule().risk
-    runs_on: str = ""  # a Trainer that has to start the layouts; "": any layout
+    runs_on: str = ""  # a TargetTrainer that has to start the layouts; "": any layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -328,10 +328,10 @@ def _bind_trainer(request: PlanRequest, name: str) -> PlanRequest:
     """
     if not name:
         return request
-    if name not in tuple(Trainer):
-        rule = f"must be one of {', '.join(Trainer)}"
+    if name not in tuple(TargetTrainer):
+        rule = f"must be one of {', '.join(TargetTrainer)}"
         raise BadInput(Reason(field="--runs-on", value=name, rule=rule))
-    trainer = Trainer(name)
+    trainer = TargetTrainer(name)
     reasons = job_refusals(trainer, request.model, request.workload, request.hardware)
     if reasons:
         raise BadInput(*reasons)

@@ -15,7 +15,7 @@ from moewright.intake.job_workload import MAX_BATCH, MAX_SEQ_LEN
 from moewright.intake.networks import apply_network
 from moewright.rules.job import Job
 from moewright.rules.routing import check_load_histogram
-from moewright.rules.trainers import Trainer
+from moewright.rules.trainers import TargetTrainer
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
@@ -43,7 +43,7 @@ class PlanRequest:
     layout_text: str  # layout keys that must hold, as layout text
     purpose: Purpose
     defaults: tuple[str, ...]
-    runs_on: Trainer | None = None  # the trainer that has to start the layouts
+    runs_on: TargetTrainer | None = None  # the trainer that has to start the layouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

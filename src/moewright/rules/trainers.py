@@ -16,7 +16,7 @@ from moewright.spec.workload import Workload
 _LAYOUT = "layout."
 
 
-class Trainer(StrEnum):
+class TargetTrainer(StrEnum):
     """The trainers that a search can be bound to."""
 
     ENGINE = "engine"  # this package's own
@@ -25,12 +25,12 @@ class Trainer(StrEnum):
 
 
 def trainer_refusals(
-    trainer: Trainer, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
+    trainer: TargetTrainer, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
 ) -> tuple[Reason, ...]:
     """Return why a trainer does not train a legal layout; () where it does."""
-    if trainer is Trainer.MEGATRON:
+    if trainer is TargetTrainer.MEGATRON:
         return megatron_refusals(model, workload, hardware, layout)
-    if trainer is Trainer.TORCHTITAN:
+    if trainer is TargetTrainer.TORCHTITAN:
         return tuple(torchtitan_refusals(model, workload, hardware, layout))
     return (
         *unsupported_model(model, workload),
@@ -39,7 +39,7 @@ def trainer_refusals(
 
 
 def job_refusals(
-    trainer: Trainer, model: ModelSpec, workload: Workload, hardware: Hardware
+    trainer: TargetTrainer, model: ModelSpec, workload: Workload, hardware: Hardware
 ) -> tuple[Reason, ...]:
     """Return why a trainer does not train a job in any layout; () where it may."""
     layout = Layout(world_size=hardware.count)
