@@ -176,7 +176,7 @@ def fit(table: Path | str, *, on: str | Hardware) -> FitResult:
     """Refit the constants of a hardware to measured runs.
 
     Args:
-        table: a CSV of measured runs, or a folder of runs of this engine; three will do.
+        table: a CSV of measured runs, or a folder of runs of this engine; one will do.
         on: the hardware; rows measured on other devices are left out.
 
     Raises:

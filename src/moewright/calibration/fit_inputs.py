@@ -40,7 +40,10 @@ from moewright.spec.plan import Verdict
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Task
 
-MIN_RUNS = 3
+MIN_RUNS = 1
+# Runs below which all constants that the fit moved are taken: so few say of none of them alone what
+# they say of all together.
+_RUNS_THAT_TELL_APART = 3
 # A constant was not learnt from the runs if its uncertainty stays above this share of the prior's.
 _LEARNT_SHARE = 0.9
 # Multiples of the expected excess of the hottest rank at which natural routing is prepared.
@@ -176,11 +179,16 @@ def _job_key(row: MeasuredRow) -> tuple[object, ...]:
 def apply_fit(
     hardware: Hardware, fit: Fit, *, source: str
 ) -> tuple[Hardware, tuple[FittedConstant, ...]]:
-    """Return the hardware with the constants that the runs told about, and those constants."""
+    """Return the hardware with the constants that the runs told about, and those constants.
+
+    One or two runs move many constants a little, and only together do these say what was measured.
+    """
+    is_few = fit.run_count < _RUNS_THAT_TELL_APART
     learnt = tuple(
         constant
         for constant in fit.fitted_constants(hardware.name)
-        if constant.sd < _LEARNT_SHARE * constant.prior_sd
+        if (is_few and constant.value != constant.prior)
+        or constant.sd < _LEARNT_SHARE * constant.prior_sd
     )
     tied = {free.name: (free.name, *free.tied_names) for free in fit.free_constants}
     fitted: list[Constant] = []
@@ -313,7 +321,7 @@ def require_enough_runs(runs: Sequence[MeasuredRun], *, source: str) -> None:
         BadInput: there are too few runs to fit.
     """
     if len(runs) < MIN_RUNS:
-        rule = f"has {len(runs)} rows that can be fitted on this hardware; a fit needs {MIN_RUNS}"
+        rule = "has no row that can be fitted on this hardware"
         raise BadInput(Reason(field="table", value=source, rule=rule))
 
 

@@ -31,7 +31,7 @@ def fit(
     ----------
     table
         A CSV of measured runs with the columns that `validate` reads, or a folder of runs that
-        `train` wrote; three will do.
+        `train` wrote; one will do.
     on
         The hardware, as "H800" or "runs/machine.toml"; rows measured on other parts are left out.
     out
