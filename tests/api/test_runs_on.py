@@ -9,6 +9,7 @@ import pytest
 import moewright as mw
 from moewright.api.planning import Plans
 from moewright.api.running import list_trainers
+from moewright.rules.job import plan_job
 from moewright.rules.trainers import TargetTrainer, trainer_refusals
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
@@ -23,8 +24,7 @@ def plans(trainer: str) -> Plans:
 
 
 def refusals(plan: Plan, trainer: str) -> tuple[object, ...]:
-    nouns = (plan.model, plan.workload, plan.hardware, plan.layout)
-    return trainer_refusals(TargetTrainer(trainer), *nouns)
+    return trainer_refusals(TargetTrainer(trainer), plan_job(plan), plan.hardware)
 
 
 @pytest.mark.parametrize("trainer", TargetTrainer)

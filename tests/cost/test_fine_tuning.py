@@ -13,6 +13,7 @@ from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
 from moewright.rules import engine_limits, flops
 from moewright.rules.adapters import trained_share
+from moewright.rules.job import Job
 from moewright.rules.parameters import count_parameters
 from moewright.search.search import search
 from moewright.spec.errors import BadInput
@@ -95,14 +96,13 @@ def test_adapters_move_their_inputs_and_outputs() -> None:
     h, kv, ffn = 4096, 1024, 14336
     inputs, outputs = 6 * h + ffn, 3 * h + 2 * kv + 2 * ffn
     layout = Layout(world_size=1)
-    sym = build_symbols(
-        MODEL, workload(Task.LORA), layout, device_kind=DeviceKind.CUDA, load=1, router_efficiency=1
-    )
+    job = Job(model=MODEL, workload=workload(Task.LORA), layout=layout)
+    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=1, router_efficiency=1)
     forward, backward = next(adapter_rows(sym, layer=0))
     assert forward.amount == 2 * 4096 * (inputs + 6 * outputs)
     assert backward.amount == 2 * 4096 * (5 * inputs + 4 * outputs)
     frozen = replace(workload(Task.LORA), fine_tuning=FineTuningSpec(task=Task.SFT))
-    whole = replace(sym, workload=frozen)
+    whole = replace(sym, job=replace(job, workload=frozen))
     assert not list(adapter_rows(whole, layer=0))
 
 

@@ -313,11 +313,17 @@ def _check_options(options: SearchOptions) -> None:
 def _objections(request: PlanRequest) -> Objections:
     """Return what speaks against a legal layout: the trainer, or for a job to run this engine."""
     if request.runs_on is not None:
-        nouns = (request.model, request.workload, request.hardware)
-        return partial(trainer_refusals, request.runs_on, *nouns)
+        return partial(_trainer_refusals, request, request.runs_on)
     if request.purpose is Purpose.PLAN:
         return no_objections
     return partial(unsupported_layout, model=request.model, workload=request.workload)
+
+
+def _trainer_refusals(
+    request: PlanRequest, trainer: TargetTrainer, layout: Layout
+) -> tuple[Reason, ...]:
+    job = Job(model=request.model, workload=request.workload, layout=layout)
+    return trainer_refusals(trainer, job, request.hardware)
 
 
 def _bind_trainer(request: PlanRequest, name: str) -> PlanRequest:

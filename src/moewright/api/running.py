@@ -26,11 +26,12 @@ _TRAINERS = ("megatron", "bridge", "torchtitan")
 
 def list_trainers(plan: Plan) -> tuple[str, ...]:
     """Return which trainers start a plan: targets of `export`, and this engine as "moewright"."""
-    is_megatron = not megatron_refusals(plan_job(plan), plan.hardware)
+    job = plan_job(plan)
+    is_megatron = not megatron_refusals(job, plan.hardware)
     starts = {
         "megatron": is_megatron,
         "bridge": is_megatron and not any(bridge_refusals(plan)),
-        "torchtitan": not any(torchtitan_refusals(*nouns)),
+        "torchtitan": not any(torchtitan_refusals(job, plan.hardware)),
         "moewright": not engine_refusals(plan),
     }
     return tuple(name for name, can_start in starts.items() if can_start)

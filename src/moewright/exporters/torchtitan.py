@@ -14,6 +14,7 @@ from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import training_steps
 from moewright.exporters.torchrun import torchrun_command
 from moewright.rules.batch_rampup import wsd_decay_steps
+from moewright.rules.job import plan_job
 from moewright.rules.micro_batches import micro_batches
 from moewright.rules.stages import pipeline_chunks
 from moewright.rules.torchtitan_limits import (
@@ -53,7 +54,7 @@ def render_torchtitan_config(plan: Plan) -> str:
     Raises:
         BadInput: one Reason for each thing that torchtitan cannot say.
     """
-    reasons = tuple(torchtitan_refusals(plan.model, plan.workload, plan.hardware, plan.layout))
+    reasons = tuple(torchtitan_refusals(plan_job(plan), plan.hardware))
     if reasons:
         raise BadInput(*reasons)
     return "\n".join((*_head_lines(plan), *_config_lines(plan))) + "\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, Hardware, NetworkKind
 from moewright.spec.layout import (
@@ -70,10 +71,9 @@ def _refusal(field: str, value: object, rule: str, nearest: object = "") -> Reas
     return Reason(field=field, value=str(value), rule=f"torchtitan {rule}", nearest=str(nearest))
 
 
-def torchtitan_refusals(
-    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
-) -> Iterator[Reason]:
-    """Yield why torchtitan does not train a legal layout."""
+def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
+    """Yield why torchtitan does not train a legal job."""
+    model, workload, layout = job.model, job.workload, job.layout
     device = hardware.device
     if device.kind is not DeviceKind.CUDA:
         rule = "is planned for CUDA devices"

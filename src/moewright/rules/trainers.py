@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.job import Job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.rules.torchtitan_limits import torchtitan_refusals
 from moewright.spec.errors import Reason
@@ -24,17 +25,15 @@ class TargetTrainer(StrEnum):
     TORCHTITAN = "torchtitan"
 
 
-def trainer_refusals(
-    trainer: TargetTrainer, model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
-) -> tuple[Reason, ...]:
-    """Return why a trainer does not train a legal layout; () where it does."""
+def trainer_refusals(trainer: TargetTrainer, job: Job, hardware: Hardware) -> tuple[Reason, ...]:
+    """Return why a trainer does not train a legal job; () where it does."""
     if trainer is TargetTrainer.MEGATRON:
-        return megatron_refusals(model, workload, hardware, layout)
+        return megatron_refusals(job, hardware)
     if trainer is TargetTrainer.TORCHTITAN:
-        return tuple(torchtitan_refusals(model, workload, hardware, layout))
+        return tuple(torchtitan_refusals(job, hardware))
     return (
-        *unsupported_model(model, workload),
-        *unsupported_layout(layout, model=model, workload=workload),
+        *unsupported_model(job.model, job.workload),
+        *unsupported_layout(job.layout, model=job.model, workload=job.workload),
     )
 
 
@@ -42,6 +41,6 @@ def job_refusals(
     trainer: TargetTrainer, model: ModelSpec, workload: Workload, hardware: Hardware
 ) -> tuple[Reason, ...]:
     """Return why a trainer does not train a job in any layout; () where it may."""
-    layout = Layout(world_size=hardware.count)
-    reasons = trainer_refusals(trainer, model, workload, hardware, layout)
+    job = Job(model=model, workload=workload, layout=Layout(world_size=hardware.count))
+    reasons = trainer_refusals(trainer, job, hardware)
     return tuple(reason for reason in reasons if not reason.field.startswith(_LAYOUT))
