@@ -31,6 +31,7 @@ def open_console(json: Path | None) -> Console:
 def write_answer(console: Console, json: Path | None, record: object) -> None:
     """Write a record as JSON where the user wants it; the console names a file that was written."""
     from moewright.codec import write_text
+    from moewright.spec.record import format_json
 
     if json is None:
         return
@@ -40,20 +41,6 @@ def write_answer(console: Console, json: Path | None, record: object) -> None:
         return
     write_text(json, text)
     console.print(f"wrote {json}", soft_wrap=True)
-
-
-def format_json(record: object) -> str:
-    """Return a record as JSON text; NaN and infinite numbers, which JSON has not, become null."""
-    import json
-
-    from moewright.spec.record import replace_non_finite, to_plain_data
-
-    data = to_plain_data(record)
-    try:
-        text = json.dumps(data, indent=1, allow_nan=False)
-    except ValueError:
-        text = json.dumps(replace_non_finite(data), indent=1, allow_nan=False)
-    return text + "\n"
 
 
 @contextmanager
