@@ -93,12 +93,12 @@ def price_stages(
     counts = count_parts(model, layout, parts, stages.pipeline_chunks(model, layout))
     priced = price_model_ops(rates, collectives, sym, model_ops(sym))
     times = Pricer(collectives, sym, priced).part_times(layout, parts)
-    held = memory.model_memory(rates.constants, sym, parts, policy_of(layout))
+    memories = memory.model_memory(rates.constants, sym, parts, policy_of(layout))
     return StagePrices(
         forward_s=counts @ times.forward_s,
         backward_s=counts @ times.backward_s,
         weight_s=counts @ times.weight_grad_s,
-        saved_bytes=counts @ held.saved_bytes[:, 0],
+        saved_bytes=counts @ memories.saved_bytes[:, 0],
     )
 
 
