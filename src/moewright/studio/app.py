@@ -28,6 +28,7 @@ from moewright.studio.drops import read_dropped_model, read_dropped_script
 from moewright.studio.folder import StudioFolder
 from moewright.studio.guard import LocalGuard
 from moewright.studio.queries import read_query
+from moewright.studio.runs import diagnose_dropped, follow_runs, list_run_folders
 from moewright.studio.tasks import Workers
 from moewright.studio.wire import encode_data, encode_record
 from moewright.view.page import read_asset, render_page, render_shell
@@ -56,6 +57,9 @@ def build_app(folder: Path, port: int) -> Starlette:
         Route("/api/plan.json", studio.send_plan_file),
         Route("/api/trace", studio.send_trace),
         Route("/api/export", studio.send_launch_file),
+        Route("/api/runs", studio.list_runs),
+        Route("/api/run", studio.send_runs),
+        Route("/api/drop", studio.diagnose_drop, methods=["POST"]),
         Route("/api/model", studio.take_model, methods=["POST"]),
         Route("/api/script", studio.take_script, methods=["POST"]),
     ]
@@ -127,6 +131,19 @@ class _Studio:
     async def send_launch_file(self, request: Request) -> Response:
         params = dict(request.query_params)
         return await _answer_data(lambda: {"text": _render_launch_file(params)})
+
+    async def list_runs(self, _: Request) -> Response:
+        return _send_json(encode_data(await run_in_threadpool(list_run_folders, Path("runs"))))
+
+    async def send_runs(self, request: Request) -> Response:
+        folders = [Path(name) for name in request.query_params.getlist("run")]
+        stamp = request.query_params.get("stamp", "")
+        return _send_json(await run_in_threadpool(follow_runs, folders, stamp))
+
+    async def diagnose_drop(self, request: Request) -> Response:
+        content = await _read_body(request)
+        name = request.query_params.get("name", "")
+        return await _answer(partial(diagnose_dropped, self._folder, content, name))
 
     async def stream_task(self, request: Request) -> Response:
         task = request.path_params["task"]
