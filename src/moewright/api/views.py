@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from moewright.api.budgets import check_budget_figures, price_devices, scale_devices
 from moewright.api.planning import (
+    Plans,
     SearchOptions,
     explain_empty_search,
     is_plan_file,
@@ -32,6 +33,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
+from moewright.spec.record import Record
 from moewright.spec.workload import Dtype
 from moewright.view.budget_view import BudgetPoint, BudgetView
 from moewright.view.comparison_view import ComparisonView, build_comparison_view
@@ -153,10 +155,25 @@ def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView]:
     answer = search_request(request, name, SearchOptions(top=top))
     if answer.best is None:
         raise explain_empty_search(answer.request, answer.search, name)
-    trainers = {plan.layout: list_trainers(plan) for plan in (*answer.plans, *answer.gambles)}
-    yield build_search_view(
-        answer.plans, answer.search, answer.why, trainers=trainers, is_final=True
-    )
+    yield _build_ranking(answer)
+
+
+def _build_ranking(plans: Plans) -> SearchView:
+    trainers = {plan.layout: list_trainers(plan) for plan in (*plans, *plans.gambles)}
+    return build_search_view(plans.plans, plans.search, plans.why, trainers=trainers, is_final=True)
+
+
+def view_plans(plans: Plans) -> tuple[Record, ...]:
+    """Return what the page of a search's answer shows: the ranking, and the best plan."""
+    ranking = _build_ranking(plans)
+    if plans.best is None:
+        return (ranking,)
+    return ranking, build_plan_view(plans.best, plans.request.defaults)
+
+
+def view_estimate(plan: Plan, notes: tuple[str, ...]) -> tuple[Record, ...]:
+    """Return what the page of an estimate shows: the plan, and its timetable."""
+    return build_plan_view(plan, notes), build_timetable_view(plan)
 
 
 def view_timetable(query: ViewQuery) -> TimetableView:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from moewright.spec.record import Record
 
 STANDARD_OUTPUT = Path("-")
 
@@ -41,6 +43,17 @@ def write_answer(console: Console, json: Path | None, record: object) -> None:
         return
     write_text(json, text)
     console.print(f"wrote {json}", soft_wrap=True)
+
+
+def write_html(console: Console, html: Path | None, records: Iterable[Record]) -> None:
+    """Write records as one page where the user wants it; the console names the file."""
+    if html is None:
+        return
+    from moewright.codec import write_text
+    from moewright.view.page import render_page
+
+    write_text(html, render_page(tuple(records), html.stem))
+    console.print(f"wrote {html}", soft_wrap=True)
 
 
 @contextmanager
