@@ -15,14 +15,13 @@ from moewright.cost.pipeline_time import TimetableRows
 from moewright.cost.stage_parts import Array, count_parts, list_parts
 from moewright.cost.step_time import Pricer, model_ops, price_model_ops
 from moewright.rules import stages
+from moewright.rules.job import Job
 from moewright.rules.schedule import forward_order, split_backwards, timetable
 from moewright.rules.simulate import StageSeconds, row_end_times
 from moewright.rules.timetable_row import RowKind
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
-from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import Workload
 
 KINDS = (RowKind.F, RowKind.B, RowKind.W)
 
@@ -59,7 +58,8 @@ class PipelineRows:
 
 def simulate_plan(plan: Plan) -> PipelineRows:
     """Return the timetable of a plan's step, up to the end of the last backward."""
-    prices = price_stages(plan.model, plan.workload, plan.hardware, plan.layout)
+    job = Job(model=plan.model, workload=plan.workload, layout=plan.layout)
+    prices = price_stages(job, plan.hardware)
     micro_batches = plan.estimate.micro_batches
     if plan.layout.schedule.splits_backward:
         columns = _simulate_split(plan.layout, micro_batches, prices)
@@ -82,13 +82,12 @@ def simulate_plan(plan: Plan) -> PipelineRows:
     )
 
 
-def price_stages(
-    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
-) -> StagePrices:
+def price_stages(job: Job, hardware: Hardware) -> StagePrices:
     """Price a micro-batch on every virtual stage, as an estimate does."""
+    model, layout = job.model, job.layout
     rates = DeviceRates(hardware)
     collectives = CollectiveModel(hardware, rates.constants)
-    sym = expected_symbols(model, workload, hardware, layout, rates.constants)
+    sym = expected_symbols(job, hardware, rates.constants)
     parts = list_parts(model, layout)
     counts = count_parts(model, layout, parts, stages.pipeline_chunks(model, layout))
     priced = price_model_ops(rates, collectives, sym, model_ops(sym))
