@@ -257,7 +257,11 @@ studio.findBest = async () => {
     const params = studio.job();
     params.delete("layout");
     await studio.stream("/api/task/search", params, studio.search.signal, view => {
-      if (view.kind !== "SearchView") { state.textContent = view.reasons[0].text; return; }
+      if (view.kind !== "SearchView") {
+        state.textContent = view.reasons[0].text;
+        if (!studio.query.get("layout") && studio.page() === "plan") studio.paint(view);
+        return;
+      }
       state.textContent = view.is_final ? `best of ${mw.count(view.scored)} layouts` : "first result; searching on …";
       studio.go({layout: view.ranked[0].layout}, undefined, !view.is_final);
     });
@@ -281,8 +285,8 @@ studio.show = () => {
   if (studio.leave) { studio.leave(); studio.leave = null; }
   if (page !== "plan" && studio.pages[page]) studio.pages[page]();
   if (needsForm) {
-    if (studio.query.get("layout") || !studio.first) studio.ask();
-    if (!studio.query.get("layout") && !studio.first) { studio.first = true; studio.findBest(); }
+    if (studio.query.get("layout") || studio.first) studio.ask();
+    else { if (page === "plan") studio.fill(mw.panel("Looking for the best layout", mw.el("p", {class: "quiet"}, "A first answer comes in a second or two."))); studio.findBest(); }
     studio.first = true;
   }
 };
