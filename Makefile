@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: evidence train test test-all mutants megatron docs accuracy check report bench bench-engine bench-peers bench-tuning verify-layouts
+.PHONY: pictures evidence train test test-all mutants megatron docs accuracy check report bench bench-engine bench-peers bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -71,6 +71,10 @@ check: $(VENV)/.dev
 # The choices that published runs made, as the planner reads them: after a change of the tables.
 evidence: | $(VENV)/.ready
 	$(BIN)/python -m docs.tools.measured_choices
+
+# The pictures of the studio's pages in docs/studio, by a headless chromium.
+pictures: $(VENV)/.dev
+	$(BIN)/python -m docs.tools.pictures
 
 # The site of docs/, in site/; the build asks no other host for anything.
 docs: $(VENV)/.docs

@@ -16,7 +16,7 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from moewright.report.charts import PALETTE
+from moewright.view.palette import TIME_COLOURS
 
 PAGE = Path(__file__).parents[1] / "accuracy.md"
 PICTURE = PAGE.with_suffix(".svg")
@@ -150,7 +150,8 @@ def render_picture(report: Mapping[str, Any]) -> str:
         return _MARGIN + scale * (log10(value) - low)
 
     publishers = sorted({row["publisher"] for row in timed})
-    colour = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(publishers)}
+    palette = tuple(TIME_COLOURS.values())
+    colour = {name: palette[index % len(palette)] for index, name in enumerate(publishers)}
     shapes = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SIZE + 130} {_SIZE}" '
         'font-family="sans-serif" font-size="11">',

@@ -47,7 +47,7 @@ def test_counted_stands_beside_predicted(
     job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "counted.json"
-    assert main(["dryrun", job, "--rank", "1023", "--json", str(out)]) == 0
+    assert main(["dryrun", job, "--rank", "1023", "-v", "--json", str(out)]) == 0
     output = capsys.readouterr().out
     assert "rank 1023 of 1024" in output
     assert "2 of the step's 16 micro-batches" in output

@@ -15,10 +15,10 @@ from test_cli_dryrun import TINY
 from test_cli_export import SCRIPT
 
 import sample_run
-from moewright.cli.answers import format_json
 from moewright.cli.exit_codes import DOES_NOT_FIT
 from moewright.cli.main import main
 from moewright.codec import format_record, write_json
+from moewright.spec.record import format_json
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ("Qwen3-30B-A3B", "--on", "8xH100", "--global-batch", "64")

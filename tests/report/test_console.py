@@ -62,7 +62,7 @@ def test_constants_of_one_source_share_a_row(out):
     base = plan()
     twice = replace(base.estimate.assumptions[0], name="second", value="7")
     estimate = replace(base.estimate, assumptions=(*base.estimate.assumptions, twice))
-    print_estimate(make_console(out), replace(base, estimate=estimate))
+    print_estimate(make_console(out), replace(base, estimate=estimate), verbose=True)
     (row,) = [line for line in out.getvalue().splitlines() if "short runs" in line]
     assert row.rstrip().endswith("host_s_per_layer_microbatch 410 us, second 7")
 
@@ -99,7 +99,7 @@ def test_brackets_of_a_layout_are_not_taken_for_markup(out):
 
 
 def test_estimate_tables_add_up(out):
-    print_estimate(make_console(out), plan())
+    print_estimate(make_console(out), plan(), verbose=True)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 120
     assert any("verdict   fits: peak 338 MiB of 4 GiB on pipeline rank 0" in line for line in lines)
@@ -121,7 +121,7 @@ def test_the_widest_memory_table_fits_and_the_peak_stage_is_the_one_shown(out):
     )
     wide = replace(ledger(0), pp_rank=1, memory=rows)
     piped = replace(estimate(), ledgers=(ledger(0), wide), peak_rank=1)
-    print_estimate(make_console(out), replace(plan(), estimate=piped))
+    print_estimate(make_console(out), replace(plan(), estimate=piped), verbose=True)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 120
     assert any("Memory of pipeline rank 1, GiB" in line for line in lines)

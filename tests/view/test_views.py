@@ -5,6 +5,7 @@ import pytest
 import moewright as mw
 from docs.tools import published_runs
 from moewright.codec import parse_layout
+from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.ledger import Component, Module, StepPhase
 from moewright.spec.plan import TimePart
@@ -49,7 +50,7 @@ def test_every_step_of_a_control_is_as_legal_as_it_says(plan, shown):
         assert len({step.value for step in control.steps}) == len(control.steps)
         for step in control.steps:
             layout = parse_layout(step.layout, world_size=256)
-            reasons = check_legality(plan.model, plan.workload, layout)
+            reasons = check_legality(Job(model=plan.model, workload=plan.workload, layout=layout))
             assert bool(reasons) == bool(step.rule), step
             legal += not reasons
             illegal += bool(reasons)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from moewright.api.planning import SearchOptions, search_request, workload_options
+from moewright.api.planning import find_best, workload_options
 from moewright.api.requests import PlanRequest, WorkloadOptions, read_plan_request
 from moewright.codec import format_layout
 from moewright.codec.numbers import parse_count
@@ -134,25 +134,19 @@ def compute_budget(
     Raises:
         BadInput: something cannot be used, or nothing fits.
     """
-    total = parse_count(tokens, "--tokens")
-    if total < 1:
-        raise BadInput(Reason(field="--tokens", value=tokens, rule="must be 1 or more"))
-    if price is not None and not 0 < price < float("inf"):
-        raise BadInput(Reason(field="--price", value=f"{price:g}", rule="must be above 0"))
+    total = check_budget_figures(tokens, price)
     request = read_plan_request(model, on, options)
     devices = request.hardware.count
     if not counts:
-        scaled = {round(scale * devices) for scale in _SCALES if scale * devices >= 1}
-        counts = sorted(scaled)
+        counts = scale_devices(devices)
     for count in counts:
         if not 1 <= count <= _MAX_DEVICES:
             rule = f"must be in 1..{_MAX_DEVICES}"
             raise BadInput(Reason(field="--devices", value=str(count), rule=rule))
-    name = Path(model.name if isinstance(model, ModelSpec) else str(model))
     lines = []
     without_layout = []
     for count in counts:
-        line = _price_devices(request, count, name, total, price)
+        line = price_devices(request, count, total, price)
         if line is None:
             without_layout.append(count)
         else:
@@ -169,12 +163,30 @@ def compute_budget(
     )
 
 
-def _price_devices(
-    request: PlanRequest, count: int, name: Path, tokens: int, price: float | None
+def check_budget_figures(tokens: str, price: float | None) -> int:
+    """Return the tokens as a number.
+
+    Raises:
+        BadInput: tokens or price are no amounts.
+    """
+    total = parse_count(tokens, "--tokens")
+    if total < 1:
+        raise BadInput(Reason(field="--tokens", value=tokens, rule="must be 1 or more"))
+    if price is not None and not 0 < price < float("inf"):
+        raise BadInput(Reason(field="--price", value=f"{price:g}", rule="must be above 0"))
+    return total
+
+
+def scale_devices(devices: int) -> list[int]:
+    """Return the numbers of devices that are compared around a job's own, in ascending order."""
+    return sorted({round(scale * devices) for scale in _SCALES if scale * devices >= 1})
+
+
+def price_devices(
+    request: PlanRequest, count: int, tokens: int, price: float | None
 ) -> BudgetLine | None:
     """Return the budget on so many devices; None where no layout fits surely enough."""
-    changed = replace(request, hardware=replace(request.hardware, count=count), layout_text="")
-    plan = search_request(changed, name, SearchOptions(top=1)).best
+    plan = find_best(replace(request, hardware=replace(request.hardware, count=count)))
     if plan is None or plan.estimate.fit_probability < plan.rule.fit_probability:
         return None
     steps = ceil(tokens / request.workload.tokens_per_step)

@@ -185,6 +185,12 @@ def plan_for_training(request: PlanRequest, job: Path) -> Plan:
     return result.plans[0]
 
 
+def find_best(request: PlanRequest) -> Plan | None:
+    """Return the best plan of a request, whatever layout keys its job has; None where none fits."""
+    nouns = (request.model, request.workload, request.hardware)
+    return next(iter(search(*nouns, top=1, allowed=_objections(request)).plans), None)
+
+
 def workload_options(
     seq_len: int | None,
     global_batch: int | None,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moewright.codec import PLAN_FILE, read_run
+from moewright.codec import PLAN_FILE, read_run, write_text
 from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ranks
-from moewright.diagnosis.engine_run import diagnose_run
+from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
+from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
 from moewright.spec.finding import Finding
 from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
+from moewright.view.page import render_page
+from moewright.view.run_view import RunsView, RunView, build_run_view
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -20,6 +24,7 @@ class RunReport(Record):
     run: RunRecord
     findings: tuple[Finding, ...]
     comparisons: tuple[LedgerComparison, ...]  # one for each rank that counted a ledger
+    name: str = ""  # the folder
 
     def title(self) -> str:
         """Return the title of the run."""
@@ -42,13 +47,32 @@ def build_report(run: Path) -> RunReport:
 
     The ledger of every rank that was counted is predicted on the routing that the run recorded.
     """
-    record = read_run(find_run_folder(run))
-    return RunReport(run=record, findings=diagnose_run(record), comparisons=compare_ranks(record))
+    folder = find_run_folder(run)
+    record = read_run(folder)
+    return RunReport(
+        run=record,
+        findings=diagnose_run(record),
+        comparisons=compare_ranks(record),
+        name=str(folder),
+    )
 
 
-def write_page(report: RunReport, out: Path) -> Path:
-    """Write the HTML page of a report to `out`, and return `out`."""
-    from moewright.report.report_page import write_report
+def view_run(report: RunReport) -> RunView:
+    """Return what the page of a run shows, with fixes priced by the planner."""
+    run = report.run
+    waterfall = None
+    if report.findings:
+        waterfall = build_run_waterfall(run, find_critical_rank(run), run.plan)
+    context = FixContext(job=run.plan, trainer=Trainer.OURS)
+    findings = price_findings(report.findings, context)
+    return build_run_view(run, report.comparisons, findings, waterfall, name=report.name)
 
-    write_report(report.run, report.comparisons, report.findings, out)
+
+def write_page(report: RunReport, out: Path, others: Sequence[RunReport] = ()) -> Path:
+    """Write the HTML page of a report to `out`, and return `out`; `others` are laid over it."""
+    views = tuple(map(view_run, (report, *others)))
+    records: tuple[Record, ...] = views
+    if others:
+        records = (RunsView(runs=views), *views)
+    write_text(out, render_page(records, ", ".join(view.name for view in views)))
     return out

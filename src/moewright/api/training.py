@@ -148,6 +148,16 @@ def _read_given_plan(request: TrainingRequest, torchrun: TorchrunEnv | None) -> 
     return plan
 
 
+def describe_stop(run_dir: Path) -> str:
+    """Say what a run that was stopped has saved, and how to go on."""
+    from moewright.engine.checkpoint.commit import find_latest
+
+    latest = find_latest(run_dir / "checkpoints")
+    if latest is None:
+        return f"stopped; {run_dir} has no checkpoint, so the same command starts again"
+    return f"stopped; {latest} is saved, and the same command goes on from it"
+
+
 def _choose_world_size(option: int | None, torchrun: TorchrunEnv | None, default: int) -> int:
     """Return the ranks of the run: those of --nproc, of torchrun, or else of the job.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
+from moewright.api.budgets import check_budget_figures, price_devices, scale_devices
 from moewright.api.planning import (
+    Plans,
     SearchOptions,
     explain_empty_search,
     is_plan_file,
@@ -23,15 +26,21 @@ from moewright.api.requests import (
 )
 from moewright.api.running import list_trainers
 from moewright.codec import format_layout, parse_layout, read_json
+from moewright.search.explain import explain_objections
+from moewright.search.fewest import find_fewest
 from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
+from moewright.spec.record import Record
 from moewright.spec.workload import Dtype
+from moewright.view.budget_view import BudgetPoint, BudgetView
+from moewright.view.comparison_view import ComparisonView, build_comparison_view
 from moewright.view.layout_controls import list_controls
 from moewright.view.plan_view import PlanView, RefusalView, build_plan_view, build_refusal
 from moewright.view.search_view import SearchView, build_search_view
+from moewright.view.timetable_view import TimetableView, build_timetable_view
 
 _FIRST_PART = "mbs1,cp1,etp1"  # of the space, as layout text
 _FIRST_TOP = 3
@@ -60,6 +69,18 @@ class ViewQuery:
             request = replan_request(plan, self.on, self.options)
             return replace(request, layout_text=format_layout(plan.layout))
         return read_plan_request(self.model, self.on, self.options)
+
+    def build(self) -> Plan:
+        """Estimate the layout.
+
+        Raises:
+            BadInput: something cannot be used, or the layout is illegal.
+        """
+        request = self.read()
+        with translate_fields(to_options("--layout")):
+            text = self.layout or request.layout_text
+            layout = parse_layout(text, world_size=request.hardware.count)
+            return build_plan(request.model, request.workload, request.hardware, layout)
 
 
 def show(
@@ -116,20 +137,6 @@ def view_plan(query: ViewQuery) -> PlanView | RefusalView:
     return build_plan_view(plan, request.defaults)
 
 
-def build_query_plan(query: ViewQuery) -> tuple[PlanRequest, Plan]:
-    """Return the request and the plan of a query.
-
-    Raises:
-        BadInput: something cannot be used, or the layout is illegal.
-    """
-    request = query.read()
-    with translate_fields(to_options("--layout")):
-        text = query.layout or request.layout_text
-        layout = parse_layout(text, world_size=request.hardware.count)
-        plan = build_plan(request.model, request.workload, request.hardware, layout)
-    return request, plan
-
-
 def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView]:
     """Yield what a search of a query's job answers: first of a small part of the space, then all.
 
@@ -148,7 +155,107 @@ def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView]:
     answer = search_request(request, name, SearchOptions(top=top))
     if answer.best is None:
         raise explain_empty_search(answer.request, answer.search, name)
-    trainers = {plan.layout: list_trainers(plan) for plan in (*answer.plans, *answer.gambles)}
-    yield build_search_view(
-        answer.plans, answer.search, answer.why, trainers=trainers, is_final=True
-    )
+    yield _build_ranking(answer)
+
+
+def _build_ranking(plans: Plans) -> SearchView:
+    trainers = {plan.layout: list_trainers(plan) for plan in (*plans, *plans.gambles)}
+    return build_search_view(plans.plans, plans.search, plans.why, trainers=trainers, is_final=True)
+
+
+def view_plans(plans: Plans) -> tuple[Record, ...]:
+    """Return what the page of a search's answer shows: the ranking, and the best plan."""
+    ranking = _build_ranking(plans)
+    if plans.best is None:
+        return (ranking,)
+    return ranking, build_plan_view(plans.best, plans.request.defaults)
+
+
+def view_estimate(plan: Plan, notes: tuple[str, ...]) -> tuple[Record, ...]:
+    """Return what the page of an estimate shows: the plan, and its timetable."""
+    return build_plan_view(plan, notes), build_timetable_view(plan)
+
+
+def view_timetable(query: ViewQuery) -> TimetableView:
+    """Return the timetable of a query's layout.
+
+    Raises:
+        BadInput: something cannot be used, or the layout is illegal.
+    """
+    return build_timetable_view(query.build())
+
+
+def view_comparison(query: ViewQuery, others: Sequence[str]) -> ComparisonView:
+    """Return a query's layout with others beside it, each with what speaks against it.
+
+    Raises:
+        BadInput: something cannot be used, or the query's own layout is illegal.
+    """
+    first = query.build()
+    nouns = (first.model, first.workload, first.hardware)
+    compared: list[Plan | str] = []
+    lines: dict[str, tuple[str, ...]] = {}
+    for text in others:
+        try:
+            layout = parse_layout(text, world_size=first.hardware.count)
+            plan = build_plan(*nouns, layout)
+        except BadInput as error:
+            lines[text] = tuple(map(str, error.reasons))
+            compared.append(text)
+            continue
+        lines[format_layout(plan.layout)] = explain_objections(*nouns, _FirstPlan((first,)), text)
+        compared.append(plan)
+    return build_comparison_view(first, compared, lines)
+
+
+class _FirstPlan(NamedTuple):
+    """The plan that others are explained against."""
+
+    plans: tuple[Plan, ...]
+
+
+def view_budget(query: ViewQuery, *, tokens: str, price: float | None) -> Iterator[BudgetView]:
+    """Yield the budget of a query's job, a number of devices more each time, then the fewest.
+
+    Raises:
+        BadInput: something cannot be used.
+    """
+    request = query.read()
+    total = check_budget_figures(tokens, price)
+    points: list[BudgetPoint] = []
+    without: list[int] = []
+
+    def build(fewest: int, *, is_final: bool) -> BudgetView:
+        return BudgetView(
+            model=request.model.name,
+            device=request.hardware.device.name,
+            tokens=total,
+            tokens_per_step=request.workload.tokens_per_step,
+            price=price or 0.0,
+            points=tuple(sorted(points, key=lambda point: point.devices)),
+            without_layout=tuple(without),
+            fewest=fewest,
+            is_final=is_final,
+        )
+
+    own = request.hardware.count
+    for count in sorted(scale_devices(own), key=lambda count: (count != own, count)):
+        line = price_devices(request, count, total, price)
+        if line is None:
+            without.append(count)
+        else:
+            points.append(
+                BudgetPoint(
+                    devices=count,
+                    layout=format_layout(line.plan.layout),
+                    step_s=line.plan.estimate.step_s,
+                    steps=line.steps,
+                    days=line.days,
+                    days_80=line.days_80,
+                    device_hours=line.device_hours,
+                    cost=line.cost or 0.0,
+                )
+            )
+        yield build(0, is_final=False)
+    fewest = find_fewest(request.model, request.workload, request.hardware)
+    yield build(fewest.count if fewest else -1, is_final=True)

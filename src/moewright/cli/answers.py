@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from moewright.spec.record import Record
 
 STANDARD_OUTPUT = Path("-")
 
@@ -31,6 +33,7 @@ def open_console(json: Path | None) -> Console:
 def write_answer(console: Console, json: Path | None, record: object) -> None:
     """Write a record as JSON where the user wants it; the console names a file that was written."""
     from moewright.codec import write_text
+    from moewright.spec.record import format_json
 
     if json is None:
         return
@@ -42,18 +45,15 @@ def write_answer(console: Console, json: Path | None, record: object) -> None:
     console.print(f"wrote {json}", soft_wrap=True)
 
 
-def format_json(record: object) -> str:
-    """Return a record as JSON text; NaN and infinite numbers, which JSON has not, become null."""
-    import json
+def write_html(console: Console, html: Path | None, records: Iterable[Record]) -> None:
+    """Write records as one page where the user wants it; the console names the file."""
+    if html is None:
+        return
+    from moewright.codec import write_text
+    from moewright.view.page import render_page
 
-    from moewright.spec.record import replace_non_finite, to_plain_data
-
-    data = to_plain_data(record)
-    try:
-        text = json.dumps(data, indent=1, allow_nan=False)
-    except ValueError:
-        text = json.dumps(replace_non_finite(data), indent=1, allow_nan=False)
-    return text + "\n"
+    write_text(html, render_page(tuple(records), html.stem))
+    console.print(f"wrote {html}", soft_wrap=True)
 
 
 @contextmanager

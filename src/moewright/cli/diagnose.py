@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, write_answer
-from moewright.cli.options import BatchOptions, JsonOption
+from moewright.cli.answers import open_console, write_answer, write_html
+from moewright.cli.options import BatchOptions, DiagnosisOutputs
 from moewright.spec.errors import BadInput, Reason
 
 _NO_OPTIONS = BatchOptions()
+_NO_OUTPUTS = DiagnosisOutputs()
 
 
 def diagnose(
@@ -20,7 +21,7 @@ def diagnose(
     on: str = "",
     layout: str = "",
     workload: BatchOptions = _NO_OPTIONS,
-    json: JsonOption = None,
+    outputs: DiagnosisOutputs = _NO_OUTPUTS,
 ) -> int:
     """Name the wall that holds a run back, where the step goes, and what to change next.
 
@@ -44,9 +45,6 @@ def diagnose(
         The devices of a trace or a log, count x device.
     layout
         The layout of a trace or a log, such as "tp2,ep8,pp4".
-    json
-        Write the diagnosis (findings, waterfall, job and what was measured) to this file; "-": to
-        standard output, and the text to standard error. A figure that was not printed is null.
     """
     from moewright.api.diagnosing import DiagnosisSource, is_engine_run
     from moewright.api.diagnosing import diagnose as diagnose_path
@@ -59,16 +57,17 @@ def diagnose(
         print_waterfall,
     )
     from moewright.report.step_details_text import print_changes, print_details
+    from moewright.view.diagnosis_view import build_diagnosis_view
 
     if len(later) > 1:
         rule = "is one too many: two are compared"
         raise BadInput(Reason(field="diagnose", value=str(later[1]), rule=rule))
     if later:
         changes = compare_steps(run, later[0])
-        console = open_console(json)
+        console = open_console(outputs.json)
         console.print(changes.title(), soft_wrap=True)
         print_changes(console, changes.changes)
-        write_answer(console, json, changes)
+        write_answer(console, outputs.json, changes)
         return 0
     plan = None
     if is_engine_run(run):
@@ -85,12 +84,13 @@ def diagnose(
     diagnosis = diagnose_path(
         run, plan=plan, script=script, on=on, model=model, network=workload.network
     )
-    console = open_console(json)
+    console = open_console(outputs.json)
     for note in diagnosis.notes:
         console.print(note, soft_wrap=True)
     if diagnosis.source is DiagnosisSource.TRACE:
-        print_breakdown(console, diagnosis.breakdowns)
-        print_details(console, diagnosis.details)
+        print_breakdown(console, diagnosis.breakdowns, verbose=outputs.verbose)
+        if outputs.verbose:
+            print_details(console, diagnosis.details)
     if diagnosis.log is not None:
         print_log(console, diagnosis.log, diagnosis.job)
         if diagnosis.mfu:
@@ -98,10 +98,18 @@ def diagnose(
             console.print(text, soft_wrap=True)
     if diagnosis.headline:
         console.print(diagnosis.headline, style="bold", soft_wrap=True)
-    print_findings(console, diagnosis.findings, has_headline=bool(diagnosis.headline))
+    print_findings(
+        console,
+        diagnosis.findings,
+        has_headline=bool(diagnosis.headline),
+        verbose=outputs.verbose,
+    )
     if diagnosis.waterfall is not None:
         print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
     if diagnosis.hint:
         console.print(diagnosis.hint, soft_wrap=True)
-    write_answer(console, json, diagnosis)
+    write_answer(console, outputs.json, diagnosis)
+    notes = (diagnosis.headline, *diagnosis.notes, diagnosis.hint)
+    view = build_diagnosis_view(diagnosis.findings, diagnosis.waterfall, notes)
+    write_html(console, outputs.html, [view])
     return 0

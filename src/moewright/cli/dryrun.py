@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, reserve_stdout, write_answer
-from moewright.cli.options import JsonOption, SetOption
+from moewright.cli.answers import open_console, reserve_stdout, write_answer, write_html
+from moewright.cli.options import AnswerOptions, JsonOption, SetOption
+from moewright.cli.progress import show_elapsed
+
+_SHORT = AnswerOptions()
 
 
-def dryrun(job: Path, /, *, rank: int, set_: SetOption = None, json: JsonOption = None) -> int:
+def dryrun(
+    job: Path,
+    /,
+    *,
+    rank: int,
+    set_: SetOption = None,
+    answer: AnswerOptions = _SHORT,
+    json: JsonOption = None,
+) -> int:
     """Count what one rank of a job would hold, send and compute in a step.
 
     The planner's prediction for the rank stands beside. Every layer, collective and update of the
@@ -30,20 +41,21 @@ def dryrun(job: Path, /, *, rank: int, set_: SetOption = None, json: JsonOption 
     from moewright.api.dry_runs import count_rank
     from moewright.codec import format_layout
     from moewright.report.dryrun_text import print_dry_run
+    from moewright.view.table_view import view_comparison_lines
 
-    with reserve_stdout(json):
-        answer = count_rank(job, rank, tuple(set_ or ()))
-    counted = answer.counted
-    comparison = answer.comparison
-    ranks = f"rank {rank} of {answer.layout.world_size}"
+    with reserve_stdout(json), show_elapsed(f"running rank {rank} on tensors without data"):
+        counts = count_rank(job, rank, tuple(set_ or ()))
+    counted = counts.counted
+    comparison = counts.comparison
+    ranks = f"rank {rank} of {counts.layout.world_size}"
     console = open_console(json)
     console.print(
-        f"{answer.model.name or 'model'}, {ranks} (pipeline rank {counted.ledger.pp_rank})",
+        f"{counts.model.name or 'model'}, {ranks} (pipeline rank {counted.ledger.pp_rank})",
         soft_wrap=True,
     )
-    console.print(f"layout    {format_layout(answer.layout)}", soft_wrap=True)
+    console.print(f"layout    {format_layout(counts.layout)}", soft_wrap=True)
     console.print(
-        f"{answer.run_micro_batches} of the step's {answer.step_micro_batches} micro-batches: the "
+        f"{counts.run_micro_batches} of the step's {counts.step_micro_batches} micro-batches: the "
         "peak does not grow after; the rest of the table is of these",
         soft_wrap=True,
     )
@@ -52,7 +64,9 @@ def dryrun(job: Path, /, *, rank: int, set_: SetOption = None, json: JsonOption 
         comparison,
         states_bytes=counted.states_bytes,
         tensor_bytes=counted.peak_by_module,
-        planned=answer.planned,
+        planned=counts.planned,
+        verbose=answer.verbose,
     )
     write_answer(console, json, counted)
+    write_html(console, answer.html, [view_comparison_lines(comparison, f"{ranks} of {job.name}")])
     return 0 if comparison.is_exact and comparison.is_within_bound else 1

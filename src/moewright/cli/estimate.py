@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moewright.cli.answers import open_console, write_answer
+from moewright.cli.answers import open_console, write_answer, write_html
 from moewright.cli.exit_codes import DOES_NOT_FIT
-from moewright.cli.options import JsonOption, LaunchScriptOptions, PlanningOptions
+from moewright.cli.options import JsonOption, LaunchScriptOptions, PictureOptions, PlanningOptions
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 _NO_OPTIONS = PlanningOptions()
 _NO_SCRIPT = LaunchScriptOptions()
+_NO_PICTURES = PictureOptions()
 
 
 def estimate(
@@ -28,7 +28,7 @@ def estimate(
     workload: PlanningOptions = _NO_OPTIONS,
     script: LaunchScriptOptions = _NO_SCRIPT,
     json: JsonOption = None,
-    trace: Path | None = None,
+    pictures: PictureOptions = _NO_PICTURES,
 ) -> int:
     """Predict memory by component and module, time by component, and whether one layout fits.
 
@@ -50,11 +50,10 @@ def estimate(
     json
         Write the plan of this layout (model, workload, hardware, layout, estimate) to this file;
         "-": to standard output, and the tables to standard error.
-    trace
-        Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
     """
     from moewright.api.launch_scripts import read_flags
     from moewright.api.planning import estimate_even_routing, estimate_request
+    from moewright.api.views import view_estimate
     from moewright.report.console import print_estimate, print_measured_load
     from moewright.report.trace import write_trace
     from moewright.spec.plan import Verdict
@@ -71,18 +70,21 @@ def estimate(
             strict=script.strict,
         )
         plan = reading.plan
+        notes = reading.notes
         print_script_plan(console, reading, is_verbose=script.verbose)
     else:
         options = workload.to_workload_options()
         plan, notes = estimate_request(model, layout, on=on, options=options)
         for line in notes:
             console.print(line, soft_wrap=True)
-        print_estimate(console, plan)
+        print_estimate(console, plan, verbose=script.verbose)
     print_measured_load(console, plan, estimate_even_routing(plan))
     write_answer(console, json, plan)
-    if trace is not None:
-        write_trace(plan, trace)
-        console.print(f"wrote {trace}", soft_wrap=True)
+    if pictures.trace is not None:
+        write_trace(plan, pictures.trace)
+        console.print(f"wrote {pictures.trace}", soft_wrap=True)
+    if pictures.html is not None:
+        write_html(console, pictures.html, view_estimate(plan, notes))
     return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
 
 
@@ -102,7 +104,7 @@ def print_script_plan(console: Console, reading: ScriptPlan, *, is_verbose: bool
     for line in reading.notes:
         console.print(line, soft_wrap=True, markup=False)
     if is_verbose:
-        print_estimate_parts(console, reading.plan)
+        print_estimate_parts(console, reading.plan, verbose=True)
     else:
         console.print("Memory, time and assumptions: -v")
 

@@ -186,6 +186,63 @@ class LaunchScriptOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PageOptions:
+    """Where an answer goes besides the terminal.
+
+    Parameters
+    ----------
+    html
+        Write the answer to this file, one page that opens offline.
+    """
+
+    html: Path | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions(PageOptions):
+    """How much of an answer is printed, and where it goes besides the terminal.
+
+    Parameters
+    ----------
+    verbose
+        Print the rest of the answer too.
+    """
+
+    verbose: Verbose = False
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiagnosisOutputs(AnswerOptions):
+    """How much of a diagnosis is printed, and where it goes besides the terminal.
+
+    Parameters
+    ----------
+    json
+        Write the diagnosis (findings, waterfall, job and what was measured) to this file; "-": to
+        standard output, and the text to standard error. A figure that was not printed is null.
+    """
+
+    json: JsonOption = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureOptions(PageOptions):
+    """Where an estimate goes besides the terminal.
+
+    Parameters
+    ----------
+    trace
+        Write the predicted pipeline timetable to this file, a Chrome trace that Perfetto opens.
+    """
+
+    trace: Path | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineJobOptions:
     """Options of a launch file that starts our own engine instead of Megatron-LM.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, write_answer
-from moewright.cli.options import JsonOption, PlanningOptions, RankingOptions, Verbose
+from moewright.cli.answers import open_console, write_answer, write_html
+from moewright.cli.options import AnswerOptions, JsonOption, PlanningOptions, RankingOptions
 
 _NO_OPTIONS = PlanningOptions()
 _DEFAULT_RANKING = RankingOptions()
+_SHORT = AnswerOptions()
 
 
 def plan(
@@ -18,7 +19,7 @@ def plan(
     on: str = "",
     workload: PlanningOptions = _NO_OPTIONS,
     ranking: RankingOptions = _DEFAULT_RANKING,
-    verbose: Verbose = False,
+    answer: AnswerOptions = _SHORT,
     json: JsonOption = None,
 ) -> int:
     """Rank the layouts of MODEL on some hardware by predicted step time, with memory and reasons.
@@ -32,8 +33,6 @@ def plan(
         A model's name, with or without organisation; a config.json or its folder; or a job .toml.
     on
         Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own.
-    verbose
-        Show every constant with its source, and which rules rejected how many layouts.
     json
         Write the best plan (model, workload, hardware, layout, estimate) to this file; "-": to
         standard output, and the tables to standard error.
@@ -42,6 +41,7 @@ def plan(
     from moewright.api.planning import why_not as find_objections
     from moewright.api.requests import read_plan_request, to_options, translate_fields
     from moewright.api.running import list_trainers
+    from moewright.api.views import view_plans
     from moewright.codec import parse_layout
     from moewright.report.console import print_measured_load
     from moewright.report.plan_text import print_plans
@@ -69,7 +69,7 @@ def plan(
         gambles=plans.gambles,
         why=plans.why,
         rejected=plans.rejected,
-        verbose=verbose,
+        verbose=answer.verbose,
     )
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, shown in enumerate(plans.plans, 1):
@@ -86,4 +86,6 @@ def plan(
     if plans.best is None:
         raise explain_empty_search(request, plans.search, Path(model))
     write_answer(console, json, plans.best)
+    if answer.html is not None:
+        write_html(console, answer.html, view_plans(plans))
     return 0

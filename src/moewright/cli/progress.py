@@ -33,3 +33,17 @@ def show_bytes() -> Iterator[Progress]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         yield progress
+
+
+@contextmanager
+def show_elapsed(what: str) -> Iterator[None]:
+    """Show on a terminal's standard error that long work goes on, and for how long it has."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    is_shown = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        progress.add_task(what, total=None)
+        yield

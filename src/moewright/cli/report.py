@@ -8,16 +8,18 @@ from moewright.cli.answers import open_console, write_answer
 from moewright.cli.options import JsonOption
 
 
-def report(run: Path, /, *, out: Path | None = None, json: JsonOption = None) -> int:
-    """Write one HTML page about a run that opens offline.
+def report(run: Path, /, *others: Path, out: Path | None = None, json: JsonOption = None) -> int:
+    """Write one HTML page about a run, or several over each other, that opens offline.
 
-    The page shows the verdict, curves, the predicted and the counted ledger, and the load of the
-    experts.
+    The page shows the verdict, what holds the run back with priced fixes, loss, experts, time,
+    memory, plan, and the predicted and the counted ledger.
 
     Parameters
     ----------
     run
         The folder of a run, as `moewright train --out` made it, or the plan.json in it.
+    others
+        Folders of runs to lay over it: loss, step time and phases side by side.
     out
         The file to write; RUN/report.html when not given.
     json
@@ -26,9 +28,9 @@ def report(run: Path, /, *, out: Path | None = None, json: JsonOption = None) ->
     """
     from moewright.api.reporting import build_report, find_run_folder, write_page
 
-    run_report = build_report(run)
-    page = write_page(run_report, out or find_run_folder(run) / "report.html")
+    first, *rest = (build_report(path) for path in (run, *others))
+    page = write_page(first, out or find_run_folder(run) / "report.html", rest)
     console = open_console(json)
     console.print(f"wrote {page}", soft_wrap=True)
-    write_answer(console, json, run_report)
+    write_answer(console, json, (first, *rest) if rest else first)
     return 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, print_now, reserve_stdout, write_answer
-from moewright.cli.options import Flag, JsonOption
+from moewright.cli.answers import open_console, print_now, reserve_stdout, write_answer, write_html
+from moewright.cli.options import Flag, JsonOption, PageOptions
+
+_NO_PAGE = PageOptions()
 
 
 def bench_sweep(
@@ -14,6 +16,7 @@ def bench_sweep(
     *,
     predict: Flag = False,
     out: Path | None = None,
+    page: PageOptions = _NO_PAGE,
     json: JsonOption = None,
 ) -> int:
     """Run the layouts of a sweep one after the other, or only estimate them, and print the table.
@@ -35,6 +38,7 @@ def bench_sweep(
     """
     from moewright.api.sweeps import read_sweep_tables
     from moewright.codec import write_text
+    from moewright.view.table_view import TableView, build_table
 
     folder = out or Path("runs") / sweep.stem
     with reserve_stdout(json):
@@ -46,4 +50,6 @@ def bench_sweep(
         write_text(folder / name, content)
     console.print(f"wrote {folder}/{', '.join(files)}", soft_wrap=True)
     write_answer(console, json, tables)
+    table = build_table(tables.title(), tables.to_rows())
+    write_html(console, page.html, [TableView(heading=tables.title(), lines=(), tables=(table,))])
     return 0

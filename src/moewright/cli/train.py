@@ -8,6 +8,7 @@ from moewright.cli.answers import print_nothing, print_now
 from moewright.cli.options import EnduranceOptions, Flag, SetOption
 from moewright.spec.errors import BadInput, Reason
 
+STOPPED = 143  # saved on SIGTERM or Ctrl-C
 _NO_OPTIONS = EnduranceOptions()
 
 
@@ -44,6 +45,7 @@ def train(
     from moewright.api.reporting import build_report, write_page
     from moewright.api.training import (
         TrainingRequest,
+        describe_stop,
         is_first_rank,
         prepare_training,
         run_training,
@@ -68,6 +70,8 @@ def train(
     reports = is_first_rank()
     plan = prepare_training(request, print_now if reports else print_nothing)
     code = run_training(plan, request)
+    if code == STOPPED and reports:
+        print_now(describe_stop(out))
     if code == 0 and reports:
         print(f"wrote {write_page(build_report(out), out / 'report.html')}")
     return code

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import print_now
-from moewright.cli.options import Flag, SetOption
+from moewright.cli.answers import open_console, print_now, write_html
+from moewright.cli.options import Flag, PageOptions, SetOption
 from moewright.spec.errors import BadInput, Reason
 
+_NO_PAGE = PageOptions()
 # Exit codes.
 NOTHING_VALID = 1
 STOPPED = 143
@@ -22,6 +23,7 @@ def tune(
     predict: Flag = False,
     out: Path | None = None,
     set_: SetOption = None,
+    page: PageOptions = _NO_PAGE,
 ) -> int:
     """Tune the layout of a job by trials: fit, scale, profile, retune one variable, validate.
 
@@ -50,6 +52,9 @@ def tune(
     """
     from moewright.api import tuning
     from moewright.codec import PLAN_FILE
+    from moewright.spec.record import Record
+    from moewright.view.plan_view import build_plan_view
+    from moewright.view.tuning_view import view_tuning
 
     tuning.check_budget(budget_minutes)
     if on and not predict:
@@ -69,6 +74,11 @@ def tune(
     except tuning.TrialStoppedError:
         print(f"stopped; the same command goes on with {folder}", flush=True)
         return STOPPED
+    if page.html is not None:
+        records: list[Record] = [view_tuning(answer.result, request.contract.model)]
+        if answer.plan is not None:
+            records.append(build_plan_view(answer.plan))
+        write_html(open_console(None), page.html, records)
     report_path = folder / tuning.REPORT_FILE
     if answer.plan is None:
         print(f"no layout was found valid; {report_path} tells why")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, write_answer
-from moewright.cli.options import JsonOption
+from moewright.cli.answers import open_console, write_answer, write_html
+from moewright.cli.options import AnswerOptions, JsonOption
+from moewright.cli.progress import show_elapsed
+
+_SHORT = AnswerOptions()
 
 
 def validate(
@@ -14,6 +17,7 @@ def validate(
     fit_on: Path | None = None,
     leave_out: str = "",
     own_rows: int = 0,
+    answer: AnswerOptions = _SHORT,
 ) -> int:
     """Score the planner on measured runs: errors, order of layouts, memory, verdicts.
 
@@ -38,10 +42,14 @@ def validate(
     """
     from moewright.api.measuring import validate as score_planner
     from moewright.report.score_text import print_score
+    from moewright.view.score_view import view_score
 
     columns = [column.strip() for column in leave_out.split(",") if column.strip()]
-    score = score_planner(*tables, fit_on=fit_on, leave_out=columns, own_rows=own_rows)
+    with show_elapsed("scoring every row"):
+        score = score_planner(*tables, fit_on=fit_on, leave_out=columns, own_rows=own_rows)
     console = open_console(json)
-    print_score(console, score)
+    print_score(console, score, verbose=answer.verbose)
     write_answer(console, json, score)
+    if answer.html is not None:
+        write_html(console, answer.html, [view_score(score)])
     return 0

@@ -61,7 +61,7 @@ class TimetableRows:
     alone, so that a wave is computed at once, for many columns of stage times side by side.
     """
 
-    __slots__ = ("_after", "_message", "_stage", "_waves")
+    __slots__ = ("_after", "_message", "_place", "_stage", "_waves")
 
     def __init__(self, layout: Layout, micro_batches: int) -> None:
         pp = layout.pp
@@ -109,6 +109,7 @@ class TimetableRows:
         by_wave = np.argsort(wave, kind="stable")
         place_by_wave = np.append(np.empty(step_start, dtype=int), step_start)
         place_by_wave[by_wave] = np.arange(step_start)
+        self._place = place_by_wave[:-1].reshape(2, pp, count)
         self._after = place_by_wave[_flat(after_forward, after_backward)[by_wave]]
         self._message = place_by_wave[_flat(forward_message, backward_message)[by_wave]]
         self._stage = stage[by_wave]
@@ -120,6 +121,14 @@ class TimetableRows:
 
     def end_s(self, seconds: np.ndarray) -> float:
         return float(self._ends_s(seconds).max())
+
+    def row_ends(self, seconds: np.ndarray) -> np.ndarray:
+        """Return when every row ends [forwards and backwards, ranks, turns], in seconds.
+
+        Turns of a rank's forwards are those of `forward_order`; its backwards have the same turns,
+        with the chunks reversed. `seconds` are as for `end_s`.
+        """
+        return np.asarray(self._ends_s(seconds)[self._place])
 
     def longest_paths(self, seconds: np.ndarray) -> TimetablePaths:
         """Return the paths that take longest under the columns of `seconds`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
 from typing import TextIO
@@ -14,12 +15,15 @@ from rich.text import Text
 from moewright.codec import format_layout
 from moewright.rules.routing import layer_load_factors
 from moewright.spec.ledger import Component, Ledger, Module
-from moewright.spec.plan import Assumption, Estimate, Plan, Verdict
+from moewright.spec.plan import Assumption, Estimate, Plan, TimeShare, Verdict
 from moewright.spec.sourced import SourceKind
 from moewright.spec.units import GIB, MIB, format_bytes, format_seconds
 
 PIPED_WIDTH = 120
 BAR_WIDTH = 10
+# Without -v: as many peaks of pipeline ranks, and parts of the step.
+_PEAKS_SHOWN = 8
+_PARTS_SHOWN = 5
 FLOP_UNITS = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 STYLES = {Verdict.FITS: "green", Verdict.UNCERTAIN: "yellow", Verdict.OOM: "red"}
 
@@ -36,10 +40,13 @@ def make_console(stream: TextIO) -> Console:
     return _Console(file=stream, width=width, highlight=False, markup=False)
 
 
-def print_estimate(console: Console, plan: Plan) -> None:
-    """Print one layout's verdict, memory of its fullest rank, time by part, and assumptions."""
+def print_estimate(console: Console, plan: Plan, *, verbose: bool = False) -> None:
+    """Print one layout's verdict, memory of its fullest rank, and time by part.
+
+    Only `verbose` shows the peaks of many ranks, the smallest parts and every assumption.
+    """
     print_verdict(console, plan)
-    print_estimate_parts(console, plan)
+    print_estimate_parts(console, plan, verbose=verbose)
 
 
 def print_verdict(console: Console, plan: Plan) -> None:
@@ -49,24 +56,33 @@ def print_verdict(console: Console, plan: Plan) -> None:
     console.print(_verdict_line(plan.estimate))
 
 
-def print_estimate_parts(console: Console, plan: Plan) -> None:
-    """Print memory of the fullest rank, time by part, and assumptions."""
+def print_estimate_parts(console: Console, plan: Plan, *, verbose: bool = False) -> None:
+    """Print memory of the fullest rank, time by part, and what went into it."""
     estimate = plan.estimate
     fullest = next(ledger for ledger in estimate.ledgers if ledger.pp_rank == estimate.peak_rank)
     console.print(_memory_table(fullest))
-    if len(estimate.ledgers) > 1:
+    if len(estimate.ledgers) > _PEAKS_SHOWN and not verbose:
+        sizes = [ledger.device_bytes for ledger in estimate.ledgers]
+        console.print(
+            f"Peak of {len(sizes)} pipeline ranks   {format_bytes(min(sizes))} to "
+            f"{format_bytes(max(sizes))}"
+        )
+    elif len(estimate.ledgers) > 1:
         peaks = "  ".join(
             f"{ledger.pp_rank}: {format_bytes(ledger.device_bytes)}" for ledger in estimate.ledgers
         )
         console.print(Text(f"Peak by pipeline rank   {peaks}\n"))
-    console.print(_time_table(console, estimate))
+    console.print(_time_table(console, estimate, verbose=verbose))
     console.print(
         f"{estimate.micro_batches} micro-batches, bubble {estimate.bubble_fraction:.2%}; "
         f"{format_rate(estimate.tokens_per_s_per_device)} tokens/s/device, "
         f"{estimate.tflops_per_device:.4g} TFLOP/s/device, "
-        f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}\n"
+        f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
     )
-    console.print(assumption_table(estimate.assumptions))
+    if verbose:
+        console.print(assumption_table(estimate.assumptions))
+    else:
+        console.print(Text(summarise_sources(estimate.assumptions)))
 
 
 def print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> None:
@@ -208,13 +224,23 @@ def _memory_table(ledger: Ledger) -> Table:
     return table
 
 
-def _time_table(console: Console, estimate: Estimate) -> Table:
+def summarise_sources(assumptions: Iterable[Assumption]) -> str:
+    """Count what went into an estimate, by kind of source."""
+    counts = Counter(assumption.kind for assumption in assumptions)
+    kinds = ", ".join(f"{counts[kind]} {kind.value}" for kind in SourceKind if counts[kind])
+    return f"Constants and rates: {kinds}; -v lists them with their sources."
+
+
+def _time_table(console: Console, estimate: Estimate, *, verbose: bool) -> Table:
     table = make_table(
         "part", "exposed", "hidden", "of step", "", text_columns=("part",), title="Time of a step"
     )
-    for share in sorted(estimate.shares, key=lambda share: -share.seconds):
-        if not (share.seconds or share.hidden_s):
-            continue
+    shares = sorted(estimate.shares, key=lambda share: -share.seconds)
+    shown = [share for share in shares if share.seconds or share.hidden_s]
+    rest: list[TimeShare] = []
+    if not verbose:
+        shown, rest = shown[:_PARTS_SHOWN], shown[_PARTS_SHOWN:]
+    for share in shown:
         of_step = share.seconds / estimate.step_s
         table.add_row(
             share.part.value.replace("_", " "),
@@ -222,6 +248,16 @@ def _time_table(console: Console, estimate: Estimate) -> Table:
             format_seconds(share.hidden_s) if share.hidden_s else "",
             f"{of_step:.1%}",
             draw_bar(console, of_step, 2 * BAR_WIDTH),
+        )
+    if rest:
+        rest_s = sum(share.seconds for share in rest)
+        hidden_s = sum(share.hidden_s for share in rest)
+        table.add_row(
+            f"{len(rest)} smaller parts",
+            format_seconds(rest_s),
+            format_seconds(hidden_s) if hidden_s else "",
+            f"{rest_s / estimate.step_s:.1%}",
+            "",
         )
     table.add_section()
     table.add_row("step", Text(format_seconds(estimate.step_s), style="bold"), "", "", "")

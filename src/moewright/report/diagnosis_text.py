@@ -20,10 +20,13 @@ from moewright.spec.units import TERA, format_bytes, format_seconds
 
 _MAX_NAME_WIDTH = 72
 _MAX_FINDINGS = 4
+_FIXES_SHOWN = 3  # without -v
 _MAX_TIMERS = 12
 
 
-def print_breakdown(console: Console, breakdowns: Sequence[Breakdown]) -> None:
+def print_breakdown(
+    console: Console, breakdowns: Sequence[Breakdown], *, verbose: bool = True
+) -> None:
     """Print the seconds of a step, mean over the ranks, and the top kernels of the first rank."""
     first = breakdowns[0]
     step_s = fmean(rank.step_s for rank in breakdowns)
@@ -33,7 +36,8 @@ def print_breakdown(console: Console, breakdowns: Sequence[Breakdown]) -> None:
         length = f"no step is marked: all of its {format_seconds(step_s)} are taken as one"
     console.print(Text(f"{ranks}, {first.device or 'unnamed device'}, {length} (measured)"))
     console.print(_breakdown_table(breakdowns, step_s))
-    console.print(_kernel_table(first))
+    if verbose:
+        console.print(_kernel_table(first))
     for note in dict.fromkeys(note for rank in breakdowns for note in rank.notes):
         console.print(Text(note))
 
@@ -89,20 +93,28 @@ def _kernel_table(breakdown: Breakdown) -> Table:
 
 
 def print_findings(
-    console: Console, findings: Sequence[Finding], *, has_headline: bool = False
+    console: Console,
+    findings: Sequence[Finding],
+    *,
+    has_headline: bool = False,
+    verbose: bool = True,
 ) -> None:
     """Print the wall to work on first with its evidence and fixes, then those that follow it.
 
     Where a headline says that the findings do not explain the step, none of them is the wall.
+    Without `verbose` the first has its best fixes and the others their headings alone.
     """
     for index, finding in enumerate(findings[:_MAX_FINDINGS]):
         is_first = index == 0 and not has_headline
         label = "WALL" if is_first else "then"
         heading = f"{label}: {finding.wall} ({finding.cause}): {finding.title}"
         console.print(Text(heading, style="bold" if is_first else ""), soft_wrap=True)
+        if index and not verbose:
+            continue
+        fixes = finding.fixes if verbose else finding.fixes[:_FIXES_SHOWN]
         for line in finding.evidence:
             console.print(Text(f"  seen: {line}"), soft_wrap=True)
-        for number, fix in enumerate(finding.fixes, 1):
+        for number, fix in enumerate(fixes, 1):
             console.print(Text(f"  {number}. {_format_fix(fix)}"), soft_wrap=True)
 
 

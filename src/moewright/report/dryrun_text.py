@@ -30,33 +30,32 @@ def print_dry_run(
     states_bytes: int,
     tensor_bytes: Sequence[tuple[Module, int]],
     planned: Ledger | None,
+    verbose: bool = True,
 ) -> None:
-    """Print every line of the comparison, and what fills the rank at its peak.
+    """Print the lines of the comparison, and what fills the rank at its peak.
 
+    Without `verbose` a section shows the lines that differ, and counts the others.
     `states_bytes` are the counted bytes of model states and `tensor_bytes` those of the other
     tensors by the module that made them (see engine.run.dryrun). `planned` is the memory that the
     planner expects on the device, None where the device is not known.
     """
-    _print_section(
-        console, comparison.lines_in(Section.MEMORY), "Memory held", "bytes of", format_bytes
-    )
-    _print_section(
+    show = _print_section if verbose else _print_differences
+    show(console, comparison.lines_in(Section.MEMORY), "Memory held", "bytes of", format_bytes)
+    show(
         console,
         comparison.lines_in(Section.COMM),
         "Collectives, payload",
         "operation / group",
         format_bytes,
     )
-    _print_section(
+    show(
         console,
         comparison.lines_in(Section.CALLS),
         "Collectives, calls",
         "operation / group",
         "{:,.0f}".format,
     )
-    _print_section(
-        console, comparison.lines_in(Section.FLOPS), "FLOPs", "operation / module", format_flops
-    )
+    show(console, comparison.lines_in(Section.FLOPS), "FLOPs", "operation / module", format_flops)
     _print_peak(console, states_bytes, tensor_bytes)
     if planned is not None:
         _print_planned(console, planned)
@@ -82,6 +81,23 @@ def _print_section(
         mark, style = _STATUS_MARKS[line.status]
         table.add_row(line.label, show(line.predicted), show(line.counted), Text(mark, style=style))
     console.print(table)
+
+
+def _print_differences(
+    console: Console,
+    lines: Sequence[LedgerLine],
+    title: str,
+    row_heading: str,
+    show: Callable[[float], str],
+) -> None:
+    """Print a section's lines that differ from their prediction, and how many others there are."""
+    others = [line for line in lines if line.status not in (LineStatus.EQUAL, LineStatus.WITHIN)]
+    if not lines:
+        return
+    equal = len(lines) - len(others)
+    console.print(Text(f"{title}: {equal} of {len(lines)} lines as predicted"))
+    if others:
+        _print_section(console, others, "", row_heading, show)
 
 
 def _print_peak(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -19,11 +18,11 @@ from moewright.report.console import (
     format_rate,
     job_title,
     make_table,
+    summarise_sources,
 )
 from moewright.search.explain import DEPARTURE
-from moewright.spec.plan import Assumption, Evidence, EvidenceGrade, Plan
+from moewright.spec.plan import Evidence, EvidenceGrade, Plan
 from moewright.spec.record import Record, format_cell, list_columns
-from moewright.spec.sourced import SourceKind
 from moewright.spec.units import format_bytes, format_seconds
 
 _RANKING_COLUMNS = (
@@ -78,7 +77,7 @@ def print_plans(
         console.print(assumption_table(plans[0].estimate.assumptions))
         console.print(_rejection_table(rejected))
     else:
-        console.print(Text(_summarise_sources(plans[0].estimate.assumptions)))
+        console.print(Text(summarise_sources(plans[0].estimate.assumptions)))
         if rejected:
             console.print(Text(_summarise_rejections(rejected)))
 
@@ -131,13 +130,6 @@ def describe_evidence(evidence: Evidence) -> str:
         if more > 0:
             text += f" and {more} more"
     return text
-
-
-def _summarise_sources(assumptions: Iterable[Assumption]) -> str:
-    """Count what went into an estimate, by kind of source."""
-    counts = Counter(assumption.kind for assumption in assumptions)
-    kinds = ", ".join(f"{counts[kind]} {kind.value}" for kind in SourceKind if counts[kind])
-    return f"Constants and rates: {kinds}; -v lists them with their sources."
 
 
 def _summarise_rejections(rejected: Iterable[tuple[str, int]]) -> str:

@@ -1,8 +1,8 @@
-"""The sections of the report about the run itself: verdict, loss, ledger lines, expert load."""
+"""The parts of a run's page that are words: verdict, ledger lines, figures of the routers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
@@ -15,27 +15,13 @@ from moewright.diagnosis.compare_ledgers import (
     LineStatus,
     Section,
 )
-from moewright.report.charts import (
-    HeatCell,
-    HeatRow,
-    Plot,
-    Point,
-    ReferenceLine,
-    build_axis,
-    build_curve,
-    heat_level,
-    ramp_colour,
-)
 from moewright.report.console import format_rate
 from moewright.rules.steady_steps import median_step_s, steady_steps
 from moewright.spec.run import EvalRecord, LayerLoad, RunRecord, StepRecord
 from moewright.spec.units import format_bytes, format_seconds
 
-# The heatmap is the mean over at most this many last steps.
+# Loads of experts are means over at most this many last steps.
 LOAD_STEPS = 10
-# Points of all curves of the load plot together, and the fewest of one curve.
-LOAD_POINTS = 4000
-_MIN_LOAD_POINTS = 60
 LAYER_COLUMNS = (
     "tokens an expert",
     "hottest expert",
@@ -53,7 +39,6 @@ SECTION_TITLES = {
     Section.CALLS: "Collective calls a step",
     Section.FLOPS: "FLOPs a step",
     Section.IN_FLIGHT: "Micro-batches' chunks alive at once",
-    Section.TIME: "Time, seconds of the counted step",
 }
 _STATUS_MARKS = {
     LineStatus.EQUAL: "equal",
@@ -62,15 +47,6 @@ _STATUS_MARKS = {
     LineStatus.ONLY_PREDICTED: "only predicted",
     LineStatus.ONLY_COUNTED: "only counted",
 }
-# Loads over the mean that the key of the heatmap shows.
-_LOAD_SCALE = (
-    ("no token", 0.0),
-    ("≤ 0.5 ×", 0.5),
-    ("0.7 ×", 0.7),
-    ("mean", 1.0),
-    ("1.4 ×", 1.4),
-    ("≥ 2 ×", 2.0),
-)
 
 
 class Tone(StrEnum):
@@ -130,20 +106,6 @@ class RouterRow:
 
     layer: str
     values: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertSection:
-    """The load of the experts as the page shows it."""
-
-    rows: tuple[HeatRow, ...]  # mean loads over the window, a row a layer
-    window: str
-    scale: tuple[HeatCell, ...]
-    ranks: tuple[HeatRow, ...]  # the same by EP rank
-    layers: tuple[RouterRow, ...]
-    columns: tuple[str, ...]
-    plot: Plot  # load of the hottest expert over the steps, a curve a layer
-    dead: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,45 +221,18 @@ def _judge_ledgers(comparisons: Sequence[LedgerComparison]) -> Tile:
     return Tile(label=note, value=value, note=note, tone=Tone.BAD)
 
 
-def build_loss_plot(record: RunRecord) -> Plot:
-    """Build the plot of training and held-out loss and unigram entropy, with resumes marked."""
-    train: list[Point] = [(step.step, step.loss) for step in record.steps]
-    heldout: list[Point] = [(result.step, result.heldout_loss) for result in record.evals]
-    entropies = sorted({result.unigram_entropy for result in record.evals})
-    steps = [step for step, _ in (*train, *heldout)]
-    losses = [loss for _, loss in (*train, *heldout)]
-    x = build_axis(steps, "step", integer_ticks=True, ticks=6)
-    y = build_axis([*losses, *entropies], "loss, nats per token")
-    return Plot(
-        x=x,
-        y=y,
-        curves=(
-            build_curve("training loss", "#3f6fa6", train, x, y),
-            build_curve("held-out loss", "#c4605c", heldout, x, y, dots=True),
-        ),
-        levels=tuple(
-            ReferenceLine(at=y.to_percent(entropy), text=f"unigram entropy {entropy:.3f}")
-            for entropy in entropies
-        ),
-        marks=tuple(
-            ReferenceLine(at=x.to_percent(session.first_step), text="resumed")
-            for session in record.sessions
-            if session.first_step > 1
-        ),
-    )
-
-
 def build_ledger_table(comparison: LedgerComparison, *, is_open: bool) -> LedgerTable:
     """Build the table of one rank's lines by section; its summary counts the promises kept.
 
-    A table whose promises are not all kept is open in any case.
+    A table whose promises are not all kept is open in any case. The seconds of the counted step,
+    on which every op was counted, are not in it: they are not those of a step that trains.
     """
     promised = [line for line in comparison.lines if line.rule is not AgreementRule.LISTED]
     kept = sum(line.keeps_rule for line in promised)
     keeps_all = kept == len(promised)
     groups = (
         (SECTION_TITLES[section], tuple(map(_build_ledger_row, comparison.lines_in(section))))
-        for section in Section
+        for section in SECTION_TITLES
     )
     return LedgerTable(
         title=f"Rank {comparison.rank}",
@@ -343,83 +278,18 @@ def _format_difference(line: LedgerLine, decimals: int) -> str:
     return f"{difference} ({line.relative_difference:+.2%})"
 
 
-def build_expert_section(record: RunRecord) -> ExpertSection | None:
-    """Build the section on the load of the experts; None for a run without MoE layers."""
-    steps = [step for step in record.steps if step.loads]
-    if not steps:
-        return None
-    window = steps[-LOAD_STEPS:]
-    last = window[-1]
-    layers = [load.layer for load in last.loads]
-    loads_of_layers = [
-        [load for step in window for load in step.loads if load.layer == layer] for layer in layers
-    ]
-    rows = tuple(
-        _build_heat_row(loads[0].layer, [load.counts for load in loads], "expert")
-        for loads in loads_of_layers
+def list_load_window(record: RunRecord) -> tuple[StepRecord, ...]:
+    """Return the last steps whose expert loads were recorded; () for a run without MoE layers."""
+    return tuple(step for step in record.steps if step.loads)[-LOAD_STEPS:]
+
+
+def build_router_rows(window: Sequence[StepRecord]) -> tuple[RouterRow, ...]:
+    """Build the figures of every layer's router, means over a window of steps."""
+    layers = [load.layer for load in window[-1].loads]
+    return tuple(
+        _build_router_row([load for step in window for load in step.loads if load.layer == layer])
+        for layer in layers
     )
-    ranks: tuple[HeatRow, ...] = ()
-    if len(last.loads[0].rank_counts) > 1:
-        ranks = tuple(
-            _build_heat_row(loads[0].layer, [load.rank_counts for load in loads], "EP rank")
-            for loads in loads_of_layers
-        )
-    window_text = f"step {last.step}"
-    if window[0].step < last.step:
-        window_text = f"mean over steps {window[0].step} to {last.step}"
-    dead = sum(load.dead_experts for load in last.loads)
-    experts = sum(len(load.counts) for load in last.loads)
-    return ExpertSection(
-        rows=rows,
-        window=window_text,
-        scale=tuple(HeatCell(level=heat_level(load), text=text) for text, load in _LOAD_SCALE),
-        ranks=ranks,
-        layers=tuple(map(_build_router_row, loads_of_layers)),
-        columns=LAYER_COLUMNS,
-        plot=_build_load_plot(steps, layers),
-        dead=f"{dead} of {experts} experts got no token in step {last.step}",
-    )
-
-
-def _build_load_plot(steps: Sequence[StepRecord], layers: Sequence[int]) -> Plot:
-    """Build the plot of the hottest expert's load over the steps, a curve a layer."""
-    ratios = _hottest_loads(steps, layers)
-    loads = [load for points in ratios.values() for _, load in points]
-    x = build_axis([step.step for step in steps], "step", integer_ticks=True, ticks=6)
-    y = build_axis((1.0, *loads), "hottest expert, x the mean load")
-    limit = max(_MIN_LOAD_POINTS, LOAD_POINTS // len(layers))
-    last_index = max(1, len(layers) - 1)
-    curves = tuple(
-        build_curve(
-            f"layer {layer}", ramp_colour(index / last_index), ratios[layer], x, y, limit=limit
-        )
-        for index, layer in enumerate(layers)
-    )
-    return Plot(x=x, y=y, curves=curves)
-
-
-def _hottest_loads(
-    steps: Sequence[StepRecord], layers: Sequence[int]
-) -> Mapping[int, Sequence[Point]]:
-    ratios: dict[int, list[Point]] = {layer: [] for layer in layers}
-    for step in steps:
-        for load in step.loads:
-            ratios[load.layer].append((step.step, load.max_over_mean))
-    return ratios
-
-
-def _build_heat_row(layer: int, counts: Sequence[Sequence[int]], unit: str) -> HeatRow:
-    """Build the row of a layer from the rows of each step, a column an expert (or EP rank)."""
-    means = [fmean(column) for column in zip(*counts, strict=True)]
-    overall = fmean(means) or 1.0
-    loads = [mean / overall for mean in means]
-    cells = tuple(
-        HeatCell(
-            level=heat_level(load), text=f"layer {layer}, {unit} {index}: {load:.2f} x the mean"
-        )
-        for index, load in enumerate(loads)
-    )
-    return HeatRow(label=str(layer), cells=cells, summary=f"{max(loads):.2f}")
 
 
 def _build_router_row(loads: Sequence[LayerLoad]) -> RouterRow:

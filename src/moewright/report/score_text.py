@@ -18,8 +18,11 @@ _MAX_WORST = 8
 _MAX_REASONS = 12
 
 
-def print_score(console: Console, score: Score) -> None:
-    """Print errors, order of layouts, memory and verdicts, and which rows were worst or skipped."""
+def print_score(console: Console, score: Score, *, verbose: bool = True) -> None:
+    """Print errors, order of layouts, memory and verdicts, and which rows were worst or skipped.
+
+    Without `verbose`: errors, memory and the rows that were predicted worst.
+    """
     summary = score.summary
     console.print(
         f"{summary.rows} rows: {summary.scored} scored, "
@@ -28,15 +31,19 @@ def print_score(console: Console, score: Score) -> None:
     )
     if summary.all_speeds:
         console.print(_error_table(summary))
-        console.print(_split_table(summary))
-    if summary.groups:
+        if verbose:
+            console.print(_split_table(summary))
+    if summary.groups and verbose:
         console.print(_group_table(summary))
-    if summary.choices:
+    if summary.choices and verbose:
         console.print(_choice_table(summary.choices))
     console.print(_memory_table(summary))
     worst = _worst_table(score.rows)
     if worst.row_count:
         console.print(worst)
+    if not verbose:
+        console.print(Text("Publishers, groups, picks and skipped rows: -v"))
+        return
     if summary.skipped:
         console.print(_skipped_table(score.rows))
     for line in summary.contradictions:

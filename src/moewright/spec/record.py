@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -73,6 +74,11 @@ def replace_non_finite(data: Any) -> Any:
     if isinstance(data, list):
         return [replace_non_finite(value) for value in data]
     return data
+
+
+def format_json(record: object) -> str:
+    """Return a record as JSON text; NaN and infinite numbers, which JSON has not, become null."""
+    return json.dumps(replace_non_finite(to_plain_data(record)), indent=1, allow_nan=False) + "\n"
 
 
 def list_changed_fields(record: object) -> list[tuple[str, object]]:

@@ -38,7 +38,17 @@ class StudioFolder:
             BadInput: the file is too large, is no text, or cannot be written.
         """
         text = self.decode(content)
-        path = self.root / "dropped" / f"{prefix}{sha256(content).hexdigest()[:12]}{suffix}"
+        path = self._name(content, suffix, prefix)
         if not path.exists():
             write_text(path, text)
         return path
+
+    def keep_bytes(self, content: bytes, suffix: str) -> Path:
+        """Write a dropped file that need not be text, and return its path."""
+        path = self._name(content, suffix, "")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    def _name(self, content: bytes, suffix: str, prefix: str) -> Path:
+        return self.root / "dropped" / f"{prefix}{sha256(content).hexdigest()[:12]}{suffix}"

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moewright.api.views import view_search
+from moewright.api.views import view_budget, view_search
 from moewright.spec.errors import BadInput
 from moewright.spec.record import Record
-from moewright.studio.queries import read_query
+from moewright.studio.queries import read_number, read_query
 from moewright.studio.wire import encode_record
 from moewright.view.plan_view import build_refusal
 
@@ -33,8 +33,12 @@ def main() -> None:
 
 def answer(task: str, params: Mapping[str, Any]) -> Iterator[Record]:
     """Yield the records that answer a task."""
-    assert task == "search"
-    yield from view_search(read_query(params))
+    query = read_query(params)
+    if task == "search":
+        yield from view_search(query)
+    else:
+        tokens = params.get("tokens", "")
+        yield from view_budget(query, tokens=tokens, price=read_number(params, "price"))
 
 
 def _write(data: bytes) -> None:

@@ -68,7 +68,7 @@ mw.waterfallOption = (steps, width, show) => {
   const narrow = width < 460;
   const total = Math.max(...steps.map(step => Math.max(step.from, step.to)));
   return {
-    grid: {left: 4, right: narrow ? 74 : 110, top: 4, bottom: 22, containLabel: true},
+    grid: {left: 4, right: narrow ? 96 : 110, top: 4, bottom: 22, containLabel: true},
     yAxis: {type: "category", inverse: true, data: steps.map(step => step.label), ...mw.axis({axisLabel: {color: mw.colour("ink"), width: narrow ? 92 : 190, overflow: "truncate"}, splitLine: {show: false}})},
     xAxis: {type: "value", min: 0, max: total * 1.0001, ...mw.axis({axisLabel: {formatter: show, hideOverlap: true}})},
     tooltip: mw.tooltip(items => { const step = steps[items[0].dataIndex]; return `<b>${mw.escape(step.label)}</b><br>${mw.escape(step.tip || step.text)}`; }),

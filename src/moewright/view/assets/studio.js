@@ -35,7 +35,7 @@ studio.get = async (path, params, signal) => {
 };
 studio.post = async (path, body, params) => {
   const answer = await fetch(`${path}?${params || ""}`, {method: "POST", body});
-  return [answer.ok, await answer.json()];
+  return answer.json();
 };
 /* Lines of a long answer, one record each; `signal` cancels it, and the server ends its worker. */
 studio.stream = async (path, params, signal, take) => {
@@ -55,7 +55,7 @@ studio.stream = async (path, params, signal, take) => {
 studio.content = () => document.getElementById("content");
 studio.fill = (...children) => { studio.content().replaceChildren(...children); mw.drawAll(studio.content()); };
 studio.paint = (record, ...before) => {
-  const root = mw.el("div", {class: "pieces", style: "display:contents"});
+  const root = mw.el("div");
   (mw.render[record.kind] || mw.render.RefusalView)(record, root, studio.mend);
   studio.fill(...before, ...root.childNodes);
 };
@@ -111,15 +111,16 @@ studio.buildDrop = () => {
   const takeScript = async text => {
     say("reading …");
     const params = new URLSearchParams({on: studio.query.get("on") || "", model: ""});
-    const [ok, answer] = await studio.post("/api/script", text, params);
-    if (!ok) { say(answer.reasons.map(reason => reason.text).join("; ")); return; }
+    const answer = await studio.post("/api/script", text, params);
+    if (answer.reasons) { say(answer.reasons.map(reason => reason.text).join("; ")); return; }
     say(answer.notes.length ? answer.notes.join("; ") : "read without a remark");
     studio.go({seq_len: "", global_batch: "", precision: "", network: "", ...answer.query}, "plan");
   };
   const takeFile = async file => {
     const text = await file.text();
     if (!/\.json$/i.test(file.name)) { area.value = text; await takeScript(text); return; }
-    const [ok, answer] = await studio.post("/api/model", text);
+    const answer = await studio.post("/api/model", text);
+    const ok = !answer.reasons;
     say(ok ? `${file.name} is read` : answer.reasons.map(reason => reason.text).join("; "));
     if (ok) studio.go({model: answer.model, layout: ""});
   };
@@ -256,7 +257,11 @@ studio.findBest = async () => {
     const params = studio.job();
     params.delete("layout");
     await studio.stream("/api/task/search", params, studio.search.signal, view => {
-      if (view.kind !== "SearchView") { state.textContent = view.reasons[0].text; return; }
+      if (view.kind !== "SearchView") {
+        state.textContent = view.reasons[0].text;
+        if (!studio.query.get("layout") && studio.page() === "plan") studio.paint(view);
+        return;
+      }
       state.textContent = view.is_final ? `best of ${mw.count(view.scored)} layouts` : "first result; searching on …";
       studio.go({layout: view.ranked[0].layout}, undefined, !view.is_final);
     });
@@ -280,8 +285,8 @@ studio.show = () => {
   if (studio.leave) { studio.leave(); studio.leave = null; }
   if (page !== "plan" && studio.pages[page]) studio.pages[page]();
   if (needsForm) {
-    if (studio.query.get("layout") || !studio.first) studio.ask();
-    if (!studio.query.get("layout") && !studio.first) { studio.first = true; studio.findBest(); }
+    if (studio.query.get("layout") || studio.first) studio.ask();
+    else { if (page === "plan") studio.fill(mw.panel("Looking for the best layout", mw.el("p", {class: "quiet"}, "A first answer comes in a second or two."))); studio.findBest(); }
     studio.first = true;
   }
 };

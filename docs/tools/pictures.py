@@ -1,0 +1,71 @@
+"""Take the pictures of the studio's pages for the docs, wide, on a phone, and dark.
+
+`make pictures` runs it; it needs chromium and playwright.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "studio"
+_JOB = "model=Qwen/Qwen3-235B-A22B&on=256xH800&seq_len=4096&global_batch=2048&precision=bf16"
+_LAYOUT = "layout=tp2,ep8,pp8,vpp2,mbs1,recompute=full"
+_SMALL = "model=Qwen/Qwen3-30B-A3B&on=16xH100&seq_len=4096&global_batch=512&precision=bf16"
+_WIDE = (1400, 900, "light")
+_PHONE = (390, 844, "dark")
+_SHOTS = (  # name, size and colours, address, what says that it is ready
+    ("plan", _WIDE, f"?{_JOB}&{_LAYOUT}", "#layout-text"),
+    ("plan_dark", (1400, 900, "dark"), f"?{_JOB}&{_LAYOUT}", "#layout-text"),
+    ("plan_phone", _PHONE, f"?{_JOB}&{_LAYOUT}", "#layout-text"),
+    ("top", _WIDE, f"top?{_SMALL}&layout=ep8", "html[data-results='final']"),
+    ("timetable", _WIDE, f"timetable?{_JOB}&{_LAYOUT}", "html[data-timetable]"),
+    (
+        "compare",
+        _WIDE,
+        f"compare?{_SMALL}&layout=tp2,ep8,mbs1,recompute=full&with=ep8,mbs1,recompute=full",
+        "[data-change]",
+    ),
+    (
+        "budget",
+        _WIDE,
+        f"budget?{_SMALL}&layout=ep8&tokens=1T&price=2",
+        "[data-fewest]:not([data-fewest='0'])",
+    ),
+)
+_ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+
+
+def main() -> None:
+    """Start a studio, and take every picture."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    FOLDER.mkdir(exist_ok=True)
+    with TemporaryDirectory() as folder, sync_playwright() as player:
+        command = [sys.executable, "-m", "moewright", "studio", "--port", "0", "--folder", folder]
+        studio = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert studio.stdout is not None
+        address = re.search(r"http://[^/]+/", studio.stdout.readline())
+        assert address is not None
+        browser = player.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
+        for name, (width, height, scheme), query, ready in _SHOTS:
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, color_scheme=scheme
+            )
+            page.goto(f"{address[0]}{query}")
+            page.wait_for_selector(ready, timeout=120_000, state="attached")
+            page.wait_for_timeout(500)
+            page.screenshot(path=FOLDER / f"{name}.png")
+            page.close()
+        browser.close()
+        studio.terminate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"use strict";
+/* The record of a run: verdict, waterfall with priced fixes, loss, experts, time, memory, plan, ledger. */
+mw.dropColour = drop => {
+  const palette = {...mw.palette.time, "waiting: gradients and weights": mw.palette.time.dp_comm, "waiting: expert dispatch": mw.palette.time.ep_comm, "waiting: tensor parallelism": mw.palette.time.tp_comm, "waiting: context parallelism": mw.palette.time.cp_comm, "waiting: pipeline": mw.palette.time.pp_comm,
+    "pipeline bubble": mw.palette.time.bubble, "exposed TP communication": mw.palette.time.tp_comm, "exposed CP communication": mw.palette.time.cp_comm, "exposed EP communication": mw.palette.time.ep_comm, "exposed PP communication": mw.palette.time.pp_comm, "exposed DP communication": mw.palette.time.dp_comm, "elementwise kernels": mw.palette.time.elementwise, "unexplained": mw.palette.memory.fragmentation, "work below the peak rate": mw.palette.time.experts, "products and attention below the peak rate": mw.palette.time.experts, "uneven expert load": mw.palette.time.head};
+  return palette[drop.name] || mw.palette.time.host;
+};
+mw.waterfallChart = waterfall => {
+  const build = () => {
+    let at = waterfall.ideal_s;
+    const steps = [{label: "ideal step", from: 0, to: at, colour: mw.colour("good"), text: mw.seconds(at), tip: waterfall.ideal_note}];
+    for (const drop of waterfall.drops) {
+      steps.push({label: drop.name, from: at, to: at + drop.seconds, colour: mw.dropColour(drop), opacity: drop.basis === "predicted" ? .65 : 1, text: `${mw.signed(drop.seconds, mw.seconds)} ${mw.percent(drop.seconds / waterfall.measured_s, 0)}`, tip: `${mw.signed(drop.seconds, mw.seconds)}, ${drop.basis}${drop.note ? `: ${drop.note}` : ""}`});
+      at += drop.seconds;
+    }
+    steps.push({label: "measured step", from: 0, to: waterfall.measured_s, colour: mw.colour("quiet"), text: mw.seconds(waterfall.measured_s)});
+    return steps;
+  };
+  return mw.chart(`From the ideal step of ${mw.seconds(waterfall.ideal_s)} to the measured ${mw.seconds(waterfall.measured_s)}`, 46 + 25 * (waterfall.drops.length + 2), width => mw.waterfallOption(build(), width, mw.seconds));
+};
+
+mw.fixLine = fix => {
+  const price = fix.price ? `step ${mw.signed(fix.price.step_share, mw.percent)}, memory ${mw.signed(fix.price.peak_bytes, mw.bytes)}, ${fix.price.verdict}` : "";
+  return mw.el("li", {}, fix.text, fix.excluded ? mw.el("span", {class: "note"}, ` (not here: ${fix.excluded})`) : "",
+    price ? mw.el("div", {}, mw.el("span", {class: `badge ${fix.price.step_share < 0 ? "good" : ""}`}, price), " ", mw.el("code", {class: "note"}, fix.price.layout)) : "",
+    fix.setting ? mw.el("div", {class: "note mono"}, fix.setting) : "", fix.megatron ? mw.el("div", {class: "note mono"}, fix.megatron) : "");
+};
+mw.findingCard = (finding, first) => mw.el("article", {style: "margin-top:.8rem"}, mw.el("h3", {}, mw.el("span", {class: `badge ${first ? "warn" : ""}`}, first ? `wall: ${finding.wall}` : `then: ${finding.wall}`), ` ${finding.title}`, mw.el("span", {class: "note"}, finding.share ? ` ${mw.percent(finding.share, 0)}` : "")),
+  mw.el("ul", {class: "plain note"}, finding.evidence.map(line => mw.el("li", {}, line))),
+  finding.fixes.length ? mw.el("ol", {class: "plain", style: "padding-left:1.4rem"}, finding.fixes.map(mw.fixLine)) : "");
+
+mw.diagnosisPanels = view => {
+  const panel = mw.panel("What holds it back, and what each fix is expected to bring");
+  panel.id = "findings";
+  if (view.waterfall) panel.append(view.waterfall.ideal_s > view.waterfall.measured_s ? mw.el("p", {class: "error"}, "The job as described would take longer at the peak rate than was measured: it is not the job that ran.") : mw.waterfallChart(view.waterfall));
+  view.findings.slice(0, 4).forEach((finding, index) => panel.append(mw.findingCard(finding, index === 0)));
+  if (!view.findings.length) panel.append(mw.el("p", {class: "quiet"}, "No wall was found."));
+  if (view.findings.length > 4) panel.append(mw.el("details", {}, mw.el("summary", {class: "note"}, `${view.findings.length - 4} more`), view.findings.slice(4).map(finding => mw.findingCard(finding, false))));
+  if (view.notes.length) panel.append(mw.el("ul", {class: "plain note"}, view.notes.map(note => mw.el("li", {}, note))));
+  return panel;
+};
+mw.render.DiagnosisView = (view, root) => { root.append(mw.diagnosisPanels(view)); };
+
+/* Curves over the steps, with zoom, a legend that switches them, and smoothing. */
+mw.smooth = (points, span) => {
+  if (span <= 1) return points;
+  let mean = null;
+  const keep = 1 - 1 / span;
+  return points.map(([x, y]) => { if (y === null || !Number.isFinite(y)) return [x, null]; mean = mean === null ? y : keep * mean + (1 - keep) * y; return [x, mean]; });
+};
+mw.curves = (label, curves, options) => {
+  const state = {span: 1};
+  const named = Object.fromEntries(curves.map(curve => [curve.name, curve.colour]));
+  const option = (width, hidden) => ({
+    grid: {left: 8, right: 14, top: 30, bottom: 46, containLabel: true},
+    xAxis: {type: "value", min: "dataMin", max: "dataMax", name: "step", nameLocation: "middle", nameGap: 22, ...mw.axis()},
+    yAxis: {type: "value", scale: true, name: options.unit, ...mw.axis({axisLabel: {formatter: options.show}}), nameTextStyle: {align: "left", color: mw.colour("quiet")}},
+    dataZoom: [{type: "inside", zoomOnMouseWheel: "ctrl"}, {type: "slider", height: 16, bottom: 4, borderColor: mw.colour("line"), textStyle: {color: mw.colour("quiet")}}],
+    tooltip: {...mw.tooltip(items => items.filter(item => item.value[1] !== null).map(item => `${mw.mark(item.color)}${mw.escape(item.seriesName)}, step ${item.value[0]}: ${options.show(item.value[1])}`).join("<br>")), axisPointer: {type: "line"}},
+    series: curves.filter(curve => !hidden.has(curve.name)).map((curve, index) => ({
+      name: curve.name, type: "line", showSymbol: Boolean(curve.dots), symbolSize: 7, itemStyle: {color: curve.colour}, lineStyle: {color: curve.colour, width: curve.dots ? 2 : 1.4}, data: curve.dots ? curve.points : mw.smooth(curve.points, state.span),
+      markLine: index || !options.levels ? undefined : {symbol: "none", silent: true, data: options.levels.map(level => ({[level.x === undefined ? "yAxis" : "xAxis"]: level.x === undefined ? level.y : level.x, lineStyle: {color: mw.colour("quiet"), type: "dashed"}, label: {formatter: level.text, position: "insideEndTop", color: mw.colour("quiet")}}))},
+    })),
+  });
+  const holder = mw.chart(label, 300, option);
+  const smoothing = mw.el("input", {type: "range", min: "0", max: "6", value: "0", style: "width:110px", oninput: event => { state.span = 2 ** Number(event.target.value); holder.item.draw(); }});
+  holder.append(mw.el("div", {class: "row no-print"}, mw.legend(holder, curves.map(curve => curve.name), named), mw.el("label", {class: "row"}, "smoothing", smoothing)));
+  return holder;
+};
+
+mw.lossChart = runs => {
+  const several = runs.length > 1, colours = Object.values(mw.palette.time);
+  const curves = runs.flatMap((run, index) => {
+    const prefix = several ? `${run.name}: ` : "";
+    return [{name: `${prefix}training`, colour: several ? colours[(2 * index) % colours.length] : mw.palette.time.attention, points: run.losses},
+      ...(run.evals.length ? [{name: `${prefix}held-out`, dots: true, colour: several ? colours[(2 * index + 1) % colours.length] : mw.palette.time.ep_comm, points: run.evals.map(item => [item.step, item.heldout_loss])}] : [])];
+  });
+  const entropies = [...new Set(runs.flatMap(run => run.evals.map(item => item.unigram_entropy)))];
+  const levels = [...entropies.map(value => ({y: value, text: `unigram entropy ${value.toFixed(3)}`})), ...(several ? [] : runs[0].resumed.map(step => ({x: step, text: "resumed"})))];
+  return mw.curves("Training and held-out loss over the steps, nats a token", curves, {unit: "loss, nats a token", show: value => value === null ? "" : Number(value).toFixed(3), levels});
+};
+mw.stepTimes = runs => {
+  const colours = Object.values(mw.palette.time);
+  const curves = runs.map((run, index) => ({name: runs.length > 1 ? run.name : "step", colour: colours[index % colours.length], points: run.steps}));
+  const levels = runs.length > 1 ? [] : [{y: runs[0].step_s, text: `median of steady steps ${mw.seconds(runs[0].step_s)}`}, {y: runs[0].predicted_step_s, text: `predicted ${mw.seconds(runs[0].predicted_step_s)}`}];
+  return mw.curves("Seconds of every step", curves, {unit: "seconds of a step", show: mw.seconds, levels});
+};
+
+/* Two stacked bars, predicted over observed, with their table. */
+mw.pairChart = (label, values, colours, show, observed) => {
+  const names = values.map(value => value.name);
+  const rows = [["predicted", "predicted"], ...(values.some(value => value.observed) ? [[observed, "observed"]] : [])];
+  const option = (width, hidden) => ({
+    grid: {left: 8, right: 20, top: 8, bottom: 24, containLabel: true},
+    yAxis: {type: "category", inverse: true, data: rows.map(row => row[0]), ...mw.axis({axisLabel: {color: mw.colour("ink")}})},
+    xAxis: {type: "value", ...mw.axis({axisLabel: {formatter: show, hideOverlap: true}})},
+    tooltip: mw.tooltip(items => items.filter(item => item.value).map(item => `${mw.mark(item.color)}${mw.escape(mw.words(item.seriesName))}: ${show(item.value)}`).join("<br>")),
+    series: values.filter(value => !hidden.has(value.name)).map(value => ({name: value.name, type: "bar", stack: "all", barMaxWidth: 34, itemStyle: {color: colours[value.name]}, data: rows.map(row => value[row[1]])})),
+  });
+  const holder = mw.chart(label, 60 + 52 * rows.length, option);
+  holder.append(mw.legend(holder, names, colours),
+    mw.table([{t: ""}, {t: "predicted", n: true}, {t: observed, n: true}], values.map(value => [mw.words(value.name), value.predicted ? show(value.predicted) : "–", value.observed ? show(value.observed) : "–"]), label));
+  return holder;
+};
+
+mw.heatColour = load => {
+  if (load <= 0) return mw.colour("bad");
+  const level = Math.max(-1, Math.min(1, Math.log2(load)));
+  return level >= 0 ? `rgba(224,123,57,${(.12 + .88 * level).toFixed(2)})` : `rgba(72,120,184,${(.12 - .88 * level).toFixed(2)})`;
+};
+mw.heat = (layers, key, unit) => mw.el("div", {class: "heat", role: "img", "aria-label": `Load of every ${unit} over its layer's mean`},
+  layers.map(layer => mw.el("div", {class: "heatrow"}, mw.el("span", {class: "n"}, String(layer.layer)),
+    mw.el("div", {class: "cells"}, layer[key].map((load, index) => mw.el("i", {style: `background:${mw.heatColour(load)}`, title: `layer ${layer.layer}, ${unit} ${index}: ${load.toFixed(2)} × the mean`}))),
+    mw.el("b", {}, Math.max(...layer[key]).toFixed(2)))));
+
+mw.expertPanel = experts => {
+  const panel = mw.panel("Expert load", mw.el("p", {class: "note"}, `${experts.window}; a row a layer, a cell an expert; blue gets less than the mean, orange more; the figure is the hottest. ${experts.dead}.`), mw.heat(experts.layers, "experts", "expert"));
+  if (experts.layers[0].ranks.length > 1) panel.append(mw.el("h3", {style: "margin-top:.7rem"}, "Expert-parallel ranks"), mw.heat(experts.layers, "ranks", "EP rank"));
+  const colours = Object.values(mw.palette.time);
+  panel.append(mw.el("details", {}, mw.el("summary", {}, "Hottest expert over the steps, and the routers"),
+    mw.curves("Load of the hottest expert of each layer over the steps", experts.layers.map((layer, index) => ({name: `layer ${layer.layer}`, colour: colours[index % colours.length], points: layer.hottest})), {unit: "hottest, × the mean", show: value => Number(value).toFixed(2)}),
+    mw.table([{t: "layer"}, ...experts.columns.map(column => ({t: column, n: true}))], experts.routers.map(row => [row.layer, ...row.values]), "Routers of every layer")));
+  panel.querySelector("details").addEventListener("toggle", () => mw.charts.forEach(item => item.resize()));
+  return panel;
+};
+
+mw.ledgerPanel = ledgers => mw.el("section", {class: "panel", id: "ledger"}, mw.el("h2", {}, "Predicted and counted"),
+  ledgers.length ? mw.el("p", {class: "note"}, "States, collectives and FLOPs must be equal, saved activations within 3 % in total; listed lines promise nothing.") : mw.el("p", {class: "quiet"}, "No ledger was counted in this run."),
+  ledgers.map(ledger => mw.el("details", {open: ledger.tone === "bad"}, mw.el("summary", {}, `${ledger.title} `, mw.el("span", {class: `badge ${ledger.tone}`}, ledger.summary)),
+    ledger.groups.map(([title, rows]) => mw.table([{t: title}, {t: "predicted", n: true}, {t: "counted", n: true}, {t: "difference", n: true}, {t: ""}], rows.map(row => [row.label, row.predicted || "–", row.counted || "–", row.difference, mw.el("span", {class: `badge state ${row.tone}`}, row.mark)]), `${ledger.title}: ${title}`)),
+    ledger.notes.length ? mw.el("ul", {class: "plain note"}, ledger.notes.map(note => mw.el("li", {}, note))) : "")));
+
+mw.render.RunView = (run, root) => {
+  const section = (id, node) => { node.id = id; return node; };
+  root.append(mw.el("section", {class: `panel verdict ${{good: "fits", bad: "oom"}[run.verdict.tone] || ""}`, id: "verdict"}, mw.el("p", {class: "quiet"}, run.name), mw.el("h1", {class: "sentence"}, run.verdict.sentence),
+    mw.el("p", {class: "quiet"}, `${run.job.model} on ${mw.count(run.job.devices)} × ${run.job.device}, ${run.job.precision}`), mw.el("code", {class: "layout"}, run.job.layout),
+    mw.el("div", {class: "tiles"}, run.verdict.tiles.map(tile => mw.el("div", {class: `tile ${tile.tone}`}, mw.el("span", {}, tile.label), mw.el("b", {}, tile.value), mw.el("small", {}, tile.note))))),
+  mw.diagnosisPanels(run.diagnosis),
+  section("loss", mw.panel("Loss", run.losses.length ? mw.lossChart([run]) : mw.el("p", {class: "quiet"}, "No step was recorded."))),
+  section("experts", run.experts ? mw.expertPanel(run.experts) : mw.panel("Expert load", mw.el("p", {class: "quiet"}, "No expert load was recorded."))),
+  section("time", mw.panel("Time of a step", mw.el("p", {class: "note"}, "A step's time is the median over steady steps, on the whole page; measured phases have their shares of it."), run.phases.length ? mw.pairChart("Phases of a step, predicted and measured", run.phases, mw.palette.phase, mw.seconds, "measured") : "", run.steps.length ? mw.stepTimes([run]) : "")),
+  section("memory", mw.panel("Memory of one rank", mw.el("p", {class: "note"}, "Allowances and short-lived buffers are predicted only; the engine counts states and saved activations."), mw.pairChart("Memory by component, predicted and counted", run.memory, mw.palette.memory, mw.bytes, "counted"))),
+  mw.el("section", {class: "panel", id: "plan"}, mw.el("h2", {}, "The plan"), mw.el("div", {class: "cards"}, run.facts.map(list => mw.el("div", {}, mw.el("h3", {}, list.title), mw.el("dl", {class: "facts"}, list.rows.flatMap(([name, value]) => [mw.el("dt", {}, name), mw.el("dd", {}, value)])))))),
+  mw.ledgerPanel(run.ledgers),
+  mw.el("section", {class: "panel", id: "constants"}, mw.el("details", {}, mw.el("summary", {}, `${run.sources.length} constants and rates, with their sources`), mw.table([{t: "constant"}, {t: "value", n: true}, {t: "kind"}, {t: "source"}], run.sources.map(source => [source.name, source.value, source.kind, source.source]), "Constants and their sources"))),
+  mw.el("section", {class: "panel", id: "sessions"}, run.incidents ? mw.el("div", {}, mw.el("h2", {}, "Incidents"), mw.el("p", {class: "note"}, run.incidents.summary), mw.table([{t: "noticed"}, {t: "kind"}, {t: "what"}, {t: "the way on"}, {t: "steps repeated", n: true}, {t: "time lost", n: true}], run.incidents.rows.map(row => [row.time, row.kind, row.message, row.way_on, row.repeated, row.lost]), "Incidents")) : "", mw.el("details", {}, mw.el("summary", {}, run.sessions.length === 1 ? "1 session" : `${run.sessions.length} sessions`), mw.table([{t: "started"}, {t: "first step", n: true}, {t: "ranks", n: true}, {t: "threads a rank", n: true}, {t: "device"}, {t: "torch"}, {t: "routing"}], run.sessions.map(item => [item.started, mw.count(item.first_step), mw.count(item.world_size), mw.count(item.threads_per_rank), item.device_name, item.torch_version, item.routing]), "Sessions"))));
+};
+
+mw.render.RunsView = (view, root) => {
+  root.append(mw.el("section", {class: "panel verdict", id: "runs"}, mw.el("h1", {}, `${view.runs.length} runs over each other`),
+    mw.table([{t: "run"}, {t: "layout"}, {t: "steps", n: true}, {t: "last held-out loss", n: true}, {t: "step", n: true}, {t: "predicted", n: true}], view.runs.map(run => [run.name, mw.el("code", {}, run.job.layout), mw.count(run.steps.length ? run.steps[run.steps.length - 1][0] : 0), run.evals.length ? `${run.evals[run.evals.length - 1].heldout_loss.toFixed(4)} at step ${run.evals[run.evals.length - 1].step}` : "–", mw.seconds(run.step_s), mw.seconds(run.predicted_step_s)]), "Runs side by side")),
+  mw.panel("Loss", mw.lossChart(view.runs)), mw.panel("Time of a step", mw.stepTimes(view.runs)),
+  mw.panel("Phases", mw.table([{t: "phase"}, ...view.runs.map(run => ({t: run.name, n: true}))], [...new Set(view.runs.flatMap(run => run.phases.map(phase => phase.name)))].map(name => [mw.words(name), ...view.runs.map(run => { const phase = run.phases.find(item => item.name === name); return phase && phase.observed ? mw.seconds(phase.observed) : "–"; })]), "Measured phases of every run")));
+};
+
+/* Tables that have no picture of their own. */
+mw.render.TableView = (view, root) => {
+  root.append(mw.el("section", {class: "panel verdict"}, mw.el("h1", {}, view.heading), view.lines.map(line => mw.el("p", {}, line))),
+    ...view.tables.map(table => mw.panel(table.heading, mw.table(table.columns.map((name, index) => ({t: mw.words(name), n: table.rows.length > 0 && typeof table.rows[0][index] === "number"})), table.rows.map(row => row.map(cell => typeof cell === "number" ? mw.digits(cell, 5) : String(cell ?? "–"))), table.heading))));
+};

@@ -1,0 +1,123 @@
+"use strict";
+/* The record of a search: the time-memory plane with its Pareto front, and a table that sorts. */
+mw.kindWords = {plan: "fits", gamble: "may not fit", candidate: "screened"};
+mw.searchState = {key: "step_s", down: false, verdict: "all", grade: "all"};
+
+mw.searchChart = (view, pick) => {
+  const kinds = {plan: mw.palette.memory.communication, gamble: mw.palette.memory.activations, candidate: mw.palette.memory.fragmentation};
+  const option = () => {
+    const gib = 2 ** 30;
+    const front = view.ranked.filter(item => item.is_on_front).sort((a, b) => a.step_s - b.step_s);
+    const series = Object.entries(kinds).map(([kind, colour]) => ({
+      name: mw.kindWords[kind], type: "scatter", symbolSize: kind === "candidate" ? 7 : 13, itemStyle: {color: colour, opacity: kind === "candidate" ? .6 : 1, borderColor: mw.colour("card"), borderWidth: 1},
+      data: view.ranked.filter(item => item.kind === kind).map(item => ({value: [item.step_s, item.peak_bytes / gib], item})),
+    }));
+    series.push({name: "Pareto front", type: "line", step: "end", symbol: "none", lineStyle: {color: mw.colour("accent"), width: 1.5, type: "dashed"}, data: front.map(item => [item.step_s, item.peak_bytes / gib]), silent: true,
+      markLine: {symbol: "none", silent: true, lineStyle: {color: mw.colour("bad"), width: 2, type: "solid"}, label: {show: false}, data: [{yAxis: view.capacity_bytes / gib}]}});
+    return {
+      grid: {left: 8, right: 16, top: 40, bottom: 30, containLabel: true}, legend: {top: 0, textStyle: {color: mw.colour("ink")}, type: "scroll"}, series,
+      xAxis: {type: "value", scale: true, name: "step, s", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
+      yAxis: {type: "value", scale: true, name: "peak, GiB", max: range => Math.ceil(Math.max(range.max, view.capacity_bytes / gib) * 1.03), ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
+      tooltip: mw.tooltip(item => item.data.item ? `<b>${mw.escape(item.data.item.layout)}</b><br>${mw.seconds(item.data.item.step_s)} a step, ${mw.bytes(item.data.item.peak_bytes)}, fits with ${mw.percent(item.data.item.fit_probability, 0)}` : "", "item"),
+    };
+  };
+  const holder = mw.chart(`${view.ranked.length} layouts by time of a step and peak memory`, 340, option);
+  if (pick) requestAnimationFrame(() => holder.item.chart && holder.item.chart.on("click", event => event.data.item && pick(event.data.item.layout)));
+  return holder;
+};
+
+mw.searchTable = (view, pick) => {
+  const state = mw.searchState;
+  const columns = [["layout", "layout"], ["step_s", "step", mw.seconds], ["tokens_per_s_per_device", "tok/s/dev", value => mw.digits(value, 4)], ["mfu", "MFU", mw.percent], ["peak_bytes", "peak", mw.bytes], ["margin_bytes", "margin", mw.bytes], ["fit_probability", "fits with", value => mw.percent(value, 0)], ["grade", "evidence"], ["trainers", "starts in"]];
+  const full = view.ranked.filter(item => item.kind !== "candidate");
+  const body = mw.el("tbody");
+  const heads = columns.map(([key, title, show]) => mw.el("th", {scope: "col", class: show ? "n" : null}, mw.el("button", {type: "button", onclick: () => { state.down = state.key === key && !state.down; state.key = key; fill(); }}, title)));
+  const fill = () => {
+    const rows = full.filter(item => (state.verdict === "all" || item.verdict === state.verdict) && (state.grade === "all" || item.grade === state.grade));
+    rows.sort((a, b) => (a[state.key] > b[state.key] ? 1 : a[state.key] < b[state.key] ? -1 : 0) * (state.down ? -1 : 1));
+    heads.forEach((head, index) => { if (columns[index][0] === state.key) head.setAttribute("aria-sort", state.down ? "descending" : "ascending"); else head.removeAttribute("aria-sort"); });
+    body.replaceChildren(...rows.map(item => mw.el("tr", {class: item === full[0] ? "best" : ""}, columns.map(([key, , show]) => {
+      if (key === "layout") return mw.el("td", {}, pick ? mw.el("button", {type: "button", class: "small mono pick", onclick: () => pick(item.layout)}, item.layout) : mw.el("code", {}, item.layout));
+      if (key === "grade") return mw.el("td", {}, mw.el("span", {class: `badge ${item.verdict}`}, item.verdict), " ", mw.gradeWords[item.grade] || item.grade);
+      if (key === "trainers") return mw.el("td", {}, item.trainers.join(", "));
+      return mw.el("td", {class: "n"}, show(item[key]));
+    }))));
+  };
+  const choose = (key, names, label) => mw.el("label", {}, `${label} `, mw.el("select", {style: "width:auto", onchange: event => { state[key] = event.target.value; fill(); }}, names.map(name => mw.el("option", {value: name, selected: state[key] === name}, name))));
+  fill();
+  return mw.el("div", {}, mw.el("div", {class: "row no-print"}, choose("verdict", ["all", "fits", "uncertain"], "verdict"), choose("grade", ["all", "measured", "combined", "stacked", "formula"], "evidence")),
+    mw.el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "ranked layouts"}, mw.el("table", {}, mw.el("caption", {class: "visually-hidden"}, "Ranked layouts"), mw.el("thead", {}, mw.el("tr", {}, heads)), body)));
+};
+
+mw.render.SearchView = (view, root, act, pick) => {
+  root.append(mw.el("section", {class: "panel verdict fits", id: "search-answer"}, mw.el("h1", {}, view.ranked.length ? "Best layout" : "No layout fits"),
+    mw.el("ul", {class: "plain"}, view.why.map(line => mw.el("li", {}, line))),
+    mw.el("p", {class: "note"}, `${mw.count(view.scored)} layouts scored. ${view.rejected.map(item => `${mw.count(item.value)} ${item.name}`).join("; ")}.`)),
+  mw.panel("Time and memory", mw.el("p", {class: "note"}, "Point for a layout, click to load it into the sliders; the red line is the capacity."), mw.searchChart(view, pick)),
+  mw.panel("Ranking", mw.searchTable(view, pick)));
+};
+
+/* ---- layouts side by side ---- */
+mw.changeSteps = (from, to, changes, colours, show, names) => {
+  let at = from;
+  const steps = [{label: names[0], from: 0, to: from, colour: mw.colour("quiet"), text: show(from)}];
+  for (const change of changes.filter(item => item.value)) {
+    steps.push({label: mw.words(change.name), from: at, to: at + change.value, colour: colours[change.name], text: mw.signed(change.value, show)});
+    at += change.value;
+  }
+  steps.push({label: names[1], from: 0, to, colour: mw.colour("quiet"), text: show(to)});
+  return steps;
+};
+
+mw.render.ComparisonView = (view, root, act, pick) => {
+  const [first, ...others] = view.plans;
+  const letters = "ABCD";
+  root.append(mw.wide(mw.panel("Side by side", mw.table([{t: ""}, {t: "layout"}, {t: "verdict"}, {t: "step", n: true}, {t: "tok/s/dev", n: true}, {t: "MFU", n: true}, {t: "peak", n: true}, {t: "margin", n: true}],
+    view.plans.map((plan, index) => [letters[index], pick ? mw.el("button", {type: "button", class: "small mono", onclick: () => pick(plan.layout)}, plan.layout) : mw.el("code", {}, plan.layout),
+      plan.verdict ? mw.el("span", {class: `badge ${plan.verdict}`}, plan.headline) : mw.el("span", {class: "badge bad"}, "not legal"),
+      ...(plan.verdict ? [mw.seconds(plan.step_s), mw.digits(plan.tokens_per_s_per_device, 4), mw.percent(plan.mfu), mw.bytes(plan.peak_bytes), mw.bytes(plan.margin_bytes)] : ["", "", "", "", ""])]), "Layouts side by side"))));
+  others.forEach((plan, index) => {
+    const name = letters[index + 1];
+    const panel = mw.panel(`Why not ${name}`, mw.el("code", {}, plan.layout), mw.el("ul", {class: "plain"}, plan.lines.map(line => mw.el("li", {}, line))));
+    if (plan.verdict) {
+      const steps = () => mw.changeSteps(first.step_s, plan.step_s, plan.step_changes, mw.palette.time, mw.seconds, ["A", name]);
+      const gib = 2 ** 30, showGib = value => mw.bytes(value * gib);
+      const held = () => mw.changeSteps(first.peak_bytes / gib, plan.peak_bytes / gib, plan.memory_changes.map(item => ({...item, value: item.value / gib})), mw.palette.memory, showGib, ["A", name]);
+      const shown = plan.step_changes.filter(item => item.value).length + 2, shownHeld = plan.memory_changes.filter(item => item.value).length + 2;
+      panel.append(mw.el("div", {class: "cards", style: "margin-top:.6rem"},
+        mw.el("div", {}, mw.el("h3", {}, "Time of a step"), mw.chart(`Change of the step from A to ${name}`, 40 + 25 * shown, width => mw.waterfallOption(steps(), width, mw.seconds))),
+        mw.el("div", {}, mw.el("h3", {}, "Memory of the fullest rank"), mw.chart(`Change of the peak from A to ${name}`, 40 + 25 * shownHeld, width => mw.waterfallOption(held(), width, showGib)))),
+      mw.el("details", {}, mw.el("summary", {class: "note"}, "Exact changes"),
+        mw.table([{t: "part"}, {t: "seconds", n: true}], plan.step_changes.map(item => [mw.words(item.name), mw.el("span", {"data-change": item.name, "data-plan": name, "data-value": String(item.value)}, String(item.value))]), "Changes of the step"),
+        mw.table([{t: "component"}, {t: "bytes", n: true}], plan.memory_changes.map(item => [mw.words(item.name), mw.count(item.value)]), "Changes of the peak")));
+    }
+    root.append(panel);
+  });
+};
+
+/* ---- a budget ---- */
+mw.render.BudgetView = (view, root, act, pick) => {
+  const points = view.points;
+  const fewest = view.fewest > 0 ? `The fewest ${view.device} that hold it: ${mw.count(view.fewest)}.` : view.fewest < 0 ? "No number of devices up to these holds it." : "Looking for the fewest devices …";
+  root.append(mw.el("section", {class: "panel verdict", id: "budget-answer"}, mw.el("h1", {}, `${view.model}: ${mw.tokens(view.tokens)} tokens`),
+    mw.el("p", {"data-fewest": String(view.fewest)}, fewest),
+    mw.el("p", {class: "note"}, `${mw.count(view.tokens_per_step)} tokens a step on every number of devices; days hold steps alone, without restarts and evaluations.${view.price ? ` Costs are assumed: ${view.price} an hour of a device is your price.` : ""}`)));
+  if (!points.length) return;
+  const option = () => ({
+    grid: {left: 8, right: 16, top: 30, bottom: 30, containLabel: true},
+    xAxis: {type: "category", data: points.map(point => mw.count(point.devices)), name: "devices", nameLocation: "middle", nameGap: 26, ...mw.axis()},
+    yAxis: {type: "value", name: "days", ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
+    tooltip: mw.tooltip(items => { const point = points[items[0].dataIndex]; return `<b>${mw.count(point.devices)} devices</b><br>${mw.digits(point.days)} days (80 %: ${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])})<br>${mw.seconds(point.step_s)} a step`; }),
+    series: [
+      {type: "bar", stack: "d", silent: true, itemStyle: {color: "transparent"}, data: points.map(point => point.days_80[0])},
+      {type: "bar", stack: "d", barMaxWidth: 46, itemStyle: {color: mw.palette.time.attention, opacity: .35}, data: points.map(point => point.days_80[1] - point.days_80[0])},
+      {type: "line", symbolSize: 9, itemStyle: {color: mw.palette.time.attention}, lineStyle: {color: mw.palette.time.attention}, data: points.map(point => point.days),
+        label: {show: true, position: "top", color: mw.colour("ink"), formatter: item => mw.digits(item.value)}},
+    ],
+  });
+  root.append(mw.panel("Days by number of devices", mw.chart("Days of training by number of devices, with the interval of 80 %", 320, option)),
+    mw.panel("Figures", mw.table([{t: "devices", n: true}, {t: "layout"}, {t: "step", n: true}, {t: "steps", n: true}, {t: "days", n: true}, {t: "80 %", n: true}, {t: "device-hours", n: true}, ...(view.price ? [{t: "cost (assumed)", n: true}] : [])],
+      points.map(point => [mw.count(point.devices), pick ? mw.el("button", {type: "button", class: "small mono", onclick: () => pick(point.layout, point.devices)}, point.layout) : mw.el("code", {}, point.layout), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days, 4), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
+      view.without_layout.length ? mw.el("p", {class: "note"}, `No layout fits surely enough: ${view.without_layout.join(", ")} devices.`) : ""));
+};
+mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale, 4)}${unit}`; return mw.count(value); };

@@ -1,0 +1,113 @@
+"use strict";
+/* The studio's pages besides Plan. Each fills the content, and may leave something to end. */
+const load = layout => studio.go({layout}, "plan");
+
+studio.pages.top = () => {
+  const cancel = new AbortController();
+  studio.leave = () => cancel.abort();
+  const state = mw.el("p", {class: "note", role: "status", id: "top-state"}, "Searching: first results come in a moment …");
+  const stop = mw.el("button", {type: "button", id: "cancel-search", onclick: () => cancel.abort()}, "Cancel");
+  const bar = mw.el("progress", {"aria-label": "search"});
+  const head = mw.panel("", mw.el("div", {class: "row"}, state, stop), bar);
+  studio.fill(head);
+  const params = studio.job();
+  params.delete("layout");
+  const finish = text => { state.textContent = text; stop.remove(); bar.remove(); };
+  studio.stream("/api/task/search", params, cancel.signal, view => {
+    if (cancel.signal.aborted) return;
+    const root = mw.el("div");
+    (mw.render[view.kind])(view, root, studio.mend, load);
+    if (view.kind === "SearchView" && view.is_final) finish("The whole space is searched.");
+    else if (view.kind !== "SearchView") finish("");
+    else state.textContent = "First results; searching the whole space …";
+    document.documentElement.dataset.results = view.is_final ? "final" : "first";
+    studio.fill(head, ...root.childNodes);
+  }).catch(error => finish(error.name === "AbortError" ? "Cancelled." : error.message));
+};
+
+studio.pages.timetable = async () => {
+  const params = studio.job();
+  if (!studio.content().querySelector("#timetable")) studio.fill(mw.panel("", mw.el("p", {class: "note"}, "Simulating the timetable …")));
+  const record = await studio.get("/api/timetable", params);
+  if (studio.page() !== "timetable" || params.toString() !== studio.job().toString()) return;
+  const trace = mw.el("a", {class: "button", href: `/api/trace?${params}`, download: "timetable.json"}, "Download for Perfetto");
+  studio.paint(record);
+  if (record.kind === "TimetableView") studio.content().querySelector("section:last-of-type .row").append(trace);
+};
+
+studio.pages.compare = async () => {
+  const others = studio.query.getAll("with");
+  const fields = [0, 1, 2].map(index => mw.el("div", {}, mw.el("label", {for: `with-${index}`}, `${"BCD"[index]}: another layout`), mw.el("input", {type: "text", class: "mono", id: `with-${index}`, value: others[index] || "", placeholder: index ? "" : "tp1,ep8,mbs1"})));
+  const form = mw.panel("A is the layout of the sliders; B to D stand beside it", mw.el("div", {class: "fields"}, ...fields,
+    mw.el("div", {class: "row", style: "align-self:end"}, mw.el("button", {type: "button", class: "primary", id: "compare", onclick: () => studio.go({with: fields.map(field => field.querySelector("input").value.trim())})}, "Compare"),
+      mw.el("button", {type: "button", onclick: () => studio.go({with: [...others, studio.query.get("layout")].slice(-3)})}, "Add A to them"))));
+  if (!others.length) { studio.fill(form); return; }
+  const params = studio.job();
+  for (const other of others) params.append("with", other);
+  studio.fill(form, mw.el("p", {class: "note"}, "comparing …"));
+  const record = await studio.get("/api/compare", params);
+  if (studio.page() !== "compare") return;
+  const root = mw.el("div");
+  mw.render[record.kind](record, root, studio.mend, load);
+  studio.fill(form, ...root.childNodes);
+};
+
+studio.pages.budget = () => {
+  const tokens = mw.el("input", {type: "text", id: "tokens", value: studio.query.get("tokens") || "", placeholder: "1T"});
+  const price = mw.el("input", {type: "text", id: "price", value: studio.query.get("price") || "", placeholder: "2.5"});
+  const state = mw.el("p", {class: "note", role: "status"});
+  const form = mw.panel("What do so many tokens take?", mw.el("div", {class: "fields"},
+    mw.el("div", {}, mw.el("label", {for: "tokens"}, "Tokens, such as 15T or 500B"), tokens), mw.el("div", {}, mw.el("label", {for: "price"}, "Your price of a device-hour (assumed)"), price),
+    mw.el("div", {class: "row all"}, mw.el("button", {type: "button", class: "primary", id: "budget", onclick: () => studio.go({tokens: tokens.value.trim() || "1T", price: price.value.trim()})}, "Work it out"), state)));
+  studio.fill(form);
+  if (!studio.query.get("tokens")) return;
+  const cancel = new AbortController();
+  studio.leave = () => cancel.abort();
+  const params = studio.job();
+  params.set("tokens", studio.query.get("tokens"));
+  if (studio.query.get("price")) params.set("price", studio.query.get("price"));
+  state.textContent = "a search for each number of devices …";
+  studio.stream("/api/task/budget", params, cancel.signal, view => {
+    if (cancel.signal.aborted) return;
+    const root = mw.el("div");
+    mw.render[view.kind](view, root, studio.mend, (layout, devices) => studio.go({layout, on: `${devices}x${(studio.query.get("on") || "").replace(/^\d+\s*x\s*/i, "")}`}, "plan"));
+    state.textContent = view.is_final || view.kind !== "BudgetView" ? "" : "a search for each number of devices …";
+    studio.fill(form, ...root.childNodes);
+  }).catch(error => { if (error.name !== "AbortError") state.textContent = error.message; });
+};
+
+studio.targets = [["megatron", "Megatron-LM script"], ["bridge", "Megatron Bridge recipe"], ["torchtitan", "torchtitan configuration"], ["slurm", "Slurm script"], ["k8s", "Kubernetes TrainJob"], ["torchrun", "torchrun (our engine)"]];
+studio.pages.share = async () => {
+  const params = studio.job();
+  const address = mw.el("input", {type: "text", readonly: true, id: "address", value: location.href.replace("/share", "/")});
+  const shown = mw.el("div", {id: "export-file", "aria-live": "polite"});
+  const job = mw.el("input", {type: "text", id: "export-job", placeholder: "job.toml (torchrun, slurm, k8s)"});
+  const show = async (target, title) => {
+    const asked = new URLSearchParams(params);
+    asked.set("to", target);
+    if (job.value.trim()) asked.set("job", job.value.trim());
+    const record = await studio.get("/api/export", asked);
+    if (record.reasons) { shown.replaceChildren(mw.el("p", {class: "error"}, record.reasons.map(reason => reason.text).join("; "))); return; }
+    const {text} = record;
+    shown.replaceChildren(mw.el("div", {class: "row"}, mw.el("b", {}, title), mw.el("button", {type: "button", class: "small", onclick: () => navigator.clipboard.writeText(text)}, "Copy"), mw.el("button", {type: "button", class: "small", onclick: () => mw.save(`${target}.${{bridge: "py", torchtitan: "py", k8s: "yaml"}[target] || "sh"}`, text, "text/plain")}, "Download")), mw.el("pre", {class: "file", tabindex: "0"}, text));
+  };
+  studio.fill(
+    mw.panel("Share this layout", mw.el("label", {for: "address"}, "The address holds the whole state: open it in any studio"), mw.el("div", {class: "row"}, address, mw.el("button", {type: "button", onclick: () => { address.select(); navigator.clipboard.writeText(address.value); }}, "Copy")),
+      mw.el("div", {class: "row", style: "margin-top:.8rem"}, mw.el("a", {class: "button", id: "get-page", href: `/api/page?${params}`, download: "plan.html"}, "One offline page (HTML)"), mw.el("a", {class: "button", id: "get-plan", href: `/api/plan.json?${params}`, download: "plan.json"}, "plan.json"), mw.el("a", {class: "button", href: `/api/trace?${params}`, download: "timetable.json"}, "Timetable for Perfetto"))),
+    mw.panel("Launch files", mw.el("div", {class: "row"}, ...studio.targets.map(([target, title]) => mw.el("button", {type: "button", "data-target": target, onclick: () => show(target, title)}, title))), mw.el("div", {style: "margin-top:.6rem"}, mw.el("label", {for: "export-job"}, "Job file of our own engine"), job), shown),
+    mw.panel("Pictures", mw.el("p", {class: "note"}, "The two charts of the page Plan as they stand."), mw.el("div", {class: "row"}, ...[["memory", "memoryChart"], ["step", "stepChart"]].flatMap(([name, build]) => ["png", "svg"].map(kind => mw.el("button", {type: "button", "data-picture": `${name}.${kind}`, onclick: () => studio.picture(name, build, kind)}, `${name}.${kind}`))))));
+};
+/* A chart without a page: drawn at 1000 points, on the background of a card. */
+studio.picture = async (name, build, kind) => {
+  const record = await studio.get("/api/plan", studio.job());
+  if (record.kind !== "PlanView") { studio.paint(record); return; }
+  const {item} = mw[build](record);
+  const box = mw.el("div", {style: "width:1000px;height:420px;position:absolute;left:-9999px"});
+  document.body.append(box);
+  const chart = echarts.init(box, null, {renderer: kind === "svg" ? "svg" : "canvas", width: 1000, height: 420});
+  chart.setOption({animation: false, backgroundColor: mw.colour("card"), textStyle: mw.textStyle(), ...item.option(1000, item.hidden)});
+  if (kind === "svg") mw.save(`${name}.svg`, chart.renderToSVGString(), "image/svg+xml");
+  else mw.save(`${name}.png`, chart.getDataURL({pixelRatio: 2, backgroundColor: mw.colour("card")}));
+  chart.dispose();
+  box.remove();
+};

@@ -1,0 +1,58 @@
+"""A diagnosis as pages show it: the walls with priced fixes, and the waterfall of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moewright.spec.finding import Finding, Waterfall
+from moewright.spec.record import Record, Row
+
+_UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class DiagnosisView(Record):
+    """The walls of a run, the one to work on first in front, and where its step goes.
+
+    `waterfall` is None where the job is not known. `notes` say what was read otherwise than written
+    and what would give a fuller answer.
+    """
+
+    findings: tuple[Finding, ...]
+    waterfall: Waterfall | None
+    notes: tuple[str, ...] = ()
+
+    def title(self) -> str:
+        """Return the first finding."""
+        if not self.findings:
+            return "no wall was found"
+        return f"{self.findings[0].wall.value}: {self.findings[0].title}"
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each finding."""
+        return [
+            {"wall": finding.wall, "share": finding.share, "title": finding.title}
+            for finding in self.findings
+        ]
+
+
+def build_diagnosis_view(
+    findings: Sequence[Finding], waterfall: Waterfall | None, notes: Sequence[str] = ()
+) -> DiagnosisView:
+    """Build the record of a diagnosis; empty notes are left out."""
+    return DiagnosisView(
+        findings=tuple(findings),
+        waterfall=waterfall,
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def close_at(waterfall: Waterfall, measured_s: float) -> Waterfall:
+    """Return a waterfall that ends at another measured step; the rest is not explained."""
+    change_s = measured_s - waterfall.measured_s
+    drops = tuple(
+        replace(drop, seconds=drop.seconds + change_s) if drop.name == _UNEXPLAINED else drop
+        for drop in waterfall.drops
+    )
+    return replace(waterfall, drops=drops, measured_s=measured_s)

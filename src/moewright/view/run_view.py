@@ -1,0 +1,265 @@
+"""A run as pages show it: verdict, waterfall, loss, experts, time, memory, plan, ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from moewright.diagnosis.compare_ledgers import TOTAL, LedgerComparison, Section
+from moewright.report.incident_section import IncidentSection, build_incident_section
+from moewright.report.plan_sections import FactList, build_plan_facts, list_sources
+from moewright.report.run_sections import (
+    LAYER_COLUMNS,
+    LedgerTable,
+    RouterRow,
+    RunVerdict,
+    build_ledger_table,
+    build_router_rows,
+    build_verdict,
+    list_load_window,
+)
+from moewright.rules.steady_steps import median_step_s, steady_steps
+from moewright.spec.finding import Finding, Waterfall
+from moewright.spec.ledger import Component, StepPhase
+from moewright.spec.plan import Assumption, Plan
+from moewright.spec.record import Record, Row
+from moewright.spec.run import EvalRecord, RunRecord, Session
+from moewright.view.curves import Point, thin_points
+from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view, close_at
+from moewright.view.plan_view import JobView, build_job_view
+
+_LOAD_POINTS = 3000  # of the curves of all layers together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedValue:
+    """A value as it was predicted and as it was observed."""
+
+    name: str
+    predicted: float
+    observed: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerLoads:
+    """The loads of a layer's experts over their mean, and those of its expert-parallel ranks.
+
+    `hottest` is the curve of the hottest expert's load over the steps.
+    """
+
+    layer: int
+    experts: tuple[float, ...]
+    ranks: tuple[float, ...]
+    hottest: tuple[Point, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertView:
+    """The load of the experts, means over a window of steps, with the routers' figures."""
+
+    window: str
+    dead: str
+    layers: tuple[LayerLoads, ...]
+    columns: tuple[str, ...]
+    routers: tuple[RouterRow, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RunView(Record):
+    """A run as its page shows it.
+
+    A step's time is one figure on the whole page: `step_s`, the median over steady steps. `phases`
+    and the waterfall are scaled or closed to it. `losses` and `steps` are curves over the step.
+    """
+
+    name: str
+    job: JobView
+    verdict: RunVerdict
+    step_s: float
+    predicted_step_s: float
+    diagnosis: DiagnosisView
+    losses: tuple[Point, ...]
+    evals: tuple[EvalRecord, ...]
+    steps: tuple[Point, ...]
+    resumed: tuple[int, ...]
+    experts: ExpertView | None
+    phases: tuple[ComparedValue, ...]
+    memory: tuple[ComparedValue, ...]
+    is_counted: bool
+    capacity_bytes: int
+    facts: tuple[FactList, ...]
+    ledgers: tuple[LedgerTable, ...]
+    sources: tuple[Assumption, ...]
+    sessions: tuple[Session, ...]
+    incidents: IncidentSection | None = None
+
+    def title(self) -> str:
+        """Return the verdict's sentence."""
+        return self.verdict.sentence
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each phase of the step."""
+        return [
+            {"phase": item.name, "predicted_s": item.predicted, "measured_s": item.observed}
+            for item in self.phases
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RunsView(Record):
+    """Several runs over each other: their curves and figures, without the rest of their pages."""
+
+    runs: tuple[RunView, ...]
+
+    def title(self) -> str:
+        """Return the names."""
+        return ", ".join(run.name for run in self.runs)
+
+    def to_rows(self) -> list[Row]:
+        """Return a row for each run."""
+        return [{"run": run.name, "step_s": run.step_s} for run in self.runs]
+
+
+def build_run_view(
+    record: RunRecord,
+    comparisons: Sequence[LedgerComparison],
+    findings: Sequence[Finding],
+    waterfall: Waterfall | None,
+    *,
+    name: str = "",
+) -> RunView:
+    """Build the record of a run's page."""
+    plan = record.plan
+    step_s = median_step_s(record)
+    closed = close_at(waterfall, step_s) if waterfall is not None and step_s else None
+    return RunView(
+        name=name or plan.model.name or "run",
+        job=build_job_view(plan),
+        verdict=build_verdict(record, comparisons),
+        step_s=step_s,
+        predicted_step_s=plan.estimate.step_s,
+        diagnosis=build_diagnosis_view(findings, closed),
+        losses=thin_points([(step.step, step.loss) for step in record.steps]),
+        evals=record.evals,
+        steps=thin_points([(step.step, step.step_s) for step in record.steps]),
+        resumed=tuple(item.first_step for item in record.sessions if item.first_step > 1),
+        experts=_build_experts(record),
+        phases=_compare_phases(record, step_s),
+        memory=_compare_memory(plan, comparisons),
+        is_counted=bool(comparisons),
+        capacity_bytes=plan.estimate.capacity_bytes,
+        facts=build_plan_facts(plan),
+        ledgers=tuple(build_ledger_table(comparison, is_open=False) for comparison in comparisons),
+        sources=list_sources(plan),
+        sessions=record.sessions,
+        incidents=build_incident_section(record.incidents),
+    )
+
+
+def _compare_phases(record: RunRecord, step_s: float) -> tuple[ComparedValue, ...]:
+    """Return the predicted and measured seconds of each phase; the measured sum to `step_s`.
+
+    Each phase gets its share of the steady steps, as medians of phases do not sum to a median.
+    """
+    steps = steady_steps(record)
+    total_s = sum(row.seconds for step in steps for row in step.phases)
+    measured: dict[StepPhase, float] = {}
+    for phase in StepPhase:
+        seconds = sum(row.seconds for step in steps for row in step.phases if row.phase is phase)
+        if seconds:
+            measured[phase] = seconds / total_s * step_s
+    estimate = record.plan.estimate
+    predicted = {
+        row.phase: row.seconds
+        for ledger in estimate.ledgers
+        if ledger.pp_rank == estimate.peak_rank
+        for row in ledger.time
+    }
+    return tuple(
+        ComparedValue(
+            name=phase.value,
+            predicted=predicted.get(phase, 0.0),
+            observed=measured.get(phase, 0.0),
+        )
+        for phase in StepPhase
+        if phase in predicted or phase in measured
+    )
+
+
+def _compare_memory(
+    plan: Plan, comparisons: Sequence[LedgerComparison]
+) -> tuple[ComparedValue, ...]:
+    """Return bytes by component: of the rank that counted most, or of the plan's fullest rank."""
+    predicted: dict[str, float] = {}
+    counted: dict[str, float] = {}
+    if comparisons:
+        fullest = max(
+            (comparison.lines_in(Section.MEMORY) for comparison in comparisons),
+            key=lambda lines: sum(line.counted for line in lines),
+        )
+        for line in fullest:
+            if line.key[-1] != TOTAL:
+                _add(predicted, line.key[0], line.predicted)
+                _add(counted, line.key[0], line.counted)
+    else:
+        for ledger in plan.estimate.ledgers:
+            if ledger.pp_rank == plan.estimate.peak_rank:
+                for row in ledger.memory:
+                    _add(predicted, row.component.value, row.bytes)
+    return tuple(
+        ComparedValue(
+            name=component.value,
+            predicted=predicted.get(component.value, 0.0),
+            observed=counted.get(component.value, 0.0),
+        )
+        for component in Component
+        if predicted.get(component.value) or counted.get(component.value)
+    )
+
+
+def _add(sums: dict[str, float], name: str, value: float) -> None:
+    sums[name] = sums.get(name, 0.0) + value
+
+
+def _build_experts(record: RunRecord) -> ExpertView | None:
+    """Return the load of the experts; None for a run without MoE layers or records of them."""
+    window = list_load_window(record)
+    if not window:
+        return None
+    last = window[-1]
+    hottest: dict[int, list[Point]] = {}
+    for step in record.steps:
+        for load in step.loads:
+            hottest.setdefault(load.layer, []).append((step.step, load.max_over_mean))
+    limit = max(60, _LOAD_POINTS // len(last.loads))
+    text = f"step {last.step}"
+    if window[0].step < last.step:
+        text = f"mean over steps {window[0].step} to {last.step}"
+    dead = sum(load.dead_experts for load in last.loads)
+    experts = sum(len(load.counts) for load in last.loads)
+    layers = []
+    for load in last.loads:
+        loads = [item for step in window for item in step.loads if item.layer == load.layer]
+        layers.append(
+            LayerLoads(
+                layer=load.layer,
+                experts=_over_mean([item.counts for item in loads]),
+                ranks=_over_mean([item.rank_counts for item in loads]),
+                hottest=thin_points(hottest[load.layer], limit),
+            )
+        )
+    return ExpertView(
+        window=text,
+        dead=f"{dead} of {experts} experts got no token in step {last.step}",
+        layers=tuple(layers),
+        columns=LAYER_COLUMNS,
+        routers=build_router_rows(window),
+    )
+
+
+def _over_mean(counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Return the mean of each column over the mean of all; () without columns."""
+    means = [fmean(column) for column in zip(*counts, strict=True)]
+    overall = (fmean(means) if means else 0.0) or 1.0
+    return tuple(mean / overall for mean in means)

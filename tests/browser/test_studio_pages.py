@@ -1,0 +1,129 @@
+"""The studio's other pages: searches, timetables, comparisons, budgets, and what is taken away."""
+
+import json
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import pytest
+
+import moewright as mw
+from studio_pages import QWEN
+
+pytestmark = pytest.mark.browser
+
+SMALL = "model=Qwen/Qwen3-30B-A3B&on=16xH100&seq_len=4096&global_batch=512&precision=bf16"
+TINY = "model=allenai/OLMoE-1B-7B-0924&on=4xH100&seq_len=4096&global_batch=64&precision=bf16"
+LAYOUT = "tp2,ep8,mbs1,recompute=layernorm%2Bmoe_act"
+
+
+def test_a_search_shows_first_results_then_all_and_loads_the_sliders(
+    studio, open_page, find_barriers
+):
+    page = open_page(f"{studio}top?{TINY}&layout=ep4")
+    page.wait_for_selector("#search-answer", timeout=20000)
+    page.wait_for_selector("html[data-results='final']", timeout=60000)
+    best = mw.plan("OLMoE-1B-7B-0924", on="4xH100", global_batch=64, top=10).best
+    row = page.locator("tr.best")
+    assert row.locator("button").inner_text() == best_layout(best)
+    assert page.evaluate("document.documentElement.scrollWidth") == 1400
+    assert find_barriers(page) == []
+    heads = page.locator("th button")
+    heads.nth(4).click()
+    assert page.locator("th[aria-sort='ascending']").inner_text() == "peak"
+    row.locator("button").click()
+    page.wait_for_selector("#layout-text")
+    assert page.locator("#layout-text").inner_text() == best_layout(best)
+
+
+def best_layout(plan):
+    from moewright.codec import format_layout
+
+    return format_layout(plan.layout)
+
+
+def test_a_search_is_cancelled_at_once(studio, open_page):
+    page = open_page(f"{studio}top?{QWEN}&layout=tp2,ep8,pp8,mbs1")
+    page.wait_for_selector("#cancel-search")
+    page.wait_for_timeout(300)
+    waited_ms = page.evaluate(
+        """async () => { const start = performance.now();
+        document.getElementById('cancel-search').click();
+        while (document.getElementById('top-state').textContent !== 'Cancelled.')
+            await new Promise(done => setTimeout(done, 5));
+        return performance.now() - start; }"""
+    )
+    assert waited_ms < 200
+
+
+def test_the_bubble_of_the_timetable_is_the_estimates(studio, open_page, find_barriers):
+    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=layernorm%2Bmoe_act"
+    page = open_page(f"{studio}timetable?{QWEN}&layout={layout}")
+    page.wait_for_selector("html[data-timetable]", timeout=20000)
+    idle_s, bubble_s = page.locator("[data-idle]").evaluate(
+        "node => [Number(node.dataset.idle), Number(node.dataset.bubble)]"
+    )
+    assert idle_s == pytest.approx(bubble_s, rel=1e-9)
+    assert page.evaluate("Number(document.documentElement.dataset.timetable)") < 1000
+    canvas = page.locator("canvas.timetable")
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)
+    assert page.locator(".tip").inner_text()
+    canvas.focus()
+    page.keyboard.press("+")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#memory-rank").input_value() == "1"
+    assert find_barriers(page) == []
+
+
+def test_changes_sum_to_the_difference_and_an_illegal_layout_says_why(studio, open_page):
+    query = f"{SMALL}&layout={LAYOUT}&with=tp1,ep8,mbs1,recompute=full&with=tp3,ep8"
+    page = open_page(f"{studio}compare?{query}")
+    page.get_by_text("Why not C").wait_for()
+    changes = page.locator("[data-change][data-plan='B']").evaluate_all(
+        "all => all.map(node => Number(node.dataset.value))"
+    )
+    job = {"on": "16xH100", "global_batch": 512}
+    first = mw.estimate("Qwen3-30B-A3B", "tp2,ep8,mbs1,recompute=select", **job)
+    second = mw.estimate("Qwen3-30B-A3B", "tp1,ep8,mbs1,recompute=full", **job)
+    difference = second.estimate.step_s - first.estimate.step_s
+    assert sum(changes) == pytest.approx(difference, abs=1e-9)
+    assert "must divide" in page.locator("section", has_text="Why not C").last.inner_text()
+
+
+def test_a_budget_names_the_fewest_devices(studio, open_page, find_barriers):
+    page = open_page(f"{studio}budget?{TINY}&layout=ep4&tokens=1T&price=2")
+    page.wait_for_selector("[data-fewest]:not([data-fewest='0'])", timeout=120000)
+    fewest = int(page.locator("[data-fewest]").get_attribute("data-fewest"))
+    plans = mw.plan("OLMoE-1B-7B-0924", on="4xH100", global_batch=64, fewest=True, top=1)
+    assert fewest == plans.best.hardware.count
+    assert "your price" in page.locator("#budget-answer").inner_text()
+    assert page.locator("tbody tr").count() >= 4
+    assert find_barriers(page) == []
+
+
+def test_what_is_taken_away_opens_alone(studio, open_page, find_barriers, tmp_path):
+    page = open_page(f"{studio}share?{SMALL}&layout={LAYOUT}")
+    with page.expect_download() as taken:
+        page.locator("#get-page").click()
+    taken.value.save_as(tmp_path / "page.html")
+    with page.expect_download() as taken:
+        page.locator("#get-plan").click()
+    plan = json.loads(Path(taken.value.path()).read_text())
+    job = dict(parse_qsl(SMALL))
+    own = mw.estimate(job["model"], "tp2,ep8,mbs1,recompute=select", on=job["on"], global_batch=512)
+    assert plan["estimate"]["step_s"] == own.estimate.step_s
+    page.locator("[data-target='slurm']").click()
+    page.wait_for_selector("pre.file")
+    assert "#SBATCH" in page.locator("pre.file").inner_text()
+    page.locator("[data-target='torchrun']").click()
+    page.wait_for_selector("#export-file .error")
+    for picture in ("memory.png", "step.svg"):
+        with page.expect_download() as taken:
+            page.locator(f"[data-picture='{picture}']").click()
+        assert Path(taken.value.path()).stat().st_size > 3000
+    alone = open_page((tmp_path / "page.html").as_uri(), offline=True)
+    shown = alone.locator("[data-name='step_s']").get_attribute("data-value")
+    assert float(shown) == own.estimate.step_s
+    assert alone.locator("canvas").count() >= 3
+    assert find_barriers(alone) == []
