@@ -374,8 +374,6 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
             "none",
         ),
         ({**EP_OVERLAP, "ep": 2, "pp": 2}, "needs vpp > 1", "none"),
-        ({**EP_OVERLAP, "recompute": (Recompute.FULL,)}, "recompute=full", "none"),
-        ({**EP_OVERLAP, "recompute": (Recompute.MOE,)}, "recompute=moe", "none"),
         (
             {"graphs": (CudaGraphScope.FULL, CudaGraphScope.ATTN), "capacity": 1.0},
             "stands alone",

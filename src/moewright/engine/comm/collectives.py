@@ -320,24 +320,29 @@ class _AllToAll(torch.autograd.Function):
         return returned, None, None, None
 
 
+def all_to_all_in_turn(
+    tensors: Sequence[torch.Tensor], group: Group, *, send: Sequence[int], receive: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """Exchange one tensor after the other by `all_to_all`."""
+    return tuple(all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors)
+
+
 def all_to_all_overlapped(
     tensors: Sequence[torch.Tensor],
     group: Group,
     *,
     send: Sequence[int],
     receive: Sequence[int],
-    overlapped_work: Callable[[], None] | None,
+    overlapped_work: Callable[[], None],
 ) -> tuple[torch.Tensor, ...]:
     """Exchange each tensor by `all_to_all` while `overlapped_work` runs.
 
     In backward the gradients of `tensors` travel while the gradients of `overlapped_work` are
     computed, because autograd runs the operations of a forward in reverse order.
     """
-    if group.size == 1 or overlapped_work is None:
-        out = tuple(all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors)
-        if overlapped_work is not None:
-            overlapped_work()
-        return out
+    if group.size == 1:
+        overlapped_work()
+        return tuple(tensors)
     exchanges = [_Exchange(group=group, send=tuple(send), receive=tuple(receive)) for _ in tensors]
     tickets = [
         _StartExchange.apply(tensor, exchange)
@@ -348,6 +353,76 @@ def all_to_all_overlapped(
         _FinishExchange.apply(ticket, exchange)
         for ticket, exchange in zip(tickets, exchanges, strict=True)
     )
+
+
+def all_to_all_beside(
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    *,
+    send: Sequence[int],
+    receive: Sequence[int],
+    forward_work: Callable[[], None],
+    backward_work: Callable[[], None],
+) -> tuple[torch.Tensor, ...]:
+    """Exchange each tensor by `all_to_all` while `forward_work` runs.
+
+    In backward the gradients of `tensors` travel while `backward_work` runs. Neither is part of
+    this graph.
+    """
+    exchange = _TwoWayWork(
+        group=group,
+        send=tuple(send),
+        receive=tuple(receive),
+        forward_work=forward_work,
+        backward_work=backward_work,
+    )
+    out: tuple[torch.Tensor, ...] = _AllToAllBeside.apply(exchange, *tensors)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TwoWayWork:
+    """An exchange and its transpose, each with work beside it."""
+
+    group: Group
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    forward_work: Callable[[], None]
+    backward_work: Callable[[], None]
+
+
+class _AllToAllBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: _TwoWayWork, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        return _exchange_beside(
+            tensors, exchange.group, exchange.send, exchange.receive, exchange.forward_work
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exchange: _TwoWayWork = ctx.exchange
+        received = _exchange_beside(
+            grads, exchange.group, exchange.receive, exchange.send, exchange.backward_work
+        )
+        return None, *received
+
+
+def _exchange_beside(
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    send: tuple[int, ...],
+    receive: tuple[int, ...],
+    work: Callable[[], None],
+) -> tuple[torch.Tensor, ...]:
+    if group.size == 1:
+        work()
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+    started = [start_all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors]
+    work()
+    return tuple(exchange.wait() for exchange in started)
 
 
 @dataclass(kw_only=True, slots=True)
