@@ -50,13 +50,13 @@ _DECISIONS = ("chosen", "load_share")
 class KeptTensor:
     """A tensor of a layer with the parts of passes in which it is kept and freed.
 
-    Where `is_held`, it is freed with the whole chunk, when its backward ends.
+    Where `is_lasting`, it is freed with the whole chunk, when its backward ends.
     """
 
     tensor: SavedTensor
     kept_in: PassWork
     freed_in: PassWork
-    is_held: bool = False
+    is_lasting: bool = False
 
 
 def place_tensors(
@@ -73,7 +73,7 @@ def place_tensors(
         in_router = tensor.owner is Module.ROUTER
         in_checkpoint = Recompute.FULL in recomputed or (Recompute.MOE in recomputed and in_router)
         if in_checkpoint and in_router and tensor.name in _DECISIONS:
-            yield KeptTensor(tensor=tensor, kept_in=work, freed_in=work, is_held=True)
+            yield KeptTensor(tensor=tensor, kept_in=work, freed_in=work, is_lasting=True)
         elif in_checkpoint:
             yield KeptTensor(tensor=tensor, kept_in=last, freed_in=work)
         else:
@@ -121,37 +121,37 @@ class _StepPrices:
         self._outside = outside_bytes(context)
         self._by_layer: dict[tuple[object, ...], tuple[KeptTensor, ...]] = {}
 
-    def kept(self, key: Key, step: WorkStep) -> Array:
+    def price_kept(self, key: Key, step: WorkStep) -> Array:
         """Return what a step of a forward keeps [modules]."""
         tensors = self._layer_tensors(key, step)
         return self._outside_layers(key, step) + sum_by_module(
             [(t.tensor.module, t.tensor.bytes) for t in tensors if t.kept_in is step.work]
         )
 
-    def freed(self, key: Key, step: WorkStep) -> Array:
-        """Return what a step of a backward has done with [modules], held tensors included."""
+    def price_freed(self, key: Key, step: WorkStep) -> Array:
+        """Return what a step of a backward has done with [modules], lasting ones included."""
         tensors = self._layer_tensors(key, step)
         return self._outside_layers(key, step) + sum_by_module(
             [(t.tensor.module, t.tensor.bytes) for t in tensors if t.freed_in is step.work]
         )
 
-    def held(self, key: Key, step: WorkStep) -> Array:
-        """Return the part of `freed` that lives on until the backward of the chunk ends [modules].
+    def price_lasting(self, key: Key, step: WorkStep) -> Array:
+        """Return the part of `price_freed` that lives until the backward of the chunk ends.
 
-        Beside decisions these are tokens and targets, which belong to the micro-batch.
+        Its shape is [modules]. Beside decisions these are tokens and targets, which belong to the micro-batch.
         """
         tensors = self._layer_tensors(key, step)
-        held = sum_by_module(
+        lasting_bytes = sum_by_module(
             [
                 (t.tensor.module, t.tensor.bytes)
                 for t in tensors
-                if t.is_held and t.freed_in is step.work
+                if t.is_lasting and t.freed_in is step.work
             ]
         )
         tokens = self._outside[0]
         if step.work is PassWork.HEAD:
-            return held + sum_by_module([(Module.HEAD, int(tokens.sum()))])
-        return np.asarray(held + tokens * (step.work is PassWork.EMBEDDING))
+            return lasting_bytes + sum_by_module([(Module.HEAD, int(tokens.sum()))])
+        return np.asarray(lasting_bytes + tokens * (step.work is PassWork.EMBEDDING))
 
     def _outside_layers(self, key: Key, step: WorkStep) -> Array:
         embedding, head, mtp_input = self._outside
@@ -203,23 +203,23 @@ def walk_pairs(
     paired = paired_rows(rows)
     moments: list[Array] = []
     live: Array | float = 0.0
-    held: Array | float = 0.0
+    lasting_bytes: Array | float = 0.0
 
     def run_segment(row: TimetableRow, segment: PassSegment) -> None:
-        nonlocal live, held
+        nonlocal live, lasting_bytes
         key = row.micro_batch, row.chunk
         for step in segment.steps:
             if step.is_replay:
                 continue
             if segment.kind is RowKind.F:
-                live = live + prices.kept(key, step)
+                live = live + prices.price_kept(key, step)
             else:
-                live = live - prices.freed(key, step)
-                held = held + prices.held(key, step)
+                live = live - prices.price_freed(key, step)
+                lasting_bytes = lasting_bytes + prices.price_lasting(key, step)
         is_last = segment is passes[segment.kind, row.chunk][-1]
         if is_last and segment.kind is RowKind.B:
-            held = 0.0
-        moments.append(np.array(live + held))
+            lasting_bytes = 0.0
+        moments.append(np.array(live + lasting_bytes))
 
     index = 0
     while index < len(rows):
