@@ -138,7 +138,8 @@ class _StepPrices:
     def price_lasting(self, key: Key, step: WorkStep) -> Array:
         """Return the part of `price_freed` that lives until the backward of the chunk ends.
 
-        Its shape is [modules]. Beside decisions these are tokens and targets, which belong to the micro-batch.
+        Its shape is [modules]. Beside decisions these are tokens and targets, which belong to the
+        micro-batch.
         """
         tensors = self._layer_tensors(key, step)
         lasting_bytes = sum_by_module(
