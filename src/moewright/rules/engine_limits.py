@@ -60,8 +60,6 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
     if fraction != "1":
         value = f"optimizer{fraction}"
         yield Reason(field="layout.offload", value=value, rule=_NOT_YET, nearest="optimizer1")
-    if Overlap.TP in layout.overlap:
-        yield Reason(field="layout.overlap", value="tp", rule=_NOT_YET, nearest="none")
     if Overlap.EP in layout.overlap and layout.zero == 3:
         rule = "the engine gathers the weights of a layer for one pass at a time: not with zero=3"
         others = (o for o in layout.overlap if o not in (Overlap.EP, Overlap.WGRAD))

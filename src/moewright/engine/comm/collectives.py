@@ -226,21 +226,37 @@ class TensorParallel:
     """A TP group as transformer blocks use it.
 
     Between blocks a rank holds its t of the group's T tokens with sequence parallelism, else all T.
-    Each of the two methods is the backward of the other.
+    Each of `gather` and `reduce` is the backward of the other. `is_pipelined`: products run beside
+    the exchange of their rows.
     """
 
     group: Group
     sequence_parallel: bool
+    is_pipelined: bool = False
 
     def gather(self, x_t: torch.Tensor) -> torch.Tensor:
         """Return all T tokens, from what a rank holds between blocks."""
-        return all_gather_rows(x_t, self.group) if self.sequence_parallel else x_t
+        return self.start_gather(x_t).wait()
 
     def reduce(self, x_T: torch.Tensor) -> torch.Tensor:
         """Sum over ranks and return what a rank holds between blocks; may overwrite `x_T`."""
-        if self.sequence_parallel:
-            return reduce_scatter_rows(x_T, self.group)
-        return all_reduce(x_T, self.group)
+        return self.start_reduce(x_T).wait()
+
+    def start_gather(self, x_t: torch.Tensor) -> AsyncCollective:
+        """Start `gather`."""
+        if not self.sequence_parallel or self.group.size == 1:
+            return AsyncCollective(out=x_t, tensor=x_t, work=None)
+        out = x_t.new_empty((self.group.size * len(x_t), *x_t.shape[1:]))
+        return start_all_gather(out, x_t.contiguous(), self.group)
+
+    def start_reduce(self, x_T: torch.Tensor) -> AsyncCollective:
+        """Start `reduce`; until it is done, `x_T` must not be written."""
+        if not self.sequence_parallel:
+            return start_all_reduce(x_T, self.group)
+        if self.group.size == 1:
+            return AsyncCollective(out=x_T, tensor=x_T, work=None)
+        out = x_T.new_empty((len(x_T) // self.group.size, *x_T.shape[1:]))
+        return start_reduce_scatter(out, x_T.contiguous(), self.group)
 
 
 class AllGatherRows(torch.autograd.Function):

@@ -45,7 +45,11 @@ class Mesh:
 
     @property
     def tensor_parallel(self) -> TensorParallel:
-        return TensorParallel(group=self.group("tp"), sequence_parallel=self.layout.sp)
+        return TensorParallel(
+            group=self.group("tp"),
+            sequence_parallel=self.layout.sp,
+            is_pipelined=Overlap.TP in self.layout.overlap,
+        )
 
     def coordinate(self, axis: str) -> int:
         return coordinate(self.layout, self.rank, axis)

@@ -50,6 +50,11 @@ class WeightGradStore:
         self._collecting: list[_DeferredGrads] | None = None
         self._count: CountOperands = _count_nothing
 
+    @property
+    def is_deferring(self) -> bool:
+        """Whether the backward that runs leaves its weight gradients to later."""
+        return self._collecting is not None
+
     @contextmanager
     def defer_for(self, key: Key, count: CountOperands | None = None) -> Iterator[None]:
         """Defer the weight gradients of the backward of `key`, which runs inside.

@@ -442,9 +442,8 @@ def compute_token_loss(
         # the embedding may use too: autograd sums the gradients of one backward.
         is_split = runtime.mesh.layout.schedule.splits_backward
         weight_grads = runtime.weight_grads if is_split else WeightGradStore()
-        (logits_TV,) = ColumnParallelLinear.apply(
-            x_tH, runtime.mesh.tensor_parallel, weight_grads, table.weight
-        )
+        tp = replace(runtime.mesh.tensor_parallel, is_pipelined=False)  # as in Megatron-LM
+        (logits_TV,) = ColumnParallelLinear.apply(x_tH, tp, weight_grads, table.weight)
         nll = vocab_parallel.VocabParallelCrossEntropy.apply(
             logits_TV, targets_T, shard, runtime.kernels
         )
