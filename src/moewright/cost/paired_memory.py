@@ -177,9 +177,7 @@ class _StepPrices:
         dispatch = self._rows.dispatch_counts(micro_batch, layer)
         layer_key = layer, place, load, dispatch
         if layer_key not in self._by_layer:
-            tensors = recompute.saved_tensors(
-                context.job, layer, load=load, dispatch=dispatch
-            )
+            tensors = recompute.saved_tensors(context.job, layer, load=load, dispatch=dispatch)
             kept = [
                 tensor
                 for tensor in recompute.layer_kept_tensors(tensors, layout, place)

@@ -366,9 +366,7 @@ class Screener:
         key = degrees, cut.overlap, cut.zero
         if key not in self._legal_policies:
             layout = with_pipeline(cut, shape, self._space)
-            jobs = [
-                self._space.job(policy.apply_to(layout)) for policy in self.activation_policies
-            ]
+            jobs = [self._space.job(policy.apply_to(layout)) for policy in self.activation_policies]
             reasons = [check_compatibility(job) for job in jobs]
             if "overlap" not in self._space.fixed:
                 # The share of an exchange that hides is fitted to runs of Megatron-LM: what it does
