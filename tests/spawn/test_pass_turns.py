@@ -15,6 +15,7 @@ import torch
 import tiny_jobs
 from layout_proof import assert_equal_lines
 from moewright.codec import read_json
+from moewright.codec.run_files import TRACE_FOLDER
 from moewright.cost.ep_overlap import OverlapWindows
 from moewright.cost.ledger import predict_ledger
 from moewright.engine.comm import collectives
@@ -29,7 +30,7 @@ from moewright.rules.timetable_row import RowKind
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, Dtype, LossSpec
+from moewright.spec.workload import DataSpec, Dtype, LossSpec, ProfileSpec
 from selection import thorough
 
 pytestmark = pytest.mark.spawn
@@ -190,6 +191,17 @@ def test_the_share_of_slow_exchanges_that_hides_is_the_planner_s(
     predicted = (covered.forward_s + covered.backward_s) / (4 * EXCHANGE_S)
     print(f"hidden {hidden:.3f}, predicted {predicted:.3f}, parts {parts}")
     assert hidden == pytest.approx(predicted, abs=0.1)
+
+
+def test_a_profile_sees_both_passes(data: DataSpec, tmp_path: Path) -> None:
+    profile = ProfileSpec(start=1, end=2, ranks=(0,))
+    workload = tiny_jobs.build_workload(data, steps=1, profile=profile)
+    plan = tiny_jobs.build_plan(workload, "ep2,mbs2,overlap=ep", world_size=2)
+    assert train(plan, tmp_path) is ExitCode.DONE
+    trace = tmp_path / TRACE_FOLDER / "rank00000.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    backwards = [event for event in events if event.get("name") == "CausalAttentionBackward"]
+    assert len(backwards) == 2 * tiny_jobs.MODEL.layers  # two micro-batches
 
 
 def test_a_failure_of_one_pass_ends_the_other() -> None:
