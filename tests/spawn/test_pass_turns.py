@@ -52,7 +52,7 @@ SAVED = (Component.ACTIVATIONS, Component.LOGITS)
         thorough(2, "ep2,recompute=uniform2", "ep", MODEL),
         thorough(2, "ep2,recompute=moe", "ep", SHARED),
         thorough(2, "ep2,recompute=moe_act+core_attn,offload=core_attn+moe_act", "ep", AHEAD),
-        (4, "pp2,vpp2,ep2", "ep+p2p+wgrad", MODEL),
+        thorough(4, "pp2,vpp2,ep2", "ep+p2p+wgrad", MODEL),
         thorough(4, "pp2,vpp2,ep2,recompute=full,dispatcher=dedup", "ep", AHEAD),
         thorough(4, "tp2,ep4,dispatcher=dedup,ep_node2", "ep+wgrad", SHARED),
         thorough(4, "tp2,ep2,etp2,zero0", "ep", MODEL),
@@ -193,6 +193,7 @@ def test_the_share_of_slow_exchanges_that_hides_is_the_planner_s(
     assert hidden == pytest.approx(predicted, abs=0.1)
 
 
+@pytest.mark.thorough
 def test_a_profile_sees_both_passes(data: DataSpec, tmp_path: Path) -> None:
     profile = ProfileSpec(start=1, end=2, ranks=(0,))
     workload = tiny_jobs.build_workload(data, steps=1, profile=profile)
