@@ -359,6 +359,12 @@ CORNERS = (
     ),
     _corner("depths of which the experts alone are whole", "ahead", 2, "etp2,mbs4,zero3"),
     _corner("replicated optimizer", "qwen", 4, "tp2,ep2,zero0,mbs2"),
+    _corner("products in a ring of four", "ahead", 4, "tp4,ep2,mbs2,overlap=tp"),
+    _corner("products in a ring, latents", "deepseek", 4, "tp2,ep4,mbs2,overlap=ep+tp+wgrad"),
+    _corner("two passes, layers replayed", "ahead", 4, "ep4,mbs1,overlap=ep+wgrad,recompute=full"),
+    _corner(
+        "two passes across stages", "deep", 4, "pp2,vpp2,ep2,mbs1,overlap=ep+p2p,dispatcher=dedup"
+    ),
     _corner("full recompute across EP and TP", "deepseek", 4, "tp2,ep2,mbs2,recompute=full"),
     _corner(
         "logits in pieces of a tied and padded table", "olmoe", 2, "tp2,ep2,mbs2,recompute=loss"

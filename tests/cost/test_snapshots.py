@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moewright.cost.snapshots import RankTable, rank_table, table_from_rows, take_snapshots
 from moewright.rules import schedule, timetable_row
+from moewright.rules.paired_passes import can_pair
 from moewright.spec.layout import Layout, Overlap, Schedule
 
 
@@ -62,11 +63,12 @@ def _walk(
 ) -> Iterator[tuple[list[float], int, int, int]]:
     live = [0.0] * layout.vpp
     skips = False
+    pairs = can_pair(layout, sum(row.chunk == 0 for row in rows) // 2)
     for row, after in zip(rows, (*rows[1:], None), strict=True):
         is_forward = row.kind is timetable_row.RowKind.F
         if skips:
             skips = False
-        elif is_forward and after is not None and _runs_beside(layout, row, after):
+        elif pairs and is_forward and after is not None and _runs_beside(row, after):
             yield [*live], -1, after.chunk, row.chunk
             live[after.chunk] -= 1
             live[row.chunk] += 1
@@ -81,11 +83,9 @@ def _walk(
             live[row.chunk] -= 1
 
 
-def _runs_beside(
-    layout: Layout, forward: timetable_row.TimetableRow, after: timetable_row.TimetableRow
-) -> bool:
+def _runs_beside(forward: timetable_row.TimetableRow, after: timetable_row.TimetableRow) -> bool:
     own = (forward.micro_batch, forward.chunk) == (after.micro_batch, after.chunk)
-    return Overlap.EP in layout.overlap and after.kind is timetable_row.RowKind.B and not own
+    return after.kind is timetable_row.RowKind.B and not own
 
 
 @pytest.mark.parametrize("name", [Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moewright.engine.comm.mesh import build_mesh
+from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
@@ -42,6 +43,7 @@ def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
         saved_tensors=SavedTensorManager(counters, replaces_tensors=False),
         kernels=TorchKernels(),
         device=torch.device("cpu"),
+        turns=PassTurns(torch.device("cpu"), ()),
     )
     model = Transformer(runtime, pipeline_chunks(spec, job.layout))
     for parameter in list_parameters(model):

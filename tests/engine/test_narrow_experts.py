@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moewright.engine.comm.mesh import build_mesh
+from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
@@ -40,6 +41,7 @@ def build_layer() -> MoeLayer:
         weight_grads=WeightGradStore(),
         saved_tensors=SavedTensorManager(counters, replaces_tensors=False),
         device=torch.device("cpu"),
+        turns=PassTurns(torch.device("cpu"), ()),
         kernels=TorchKernels(),
     )
     layer = MoeLayer(runtime, 2)

@@ -14,6 +14,7 @@ import torch
 from layout_proof import WORKLOAD, draw_batches
 from moewright.codec import parse_layout
 from moewright.engine.comm.mesh import build_mesh
+from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.dedup import mask_repeats
 from moewright.engine.kernels.fused.reference import TorchKernels, choose_experts, compute_scores
 from moewright.engine.memory.saved_tensors import SavedTensorManager
@@ -70,6 +71,7 @@ def build_router(
         saved_tensors=SavedTensorManager(counters, replaces_tensors=False),
         kernels=TorchKernels(),
         device=torch.device("cpu"),
+        turns=PassTurns(torch.device("cpu"), ()),
     )
     router = Router(runtime, moe.experts, 2)
     router.weight = torch.nn.Parameter(torch.randn(moe.experts, model.hidden_size))

@@ -37,6 +37,9 @@ def refusals(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
         "offload=optimizer,overlap=grad+param",
         "zero3,tp2,etp4,ep2,overlap=grad+param,offload=optimizer,recompute=full",
         "zero3,shard4,recompute=moe",
+        "ep4,overlap=ep",
+        "ep4,overlap=ep+wgrad,recompute=full",
+        "ep2,pp2,vpp2,layout='E|t|t|tL',overlap=ep+p2p",
     ],
 )
 def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
@@ -50,6 +53,12 @@ def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refu
     assert bool(reasons) is refused
     rule = "layout.etp=4: leaves 4 of an expert's width; must be a multiple of 8"
     assert all(rule in reason for reason in reasons)
+
+
+def test_passes_beside_each_other_need_whole_weights() -> None:
+    (reason,) = refusals("ep4,zero3,overlap=ep+grad")
+    assert reason.startswith("layout.overlap=ep: the engine gathers the weights of a layer for one")
+    assert reason.endswith("not with zero=3; nearest legal value: grad")
 
 
 def test_what_is_not_built_is_refused() -> None:

@@ -22,7 +22,7 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Workload
 
 JOB = Workload(seq_len=4096, global_batch=2048)
 H800_256 = {
@@ -374,8 +374,6 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
             "none",
         ),
         ({**EP_OVERLAP, "ep": 2, "pp": 2}, "needs vpp > 1", "none"),
-        ({**EP_OVERLAP, "recompute": (Recompute.FULL,)}, "recompute=full", "none"),
-        ({**EP_OVERLAP, "recompute": (Recompute.MOE,)}, "recompute=moe", "none"),
         (
             {"graphs": (CudaGraphScope.FULL, CudaGraphScope.ATTN), "capacity": 1.0},
             "stands alone",
@@ -456,12 +454,6 @@ def test_exclusions(change: dict[str, Any], says: str, near: str) -> None:
 )
 def test_choices_that_go_together(change: dict[str, Any]) -> None:
     assert broken(Layout(**{"world_size": 4, **change})) == ()
-
-
-def test_overlapping_expert_exchange_looks_at_precision_and_mtp() -> None:
-    layout = Layout(**EP_OVERLAP)
-    assert "bf16 or fp16" in only(layout, workload=replace(JOB, precision=Dtype.FP32)).rule
-    assert "one MTP layer" in only(layout, model=moe_model(mtp=2)).rule
 
 
 def test_graphs_of_attention_hold_no_delayed_gradients_of_biases_under_overlapped_sums() -> None:

@@ -85,7 +85,9 @@ def test_rows_by_hand() -> None:
         (Module.EXPERTS, "fc1"): 4 * R * f,
         (Module.EXPERTS, "activation"): 2 * R * f,
         (Module.EXPERTS, "probs"): 4 * R,
-        (Module.EXPERTS, "indices"): 16 * (T * 8 + R),
+        (Module.EXPERTS, "sent_indices"): 8 * T * 8,
+        (Module.EXPERTS, "returned_indices"): 8 * T * 8,
+        (Module.EXPERTS, "received_indices"): 16 * R,
         (Module.EXPERTS, "row_ends"): 4 * 16,
     }
     assert {(row.module, row.name): row.bytes for row in rows} == expected

@@ -8,12 +8,14 @@ from dataclasses import replace
 from moewright.cost.activations import ActivationContext, ledger_saved_rows
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.model_states import bucket_sets, fsdp_rows, state_rows
+from moewright.cost.paired_memory import paired_saved_rows
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
 from moewright.rules import flops, fsdp, grid, schedule
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
+from moewright.rules.paired_passes import can_pair
 from moewright.rules.stages import chunk_layers
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, Selection
@@ -69,11 +71,13 @@ def predict_rank_ledger(
     table = schedule.timetable(job.layout, micro_batches)[pp_rank]
     chunks = rank_chunks(job.model, job.layout, pp_rank)
     context = ActivationContext(job=job, is_fused=False, input_ratio=None)
+    has_pairs = can_pair(job.layout, micro_batches) and not job.layout.schedule.splits_backward
+    saved = paired_saved_rows if has_pairs else ledger_saved_rows
     memory = (
         *state_rows(job.workload, flat_layout, flat_sets),
         *replica_rows(job, pp_rank),
         *fsdp_rows(job.workload, job.layout, units),
-        *ledger_saved_rows(context, rows, chunks=chunks, table=table),
+        *saved(context, rows, chunks=chunks, table=table),
     )
     return Ledger(
         rank=rank,

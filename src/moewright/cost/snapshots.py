@@ -16,7 +16,8 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.rules import schedule, timetable_row
-from moewright.spec.layout import Layout, Overlap
+from moewright.rules.paired_passes import can_pair
+from moewright.spec.layout import Layout
 
 _FORWARD, _BACKWARD, _WEIGHTS = range(3)
 _KINDS = {
@@ -77,7 +78,8 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
     key = micro_batch * layout.vpp + chunk
     is_forward = kind == _FORWARD
     is_paired = np.zeros(len(kind), dtype=bool)
-    if Overlap.EP in layout.overlap:
+    micro_batches = int(micro_batch.max()) + 1 if len(micro_batch) else 0
+    if can_pair(layout, micro_batches):
         # A forward cannot run beside its own backward.
         is_paired[:-1] = is_forward[:-1] & (kind[1:] == _BACKWARD) & (key[:-1] != key[1:])
     frees = kind == _BACKWARD

@@ -12,7 +12,7 @@ from moewright.rules.job import Job
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.hardware import Collective
-from moewright.spec.layout import CpComm, Layout, Recompute
+from moewright.spec.layout import CpComm, Overlap, Recompute
 from moewright.spec.model import AttentionKind, MixerKind, ModelSpec, QkNorm
 
 
@@ -20,13 +20,17 @@ from moewright.spec.model import AttentionKind, MixerKind, ModelSpec, QkNorm
 class _TensorWork:
     """The tensors that sequence parallelism moves in one micro-batch of some chunks.
 
-    `gathered` and `scattered` list the width of each gathered and scattered tensor of T tokens;
+    `gathered` and `scattered` list the width of each gathered and scattered tensor of T tokens,
+    `input_gathers` and `output_scatters` those of a block's input, of its output, and of the
+    gradient of that, which products with them can run beside;
     `norm_sums` and `losses` count all-reduces of one number a token; `mtp_exchanges` counts the
     all-to-alls of MTP depths that exchange columns for tokens.
     """
 
     gathered: list[int]
     scattered: list[int]
+    input_gathers: list[int]
+    output_scatters: list[int]
     attention_layers: int
     norm_sums: int
     losses: int
@@ -43,7 +47,9 @@ def tensor_parallel_calls(
     gathers, the embedding scatters. The loss all-reduces the top of the logits, then their sum and
     the target's; norms of queries and keys over all heads their mean square, and a mean again in
     backward. Without sequence parallelism nothing is gathered, and what would be scattered is
-    all-reduced. More ranks than key heads gather the parts of those.
+    all-reduced. With overlap=tp the input of a block, its output and the gradient of that pass
+    round the ring of the ranks, in tp - 1 messages of T / tp tokens. More ranks than key heads
+    gather the parts of those.
     """
     model = job.model
     layout = job.layout
@@ -53,6 +59,14 @@ def tensor_parallel_calls(
     repeats = repeats_forward(layout)
     gathered = work.gathered
     scattered = work.scattered
+    passed_round = [*work.input_gathers, *work.output_scatters]
+    if Overlap.TP in layout.overlap:
+        messages = micro_batches * (layout.tp - 1)
+        passed_bytes = messages * sum(passed_round) * c * T // layout.tp
+        yield Collective.P2P, "tp", passed_bytes, messages * len(passed_round)
+    else:
+        gathered = gathered + work.input_gathers
+        scattered = scattered + work.output_scatters
     mtp_exchanges = work.mtp_exchanges
     if not layout.sp:
         reduced_bytes = micro_batches * sum(scattered) * c * T
@@ -89,6 +103,8 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
     repeats_shared = repeats_forward(layout, Recompute.MOE, Recompute.SHARED_EXPERTS)
     gathered: list[int] = []
     scattered: list[int] = []
+    input_gathers: list[int] = []
+    output_scatters: list[int] = []
     attention_layers = losses = mtp_depths = 0
     for chunk in chunks:
         layers = chunk_layers(model, chunk)
@@ -101,13 +117,19 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
         embeddings = chunk.has_embedding + chunk.mtp_layers
         mixers = [layer for layer in layers if model.mixer(layer) is not MixerKind.NONE]
         for layer in mixers:
-            mixer_gathers, mixer_scatters = _mixer_widths(model, layout, layer)
-            gathered += mixer_gathers
-            scattered += mixer_scatters
-        gathered += (3 * mlps + repeated_mlps + 2 * heads + embeddings) * [h]
+            inputs, rotated_keys = _mixer_inputs(model, layer)
+            repeats_inputs = repeats_forward(layout, Recompute.MLA_UP_PROJ)
+            input_gathers += [*(1 + repeats_inputs) * inputs, h]
+            gathered += [*(1 + repeats_inputs) * rotated_keys, *inputs]
+            output_scatters += (1 + repeats_layer) * [h]
+            scattered += [*inputs, *rotated_keys]
+        input_gathers += (2 * mlps + repeated_mlps) * [h]
+        output_scatters += (mlps + repeated_mlps) * [h]
+        gathered += (mlps + 2 * heads + embeddings) * [h]
+        scattered += (mlps + heads + embeddings) * [h]
         # An MTP depth gathers both its inputs side by side, and again for the weight gradient.
-        gathered += (2 + repeats_layer) * chunk.mtp_layers * [2 * h]
-        scattered += (2 * mlps + repeated_mlps + heads + embeddings) * [h]
+        input_gathers += (1 + repeats_layer) * chunk.mtp_layers * [2 * h]
+        gathered += chunk.mtp_layers * [2 * h]
         scattered += chunk.mtp_layers * [2 * h]
         attention_layers += sum(model.mixer(i) is not MixerKind.RECURRENT for i in mixers)
         losses += heads
@@ -118,6 +140,8 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
     return _TensorWork(
         gathered=gathered,
         scattered=scattered,
+        input_gathers=input_gathers,
+        output_scatters=output_scatters,
         attention_layers=attention_layers,
         norm_sums=norm_sums,
         losses=losses,
@@ -125,8 +149,8 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
     )
 
 
-def _mixer_widths(model: ModelSpec, layout: Layout, layer: int) -> tuple[list[int], list[int]]:
-    """Return the widths of what a layer's mixer gathers and scatters over TP.
+def _mixer_inputs(model: ModelSpec, layer: int) -> tuple[list[int], list[int]]:
+    """Return the widths of what a layer's mixer gathers over TP for products, and besides.
 
     Its input is gathered for the products and again for their weight gradients; latent attention
     gathers its latents instead, and the rotated part of the keys. The output's gradient is
@@ -141,11 +165,7 @@ def _mixer_widths(model: ModelSpec, layout: Layout, layer: int) -> tuple[list[in
         rotated_keys = [spec.qk_rope_head_dim]
     elif spec.kind is AttentionKind.COMPRESSED and not is_recurrent:
         product_inputs = [spec.q_lora_rank, spec.head_dim]
-    forward = product_inputs + rotated_keys
-    repeated = repeats_forward(layout, Recompute.MLA_UP_PROJ) * forward
-    gathered = [*forward, *product_inputs, h, *repeated]
-    scattered = [h, *forward, *repeats_forward(layout) * [h]]
-    return gathered, scattered
+    return product_inputs, rotated_keys
 
 
 def context_parallel_calls(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.comm.mesh import Mesh
+from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.memory.saved_tensors import SavedTensorManager
@@ -36,6 +37,7 @@ class Runtime:
     saved_tensors: SavedTensorManager
     kernels: KernelSet
     device: torch.device
+    turns: PassTurns
     dispatch_library: DispatchLibrary | None = None
 
     @property

@@ -23,7 +23,7 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Dtype, RouterAssignment, RouterForce
+from moewright.spec.workload import RouterAssignment, RouterForce
 
 _EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _ROUTER_GRAPHS = (CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS)
@@ -40,7 +40,7 @@ def check_compatibility(job: Job) -> Iterator[Reason]:
     yield from _check_offload(job.model, job.layout)
     yield from _check_overlap(job.layout)
     if Overlap.EP in job.layout.overlap:
-        yield from _check_ep_overlap(job)
+        yield from _check_ep_overlap(job.layout)
     if Overlap.SHARED in job.layout.overlap:
         yield from _check_shared_overlap(job.model, job.layout)
     yield from _check_graphs(job.model, job.layout)
@@ -138,24 +138,20 @@ def _check_overlap(layout: Layout) -> Iterator[Reason]:
             yield _without("overlap", chosen, [item], rule)
 
 
-def _check_ep_overlap(job: Job) -> Iterator[Reason]:
-    replayed = [item for item in job.layout.recompute if item in (Recompute.FULL, Recompute.MOE)]
+def _check_ep_overlap(layout: Layout) -> Iterator[Reason]:
     rules = (
-        (job.layout.ep == 1, "ep needs ep > 1"),
+        (layout.ep == 1, "ep needs ep > 1"),
         (
-            job.layout.dispatcher is DispatcherKind.ALL_GATHER,
+            layout.dispatcher is DispatcherKind.ALL_GATHER,
             "ep needs an all-to-all dispatcher",
         ),
-        (job.layout.pp > 1 and job.layout.vpp == 1, "ep with pp > 1 needs vpp > 1"),
-        (job.layout.schedule is Schedule.ZBV, "zbv runs no forward beside a backward"),
-        (bool(replayed), f"ep cannot stand with recompute={''.join(replayed[:1])}"),
-        (job.workload.precision is Dtype.FP32, "ep needs bf16 or fp16 compute"),
-        (job.model.mtp_layers > 1, "ep takes at most one MTP layer"),
-        (job.layout.zero == 3 and job.layout.vpp > 1, "ep with zero=3 needs vpp=1"),
+        (layout.pp > 1 and layout.vpp == 1, "ep with pp > 1 needs vpp > 1"),
+        (layout.schedule is Schedule.ZBV, "zbv runs no forward beside a backward"),
+        (layout.zero == 3 and layout.vpp > 1, "ep with zero=3 needs vpp=1"),
     )
     for is_broken, rule in rules:
         if is_broken:
-            yield _without("overlap", job.layout.overlap, [Overlap.EP], rule)
+            yield _without("overlap", layout.overlap, [Overlap.EP], rule)
 
 
 def _check_shared_overlap(model: ModelSpec, layout: Layout) -> Iterator[Reason]:

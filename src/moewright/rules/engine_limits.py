@@ -60,10 +60,11 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
     if fraction != "1":
         value = f"optimizer{fraction}"
         yield Reason(field="layout.offload", value=value, rule=_NOT_YET, nearest="optimizer1")
-    not_run = (Overlap.EP, Overlap.TP, Overlap.WGRAD)
-    overlap = "+".join(item for item in layout.overlap if item in not_run)
-    if overlap:
-        yield Reason(field="layout.overlap", value=overlap, rule=_NOT_YET, nearest="none")
+    if Overlap.EP in layout.overlap and layout.zero == 3:
+        rule = "the engine gathers the weights of a layer for one pass at a time: not with zero=3"
+        others = (o for o in layout.overlap if o not in (Overlap.EP, Overlap.WGRAD))
+        nearest = "+".join(others) or "none"
+        yield Reason(field="layout.overlap", value="ep", rule=rule, nearest=nearest)
     if layout.graphs:
         graphs = "+".join(layout.graphs)
         yield Reason(field="layout.graphs", value=graphs, rule=_NOT_YET, nearest="none")
@@ -95,9 +96,10 @@ def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
     if layout.spare > 0:
         rule = f"the engine dispatches to experts, not to replicas with dispatcher={kind}"
         yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
-    if Overlap.SHARED in layout.overlap:
-        rule = f"the engine runs nothing with dispatcher={kind}"
-        yield Reason(field="layout.overlap", value="shared", rule=rule, nearest="none")
+    overlap = "+".join(o for o in layout.overlap if o in (Overlap.SHARED, Overlap.EP))
+    if overlap:
+        rule = f"the engine runs nothing beside a library's exchange, with dispatcher={kind}"
+        yield Reason(field="layout.overlap", value=overlap, rule=rule, nearest="none")
     if workload.precision is not Dtype.BF16:
         rule = f"moves bf16 rows with dispatcher={kind}"
         precision = str(workload.precision)

@@ -117,8 +117,28 @@ def broken_rules(job: Job) -> Iterator[Reason]:
     if not job.layout.zero and is_precision_aware:
         rule = "moves and narrows moments in its distributed optimizer alone"
         yield _refusal("layout.zero", 0, rule, 1)
+    yield from paired_pass_limits(job)
     yield from _check_graphs(job.layout)
     yield from _check_trainer(job)
+
+
+def paired_pass_limits(job: Job) -> Iterator[Reason]:
+    """Yield why no forward runs beside the backward of another micro-batch, where one is to."""
+    layout = job.layout
+    if Overlap.EP not in layout.overlap:
+        return
+    replayed = [item for item in layout.recompute if item in (Recompute.FULL, Recompute.MOE)]
+    rules = (
+        (bool(replayed), f"ep cannot stand with recompute={''.join(replayed[:1])}"),
+        (job.workload.precision is Dtype.FP32, "ep needs bf16 or fp16 compute"),
+        (job.model.mtp_layers > 1, "ep takes at most one MTP layer"),
+    )
+    others = (item for item in layout.overlap if item not in (Overlap.EP, Overlap.WGRAD))
+    nearest = "+".join(others) or "none"
+    for is_broken, rule in rules:
+        if is_broken:
+            rule = f"overlaps no two micro-batches here: {rule}"
+            yield _refusal("layout.overlap", "+".join(layout.overlap), rule, nearest)
 
 
 def is_yarn(attention: AttentionSpec) -> bool:

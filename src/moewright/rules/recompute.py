@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moewright.rules import expert_placement, routing
 from moewright.rules.capacity import routed_rows
@@ -325,8 +326,10 @@ def _moe(
         unweighted = c * R * _unweighted_width(job.model, symbols.trainer) // etp
         yield saved_tensor(Module.EXPERTS, "unweighted", unweighted, Recompute.MOE_ACT, moe)
     yield saved_tensor(Module.EXPERTS, "probs", _FP32_BYTES * R, moe)
-    indices = _index_count(job.model.moe, job.layout, t, local, is_fused_stack=is_fused_stack)
-    yield saved_tensor(Module.EXPERTS, "indices", _INT64_BYTES * indices, moe)
+    indices = _index_counts(job.model.moe, job.layout, t, local, is_fused_stack=is_fused_stack)
+    yield saved_tensor(Module.EXPERTS, "sent_indices", _INT64_BYTES * indices.sent, moe)
+    yield saved_tensor(Module.EXPERTS, "received_indices", _INT64_BYTES * indices.received, moe)
+    yield saved_tensor(Module.EXPERTS, "returned_indices", _INT64_BYTES * indices.returned, moe)
     # The row ends of replicas are kept once more, apart from those of the own experts.
     replicas = (local.slots - job.model.moe.experts) // job.layout.ep
     row_ends = local.slots // job.layout.ep + replicas
@@ -334,9 +337,17 @@ def _moe(
     yield from _shared_experts(job.model, symbols)
 
 
-def _index_count(
+class _IndexCounts(NamedTuple):
+    """The indices saved before rows leave, between dispatch and combine, and after they return."""
+
+    sent: int
+    received: int
+    returned: int
+
+
+def _index_counts(
     moe: MoeSpec, layout: Layout, t: int, local: _LocalExperts, *, is_fused_stack: bool
-) -> int:
+) -> _IndexCounts:
     """Return how many indices of permutations are saved for unpermute and backward.
 
     A slot here is one of the top-k choices of a token. Each sort saves the row of every slot and
@@ -350,22 +361,26 @@ def _index_count(
     top_k = moe.router.top_k
     slots = t * top_k
     if layout.dispatcher is DispatcherKind.ALL_GATHER:
-        return slots * layout.ep * layout.etp + 2 * R
+        return _IndexCounts(0, slots * layout.ep * layout.etp + 2 * R, 0)
     if layout.dispatcher in routing.LIBRARY_DISPATCHERS and not is_fused_stack:
         is_hybrid = layout.dispatcher is DispatcherKind.HYBRIDEP
         columns = moe.experts // layout.ep if is_hybrid else top_k
-        return dispatch.copies_in * columns + 2 * R
+        return _IndexCounts(0, dispatch.copies_in * columns + 2 * R, 0)
     if layout.dispatcher is DispatcherKind.DEDUP:
-        to_nodes = slots + dispatch.node_copies_out + dispatch.node_copies_in * top_k
-        return to_nodes + dispatch.copies_out + dispatch.copies_gathered * top_k + 2 * R
-    indices = slots + dispatch.rows_sent
+        to_experts = dispatch.copies_gathered * top_k + 2 * R
+        if not layout.ep_node:
+            return _IndexCounts(slots, to_experts, dispatch.copies_out)
+        to_ranks = dispatch.node_copies_in * top_k + dispatch.copies_out
+        return _IndexCounts(slots, to_ranks + to_experts, dispatch.node_copies_out)
+    sent = slots
     if layout.capacity:
-        indices += dispatch.rows_sent
+        sent += dispatch.rows_sent
+    received = 0
     if layout.etp > 1:
-        return indices + R
-    if layout.ep > 1 and moe.experts > layout.ep:
-        return indices + 2 * R
-    return indices
+        received = R
+    elif layout.ep > 1 and moe.experts > layout.ep:
+        received = 2 * R
+    return _IndexCounts(sent, received, dispatch.rows_sent)
 
 
 def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:

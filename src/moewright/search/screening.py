@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from moewright.cost.stage_parts import Array, LayerKind, count_parts, list_parts
 from moewright.cost.uncertainty import needed_margin
 from moewright.rules import stages
 from moewright.rules.compatibility import check_compatibility
+from moewright.rules.megatron_limits import paired_pass_limits
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.pipelines import PipelineCache
 from moewright.search.screening_memory import ScreeningMemory
@@ -364,10 +366,15 @@ class Screener:
         key = degrees, cut.overlap, cut.zero
         if key not in self._legal_policies:
             layout = with_pipeline(cut, shape, self._space)
-            reasons = [
-                check_compatibility(self._space.job(policy.apply_to(layout)))
-                for policy in self.activation_policies
-            ]
+            jobs = [self._space.job(policy.apply_to(layout)) for policy in self.activation_policies]
+            reasons = [check_compatibility(job) for job in jobs]
+            if "overlap" not in self._space.fixed:
+                # The share of an exchange that hides is fitted to runs of Megatron-LM: what it does
+                # not overlap is not searched unless it is asked for.
+                reasons = [
+                    chain(own, paired_pass_limits(job))
+                    for own, job in zip(reasons, jobs, strict=True)
+                ]
             self._legal_policies[key] = np.array(
                 [next(policy_reasons, None) is None for policy_reasons in reasons]
             )

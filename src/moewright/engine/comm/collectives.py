@@ -226,21 +226,37 @@ class TensorParallel:
     """A TP group as transformer blocks use it.
 
     Between blocks a rank holds its t of the group's T tokens with sequence parallelism, else all T.
-    Each of the two methods is the backward of the other.
+    Each of `gather` and `reduce` is the backward of the other. `is_pipelined`: products run beside
+    the exchange of their rows.
     """
 
     group: Group
     sequence_parallel: bool
+    is_pipelined: bool = False
 
     def gather(self, x_t: torch.Tensor) -> torch.Tensor:
         """Return all T tokens, from what a rank holds between blocks."""
-        return all_gather_rows(x_t, self.group) if self.sequence_parallel else x_t
+        return self.start_gather(x_t).wait()
 
     def reduce(self, x_T: torch.Tensor) -> torch.Tensor:
         """Sum over ranks and return what a rank holds between blocks; may overwrite `x_T`."""
-        if self.sequence_parallel:
-            return reduce_scatter_rows(x_T, self.group)
-        return all_reduce(x_T, self.group)
+        return self.start_reduce(x_T).wait()
+
+    def start_gather(self, x_t: torch.Tensor) -> AsyncCollective:
+        """Start `gather`."""
+        if not self.sequence_parallel or self.group.size == 1:
+            return AsyncCollective(out=x_t, tensor=x_t, work=None)
+        out = x_t.new_empty((self.group.size * len(x_t), *x_t.shape[1:]))
+        return start_all_gather(out, x_t.contiguous(), self.group)
+
+    def start_reduce(self, x_T: torch.Tensor) -> AsyncCollective:
+        """Start `reduce`; until it is done, `x_T` must not be written."""
+        if not self.sequence_parallel:
+            return start_all_reduce(x_T, self.group)
+        if self.group.size == 1:
+            return AsyncCollective(out=x_T, tensor=x_T, work=None)
+        out = x_T.new_empty((len(x_T) // self.group.size, *x_T.shape[1:]))
+        return start_reduce_scatter(out, x_T.contiguous(), self.group)
 
 
 class AllGatherRows(torch.autograd.Function):
@@ -320,24 +336,29 @@ class _AllToAll(torch.autograd.Function):
         return returned, None, None, None
 
 
+def all_to_all_in_turn(
+    tensors: Sequence[torch.Tensor], group: Group, *, send: Sequence[int], receive: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """Exchange one tensor after the other by `all_to_all`."""
+    return tuple(all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors)
+
+
 def all_to_all_overlapped(
     tensors: Sequence[torch.Tensor],
     group: Group,
     *,
     send: Sequence[int],
     receive: Sequence[int],
-    overlapped_work: Callable[[], None] | None,
+    overlapped_work: Callable[[], None],
 ) -> tuple[torch.Tensor, ...]:
     """Exchange each tensor by `all_to_all` while `overlapped_work` runs.
 
     In backward the gradients of `tensors` travel while the gradients of `overlapped_work` are
     computed, because autograd runs the operations of a forward in reverse order.
     """
-    if group.size == 1 or overlapped_work is None:
-        out = tuple(all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors)
-        if overlapped_work is not None:
-            overlapped_work()
-        return out
+    if group.size == 1:
+        overlapped_work()
+        return tuple(tensors)
     exchanges = [_Exchange(group=group, send=tuple(send), receive=tuple(receive)) for _ in tensors]
     tickets = [
         _StartExchange.apply(tensor, exchange)
@@ -348,6 +369,76 @@ def all_to_all_overlapped(
         _FinishExchange.apply(ticket, exchange)
         for ticket, exchange in zip(tickets, exchanges, strict=True)
     )
+
+
+def all_to_all_beside(
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    *,
+    send: Sequence[int],
+    receive: Sequence[int],
+    forward_work: Callable[[], None],
+    backward_work: Callable[[], None],
+) -> tuple[torch.Tensor, ...]:
+    """Exchange each tensor by `all_to_all` while `forward_work` runs.
+
+    In backward the gradients of `tensors` travel while `backward_work` runs. Neither is part of
+    this graph.
+    """
+    exchange = _TwoWayWork(
+        group=group,
+        send=tuple(send),
+        receive=tuple(receive),
+        forward_work=forward_work,
+        backward_work=backward_work,
+    )
+    out: tuple[torch.Tensor, ...] = _AllToAllBeside.apply(exchange, *tensors)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TwoWayWork:
+    """An exchange and its transpose, each with work beside it."""
+
+    group: Group
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    forward_work: Callable[[], None]
+    backward_work: Callable[[], None]
+
+
+class _AllToAllBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: _TwoWayWork, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        return _exchange_beside(
+            tensors, exchange.group, exchange.send, exchange.receive, exchange.forward_work
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exchange: _TwoWayWork = ctx.exchange
+        received = _exchange_beside(
+            grads, exchange.group, exchange.receive, exchange.send, exchange.backward_work
+        )
+        return None, *received
+
+
+def _exchange_beside(
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    send: tuple[int, ...],
+    receive: tuple[int, ...],
+    work: Callable[[], None],
+) -> tuple[torch.Tensor, ...]:
+    if group.size == 1:
+        work()
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+    started = [start_all_to_all(tensor, group, send=send, receive=receive) for tensor in tensors]
+    work()
+    return tuple(exchange.wait() for exchange in started)
 
 
 @dataclass(kw_only=True, slots=True)

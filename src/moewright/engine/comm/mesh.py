@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from moewright.engine.comm.collectives import Group, TensorParallel, create_process_groups
 from moewright.engine.observe.counters import Counters
 from moewright.rules.grid import GROUPS, all_groups, coordinate, group_ranks
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Overlap
+
+# The groups over which dispatchers exchange rows.
+_ROW_GROUPS = ("ep", "ep_near", "ep_far")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +22,9 @@ class Mesh:
 
     `groups` are in the order of rules.grid.GROUPS. `upstream` is the pipeline group once more, for
     messages to lower ranks: on NCCL the messages of a pair of ranks over one group run in order,
-    whichever direction they go, so each direction has a group of its own. `shared_table_groups`
+    whichever direction they go, so each direction has a group of its own. `row_groups` are the
+    expert groups once more where rows travel beside other work, so that no other call over the
+    same ranks waits for them; else they are the same groups. `shared_table_groups`
     maps the pipeline ranks that hold a table in common to the group of those ranks in this rank's
     pipeline, or of this rank alone where it is not among them.
     """
@@ -28,14 +33,23 @@ class Mesh:
     rank: int
     groups: tuple[Group, ...]
     upstream: Group
+    row_groups: tuple[Group, ...]
     shared_table_groups: Mapping[tuple[int, ...], Group]
 
     def group(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
 
+    def row_group(self, name: str) -> Group:
+        """Return the group over which rows travel to experts and back."""
+        return next(group for group in self.row_groups if group.name == name)
+
     @property
     def tensor_parallel(self) -> TensorParallel:
-        return TensorParallel(group=self.group("tp"), sequence_parallel=self.layout.sp)
+        return TensorParallel(
+            group=self.group("tp"),
+            sequence_parallel=self.layout.sp,
+            is_pipelined=Overlap.TP in self.layout.overlap,
+        )
 
     def coordinate(self, axis: str) -> int:
         return coordinate(self.layout, self.rank, axis)
@@ -73,6 +87,13 @@ def build_mesh(
         handle=create_process_groups(pipelines, rank) if layout.pp > 1 else None,
         counters=counters,
     )
+    row_groups = [group for group in groups if group.name in _ROW_GROUPS]
+    if Overlap.EP in layout.overlap:
+        row_groups = [
+            replace(group, handle=create_process_groups(all_groups(layout, group.name), rank))
+            for group in row_groups
+            if group.size > 1
+        ]
     shared_table_groups = {}
     for pp_ranks in sorted(set(tables)):
         partition = tuple(tuple(ranks[pp_rank] for pp_rank in pp_ranks) for ranks in pipelines)
@@ -84,5 +105,6 @@ def build_mesh(
         rank=rank,
         groups=tuple(groups),
         upstream=upstream,
+        row_groups=tuple(row_groups),
         shared_table_groups=shared_table_groups,
     )

@@ -18,8 +18,8 @@ from moewright.engine.comm.collectives import (
 )
 from moewright.engine.dispatch.interface import (
     ForcedCounts,
-    OverlappedWork,
     RoutedRows,
+    RowExchange,
     RowMap,
     build_row_map,
     copy_to_host,
@@ -84,7 +84,7 @@ class AllGatherDispatcher:
         return RoutedRows(rows=x_TH, weights=weights_Tk), route
 
     def dispatch(
-        self, routed: RoutedRows, route: AllGatherRoute, overlapped_work: OverlappedWork | None
+        self, routed: RoutedRows, route: AllGatherRoute, exchange: RowExchange
     ) -> RoutedRows:
         """Gather all ranks' tokens and weights. Nothing overlaps a gather (rules.compatibility)."""
         return RoutedRows(
@@ -101,7 +101,7 @@ class AllGatherDispatcher:
         return route.row_map.unpermute(rows)
 
     def combine(
-        self, rows: torch.Tensor, route: AllGatherRoute, overlapped_work: OverlappedWork | None
+        self, rows: torch.Tensor, route: AllGatherRoute, exchange: RowExchange
     ) -> torch.Tensor:
         """Sum over ranks; each gets its own tokens."""
         return ReduceScatterRows.apply(rows, self._group)

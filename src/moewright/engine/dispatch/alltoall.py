@@ -15,12 +15,11 @@ from moewright.engine.comm.collectives import (
     ReduceScatterRows,
     all_gather_rows,
     all_to_all,
-    all_to_all_overlapped,
 )
 from moewright.engine.dispatch.interface import (
     ForcedCounts,
-    OverlappedWork,
     RoutedRows,
+    RowExchange,
     RowMap,
     build_row_map,
     copy_to_host,
@@ -142,15 +141,14 @@ class AllToAllDispatcher:
         return send, (from_each,) * ep, (from_each * ep,) * self._etp_group.size
 
     def dispatch(
-        self, routed: RoutedRows, route: AllToAllRoute, overlapped_work: OverlappedWork | None
+        self, routed: RoutedRows, route: AllToAllRoute, exchange: RowExchange
     ) -> RoutedRows:
         """Send rows and weights to the ranks of their experts."""
-        rows, weights = all_to_all_overlapped(
+        rows, weights = exchange(
             (routed.rows, routed.weights),
             self._ep_group,
             send=route.send,
             receive=route.receive,
-            overlapped_work=overlapped_work,
         )
         if route.unpadded_rows is not None:
             rows, weights = (
@@ -183,17 +181,16 @@ class AllToAllDispatcher:
         return ReorderRows.apply(rows, route.source_order, route.expert_order)
 
     def combine(
-        self, rows: torch.Tensor, route: AllToAllRoute, overlapped_work: OverlappedWork | None
+        self, rows: torch.Tensor, route: AllToAllRoute, exchange: RowExchange
     ) -> torch.Tensor:
         """Send rows back to the ranks of their tokens, the parts of sharded experts summed."""
         if route.unpadded_rows is not None:
             rows = ReduceScatterRows.apply(rows, self._etp_group)[: sum(route.receive)]
-        (returned,) = all_to_all_overlapped(
+        (returned,) = exchange(
             (rows,),
             self._ep_group,
             send=route.receive,
             receive=route.send,
-            overlapped_work=overlapped_work,
         )
         return returned
 

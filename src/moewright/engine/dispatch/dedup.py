@@ -21,12 +21,12 @@ from moewright.engine.comm.collectives import (
     ReduceScatterRows,
     all_gather_rows,
     all_to_all,
-    all_to_all_overlapped,
+    all_to_all_in_turn,
 )
 from moewright.engine.dispatch.interface import (
     ForcedCounts,
-    OverlappedWork,
     RoutedRows,
+    RowExchange,
     RowMap,
     build_row_map,
     copy_to_host,
@@ -204,19 +204,14 @@ class DedupDispatcher:
             local_rows=etp * self._ranks * sum(rank_rows),
         )
 
-    def dispatch(
-        self, routed: RoutedRows, route: DedupRoute, overlapped_work: OverlappedWork | None
-    ) -> RoutedRows:
+    def dispatch(self, routed: RoutedRows, route: DedupRoute, exchange: RowExchange) -> RoutedRows:
         """Send copies and weights to the ranks of their experts, overlapping the first hop."""
         for number, hop in enumerate(route.hops):
             if number:
                 routed = _copy_rows(routed, hop.copies)
-            rows, weights = all_to_all_overlapped(
-                (routed.rows, routed.weights),
-                hop.group,
-                send=hop.send,
-                receive=hop.receive,
-                overlapped_work=None if number else overlapped_work,
+            exchange_hop = all_to_all_in_turn if number else exchange
+            rows, weights = exchange_hop(
+                (routed.rows, routed.weights), hop.group, send=hop.send, receive=hop.receive
             )
             routed = RoutedRows(rows=rows, weights=weights)
         if self._etp_group.size > 1:
@@ -234,9 +229,7 @@ class DedupDispatcher:
         """Sum the weighted outputs of the local experts for each copy."""
         return route.row_map.unpermute(rows)
 
-    def combine(
-        self, rows: torch.Tensor, route: DedupRoute, overlapped_work: OverlappedWork | None
-    ) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, route: DedupRoute, exchange: RowExchange) -> torch.Tensor:
         """Send partial sums back to the ranks of their tokens, overlapping the last hop.
 
         The parts of sharded experts are summed on the way, and those of one node.
@@ -245,13 +238,8 @@ class DedupDispatcher:
             received = sum(route.hops[-1].receive)
             rows = ReduceScatterRows.apply(rows, self._etp_group)[:received]
         for number, hop in reversed(tuple(enumerate(route.hops))):
-            (rows,) = all_to_all_overlapped(
-                (rows,),
-                hop.group,
-                send=hop.receive,
-                receive=hop.send,
-                overlapped_work=None if number else overlapped_work,
-            )
+            exchange_hop = all_to_all_in_turn if number else exchange
+            (rows,) = exchange_hop((rows,), hop.group, send=hop.receive, receive=hop.send)
             if number:
                 rows = hop.copies.unpermute(rows)
         return rows

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from moewright.engine.comm.collectives import Group, all_reduce
+from moewright.engine.comm.collectives import Group, all_reduce, all_to_all_in_turn
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.dedup import mask_repeats
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, unusable_reason
 from moewright.engine.dispatch.interface import (
-    OverlappedWork,
     RoutedRows,
+    RowExchange,
     RowMap,
     TokenDispatcher,
     build_row_map,
@@ -126,9 +126,7 @@ class DeepEpDispatcher:
         )
         return RoutedRows(rows=x_TH, weights=weights_Tk), route
 
-    def dispatch(
-        self, routed: RoutedRows, route: DeepEpRoute, overlapped_work: OverlappedWork | None
-    ) -> RoutedRows:
+    def dispatch(self, routed: RoutedRows, route: DeepEpRoute, exchange: RowExchange) -> RoutedRows:
         """Send copies and weights to the ranks of their experts.
 
         Nothing overlaps it (rules.engine_limits).
@@ -154,7 +152,7 @@ class DeepEpDispatcher:
         return route.row_map.unpermute(rows)
 
     def combine(
-        self, rows: torch.Tensor, route: DeepEpRoute, overlapped_work: OverlappedWork | None
+        self, rows: torch.Tensor, route: DeepEpRoute, exchange: RowExchange
     ) -> torch.Tensor:
         """Send partial sums back to the ranks of their tokens, where the library sums them."""
         return _Combine.apply(rows, route.handle, self._library)
@@ -222,13 +220,13 @@ def _run_trial(
     weights = ((slots % 7 + 1).float() / 8).requires_grad_()
     chosen = torch.stack([(slots[:, 0] + slot) % experts for slot in range(top_k)], 1)
     routed, route = dispatcher.preprocess(x, chosen, weights)
-    routed = dispatcher.postprocess(dispatcher.dispatch(routed, route, None), route)
+    routed = dispatcher.postprocess(dispatcher.dispatch(routed, route, all_to_all_in_turn), route)
     local = experts // group.size
     row_numbers = torch.arange(len(routed.rows), dtype=torch.int32, device=device)
     local_expert = torch.searchsorted(route.expert_ends, row_numbers, right=True)
     factor = local_expert + 1 + group.index * local
     rows = (routed.rows.float() * (routed.weights * factor)[:, None]).to(like)
-    rows = dispatcher.combine(dispatcher.combine_preprocess(rows, route), route, None)
+    rows = dispatcher.combine(dispatcher.combine_preprocess(rows, route), route, all_to_all_in_turn)
     out = dispatcher.combine_postprocess(rows, route)
     out.backward(torch.cos(x.detach().float()).to(like))
     return [tensor.detach().float() for tensor in (out, x.grad, weights.grad) if tensor is not None]

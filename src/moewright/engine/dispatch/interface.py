@@ -1,8 +1,8 @@
 """The interface between router and experts: six steps.
 
 They are dispatch (pre, comm, post) and combine (pre, comm, post). Communication stands alone in
-`dispatch` and `combine`, so that it can be overlapped or replaced: they call `overlapped_work`,
-where there is such work, while rows travel.
+`dispatch` and `combine`, so that it can be overlapped or replaced: rows travel by the `exchange`
+that these are given, which may do other work meanwhile.
 
 Shapes: T tokens of this rank, k experts a token, H hidden, R rows for the experts of this rank,
 E experts in all, E_local of them on this rank.
@@ -10,17 +10,29 @@ E experts in all, E_local of them on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.rows import Permute, SelectRows, Unpermute
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.rules.routing import RoundRobinCounts
 
-OverlappedWork = Callable[[], None]
+
+class RowExchange(Protocol):
+    """A way to exchange the rows of tensors over a group, like collectives.all_to_all_in_turn."""
+
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: Group,
+        *,
+        send: Sequence[int],
+        receive: Sequence[int],
+    ) -> tuple[torch.Tensor, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,16 +135,12 @@ class TokenDispatcher(Protocol):
         self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
     ) -> tuple[RoutedRows, Any]: ...
 
-    def dispatch(
-        self, routed: RoutedRows, route: Any, overlapped_work: OverlappedWork | None
-    ) -> RoutedRows: ...
+    def dispatch(self, routed: RoutedRows, route: Any, exchange: RowExchange) -> RoutedRows: ...
 
     def postprocess(self, routed: RoutedRows, route: Any) -> RoutedRows: ...
 
     def combine_preprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...
 
-    def combine(
-        self, rows: torch.Tensor, route: Any, overlapped_work: OverlappedWork | None
-    ) -> torch.Tensor: ...
+    def combine(self, rows: torch.Tensor, route: Any, exchange: RowExchange) -> torch.Tensor: ...
 
     def combine_postprocess(self, rows: torch.Tensor, route: Any) -> torch.Tensor: ...

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,16 @@ class RoutingDecisions:
 
     experts: torch.Tensor | None = None
     shares: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tracking:
+    """What a SavedTensorManager knows of the forward that runs."""
+
+    count: Callable[[torch.Tensor], None] | None = None
+    replacements: dict[int, _Replacement] = field(default_factory=dict)
+    offloaded_dims: int = 0
+    offloaded: list[torch.Tensor] = field(default_factory=list)
 
 
 class SavedTensorManager:
@@ -73,6 +83,21 @@ class SavedTensorManager:
                     yield
             finally:
                 self._count = None
+
+    def exchange_state(self, state: object | None) -> object:
+        """Put what tracks a pass in place (None: nothing does) and return what did."""
+        left = _Tracking(
+            count=self._count,
+            replacements=self._replacements,
+            offloaded_dims=self._offloaded_dims,
+            offloaded=self._offloaded,
+        )
+        new = state if isinstance(state, _Tracking) else _Tracking()
+        self._count = new.count
+        self._replacements = new.replacements
+        self._offloaded_dims = new.offloaded_dims
+        self._offloaded = new.offloaded
+        return left
 
     def count_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count and return a tensor that is kept for backward without autograd's knowledge."""

@@ -9,6 +9,9 @@ Column-parallel, row-parallel and grouped products do so, which have nearly all 
 gradients. The gradients of norms, the embedding, the router and gates are computed with the input
 gradients: they are sums, and products no wider than the number of experts, whose operands would
 otherwise have to be kept until the W row.
+
+With overlap=wgrad gradients wait only until the next exchange of the same backward has started
+(`WeightGradStore.run_collected`), beside which they are computed.
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ class WeightGradStore:
         self._collecting: list[_DeferredGrads] | None = None
         self._count: CountOperands = _count_nothing
 
+    @property
+    def is_deferring(self) -> bool:
+        """Whether the backward that runs leaves its weight gradients to later."""
+        return self._collecting is not None
+
     @contextmanager
     def defer_for(self, key: Key, count: CountOperands | None = None) -> Iterator[None]:
         """Defer the weight gradients of the backward of `key`, which runs inside.
@@ -73,14 +81,22 @@ class WeightGradStore:
         )
         return (None,) * len(edges)
 
+    def run_collected(self) -> None:
+        """Compute what the backward that runs has deferred so far; nothing where it defers none."""
+        if self._collecting is not None:
+            _compute_all(self._collecting)
+
     def run_deferred(self, key: Key) -> None:
         """Compute the gradients that were deferred for `key`, in the order of its backward."""
-        deferred = self._deferred.pop(key)
-        while deferred:
-            grads = deferred.pop(0)
-            with torch.no_grad():
-                values = grads.compute(grads.operands)
-            torch.autograd.backward(grads.edges, values)
+        _compute_all(self._deferred.pop(key))
+
+
+def _compute_all(deferred: list[_DeferredGrads]) -> None:
+    while deferred:
+        grads = deferred.pop(0)
+        with torch.no_grad():
+            values = grads.compute(grads.operands)
+        torch.autograd.backward(grads.edges, values)
 
 
 def _count_nothing(operands: Operands) -> None:

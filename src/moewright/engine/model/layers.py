@@ -21,6 +21,7 @@ from moewright.engine.comm.tensor_placement import Sharding, TensorPlacement, pl
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.memory.saved_tensors import run_checkpointed
+from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model import vocab_parallel
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.attention_blocks import BlocksBySource
@@ -437,9 +438,12 @@ def compute_token_loss(
                 x_tH, table.weight, targets_T, shard, max_columns, runtime.kernels
             )
             return nll, x_tH.new_zeros(0)
-        (logits_TV,) = ColumnParallelLinear.apply(
-            x_tH, runtime.mesh.tensor_parallel, runtime.weight_grads, table.weight
-        )
+        # Only schedules with rows for weight gradients put off that of the table, which a depth or
+        # the embedding may use too: autograd sums the gradients of one backward.
+        is_split = runtime.mesh.layout.schedule.splits_backward
+        weight_grads = runtime.weight_grads if is_split else WeightGradStore()
+        tp = replace(runtime.mesh.tensor_parallel, is_pipelined=False)  # as in Megatron-LM
+        (logits_TV,) = ColumnParallelLinear.apply(x_tH, tp, weight_grads, table.weight)
         nll = vocab_parallel.VocabParallelCrossEntropy.apply(
             logits_TV, targets_T, shard, runtime.kernels
         )

@@ -11,12 +11,18 @@ from functools import partial
 
 import torch
 
+from moewright.engine.comm.collectives import (
+    Group,
+    all_to_all_beside,
+    all_to_all_in_turn,
+    all_to_all_overlapped,
+)
 from moewright.engine.dispatch.allgather import AllGatherDispatcher
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.alltoall_padded import PaddedAllToAllDispatcher
 from moewright.engine.dispatch.dedup import DedupDispatcher
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
-from moewright.engine.dispatch.interface import ForcedCounts, TokenDispatcher
+from moewright.engine.dispatch.interface import ForcedCounts, RowExchange, TokenDispatcher
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.experts import RoutedExperts
@@ -194,6 +200,7 @@ class MoeLayer(torch.nn.Module):
         self.shared = SharedExperts(runtime, spec) if spec.shared_ffn_size else None
         self._dispatcher = _build_dispatcher(runtime, spec, len(slots))
         self._overlaps_shared = Overlap.SHARED in layout.overlap
+        self._overlaps_passes = Overlap.EP in layout.overlap
 
     def forward(
         self,
@@ -258,19 +265,60 @@ class MoeLayer(torch.nn.Module):
         weights_Tk: torch.Tensor,
         shared: SplitSharedExperts | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the routed experts; `shared` runs while rows go to them, and while they return."""
+        """Run the routed experts; `shared` runs while rows go to them, and while they return.
+
+        With overlap=ep another micro-batch runs meanwhile.
+        """
         dispatcher = self._dispatcher
         rows = x_TH if self.latent is None else self.latent.project_down(x_TH)
         routed, route = dispatcher.preprocess(rows, experts_Tk, weights_Tk)
-        routed = dispatcher.dispatch(routed, route, shared.run_first if shared else None)
+        routed = dispatcher.dispatch(
+            routed, route, self._choose_exchange(shared.run_first if shared else None)
+        )
         routed = dispatcher.postprocess(routed, route)
         rows = self.experts(routed.rows, routed.weights, route.expert_ends)
         rows = dispatcher.combine_preprocess(rows, route)
-        rows = dispatcher.combine(rows, route, shared.run_second if shared else None)
+        rows = dispatcher.combine(
+            rows, route, self._choose_exchange(shared.run_second if shared else None)
+        )
         out = dispatcher.combine_postprocess(rows, route)
         if self.latent is not None:
             out = self.latent.project_up(out)
         return out, route.sent_counts
+
+    def _choose_exchange(self, shared_work: Callable[[], None] | None) -> RowExchange:
+        """Return the exchange of rows that the layout's overlap asks for."""
+        if self._overlaps_passes:
+            return self._exchange_beside
+        if shared_work is not None:
+            return partial(all_to_all_overlapped, overlapped_work=shared_work)
+        return all_to_all_in_turn
+
+    def _exchange_beside(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: Group,
+        *,
+        send: Sequence[int],
+        receive: Sequence[int],
+    ) -> tuple[torch.Tensor, ...]:
+        """Exchange rows while the other pass of a pair runs, and weight gradients that wait."""
+        runtime = self._runtime
+
+        def run_backward_work() -> None:
+            runtime.weight_grads.run_collected()
+            runtime.turns.pass_turn()
+
+        if group.size > 1:
+            group = runtime.mesh.row_group(group.name)
+        return all_to_all_beside(
+            tensors,
+            group,
+            send=send,
+            receive=receive,
+            forward_work=runtime.turns.pass_turn,
+            backward_work=run_backward_work,
+        )
 
 
 def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispatcher:

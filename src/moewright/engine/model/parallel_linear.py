@@ -20,6 +20,7 @@ from moewright.engine.comm.collectives import Group, TensorParallel
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
 from moewright.engine.memory.weight_gradients import Operands, WeightGradStore
 from moewright.engine.model.autograd import CountedFunction
+from moewright.engine.model.pipelined_linear import gather_and_multiply, multiply_and_reduce
 from moewright.engine.observe.counters import Counters
 
 InputNoise = Callable[[], torch.Tensor]
@@ -43,29 +44,36 @@ class ColumnParallelLinear(CountedFunction):
         ctx.tp = tp
         ctx.weight_grads = weight_grads
         ctx.save_for_backward(x_tK, *weights)
-        x_TK = tp.gather(x_tK)
-        return tuple(matmul(x_TK, w_NK.T) for w_NK in weights)
+        _, products = gather_and_multiply(x_tK, [w_NK.T for w_NK in weights], tp)
+        return products
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_tK, *weights = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
+        # In bulk: the gather for the weight gradients runs beside the products of the input's
+        # gradient, and the sum of that beside the weight gradients.
+        is_bulk = tp.is_pipelined and not ctx.weight_grads.is_deferring
+        gathered = tp.start_gather(x_tK) if is_bulk else None
         with ctx.counters.scopes.enter(ctx.scope):
             parts = [matmul(g_TN, w_NK) for g_TN, w_NK in zip(grads, weights, strict=True)]
             grad_TK = parts.pop()
             while parts:
                 grad_TK = grad_TK + parts.pop()
-            grad_tK = tp.reduce(grad_TK)
+            reduced = tp.start_reduce(grad_TK)
+            if not is_bulk:
+                reduced.wait()
 
         def compute_weight_grads(operands: Operands) -> list[torch.Tensor]:
             x_tK, *grads = operands
-            x_TK = tp.gather(x_tK)
+            x_TK = tp.gather(x_tK) if gathered is None else gathered.wait()
             return [matmul(g_TN.T, x_TK) for g_TN in grads]
 
         weight_inputs = slice(1, None)
         grad_weights = CountedFunction.compute_or_defer_grads(
             ctx, weight_inputs, (x_tK, *grads), compute_weight_grads
         )
+        grad_tK = reduced.wait() if is_bulk else reduced.out
         return grad_tK, None, None, *grad_weights
 
 
@@ -87,15 +95,14 @@ class RowParallelLinear(CountedFunction):
         ctx.tp = tp
         ctx.weight_grads = weight_grads
         ctx.save_for_backward(x_TK, w_NK)
-        return tp.reduce(matmul(x_TK, w_NK.T))
+        return multiply_and_reduce(x_TK, w_NK.T, tp)
 
     @staticmethod
     def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, w_NK = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
         with ctx.counters.scopes.enter(ctx.scope):
-            g_TN = tp.gather(g_tN)
-            grad_TK = matmul(g_TN, w_NK)
+            g_TN, (grad_TK,) = gather_and_multiply(g_tN, [w_NK], tp)
         (grad_NK,) = CountedFunction.compute_or_defer_grads(
             ctx, slice(1, 2), (x_TK, g_TN), lambda kept: [matmul(kept[1].T, kept[0])]
         )

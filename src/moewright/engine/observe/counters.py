@@ -7,6 +7,7 @@ planner: otherwise the equality of prediction and count would prove nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -173,26 +174,38 @@ class Counters:
         place of what the forward kept.
 
         Yields a function to call with every tensor that is kept, or None when nothing is counted.
-        Each storage counts once, for the module that kept it first. `is_weight` tells tensors that
-        live anyway (weights, caches). The ledger has the counts, over all forwards in flight, of
-        the moment with the most bytes.
+        Each storage counts once, while it lives, for the module that kept it first. `is_weight`
+        tells tensors that live anyway (weights, caches). The ledger has the counts, over all
+        forwards in flight, of the moment with the most bytes (`note_saved`).
         """
         if not self._is_counting:
             yield None
             return
-        # The storages are kept alive so that their ids stay unique while they are compared.
-        seen: dict[int, torch.UntypedStorage] = {}
+        # By storage, while it lives: the module that kept it.
+        seen: dict[int, Module] = {}
         saved_bytes: dict[Module, int] = defaultdict(int)
 
-        def count(tensor: torch.Tensor) -> None:
-            storage = tensor.untyped_storage()
-            if storage_id(tensor) not in seen and not is_weight(tensor):
-                seen[storage_id(tensor)] = storage
-                saved_bytes[self.scopes.module] += storage.nbytes()
+        def forget(storage: int, nbytes: int) -> None:
+            saved_bytes[seen.pop(storage)] -= nbytes
 
+        def count(tensor: torch.Tensor) -> None:
+            number = storage_id(tensor)
+            if number not in seen and not is_weight(tensor):
+                storage = tensor.untyped_storage()
+                seen[number] = self.scopes.module
+                saved_bytes[self.scopes.module] += storage.nbytes()
+                weakref.finalize(storage, forget, number, storage.nbytes()).atexit = False
+
+        before = self._saved_in_flight.get(key)
+        if before is None:
+            self._saved_in_flight[key] = saved_bytes
+            self._peak_in_flight = max(self._peak_in_flight, len(self._saved_in_flight))
         yield count
         self._saved_in_flight[key] = saved_bytes
-        self._peak_in_flight = max(self._peak_in_flight, len(self._saved_in_flight))
+        self.note_saved()
+
+    def note_saved(self) -> None:
+        """Note that a pass, or a segment of it, has ended: this may be the fullest moment."""
         total = _sum_by_module(self._saved_in_flight.values())
         if sum(total.values()) > sum(self._peak_saved.values()):
             self._peak_saved = total

@@ -35,6 +35,12 @@ class ModuleScopes:
         """The module of the current scope."""
         return self.current.module
 
+    def exchange_state(self, state: object | None) -> object:
+        """Put a stack in place (None: a fresh one) and return the one that was."""
+        left = self._stack
+        self._stack = state if isinstance(state, list) else [left[0]]
+        return left
+
     @property
     def is_on_host(self) -> bool:
         """Whether tensors that are made now lie in host memory (see `on_host`)."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moewright.codec import read_json_data, write_text
@@ -22,7 +23,7 @@ _PROCESS_NUMBERS_PER_RANK = 1000
 class ProfilerWindow:
     """A window of steps that the profiler watches on one rank.
 
-    `module` gives the ranges their names.
+    `module` gives the ranges their names; `watches_all_threads`: passes run on several threads.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class ProfilerWindow:
         rank: int,
         device: torch.device,
         module: torch.nn.Module,
+        watches_all_threads: bool = False,
     ) -> None:
         self._spec = spec
         self._run_dir = run_dir
         self._rank = rank
         self._module = module
+        self._watches_all_threads = watches_all_threads
         self._is_cuda = device.type == "cuda"
         self._is_active = spec.end > 0 and rank in spec.ranks
         self._profiler: profile | None = None
@@ -78,7 +81,11 @@ class ProfilerWindow:
         if self._is_cuda:
             torch.cuda.memory._record_memory_history()
             activities.append(ProfilerActivity.CUDA)
-        started = profile(activities=activities, record_shapes=True)
+        # A backward beside a forward runs on a thread of its own (engine.comm.pass_turns).
+        every_thread = _ExperimentalConfig(profile_all_threads=self._watches_all_threads)
+        started = profile(
+            activities=activities, record_shapes=True, experimental_config=every_thread
+        )
         for name, module in self._module.named_modules():
             if name:
                 self._hooks += _add_range_hooks(module, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,8 @@ class WaitClock:
 
     def __init__(self, *, blocking: bool) -> None:
         self._blocking = blocking
-        self._scheduler = SchedulerClock()
+        # A clock for each thread: a backward beside a forward has one of its own.
+        self._thread = threading.local()
         self._waits: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
@@ -57,15 +59,23 @@ class WaitClock:
             yield
             return
         started = time.perf_counter()
-        _, queued_before = self._scheduler.read()
+        scheduler = self._find_scheduler()
+        _, queued_before = scheduler.read()
         is_profiled = profiler._is_profiler_enabled
         try:
             with record_function(WAIT_RANGE_PREFIX + group) if is_profiled else nullcontext():
                 yield
         finally:
             elapsed = time.perf_counter() - started
-            _, queued_after = self._scheduler.read()
+            _, queued_after = scheduler.read()
             self._waits[group].append(elapsed - (queued_after - queued_before))
+
+    def _find_scheduler(self) -> SchedulerClock:
+        """Return the clock of the thread that runs."""
+        if not hasattr(self._thread, "scheduler"):
+            self._thread.scheduler = SchedulerClock()
+        scheduler: SchedulerClock = self._thread.scheduler
+        return scheduler
 
     def take(self) -> tuple[tuple[GroupWait, ...], CallsByGroup]:
         """Return the waits since the last `take`: their sums by group, and every call."""

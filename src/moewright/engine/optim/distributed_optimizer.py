@@ -30,6 +30,7 @@ from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, holding_pp_ranks
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.workload import MatrixUpdate
 
 # A norm is taken in fp32 over so many elements, and in fp64 over those parts.
 _NORM_ELEMENTS = 1 << 20
@@ -41,8 +42,9 @@ class DistributedOptimizer:
     Gradients are summed over the group in which a parameter is replicated, never averaged: the loss
     is already divided by the global number of targets. With overlap=grad a bucket is reduced during
     backward, as soon as the last of its gradients is ready; a bucket that gets gradients of expert
-    replicas is reduced after backward. With overlap=param updated weights are gathered during the
-    next forward. Neither overlap changes a bit of any result.
+    replicas is reduced after backward. With overlap=param the weights of an updated bucket are
+    gathered while the next is updated, and during the next forward. Neither overlap changes a bit
+    of any result.
     """
 
     def __init__(
@@ -81,6 +83,13 @@ class DistributedOptimizer:
         self._grad_shards: list[torch.Tensor] = []
         self._overlaps_param_gather = Overlap.PARAM in runtime.mesh.layout.overlap
         self._backward_order = self._order_buckets(parameters)
+        # As forward uses them.
+        self._gather_order = tuple(reversed(self._backward_order))
+        # Where the update of a bucket ends with it, and not with all matrices, its weights travel
+        # while the next bucket is updated.
+        is_adamw = runtime.workload.optimizer.matrix_update is MatrixUpdate.ADAMW
+        self._gathers_in_update = self._overlaps_param_gather and is_adamw
+        self._gathers_started: set[int] = set()
         self._grad_tracker = self._build_grad_tracker()
         self._add_hooks()
 
@@ -228,7 +237,10 @@ class DistributedOptimizer:
         updates_done = int(self._updates)
         scale /= self.loss_scale
         self._updates += 1
-        for holder, grads in zip(self._state_holders, self._grad_shards, strict=True):
+        others = range(len(self.buckets), len(self._state_holders))
+        for index in (*self._gather_order, *others):
+            holder = self._state_holders[index]
+            grads = self._grad_shards[index]
             if scale != 1.0:
                 grads.mul_(scale)
             local_grads = copy_to_state_device(grads, holder.master.device)
@@ -248,6 +260,8 @@ class DistributedOptimizer:
                     weight_decay=spec.weight_decay if decays else 0.0,
                     updates_done=updates_done,
                 )
+            if self._gathers_in_update and index not in others:
+                self._start_param_gather(index)
         self._grad_shards = []
         self._muon.update(lr=lr)
 
@@ -266,14 +280,21 @@ class DistributedOptimizer:
     def all_gather_params(self) -> None:
         """Bring the updated weights to every rank.
 
-        With overlap=param they are then under way to their first use.
+        With overlap=param they are then under way to their first use, those that `update` began
+        with since they were updated.
         """
-        for index in reversed(self._backward_order):  # as forward uses them
-            self._param_gathers[index] = self.buckets[index].start_all_gather()
+        for index in self._gather_order:
+            if index not in self._gathers_started:
+                self._start_param_gather(index)
+        self._gathers_started.clear()
         if not self._overlaps_param_gather:
             self.finish_pending()
         for replicas in self._replicas:
             replicas.fetch_weights()
+
+    def _start_param_gather(self, index: int) -> None:
+        self._param_gathers[index] = self.buckets[index].start_all_gather()
+        self._gathers_started.add(index)
 
     def finish_pending(self) -> None:
         """Wait for weights that are under way, before the process group is left."""

@@ -31,6 +31,16 @@ class ChunkResult:
 ForwardStep = Callable[[Key, torch.Tensor | None], ChunkResult]
 BackwardStep = Callable[[Key, Sequence[GradientEdge], Sequence[torch.Tensor | None], bool], None]
 WeightGradStep = Callable[[Key], None]
+# Runs a forward and a backward, given with their keys, beside each other.
+RunPair = Callable[[Key, Callable[[], None], Key, Callable[[], None]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairing:
+    """The forwards that run beside the backward in the next row, by index, and how both run."""
+
+    forwards: frozenset[int]
+    run: RunPair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +65,9 @@ def execute_timetable(
     backward: BackwardStep,
     weight_grad: WeightGradStep,
     on_row_end: Callable[[], None] = lambda: None,
+    pairing: Pairing | None = None,
 ) -> None:
-    """Run the rows in order.
+    """Run the rows in order, those that `pairing` names beside the next.
 
     Activations live exactly as long as the timetable says; under no_grad none do. `forward` gets
     the hidden state of the stage before (None on the first stage); `backward` gets the roots of a
@@ -66,28 +77,70 @@ def execute_timetable(
     split = split_backwards([action.row for action in actions])
     in_flight: dict[Key, _InFlightChunk] = {}
 
-    def run_row(index: int, row: TimetableRow) -> None:
+    def prepare_row(index: int, row: TimetableRow) -> tuple[Callable[[], None], Outbox]:
+        """Return what runs the row once its input is here, and where its result then lies."""
         key = row.micro_batch, row.chunk
         received = channel.receive_input(index)
-        if row.kind is RowKind.F:
+        outbox: Outbox = []
+
+        def run_forward() -> None:
             if received is not None and torch.is_grad_enabled():
                 received.requires_grad_()
             result = forward(key, received)
             if torch.is_grad_enabled():
                 in_flight[key] = _keep_roots(received, result)
             if result.hidden is not None:
-                channel.send_output(index, result.hidden.detach())
-        elif row.kind is RowKind.B:
-            grad = _run_backward(key, in_flight.pop(key), received, backward, is_split=key in split)
-            if grad is not None:
-                channel.send_output(index, grad)
-        else:
-            weight_grad(key)
+                outbox.append(result.hidden.detach())
 
-    for index, action in enumerate(actions):
-        run_row(index, action.row)
+        def run_backward() -> None:
+            chunk = in_flight.pop(key)
+            grad = _run_backward(key, chunk, received, backward, is_split=key in split)
+            if grad is not None:
+                outbox.append(grad)
+
+        runs = {
+            RowKind.F: run_forward,
+            RowKind.B: run_backward,
+            RowKind.W: lambda: weight_grad(key),
+        }
+        return runs[row.kind], outbox
+
+    def run_row(index: int) -> None:
+        run, outbox = prepare_row(index, actions[index].row)
+        run()
+        send_result(index, outbox)
+
+    def run_pair(index: int, pairing: Pairing) -> None:
+        row = actions[index].row
+        after = actions[index + 1].row
+        run, outbox = prepare_row(index, row)
+        run_after, outbox_after = prepare_row(index + 1, after)
+        pairing.run(_key(row), run, _key(after), run_after)
+        send_result(index, outbox)
+        send_result(index + 1, outbox_after)
+
+    def send_result(index: int, outbox: Outbox) -> None:
+        while outbox:
+            channel.send_output(index, outbox.pop())
+
+    index = 0
+    while index < len(actions):
+        if pairing is not None and index in pairing.forwards:
+            run_pair(index, pairing)
+            index += 2
+        else:
+            run_row(index)
+            index += 1
         on_row_end()
     channel.close()
+
+
+# The result of a row, until it is sent.
+Outbox = list[torch.Tensor]
+
+
+def _key(row: TimetableRow) -> Key:
+    return row.micro_batch, row.chunk
 
 
 def _keep_roots(entry: torch.Tensor | None, result: ChunkResult) -> _InFlightChunk:

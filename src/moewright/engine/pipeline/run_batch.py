@@ -6,7 +6,7 @@ Its forwards and backwards run as the timetable says, or its forwards alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -17,15 +17,29 @@ from moewright.engine.pipeline.executor import (
     ChunkResult,
     ForwardStep,
     Key,
+    Pairing,
     WeightGradStep,
     execute_timetable,
 )
 from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.runtime import Runtime
+from moewright.rules.job import Job
 from moewright.rules.p2p import PipelineAction, pipeline_actions
+from moewright.rules.paired_passes import (
+    backward_segments,
+    can_pair,
+    forward_segments,
+    pair_passes,
+    paired_rows,
+)
 from moewright.rules.schedule import timetable
+from moewright.rules.stages import Chunk
 from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
+
+# Is called with the pass that goes on, None where the pair has ended.
+NoteTurn = Callable[[RowKind | None], None]
 
 
 def train_batch(
@@ -35,10 +49,20 @@ def train_batch(
     forward: ForwardStep,
     backward: BackwardStep,
     weight_grad: WeightGradStep,
+    note_turn: NoteTurn,
 ) -> None:
-    """Run every forward and backward of `batches`, which are all micro-batches of the step."""
+    """Run every forward and backward of `batches`, which are all micro-batches of the step.
+
+    `note_turn` is called where another pass of a pair goes on.
+    """
     mesh = runtime.mesh
     actions = _training_actions(mesh.layout, len(batches), mesh.coordinate("pp"))
+    pairing = None
+    if can_pair(mesh.layout, len(batches)):
+        pairing = Pairing(
+            forwards=paired_rows([action.row for action in actions]),
+            run=partial(_run_pair, runtime, note_turn),
+        )
     execute_timetable(
         actions,
         _open_channel(runtime, actions, batches),
@@ -46,7 +70,40 @@ def train_batch(
         backward=backward,
         weight_grad=weight_grad,
         on_row_end=runtime.counters.note_row_end,
+        pairing=pairing,
     )
+
+
+def _run_pair(
+    runtime: Runtime,
+    note_turn: NoteTurn,
+    forward_key: Key,
+    forward: Callable[[], None],
+    backward_key: Key,
+    backward: Callable[[], None],
+) -> None:
+    """Run two passes beside each other; both are keyed by their micro-batch and chunk."""
+    mesh = runtime.mesh
+    chunks = Job(model=runtime.model, workload=runtime.workload, layout=mesh.layout).rank_chunks(
+        mesh.coordinate("pp")
+    )
+    order = _pair_order(runtime.model, mesh.layout, chunks[forward_key[1]], chunks[backward_key[1]])
+
+    def note(kind: RowKind | None) -> None:
+        note_turn(kind)
+        runtime.counters.note_saved()
+
+    runtime.turns.run_pair(forward, backward, order, note)
+
+
+@lru_cache(maxsize=16)
+def _pair_order(
+    model: ModelSpec, layout: Layout, forward_chunk: Chunk, backward_chunk: Chunk
+) -> tuple[RowKind, ...]:
+    segments = pair_passes(
+        forward_segments(model, forward_chunk), backward_segments(model, layout, backward_chunk)
+    )
+    return tuple(segment.kind for segment in segments)
 
 
 @torch.no_grad()

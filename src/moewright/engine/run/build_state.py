@@ -8,6 +8,7 @@ import torch
 
 from moewright.engine.comm import collectives
 from moewright.engine.comm.mesh import Mesh, build_mesh
+from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep import verify_library
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, open_library
 from moewright.engine.kernels.fused.interface import KernelSet
@@ -83,15 +84,17 @@ def build_train_state(
     dispatch_library = None
     if layout.dispatcher in LIBRARY_DISPATCHERS:
         dispatch_library = _open_library(job, mesh, device)
+    saved_tensors = SavedTensorManager(
+        counters, replaces_tensors=bool(layout.recompute or layout.offload)
+    )
     runtime = Runtime(
         model=job.model,
         workload=workload,
         mesh=mesh,
         counters=counters,
         weight_grads=WeightGradStore(),
-        saved_tensors=SavedTensorManager(
-            counters, replaces_tensors=bool(layout.recompute or layout.offload)
-        ),
+        saved_tensors=saved_tensors,
+        turns=PassTurns(device, (counters.scopes, saved_tensors)),
         kernels=kernels or build_kernels(workload.fused_kernels, DeviceKind(device.type)),
         device=device,
         dispatch_library=dispatch_library,

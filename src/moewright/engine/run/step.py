@@ -35,6 +35,8 @@ from moewright.rules.context_parallel import rank_positions, twice_attended_pair
 from moewright.rules.micro_batches import micro_batches
 from moewright.rules.routing import counts_copies, dispatch_nodes
 from moewright.rules.stages import Chunk, chunk_layers
+from moewright.rules.timetable_row import RowKind
+from moewright.spec.layout import Overlap
 from moewright.spec.ledger import StepPhase, TimeRow
 
 
@@ -83,22 +85,35 @@ def build_phase_clock(device: torch.device) -> PhaseClock:
 
 
 class PhaseClock:
-    """A clock that splits the time since it was made into phases, which do not nest."""
+    """A clock that splits the time since it was made into phases, which do not nest.
+
+    Where two passes take turns, `change_to` says which phase goes on.
+    """
 
     def __init__(self, stamps: Stamps) -> None:
         self._stamps = stamps
         self._spans: list[tuple[StepPhase, Any, Any]] = []
         self._started = stamps.take()
+        self._phase: StepPhase | None = None
+        self._phase_started = self._started
+
+    def change_to(self, phase: StepPhase | None) -> None:
+        """Count the time from now on to a phase; None: to none."""
+        now = self._stamps.take()
+        if self._phase is not None:
+            self._spans.append((self._phase, self._phase_started, now))
+        self._phase = phase
+        self._phase_started = now
 
     @contextmanager
     def phase(self, phase: StepPhase) -> Iterator[None]:
         """Count the time inside to a phase, and name it in a profile."""
-        started = self._stamps.take()
+        self.change_to(phase)
         try:
             with record_function(phase) if profiler._is_profiler_enabled else nullcontext():
                 yield
         finally:
-            self._spans.append((phase, started, self._stamps.take()))
+            self.change_to(None)
 
     def time_rows(self) -> tuple[TimeRow, ...]:
         """Return the seconds of each phase, which sum to the time since the start.
@@ -257,6 +272,7 @@ def forward_backward(
         forward=passes.forward,
         backward=passes.backward,
         weight_grad=passes.weight_grad,
+        note_turn=passes.note_turn,
     )
     sums = passes.sums
     with clock.phase(StepPhase.GRAD_REDUCE):
@@ -388,8 +404,18 @@ class _MicroBatchPasses:
             self._backward_inputs(key, roots, grads)
             return
         with self.clock.phase(StepPhase.BACKWARD):
-            torch.autograd.backward(roots, grads)
+            if Overlap.WGRAD in runtime.mesh.layout.overlap:
+                with runtime.weight_grads.defer_for(key):
+                    torch.autograd.backward(roots, grads)
+                runtime.weight_grads.run_deferred(key)
+            else:
+                torch.autograd.backward(roots, grads)
         runtime.counters.release(key)
+
+    def note_turn(self, kind: RowKind | None) -> None:
+        """Count the time from now on to the pass of a pair that goes on."""
+        phases = {RowKind.F: StepPhase.FORWARD, RowKind.B: StepPhase.BACKWARD}
+        self.clock.change_to(phases.get(kind) if kind else None)
 
     def _backward_inputs(
         self, key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None]

@@ -68,6 +68,7 @@ from moewright.rules.engine_limits import require_runnable
 from moewright.rules.job import plan_job
 from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
+from moewright.spec.layout import Overlap
 from moewright.spec.plan import Plan
 from moewright.spec.run import SESSION_WARMUP_STEPS, EvalRecord, RankTiming
 from moewright.spec.workload import Workload
@@ -234,7 +235,12 @@ def _train_rank(
     recorder.write_session(build_session(plan, first_step, device))
     timer = StepTimer(rank=rank)
     profiler = ProfilerWindow(
-        workload.profile, run_dir, rank=rank, device=device, module=state.model
+        workload.profile,
+        run_dir,
+        rank=rank,
+        device=device,
+        module=state.model,
+        watches_all_threads=Overlap.EP in state.runtime.mesh.layout.overlap,
     )
     if workload.gc_every_steps:
         _disable_automatic_gc()
