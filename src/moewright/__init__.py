@@ -9,12 +9,14 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from moewright.spec.errors import BadInput, Reason
 from moewright.version import __version__
 
+# As typing has it, which takes longer to import than all of this: the command line must be ready
+# for an interrupt soon.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from moewright.api import (
         budget,
         compare,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
         validate,
         why_not,
     )
+    from moewright.spec.errors import BadInput, Reason
 
 __all__ = [
     "BadInput",
@@ -65,6 +68,10 @@ def __getattr__(name: str) -> Any:
     """Load the planner when one of its functions is first used: the command line starts faster."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("BadInput", "Reason"):
+        from moewright.spec import errors
+
+        return getattr(errors, name)
     from moewright import api
 
     return getattr(api, name)

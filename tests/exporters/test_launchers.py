@@ -83,8 +83,23 @@ def test_slurm_starts_our_own_engine_on_a_job_and_warns_it(tmp_path):
     assert "#SBATCH --signal=TERM@120\n" in script
     assert "--gpus-per-node" not in script
     words, exported = ran(script, tmp_path)
-    assert words[-6:] == ["--no-python", "moewright", "train", "jobs/a b.toml", "--out", "runs/q"]
+    assert words[-9:] == [
+        *("--max-restarts", "3", "--no-python", "moewright", "train", "jobs/a b.toml"),
+        *("--out", "runs/q", "--supervise"),
+    ]
     assert exported == {}
+
+
+@pytest.mark.parametrize(("restarts", "is_queued"), [("", True), ("9", True), ("10", False)])
+def test_slurm_queues_our_own_engine_again_when_it_fails(tmp_path, restarts, is_queued):
+    script = render_slurm_script(cpu_plan(), job="job.toml", run_dir="runs/q")
+    assert "#SBATCH --requeue\n" in script
+    path = tmp_path / "job.sh"
+    path.write_text(f'srun() {{ return 3; }}\nscontrol() {{ echo "$@"; }}\n{script}')
+    environment = {"SLURM_JOB_ID": "77", "PATH": "/usr/bin:/bin", "SLURM_RESTART_COUNT": restarts}
+    done = subprocess.run(["bash", path], env=environment, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stdout == ("requeue 77\n" if is_queued else "")
 
 
 def test_a_slurm_script_is_read_back(tmp_path):
@@ -126,13 +141,18 @@ def test_kubernetes_gets_nodes_ranks_devices_and_every_word():
 
 
 def test_kubernetes_starts_our_own_engine_on_a_job_and_asks_a_cpu_for_no_devices():
-    trainer = yaml.safe_load(
+    runtime, job = yaml.safe_load_all(
         render_train_job(cpu_plan(), job='a "b": #.toml', run_dir="r", image="x")
-    )["spec"]["trainer"]
+    )
+    trainer = job["spec"]["trainer"]
     (line,) = trainer["args"]
     assert shlex.split(line.replace("\\\n", " "))[2:] == [
-        *("--no-python", "moewright", "train", 'a "b": #.toml', "--out", "r")
+        *("--max-restarts", "3", "--no-python", "moewright", "train", 'a "b": #.toml'),
+        *("--out", "r", "--supervise"),
     ]
+    reference = job["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    assert runtime["spec"]["template"]["spec"]["failurePolicy"] == {"maxRestarts": 10}
     assert "resourcesPerNode" not in trainer
     assert "env" not in trainer
 

@@ -17,8 +17,8 @@ def spread(world: int, per_node: int):
 def test_one_node_starts_its_ranks_and_the_engine():
     line = render_engine_command(spread(2, 2), job="recipes/quick start.toml", run_dir="runs/q")
     assert line == (
-        "torchrun --standalone --nproc-per-node 2 --no-python "
-        "moewright train 'recipes/quick start.toml' --out runs/q"
+        "torchrun --standalone --nproc-per-node 2 --max-restarts 3 --no-python "
+        "moewright train 'recipes/quick start.toml' --out runs/q --supervise"
     )
 
 

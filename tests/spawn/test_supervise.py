@@ -242,7 +242,7 @@ def test_a_run_goes_on_with_the_ranks_that_are_left_and_back(
 
     Losses are those of the run without a fault, and ledgers are exact in every layout.
     """
-    plan = plan_for_ranks(make_plan(data, world_size=4, steps=400), 4)
+    plan = plan_for_ranks(make_plan(data, world_size=4, steps=200), 4)
     assert plan is not None
     whole = tmp_path / "whole"
     run_dir = tmp_path / "run"

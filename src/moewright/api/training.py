@@ -109,14 +109,18 @@ def run_training(plan: Plan, request: TrainingRequest) -> int:
 def plan_for_ranks(plan: Plan, count: int) -> Plan | None:
     """Return the best plan of the same job for so many ranks, or None where there is none.
 
-    Global batch, data and numerics are those of the job; of the layout, only what decides which
-    tokens are dropped is kept.
+    Global batch, data and numerics are those of the job; of the layout, that part is kept which
+    decides what is learned: the sequences over which a balance loss is taken, and the tokens that a
+    capacity drops.
     """
     if count < 1:
         return None
+    layout = plan.layout
     kept = ""
-    if plan.layout.capacity:
-        kept = f"capacity={plan.layout.capacity},capacity_fill={plan.layout.capacity_fill}"
+    if plan.workload.loss.aux_coeff or layout.capacity:
+        kept = f"mbs={layout.mbs}"
+    if layout.capacity:
+        kept += f",capacity={layout.capacity},capacity_fill={layout.capacity_fill}"
     result = search(
         plan.model,
         plan.workload,

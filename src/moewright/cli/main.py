@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from moewright.cli.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, PIPE_CLOSED
-from moewright.spec.errors import BadInput
-from moewright.spec.printable import escape_controls
 
+# Little is imported up to here, so that an interrupt soon finds a handler (see `run`).
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+
     from cyclopts import App
-# Packages that some verbs need, by the extra that brings them.
-_EXTRAS = MappingProxyType(
-    dict.fromkeys(("torch", "safetensors", "tokenizers"), "engine")
-    | dict.fromkeys(("starlette", "uvicorn"), "studio")
+# Packages that some verbs need, and the extra that brings them.
+_EXTRAS = (
+    ("torch", "engine"),
+    ("safetensors", "engine"),
+    ("tokenizers", "engine"),
+    ("starlette", "studio"),
+    ("uvicorn", "studio"),
 )
 
 
 def run() -> None:
-    """Run the verb that the program was started with, and exit with its code."""
+    """Run the verb that the program was started with, and exit with its code.
+
+    While modules are imported, an interrupt ends the program at once: as an exception it would
+    become a traceback, or be lost in a callback of the import system.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _quit)
     for name in ("stdout", "stderr"):
         # A stream is None when the program was started with it closed. It is opened here, so that
         # no file that is written gets its number.
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     sys.exit(main(sys.argv[1:]))
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    try:
+        os.write(2, b"moewright: interrupted\n")
+    finally:
+        os._exit(INTERRUPTED)
 
 
 def main(arguments: Sequence[str], build_app: Callable[[], App] | None = None) -> int:
@@ -55,15 +71,18 @@ def _run_verb(arguments: Sequence[str], build_app: Callable[[], App]) -> int:
     # become a traceback.
     from cyclopts import CycloptsError
 
+    from moewright.spec.errors import BadInput
+
     try:
-        code = build_app()(
-            arguments, print_error=False, exit_on_error=False, result_action="return_value"
-        )
+        app = build_app()
+        if signal.getsignal(signal.SIGINT) is _quit:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = app(arguments, print_error=False, exit_on_error=False, result_action="return_value")
         sys.stdout.flush()
     except (BadInput, CycloptsError) as error:
         return _report(str(error), BAD_INPUT) if _reports_refusals() else BAD_INPUT
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get(error.name or "")
+        extra = dict(_EXTRAS).get(error.name or "")
         if extra is None:
             raise
         return _report(
@@ -85,6 +104,7 @@ def _reports_refusals() -> bool:
     All ranks that torchrun starts on a machine meet the same refusal, and the first reports it.
     """
     from moewright.engine.run.env import read_torchrun_env
+    from moewright.spec.errors import BadInput
 
     try:
         env = read_torchrun_env()
@@ -94,6 +114,11 @@ def _reports_refusals() -> bool:
 
 
 def _report(text: str, code: int) -> int:
+
+    from contextlib import suppress
+
+    from moewright.spec.printable import escape_controls
+
     # Where nobody can be told, the exit code still says it.
     with suppress(OSError):
         text = escape_controls(" ".join(text.split()))

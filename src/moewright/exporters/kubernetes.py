@@ -12,15 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from shlex import quote
 from typing import Any
 
-from moewright.exporters.launch import build_launch_spec
+from moewright.exporters.launch import LaunchSpec, build_launch_spec
+from moewright.exporters.torchrun import JOB_RESTARTS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 
 RUNTIME = "torch-distributed"
+_API_VERSION = "trainer.kubeflow.org/v1alpha1"
 
 
 def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
     """Return YAML for kubectl apply; `image` holds the trainer.
+
+    A run of the engine goes on where it was saved, so that it gets a runtime of its own, whose
+    JobSet starts all pods again when one fails.
 
     Raises:
         BadInput: as `build_launch_spec` does, and without an image.
@@ -43,18 +48,54 @@ def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
         }
     if launch.exported:
         trainer["env"] = [{"name": name, "value": value} for name, value in launch.exported]
-    runtime = {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": "ClusterTrainingRuntime",
-        "name": RUNTIME,
-    }
+    kind = "ClusterTrainingRuntime"
+    name = RUNTIME
+    documents: list[dict[str, Any]] = []
+    if launch.runs_engine:
+        kind = "TrainingRuntime"
+        name = launch.name
+        documents.append(_runtime_that_restarts(launch, image))
+    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": name}
     document = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "apiVersion": _API_VERSION,
         "kind": "TrainJob",
         "metadata": {"name": launch.name, "labels": {"moewright/plan": plan.fingerprint}},
         "spec": {"runtimeRef": runtime, "trainer": trainer},
     }
-    return "\n".join(_yaml_lines(document, 0)) + "\n"
+    documents.append(document)
+    return "---\n".join("\n".join(_yaml_lines(part, 0)) + "\n" for part in documents)
+
+
+def _runtime_that_restarts(launch: LaunchSpec, image: str) -> dict[str, Any]:
+    """Return a runtime as torch-distributed is, with a failure policy of its JobSet."""
+    pod = {"containers": [{"name": "node", "image": image}]}
+    node = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            "spec": {"template": {"spec": pod}},
+        },
+    }
+    return {
+        "apiVersion": _API_VERSION,
+        "kind": "TrainingRuntime",
+        "metadata": {
+            "name": launch.name,
+            "labels": {"trainer.kubeflow.org/framework": "torch"},
+        },
+        "spec": {
+            "mlPolicy": {
+                "numNodes": launch.nodes,
+                "torch": {"numProcPerNode": launch.ranks_per_node},
+            },
+            "template": {
+                "spec": {
+                    "failurePolicy": {"maxRestarts": JOB_RESTARTS},
+                    "replicatedJobs": [node],
+                }
+            },
+        },
+    }
 
 
 def _shell_line(lines: Sequence[Sequence[str]]) -> str:

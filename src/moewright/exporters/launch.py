@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from moewright.exporters.megatron.script import TRAINER, environment_variables, megatron_flags
-from moewright.exporters.torchrun import split_into_nodes
+from moewright.exporters.torchrun import engine_words, split_into_nodes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 
@@ -39,7 +39,7 @@ def build_launch_spec(plan: Plan, *, job: str, run_dir: str) -> LaunchSpec:
     nodes, ranks_per_node = split_into_nodes(plan)
     lines: tuple[tuple[str, ...], ...]
     if job:
-        lines = (("--no-python", "moewright", "train", job, "--out", run_dir),)
+        lines = (engine_words(job, run_dir),)
     else:
         lines = ((TRAINER,), *megatron_flags(plan))
     return LaunchSpec(

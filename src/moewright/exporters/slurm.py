@@ -10,6 +10,7 @@ from shlex import quote
 
 from moewright.exporters.launch import LaunchSpec, build_launch_spec
 from moewright.exporters.megatron.script import comment_lines
+from moewright.exporters.torchrun import JOB_RESTARTS
 from moewright.spec.plan import Plan
 
 _WARNING_S = 120  # before the time limit; moewright's engine saves on SIGTERM
@@ -31,7 +32,7 @@ def render_slurm_script(plan: Plan, *, job: str, run_dir: str) -> str:
         "set -euo pipefail",
         *(f"export {name}={value}" for name, value in launch.exported),
         *_rendezvous_lines(launch),
-        command,
+        *_command_lines(launch, command),
     )
     return "\n".join(script) + "\n"
 
@@ -46,6 +47,25 @@ def _sbatch_lines(launch: LaunchSpec) -> Iterator[str]:
     yield "#SBATCH --output=%x-%j.log"
     if launch.runs_engine:
         yield f"#SBATCH --signal=TERM@{_WARNING_S}"
+        yield "#SBATCH --requeue"
+        yield "#SBATCH --open-mode=append"
+
+
+def _command_lines(launch: LaunchSpec, command: str) -> Iterator[str]:
+    """Yield the command; a run of the engine is queued again, for it goes on where it was saved.
+
+    That is so at the time limit as well, before which it was told to save.
+    """
+    if not launch.runs_engine:
+        yield command
+        return
+    yield f"{command} || {{"
+    yield "  code=$?"
+    yield f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {JOB_RESTARTS} ]; then'
+    yield '    scontrol requeue "$SLURM_JOB_ID"'
+    yield "  fi"
+    yield '  exit "$code"'
+    yield "}"
 
 
 def _rendezvous_lines(launch: LaunchSpec) -> Iterator[str]:

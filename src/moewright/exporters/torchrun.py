@@ -7,6 +7,10 @@ from shlex import quote
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 
+# How often torchrun's agent starts the ranks again, and a cluster the whole job.
+RANK_RESTARTS = 3
+JOB_RESTARTS = 10
+
 
 def render_engine_command(plan: Plan, *, job: str, run_dir: str) -> str:
     """Return the line that starts moewright's engine on every node.
@@ -16,8 +20,14 @@ def render_engine_command(plan: Plan, *, job: str, run_dir: str) -> str:
     Raises:
         BadInput: the ranks do not fill whole nodes.
     """
-    engine = f"moewright train {quote(job)} --out {quote(run_dir)}"
-    return f"{torchrun_command(plan)} --no-python {engine}"
+    return f"{torchrun_command(plan)} {' '.join(map(quote, engine_words(job, run_dir)))}"
+
+
+def engine_words(job: str, run_dir: str) -> tuple[str, ...]:
+    """Return the words behind torchrun that start the engine, again where ranks fail."""
+    restarts = ("--max-restarts", str(RANK_RESTARTS))
+    engine = ("moewright", "train", job, "--out", run_dir, "--supervise")
+    return (*restarts, "--no-python", *engine)
 
 
 def torchrun_command(plan: Plan) -> str:
