@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: pictures evidence train test test-all mutants megatron docs accuracy check report bench bench-engine bench-peers bench-tuning verify-layouts
+.PHONY: pictures evidence train test test-all mutants faults megatron docs accuracy check report bench bench-engine bench-peers bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -47,6 +47,10 @@ test-all: check
 # One-line faults of the package, each of which a test of `make test` has to catch.
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants/run.py
+
+# Every fault of the matrix at five moments (half an hour on two cores), and the table of what held.
+faults: $(VENV)/.dev
+	$(BIN)/python tests/faults/run.py
 
 # Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` takes parts
 # that change with the source.

@@ -82,7 +82,8 @@ class JsonLinesWriter:
             self._file.write(format_record(record))
             self._file.flush()
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            rule = f"cannot be written: {error.strerror}"
+            raise BadInput(Reason(field=str(self._path), rule=rule)) from error
 
 
 def _parse_step(line: str, where: str) -> int:

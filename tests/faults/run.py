@@ -1,0 +1,203 @@
+"""Inject every fault of matrix.toml into supervised runs, and write the table of what held.
+
+    python tests/faults/run.py                       every case at five moments (`make faults`)
+    python tests/faults/run.py --moments 1 KEY ...   some faults, by their key
+
+The exit status is 1 where something did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+
+import tiny_jobs  # noqa: E402
+from faults import harness  # noqa: E402
+from faults.harness import FaultNotPossible, SupervisedRun  # noqa: E402
+from moewright.codec import read_incidents  # noqa: E402
+from moewright.engine.run.train import train  # noqa: E402
+
+TABLE = TESTS.parent / "docs/reference/faults.md"
+_HEAD = """# The fault matrix
+
+`make faults` injects each fault into a supervised run of two ranks (gloo) at random moments;
+`tests/faults/matrix.toml` says what must hold. In every case the losses and gradient norms of all
+steps equal those of the run without a fault, bit for bit. Times are medians, and the longest; the
+time to go on ends with the first step after. They were taken on two cores, beside other work.
+
+| fault | tried | held | time to notice, s | time to go on, s | steps repeated |
+|---|--:|--:|--:|--:|--:|
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A row of the matrix."""
+
+    name: str
+    fault: str
+    incident: str = ""
+    exit: int = 0
+    notice_s: float = 0.0
+    go_on_s: float = 0.0
+    may_pass: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of a fault: `broken` says what did not hold, "" where all did."""
+
+    broken: str
+    notice_s: float = 0.0
+    go_on_s: float = 0.0
+    repeated_steps: int = 0
+
+
+def read_matrix() -> tuple[Case, ...]:
+    """Read the cases of matrix.toml."""
+    data = tomllib.loads(Path(__file__).with_name("matrix.toml").read_text("utf-8"))
+    return tuple(Case(**case) for case in data["case"])
+
+
+class Bench:
+    """The plan that all runs follow, and what the run without a fault recorded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plan = harness.build_plan(tiny_jobs.write_corpus(folder / "corpus"))
+        assert train(self.plan, folder / "whole") == 0
+        self.expected = _read_curve(folder / "whole")
+
+    def try_case(self, case: Case, seed: int) -> Outcome:
+        """Inject the fault of a case at a random moment, and say what held.
+
+        Raises:
+            FaultNotPossible: where this machine has not what the fault needs.
+        """
+        folder = self.folder / f"{case.fault}-{seed}"
+        with contextlib.ExitStack() as stack:
+            if case.fault in harness.NEEDS_DISK:
+                stack.enter_context(harness.own_disk(folder))
+            with contextlib.ExitStack() as start:
+                if case.fault in harness.NEEDS_CLOCK:
+                    start.enter_context(harness.jumping_clock())
+                own_network = case.fault in harness.NEEDS_NETWORK
+                run = SupervisedRun(self.plan, folder, own_network=own_network)
+            try:
+                return self._watch(run, case, random.Random(f"{case.fault} {seed}"))
+            except AssertionError as error:
+                return Outcome(broken=str(error) or "an assertion")
+            finally:
+                run.process.kill()
+                run.process.join()
+
+    def _watch(self, run: SupervisedRun, case: Case, rng: random.Random) -> Outcome:
+        run.wait_for_moment(rng)
+        injected_s = time.time()
+        harness.FAULTS[case.fault](run, rng)
+        run.process.join(harness.PATIENCE_S)
+        if run.process.exitcode != case.exit:
+            return Outcome(broken=f"exit code {run.process.exitcode}: {_last_line(run)}")
+        if case.exit:
+            run.start_again()
+            run.process.join(harness.PATIENCE_S)
+            if run.process.exitcode != 0:
+                return Outcome(broken=f"did not go on: {_last_line(run)}")
+        return self._judge(run, case, injected_s)
+
+    def _judge(self, run: SupervisedRun, case: Case, injected_s: float) -> Outcome:
+        incidents = read_incidents(run.folder)
+        kinds = {incident.kind.value for incident in incidents}
+        expected_kinds = {case.incident} - {""}
+        if case.may_pass and not kinds:
+            expected_kinds = set()
+        broken = ""
+        if _read_curve(run.folder) != self.expected:
+            broken = "losses differ"
+        elif not case.exit and kinds != expected_kinds:
+            broken = f"incidents {sorted(kinds)}"
+        elif case.exit and "Traceback" in run.log.read_text():
+            broken = "a traceback"
+        if case.exit or not incidents:
+            return Outcome(broken=broken)
+        notice_s = incidents[0].unix_s - injected_s
+        go_on_s = max(incident.down_s for incident in incidents)
+        if not broken and notice_s > case.notice_s:
+            broken = f"noticed after {notice_s:.1f} s"
+        elif not broken and go_on_s > case.go_on_s:
+            broken = f"went on after {go_on_s:.1f} s"
+        return Outcome(
+            broken=broken,
+            notice_s=notice_s,
+            go_on_s=go_on_s,
+            repeated_steps=sum(incident.repeated_steps for incident in incidents),
+        )
+
+
+def _read_curve(folder: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in tiny_jobs.read_steps(folder)]
+
+
+def _last_line(run: SupervisedRun) -> str:
+    return next(reversed(run.log.read_text().splitlines()), "")[:200]
+
+
+def _format_row(case: Case, outcomes: Sequence[Outcome]) -> str:
+    held = sum(not outcome.broken for outcome in outcomes)
+    seen = [outcome for outcome in outcomes if outcome.go_on_s]
+    cells = ["", "", ""]
+    if seen:
+        notices = [outcome.notice_s for outcome in seen]
+        ways_on = [outcome.go_on_s for outcome in seen]
+        repeated = [outcome.repeated_steps for outcome in seen]
+        cells = [
+            f"{statistics.median(notices):.1f} (≤ {max(notices):.1f})",
+            f"{statistics.median(ways_on):.1f} (≤ {max(ways_on):.1f})",
+            f"{statistics.median(repeated):g} (≤ {max(repeated)})",
+        ]
+    return f"| {case.name} | {len(outcomes)} | {held} | {' | '.join(cells)} |"
+
+
+def main() -> int:
+    """Run the matrix; return 1 where something did not hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("faults", nargs="*", help="keys of faults; all when none is there")
+    parser.add_argument("--moments", type=int, default=5)
+    arguments = parser.parse_args()
+    rows = []
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for case in read_matrix():
+            if arguments.faults and case.fault not in arguments.faults:
+                continue
+            outcomes = []
+            for seed in range(arguments.moments):
+                try:
+                    outcomes.append(bench.try_case(case, seed))
+                except FaultNotPossible as reason:
+                    print(f"{case.name}: left out, {reason}", flush=True)
+                    break
+                print(f"{case.name}: {outcomes[-1].broken or 'held'}", flush=True)
+            failures += sum(bool(outcome.broken) for outcome in outcomes)
+            rows.append(_format_row(case, outcomes))
+            print(rows[-1], flush=True)
+    if not arguments.faults:
+        TABLE.write_text(_HEAD + "\n".join(rows) + "\n", "utf-8")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
