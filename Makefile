@@ -48,8 +48,10 @@ test-all: check
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants/run.py
 
-# Every fault of the matrix at five moments (half an hour on two cores), and the table of what held.
+# Mutated inputs for every reader; every fault of the matrix at five moments, and the table of what held (half an hour
+# on two cores).
 faults: $(VENV)/.dev
+	$(BIN)/python tests/faults/fuzz.py
 	$(BIN)/python tests/faults/run.py
 
 # Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` takes parts

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import tiny_jobs
-from moewright.engine.checkpoint import find_latest
+from moewright.engine.checkpoint import list_checkpoints
 from moewright.engine.run.supervise import supervise
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
@@ -60,6 +60,7 @@ class SupervisedRun:
         self.plan = plan
         self.folder = folder
         self.log = folder.with_suffix(".log")
+        self.injected_s = 0.0
         self._own_network = own_network
         self.process = self._start()
 
@@ -153,6 +154,7 @@ def kill_all_ranks(run: SupervisedRun, rng: random.Random) -> None:
 def kill_rank_in_save(run: SupervisedRun, rng: random.Random) -> None:
     folder = run.folder / "checkpoints"
     run.wait_for(lambda: any(folder.glob(".saving-*")), "a save")
+    run.injected_s = time.time()
     kill_rank(run, rng)
 
 
@@ -202,11 +204,12 @@ def cut_network(run: SupervisedRun, rng: random.Random) -> None:
 
 def _damage_newest(run: SupervisedRun, damage: Callable[[Path], None]) -> None:
     """Damage the newest checkpoint while the run is stopped, so that no newer one comes."""
+    folder = run.folder / "checkpoints"
+    run.wait_for(lambda: len(list_checkpoints(folder)) > 1, "a second checkpoint")
     ranks = run.ranks()
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    newest = find_latest(run.folder / "checkpoints")
-    assert newest is not None
+    *_, newest = list_checkpoints(run.folder / "checkpoints")
     damage(newest)
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)

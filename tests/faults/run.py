@@ -105,7 +105,7 @@ class Bench:
 
     def _watch(self, run: SupervisedRun, case: Case, rng: random.Random) -> Outcome:
         run.wait_for_moment(rng)
-        injected_s = time.time()
+        run.injected_s = time.time()
         harness.FAULTS[case.fault](run, rng)
         run.process.join(harness.PATIENCE_S)
         if run.process.exitcode != case.exit:
@@ -115,9 +115,9 @@ class Bench:
             run.process.join(harness.PATIENCE_S)
             if run.process.exitcode != 0:
                 return Outcome(broken=f"did not go on: {_last_line(run)}")
-        return self._judge(run, case, injected_s)
+        return self._judge(run, case)
 
-    def _judge(self, run: SupervisedRun, case: Case, injected_s: float) -> Outcome:
+    def _judge(self, run: SupervisedRun, case: Case) -> Outcome:
         incidents = read_incidents(run.folder)
         kinds = {incident.kind.value for incident in incidents}
         expected_kinds = {case.incident} - {""}
@@ -132,7 +132,7 @@ class Bench:
             broken = "a traceback"
         if case.exit or not incidents:
             return Outcome(broken=broken)
-        notice_s = incidents[0].unix_s - injected_s
+        notice_s = incidents[0].unix_s - run.injected_s
         go_on_s = max(incident.down_s for incident in incidents)
         if not broken and notice_s > case.notice_s:
             broken = f"noticed after {notice_s:.1f} s"

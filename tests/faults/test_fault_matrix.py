@@ -1,4 +1,4 @@
-"""One case of the fault matrix, chosen by the source; `make faults` runs all at several moments."""
+"""A case of the fault matrix, chosen by the source, and a few mutated inputs; see `make faults`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import harness
+from faults import fuzz, harness
 from faults.run import Bench, read_matrix
 
 pytestmark = pytest.mark.spawn
@@ -33,3 +33,10 @@ def test_a_case_of_the_matrix_holds(tmp_path: Path) -> None:
     (case,) = (case for case in read_matrix() if case.fault == fault)
     outcome = Bench(tmp_path).try_case(case, seed)
     assert not outcome.broken, (fault, seed)
+
+
+@pytest.mark.parametrize("reader", fuzz.READERS, ids=lambda reader: reader.key)
+def test_mutated_inputs_are_answered_or_refused(reader: fuzz.Reader, tmp_path: Path) -> None:
+    """Take a few inputs of each reader; `make faults` takes thousands."""
+    faults = [fuzz.try_input(reader, number, tmp_path) for number in range(25)]
+    assert not any(faults), faults

@@ -318,7 +318,9 @@ def _mean_grouped_rows(host: HostEvents) -> GroupedRows | None:
 
 def _device_properties(metadata: Mapping[str, Any], device: str) -> Mapping[str, Any]:
     """Return the properties of a device; of the first one where it is not listed."""
-    properties = metadata.get("deviceProperties") or []
+    properties = metadata.get("deviceProperties")
+    if not isinstance(properties, list):
+        properties = []
     listed = [entry for entry in properties if isinstance(entry, dict)]
     first = listed[0] if listed else {}
     return next((entry for entry in listed if str(entry.get("id")) == device), first)
