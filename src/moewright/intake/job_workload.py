@@ -178,6 +178,7 @@ def _workload_ranges(workload: Workload) -> Iterator[_Range]:
     yield "train.ledger_step", workload.ledger_step, 0, MAX_STEPS
     yield "train.gc_every_steps", workload.gc_every_steps, 0, MAX_STEPS
     yield "train.hang_timeout_s", workload.hang_timeout_s, 0, 1e6
+    yield "train.check_every", workload.check_every, 0, MAX_STEPS
 
 
 def _profile_ranges(profile: ProfileSpec) -> Iterator[_Range]:

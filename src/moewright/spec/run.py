@@ -159,6 +159,7 @@ class IncidentKind(StrEnum):
     CRASH = "crash"
     HANG = "hang"
     NOT_FINITE = "not finite"  # a weight, the loss, or what a checkpoint would have held
+    CORRUPTION = "corruption"  # of bits of the state
     RETURN = "return"  # of ranks that were gone: the others were stopped for them
 
 

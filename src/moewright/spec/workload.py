@@ -388,6 +388,8 @@ class Workload(Record):
     # seconds without a sign of life after which a rank is taken to hang; 0: 20 predicted steps, at
     # least 60
     hang_timeout_s: float = 0.0
+    # steps between checks that no bit of the state has changed but by updates; 0: none
+    check_every: int = 0
     profile: ProfileSpec = ProfileSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     muon: MuonSpec = MuonSpec()  # where it updates the matrices of layers

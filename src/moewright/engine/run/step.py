@@ -194,22 +194,37 @@ class BackwardResult:
 
 
 def train_step(
-    state: TrainState, *, step: int, lr: float, stop_requested: bool, count_ledger: bool
+    state: TrainState,
+    *,
+    step: int,
+    lr: float,
+    stop_requested: bool,
+    count_ledger: bool,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Do update number `step` (from 1); `count_ledger` counts this step for the ledger.
+
+    `before_update` is called when the gradients are reduced, and nothing has been updated.
 
     The loss is the sum of token losses over the number of valid targets of the global batch, so
     gradients are summed, never averaged. When a gradient of any rank is not finite, all ranks skip
     the update.
     """
     with state.runtime.counters.counting() if count_ledger else nullcontext():
-        return _train_step(state, step, lr, stop_requested)
+        return _train_step(state, step, lr, stop_requested, before_update)
 
 
-def _train_step(state: TrainState, step: int, lr: float, stop_requested: bool) -> StepResult:
+def _train_step(
+    state: TrainState,
+    step: int,
+    lr: float,
+    stop_requested: bool,
+    before_update: Callable[[], None],
+) -> StepResult:
     runtime = state.runtime
     clock = build_phase_clock(runtime.device)
     backward = forward_backward(state, clock, step=step, stop_requested=stop_requested)
+    before_update()
     apply_update(state, clock, backward, lr=lr)
     experts = runtime.model.moe.experts if runtime.model.moe else 0
     expert_loads = backward.expert_counts[:, :, :experts].sum(0)

@@ -33,6 +33,7 @@ from moewright.engine.observe.step_timing import StepTimer, add_links, sample_de
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData
+from moewright.engine.run.corruption import StateGuard
 from moewright.engine.run.env import (
     is_triton_interpreted,
     read_device_queues,
@@ -244,6 +245,7 @@ def _train_rank(
     )
     if workload.gc_every_steps:
         _disable_automatic_gc()
+    guard = StateGuard(state, every=workload.check_every, rank=rank)
     wait_clock = state.runtime.counters.wait_clock
     # The one step of this session that is counted for the ledger.
     counted_step = min(first_step + workload.ledger_step, last_step)
@@ -262,7 +264,9 @@ def _train_rank(
                 lr=lr,
                 stop_requested=context.stop.requested,
                 count_ledger=is_counted,
+                before_update=guard.verify,
             )
+        guard.note(step, collectives.gather_json)
         waits, wait_calls = wait_clock.take()
         host = timer.end_step(result.phases, waits)
         if step >= first_step + SESSION_WARMUP_STEPS and not is_counted:

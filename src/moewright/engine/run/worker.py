@@ -317,12 +317,20 @@ def receive_failure(notes: Connection) -> RankFailure | None:
     return RankFailure(**data)
 
 
+class CorruptionError(RuntimeError):
+    """State that has changed where nothing may change it."""
+
+
 def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure:
     """Describe an exception that a worker raised."""
     text = " ".join(str(error).split())
     name = type(error).__name__
     lost_peer = any(sign in text for sign in _PEER_LOST)
-    is_arithmetic = isinstance(error, FloatingPointError)
+    cause = IncidentKind.CRASH
+    if isinstance(error, FloatingPointError):
+        cause = IncidentKind.NOT_FINITE
+    elif isinstance(error, CorruptionError):
+        cause = IncidentKind.CORRUPTION
     return RankFailure(
         rank=rank,
         step=step,
@@ -332,7 +340,7 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
         error=f"{name}: {text}" if text else name,
         detail="".join(traceback.format_exception(error)),
         reasons=error.reasons if isinstance(error, BadInput) else (),
-        cause=IncidentKind.NOT_FINITE if is_arithmetic else IncidentKind.CRASH,
+        cause=cause,
     )
 
 

@@ -1,0 +1,81 @@
+"""Bits that flip in the state of one rank: found before the next update, and the rank named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_jobs
+from moewright.codec import read_incidents
+from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
+from moewright.engine.run.corruption import checksum, find_odd_replicas
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
+from moewright.spec.run import IncidentKind
+from moewright.spec.workload import DataSpec
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
+    tensor = torch.arange(24.0).view(4, 6).to(dtype)
+    before = checksum(tensor)
+    bits = tensor.view(torch.uint8).view(-1)
+    for index in range(0, bits.numel(), 5):
+        for bit in range(8):
+            bits[index] ^= 1 << bit
+            assert checksum(tensor) != before
+            bits[index] ^= 1 << bit
+    assert checksum(tensor) == before
+
+
+def test_the_replica_unlike_most_is_named_and_both_of_two() -> None:
+    alike = {"a (0, 0)": 5, "b (0, 0)": 7}
+    assert find_odd_replicas([alike, alike, alike]) == {}
+    assert find_odd_replicas([alike, alike | {"b (0, 0)": 8}, alike]) == {1: "weight b"}
+    assert find_odd_replicas([{"a (0, 0)": 5}, {"a (0, 0)": 6}]) == {0: "weight a", 1: "weight a"}
+    assert find_odd_replicas([{"a (0, 0)": 5}, {"a (2, 0)": 6}]) == {}
+
+
+@pytest.mark.parametrize("part", ["master", "exp_avg_sq", "weight"])
+def test_a_flipped_bit_is_found_before_the_next_update(
+    part: str,
+    data: DataSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 1 loses a bit of its state after step 2, in the middle of its gradients of step 3."""
+    reduce = DistributedOptimizer.reduce_gradients
+    begun = {"steps": 0}
+
+    def reduce_and_flip(self: DistributedOptimizer) -> torch.Tensor:
+        begun["steps"] += 1
+        if begun["steps"] == 3 and self._runtime.mesh.rank == 1:
+            bucket = self.buckets[0]
+            tensor = bucket.owned[0].parameter.owner.weight.detach()
+            if part != "weight":
+                tensor = getattr(bucket, part)
+            tensor.view(-1).view(torch.int32)[3] ^= 1 << 7
+        return reduce(self)
+
+    monkeypatch.setattr(DistributedOptimizer, "reduce_gradients", reduce_and_flip)
+    workload = tiny_jobs.build_workload(data, steps=4, check_every=1)
+    plan = tiny_jobs.build_plan(workload, "ep2,mbs1", world_size=2)
+    assert train(plan, tmp_path) is ExitCode.RANK_FAILED
+    message = capfd.readouterr().err.splitlines()[0]
+    name = "weight" if part == "weight" else "[a-z_/]*"
+    expected = f"CorruptionError: {name}.* has changed since step 2, by no update"
+    assert re.match(f"rank 1 failed at step 3: {expected}", message), message
+    (incident,) = read_incidents(tmp_path)
+    assert (incident.kind, incident.rank) == (IncidentKind.CORRUPTION, 1)
+
+
+def test_checks_find_nothing_in_a_sound_run(data: DataSpec, tmp_path: Path) -> None:
+    checked = tiny_jobs.build_workload(data, steps=4, check_every=1, eval_every_steps=2)
+    plan = tiny_jobs.build_plan(checked, "tp2,mbs1", world_size=2)
+    assert train(plan, tmp_path) is ExitCode.DONE
