@@ -20,6 +20,11 @@ from moewright.spec.workload import DataSpec
 pytestmark = pytest.mark.spawn
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
     tensor = torch.arange(24.0).view(4, 6).to(dtype)
