@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isfinite
 
 import pytest
 
 from moewright.engine.observe.record import clamp_to_finite
-from moewright.report.report_page import render_report
+from moewright.view.run_view import build_run_view
 from sample_run import record as sample_record
 
 
@@ -18,5 +19,6 @@ def test_a_run_whose_loss_was_not_finite_has_a_page(loss: float, broken: slice) 
     record = sample_record()
     steps = list(record.steps)
     steps[broken] = [replace(step, loss=loss) for step in steps[broken]]
-    page = render_report(replace(record, steps=tuple(steps)), (), ())
-    assert "had a loss that is no number" in page
+    view = build_run_view(replace(record, steps=tuple(steps)), (), (), None)
+    assert "had a loss that is no number" in view.verdict.sentence
+    assert all(isfinite(value) and value < 1e300 for _, value in view.losses)

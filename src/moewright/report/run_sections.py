@@ -164,19 +164,19 @@ def _judge_learning(record: RunRecord) -> _Learning:
     if not record.steps:
         tile = Tile(label="Training loss", value="none", note="no step was recorded")
         return _Learning(clause="No step was recorded", tone=Tone.BAD, tile=tile)
-    broken_steps = sum(1 for step in record.steps if not _is_number(step.loss))
+    broken_steps = sum(1 for step in record.steps if not is_number(step.loss))
     if not record.evals:
         return _judge_training_loss(record.steps[-1], broken_steps)
     return _judge_heldout_loss(record.evals[-1], broken_steps)
 
 
-def _is_number(loss: float) -> bool:
+def is_number(loss: float) -> bool:
     """Tell a loss from one that was not finite, which a run records as the largest float."""
     return isfinite(loss) and abs(loss) < _NO_NUMBER
 
 
 def _judge_training_loss(last: StepRecord, broken_steps: int) -> _Learning:
-    loss = f"{last.loss:.3f}" if _is_number(last.loss) else "no number of"
+    loss = f"{last.loss:.3f}" if is_number(last.loss) else "no number of"
     return _Learning(
         clause=(
             f"{last.step} steps ran and the training loss ended at {loss} nats/token "

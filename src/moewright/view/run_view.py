@@ -17,6 +17,7 @@ from moewright.report.run_sections import (
     build_ledger_table,
     build_router_rows,
     build_verdict,
+    is_number,
     list_load_window,
 )
 from moewright.rules.steady_steps import median_step_s, steady_steps
@@ -140,8 +141,10 @@ def build_run_view(
         step_s=step_s,
         predicted_step_s=plan.estimate.step_s,
         diagnosis=build_diagnosis_view(findings, closed),
-        losses=thin_points([(step.step, step.loss) for step in record.steps]),
-        evals=record.evals,
+        losses=thin_points(
+            [(step.step, step.loss) for step in record.steps if is_number(step.loss)]
+        ),
+        evals=tuple(item for item in record.evals if is_number(item.heldout_loss)),
         steps=thin_points([(step.step, step.step_s) for step in record.steps]),
         resumed=tuple(item.first_step for item in record.sessions if item.first_step > 1),
         experts=_build_experts(record),
