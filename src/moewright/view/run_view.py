@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from statistics import fmean
 
 from moewright.diagnosis.compare_ledgers import TOTAL, LedgerComparison, Section
@@ -142,9 +143,9 @@ def build_run_view(
         predicted_step_s=plan.estimate.step_s,
         diagnosis=build_diagnosis_view(findings, closed),
         losses=thin_points(
-            [(step.step, step.loss) for step in record.steps if is_number(step.loss)]
+            [(step.step, step.loss if is_number(step.loss) else nan) for step in record.steps]
         ),
-        evals=tuple(item for item in record.evals if is_number(item.heldout_loss)),
+        evals=record.evals,
         steps=thin_points([(step.step, step.step_s) for step in record.steps]),
         resumed=tuple(item.first_step for item in record.sessions if item.first_step > 1),
         experts=_build_experts(record),
