@@ -119,6 +119,15 @@ def test_reports_of_nsight_and_folders_of_exports(tmp_path, capsys):
     assert "2 ranks" in capsys.readouterr().out
 
 
+def test_a_device_that_is_not_read_is_no_cpu(tmp_path, capsys):
+    call = {"ph": "X", "name": "launch", "ts": 1, "dur": 5, "args": {}}
+    operation = {**call, "cat": "cpu_op", "name": "aten::mm"}
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [operation, {**call, "cat": "mtia_runtime"}]}))
+    assert main(["diagnose", str(path)]) == 2
+    assert "not read (mtia_runtime)" in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 def test_a_large_trace_stays_within_a_gibibyte_and_is_read_at_20_megabytes_a_second(tmp_path):
     path = tmp_path / "large.json"

@@ -167,3 +167,24 @@ def test_runs_of_the_engine_are_compared_by_phase(tmp_path):
     step, *phases = mw.compare_steps(tmp_path / "a", tmp_path / "b").changes
     assert step.after_s == pytest.approx(2 * step.before_s)
     assert sum(phase.change_s for phase in phases) == pytest.approx(step.change_s, rel=1e-6)
+
+
+def test_the_findings_are_tracks_on_the_clock_of_the_trace(tmp_path, capsys):
+    trace = kineto(tmp_path / "t.json", rank=2)
+    track = tmp_path / "track.json"
+    assert main(["diagnose", str(trace), "--perfetto", str(track)]) == 0
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+    events = json.loads(track.read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {2}
+    exposed = [event for event in spans if names[event["tid"]] == "exposed EP"]
+    assert [(event["ts"], event["dur"]) for event in exposed] == [
+        (pytest.approx(1e6 + step * 100 * MS + 20 * MS), pytest.approx(10 * MS))
+        for step in range(3)
+    ]
+    gaps = [event["name"] for event in spans if names[event["tid"]] == "longest gaps"]
+    assert any("idle: host work" in name for name in gaps)
+    log = tmp_path / "a.log"
+    log.write_text(text_with_timers())
+    assert main(["diagnose", str(log), "--perfetto", str(track)]) == 2

@@ -46,7 +46,12 @@ def diagnose(
     layout
         The layout of a trace or a log, such as "tp2,ep8,pp4".
     """
-    from moewright.api.diagnosing import DiagnosisSource, is_engine_run
+    from moewright.api.diagnosing import (
+        DiagnosisSource,
+        is_engine_run,
+        is_trace,
+        read_captures,
+    )
     from moewright.api.diagnosing import diagnose as diagnose_path
     from moewright.api.planning import estimate_request
     from moewright.api.step_changes import compare_steps
@@ -56,6 +61,7 @@ def diagnose(
         print_log,
         print_waterfall,
     )
+    from moewright.report.findings_track import write_findings_track
     from moewright.report.step_details_text import print_changes, print_details
     from moewright.view.diagnosis_view import build_diagnosis_view
 
@@ -81,6 +87,9 @@ def diagnose(
     elif layout or workload.seq_len:
         option = "--layout" if layout else "--seq-len"
         raise BadInput(Reason(field=option, rule="needs --model beside it"))
+    if outputs.perfetto is not None and (is_engine_run(run) or not is_trace(run)):
+        rule = "needs a trace: a log and the record of a run have no times of kernels"
+        raise BadInput(Reason(field="--perfetto", value=str(outputs.perfetto), rule=rule))
     diagnosis = diagnose_path(
         run, plan=plan, script=script, on=on, model=model, network=workload.network
     )
@@ -108,6 +117,10 @@ def diagnose(
         print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
     if diagnosis.hint:
         console.print(diagnosis.hint, soft_wrap=True)
+    if outputs.perfetto is not None:
+        layout_of_job = diagnosis.job.layout if diagnosis.job else None
+        write_findings_track(read_captures(run), outputs.perfetto, layout_of_job)
+        console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev", soft_wrap=True)
     write_answer(console, outputs.json, diagnosis)
     notes = (diagnosis.headline, *diagnosis.notes, diagnosis.hint)
     view = build_diagnosis_view(diagnosis.findings, diagnosis.waterfall, notes)

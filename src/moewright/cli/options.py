@@ -222,9 +222,13 @@ class DiagnosisOutputs(AnswerOptions):
     json
         Write the diagnosis (findings, waterfall, job and what was measured) to this file; "-": to
         standard output, and the text to standard error. A figure that was not printed is null.
+    perfetto
+        Write the longest gaps, exposed communication and compute of each rank to this file, as
+        tracks for ui.perfetto.dev on the clock of the trace.
     """
 
     json: JsonOption = None
+    perfetto: Path | None = None
 
 
 @Parameter(name="*")

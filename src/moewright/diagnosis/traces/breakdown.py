@@ -33,14 +33,14 @@ from moewright.spec.layout import Layout
 
 TOP_KERNELS = 10
 _MATRIX_KINDS = (KernelKind.GEMM, KernelKind.GROUPED_GEMM, KernelKind.ATTENTION)
-_COMPUTE_KINDS = tuple(
+COMPUTE_KINDS = tuple(
     kind for kind in KernelKind if kind not in (KernelKind.COMMUNICATION, KernelKind.COPY)
 )
 _SHORT_KERNEL_S = 1e-5
 
 # Where two classes are exposed at once, the one that holds back the current layer, and so comes
 # first here, gets the time.
-_BLOCKING_FIRST = (
+BLOCKING_FIRST = (
     CommClass.TP,
     CommClass.CP,
     CommClass.EP,
@@ -161,14 +161,14 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
     kernels = capture.kernels
     window = find_window(capture)
     clipped = {kind: window.clip(kernels.intervals(kernels.has_kind(kind))) for kind in KernelKind}
-    compute = unite(*(clipped[kind] for kind in _COMPUTE_KINDS))
+    compute = unite(*(clipped[kind] for kind in COMPUTE_KINDS))
     comm = clipped[KernelKind.COMMUNICATION]
     copies = clipped[KernelKind.COPY]
     exposed_copies = subtract(copies, unite(compute, comm))
     gaps = subtract(window.interval, unite(compute, comm, copies))
     idle = explain_gaps(capture, gaps)
     overlapping = window.overlaps(kernels)
-    is_compute = kernels.has_kind(*_COMPUTE_KINDS)
+    is_compute = kernels.has_kind(*COMPUTE_KINDS)
     is_matrix = kernels.has_kind(*_MATRIX_KINDS)
     has_known_flops = overlapping & (kernels.flops > 0)
     lengths_s = (kernels.end_s - kernels.start_s)[overlapping & is_compute]
@@ -186,7 +186,7 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
         compute_s=total_s(compute) / window.divisor,
         kind_times=tuple(
             (kind, total_s(clipped[kind]) / window.divisor)
-            for kind in _COMPUTE_KINDS
+            for kind in COMPUTE_KINDS
             if len(clipped[kind])
         ),
         comm_times=_comm_times(capture, layout, window, compute),
@@ -249,7 +249,7 @@ def _comm_times(
     overlapping = window.overlaps(kernels)
     times = []
     hidden = compute
-    for comm in _BLOCKING_FIRST:
+    for comm in BLOCKING_FIRST:
         channels = [index for index, channel in enumerate(classes) if channel.comm is comm]
         is_class = np.isin(kernels.channel_index, channels)
         busy = window.clip(kernels.intervals(is_class))

@@ -106,6 +106,9 @@ def _read_file(path: Path, index: int) -> tuple[Capture, ...]:
         collector.add(batch)
     if collector.builders:
         captures = tuple(collector.captures(path, index, stream.metadata))
+    elif collector.other_device:
+        rule = f"is of a device whose activities are not read ({collector.other_device})"
+        raise BadInput(Reason(field=str(path), rule=rule, nearest="a trace of CUDA, HIP or XPU"))
     elif collector.used_device or stream.metadata.get("deviceProperties"):
         rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
         nearest = "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
@@ -122,6 +125,7 @@ class _TraceCollector:
 
     def __init__(self) -> None:
         self.builders: dict[str, KernelTableBuilder] = {}
+        self.other_device = ""  # category of a device's calls that are not read
         self._host = HostEvents()
         self._peak_bytes: dict[str, tuple[int, int]] = {}  # by device: allocated, reserved
         self._has_operations = False
@@ -172,6 +176,8 @@ class _TraceCollector:
             folded = value.casefold()
             kept = (*_KIND_OF_CATEGORY, *RUNTIME_CATEGORIES, *HOST_CATEGORIES)
             kept_name = self._categories[value] = folded if folded in kept else ""
+            if folded.endswith("_runtime") and not kept_name:
+                self.other_device = folded
         return kept_name
 
     def _add_memory(self, event: Mapping[str, Any]) -> None:

@@ -32,6 +32,9 @@ RUNTIME_CATEGORIES = (
     "driver",
     "hip_runtime",
     "privateuse1_runtime",
+    "privateuse1_driver",
+    "xpu_runtime",
+    "xpu_driver",
 )
 HOST_CATEGORIES = (
     "cpu_op",
