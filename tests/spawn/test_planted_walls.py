@@ -23,8 +23,9 @@ from moewright.cost.estimate import estimate
 from moewright.diagnosis.engine_run import diagnose_run
 from moewright.diagnosis.traces.breakdown import break_down_step
 from moewright.diagnosis.traces.kineto import read_traces
+from moewright.diagnosis.traces.peak_rate import find_peak_rate
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
-from moewright.diagnosis.traces.trace_findings import diagnose_traces, find_peak_rate
+from moewright.diagnosis.traces.trace_findings import diagnose_traces
 from moewright.engine.comm import collectives
 from moewright.engine.model import transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer

@@ -26,13 +26,11 @@ from moewright.diagnosis.traces.log_findings import (
 from moewright.diagnosis.traces.megatron_log import MegatronLog, read_log
 from moewright.diagnosis.traces.megatron_timers import measure_parts
 from moewright.diagnosis.traces.nsight import read_nsight
+from moewright.diagnosis.traces.peak_rate import find_peak_rate
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.step_details import StepDetails, detail_step
-from moewright.diagnosis.traces.trace_findings import (
-    build_trace_waterfall,
-    diagnose_traces,
-    find_peak_rate,
-)
+from moewright.diagnosis.traces.trace_findings import diagnose_traces
+from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall
 from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding, Waterfall

@@ -14,7 +14,8 @@ from enum import StrEnum
 from moewright.codec import format_layout
 from moewright.cost.estimate import estimate
 from moewright.diagnosis.layout_changes import RemedyContext
-from moewright.diagnosis.remedies import REMEDIES, Remedy
+from moewright.diagnosis.remedies import REMEDIES
+from moewright.diagnosis.remedy import Remedy
 from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality

@@ -7,13 +7,11 @@ expensive, and of equals the one that changes least.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, WORKLOAD_OPTIONS
 from moewright.diagnosis.layout_changes import (
     OFFLOADED,
-    LayoutChange,
     add_graphs,
     add_offload,
     add_overlap,
@@ -27,85 +25,21 @@ from moewright.diagnosis.layout_changes import (
     set_dispatcher,
     set_recompute,
 )
+from moewright.diagnosis.remedy import (
+    FULL_RECOMPUTE,
+    FUSIONS,
+    GRAPH_FLAGS,
+    LOWER_PRECISION,
+    MANUAL_GC,
+    MORE_ROWS,
+    OFFLOAD_FLAGS,
+    PINNED_THREADS,
+    RECOMPUTE_FLAGS,
+    Remedy,
+)
 from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.spec.finding import Cause
 from moewright.spec.layout import DispatcherKind, Offload, Overlap, Recompute
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A remedy in words, with the change that it makes to a layout.
-
-    `change` returns the same layout where there is nothing to change; it is None for a remedy that
-    no field of a layout expresses. `megatron` holds the flags of Megatron-LM, `setting` the fields
-    of our job file, and `excludes` what the remedy rules out. A switch is on or off, and `mark` is
-    what shows in a trace that it is on.
-    """
-
-    text: str
-    change: LayoutChange | None = None
-    megatron: str = ""
-    setting: str = ""
-    excludes: str = ""
-    is_switch: bool = False
-    mark: TrainerMark | None = None
-    for_experts: bool = False  # of no use without experts
-    for_parallel: bool = False  # of no use on a single device
-    only_megatron: bool = False  # this engine has nothing to set
-    is_environment: bool = False  # `megatron` holds variables or a command, for any trainer
-
-
-_OFFLOAD_FLAGS = f"--fine-grained-activation-offloading --offload-modules {' '.join(OFFLOADED)}"
-_FULL_RECOMPUTE = "overlap of expert communication, and graphs over the recomputed part"
-_GRAPH_FLAGS = (
-    "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
-)
-_RECOMPUTE_FLAGS = "--recompute-granularity selective --recompute-modules"
-_MORE_ROWS = (
-    Remedy(
-        text="a larger micro-batch: more tokens for each kernel",
-        change=scale_degree("mbs", 2),
-        megatron=LAYOUT_OPTIONS["mbs"],
-    ),
-    Remedy(
-        text="a wider ep: each expert gets the tokens of more ranks",
-        change=scale_degree("ep", 2),
-        megatron=LAYOUT_OPTIONS["ep"],
-        for_experts=True,
-    ),
-)
-_FUSIONS = (
-    Remedy(
-        text="fused kernels of the experts: permute, router",
-        megatron="--moe-permute-fusion --moe-router-fusion",
-        is_switch=True,
-        for_experts=True,
-        only_megatron=True,
-    ),
-    Remedy(
-        text="a fused loss",
-        megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
-        is_switch=True,
-        only_megatron=True,
-    ),
-)
-_MANUAL_GC = Remedy(
-    text="collect garbage in step on all ranks",
-    megatron="--manual-gc --manual-gc-interval 100",
-    setting="train.gc_every_steps",
-    is_switch=True,
-)
-_PINNED_THREADS = Remedy(
-    text="pin each rank's threads to cores of its own socket",
-    megatron="numactl --cpunodebind --membind",
-    is_environment=True,
-)
-_LOWER_PRECISION = Remedy(
-    text="a lower compute precision where the device has a faster rate for it",
-    megatron="--fp8-format hybrid --fp8-recipe blockwise",
-    is_switch=True,
-    only_megatron=True,
-)
 
 _MEMORY = (
     Remedy(
@@ -117,7 +51,7 @@ _MEMORY = (
     Remedy(
         text="recompute the cheap modules in backward",
         change=add_recompute(Recompute.MOE_ACT, Recompute.LAYERNORM, Recompute.MLA_UP_PROJ),
-        megatron=f"{_RECOMPUTE_FLAGS} moe_act layernorm mla_up_proj",
+        megatron=f"{RECOMPUTE_FLAGS} moe_act layernorm mla_up_proj",
     ),
     Remedy(
         text=(
@@ -131,7 +65,7 @@ _MEMORY = (
     Remedy(
         text="offload activations of the experts and of attention",
         change=add_offload(*OFFLOADED),
-        megatron=_OFFLOAD_FLAGS,
+        megatron=OFFLOAD_FLAGS,
         is_switch=True,
         excludes="recompute=moe and recompute=full",
     ),
@@ -147,18 +81,18 @@ _MEMORY = (
         is_switch=True,
         megatron="--optimizer-cpu-offload --optimizer-offload-fraction 1.0",
     ),
-    _LOWER_PRECISION,
+    LOWER_PRECISION,
     Remedy(
         text="recompute the whole MoE block",
         for_experts=True,
         change=add_recompute(Recompute.MOE),
-        megatron=f"{_RECOMPUTE_FLAGS} moe layernorm",
+        megatron=f"{RECOMPUTE_FLAGS} moe layernorm",
     ),
     Remedy(
         text="recompute everything",
         change=set_recompute(Recompute.FULL),
         megatron="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        excludes=_FULL_RECOMPUTE,
+        excludes=FULL_RECOMPUTE,
     ),
 )
 _BETTER_PRODUCTS = (
@@ -170,15 +104,15 @@ _BETTER_PRODUCTS = (
         for_experts=True,
         only_megatron=True,
     ),
-    *_MORE_ROWS,
-    *_FUSIONS,
-    _LOWER_PRECISION,
+    *MORE_ROWS,
+    *FUSIONS,
+    LOWER_PRECISION,
 )
 _LAUNCH = (
     Remedy(
         text="capture the static parts of a layer in graphs",
         change=add_graphs,
-        megatron=_GRAPH_FLAGS,
+        megatron=GRAPH_FLAGS,
         is_switch=True,
         mark=TrainerMark.GRAPHS,
         excludes="full recompute; dynamic shapes inside the captured part",
@@ -194,9 +128,9 @@ _LAUNCH = (
         change=halve_tp,
         megatron=LAYOUT_OPTIONS["tp"],
     ),
-    *_FUSIONS,
-    _MANUAL_GC,
-    _PINNED_THREADS,
+    *FUSIONS,
+    MANUAL_GC,
+    PINNED_THREADS,
 )
 
 REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
@@ -304,7 +238,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 )
             ),
             Remedy(text="give stages the same work: layout='...' counts embedding and loss"),
-            _MANUAL_GC,
+            MANUAL_GC,
         ),
         Cause.DATA: (
             Remedy(
@@ -318,7 +252,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 only_megatron=True,
             ),
         ),
-        Cause.GARBAGE_COLLECTION: (_MANUAL_GC,),
+        Cause.GARBAGE_COLLECTION: (MANUAL_GC,),
         Cause.SYNC: (
             Remedy(
                 text="fused permute: no counts read back",
@@ -354,8 +288,8 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                     "before measuring"
                 )
             ),
-            _MANUAL_GC,
-            _PINNED_THREADS,
+            MANUAL_GC,
+            PINNED_THREADS,
         ),
         Cause.COPIES: (
             Remedy(text=("pinned host memory and non_blocking copies: faster, and beside kernels")),
@@ -391,7 +325,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             Remedy(
                 text="capture the static parts of a layer in graphs: no time between short kernels",
                 change=add_graphs,
-                megatron=_GRAPH_FLAGS,
+                megatron=GRAPH_FLAGS,
                 is_switch=True,
                 mark=TrainerMark.GRAPHS,
                 excludes="full recompute; dynamic shapes inside the captured part",
@@ -408,7 +342,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 text="compare traces of an early and of a late step",
                 megatron="--profile --use-pytorch-profiler --profile-step-start --profile-step-end",
             ),
-            _MANUAL_GC,
+            MANUAL_GC,
         ),
         Cause.COLLECTIVES: (
             Remedy(
@@ -423,7 +357,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             Remedy(
                 text="recompute the cheap modules only, where memory allows",
                 change=set_recompute(Recompute.LAYERNORM, Recompute.MOE_ACT),
-                megatron=f"{_RECOMPUTE_FLAGS} moe_act layernorm",
+                megatron=f"{RECOMPUTE_FLAGS} moe_act layernorm",
             ),
             Remedy(
                 text="recompute nothing",
@@ -433,7 +367,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             Remedy(
                 text="offload activations instead",
                 change=offload_instead_of_recompute,
-                megatron=_OFFLOAD_FLAGS,
+                megatron=OFFLOAD_FLAGS,
             ),
         ),
         Cause.IMBALANCE: (

@@ -1,12 +1,9 @@
-"""Diagnosis of a traced run: the walls that hold it back, and the waterfall of its step."""
+"""Diagnosis of a traced run: the walls that hold it back."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import resources
 from statistics import fmean
 
 from moewright.diagnosis.priced_fixes import FixContext, Trainer, price_findings
@@ -15,20 +12,12 @@ from moewright.diagnosis.traces.breakdown import Breakdown, CopyTime
 from moewright.diagnosis.traces.capture import KernelKind, TrainerMark
 from moewright.diagnosis.traces.comm_classes import CAUSE_OF_CLASS, CommClass
 from moewright.diagnosis.traces.gaps import Gap, IdleCause
+from moewright.diagnosis.traces.peak_rate import PeakRate
+from moewright.diagnosis.traces.rank_means import mean_idle_s, measure_comm
 from moewright.diagnosis.traces.rank_skew import RankSkew
-from moewright.diagnosis.waterfall import (
-    BELOW_PEAK,
-    close_waterfall,
-    describe_ideal_step,
-    ideal_step_s,
-    peak_flops,
-)
-from moewright.intake import devices as catalogue
-from moewright.rules.micro_batches import micro_batches
-from moewright.spec.finding import Basis, Cause, Finding, Wall, Waterfall, WaterfallDrop
-from moewright.spec.plan import Plan, TimePart
+from moewright.spec.finding import Cause, Finding, Wall
+from moewright.spec.plan import Plan
 from moewright.spec.units import GB, TERA, format_bytes, format_seconds
-from moewright.spec.workload import Dtype
 
 _MIN_SHARE = 0.03  # of the step: smaller causes are left to the table
 _RECOMPUTE_SHARE = 0.10
@@ -50,64 +39,6 @@ _CAUSE_OF_IDLE: Mapping[IdleCause, Cause] = {
     IdleCause.DEVICE: Cause.QUEUED,
     IdleCause.UNKNOWN: Cause.HOST_OTHER,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeakRate:
-    """The peak of a device in FLOP/s, and where the figure is from; 0: not known."""
-
-    flops: float
-    note: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ExposedComm:
-    """Seconds a step of one class of communication, means over the ranks.
-
-    `waiting_s` is the part of `exposed_s` that is waiting for the last rank.
-    """
-
-    busy_s: float
-    exposed_s: float
-    waiting_s: float
-    calls: float
-    evidence: tuple[str, ...]
-
-    @property
-    def own_s(self) -> float:
-        """Return the exposed seconds with all ranks present."""
-        return self.exposed_s - self.waiting_s
-
-
-def find_peak_rate(breakdowns: Sequence[Breakdown], job: Plan | None) -> PeakRate:
-    """Return the peak rate of the job's hardware, else the bf16 peak of the trace's device.
-
-    Of older devices that are not in the catalogue it is the peak that diagnosis/data/peaks.toml
-    has.
-    """
-    if job is not None:
-        precision = job.workload.precision
-        note = f"{precision} peak of {job.hardware.name}"
-        return PeakRate(flops=peak_flops(job.hardware, precision), note=note)
-    device_name = breakdowns[0].device
-    device = catalogue.find_by_driver_name(device_name) if device_name else None
-    older = _find_older_peak(device_name)
-    if device is None and older is not None:
-        return older
-    if device is None:
-        note = f"no peak known for {device_name or 'an unnamed device'}; say it with --on"
-        return PeakRate(flops=0.0, note=note)
-    flops = peak_flops(catalogue.build_hardware(device, count=1), Dtype.BF16)
-    return PeakRate(flops=flops, note=f"bf16 peak of {device.name}, by the device's name")
-
-
-def _find_older_peak(device_name: str) -> PeakRate | None:
-    text = resources.files("moewright.diagnosis").joinpath("data/peaks.toml").read_text("utf-8")
-    for row in tomllib.loads(text)["device"]:
-        if re.search(row["pattern"], device_name):
-            note = f"{row['dtype']} peak of {row['name']}, by the device's name"
-            return PeakRate(flops=float(row["flops"]), note=note)
-    return None
 
 
 def diagnose_traces(
@@ -171,30 +102,11 @@ def _diagnose_memory(breakdowns: Sequence[Breakdown]) -> Iterator[Finding]:
     yield _finding(Wall.MEMORY, cause, f"Memory is {share:.0%} full", share, evidence)
 
 
-def _measure_comm(
-    breakdowns: Sequence[Breakdown], skew: RankSkew | None, comm: CommClass
-) -> _ExposedComm:
-    times = [time for breakdown in breakdowns for time in breakdown.comm_times if time.comm is comm]
-    ranks = len(breakdowns)
-    exposed_s = sum(time.exposed_s for time in times) / ranks
-    waiting_s = 0.0
-    for waiting in skew.waiting if skew else ():
-        if waiting.comm is comm:
-            waiting_s = min(exposed_s, waiting.seconds)
-    return _ExposedComm(
-        busy_s=sum(time.busy_s for time in times) / ranks,
-        exposed_s=exposed_s,
-        waiting_s=waiting_s,
-        calls=sum(time.calls for time in times) / ranks,
-        evidence=tuple(dict.fromkeys(text for time in times for text in time.evidence)),
-    )
-
-
 def _diagnose_communication(
     breakdowns: Sequence[Breakdown], skew: RankSkew | None, step_s: float
 ) -> Iterator[Finding]:
     for comm in CommClass:
-        measured = _measure_comm(breakdowns, skew, comm)
+        measured = measure_comm(breakdowns, skew, comm)
         share = measured.own_s / step_s
         if measured.own_s < _MIN_SHARE * step_s:
             continue
@@ -239,19 +151,9 @@ def _diagnose_skew(
     yield _finding(wall, cause, title, min(1.0, late_s / step_s), evidence)
 
 
-def _mean_idle_s(breakdowns: Sequence[Breakdown], cause: IdleCause) -> float:
-    total_s = sum(
-        seconds
-        for breakdown in breakdowns
-        for idle_cause, seconds in breakdown.idle_times
-        if idle_cause is cause
-    )
-    return total_s / len(breakdowns)
-
-
 def _diagnose_host(breakdowns: Sequence[Breakdown], step_s: float) -> Iterator[Finding]:
     for idle_cause, cause in _CAUSE_OF_IDLE.items():
-        idle_s = _mean_idle_s(breakdowns, idle_cause)
+        idle_s = mean_idle_s(breakdowns, idle_cause)
         if idle_s < _MIN_SHARE * step_s:
             continue
         evidence = [f"{format_seconds(idle_s)} a step (measured gaps between device work)"]
@@ -382,88 +284,3 @@ def _known_matrix_rate(breakdowns: Sequence[Breakdown]) -> float:
     seconds = sum(breakdown.known_matrix_s for breakdown in breakdowns)
     flops = sum(breakdown.known_matrix_flops for breakdown in breakdowns)
     return flops / seconds if seconds else 0.0
-
-
-def build_trace_waterfall(
-    breakdowns: Sequence[Breakdown],
-    skew: RankSkew | None,
-    job: Plan | None,
-    peak: PeakRate,
-) -> Waterfall | None:
-    """Build the waterfall of a traced step.
-
-    It is None when nothing says what the ideal step is: neither the job nor shapes and a peak.
-    """
-    measured_s = fmean(breakdown.step_s for breakdown in breakdowns)
-    if job is not None and ideal_step_s(job):
-        ideal_s = ideal_step_s(job)
-        note = describe_ideal_step(job.workload, job.estimate.model_flops_per_step)
-    else:
-        flops = fmean(breakdown.known_matrix_flops for breakdown in breakdowns)
-        if not flops or not peak.flops:
-            return None
-        ideal_s = flops / peak.flops
-        note = f"{flops:.4g} FLOPs of products with known shapes at the {peak.note}"
-    matrix_s = fmean(breakdown.matrix_s for breakdown in breakdowns)
-    drops = (
-        *_comm_drops(breakdowns, skew, job),
-        *_idle_drops(breakdowns),
-        *_compute_drops(breakdowns),
-        _measured(BELOW_PEAK, matrix_s - ideal_s),
-    )
-    return close_waterfall(ideal_s, note, drops, measured_s)
-
-
-def _measured(name: str, seconds: float, note: str = "") -> WaterfallDrop:
-    return WaterfallDrop(name=name, seconds=seconds, basis=Basis.MEASURED, note=note)
-
-
-def _comm_drops(
-    breakdowns: Sequence[Breakdown], skew: RankSkew | None, job: Plan | None
-) -> Iterator[WaterfallDrop]:
-    waiting_s = 0.0
-    for comm in CommClass:
-        measured = _measure_comm(breakdowns, skew, comm)
-        waiting_s += measured.waiting_s
-        exposed_s = measured.own_s
-        if comm is CommClass.PP and job is not None and job.layout.pp > 1:
-            measured_s = fmean(breakdown.step_s for breakdown in breakdowns)
-            bubble = _predict_bubble(job, exposed_s, measured_s)
-            exposed_s -= bubble.seconds
-            yield bubble
-        yield _measured(f"exposed {comm} communication", exposed_s)
-    note = "inside collectives, before the last rank came"
-    yield _measured("ranks waiting for each other", waiting_s, note)
-
-
-def _predict_bubble(job: Plan, exposed_s: float, measured_s: float) -> WaterfallDrop:
-    """Return the bubble's predicted share of the measured step, at most what was exposed."""
-    prediction = job.estimate
-    predicted_s = next(
-        (share.seconds for share in prediction.shares if share.part is TimePart.BUBBLE), 0.0
-    )
-    count = micro_batches(job.workload, job.layout)
-    note = (
-        f"predicted for {count} micro-batches over {job.layout.pp} stages, seen as exposed PP time"
-    )
-    return WaterfallDrop(
-        name="pipeline bubble",
-        seconds=min(exposed_s, predicted_s / prediction.step_s * measured_s),
-        basis=Basis.PREDICTED,
-        note=note,
-    )
-
-
-def _idle_drops(breakdowns: Sequence[Breakdown]) -> Iterator[WaterfallDrop]:
-    for cause in IdleCause:
-        yield _measured(f"device idle: {cause}", _mean_idle_s(breakdowns, cause))
-
-
-def _compute_drops(breakdowns: Sequence[Breakdown]) -> Iterator[WaterfallDrop]:
-    recompute_s = fmean(breakdown.recompute_s for breakdown in breakdowns)
-    matrix_s = fmean(breakdown.matrix_s for breakdown in breakdowns)
-    compute_s = fmean(breakdown.compute_s for breakdown in breakdowns)
-    yield _measured("copies not hidden", fmean(breakdown.copies_s for breakdown in breakdowns))
-    yield _measured("recompute", recompute_s, "inside checkpoints' backward")
-    other_s = compute_s - matrix_s - recompute_s
-    yield _measured("other kernels: norms, permutes, optimizer", other_s)
