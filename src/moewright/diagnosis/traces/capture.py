@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -221,6 +222,7 @@ def kernel_kind(name: str) -> KernelKind:
     return next(matches, KernelKind.OTHER)
 
 
+@cache
 def collective_in_name(name: str) -> Collective | None:
     """Return the collective in the name of a kernel or an operation.
 
@@ -230,6 +232,7 @@ def collective_in_name(name: str) -> Collective | None:
     return next(matches, None)
 
 
+@cache
 def comm_library(name: str) -> str:
     """Return the communication library of a kernel, where it is not NCCL."""
     matches = (
@@ -258,6 +261,8 @@ class KernelRow:
 
 
 _COLUMNS = 13
+_KINDS = tuple(KernelKind)
+_NUMBER_OF_KIND = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 class KernelTableBuilder:
@@ -275,7 +280,7 @@ class KernelTableBuilder:
 
     def kind(self, name: str) -> KernelKind:
         """Return the kind of the kernels of that name; each name is looked up once."""
-        return list(KernelKind)[self._kinds[self._name_index(name)]]
+        return _KINDS[self._kinds[self._name_index(name)]]
 
     def channel_index(self, channel: CommChannel) -> int:
         """Return the index of a channel, which is added where it is new."""
@@ -286,7 +291,7 @@ class KernelTableBuilder:
         name_index = self._name_index(row.name)
         kind_index = self._kinds[name_index]
         if row.kind is not None:
-            kind_index = list(KernelKind).index(row.kind)
+            kind_index = _NUMBER_OF_KIND[row.kind]
         self._values.extend(
             (
                 name_index,
@@ -308,7 +313,7 @@ class KernelTableBuilder:
     def _name_index(self, name: str) -> int:
         index = self._names.setdefault(name, len(self._names))
         if index == len(self._kinds):
-            self._kinds.append(list(KernelKind).index(kernel_kind(name)))
+            self._kinds.append(_NUMBER_OF_KIND[kernel_kind(name)])
         return index
 
     @property

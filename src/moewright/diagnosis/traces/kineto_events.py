@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -304,7 +305,11 @@ def parse_ranks(value: Any) -> tuple[int, ...]:
 
     A long list is printed with its middle left out, which says nothing.
     """
-    text = str(value or "")
+    return _ranks_in_text(str(value or ""))
+
+
+@cache
+def _ranks_in_text(text: str) -> tuple[int, ...]:
     return () if "..." in text else tuple(int(number) for number in re.findall(r"\d+", text))
 
 
