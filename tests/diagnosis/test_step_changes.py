@@ -144,7 +144,7 @@ def test_bandwidths_are_those_of_nccl_tests(tmp_path):
 
 
 def test_the_command_shows_phases_bandwidths_and_spread(tmp_path, capsys):
-    assert main(["diagnose", str(kineto(tmp_path / "t.json"))]) == 0
+    assert main(["diagnose", str(kineto(tmp_path / "t.json")), "-v"]) == 0
     out = capsys.readouterr().out
     assert "EP all_to_all" in out
     assert "3 steps of 100 ms to 100 ms" in out
