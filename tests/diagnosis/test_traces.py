@@ -291,7 +291,7 @@ def test_the_command_prints_parts_walls_and_waterfall(tmp_path, capsys):
         assert text in out
     assert main(["diagnose", str(nsight(tmp_path / "p.sqlite"))]) == 0
     job = ["--model", "Qwen3-30B-A3B", "--on", "8xH100", "--layout", "ep8", "--global-batch", "128"]
-    assert main(["diagnose", str(tmp_path / "trace.json"), *job]) == 0
+    assert main(["diagnose", str(tmp_path / "trace.json"), *job, "-v"]) == 0
     out = capsys.readouterr().out
     assert "predicted: step" in out
     assert "it is not the job that ran" in out  # a step of 100 ms cannot hold its FLOPs
