@@ -10,6 +10,7 @@ import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel
 from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.linear_loss import LinearCrossEntropy
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
@@ -44,7 +45,7 @@ def draw_inputs(
 
 def full_logits_loss(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     shard = single_rank_shard(Counters())
-    (logits,) = ColumnParallelLinear.apply(x, shard.tp, WeightGradStore(), w)
+    (logits,) = ColumnParallelLinear.apply(x, shard.tp, WIDE_PRODUCTS, WeightGradStore(), w)
     if len(w) > VOCABULARY:
         logits = logits[:, :VOCABULARY]
     return VocabParallelCrossEntropy.apply(logits, targets, shard, TorchKernels())

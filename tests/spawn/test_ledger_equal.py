@@ -14,6 +14,7 @@ from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_led
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.rules.parameters import count_parameters
+from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Overlap, Schedule
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.model import (
@@ -25,7 +26,14 @@ from moewright.spec.model import (
     ScoreFunction,
 )
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, DocumentMasking, Dtype, LossSpec, MatrixUpdate
+from moewright.spec.workload import (
+    DataSpec,
+    DocumentMasking,
+    Dtype,
+    LossSpec,
+    MatrixUpdate,
+    TensorScaling,
+)
 from selection import thorough
 
 pytestmark = pytest.mark.spawn
@@ -235,6 +243,35 @@ def test_ledgers_with_activations_on_the_host_are_equal(
 
 
 @pytest.mark.parametrize(
+    ("precision", "scaling", "layout"),
+    [
+        (Dtype.MXFP8, TensorScaling.CURRENT, "tp2,ep2"),
+        thorough(Dtype.FP8, TensorScaling.CURRENT, "ep2,mbs2"),
+        thorough(Dtype.FP8, TensorScaling.BLOCKWISE, "tp2,ep2,recompute=moe_act+mlp"),
+        (Dtype.NVFP4, TensorScaling.CURRENT, "etp2"),
+        thorough(Dtype.MXFP8, TensorScaling.CURRENT, "zero3,ep2,recompute=full"),
+        thorough(
+            Dtype.MXFP8,
+            TensorScaling.CURRENT,
+            "pp2,schedule=zb-h1,offload=core_attn+moe_act,layout='Et|ttL'",
+        ),
+    ],
+)
+def test_ledgers_of_narrow_products_are_equal(
+    precision: Dtype, scaling: TensorScaling, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    workload = tiny_jobs.build_workload(
+        data, steps=2, precision=precision, tensor_scaling=scaling, loss=LossSpec(aux_coeff=0.01)
+    )
+    base = tiny_jobs.MODEL
+    assert base.moe is not None
+    model = replace(base, moe=replace(base.moe, shared_ffn_size=24))
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, layout, world_size=2, model=model), tmp_path
+    )
+
+
+@pytest.mark.parametrize(
     ("world_size", "layout"),
     [
         (2, "tp2,ep2"),
@@ -393,7 +430,7 @@ def _assert_storages_bounded(plan: Plan, predicted: Ledger, counted: Ledger) -> 
     """
     assert counted.storages is not None
     layout, model, workload = plan.layout, plan.model, plan.workload
-    c = workload.precision.nbytes
+    c = activation_nbytes(workload)
     states = sum(row.bytes for row in predicted.memory if row.component not in _SAVED)
     saved = sum(row.bytes for row in predicted.memory if row.component in _SAVED)
     tokens = workload.seq_len * layout.mbs // layout.cp

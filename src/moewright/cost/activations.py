@@ -31,6 +31,7 @@ from moewright.cost.stage_parts import (
 from moewright.cost.symbols import Symbols
 from moewright.rules import micro_batches, recompute, routing, shards, timetable_row
 from moewright.rules.job import Job
+from moewright.rules.low_precision import Recipe, find_recipe, kept_bytes, kept_width
 from moewright.rules.saved_tensor import SavedTensor
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
@@ -215,7 +216,12 @@ def layer_activations(
     masks = _tensor_masks(policies, tensors, layout, part.position)
     whole = np.array([tensor.bytes for tensor in tensors], dtype=float)
     kept = whole
-    if context.input_ratio is not None:
+    recipe = None if context.is_fused else find_recipe(context.job.workload)
+    if recipe is not None:
+        kept = np.array(
+            [_converted_bytes(context, tensor, recipe) for tensor in tensors], dtype=float
+        )
+    elif context.input_ratio is not None:
         kept = np.array(
             [quantised_bytes(model, tensor, context.input_ratio) for tensor in tensors], dtype=float
         )
@@ -311,6 +317,19 @@ def quantised_bytes(model: ModelSpec, tensor: SavedTensor, input_ratio: float | 
     ):
         ratio = 1.0 + input_ratio
     return round(tensor.bytes * ratio)
+
+
+def _converted_bytes(context: ActivationContext, tensor: SavedTensor, recipe: Recipe) -> int:
+    """Return the bytes of a tensor that the engine keeps, converted where its layer's input is."""
+    model, layout = context.job.model, context.job.layout
+    width = kept_width(model, layout, tensor)
+    if not width or not tensor.bytes:
+        return tensor.bytes
+    groups = 1
+    if tensor.owner is Module.EXPERTS and model.moe is not None:
+        groups = model.moe.experts // layout.ep + layout.spare
+    rows = tensor.bytes // (recompute.activation_nbytes(context.job.workload) * width)
+    return int(kept_bytes(recipe.inputs, rows, width, groups))
 
 
 def outside_bytes(context: ActivationContext) -> Array:

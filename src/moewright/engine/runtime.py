@@ -13,6 +13,7 @@ from moewright.engine.comm.mesh import Mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary
 from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.kernels.products import WIDE_PRODUCTS, Products
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.observe.counters import Counters
@@ -26,7 +27,8 @@ from moewright.spec.workload import Dtype, Workload
 class Runtime:
     """A frozen record of the job, this rank and the objects that the engine's parts share.
 
-    `dispatch_library` dispatches tokens where the layout names DeepEP or HybridEP; None elsewhere.
+    `products` are those of linear layers, but of router and head. `dispatch_library` dispatches
+    tokens where the layout names DeepEP or HybridEP; None elsewhere.
     """
 
     model: ModelSpec
@@ -38,12 +40,14 @@ class Runtime:
     kernels: KernelSet
     device: torch.device
     turns: PassTurns
+    products: Products = WIDE_PRODUCTS
     dispatch_library: DispatchLibrary | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype, in which weights and activations are stored."""
-        return torch_dtype(self.workload.precision)
+        """The dtype in which weights and activations are stored; bf16 for narrower products."""
+        precision = self.workload.precision
+        return torch.bfloat16 if precision.is_narrow else torch_dtype(precision)
 
     @property
     def positions(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from moewright.rules.engine_features import unsupported_features
 from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
+from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap
@@ -20,6 +21,7 @@ from moewright.spec.workload import (
     Dtype,
     ExpertKernels,
     Task,
+    TensorScaling,
     Workload,
 )
 
@@ -149,7 +151,7 @@ def _check_shard_sizes(job: Job) -> Iterator[Reason]:
             "experts' biases are cut"
         )
         yield Reason(field="layout.etp", value=etp, rule=rule, nearest="1")
-    step = _GROUPED_ROW_BYTES // job.workload.precision.nbytes
+    step = _GROUPED_ROW_BYTES // activation_nbytes(job.workload)
     width = model.moe.ffn_size // layout.etp
     if width % step:
         rule = f"leaves {width} of an expert's width; must be a multiple of {step}"
@@ -159,7 +161,6 @@ def _check_shard_sizes(job: Job) -> Iterator[Reason]:
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """Return the features of a model or workload that the engine cannot run yet."""
     dtypes = (
-        ("train.precision", workload.precision, (Dtype.BF16, Dtype.FP16, Dtype.FP32)),
         ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32,)),
         ("train.moment_dtype", workload.optimizer.moment_dtype, (Dtype.FP32, Dtype.BF16)),
     )
@@ -178,6 +179,11 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
             Reason(field=f"train.{field}", value=str(value), rule=_NOT_YET, nearest=str(own))
             for field, value, own in choices
             if value != own
+        ),
+        *(
+            Reason(field="train.tensor_scaling", value=scaling, rule=_NOT_YET, nearest="current")
+            for scaling in (workload.tensor_scaling,)
+            if workload.precision is Dtype.FP8 and scaling is TensorScaling.DELAYED
         ),
         *(
             Reason(field=f"model.{field}", value=str(value), rule=_NOT_YET, nearest=nearest)

@@ -33,7 +33,9 @@ class TensorScaling(StrEnum):
     """The ways in which FP8 takes the scale of a tensor."""
 
     CURRENT = "current"  # from the tensor itself: a pass over it comes first
-    DELAYED = "delayed"  # from the tensors of earlier steps
+    DELAYED = "delayed"  # from the tensors of earlier steps (not run by this engine)
+    # a scale for each 128 elements, of weights for 128 x 128 (DeepSeek-V3)
+    BLOCKWISE = "blockwise"
 
 
 class Routing(StrEnum):
@@ -368,7 +370,7 @@ class Workload(Record):
     steps: int = 0  # optimizer steps to train
     seed: int = 1234  # seed of initial weights and of the order of samples
     precision: Dtype = Dtype.BF16  # compute and stored weights
-    # where the scale of a tensor comes from, with precision fp8
+    # where the scales of a tensor come from, with precision fp8
     tensor_scaling: TensorScaling = TensorScaling.CURRENT
     grad_dtype: Dtype = Dtype.FP32  # accumulation and reduction
     # what runs the operations between matrix products

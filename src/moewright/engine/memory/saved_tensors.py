@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from moewright.engine.kernels.low_precision import NarrowTensor
 from moewright.engine.observe.counters import Counters
 from moewright.engine.observe.storage_census import storage_id
 
@@ -160,6 +161,31 @@ class SavedTensorManager:
                 del self._replacements[key]
 
     @contextmanager
+    def keep_converted(
+        self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], NarrowTensor | None]
+    ) -> Iterator[None]:
+        """Keep convert(tensor) where operations inside the with block save the tensor.
+
+        Backward widens it again. Nothing changes where `convert` returns None, nor for tensors that
+        other choices replace.
+        """
+        key = storage_id(tensor)
+        if not self._is_active(True) or key in self._replacements:
+            yield
+            return
+        narrow = convert(tensor.detach())
+        if narrow is None:
+            yield
+            return
+        for part in narrow.tensors:
+            self.count_saved(part)
+        self._replacements[key] = _Converted(narrow, tensor, self._counters)
+        try:
+            yield  # `tensor` is alive here, so no other storage has its id
+        finally:
+            del self._replacements[key]
+
+    @contextmanager
     def offload_saved(self, *, dims: int, enabled: bool) -> Iterator[None]:
         """Keep every tensor with `dims` dims on the host that operations inside the block save.
 
@@ -245,6 +271,23 @@ class _Recomputed(_Replacement):
 
     def restore(self) -> torch.Tensor:
         return self._compute(*map(_unpack, self._inputs))
+
+
+class _Converted(_Replacement):
+    """A replacement that keeps a tensor in numbers of fewer bits."""
+
+    def __init__(self, narrow: NarrowTensor, like: torch.Tensor, counters: Counters) -> None:
+        super().__init__(counters)
+        self._narrow = narrow
+        self._dtype = like.dtype
+        self._offset = like.storage_offset()
+
+    def add_view(self, tensor: torch.Tensor) -> _SavedView:
+        view = super().add_view(tensor)
+        return replace(view, offset=view.offset - self._offset)
+
+    def restore(self) -> torch.Tensor:
+        return self._narrow.widen(self._dtype)
 
 
 class _Offloaded(_Replacement):

@@ -6,6 +6,7 @@ Shapes: R routed rows, H hidden, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -92,19 +93,26 @@ class RoutedExperts(nn.Module):
     ) -> torch.Tensor:
         runtime = self._runtime
         manager = runtime.saved_tensors
-        with manager.offload(rows_RH, enabled=runtime.offloads(Offload.EXPERT_FC1)):
+        convert = partial(runtime.products.convert_input, ends=ends_E)
+        with (
+            manager.offload(rows_RH, enabled=runtime.offloads(Offload.EXPERT_FC1)),
+            manager.keep_converted(rows_RH, convert),
+        ):
             hidden = self._multiply(rows_RH, take_weight(self.gate_up).flatten(1, 2), ends_E)
             if self.gate_up.bias is not None:
                 bias = take_weight(self.gate_up.bias).flatten(1, 2)
                 hidden = AddExpertBias.apply(hidden, bias, None, ends_E, 0)
         with manager.offload(hidden, enabled=runtime.offloads(Offload.MOE_ACT)):
             active = self._activate(hidden, weights_R)
-            with manager.discard_and_recompute(
-                active,
-                self._activate,
-                hidden,
-                weights_R,
-                enabled=runtime.recomputes(Recompute.MOE_ACT),
+            with (
+                manager.discard_and_recompute(
+                    active,
+                    self._activate,
+                    hidden,
+                    weights_R,
+                    enabled=runtime.recomputes(Recompute.MOE_ACT),
+                ),
+                manager.keep_converted(active, convert),
             ):
                 out = self._multiply(active, take_weight(self.down), ends_E)
         if self.down.bias is None:
@@ -117,7 +125,9 @@ class RoutedExperts(nn.Module):
         self, rows: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor
     ) -> torch.Tensor:
         runtime = self._runtime
-        return GroupedLinear.apply(rows, weight, ends_E, runtime.counters, runtime.weight_grads)
+        return GroupedLinear.apply(
+            rows, weight, ends_E, runtime.counters, runtime.products, runtime.weight_grads
+        )
 
 
 def _own_weight(part: Weight) -> torch.Tensor:

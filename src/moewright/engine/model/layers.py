@@ -20,6 +20,7 @@ from moewright.engine.comm.collectives import Group
 from moewright.engine.comm.tensor_placement import Sharding, TensorPlacement, place_tensor
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused.interface import KernelSet
+from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model import vocab_parallel
@@ -239,6 +240,7 @@ def attend_and_project(
                 out.flatten(0, 1).flatten(1),
                 o,
                 runtime.mesh.tensor_parallel,
+                runtime.products,
                 runtime.weight_grads,
             )
 
@@ -304,9 +306,14 @@ class Attention(nn.Module):
         spec = self._spec
         tp = runtime.mesh.tensor_parallel
         is_offloaded = runtime.offloads(Offload.QKV_LINEAR)
-        with runtime.saved_tensors.offload(x_tH, enabled=is_offloaded):
+        manager = runtime.saved_tensors
+        weights = self.q.weight, self.k.weight, self.v.weight
+        with (
+            manager.offload(x_tH, enabled=is_offloaded),
+            manager.keep_converted(x_tH, runtime.products.convert_input),
+        ):
             q, k, v = ColumnParallelLinear.apply(
-                x_tH, tp, runtime.weight_grads, self.q.weight, self.k.weight, self.v.weight
+                x_tH, tp, runtime.products, runtime.weight_grads, *weights
             )
         q, k, v = self.q.add_bias(q), self.k.add_bias(k), self.v.add_bias(v)
         if spec.qk_norm is QkNorm.FULL:
@@ -369,20 +376,32 @@ class Mlp(nn.Module):
     def _run_first(self, x_tH: torch.Tensor) -> torch.Tensor:
         """Run the first linear and the activation."""
         runtime = self._runtime
-        (hidden,) = ColumnParallelLinear.apply(
-            x_tH,
-            runtime.mesh.tensor_parallel,
-            runtime.weight_grads,
-            self.gate_up.weight.flatten(0, 1),
-        )
+        # The router keeps the same input as shared experts, as it is.
+        products = runtime.products
+        if self.ledger_module is Module.SHARED_EXPERTS:
+            products = WIDE_PRODUCTS
+        convert = products.convert_input
+        with runtime.saved_tensors.keep_converted(x_tH, convert):
+            (hidden,) = ColumnParallelLinear.apply(
+                x_tH,
+                runtime.mesh.tensor_parallel,
+                runtime.products,
+                runtime.weight_grads,
+                self.gate_up.weight.flatten(0, 1),
+            )
         return SwiGlu.apply(self.gate_up.add_bias(hidden), None, runtime.kernels)
 
     def _run_second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Run the second linear on the activation; `x_tH`, the MLP's input, is for subclasses."""
         runtime = self._runtime
-        out = RowParallelLinear.apply(
-            active, self.down.weight, runtime.mesh.tensor_parallel, runtime.weight_grads
-        )
+        with runtime.saved_tensors.keep_converted(active, runtime.products.convert_input):
+            out = RowParallelLinear.apply(
+                active,
+                self.down.weight,
+                runtime.mesh.tensor_parallel,
+                runtime.products,
+                runtime.weight_grads,
+            )
         return self.down.add_bias(out, hidden_replica_group(runtime))
 
 
@@ -443,7 +462,9 @@ def compute_token_loss(
         is_split = runtime.mesh.layout.schedule.splits_backward
         weight_grads = runtime.weight_grads if is_split else WeightGradStore()
         tp = replace(runtime.mesh.tensor_parallel, is_pipelined=False)  # as in Megatron-LM
-        (logits_TV,) = ColumnParallelLinear.apply(x_tH, tp, weight_grads, table.weight)
+        (logits_TV,) = ColumnParallelLinear.apply(
+            x_tH, tp, WIDE_PRODUCTS, weight_grads, table.weight
+        )
         nll = vocab_parallel.VocabParallelCrossEntropy.apply(
             logits_TV, targets_T, shard, runtime.kernels
         )

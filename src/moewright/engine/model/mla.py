@@ -63,9 +63,11 @@ class LatentAttention(nn.Module):
         runtime = self._runtime
         manager = runtime.saved_tensors
         recomputes_up = runtime.recomputes(Recompute.MLA_UP_PROJ)
+        convert = runtime.products.convert_input
         with (
             runtime.counters.scopes.enter(Module.ATTENTION),
             manager.offload(x_tH, enabled=runtime.offloads(Offload.QKV_LINEAR)),
+            manager.keep_converted(x_tH, convert),
         ):
             x_tQ = x_tH
             if self._spec.q_lora_rank:
@@ -79,21 +81,31 @@ class LatentAttention(nn.Module):
             def expand_kv(x_tC: torch.Tensor, down_tCR: torch.Tensor) -> torch.Tensor:
                 return self._expand_kv(x_tC, down_tCR, context)
 
-            q_BShD = expand_queries(x_tQ)
-            kv_BShDV = expand_kv(x_tC, down_tCR)
-            core = partial(self._attend, context.blocks)
             with (
-                manager.discard_and_recompute(q_BShD, expand_queries, x_tQ, enabled=recomputes_up),
-                manager.discard_and_recompute(
-                    kv_BShDV, expand_kv, x_tC, down_tCR, enabled=recomputes_up
-                ),
+                manager.keep_converted(x_tQ, convert),
+                manager.keep_converted(x_tC, convert),
             ):
-                return attend_and_project(runtime, core, (q_BShD, kv_BShDV), self.o.weight)
+                q_BShD = expand_queries(x_tQ)
+                kv_BShDV = expand_kv(x_tC, down_tCR)
+                core = partial(self._attend, context.blocks)
+                with (
+                    manager.discard_and_recompute(
+                        q_BShD, expand_queries, x_tQ, enabled=recomputes_up
+                    ),
+                    manager.discard_and_recompute(
+                        kv_BShDV, expand_kv, x_tC, down_tCR, enabled=recomputes_up
+                    ),
+                ):
+                    return attend_and_project(runtime, core, (q_BShD, kv_BShDV), self.o.weight)
 
     def _project_down(self, x_tH: torch.Tensor, down: Weight) -> torch.Tensor:
         runtime = self._runtime
         return ReplicatedLinear.apply(
-            x_tH, down.weight, runtime.counters, hidden_replica_group(runtime)
+            x_tH,
+            down.weight,
+            runtime.counters,
+            runtime.products,
+            hidden_replica_group(runtime),
         )
 
     def _expand_queries(self, x_tQ: torch.Tensor, context: AttentionContext) -> torch.Tensor:
@@ -106,7 +118,9 @@ class LatentAttention(nn.Module):
         spec = self._spec
         tp = runtime.mesh.tensor_parallel
         up = self.q_up if spec.q_lora_rank else self.q
-        (q,) = ColumnParallelLinear.apply(x_tQ, tp, runtime.weight_grads, up.weight)
+        (q,) = ColumnParallelLinear.apply(
+            x_tQ, tp, runtime.products, runtime.weight_grads, up.weight
+        )
         q_BShD = q.reshape(context.sequences, -1, spec.heads // tp.group.size, spec.head_dim)
         plain, rotary = q_BShD.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
         q_BShD = torch.cat((plain, self._rotate(rotary, context)), -1)
@@ -124,7 +138,9 @@ class LatentAttention(nn.Module):
         spec = self._spec
         tp = runtime.mesh.tensor_parallel
         heads = spec.heads // tp.group.size
-        (kv,) = ColumnParallelLinear.apply(x_tC, tp, runtime.weight_grads, self.kv_up.weight)
+        (kv,) = ColumnParallelLinear.apply(
+            x_tC, tp, runtime.products, runtime.weight_grads, self.kv_up.weight
+        )
         widths = (spec.qk_nope_head_dim, spec.v_head_dim)
         plain, values = kv.reshape(context.sequences, -1, heads, sum(widths)).split(widths, -1)
         rotary_TR = GatherSequence.apply(down_tCR[:, spec.kv_lora_rank :], tp)

@@ -24,6 +24,7 @@ from moewright.engine.dispatch.dedup import DedupDispatcher
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
 from moewright.engine.dispatch.interface import ForcedCounts, RowExchange, TokenDispatcher
 from moewright.engine.dispatch.rows import count_ids
+from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import Mlp, Weight
@@ -59,7 +60,7 @@ class SharedExperts(Mlp):
         out_tH = super()._run_second(x_tH, active)
         if not self._is_gated:
             return out_tH
-        gate = ReplicatedLinear.apply(x_tH, self.gate.weight, self._runtime.counters)
+        gate = ReplicatedLinear.apply(x_tH, self.gate.weight, self._runtime.counters, WIDE_PRODUCTS)
         return out_tH * torch.sigmoid(gate)
 
     def split(self, x_tH: torch.Tensor) -> SplitSharedExperts:
@@ -161,16 +162,17 @@ class LatentProjection(torch.nn.Module):
     def __init__(self, runtime: Runtime, spec: MoeSpec) -> None:
         super().__init__()
         self._counters = runtime.counters
+        self._products = runtime.products
         self.down = Weight(runtime, spec.latent_size, runtime.model.hidden_size)
         self.up = Weight(runtime, runtime.model.hidden_size, spec.latent_size)
 
     def project_down(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Project into the latent space."""
-        return ReplicatedLinear.apply(x_TH, self.down.weight, self._counters)
+        return ReplicatedLinear.apply(x_TH, self.down.weight, self._counters, self._products)
 
     def project_up(self, x_TL: torch.Tensor) -> torch.Tensor:
         """Project back into the hidden space."""
-        return ReplicatedLinear.apply(x_TL, self.up.weight, self._counters)
+        return ReplicatedLinear.apply(x_TL, self.up.weight, self._counters, self._products)
 
 
 class MoeLayer(torch.nn.Module):

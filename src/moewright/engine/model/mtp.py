@@ -97,7 +97,11 @@ class MtpDepth(nn.Module):
         tp = self._runtime.mesh.tensor_parallel
         tp_group = tp.group
         (columns,) = ColumnParallelLinear.apply(
-            joined_tH2, tp, self._runtime.weight_grads, self.proj.weight
+            joined_tH2,
+            tp,
+            self._runtime.products,
+            self._runtime.weight_grads,
+            self.proj.weight,
         )
         if tp_group.size == 1:
             return columns

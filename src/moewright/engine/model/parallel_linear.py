@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from moewright.engine.comm.collectives import Group, TensorParallel
-from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.engine.kernels.matmul import matmul
+from moewright.engine.kernels.products import Products
 from moewright.engine.memory.weight_gradients import Operands, WeightGradStore
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.pipelined_linear import gather_and_multiply, multiply_and_reduce
@@ -37,15 +38,17 @@ class ColumnParallelLinear(CountedFunction):
         ctx: Any,
         x_tK: torch.Tensor,
         tp: TensorParallel,
+        products: Products,
         weight_grads: WeightGradStore,
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         CountedFunction.save_scope(ctx, tp.group.counters)
         ctx.tp = tp
+        ctx.products = products
         ctx.weight_grads = weight_grads
         ctx.save_for_backward(x_tK, *weights)
-        _, products = gather_and_multiply(x_tK, [w_NK.T for w_NK in weights], tp)
-        return products
+        _, outputs = gather_and_multiply(x_tK, weights, tp, products.forward)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -55,8 +58,10 @@ class ColumnParallelLinear(CountedFunction):
         # gradient, and the sum of that beside the weight gradients.
         is_bulk = tp.is_pipelined and not ctx.weight_grads.is_deferring
         gathered = tp.start_gather(x_tK) if is_bulk else None
+        products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
-            parts = [matmul(g_TN, w_NK) for g_TN, w_NK in zip(grads, weights, strict=True)]
+            pairs = zip(grads, weights, strict=True)
+            parts = [products.input_grad(g_TN, w_NK) for g_TN, w_NK in pairs]
             grad_TK = parts.pop()
             while parts:
                 grad_TK = grad_TK + parts.pop()
@@ -67,14 +72,14 @@ class ColumnParallelLinear(CountedFunction):
         def compute_weight_grads(operands: Operands) -> list[torch.Tensor]:
             x_tK, *grads = operands
             x_TK = tp.gather(x_tK) if gathered is None else gathered.wait()
-            return [matmul(g_TN.T, x_TK) for g_TN in grads]
+            return [products.weight_grad(g_TN, x_TK) for g_TN in grads]
 
         weight_inputs = slice(1, None)
         grad_weights = CountedFunction.compute_or_defer_grads(
             ctx, weight_inputs, (x_tK, *grads), compute_weight_grads
         )
         grad_tK = reduced.wait() if is_bulk else reduced.out
-        return grad_tK, None, None, *grad_weights
+        return grad_tK, None, None, None, *grad_weights
 
 
 class RowParallelLinear(CountedFunction):
@@ -89,24 +94,27 @@ class RowParallelLinear(CountedFunction):
         x_TK: torch.Tensor,
         w_NK: torch.Tensor,
         tp: TensorParallel,
+        products: Products,
         weight_grads: WeightGradStore,
     ) -> torch.Tensor:
         CountedFunction.save_scope(ctx, tp.group.counters)
         ctx.tp = tp
+        ctx.products = products
         ctx.weight_grads = weight_grads
         ctx.save_for_backward(x_TK, w_NK)
-        return multiply_and_reduce(x_TK, w_NK.T, tp)
+        return multiply_and_reduce(x_TK, w_NK, tp, products.forward)
 
     @staticmethod
     def backward(ctx: Any, g_tN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, w_NK = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
+        products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
-            g_TN, (grad_TK,) = gather_and_multiply(g_tN, [w_NK], tp)
+            g_TN, (grad_TK,) = gather_and_multiply(g_tN, [w_NK], tp, products.input_grad)
         (grad_NK,) = CountedFunction.compute_or_defer_grads(
-            ctx, slice(1, 2), (x_TK, g_TN), lambda kept: [matmul(kept[1].T, kept[0])]
+            ctx, slice(1, 2), (x_TK, g_TN), lambda kept: [products.weight_grad(kept[1], kept[0])]
         )
-        return grad_TK, grad_NK, None, None
+        return grad_TK, grad_NK, None, None, None
 
 
 class RouterLinear(CountedFunction):
@@ -158,22 +166,26 @@ class ReplicatedLinear(CountedFunction):
         x_TK: torch.Tensor,
         w_NK: torch.Tensor,
         counters: Counters,
+        products: Products,
         replica_group: Group | None = None,
     ) -> torch.Tensor:
         CountedFunction.save_scope(ctx, counters)
+        ctx.products = products
         ctx.replica_group = replica_group
         ctx.save_for_backward(x_TK, w_NK)
-        return matmul(x_TK, w_NK.T)
+        return products.forward(x_TK, w_NK)
 
     @staticmethod
-    def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(
+        ctx: Any, g_TN: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x_TK, w_NK = ctx.saved_tensors
         with ctx.counters.scopes.enter(ctx.scope):
-            grad_x = matmul(g_TN, w_NK)
-            grad_w = matmul(g_TN.T, x_TK)
+            grad_x = ctx.products.input_grad(g_TN, w_NK)
+            grad_w = ctx.products.weight_grad(g_TN, x_TK)
         if ctx.replica_group is not None:
             grad_w.div_(ctx.replica_group.size)
-        return grad_x, grad_w, None, None
+        return grad_x, grad_w, None, None, None
 
 
 class GroupedLinear(CountedFunction):
@@ -189,23 +201,26 @@ class GroupedLinear(CountedFunction):
         w_ENK: torch.Tensor,
         ends_E: torch.Tensor,
         counters: Counters,
+        products: Products,
         weight_grads: WeightGradStore,
     ) -> torch.Tensor:
         CountedFunction.save_scope(ctx, counters)
+        ctx.products = products
         ctx.weight_grads = weight_grads
         ctx.save_for_backward(x_RK, w_ENK, ends_E)
-        return grouped_matmul(x_RK, w_ENK.mT, ends_E)
+        return products.forward(x_RK, w_ENK, ends_E)
 
     @staticmethod
     def backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_RK, w_ENK, ends_E = ctx.saved_tensors
         g_RN = g_RN.contiguous()
+        products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
-            grad_RK = grouped_matmul(g_RN, w_ENK, ends_E)
+            grad_RK = products.input_grad(g_RN, w_ENK, ends_E)
         (grad_ENK,) = CountedFunction.compute_or_defer_grads(
             ctx,
             slice(1, 2),
             (x_RK, g_RN, ends_E),
-            lambda kept: [grouped_matmul(kept[1].T, kept[0], kept[2])],
+            lambda kept: [products.weight_grad(kept[1], kept[0], kept[2])],
         )
-        return grad_RK, grad_ENK, None, None, None
+        return grad_RK, grad_ENK, None, None, None, None

@@ -11,45 +11,49 @@ Shapes: t, T tokens of this rank and of its group, K in, N out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from moewright.engine.comm.collectives import RingShift, TensorParallel
-from moewright.engine.kernels.matmul import matmul
+
+# A product of rows and a weight, such as a linear layer's forward.
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def gather_and_multiply(
-    x_tK: torch.Tensor, weights_KN: Sequence[torch.Tensor], tp: TensorParallel
+    x_tK: torch.Tensor, weights: Sequence[torch.Tensor], tp: TensorParallel, multiply: Multiply
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return x [T,K] gathered over the group, and its product with each weight [T,N]."""
     if not tp.is_pipelined:
         x_TK = tp.gather(x_tK)
-        return x_TK, tuple(matmul(x_TK, w_KN) for w_KN in weights_KN)
+        return x_TK, tuple(multiply(x_TK, weight) for weight in weights)
     size, own = tp.group.size, tp.group.index
     rows = x_tK.contiguous()
     rows_by_rank = [rows] * size
-    products = [[rows] * size for _ in weights_KN]
+    products = [[rows] * size for _ in weights]
     for step in range(size):
         rank = (own - step) % size
         rows_by_rank[rank] = rows
         shift = RingShift(rows, tp.group) if step < size - 1 else None
-        for product, w_KN in zip(products, weights_KN, strict=True):
-            product[rank] = matmul(rows, w_KN)
+        for product, weight in zip(products, weights, strict=True):
+            product[rank] = multiply(rows, weight)
         if shift is not None:
             rows = shift.wait()
     return torch.cat(rows_by_rank), tuple(torch.cat(product) for product in products)
 
 
-def multiply_and_reduce(x_TK: torch.Tensor, w_KN: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """Return this rank's rows [t,N] of the sum over ranks of x w."""
+def multiply_and_reduce(
+    x_TK: torch.Tensor, weight: torch.Tensor, tp: TensorParallel, multiply: Multiply
+) -> torch.Tensor:
+    """Return this rank's rows [t,N] of the sum over ranks of the product of x and its weight."""
     if not tp.is_pipelined:
-        return tp.reduce(matmul(x_TK, w_KN))
+        return tp.reduce(multiply(x_TK, weight))
     size, own = tp.group.size, tp.group.index
     rows_by_rank = x_TK.chunk(size)
-    sum_tN = matmul(rows_by_rank[(own - 1) % size], w_KN)
+    sum_tN = multiply(rows_by_rank[(own - 1) % size], weight)
     for step in range(1, size):
         shift = RingShift(sum_tN, tp.group)
-        part = matmul(rows_by_rank[(own - 1 - step) % size], w_KN)
+        part = multiply(rows_by_rank[(own - 1 - step) % size], weight)
         sum_tN = shift.wait().add_(part)
     return sum_tN

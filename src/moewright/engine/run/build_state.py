@@ -13,6 +13,7 @@ from moewright.engine.dispatch.deepep import verify_library
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, open_library
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.select import build_kernels
+from moewright.engine.kernels.products import WIDE_PRODUCTS, NarrowProducts, Products
 from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
@@ -27,6 +28,7 @@ from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.grid import axis_size
 from moewright.rules.job import Job
+from moewright.rules.low_precision import find_recipe
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.shards import shared_table_ranks
 from moewright.spec.hardware import DeviceKind
@@ -84,8 +86,12 @@ def build_train_state(
     dispatch_library = None
     if layout.dispatcher in LIBRARY_DISPATCHERS:
         dispatch_library = _open_library(job, mesh, device)
+    recipe = find_recipe(workload)
+    products: Products = WIDE_PRODUCTS
+    if recipe is not None:
+        products = NarrowProducts(recipe, device, workload.seed * layout.world_size + rank)
     saved_tensors = SavedTensorManager(
-        counters, replaces_tensors=bool(layout.recompute or layout.offload)
+        counters, replaces_tensors=bool(layout.recompute or layout.offload or recipe)
     )
     runtime = Runtime(
         model=job.model,
@@ -96,6 +102,7 @@ def build_train_state(
         saved_tensors=saved_tensors,
         turns=PassTurns(device, (counters.scopes, saved_tensors)),
         kernels=kernels or build_kernels(workload.fused_kernels, DeviceKind(device.type)),
+        products=products,
         device=device,
         dispatch_library=dispatch_library,
     )

@@ -51,6 +51,8 @@ def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
         "loss": to_data(workload.loss),
         "router": to_data(workload.router),
     }
+    if workload.precision is Dtype.FP8:
+        train["tensor_scaling"] = to_data(workload.tensor_scaling)
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
         train["muon"] = to_data(workload.muon)
     if workload.precision is Dtype.FP16:

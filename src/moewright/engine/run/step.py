@@ -270,6 +270,7 @@ def forward_backward(
         local_targets = torch.stack([_count_targets(batch) for batch in batches]).sum()
         # A step without a target has no loss to divide; its gradients are those of other losses.
         valid_targets = max(1, int(all_reduce(local_targets[None], mesh.group("dp_cp"))))
+    runtime.products.begin_step(step)
     state.optimizer.begin_step(count)
     for router in list_routers(state.model):
         router.begin_step()

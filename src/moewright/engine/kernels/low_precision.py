@@ -1,0 +1,284 @@
+"""Operands of 8 and 4 bits: numbers with scales, as rules.low_precision defines their recipes.
+
+Conversion is exact to the bit on every device: it uses fp32 products, comparisons and torch's own
+8-bit types. Where `rounds_at_random` asks for it, the draws come from a generator.
+
+Shapes: R rows, K columns, G groups of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moewright.rules.low_precision import NarrowFormat, OperandFormat, ScaleFormat
+
+_TORCH_FORMATS = {NarrowFormat.E4M3: torch.float8_e4m3fn, NarrowFormat.E5M2: torch.float8_e5m2}
+_E4M3_LARGEST = NarrowFormat.E4M3.largest
+_FP32_LARGEST = torch.finfo(torch.float32).max
+# The numbers of E2M1 and the bounds between neighbours; a tie goes to the even one of the two.
+_E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+# Signs of the rows of the Hadamard matrix that rotates operands: any fixed choice does.
+_HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Consecutive rows, or columns, that have scales of their own, such as those of an expert.
+
+    `ends` [G] are their running ends; None for one group of all.
+    """
+
+    ends: torch.Tensor | None = None
+    of_columns: bool = False
+
+    def largest(self, wide: torch.Tensor) -> torch.Tensor:
+        """Return the largest magnitude of each group [G]; 0 for an empty one."""
+        if self.ends is None:
+            return wide.abs().amax()[None] if wide.numel() else wide.new_zeros(1)
+        lines = wide.abs().amax(0 if self.of_columns else 1)
+        numbers = group_numbers(self.ends, len(lines))
+        return wide.new_zeros(len(self.ends) + 1).scatter_reduce(0, numbers, lines, "amax")[:-1]
+
+    def spread(self, values: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        """Return the value [G] of each row's group [R,1], or of each column's [1,K]."""
+        if self.ends is None:
+            return values[:, None]
+        # What lies after the last group is padding, of any scale.
+        padded = torch.cat((values, values.new_ones(1)))
+        if self.of_columns:
+            return padded[group_numbers(self.ends, wide.shape[1])][None]
+        return padded[group_numbers(self.ends, len(wide))][:, None]
+
+
+ONE_GROUP = Groups()
+
+
+def group_numbers(ends: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the group of each of `count` rows; those after the last end have the next number."""
+    rows = torch.arange(count, dtype=ends.dtype, device=ends.device)
+    return torch.bucketize(rows, ends, right=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NarrowTensor:
+    """A converted tensor [R,K]: codes, scales of its blocks, and a scale of each group of rows.
+
+    `codes` are of an 8-bit type, or pairs of 4-bit numbers in uint8. `scales` [R, blocks] decode
+    blocks of columns, and are absent where a scale is for all; `group_scales` [G] decode `groups`.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    group_scales: torch.Tensor | None
+    groups: Groups
+    operand: OperandFormat
+    columns: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a forward keeps of it; the ends are kept anyway."""
+        parts = (self.codes, self.scales, self.group_scales)
+        return tuple(part for part in parts if part is not None)
+
+    def widen(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers times their scales, in `dtype`."""
+        if self.operand.number is NarrowFormat.E2M1:
+            numbers = _unpack_e2m1(self.codes, self.columns)
+        else:
+            numbers = self.codes.float()
+        if self.scales is not None:
+            block = self.operand.block
+            scales = decode_scales(self.scales, self.operand.scale)
+            numbers = numbers * scales.repeat_interleave(block, 1)[:, : self.columns]
+        if self.group_scales is not None:
+            numbers = numbers * self.groups.spread(self.group_scales, numbers)
+        return numbers.to(dtype)
+
+
+def convert(
+    x_RK: torch.Tensor,
+    operand: OperandFormat,
+    groups: Groups = ONE_GROUP,
+    generator: torch.Generator | None = None,
+) -> NarrowTensor:
+    """Convert a tensor, with blocks along its columns and scales of their own for `groups`.
+
+    Numbers are rounded to the nearest, ties to even, or at random with a `generator` where the
+    operand asks for that.
+    """
+    wide = x_RK.float()
+    if not operand.block:
+        return _convert_groups(wide, operand, groups)
+    blocks = _pad_columns(wide, operand.block).unflatten(1, (-1, operand.block))
+    largest = blocks.abs().amax(2)
+    if operand.is_tiled:
+        largest = _largest_in_tiles(largest, operand.block)
+    group_scales = None
+    spread = wide.new_ones(1, 1)
+    if operand.scale is ScaleFormat.E4M3:
+        group_scales = _nvfp4_group_scales(wide, groups)
+        spread = groups.spread(group_scales, wide)
+        if spread.shape[1] > 1:
+            spread = spread[:, :: operand.block]
+    scales = _encode_scales(largest / spread, operand)
+    decode = decode_scales(scales, operand.scale) * spread
+    encode = torch.where(decode > 0, 1.0 / decode, 0.0)
+    scaled = (blocks * encode[:, :, None]).flatten(1)[:, : x_RK.shape[1]]
+    return NarrowTensor(
+        codes=_round(scaled, operand, generator),
+        scales=scales,
+        group_scales=group_scales,
+        groups=groups,
+        operand=operand,
+        columns=x_RK.shape[1],
+    )
+
+
+def _convert_groups(wide: torch.Tensor, operand: OperandFormat, groups: Groups) -> NarrowTensor:
+    """Convert with one scale for each group: the format's largest over the group's."""
+    largest = groups.largest(wide)
+    encode = (operand.number.largest / largest).clamp(max=_FP32_LARGEST)
+    encode = torch.where(largest > 0, encode, 1.0)
+    return NarrowTensor(
+        codes=_round(wide * groups.spread(encode, wide), operand, None),
+        scales=None,
+        group_scales=1.0 / encode,
+        groups=groups,
+        operand=operand,
+        columns=wide.shape[1],
+    )
+
+
+def _nvfp4_group_scales(wide: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return the scales with which the largest number of a group is the largest of both formats."""
+    largest = groups.largest(wide) / (_E4M3_LARGEST * NarrowFormat.E2M1.largest)
+    return torch.where(largest > 0, largest, 1.0)
+
+
+def _largest_in_tiles(largest: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the largest of `block` rows together, in each of them."""
+    rows = len(largest)
+    padded = torch.nn.functional.pad(largest, (0, 0, 0, -rows % block))
+    tiles = padded.unflatten(0, (-1, block)).amax(1)
+    return tiles.repeat_interleave(block, 0)[:rows]
+
+
+def _pad_columns(x: torch.Tensor, block: int) -> torch.Tensor:
+    missing = -x.shape[1] % block
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _encode_scales(largest: torch.Tensor, operand: OperandFormat) -> torch.Tensor:
+    """Return the scales of blocks by their largest magnitudes; a block of zeros has some scale."""
+    top = operand.number.largest
+    if operand.scale is ScaleFormat.E8M0:
+        return _round_up_to_e8m0(largest * (1.0 / top))
+    if operand.scale is ScaleFormat.E4M3:
+        return (largest / top).clamp(max=_E4M3_LARGEST).to(torch.float8_e4m3fn)
+    encode = torch.where(largest > 0, (top / largest).clamp(max=_FP32_LARGEST), 1.0)
+    # The power of two below it.
+    return 1.0 / (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def _round_up_to_e8m0(values: torch.Tensor) -> torch.Tensor:
+    """Return the exponents, plus 127, of the least powers of two that are no less than `values`."""
+    bits = values.view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
+    # A number below 2^-126 has exponent 0 and no hidden bit: up to 2^-127 is the least scale.
+    is_above = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
+    return (exponent + is_above).clamp(max=254).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def decode_scales(scales: torch.Tensor, scale: ScaleFormat) -> torch.Tensor:
+    """Return scales of blocks in fp32."""
+    return scales if scale in (ScaleFormat.FP32, ScaleFormat.POWER_OF_TWO) else scales.float()
+
+
+def _round(
+    scaled: torch.Tensor, operand: OperandFormat, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Round scaled numbers to codes of the operand's format."""
+    top = operand.number.largest
+    scaled = scaled.clamp(-top, top)
+    if operand.number is not NarrowFormat.E2M1:
+        return scaled.to(_TORCH_FORMATS[operand.number])
+    magnitude = scaled.abs().contiguous()
+    if operand.rounds_at_random and generator is not None:
+        codes = _draw_e2m1(magnitude, generator)
+    else:
+        # Above a bound the next number is nearer; on it, the even one of its neighbours is taken.
+        bounds = torch.tensor(_E2M1_BOUNDS, device=scaled.device)
+        below = torch.bucketize(magnitude, bounds)
+        above = torch.bucketize(magnitude, bounds, right=True)
+        codes = torch.where(below % 2 == 0, below, above)
+    codes = (codes + 8 * torch.signbit(scaled)).to(torch.uint8)
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def _draw_e2m1(magnitude: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return one of the two neighbours of each number, the nearer one with more probability."""
+    numbers = torch.tensor(_E2M1_NUMBERS, device=magnitude.device)
+    below = (torch.bucketize(magnitude, numbers, right=True) - 1).clamp(max=6)
+    low, high = numbers[below], numbers[below + 1]
+    draws = torch.rand(magnitude.shape, generator=generator, device=magnitude.device)
+    return below + (draws < (magnitude - low) / (high - low))
+
+
+def _unpack_e2m1(codes: torch.Tensor, columns: int) -> torch.Tensor:
+    pairs = torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, :columns].long()
+    numbers = torch.tensor(_E2M1_NUMBERS, device=codes.device)[pairs & 7]
+    return torch.where(pairs >= 8, -numbers, numbers)
+
+
+def rotate_rows(x_RK: torch.Tensor, rows: int, *, is_inverse: bool = False) -> torch.Tensor:
+    """Rotate each `rows` rows by a Hadamard matrix with signs, or back, in fp32.
+
+    R is a multiple of `rows`. The product a^T b over the rows of two tensors stays the same.
+    """
+    matrix = _hadamard(rows, x_RK.device) / rows**0.5
+    matrix = matrix.T if is_inverse else matrix
+    groups = x_RK.float().unflatten(0, (-1, rows))
+    return torch.einsum("ij,bjk->bik", matrix, groups).flatten(0, 1)
+
+
+def _hadamard(rows: int, device: torch.device) -> torch.Tensor:
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < rows:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix * torch.tensor(_HADAMARD_SIGNS[:rows], device=device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPadding:
+    """Groups of rows padded by zeros to a multiple, so that no block holds rows of two groups.
+
+    There are as many rows as any sizes of the groups need, so that the host need not know them:
+    `places` are those of the rows, `ends` [G] the new ends of the groups.
+    """
+
+    places: torch.Tensor
+    ends: torch.Tensor
+    rows: int
+
+    def pad(self, x_RK: torch.Tensor) -> torch.Tensor:
+        """Return the rows with zeros between the groups, and after the last."""
+        return x_RK.new_zeros(self.rows, x_RK.shape[1]).index_copy(0, self.places, x_RK)
+
+
+def pad_groups(ends: torch.Tensor, rows: int, multiple: int) -> GroupPadding:
+    """Plan the padding of groups of rows that end at `ends`."""
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    sizes = (ends - starts + multiple - 1) // multiple * multiple
+    new_ends = sizes.cumsum(0).to(ends.dtype)
+    shift = (new_ends - sizes - starts)[group_numbers(ends, rows)]
+    return GroupPadding(
+        places=torch.arange(rows, device=ends.device) + shift,
+        ends=new_ends,
+        rows=-(-rows // multiple) * multiple + len(ends) * multiple,
+    )

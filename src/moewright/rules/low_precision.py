@@ -1,0 +1,170 @@
+"""The recipes of 8-bit and 4-bit products: number formats, scales, and what linear layers keep.
+
+A product multiplies operands that are converted first: numbers of few bits with a scale for each
+tensor or for each block of it, so that the largest number of what shares a scale nearly reaches the
+largest of the format. Router, head, norms, attention and communication stay in 16 bits.
+
+- fp8, tensor_scaling=current: E4M3 (gradients E5M2), an fp32 scale a tensor, of experts a scale for
+  each; Transformer Engine's Float8CurrentScaling.
+- fp8, tensor_scaling=blockwise: E4M3, a power of two for 1 x 128 numbers along the contraction, of
+  weights for 128 x 128 (DeepSeek-V3, arXiv 2412.19437).
+- mxfp8: E4M3, a power of two in 8 bits for 1 x 32 numbers (OCP Microscaling Formats 1.0).
+- nvfp4: E2M1, a scale in E4M3 for 1 x 16 numbers, of weights for 16 x 16, and one in fp32 for the
+  tensor. Both operands of a weight gradient are rotated by a Hadamard matrix of 16 rows before, and
+  gradients are rounded at random (arXiv 2509.25149).
+
+Linear layers keep the converted input of their forward product. Backward reads it and converts it
+again along the tokens, as DeepSeek-V3 does; Transformer Engine keeps a second copy instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from moewright.rules.saved_tensor import SavedTensor
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Module
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import Dtype, TensorScaling, Workload
+
+
+class NarrowFormat(StrEnum):
+    """The number formats of operands."""
+
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    E2M1 = "e2m1"
+
+    @property
+    def largest(self) -> float:
+        """The largest number of the format."""
+        return {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[self.value]
+
+
+class ScaleFormat(StrEnum):
+    """The number formats of scales."""
+
+    FP32 = "fp32"
+    POWER_OF_TWO = "power_of_two"  # fp32 without a mantissa
+    E8M0 = "e8m0"  # a power of two in 8 bits
+    E4M3 = "e4m3"  # beside a scale of the tensor in fp32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a scale."""
+        return 4 if self in (ScaleFormat.FP32, ScaleFormat.POWER_OF_TWO) else 1
+
+
+class OperandKind(StrEnum):
+    """What an operand of a product is; recipes convert them differently."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperandFormat:
+    """The format of an operand, with a scale for `block` numbers along the contraction; 0: all.
+
+    With `is_tiled` a scale is for as many rows too.
+    """
+
+    number: NarrowFormat
+    scale: ScaleFormat
+    block: int
+    is_tiled: bool = False
+    rounds_at_random: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """The formats of the operands of all products of a workload."""
+
+    inputs: OperandFormat
+    weights: OperandFormat
+    gradients: OperandFormat
+    hadamard_rows: int = 0  # of the matrix that rotates the operands of weight gradients; 0: none
+
+    def operand(self, kind: OperandKind) -> OperandFormat:
+        """Return the format of an operand of a kind."""
+        by_kind = {
+            OperandKind.INPUT: self.inputs,
+            OperandKind.WEIGHT: self.weights,
+            OperandKind.GRADIENT: self.gradients,
+        }
+        return by_kind[kind]
+
+
+_TENSOR = OperandFormat(number=NarrowFormat.E4M3, scale=ScaleFormat.FP32, block=0)
+_CURRENT = Recipe(
+    inputs=_TENSOR,
+    weights=_TENSOR,
+    gradients=OperandFormat(number=NarrowFormat.E5M2, scale=ScaleFormat.FP32, block=0),
+)
+_BLOCK = OperandFormat(number=NarrowFormat.E4M3, scale=ScaleFormat.POWER_OF_TWO, block=128)
+_BLOCKWISE = Recipe(
+    inputs=_BLOCK,
+    weights=OperandFormat(
+        number=NarrowFormat.E4M3, scale=ScaleFormat.POWER_OF_TWO, block=128, is_tiled=True
+    ),
+    gradients=_BLOCK,
+)
+_MX = OperandFormat(number=NarrowFormat.E4M3, scale=ScaleFormat.E8M0, block=32)
+_MXFP8 = Recipe(inputs=_MX, weights=_MX, gradients=_MX)
+_NVFP4 = Recipe(
+    inputs=OperandFormat(number=NarrowFormat.E2M1, scale=ScaleFormat.E4M3, block=16),
+    weights=OperandFormat(
+        number=NarrowFormat.E2M1, scale=ScaleFormat.E4M3, block=16, is_tiled=True
+    ),
+    gradients=OperandFormat(
+        number=NarrowFormat.E2M1, scale=ScaleFormat.E4M3, block=16, rounds_at_random=True
+    ),
+    hadamard_rows=16,
+)
+
+
+def find_recipe(workload: Workload) -> Recipe | None:
+    """Return the recipe of a workload; None where products have 16 bits or more."""
+    if workload.precision is Dtype.FP8:
+        is_blockwise = workload.tensor_scaling is TensorScaling.BLOCKWISE
+        return _BLOCKWISE if is_blockwise else _CURRENT
+    return {Dtype.MXFP8: _MXFP8, Dtype.NVFP4: _NVFP4}.get(workload.precision)
+
+
+def kept_bytes(operand: OperandFormat, rows: Any, width: int, groups: int) -> Any:
+    """Return the bytes of a converted input [rows, width], numbers and scales.
+
+    Numbers of 4 bits are packed in pairs. A scale of a tensor is there once for each of `groups`.
+    """
+    is_packed = operand.number is NarrowFormat.E2M1
+    nbytes = rows * (-(-width // 2) if is_packed else width)
+    if operand.block:
+        nbytes = nbytes + rows * operand.scale.nbytes * -(-width // operand.block)
+    has_tensor_scale = not operand.block or operand.scale is ScaleFormat.E4M3
+    return nbytes + 4 * groups * has_tensor_scale
+
+
+def kept_width(model: ModelSpec, layout: Layout, tensor: SavedTensor) -> int:
+    """Return the width of a saved tensor that the engine keeps converted; 0 for all others.
+
+    The router keeps its input in 16 bits, and attention its output: layers that read these too keep
+    no copy.
+    """
+    spec = model.attention
+    widths = {
+        (Module.ATTENTION, "input_norm_out"): model.hidden_size,
+        (Module.ATTENTION, "q_latent"): spec.q_lora_rank,
+        (Module.ATTENTION, "kv_latent"): spec.kv_lora_rank,
+        (Module.DENSE_MLP, "post_norm_out"): model.hidden_size,
+        (Module.DENSE_MLP, "activation"): model.dense_ffn_size // layout.tp,
+    }
+    if model.moe is not None:
+        widths |= {
+            (Module.EXPERTS, "permuted"): model.expert_width,
+            (Module.EXPERTS, "activation"): model.moe.ffn_size // layout.etp,
+            (Module.SHARED_EXPERTS, "activation"): model.moe.shared_ffn_size // layout.tp,
+        }
+    return widths.get((tensor.owner, tensor.name), 0)
