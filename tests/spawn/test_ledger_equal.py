@@ -13,13 +13,15 @@ from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
+from moewright.rules.low_precision import find_recipe
 from moewright.rules.parameters import count_parameters
 from moewright.rules.recompute import activation_nbytes
-from moewright.spec.layout import Overlap, Schedule
+from moewright.spec.layout import Layout, Overlap, Schedule
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
+    ModelSpec,
     QkNorm,
     RopeSpec,
     RouterSpec,
@@ -33,6 +35,7 @@ from moewright.spec.workload import (
     LossSpec,
     MatrixUpdate,
     TensorScaling,
+    Workload,
 )
 from selection import thorough
 
@@ -415,6 +418,21 @@ def assert_ledgers_equal(plan: Plan, tmp_path: Path) -> None:
         _assert_storages_bounded(plan, predicted, counted)
 
 
+def _conversion_bytes(workload: Workload, model: ModelSpec, layout: Layout) -> int:
+    """Return the bytes that converting a layer's experts has at once on a CPU.
+
+    They are in fp32 and, of numbers of 4 bits, in int64, padded to blocks on both sides: at most 40
+    bytes a number.
+    """
+    recipe = find_recipe(workload)
+    assert recipe is not None
+    assert model.moe is not None
+    block = recipe.weights.block or 1
+    sides = (2 * model.moe.ffn_size, model.hidden_size)
+    rows, columns = (-(-side // block) * block for side in sides)
+    return 40 * model.moe.experts // layout.ep * rows * columns
+
+
 _SAVED = (Component.ACTIVATIONS, Component.LOGITS, Component.TRANSIENT)
 # Rotary tables, counters and scalars, of which no ledger speaks.
 _TABLES = 8 << 10
@@ -449,8 +467,7 @@ def _assert_storages_bounded(plan: Plan, predicted: Ledger, counted: Ledger) -> 
         under_way = c * count_parameters(model).total
     largest = 12 * tokens * max(model.vocab_size, 8 * model.hidden_size) + weights
     if workload.precision.is_narrow and model.moe is not None:
-        # Conversion on a CPU has three fp32 copies of an operand, such as a layer's experts.
-        largest += 12 * 2 * model.moe.experts * model.moe.ffn_size * model.hidden_size // layout.ep
+        largest += _conversion_bytes(workload, model, layout)
     storages = counted.storages
     assert states <= storages.resident <= states + under_way + _TABLES
     kept = states + saved
