@@ -32,6 +32,7 @@ from moewright.spec.workload import (
     MatrixUpdate,
     MuonSpec,
     SaveMode,
+    TensorScaling,
     Workload,
 )
 
@@ -70,14 +71,17 @@ def workload_flags(workload: Workload, layout: Layout, hardware: Hardware) -> It
     yield from _data_flags(workload)
 
 
-def fp8_recipe(precision: Dtype, hardware: Hardware) -> tuple[str, str]:
+def fp8_recipe(workload: Workload, hardware: Hardware) -> tuple[str, str]:
     """Return Megatron's FP8 format and recipe.
 
     FP8 has a scale for each tensor, MXFP8 one for each block, in the size that the device's tensor
     cores take: 32 elements (MX) where the datasheet gives an MXFP8 peak of its own, 128 on Hopper.
     """
-    if precision is Dtype.FP8:
-        return "hybrid", "tensorwise"
+    if workload.precision is Dtype.FP8:
+        if workload.tensor_scaling is TensorScaling.BLOCKWISE:
+            return "e4m3", "blockwise"
+        is_delayed = workload.tensor_scaling is TensorScaling.DELAYED
+        return "hybrid", "delayed" if is_delayed else "tensorwise"
     return "e4m3", "mxfp8" if has_mx_tensor_cores(hardware) else "blockwise"
 
 
@@ -224,7 +228,7 @@ def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
         yield "--fp4-format", "e2m1"
         yield "--fp4-recipe", "nvfp4"
     elif precision.is_narrow:
-        fp8_format, recipe = fp8_recipe(precision, hardware)
+        fp8_format, recipe = fp8_recipe(workload, hardware)
         yield "--fp8-format", fp8_format
         yield "--fp8-recipe", recipe
     if workload.grad_dtype is Dtype.BF16:
