@@ -20,7 +20,17 @@ from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DataSpec, DropPolicy, Dtype, LossSpec, RouterTraining, Workload
+from moewright.spec.workload import (
+    DataSpec,
+    DropPolicy,
+    Dtype,
+    LossSpec,
+    MatrixUpdate,
+    OptimizerSpec,
+    RouterTraining,
+    TensorScaling,
+    Workload,
+)
 from selection import thorough
 
 
@@ -76,6 +86,30 @@ def test_any_rank_of_any_world_is_as_predicted(
     )
     for rank in {0, world_size // 2 + 1, world_size - 1} if world_size > 1 else {0}:
         assert_as_predicted(tiny_jobs.MODEL, work, layout, rank)
+
+
+@pytest.mark.parametrize(
+    ("text", "precision", "scaling"),
+    [
+        ("ep8", Dtype.MXFP8, TensorScaling.CURRENT),
+        thorough("tp2,ep4,etp2", Dtype.FP8, TensorScaling.BLOCKWISE),
+        thorough("ep4,zero3", Dtype.FP8, TensorScaling.CURRENT),
+        thorough("ep8", Dtype.NVFP4, TensorScaling.CURRENT),
+    ],
+)
+def test_narrow_products_in_a_large_world(
+    text: str, precision: Dtype, scaling: TensorScaling
+) -> None:
+    layout = parse_layout(text, world_size=64)
+    work = Workload(seq_len=32, global_batch=64, precision=precision, tensor_scaling=scaling)
+    assert_as_predicted(tiny_jobs.MODEL, work, layout, 5)
+
+
+def test_muon_in_a_large_world() -> None:
+    work = Workload(
+        seq_len=32, global_batch=64, optimizer=OptimizerSpec(matrix_update=MatrixUpdate.MUON)
+    )
+    assert_as_predicted(tiny_jobs.MODEL, work, parse_layout("tp2,ep4", world_size=64), 5)
 
 
 def test_sinks_windows_and_biases_of_gpt_oss() -> None:
