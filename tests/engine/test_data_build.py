@@ -17,9 +17,9 @@ from moewright.engine.data.build_corpus import (
     CorpusOptions,
     RebuildPolicy,
     build_corpus,
-    find_heldout_limit,
-    read_corpus,
 )
+from moewright.engine.data.census import find_heldout_limit
+from moewright.engine.data.corpus import read_corpus
 from moewright.engine.data.indexed import open_indexed
 from moewright.engine.data.source import STDLIB_EXCLUDED, DocumentReader, SkipReason, find_source
 from moewright.engine.data.tokenizer import TokenizerKind, load_tokenizer, train_bpe

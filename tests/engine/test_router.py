@@ -20,6 +20,7 @@ from moewright.engine.kernels.fused.reference import TorchKernels, choose_expert
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.model.router import Router, select_experts, sinkhorn
 from moewright.engine.model.router_jitter import uniform_noise
 from moewright.engine.model.transformer import draw_initial_value
@@ -425,3 +426,39 @@ def test_copies_are_the_distinct_ranks_of_each_token() -> None:
     reached = 4 * (1 - comb(12, 4) / comb(16, 4))
     assert copies.sum() / 4000 == pytest.approx(reached, abs=3 * 0.7 / 4000**0.5)
     assert (mask_repeats(torch.full((5, 4), 16) // 4, 4) == 4).all()  # dropped slots go nowhere
+
+
+@pytest.mark.parametrize("spec", [RouterSpec(top_k=2), SIGMOID])
+def test_losses_and_loads_are_those_of_the_tokens_that_count_alone(spec: RouterSpec) -> None:
+    """Left out are ten tokens of the first sequence, and all of the third."""
+    torch.manual_seed(3)
+    x = torch.randn(96, MODEL.hidden_size)
+    is_counted = torch.ones(3, 32, dtype=torch.bool)
+    is_counted[0, 5:15] = False
+    is_counted[2] = False
+    for loss in (
+        LossSpec(aux_coeff=0.1),
+        LossSpec(global_aux_coeff=0.1),
+        LossSpec(z_coeff=0.1),
+    ):
+        router = build_router(spec, loss)
+        tokens = torch.zeros(3, 32, dtype=torch.int64)
+        batch = build_micro_batch(router._runtime, tokens, tokens, None, is_counted)
+        _, masked = router(x, counted=batch.counted)
+        masked.sum().backward()
+        masked_grad = router.weight.grad
+        router.weight.grad = None
+        router.begin_step()
+        selection, alone = router(x[is_counted.flatten()])
+        alone.sum().backward()
+        torch.testing.assert_close(masked, alone)
+        torch.testing.assert_close(masked_grad, router.weight.grad)
+        router(x, counted=batch.counted)
+        assert router.counted_loads.tolist() == selection.counts.tolist()
+    sequences = build_router(spec, LossSpec(seq_aux_coeff=0.1))
+    batch_router = build_router(spec, LossSpec(aux_coeff=0.1))
+    batch_router.weight = sequences.weight
+    rows = [part[mask] for part, mask in zip(x.split(32), is_counted, strict=True) if mask.any()]
+    losses = [batch_router(row)[1].sum() for row in rows]
+    expected = torch.stack(losses).sum() / 3  # the third sequence has none
+    torch.testing.assert_close(sequences(x, counted=batch.counted)[1].sum(), expected)

@@ -226,10 +226,17 @@ def fill_attended_share(workload: Workload) -> Workload:
         or not Path(f"{data.train}.idx").is_file()
     ):
         return workload
-    from moewright.engine.data.indexed import open_indexed  # needs no torch, but takes a moment
+    # These need no torch, but take a moment.
+    from moewright.engine.data.indexed import open_indexed
+    from moewright.engine.data.packing import is_chat_pair, open_chats, pack_chats, packed_share
     from moewright.engine.data.sampler import attended_share
 
-    share = attended_share(open_indexed(Path(data.train)), seq_len=workload.seq_len)
+    prefix = Path(data.train)
+    if is_chat_pair(prefix):
+        chats = open_chats(prefix)
+        share = packed_share(chats, pack_chats(chats, seq_len=workload.seq_len))
+    else:
+        share = attended_share(open_indexed(prefix), seq_len=workload.seq_len)
     return replace(workload, data=replace(data, attended_share=share))
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from moewright.engine.data.build_corpus import BuildReport, CorpusOptions
+    from moewright.engine.data.chat_encoder import ChatOptions
 
 _MADE_TOKENIZERS = ("bpe", "bytes")
 
@@ -42,6 +43,12 @@ class CorpusFlags:
     limit
         Text to read at most, such as 16MB or 2GB, a fair sample of the files; all of it when not
         given.
+    chats
+        The records are chats: messages, conversations (ShareGPT), or prompt and completion. They
+        are written by the chat template of the folder that --tokenizer names, and the assistant's
+        tokens alone are learnt.
+    chat_template
+        With --chats, a file with the template, in place of the folder's own.
     """
 
     field: str = "text"
@@ -49,6 +56,30 @@ class CorpusFlags:
     vocab_size: Count = 4096
     heldout: float = 0.05
     limit: str = ""
+    chats: Flag = False
+    chat_template: Path | None = None
+
+    def to_chat_options(self) -> ChatOptions:
+        """Return the options of a build of chats.
+
+        Raises:
+            BadInput: for a tokenizer without a folder, or an option that chats do not have.
+        """
+        from moewright.engine.data.chat_encoder import ChatOptions
+
+        if self.tokenizer in _MADE_TOKENIZERS:
+            rule = "of chats is that of the model: a folder with tokenizer.json and its template"
+            nearest = "the Hugging Face folder of the model"
+            raise BadInput(
+                Reason(field="--tokenizer", value=self.tokenizer, rule=rule, nearest=nearest)
+            )
+        if self.limit:
+            raise BadInput(Reason(field="--limit", value=self.limit, rule="is not for --chats"))
+        return ChatOptions(
+            tokenizer=_find_tokenizer(self.tokenizer),
+            template=self.chat_template,
+            heldout_fraction=self.heldout,
+        )
 
     def to_options(self) -> CorpusOptions:
         """Return the options of the build.
@@ -60,6 +91,11 @@ class CorpusFlags:
         from moewright.engine.data.build_corpus import CorpusOptions
         from moewright.engine.data.tokenizer import TokenizerKind
 
+        if self.chat_template is not None:
+            rule = "is for --chats"
+            raise BadInput(
+                Reason(field="--chat-template", value=str(self.chat_template), rule=rule)
+            )
         kind = TokenizerKind.PUBLISHED
         path = None
         if self.tokenizer in _MADE_TOKENIZERS:
@@ -87,9 +123,9 @@ def data_build(
     corpus: CorpusFlags = DEFAULT_CORPUS_FLAGS,
     force: Flag = False,
 ) -> int:
-    """Turn text into Megatron .bin/.idx files for training and held-out loss.
+    """Turn text or chats into Megatron .bin/.idx files for training and held-out loss.
 
-    A build that was interrupted goes on where it stopped.
+    A build of text that was interrupted goes on where it stopped.
 
     Parameters
     ----------
@@ -101,10 +137,21 @@ def data_build(
     force
         Build again even when the folder holds this very data.
     """
+    from moewright.engine.data.build_chats import build_chats
     from moewright.engine.data.build_corpus import RebuildPolicy, build_corpus
 
-    options = corpus.to_options()
     rebuild = RebuildPolicy.ALWAYS if force else RebuildPolicy.IF_CHANGED
+    if corpus.chats:
+        if source is None:
+            raise BadInput(Reason(field="source", rule="is needed with --chats: a file or folder"))
+        chat_options = corpus.to_chat_options()
+        with _show_progress() as report_progress:
+            result = build_chats(
+                source, out, chat_options, rebuild=rebuild, report_progress=report_progress
+            )
+        _print_chat_report(out, result)
+        return 0
+    options = corpus.to_options()
     with _show_progress() as report_progress:
         result = build_corpus(
             source, out, options, rebuild=rebuild, report_progress=report_progress
@@ -120,6 +167,25 @@ def _find_tokenizer(text: str) -> Path:
         nearest = closest_match(text, _MADE_TOKENIZERS)
         raise BadInput(Reason(field="--tokenizer", value=text, rule=rule, nearest=nearest))
     return path
+
+
+def _print_chat_report(out: Path, result: BuildReport) -> None:
+    from moewright.engine.data.build_corpus import BuildOutcome
+    from moewright.spec.units import format_seconds
+
+    corpus = result.corpus
+    if result.outcome is BuildOutcome.REUSED:
+        print(f"{out} already holds these chats; --force builds them again")
+    heldout = "nothing held out"
+    if corpus.heldout.documents:
+        heldout = f"{corpus.heldout.documents:,} held out"
+    learnt = corpus.train.learnt_tokens / max(1, corpus.train.tokens)
+    print(
+        f"{out}: {corpus.train.documents:,} samples of {corpus.train.tokens:,} tokens to train "
+        f"on, of which {learnt:.0%} are the assistant's; {heldout}; the longest sample has "
+        f"{corpus.longest.tokens:,} tokens ({corpus.longest.where}); "
+        f"{format_seconds(result.seconds)}"
+    )
 
 
 def _print_report(out: Path, options: CorpusOptions, result: BuildReport) -> None:

@@ -165,8 +165,9 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("train.moment_dtype", workload.optimizer.moment_dtype, (Dtype.FP32, Dtype.BF16)),
     )
     trainer = workload.trainer
+    task = workload.fine_tuning.task
     choices = (
-        ("task", workload.fine_tuning.task, Task.PRETRAIN),
+        ("task", task, Task.SFT if task is Task.LORA else task),
         ("attention_backend", trainer.attention_backend, AttentionBackend.FLASH),
         ("attention_dropout", trainer.attention_dropout, 0.0),
         ("hidden_dropout", trainer.hidden_dropout, 0.0),

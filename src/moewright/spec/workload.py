@@ -275,7 +275,7 @@ class FineTuningSpec:
     """What of a model is trained.
 
     Under LoRA every weight is frozen, and linears of attention and of dense and shared MLPs have an
-    adapter. Plans know it; the engine trains whole models.
+    adapter. Plans know it; the engine trains whole models, on text or on packed chats.
     """
 
     task: Task = Task.PRETRAIN  # what the job trains for

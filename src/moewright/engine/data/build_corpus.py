@@ -9,19 +9,27 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import tokenizers
 
 from moewright.codec import read_json, write_json
 from moewright.codec.folder_lock import lock_folder
+from moewright.engine.data.census import DocumentCensus, find_heldout_limit, hash_document
+from moewright.engine.data.corpus import (
+    CORPUS_FILE,
+    Corpus,
+    CorpusKind,
+    CorpusSplit,
+    learnt_prefix,
+    read_corpus,
+)
 from moewright.engine.data.indexed import IndexedDataset, IndexedWriter, open_indexed, token_dtype
 from moewright.engine.data.source import DocumentReader, SkipReason, TextSource, find_source
 from moewright.engine.data.tokenizer import (
@@ -38,7 +46,6 @@ from moewright.engine.data.unigram import unigram_entropy
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DataSpec
 
-CORPUS_FILE = "corpus.json"
 # A part of the stamp: raise it when the same input gives other files.
 BUILD_VERSION = 2
 _PROGRESS_FILE = ".build.json"
@@ -65,37 +72,6 @@ class BuildOutcome(StrEnum):
 
     BUILT = "built"
     REUSED = "reused"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CorpusSplit:
-    """One pair of files; tokens include one end-of-document token for each document."""
-
-    documents: int = 0
-    tokens: int = 0
-    fingerprint: str = ""  # "" where there is no pair
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Corpus:
-    """A corpus, as corpus.json describes it.
-
-    `unigram_entropy` is in nats a token: held-out tokens under the train unigram distribution; 0
-    where nothing is held out. `stamp` identifies the source, the parameters and the versions that
-    made the corpus.
-    """
-
-    source: str
-    files: int
-    skipped_files: int  # not UTF-8 text, or unreadable
-    text_bytes: int
-    tokenizer: TokenizerKind
-    vocab_size: int
-    train: CorpusSplit
-    heldout: CorpusSplit
-    unigram_entropy: float
-    stamp: str
-    empty_documents: int = 0  # left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,17 +117,6 @@ class _BuildProgress:
     heldout: CorpusSplit = field(default_factory=CorpusSplit)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _DocumentCensus:
-    """The documents of a source as their first 64 hash bits and their characters [documents]."""
-
-    hashes: npt.NDArray[np.uint64]
-    chars: npt.NDArray[np.int64]
-    files: int
-    text_bytes: int
-    skipped: Mapping[SkipReason, int]
-
-
 def build_corpus(
     source: Path | None,
     out: Path,
@@ -176,18 +141,15 @@ def build_corpus(
     _check_options(options, out)
     text_source = find_source(source, out)
     stamp = _stamp(text_source, options)
-    corpus = _read_intact_corpus(out, stamp) if rebuild is RebuildPolicy.IF_CHANGED else None
+    corpus = read_intact_corpus(out, stamp) if rebuild is RebuildPolicy.IF_CHANGED else None
     outcome = BuildOutcome.REUSED
     encode_s = 0.0
     resumed_documents = 0
     if corpus is None:
         outcome = BuildOutcome.BUILT
         build = _CorpusBuild(text_source, out, options, stamp, report_progress)
-        try:
+        with wrap_write_errors(out):
             corpus = build.run(is_resumable=rebuild is RebuildPolicy.IF_CHANGED)
-        except OSError as error:
-            rule = f"cannot be written: {error.strerror or error}"
-            raise BadInput(Reason(field=str(out), rule=rule)) from error
         encode_s = build.encode_s
         resumed_documents = build.resumed_documents
     return BuildReport(
@@ -204,46 +166,14 @@ def build_corpus(
     )
 
 
-def read_corpus(out: Path) -> Corpus:
-    """Read the corpus.json of a folder, or raise BadInput."""
-    return read_json(Corpus, out / CORPUS_FILE)
-
-
-def corpus_entropy(train: IndexedDataset, heldout: IndexedDataset, vocab_size: int) -> float:
-    """Return the unigram entropy of two pairs: that of their corpus.json, or counted anew."""
-    with suppress(BadInput):  # pairs of other programs have no corpus.json
-        corpus = read_corpus(heldout.prefix.parent)
-        if (corpus.train.fingerprint, corpus.heldout.fingerprint) == (
-            train.fingerprint,
-            heldout.fingerprint,
-        ):
-            return corpus.unigram_entropy
-    return unigram_entropy(train, heldout, vocab_size)
-
-
-def find_heldout_limit(
-    hashes: npt.NDArray[np.uint64], chars: npt.NDArray[np.int64], fraction: float, root: str
-) -> int:
-    """Return the hash below which documents are held out.
-
-    They are the documents with the smallest hashes whose characters are `fraction` of all, one at
-    least; equal documents have one hash. 0 where the fraction is 0.
-
-    Raises:
-        BadInput: when one side would be empty.
-    """
-    unique, inverse = np.unique(hashes, return_inverse=True)
-    if fraction == 0 and len(unique):
-        return 0
-    if len(unique) < 2:
-        rule = (
-            "needs two different documents of UTF-8 text at least, one to train on and one to "
-            "hold out"
-        )
-        raise BadInput(Reason(field="source", rule=rule, value=f"{root} with {len(unique)}"))
-    sums = np.cumsum(np.bincount(inverse, weights=chars))
-    heldout = 1 + int(np.searchsorted(sums, fraction * sums[-1]))
-    return int(unique[min(heldout, len(unique) - 1)])
+@contextmanager
+def wrap_write_errors(out: Path) -> Iterator[None]:
+    """Turn errors of the disk inside into a refusal of the folder `out`."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        raise BadInput(Reason(field=str(out), rule=rule)) from error
 
 
 class _CorpusBuild:
@@ -279,15 +209,15 @@ class _CorpusBuild:
         with lock_folder(self._out):
             return self._write(census, limit, is_resumable=is_resumable)
 
-    def _take_census(self) -> _DocumentCensus:
+    def _take_census(self) -> DocumentCensus:
         hashes: list[int] = []
         chars: list[int] = []
         reader = self._open_reader()
         for document in reader:
-            hashes.append(_hash(document))
+            hashes.append(hash_document(document))
             chars.append(len(document))
             self._report_progress("reading", reader.file_bytes, self._total_bytes)
-        return _DocumentCensus(
+        return DocumentCensus(
             hashes=np.array(hashes, dtype=np.uint64),
             chars=np.array(chars, dtype=np.int64),
             files=reader.files,
@@ -299,7 +229,7 @@ class _CorpusBuild:
         options = self._options
         return DocumentReader(self._source, field=options.field, limit_bytes=options.limit_bytes)
 
-    def _write(self, census: _DocumentCensus, limit: int, *, is_resumable: bool) -> Corpus:
+    def _write(self, census: DocumentCensus, limit: int, *, is_resumable: bool) -> Corpus:
         progress_path = self._out / _PROGRESS_FILE
         progress = _read_progress(progress_path, self._stamp) if is_resumable else None
         if progress is None:
@@ -317,7 +247,7 @@ class _CorpusBuild:
         write_json(self._out / CORPUS_FILE, corpus)
         return corpus
 
-    def _make_tokenizer(self, census: _DocumentCensus, limit: int) -> Tokenizer:
+    def _make_tokenizer(self, census: DocumentCensus, limit: int) -> Tokenizer:
         options = self._options
         if options.tokenizer is TokenizerKind.BYTES:
             return build_byte_tokenizer()
@@ -329,7 +259,7 @@ class _CorpusBuild:
             shutil.copyfile(config, self._out / TOKENIZER_CONFIG_FILE)
         return load_tokenizer(path)
 
-    def _bpe_documents(self, census: _DocumentCensus, limit: int) -> Iterator[str]:
+    def _bpe_documents(self, census: DocumentCensus, limit: int) -> Iterator[str]:
         """Yield the documents to train a tokenizer on: all to train on, or a sample by hash."""
         share = min(1.0, _BPE_BYTES / max(1, census.text_bytes))
         stop = limit + int(share * (_HASHES - limit))
@@ -340,7 +270,7 @@ class _CorpusBuild:
                 yield document
 
     def _encode(
-        self, tokenizer: Tokenizer, census: _DocumentCensus, limit: int, progress: _BuildProgress
+        self, tokenizer: Tokenizer, census: DocumentCensus, limit: int, progress: _BuildProgress
     ) -> None:
         """Encode the documents after those of `progress` into both pairs, and finish them."""
         started = time.monotonic()
@@ -384,7 +314,7 @@ class _CorpusBuild:
         write_json(self._out / _PROGRESS_FILE, progress)
 
     def _describe(
-        self, census: _DocumentCensus, tokenizer: Tokenizer, *, has_heldout: bool
+        self, census: DocumentCensus, tokenizer: Tokenizer, *, has_heldout: bool
     ) -> Corpus:
         train = open_indexed(self._out / "train")
         heldout = open_indexed(self._out / "heldout") if has_heldout else None
@@ -405,10 +335,6 @@ class _CorpusBuild:
             stamp=self._stamp,
             empty_documents=empty,
         )
-
-
-def _hash(document: str) -> int:
-    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8], "big")
 
 
 def _stamp(source: TextSource, options: CorpusOptions) -> str:
@@ -468,17 +394,20 @@ def _read_progress(path: Path, stamp: str) -> _BuildProgress | None:
     return progress if progress.stamp == stamp else None
 
 
-def _read_intact_corpus(out: Path, stamp: str) -> Corpus | None:
+def read_intact_corpus(out: Path, stamp: str) -> Corpus | None:
     """Read the corpus in the folder, if it is the one of the stamp and its files are intact."""
     try:
         corpus = read_corpus(out)
         vocab_size = load_tokenizer(out / TOKENIZER_FILE).vocab_size
         if corpus.stamp != stamp or vocab_size != corpus.vocab_size:
             return None
-        splits = [("train", corpus.train)]
+        splits = [(out / "train", corpus.train)]
         if corpus.heldout.documents:
-            splits.append(("heldout", corpus.heldout))
-        fingerprints = [open_indexed(out / name).fingerprint for name, _ in splits]
+            splits.append((out / "heldout", corpus.heldout))
+        if corpus.kind is CorpusKind.CHATS:
+            for prefix, _ in splits:
+                open_indexed(learnt_prefix(prefix))
+        fingerprints = [open_indexed(prefix).fingerprint for prefix, _ in splits]
     except BadInput:
         return None
     return corpus if fingerprints == [split.fingerprint for _, split in splits] else None

@@ -178,6 +178,12 @@ def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[
         writer.discard()
 
 
+def remove_pair(prefix: Path) -> None:
+    """Remove the files of a pair, as far as they are there."""
+    for suffix in (".idx", ".bin", ".seal.json"):
+        _with_suffix(prefix, suffix).unlink(missing_ok=True)
+
+
 def open_indexed(prefix: Path) -> IndexedDataset:
     """Check a pair, and map it.
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.engine.data.build_corpus import CORPUS_FILE, read_corpus
-from moewright.engine.data.indexed import IndexedDataset, open_indexed
+from moewright.engine.data.corpus import CORPUS_FILE, read_corpus
+from moewright.engine.data.indexed import open_indexed
+from moewright.engine.data.packing import (
+    build_pack_sampler,
+    is_chat_pair,
+    open_chats,
+    pack_chats,
+)
 from moewright.engine.data.sampler import SampleOrder, build_sampler
 from moewright.engine.data.tokenizer import load_tokenizer
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DataSpec, Workload
+from moewright.spec.workload import DataSpec, DocumentMasking, Workload
 
 
 def check_data(model: ModelSpec, workload: Workload) -> str:
@@ -25,16 +31,18 @@ def check_data(model: ModelSpec, workload: Workload) -> str:
         rule = "is needed to train: the path of a .bin/.idx pair without its suffix"
         nearest = "out/train, from `moewright data build`"
         raise BadInput(Reason(field="data.train", rule=rule, nearest=nearest))
-    train = open_indexed(Path(data.train))
-    _require_global_batch(train, workload, SampleOrder.SHUFFLED)
+    fingerprint = _check_corpus(Path(data.train), workload, SampleOrder.SHUFFLED)
     if data.heldout:
-        heldout = open_indexed(Path(data.heldout))
-        _require_global_batch(heldout, workload, SampleOrder.SEQUENTIAL)
+        _check_corpus(Path(data.heldout), workload, SampleOrder.SEQUENTIAL)
     _check_vocabulary(data, model.vocab_size)
-    return train.fingerprint
+    return fingerprint
 
 
-def _require_global_batch(dataset: IndexedDataset, workload: Workload, order: SampleOrder) -> None:
+def _check_corpus(prefix: Path, workload: Workload, order: SampleOrder) -> str:
+    """Return the fingerprint of a corpus that fills a global batch."""
+    if is_chat_pair(prefix):
+        return _check_chats(prefix, workload, order)
+    dataset = open_indexed(prefix)
     build_sampler(
         dataset,
         seq_len=workload.seq_len,
@@ -42,6 +50,26 @@ def _require_global_batch(dataset: IndexedDataset, workload: Workload, order: Sa
         seed=workload.seed,
         order=order,
     )
+    return dataset.fingerprint
+
+
+def _check_chats(prefix: Path, workload: Workload, order: SampleOrder) -> str:
+    if workload.data.documents is not DocumentMasking.RESTARTED:
+        rule = f"{prefix} holds chats, which are packed and never attend each other"
+        raise BadInput(
+            Reason(
+                field="data.documents",
+                value=workload.data.documents,
+                rule=rule,
+                nearest=DocumentMasking.RESTARTED,
+            )
+        )
+    chats = open_chats(prefix)
+    packs = pack_chats(chats, seq_len=workload.seq_len)
+    build_pack_sampler(
+        chats, packs, global_batch=workload.global_batch, seed=workload.seed, order=order
+    )
+    return chats.fingerprint
 
 
 def _check_vocabulary(data: DataSpec, vocab_size: int) -> None:

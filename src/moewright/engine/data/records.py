@@ -1,4 +1,4 @@
-"""The texts of record files: JSON lines, plain or gzipped, Parquet and Arrow."""
+"""The records of files: JSON lines, plain or gzipped, Parquet and Arrow."""
 
 from __future__ import annotations
 
@@ -31,10 +31,23 @@ def read_records(path: Path, field: str) -> Iterator[str]:
         BadInput: naming the file and the line or row, where a record is broken, has no such field,
             or holds something else than text there; or the file cannot be read.
     """
+    for where, record in read_rows(path, field):
+        yield _text_of_record(record, field, where)
+
+
+def read_rows(path: Path, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield where each record of a file lies, as file and line, and its content as JSON data.
+
+    Of a file with columns, `field` alone is read where it is given.
+
+    Raises:
+        BadInput: naming the file and the line or row, where a record is broken; or the file cannot
+            be read.
+    """
     name = path.name.lower()
     try:
         if name.endswith(_JSON_LINES):
-            yield from _read_json_lines(path, field)
+            yield from _read_json_lines(path)
         elif name.endswith(_COLUMNAR):
             yield from _read_columns(path, field)
         else:
@@ -45,7 +58,7 @@ def read_records(path: Path, field: str) -> Iterator[str]:
         raise BadInput(Reason(field=str(path), rule=rule)) from error
 
 
-def _read_json_lines(path: Path, field: str) -> Iterator[str]:
+def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     open_file = gzip.open if path.name.lower().endswith(".gz") else open
     with open_file(path, "rb") as file:
         number = 0
@@ -56,7 +69,11 @@ def _read_json_lines(path: Path, field: str) -> Iterator[str]:
                 rule = f"is longer than {MAX_LINE_CHARS:,} bytes"
                 raise BadInput(Reason(field=where, rule=rule))
             if line.strip():
-                yield _text_of_record(_parse_line(line, where), field, where)
+                record = _parse_line(line, where)
+                if not isinstance(record, dict):
+                    rule = "is no JSON object; each line must be one"
+                    raise BadInput(Reason(field=where, rule=rule))
+                yield where, record
 
 
 def _parse_line(line: bytes, where: str) -> Any:
@@ -68,9 +85,6 @@ def _parse_line(line: bytes, where: str) -> Any:
 
 
 def _text_of_record(record: Any, field: str, where: str) -> str:
-    if not isinstance(record, dict):
-        rule = "is no JSON object; each line must be one, with a field of text"
-        raise BadInput(Reason(field=where, rule=rule))
     if field not in record:
         _refuse_field(where, field, list(record))
     text = record[field]
@@ -83,8 +97,8 @@ def _text_of_record(record: Any, field: str, where: str) -> str:
     return text.encode("utf-8", "replace").decode()  # a lone surrogate has no bytes
 
 
-def _read_columns(path: Path, field: str) -> Iterator[str]:
-    """Yield the column of a Parquet or Arrow file, batch by batch."""
+def _read_columns(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a Parquet or Arrow file, batch by batch, of one column or of all."""
     try:
         import pyarrow
         from pyarrow import ipc, parquet
@@ -95,14 +109,15 @@ def _read_columns(path: Path, field: str) -> Iterator[str]:
         if path.name.lower().endswith(".parquet"):
             file = parquet.ParquetFile(path)
             _check_column(path, field, file.schema_arrow)
-            batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=[field])
+            batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=[field] if field else None)
         else:
             batches = _read_arrow_batches(path, field, pyarrow, ipc)
         row = 0
         for batch in batches:
-            for text in batch.column(field).to_pylist():
+            columns = batch.select([field]) if field else batch
+            for record in columns.to_pylist():
                 row += 1
-                yield _text_of_record({field: text}, field, f"{path}: row {row}")
+                yield f"{path}: row {row}", record
     except pyarrow.ArrowException as error:
         rule = f"is damaged: {error}"
         raise BadInput(Reason(field=str(path), rule=rule)) from error
@@ -123,7 +138,7 @@ def _read_arrow_batches(path: Path, field: str, pyarrow: Any, ipc: Any) -> Itera
 
 
 def _check_column(path: Path, field: str, schema: Any) -> None:
-    if field not in schema.names:
+    if field and field not in schema.names:
         _refuse_field(str(path), field, list(schema.names))
 
 

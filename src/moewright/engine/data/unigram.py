@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from moewright.engine.data.indexed import IndexedDataset, Tokens
+
+Counts = npt.NDArray[np.int64]
 
 # Of a longer stream, blocks are counted that are evenly spaced over it.
 _MAX_TOKENS = 1 << 26
@@ -16,9 +19,20 @@ def unigram_entropy(train: IndexedDataset, heldout: IndexedDataset, vocab_size: 
 
     One is added to every count (Laplace smoothing). Tokens outside the vocabulary are left out.
     """
-    counts = np.bincount(_sample(train, vocab_size), minlength=vocab_size) + 1.0
-    nats = np.log(counts.sum()) - np.log(counts)
-    return float(nats[_sample(heldout, vocab_size)].mean())
+    return unigram_nats(
+        np.bincount(_sample(train, vocab_size), minlength=vocab_size),
+        np.bincount(_sample(heldout, vocab_size), minlength=vocab_size),
+    )
+
+
+def unigram_nats(train_counts: Counts, heldout_counts: Counts) -> float:
+    """Return these nats from the counts of each token [vocab]; 0 where nothing is held out."""
+    total = int(heldout_counts.sum())
+    if not total:
+        return 0.0
+    smoothed = train_counts + 1.0
+    nats = np.log(smoothed.sum()) - np.log(smoothed)
+    return float(nats @ heldout_counts / total)
 
 
 def _sample(dataset: IndexedDataset, vocab_size: int) -> Tokens:

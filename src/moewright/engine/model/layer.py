@@ -73,5 +73,5 @@ class TransformerLayer(nn.Module):
             ):
                 if not self._is_moe:
                     return (x_tH + self.mlp(normed),)
-                out, aux_losses, sent_counts = self.moe(normed, decisions, context.first_sequence)
+                out, aux_losses, sent_counts = self.moe(normed, decisions, context)
                 return x_tH + out, aux_losses, sent_counts

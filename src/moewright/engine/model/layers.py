@@ -35,6 +35,7 @@ from moewright.engine.model.context_parallel import (
     scatter_heads,
 )
 from moewright.engine.model.linear_loss import LinearCrossEntropy
+from moewright.engine.model.micro_batch import CountedTokens
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.model.rope import rope_frequencies
 from moewright.engine.runtime import Runtime
@@ -143,7 +144,7 @@ class AttentionContext:
     Its tokens lie sequence after sequence. `blocks` say what each query attends, `window_blocks`
     what it attends in layers with a sliding window; cos and sin [S, D/2] or [sequences, S, D/2]
     fp32 are the rotation of each position. `first_sequence` is the number of the first sequence
-    over all of training; None in evaluation.
+    over all of training; None in evaluation. `counted` as in MicroBatch.
     """
 
     sequences: int
@@ -153,6 +154,7 @@ class AttentionContext:
     sin: torch.Tensor
     first_sequence: int | None
     kernels: KernelSet
+    counted: CountedTokens | None = None
 
     def rotate(self, x_BSHD: torch.Tensor) -> torch.Tensor:
         """Rotate queries or keys by position."""
@@ -186,7 +188,11 @@ class AttentionContextBuilder:
         self._full_blocks = self._plan_blocks(None)
 
     def build(
-        self, sequences: int, segments: Segments | None, first_sequence: int | None
+        self,
+        sequences: int,
+        segments: Segments | None,
+        first_sequence: int | None,
+        counted: CountedTokens | None = None,
     ) -> AttentionContext:
         """Build the context of a micro-batch; `segments` None means one document per sequence."""
         blocks, window_blocks = self._full_blocks
@@ -205,6 +211,7 @@ class AttentionContextBuilder:
             sin=sin,
             first_sequence=first_sequence,
             kernels=self._runtime.kernels,
+            counted=counted,
         )
 
     def _plan_blocks(self, segments: Segments | None) -> tuple[BlocksBySource, BlocksBySource]:

@@ -14,18 +14,36 @@ IGNORED_TARGET = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CountedTokens:
+    """The tokens of a micro-batch that router losses and statistics count, where not all do.
+
+    `mask` [t] fp32 is 1 for each of this rank's tokens between blocks that counts, and 0 for the
+    others; `sequence_totals` [t] fp32 are the tokens that count in the sequence of each, `total`
+    those of the whole micro-batch, of `sequences` sequences, on all ranks that share it. The last
+    two are 1 at least.
+    """
+
+    mask: torch.Tensor
+    sequence_totals: torch.Tensor
+    total: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Inputs and targets [mbs, seq_len / cp] int64 of this rank; a target below 0 has no loss.
 
     `mtp` has the inputs and targets of each MTP depth, each depth one token further ahead than the
     one before. `segments` are the packed documents of the micro-batch before CP splits it, whose
-    tokens attend only each other; None where every sequence is one segment.
+    tokens attend only each other; None where every sequence is one segment. `counted` None: all
+    tokens count.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     mtp: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     segments: Segments | None
+    counted: CountedTokens | None = None
 
 
 def build_micro_batch(
@@ -33,10 +51,12 @@ def build_micro_batch(
     inputs_BS: torch.Tensor,
     targets_BS: torch.Tensor,
     segments: Segments | None,
+    is_counted_BS: torch.Tensor | None = None,
 ) -> MicroBatch:
     """Build this rank's part of whole sequences.
 
-    The shifts for the MTP depths stay within a segment: none takes a token of the next one.
+    `is_counted_BS` says which tokens router losses and statistics count; None: all. The shifts for
+    the MTP depths stay within a segment: none takes a token of the next one.
     """
 
     def take_local(x_BS: torch.Tensor) -> torch.Tensor:
@@ -54,6 +74,27 @@ def build_micro_batch(
         targets=take_local(targets_BS),
         mtp=tuple(mtp),
         segments=segments,
+        counted=None if is_counted_BS is None else _count_tokens(runtime, is_counted_BS),
+    )
+
+
+def _count_tokens(runtime: Runtime, is_counted_BS: torch.Tensor) -> CountedTokens:
+    """Return this rank's part of the tokens that count.
+
+    With sequence parallelism the ranks of a TP group split the tokens.
+    """
+    totals_B = is_counted_BS.sum(1).clamp(min=1).float()
+    local_BS = is_counted_BS[:, runtime.positions].float()
+    totals_BS = totals_B[:, None].expand_as(local_BS)
+    layout = runtime.mesh.layout
+    tokens = local_BS.numel() // (layout.tp if layout.sp else 1)
+    first = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
+    own = slice(first, first + tokens)
+    return CountedTokens(
+        mask=local_BS.flatten()[own].to(runtime.device),
+        sequence_totals=totals_BS.flatten()[own].to(runtime.device),
+        total=max(1, int(is_counted_BS.sum())),
+        sequences=len(is_counted_BS),
     )
 
 

@@ -27,7 +27,7 @@ from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.experts import RoutedExperts
-from moewright.engine.model.layers import Mlp, Weight
+from moewright.engine.model.layers import AttentionContext, Mlp, Weight
 from moewright.engine.model.parallel_linear import ReplicatedLinear
 from moewright.engine.model.router import ExpertSelection, Router
 from moewright.engine.runtime import Runtime
@@ -208,28 +208,30 @@ class MoeLayer(torch.nn.Module):
         self,
         x_TH: torch.Tensor,
         decisions: RoutingDecisions | None,
-        first_sequence: int | None,
+        context: AttentionContext | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the layer; return its output, the auxiliary losses and the sent counts.
 
         `decisions` belong to the checkpointed block around this layer; None where there is none.
-        `first_sequence` as in AttentionContext.
+        `context` None: an evaluation of which all tokens count.
         """
         if self._runtime.recomputes(Recompute.MOE):
             with self._runtime.counters.scopes.enter(Module.ROUTER):
-                block = partial(self._block, RoutingDecisions(), first_sequence)
+                block = partial(self._block, RoutingDecisions(), context)
                 return run_checkpointed(self._runtime.counters, block, x_TH)
-        return self._block(decisions, first_sequence, x_TH)
+        return self._block(decisions, context, x_TH)
 
     def _block(
         self,
         decisions: RoutingDecisions | None,
-        first_sequence: int | None,
+        context: AttentionContext | None,
         x_TH: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         counters = self._runtime.counters
         with counters.scopes.enter(Module.ROUTER):
-            selection, aux_losses = self.router(x_TH, decisions, first_sequence)
+            first_sequence = context.first_sequence if context else None
+            counted = context.counted if context else None
+            selection, aux_losses = self.router(x_TH, decisions, first_sequence, counted)
         split_shared = None
         with counters.scopes.enter(Module.EXPERTS):
             experts_Tk = self._drop_over_capacity(selection)

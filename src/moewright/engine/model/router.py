@@ -20,8 +20,10 @@ from moewright.engine.kernels.fused import reference
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.memory.saved_tensors import RoutingDecisions
 from moewright.engine.model.layers import Vector, Weight
+from moewright.engine.model.micro_batch import CountedTokens
 from moewright.engine.model.parallel_linear import RouterLinear
 from moewright.engine.model.router_jitter import uniform_noise
+from moewright.engine.model.router_losses import balance_loss, count_counted, z_loss
 from moewright.engine.runtime import Runtime
 from moewright.rules.parameters import selection_bias_name
 from moewright.spec.ledger import Module
@@ -107,26 +109,6 @@ def sinkhorn(logits_TE: torch.Tensor, iterations: int) -> torch.Tensor:
     return kernel * expert_scales / (kernel @ expert_scales)[:, None]
 
 
-def balance_loss(share: torch.Tensor, scores_TE: torch.Tensor, token_group: Group) -> torch.Tensor:
-    """Return this rank's part of E * sum_i f_i P_i (docs/formulas.md 4).
-
-    The ranks of `token_group` hold its tokens in equal numbers. f is the `share` of routed rows, of
-    all tokens together [E] or of each token's sequence [T,E]; P the mean score.
-    """
-    tokens, experts = scores_TE.shape
-    if share.dim() == 1:
-        return experts * (share * scores_TE.mean(0)).sum() / token_group.size
-    return experts * (share * scores_TE).sum() / (tokens * token_group.size)
-
-
-def z_loss(logits_TE: torch.Tensor, token_group: Group) -> torch.Tensor:
-    """Return this rank's part of the mean squared log-sum-exp of the router logits.
-
-    See docs/formulas.md 4.
-    """
-    return torch.logsumexp(logits_TE, -1).square().mean() / token_group.size
-
-
 def aux_loss_coefficients(loss: LossSpec) -> tuple[float, float, float, float]:
     """Return the coefficients of a router's auxiliary losses, in the order of these losses.
 
@@ -158,10 +140,10 @@ class Router(Weight):
         self.bias = Vector(runtime, experts) if self._spec.logit_bias else None
         is_fp64 = self._training.router_dtype is RouterDtype.FP64
         self._dtype = torch.float64 if is_fp64 else torch.float32
-        # The rows to each expert so far in this step, on all ranks, and the number of forward
-        # passes that routed them.
+        # The rows to each expert so far in this step, on all ranks.
         self._step_counts = torch.zeros(experts, dtype=torch.int64, device=device)
-        self._passes = 0
+        # The rows of this rank's tokens that count, where not all do, in this step.
+        self.counted_loads = torch.zeros(experts, dtype=torch.int64, device=device)
         self.selection_bias: torch.Tensor | None = None
         if self._spec.selection_bias:
             self.selection_bias = torch.zeros(experts, device=device)
@@ -171,11 +153,12 @@ class Router(Weight):
         x_TH: torch.Tensor,
         decisions: RoutingDecisions | None = None,
         first_sequence: int | None = None,
+        counted: CountedTokens | None = None,
     ) -> tuple[ExpertSelection, torch.Tensor]:
         """Select experts and compute the auxiliary losses.
 
         `decisions` belong to the checkpointed block around this layer; None where there is none.
-        `first_sequence` as in AttentionContext.
+        `first_sequence` and `counted` as in AttentionContext.
         """
         runtime = self._runtime
         noise = None
@@ -194,12 +177,12 @@ class Router(Weight):
         )
         shares = decisions.shares if decisions else None
         if shares is None:
-            shares = self._compute_shares(selection)
+            shares = self._compute_shares(selection, counted)
             if decisions is not None:
                 count_saved = runtime.saved_tensors.count_saved
                 decisions.experts = count_saved(selection.experts)
                 decisions.shares = tuple(map(count_saved, shares))
-        return selection, self._compute_losses(logits, selection, shares)
+        return selection, self._compute_losses(logits, selection, shares, counted)
 
     def _draw_noise(self, first_sequence: int, tokens: int, width: int) -> torch.Tensor:
         """Draw factors [T,H] fp32 of the router's input in training.
@@ -234,7 +217,7 @@ class Router(Weight):
     def begin_step(self) -> None:
         """Forget the counts of the last global batch."""
         self._step_counts.zero_()
-        self._passes = 0
+        self.counted_loads.zero_()
 
     @torch.no_grad()
     def update_selection_bias(self, counts_E: torch.Tensor) -> None:
@@ -247,7 +230,11 @@ class Router(Weight):
             self.selection_bias += self._training.bias_update_rate * (load.mean() - load).sign()
 
     def _compute_losses(
-        self, logits: torch.Tensor, selection: ExpertSelection, shares: tuple[torch.Tensor, ...]
+        self,
+        logits: torch.Tensor,
+        selection: ExpertSelection,
+        shares: tuple[torch.Tensor, ...],
+        counted: CountedTokens | None,
     ) -> torch.Tensor:
         loss = self._runtime.workload.loss
         token_group = self._runtime.mesh.group("tp_cp")
@@ -258,14 +245,17 @@ class Router(Weight):
         next_share = iter(shares)
         zero = logits.new_zeros(())
         losses = [
-            c * balance_loss(next(next_share), scores, token_group) if c else zero
+            c * balance_loss(next(next_share), scores, token_group, counted) if c else zero
             for c in balance_coefficients
         ]
-        losses.append(z_coefficient * z_loss(logits, token_group) if z_coefficient else zero)
+        z_part = z_loss(logits, token_group, counted) if z_coefficient else zero
+        losses.append(z_coefficient * z_part)
         return torch.stack(losses).float()
 
     @torch.no_grad()
-    def _compute_shares(self, selection: ExpertSelection) -> tuple[torch.Tensor, ...]:
+    def _compute_shares(
+        self, selection: ExpertSelection, counted: CountedTokens | None
+    ) -> tuple[torch.Tensor, ...]:
         """Return the share of routed rows that each expert got, for each balance loss that is on.
 
         The shares are those of the micro-batch [E], of each token's sequence [T,E] and of the
@@ -273,23 +263,27 @@ class Router(Weight):
         """
         loss = self._runtime.workload.loss
         mesh = self._runtime.mesh
-        rows = selection.experts.numel()
         token_group = mesh.group("tp_cp")
         batch_group = mesh.group("tp_cp_dp")
+        tokens, top_k = selection.experts.shape
+        counts = selection.counts
+        rows = tokens * top_k * token_group.size
+        if counted is not None:
+            counts = count_counted(selection.experts, len(counts), counted)
+            self.counted_loads += counts
+            rows = counted.total * top_k
         shares = []
         if loss.aux_coeff:
-            counts = all_reduce(selection.counts.clone(), token_group)
-            shares.append(counts / (rows * token_group.size))
+            shares.append(all_reduce(counts.clone(), token_group) / rows)
         if loss.seq_aux_coeff:
-            shares.append(self._compute_sequence_shares(selection, token_group))
+            shares.append(self._compute_sequence_shares(selection, token_group, counted))
         if loss.global_aux_coeff:
-            self._step_counts += all_reduce(selection.counts.clone(), batch_group)
-            self._passes += 1
-            shares.append(self._step_counts / (rows * batch_group.size * self._passes))
+            self._step_counts += all_reduce(counts.clone(), batch_group)
+            shares.append(self._step_counts / self._step_counts.sum().clamp(min=1))
         return tuple(shares)
 
     def _compute_sequence_shares(
-        self, selection: ExpertSelection, token_group: Group
+        self, selection: ExpertSelection, token_group: Group, counted: CountedTokens | None
     ) -> torch.Tensor:
         """Return the experts' shares over each token's sequence: [T,E].
 
@@ -306,9 +300,14 @@ class Router(Weight):
         sequence_of_token = token_numbers // rank_length
         sequences = tokens * (layout.tp if layout.sp else 1) // rank_length
         ids = sequence_of_token[:, None] * experts + selection.experts
-        counts = all_reduce(count_ids(ids, sequences * experts), token_group)
-        shares = counts.view(sequences, experts) / (rank_length * layout.cp * top_k)
-        return shares[sequence_of_token]
+        if counted is None:
+            counts = count_ids(ids, sequences * experts)
+        else:
+            counts = count_counted(ids, sequences * experts, counted)
+        counts = all_reduce(counts, token_group).view(sequences, experts)
+        if counted is None:
+            return (counts / (rank_length * layout.cp * top_k))[sequence_of_token]
+        return counts[sequence_of_token] / (counted.sequence_totals[:, None] * top_k)
 
     @torch.no_grad()
     def _force_experts(self, tokens: int, experts: int) -> torch.Tensor | None:

@@ -135,7 +135,9 @@ class Transformer(nn.Module):
             x_tH = self._embed(batch.inputs)
         assert x_tH is not None  # only the first chunk starts from ids
         results = _RouterResults()
-        context = self._contexts.build(len(batch.inputs), batch.segments, first_sequence)
+        context = self._contexts.build(
+            len(batch.inputs), batch.segments, first_sequence, batch.counted
+        )
         for layers, recomputes in self._checkpoints(held_chunk.layers):
             x_tH, *router_results = self._run_span(layers, recomputes, context, x_tH)
             results.add(router_results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import torch
 
 from moewright.engine.data.indexed import IndexedDataset
+from moewright.engine.data.packing import ChatDataset, PackedSequences, read_packed
 from moewright.engine.data.sampler import (
     Int64s,
     Sampler,
@@ -35,7 +37,7 @@ class BatchSource(Protocol):
 class HeldoutData:
     """A held-out corpus with the loss, in nats, of a model that knows token frequencies alone."""
 
-    loader: CorpusLoader
+    loader: CorpusLoader | ChatLoader
     unigram_entropy: float
 
 
@@ -52,18 +54,10 @@ class CorpusLoader:
 
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
         """Return this rank's part of a micro-batch; `step` and `micro_batch` count from 0."""
-        layout = runtime.mesh.layout
         workload = runtime.workload
-        ramped = workload if self.follows_rampup else replace(workload, ramp=BatchRampSpec())
-        samples = step_samples(ramped, step)
-        rows = micro_batch_rows(
-            global_batch=samples.size,
-            dp=layout.dp,
-            dp_rank=runtime.mesh.coordinate("dp"),
-            mbs=layout.mbs,
-            micro_batch=micro_batch,
+        ids = _find_sample_ids(
+            runtime, self.sampler, step, micro_batch, follows_rampup=self.follows_rampup
         )
-        ids = self.sampler.sample_ids(samples.first + rows.start, len(rows))
         tokens = read_samples(
             self.dataset, ids, seq_len=workload.seq_len, vocab_size=runtime.model.vocab_size
         )
@@ -86,7 +80,52 @@ class CorpusLoader:
             targets_BS[row, [end - 1 for end in ends]] = IGNORED_TARGET
             edges = sorted({0, *ends, seq_len})
             lengths += [stop - start for start, stop in pairwise(edges)]
-        cu_seqlens = torch.tensor(
-            [0, *accumulate(lengths)], dtype=torch.int32, device=runtime.device
+        return _build_segments(runtime, lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatLoader:
+    """A corpus of chats, packed into sequences, and the order in which these are read.
+
+    Each sample is a segment of its own, and so is padding. Router losses and statistics count the
+    tokens that have a target. `follows_rampup` as in CorpusLoader.
+    """
+
+    dataset: ChatDataset
+    packs: PackedSequences
+    sampler: Sampler
+    follows_rampup: bool
+
+    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        """Return this rank's part of a micro-batch; `step` and `micro_batch` count from 0."""
+        ids = _find_sample_ids(
+            runtime, self.sampler, step, micro_batch, follows_rampup=self.follows_rampup
         )
-        return Segments(lengths=tuple(lengths), cu_seqlens=cu_seqlens)
+        rows = read_packed(self.dataset, self.packs, ids, vocab_size=runtime.model.vocab_size)
+        inputs_BS = torch.from_numpy(rows.inputs)
+        targets_BS = torch.from_numpy(rows.targets)
+        segments = _build_segments(runtime, [length for row in rows.lengths for length in row])
+        return build_micro_batch(runtime, inputs_BS, targets_BS, segments, targets_BS >= 0)
+
+
+def _find_sample_ids(
+    runtime: Runtime, sampler: Sampler, step: int, micro_batch: int, *, follows_rampup: bool
+) -> Int64s:
+    """Return the samples of a micro-batch of this rank; `step` and `micro_batch` count from 0."""
+    layout = runtime.mesh.layout
+    workload = runtime.workload
+    ramped = workload if follows_rampup else replace(workload, ramp=BatchRampSpec())
+    samples = step_samples(ramped, step)
+    rows = micro_batch_rows(
+        global_batch=samples.size,
+        dp=layout.dp,
+        dp_rank=runtime.mesh.coordinate("dp"),
+        mbs=layout.mbs,
+        micro_batch=micro_batch,
+    )
+    return sampler.sample_ids(samples.first + rows.start, len(rows))
+
+
+def _build_segments(runtime: Runtime, lengths: Sequence[int]) -> Segments:
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=runtime.device)
+    return Segments(lengths=tuple(lengths), cu_seqlens=cu_seqlens)

@@ -155,9 +155,9 @@ class StepResult:
     expert_counts [micro-batches, MoE layers, E] are the token rows of this rank for each expert, 0
     in layers of other ranks. Where copies are counted (rules.routing), the last dim goes on with
     this rank's copies to each EP rank, then to each node. expert_loads [MoE layers, E] are the rows
-    summed over micro-batches and all ranks. router_losses [MoE layers, 4] fp64 are the auxiliary
-    losses of each layer as a Router returns them; `aux_loss` is their sum plus the loss of the MTP
-    depths.
+    of tokens that count, summed over micro-batches and all ranks. router_losses [MoE layers, 4]
+    fp64 are the auxiliary losses of each layer as a Router returns them; `aux_loss` is their sum
+    plus the loss of the MTP depths.
 
     attended_pairs and window_pairs are `attended` and `near` of a Selection, for this rank; 0 where
     documents do not bound attention.
@@ -191,6 +191,7 @@ class BackwardResult:
     window_pairs: int
     expert_counts: torch.Tensor
     router_losses: torch.Tensor  # on the CPU
+    counts_all_tokens: bool  # False where padding and masked tokens are left out of statistics
 
 
 def train_step(
@@ -226,8 +227,7 @@ def _train_step(
     backward = forward_backward(state, clock, step=step, stop_requested=stop_requested)
     before_update()
     apply_update(state, clock, backward, lr=lr)
-    experts = runtime.model.moe.experts if runtime.model.moe else 0
-    expert_loads = backward.expert_counts[:, :, :experts].sum(0)
+    expert_loads = _sum_expert_loads(state, backward)
     if expert_loads.numel():
         all_reduce(expert_loads, runtime.mesh.group("world"))
     if backward.is_finite:
@@ -251,6 +251,19 @@ def _train_step(
         router_losses=backward.router_losses,
         phases=clock.time_rows(),
     )
+
+
+def _sum_expert_loads(state: TrainState, backward: BackwardResult) -> torch.Tensor:
+    """Return this rank's rows to each expert in the step [MoE layers, E], of tokens that count."""
+    runtime = state.runtime
+    experts = runtime.model.moe.experts if runtime.model.moe else 0
+    loads = backward.expert_counts[:, :, :experts].sum(0)
+    if backward.counts_all_tokens:
+        return loads
+    loads.zero_()
+    for router in list_routers(state.model):
+        loads[runtime.model.routed_layers.index(router.layer_number)] = router.counted_loads
+    return loads
 
 
 def forward_backward(
@@ -319,6 +332,7 @@ def forward_backward(
         window_pairs=window_pairs,
         expert_counts=sums.expert_counts,
         router_losses=router_losses,
+        counts_all_tokens=all(batch.counted is None for batch in batches),
     )
 
 

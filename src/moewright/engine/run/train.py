@@ -20,8 +20,14 @@ import torch
 from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
 from moewright.engine.checkpoint import CheckpointSaver, Coordinator, require_space
 from moewright.engine.comm import collectives
-from moewright.engine.data.build_corpus import corpus_entropy
+from moewright.engine.data.corpus import corpus_entropy
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
+from moewright.engine.data.packing import (
+    build_pack_sampler,
+    is_chat_pair,
+    open_chats,
+    pack_chats,
+)
 from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import SampleOrder, build_sampler, count_whole_batches
 from moewright.engine.kernels.fused.select import unavailable_reasons
@@ -32,7 +38,7 @@ from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
 from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import build_train_state, init_distributed
-from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData
+from moewright.engine.run.corpus_loader import ChatLoader, CorpusLoader, HeldoutData
 from moewright.engine.run.corruption import StateGuard
 from moewright.engine.run.env import (
     is_triton_interpreted,
@@ -211,7 +217,7 @@ def _train_rank(
     )
     refuse_different_ranks(plan, comm)
     train_data = _open_data(plan, workload.data.train, SampleOrder.SHUFFLED)
-    heldout = _open_heldout(plan, train_data.dataset)
+    heldout = _open_heldout(plan, train_data)
     state = build_train_state(
         plan_job(plan),
         train_data,
@@ -304,29 +310,43 @@ def _train_rank(
     return RankOutcome.STOPPED if stopped else RankOutcome.DONE
 
 
-def _open_data(plan: Plan, prefix: str, order: SampleOrder) -> CorpusLoader:
+def _open_data(plan: Plan, prefix: str, order: SampleOrder) -> CorpusLoader | ChatLoader:
     """Open a corpus; only the training corpus, which is shuffled, follows the batch ramp-up."""
+    workload = plan.workload
+    follows_rampup = order is SampleOrder.SHUFFLED
+    if is_chat_pair(Path(prefix)):
+        chats = open_chats(Path(prefix))
+        packs = pack_chats(chats, seq_len=workload.seq_len)
+        sampler = build_pack_sampler(
+            chats, packs, global_batch=workload.global_batch, seed=workload.seed, order=order
+        )
+        return ChatLoader(
+            dataset=chats, packs=packs, sampler=sampler, follows_rampup=follows_rampup
+        )
     dataset = open_indexed(Path(prefix))
     sampler = build_sampler(
         dataset,
-        seq_len=plan.workload.seq_len,
-        global_batch=plan.workload.global_batch,
-        seed=plan.workload.seed,
+        seq_len=workload.seq_len,
+        global_batch=workload.global_batch,
+        seed=workload.seed,
         order=order,
     )
-    return CorpusLoader(
-        dataset=dataset, sampler=sampler, follows_rampup=order is SampleOrder.SHUFFLED
-    )
+    return CorpusLoader(dataset=dataset, sampler=sampler, follows_rampup=follows_rampup)
 
 
-def _open_heldout(plan: Plan, train: IndexedDataset) -> HeldoutData | None:
+def _open_heldout(plan: Plan, train: CorpusLoader | ChatLoader) -> HeldoutData | None:
     """Open the held-out corpus; None where the job names none."""
     data = plan.workload.data
     if not data.heldout:
         return None
     loader = _open_data(plan, data.heldout, SampleOrder.SEQUENTIAL)
-    entropy = corpus_entropy(train, loader.dataset, plan.model.vocab_size)
+    pairs = (_token_pair(train), _token_pair(loader))
+    entropy = corpus_entropy(*pairs, plan.model.vocab_size)
     return HeldoutData(loader=loader, unigram_entropy=entropy)
+
+
+def _token_pair(loader: CorpusLoader | ChatLoader) -> IndexedDataset:
+    return loader.dataset.tokens if isinstance(loader, ChatLoader) else loader.dataset
 
 
 def _build_background_comm(context: RankContext) -> Coordinator:

@@ -1,0 +1,291 @@
+"""Chats to a corpus for supervised fine-tuning: token pairs, and pairs that mark what is learnt.
+
+A document is one sample: a chat, or a part of it that the template renders on its own
+(chat_template). It is rendered and encoded as transformers does. Records are read twice and never
+held: once to see which are held out, once to write them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from moewright.codec import write_json, write_text
+from moewright.codec.folder_lock import lock_folder
+from moewright.engine.data.build_corpus import (
+    BuildOutcome,
+    BuildReport,
+    Progress,
+    RebuildPolicy,
+    read_intact_corpus,
+    wrap_write_errors,
+)
+from moewright.engine.data.census import find_heldout_limit, hash_document
+from moewright.engine.data.chat_encoder import ChatEncoder, ChatOptions, ChatSample
+from moewright.engine.data.chat_template import TEMPLATE_FILE
+from moewright.engine.data.chats import Chat, ChatSchema, parse_chat
+from moewright.engine.data.corpus import (
+    CORPUS_FILE,
+    Corpus,
+    CorpusKind,
+    CorpusSplit,
+    LongestSample,
+    learnt_prefix,
+)
+from moewright.engine.data.indexed import IndexedWriter, open_indexed, remove_pair, token_dtype
+from moewright.engine.data.records import is_record_file, read_rows
+from moewright.engine.data.source import TextSource, find_source
+from moewright.engine.data.tokenizer import (
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TokenizerKind,
+)
+from moewright.engine.data.unigram import unigram_nats
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import DataSpec
+
+# A part of the stamp: raise it when the same input gives other files.
+_BUILD_VERSION = 1
+_BATCH_CHATS = 256
+
+
+def build_chats(
+    source: Path,
+    out: Path,
+    options: ChatOptions,
+    *,
+    rebuild: RebuildPolicy = RebuildPolicy.IF_CHANGED,
+    report_progress: Progress = lambda _what, _done, _total: None,
+) -> BuildReport:
+    """Build a corpus of chats in folder `out`: all of it, or nothing.
+
+    The chats with the smallest content hashes are held out. A folder that holds the same corpus is
+    left alone.
+
+    Raises:
+        BadInput: naming the file and the line, where a record is broken, of another schema than
+            those before it, too long, or has nothing to learn; or the folder cannot be written.
+    """
+    started = time.monotonic()
+    encoder = ChatEncoder(options)
+    text_source = find_source(source, out)
+    _require_record_files(text_source)
+    stamp = _stamp(text_source, options, encoder)
+    corpus = read_intact_corpus(out, stamp) if rebuild is RebuildPolicy.IF_CHANGED else None
+    outcome = BuildOutcome.REUSED
+    if corpus is None:
+        outcome = BuildOutcome.BUILT
+        with wrap_write_errors(out):
+            build = _ChatBuild(text_source, out, options, encoder, report_progress)
+            corpus = build.run(stamp)
+    seconds = time.monotonic() - started
+    return BuildReport(
+        corpus=corpus,
+        outcome=outcome,
+        seconds=seconds,
+        data=DataSpec(
+            train=str(out / "train"),
+            heldout=str(out / "heldout") if corpus.heldout.documents else "",
+            tokenizer=str(out / TOKENIZER_FILE),
+        ),
+        encode_s=seconds,
+    )
+
+
+class _ChatBuild:
+    """One build of a corpus of chats, of which the folder holds nothing intact."""
+
+    def __init__(
+        self,
+        source: TextSource,
+        out: Path,
+        options: ChatOptions,
+        encoder: ChatEncoder,
+        report_progress: Progress,
+    ) -> None:
+        self._source = source
+        self._out = out
+        self._options = options
+        self._encoder = encoder
+        self._report_progress = report_progress
+        self._longest = LongestSample()
+        self._schema: ChatSchema | None = None
+
+    def run(self, stamp: str) -> Corpus:
+        """Write everything, or nothing where a chat is refused; corpus.json comes last."""
+        hashes = np.array(
+            [_hash_record(record) for _, record in _iterate_records(self._source)],
+            dtype=np.uint64,
+        )
+        if not len(hashes):
+            rule = "holds no chats"
+            raise BadInput(Reason(field="source", rule=rule, value=str(self._source.root)))
+        sizes = np.ones(len(hashes), dtype=np.int64)
+        fraction = self._options.heldout_fraction
+        limit = find_heldout_limit(hashes, sizes, fraction, str(self._source.root))
+        is_new = not self._out.exists()
+        self._out.mkdir(parents=True, exist_ok=True)
+        try:
+            with lock_folder(self._out):
+                return self._write(hashes, limit, stamp)
+        except BadInput:
+            if is_new:
+                shutil.rmtree(self._out, ignore_errors=True)
+            raise
+
+    def _write(self, hashes: npt.NDArray[np.uint64], limit: int, stamp: str) -> Corpus:
+        vocab_size = self._encoder.tokenizer.vocab_size
+        train = _SplitWriter(self._out / "train", vocab_size)
+        heldout = _SplitWriter(self._out / "heldout", vocab_size)
+        try:
+            records = _iterate_records(self._source)
+            total = len(hashes)
+            for first in range(0, total, _BATCH_CHATS):
+                batch = list(islice(records, _BATCH_CHATS))
+                chats = [(where, self._parse(record, where)) for where, record in batch]
+                keys = hashes[first : first + len(batch)].tolist()
+                for key, samples in zip(keys, self._encoder.encode(chats), strict=True):
+                    for sample in samples:
+                        self._note(sample)
+                        (heldout if key < limit else train).append(sample)
+                self._report_progress("encoding", first + len(batch), total)
+            (self._out / CORPUS_FILE).unlink(missing_ok=True)
+            self._copy_tokenizer()
+            splits = train.finish(), heldout.finish()
+        finally:
+            train.discard()
+            heldout.discard()
+        corpus = self._describe(splits, unigram_nats(train.counts, heldout.counts), stamp)
+        write_json(self._out / CORPUS_FILE, corpus)
+        return corpus
+
+    def _parse(self, record: Mapping[str, Any], where: str) -> Chat:
+        chat = parse_chat(record, where)
+        if self._schema is None:
+            self._schema = chat.schema
+        if chat.schema is not self._schema:
+            rule = f"is of schema {chat.schema}, and the chats before it of {self._schema}"
+            nearest = "one schema in all files"
+            raise BadInput(Reason(field=where, rule=rule, nearest=nearest))
+        return chat
+
+    def _note(self, sample: ChatSample) -> None:
+        """Count a sample, or refuse one that no sequence holds or that teaches nothing."""
+        tokens = len(sample.tokens)
+        limit = self._options.max_tokens
+        if limit and tokens > limit:
+            rule = f"gives a sample of {tokens:,} tokens; a sequence holds {limit:,}"
+            raise BadInput(Reason(field=sample.where, rule=rule, nearest="a shorter chat"))
+        if not sample.is_learnt[1:].any():
+            rule = "gives a sample without a token to learn"
+            raise BadInput(Reason(field=sample.where, rule=rule))
+        if tokens > self._longest.tokens:
+            self._longest = LongestSample(tokens=tokens, where=sample.where)
+
+    def _copy_tokenizer(self) -> None:
+        """Write the tokenizer, its configuration and the template as the folder has them."""
+        encoder = self._encoder
+        for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
+            if (encoder.folder / name).is_file():
+                shutil.copyfile(encoder.folder / name, self._out / name)
+        template = encoder.sources.get("default")
+        if template is not None:
+            write_text(self._out / TEMPLATE_FILE, template)
+
+    def _describe(
+        self, splits: tuple[CorpusSplit, CorpusSplit], unigram_entropy: float, stamp: str
+    ) -> Corpus:
+        return Corpus(
+            source=f"chats of {self._source.root.name}",
+            files=len(self._source.files),
+            skipped_files=0,
+            text_bytes=self._encoder.text_bytes,
+            tokenizer=TokenizerKind.PUBLISHED,
+            vocab_size=self._encoder.tokenizer.vocab_size,
+            train=splits[0],
+            heldout=splits[1],
+            unigram_entropy=unigram_entropy,
+            stamp=stamp,
+            kind=CorpusKind.CHATS,
+            longest=self._longest,
+        )
+
+
+class _SplitWriter:
+    """The two pairs of a split: tokens, and which of them are learnt."""
+
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
+        self._prefix = prefix
+        self._tokens = IndexedWriter(prefix, dtype=token_dtype(vocab_size))
+        self._learnt = IndexedWriter(learnt_prefix(prefix), dtype=np.dtype("<u1"))
+        self.counts = np.zeros(vocab_size, dtype=np.int64)  # of learnt tokens, by id
+
+    def append(self, sample: ChatSample) -> None:
+        self._tokens.append(sample.tokens)
+        self._learnt.append(sample.is_learnt)
+        learnt = sample.tokens[sample.is_learnt == 1]
+        self.counts += np.bincount(learnt, minlength=len(self.counts))
+
+    def finish(self) -> CorpusSplit:
+        """Put the pairs in their place, and describe them; a split without documents has none."""
+        if not self._tokens.documents:
+            for prefix in (self._prefix, learnt_prefix(self._prefix)):
+                remove_pair(prefix)
+            return CorpusSplit()
+        self._learnt.finish()
+        self._tokens.finish()
+        return CorpusSplit(
+            documents=self._tokens.documents,
+            tokens=self._tokens.tokens,
+            learnt_tokens=int(self.counts.sum()),
+            fingerprint=open_indexed(self._prefix).fingerprint,
+        )
+
+    def discard(self) -> None:
+        """Remove what was not finished."""
+        self._tokens.discard()
+        self._learnt.discard()
+
+
+def _iterate_records(source: TextSource) -> Iterator[tuple[str, Any]]:
+    for path in source.files:
+        yield from read_rows(path)
+
+
+def _hash_record(record: Any) -> int:
+    return hash_document(json.dumps(record, sort_keys=True, default=str))
+
+
+def _require_record_files(source: TextSource) -> None:
+    for path in source.files:
+        if not is_record_file(path):
+            rule = "is no file of records, so it holds no chats"
+            nearest = "JSON lines, one chat each, in a file that ends in .jsonl"
+            raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
+
+
+def _stamp(source: TextSource, options: ChatOptions, encoder: ChatEncoder) -> str:
+    """Return the identity of what is built: source, options, tokenizer, template and versions."""
+    parameters = (
+        source.stamp,
+        encoder.tokenizer.inner.to_str(),
+        sorted(encoder.sources.items()),
+        sorted(encoder.special_tokens.items()),
+        options.heldout_fraction,
+        options.max_tokens,
+        _BUILD_VERSION,
+        tokenizers.__version__,
+        jinja2.__version__,
+    )
+    return hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
