@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from moewright.cli.progress import show_bytes
-
-if TYPE_CHECKING:
-    from moewright.spec.model import ModelSpec
-    from moewright.spec.workload import Dtype
 
 
 def convert_import(hf_dir: Path, /, *, out: Path) -> int:
@@ -38,10 +34,16 @@ def convert_import(hf_dir: Path, /, *, out: Path) -> int:
 
 
 def convert_export(
-    checkpoint: Path, /, *, out: Path, dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    checkpoint: Path,
+    /,
+    *,
+    out: Path,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    tokenizer: Path | None = None,
 ) -> int:
     """Write a checkpoint of any layout as a Hugging Face folder that transformers loads.
 
+    The tokenizer, a generation config and the stub of a model card go with the weights of a run.
     What `convert import` wrote goes back byte for byte, but for packed weights, which go back in
     bf16.
 
@@ -54,26 +56,19 @@ def convert_export(
     dtype
         Dtype of the weights; when not given, that in which they were imported (bf16 for packed
         ones) or in which the run computed.
+    tokenizer
+        The folder whose tokenizer goes with the weights; when not given, that which the run started
+        from, or that of its data.
     """
-    from moewright.engine.checkpoint import find_checkpoint
-    from moewright.engine.hf.export_weights import plan_export, run_export
+    from moewright.api.finetuning import plan_run_export
+    from moewright.engine.hf.export_weights import run_export
     from moewright.spec.workload import Dtype
 
-    plan = plan_export(find_checkpoint(checkpoint), Dtype(dtype) if dtype else None, _config_text)
+    plan = plan_run_export(checkpoint, Dtype(dtype) if dtype else None, tokenizer)
     with _progress_bar(f"export {plan.checkpoint}", plan.nbytes) as advance:
         run_export(plan, out, advance)
     print(f"wrote {out}")
     return 0
-
-
-def _config_text(model: ModelSpec, dtype: Dtype) -> str:
-    """Return the config.json of a model whose weights have this dtype."""
-    import json
-
-    from moewright.intake.hf_write import build_config
-
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    return json.dumps({**build_config(model), "torch_dtype": names[dtype.value]}, indent=2) + "\n"
 
 
 @contextmanager

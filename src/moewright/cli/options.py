@@ -128,6 +128,39 @@ class PlanningOptions(BatchOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FineTuningOptions:
+    """Options that say how long and in which portions a model is fine-tuned.
+
+    Parameters
+    ----------
+    nproc
+        Processes to start; those of --on, or the GPUs of this machine, when not given.
+    epochs
+        Passes over the chats; 3 when not given.
+    seq_len
+        Tokens a sequence, into which chats are packed; when not given, the power of two that holds
+        the longest chat.
+    global_batch
+        Sequences a step; what makes some steps an epoch when not given.
+    lr
+        Peak learning rate; 1e-5 when not given.
+    heldout
+        Share of the chats that is held out of training.
+    chat_template
+        A file with the chat template, in place of the folder's own.
+    """
+
+    nproc: int | None = None
+    epochs: float | None = None
+    seq_len: OptionalCount = None
+    global_batch: OptionalCount = None
+    lr: float | None = None
+    heldout: float = 0.05
+    chat_template: Path | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankingOptions:
     """Options that say which layouts are shown, and in which order.
 

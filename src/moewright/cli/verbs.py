@@ -15,6 +15,7 @@ from moewright.cli.diagnose import diagnose
 from moewright.cli.dryrun import dryrun
 from moewright.cli.estimate import estimate
 from moewright.cli.export import export
+from moewright.cli.finetune import finetune
 from moewright.cli.fit import fit
 from moewright.cli.plan import plan
 from moewright.cli.report import report
@@ -43,6 +44,7 @@ def build_app() -> App:
     app.command(validate)
     app.command(fit)
     app.command(train)
+    app.command(finetune)
     app.command(verify)
     app.command(dryrun)
     app.command(upcycle)

@@ -135,7 +135,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for malformed JSON
         raise BadInput(Reason(field=str(path), rule=f"is not a tokenizer.json: {error}")) from error
-    markers = (END_OF_DOCUMENT, _read_eos_token(path.parent), *_END_MARKERS)
+    markers = (END_OF_DOCUMENT, read_eos_token(path.parent), *_END_MARKERS)
     marker = next((name for name in markers if inner.token_to_id(name) is not None), None)
     if marker is None:
         rule = (
@@ -146,7 +146,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return _build_tokenizer(inner, marker)
 
 
-def _read_eos_token(folder: Path) -> str:
+def read_eos_token(folder: Path) -> str:
     """Return the eos_token of a folder's tokenizer_config.json; "" where it names none."""
     path = folder / TOKENIZER_CONFIG_FILE
     if not path.is_file():

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -72,11 +72,19 @@ class HfOrigin:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Companions:
+    """Files that go beside weights: by name, what is copied from where, and what is written."""
+
+    copies: Mapping[str, Path] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExportPlan:
     """A checkpoint, and the files that it will be.
 
     `sources` maps the name of each tensor in the files to the name of the checkpoint's tensor that
-    it is made of, and to the part of it.
+    it is made of, and to the part of it. `texts` are written and `copies` copied beside them.
     """
 
     checkpoint: Path
@@ -84,6 +92,7 @@ class ExportPlan:
     sources: Mapping[str, tuple[str, HfTensor]]
     files: HeadersByFile
     texts: Mapping[str, str]
+    copies: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -99,13 +108,17 @@ def parse_stored_model(index: CheckpointIndex, checkpoint: Path) -> ModelSpec:
 
 
 def plan_export(
-    checkpoint: Path, dtype: Dtype | None, config: Callable[[ModelSpec, Dtype], str]
+    checkpoint: Path,
+    dtype: Dtype | None,
+    config: Callable[[ModelSpec, Dtype], str],
+    companions: Companions = Companions(),
 ) -> ExportPlan:
     """Plan the files of a checkpoint.
 
     A checkpoint that was imported is written as it came, unless a `dtype` is given. One of a run is
     written in the names of its family, in the precision that it was trained in, with the
-    config.json that `config` makes; so is one that was imported from packed weights, in bf16.
+    config.json that `config` makes; so is one that was imported from packed weights, in bf16. The
+    `companions` lie beside weights that do not go back as they came.
 
     Raises:
         BadInput: for a model with a tensor that Hugging Face has no name for.
@@ -135,11 +148,16 @@ def plan_export(
     if dtype is None:
         dtype = _stored_precision(index, checkpoint)
     files = _split_into_files(_build_headers(model, sources, dtype))
-    texts = {"config.json": config(model, dtype)}
+    texts = {**companions.texts, "config.json": config(model, dtype)}
     if len(files) > 1:
         texts[INDEX_FILE] = _index_text(files)
     return ExportPlan(
-        checkpoint=checkpoint, index=index, sources=sources, files=_sort_headers(files), texts=texts
+        checkpoint=checkpoint,
+        index=index,
+        sources=sources,
+        files=_sort_headers(files),
+        texts=texts,
+        copies=companions.copies,
     )
 
 
@@ -293,6 +311,8 @@ def run_export(plan: ExportPlan, out: Path, on_progress: ReportProgress) -> None
                 write_tensors(working / file, headers, tensors, {"format": "pt"})
         for name, text in plan.texts.items():
             write_text(working / name, text)
+        for name, path in plan.copies.items():
+            shutil.copyfile(path, working / name)
         fsync_directory(working)
         if out.exists():
             out.rmdir()

@@ -18,13 +18,13 @@ class CountedTokens:
     """The tokens of a micro-batch that router losses and statistics count, where not all do.
 
     `mask` [t] fp32 is 1 for each of this rank's tokens between blocks that counts, and 0 for the
-    others; `sequence_totals` [t] fp32 are the tokens that count in the sequence of each, `total`
-    those of the whole micro-batch, of `sequences` sequences, on all ranks that share it. The last
-    two are 1 at least.
+    others; `sequence_weights` [t] fp32 are the same over the tokens that count in the sequence of
+    each. `total` tokens count in the whole micro-batch of `sequences` sequences, on all ranks that
+    share it; it is 1 at least.
     """
 
     mask: torch.Tensor
-    sequence_totals: torch.Tensor
+    sequence_weights: torch.Tensor
     total: int
     sequences: int
 
@@ -83,16 +83,16 @@ def _count_tokens(runtime: Runtime, is_counted_BS: torch.Tensor) -> CountedToken
 
     With sequence parallelism the ranks of a TP group split the tokens.
     """
-    totals_B = is_counted_BS.sum(1).clamp(min=1).float()
+    totals_B = is_counted_BS.sum(1).clamp(min=1)
     local_BS = is_counted_BS[:, runtime.positions].float()
-    totals_BS = totals_B[:, None].expand_as(local_BS)
+    weights_BS = local_BS / totals_B[:, None]
     layout = runtime.mesh.layout
     tokens = local_BS.numel() // (layout.tp if layout.sp else 1)
     first = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
     own = slice(first, first + tokens)
     return CountedTokens(
         mask=local_BS.flatten()[own].to(runtime.device),
-        sequence_totals=totals_BS.flatten()[own].to(runtime.device),
+        sequence_weights=weights_BS.flatten()[own].to(runtime.device),
         total=max(1, int(is_counted_BS.sum())),
         sequences=len(is_counted_BS),
     )

@@ -307,7 +307,8 @@ class Router(Weight):
         counts = all_reduce(counts, token_group).view(sequences, experts)
         if counted is None:
             return (counts / (rank_length * layout.cp * top_k))[sequence_of_token]
-        return counts[sequence_of_token] / (counted.sequence_totals[:, None] * top_k)
+        totals = counts.sum(1, keepdim=True).clamp(min=1)
+        return (counts / totals)[sequence_of_token]
 
     @torch.no_grad()
     def _force_experts(self, tokens: int, experts: int) -> torch.Tensor | None:

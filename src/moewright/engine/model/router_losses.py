@@ -6,10 +6,25 @@ and no loss or statistic of the router knows them. Shapes: T tokens of this rank
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moewright.engine.comm.collectives import Group
 from moewright.engine.model.micro_batch import CountedTokens
+
+
+class WeightedSum(torch.autograd.Function):
+    """The sum of rows [T,N] times weights [T]; keeps the weights, which a micro-batch shares."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_TN: torch.Tensor, weights_T: torch.Tensor) -> torch.Tensor:
+        ctx.weights = weights_T
+        return (rows_TN * weights_T[:, None]).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad_N * ctx.weights[:, None].to(grad_N.dtype), None
 
 
 def balance_loss(
@@ -29,9 +44,10 @@ def balance_loss(
             return experts * (share * scores_TE.mean(0)).sum() / token_group.size
         return experts * (share * scores_TE).sum() / (tokens * token_group.size)
     if share.dim() == 1:
-        return experts * (share * (counted.mask @ scores_TE)).sum() / counted.total
-    weights_T = counted.mask / counted.sequence_totals
-    return experts * (weights_T @ (share * scores_TE)).sum() / counted.sequences
+        sums_E = WeightedSum.apply(scores_TE, counted.mask)
+        return experts * (share * sums_E).sum() / counted.total
+    sums_E = WeightedSum.apply(share * scores_TE, counted.sequence_weights)
+    return experts * sums_E.sum() / counted.sequences
 
 
 def z_loss(
@@ -44,7 +60,7 @@ def z_loss(
     squares_T = torch.logsumexp(logits_TE, -1).square()
     if counted is None:
         return squares_T.mean() / token_group.size
-    return (counted.mask * squares_T).sum() / counted.total
+    return WeightedSum.apply(squares_T[:, None], counted.mask).sum() / counted.total
 
 
 def count_counted(experts_Tk: torch.Tensor, experts: int, counted: CountedTokens) -> torch.Tensor:

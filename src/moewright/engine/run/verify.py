@@ -42,11 +42,12 @@ from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.router import list_routers
 from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.observe.record import clamp_to_finite
-from moewright.engine.optim.update_rules import adamw_update, sgd_update
+from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
 from moewright.engine.pipeline.executor import Key
 from moewright.engine.pipeline.run_batch import evaluate_batch
 from moewright.engine.run.batch_file import read_batch_workload
 from moewright.engine.run.build_state import build_train_state, init_distributed
+from moewright.engine.run.corpus_loader import BatchSource
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import (
     TrainState,
@@ -177,7 +178,14 @@ def _verify_rank(
     job: VerifyJob, workload: Workload, batches: FixedBatches, out: Path, context: RankContext
 ) -> RankOutcome:
     device = init_distributed(context)
-    state = _load_state(job, workload, batches, context.rank, device)
+    state = load_hf_state(
+        Job(model=job.model, workload=workload, layout=job.layout),
+        job.weights,
+        batches,
+        rank=context.rank,
+        device=device,
+        update_rule=sgd_update if job.update_kind is UpdateKind.SGD else adamw_update,
+    )
     outputs = _compute_outputs(state, batches)
     comm = Coordinator(
         rank=context.rank, world_size=context.world_size, gather=collectives.gather_json
@@ -205,10 +213,21 @@ def _verify_rank(
     return RankOutcome.DONE
 
 
-def _load_state(
-    job: VerifyJob, workload: Workload, batches: FixedBatches, rank: int, device: torch.device
+def load_hf_state(
+    job: Job,
+    weights: Path,
+    batches: BatchSource,
+    *,
+    rank: int,
+    device: torch.device,
+    update_rule: UpdateRule = adamw_update,
 ) -> TrainState:
-    folder = open_hf_folder(job.weights)
+    """Build this rank's state of a job with the weights of a Hugging Face folder.
+
+    Raises:
+        BadInput: when the folder is not of the job's model.
+    """
+    folder = open_hf_folder(weights)
     table = build_name_table(job.model, folder)
     with HfReader(folder) as reader:
 
@@ -216,12 +235,12 @@ def _load_state(
             return read_local_part(reader, table[parameter.name], parameter.placement)
 
         state = build_train_state(
-            Job(model=job.model, workload=workload, layout=job.layout),
+            job,
             batches,
             rank=rank,
             device=device,
             initial_value=read_weight,
-            update_rule=sgd_update if job.update_kind is UpdateKind.SGD else adamw_update,
+            update_rule=update_rule,
         )
         for router in list_routers(state.model):
             bias = router.selection_bias

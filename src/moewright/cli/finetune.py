@@ -1,0 +1,63 @@
+"""`moewright finetune`: a Hugging Face folder and chats to a trained Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moewright.cli.answers import print_nothing, print_now
+from moewright.cli.options import FineTuningOptions, SetOption
+
+_NO_OPTIONS = FineTuningOptions()
+
+
+def finetune(
+    base: Path | None = None,
+    chats: Path | None = None,
+    /,
+    *,
+    out: Path = Path("runs/finetune"),
+    on: str = "",
+    options: FineTuningOptions = _NO_OPTIONS,
+    set_: SetOption = None,
+) -> int:
+    """Fine-tune a Hugging Face folder on chats: build the data, plan, train, and export.
+
+    Without BASE and CHATS, a tiny model learns two hundred chats that moewright brings. The same
+    call goes on where an interrupted one stopped. Exit codes are those of `train`.
+
+    Parameters
+    ----------
+    base
+        The Hugging Face folder to start from, with its tokenizer and chat template.
+    chats
+        A file or folder of chats, as `data build --chats` reads them.
+    out
+        The folder of the run; the trained model is in its folder hf.
+    on
+        Hardware as count x device, such as 8xH100; this machine, which is measured, when not given.
+    set_
+        Another value for a key of the job, section.key=value; may be given again.
+    """
+    from moewright.api.finetuning import FineTuningRequest
+    from moewright.api.finetuning import finetune as run_finetuning
+    from moewright.api.training import is_first_rank
+    from moewright.spec.errors import BadInput, Reason
+
+    if base is not None and chats is None:
+        rule = "is needed with a model: a file of chats"
+        raise BadInput(Reason(field="chats", rule=rule, nearest=f"{base} chats.jsonl"))
+    request = FineTuningRequest(
+        base=base,
+        chats=chats,
+        out=out,
+        on=on,
+        nproc=options.nproc,
+        epochs=options.epochs,
+        seq_len=options.seq_len,
+        global_batch=options.global_batch,
+        lr=options.lr,
+        heldout=options.heldout,
+        template=options.chat_template,
+        overrides=tuple(set_ or ()),
+    )
+    return run_finetuning(request, print_now if is_first_rank() else print_nothing)

@@ -1,0 +1,90 @@
+"""`moewright finetune`: from a folder and chats to a folder that transformers answers with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny_jobs
+from moewright.cli.main import main
+from moewright.codec import write_toml
+from moewright.engine.run.generate import generate_greedily
+from moewright.intake import hf
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture(scope="module")
+def hardware(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hardware") / "machine.toml"
+    write_toml(path, tiny_jobs._hardware(2))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(hardware: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a run of the model and the chats that moewright brings, shortened to 30 steps."""
+    out = tmp_path_factory.mktemp("finetune") / "run"
+    arguments = ["finetune", "--out", str(out), "--on", f"2x{hardware}"]
+    assert main([*arguments, "--set", "train.steps=30", "--set", "train.warmup_steps=2"]) == 0
+    return out
+
+
+def test_the_run_learns_and_its_export_answers_in_transformers_as_here(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    steps = tiny_jobs.read_steps(run)
+    assert len(steps) == 30
+    assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
+    folder = run / "hf"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 2 plus 3?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    expected = model.generate(**prompt, max_new_tokens=12)[0, prompt["input_ids"].shape[1] :]
+    stop = model.generation_config.eos_token_id
+    assert tokenizer.convert_ids_to_tokens(stop) == "<|im_end|>"
+    answer = generate_greedily(
+        hf.read_config(folder),
+        folder,
+        prompt["input_ids"][0].tolist(),
+        new_tokens=12,
+        stops=(stop,),
+    )
+    assert answer == [token for token in expected.tolist() if token != stop]
+    card = (folder / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "30 steps" in card
+
+
+def test_the_same_call_goes_on_and_exports_again(run: Path, hardware: Path) -> None:
+    arguments = ["finetune", "--out", str(run), "--on", f"2x{hardware}"]
+    assert main([*arguments, "--set", "train.steps=30", "--set", "train.warmup_steps=2"]) == 0
+    assert len(tiny_jobs.read_steps(run)) == 30
+    assert (run / "hf" / "model.safetensors").is_file()
+
+
+def test_a_model_without_chats_and_a_sample_too_long_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = run / "base"
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": role, "content": "many words " * 40} for role in ("user", "assistant")]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    out = tmp_path / "out"
+    for arguments, message in (
+        ([str(base)], "chats: is needed with a model"),
+        ([str(base), str(chats), "--seq-len", "64", "--heldout", "0"], "chats.jsonl:1: gives a"),
+        ([str(base), str(chats), "--epochs", "-1", "--heldout", "0"], "--epochs=-1: must be"),
+        ([str(tmp_path), str(chats)], "tokenizer.json: does not exist"),
+    ):
+        assert main(["finetune", *arguments, "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+    assert not (out / "data" / "corpus.json").exists() or not (out / "plan.json").exists()
