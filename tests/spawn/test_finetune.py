@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 import tiny_jobs
+from moewright.api.exporting_weights import plan_export
 from moewright.cli.main import main
 from moewright.codec import write_toml
 from moewright.engine.run.generate import generate_greedily
 from moewright.intake import hf
+from moewright.spec.errors import BadInput
 
 pytestmark = pytest.mark.spawn
 
@@ -69,6 +74,37 @@ def test_the_same_call_goes_on_and_exports_again(run: Path, hardware: Path) -> N
     assert main([*arguments, "--set", "train.steps=30", "--set", "train.warmup_steps=2"]) == 0
     assert len(tiny_jobs.read_steps(run)) == 30
     assert (run / "hf" / "model.safetensors").is_file()
+
+
+def test_adapters_are_loaded_by_peft_and_equal_the_merged_weights(
+    hardware: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    out = tmp_path / "run"
+    arguments = ["finetune", "--out", str(out), "--on", f"1x{hardware}", "--lora", "r=8"]
+    settings = ("train.steps=4", "train.lr=1e-2", "train.precision=fp32")
+    assert main([*arguments, *(word for text in settings for word in ("--set", text))]) == 0
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    ids = torch.arange(1, 49).view(2, 24) * 7 % 600
+    with torch.no_grad():
+        base = load(out / "base", dtype="float32")
+        plain = base(ids).logits
+        merged = load(out / "hf", dtype="float32")(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, out / "adapter")(ids).logits
+    assert float((merged - plain).norm() / plain.norm()) > 1e-2
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+    other = tmp_path / "other"
+    plan = json.loads((out / "plan.json").read_text())
+    shutil.copytree(plan["workload"]["weights"], other)
+    weights = safetensors.torch.load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    safetensors.torch.save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    plan["workload"]["weights"] = str(other)
+    (out / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(BadInput, match="is not the base that the adapters of"):
+        plan_export(out).run(tmp_path / "merged", lambda _nbytes: None)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_model_without_chats_and_a_sample_too_long_are_refused(

@@ -456,6 +456,8 @@ def _assert_storages_bounded(plan: Plan, predicted: Ledger, counted: Ledger) -> 
     inputs = 16 * (1 + model.mtp_layers) * batches * tokens
     if workload.data.documents is not DocumentMasking.JOINED:
         inputs *= 4  # where documents begin, and their positions' rotation
+    if workload.data.documents is DocumentMasking.RESTARTED:
+        inputs += 8 * batches * tokens  # which tokens of packed chats the routers count
     messages = 0
     if layout.pp > 1:
         messages = 4 * layout.pp * layout.vpp * c * tokens * model.hidden_size // layout.tp

@@ -37,7 +37,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 def build_plan(data: DataSpec, layout: str, world_size: int, **changes: object) -> Plan:
     workload = tiny_jobs.build_workload(
-        data, steps=3, seq_len=128, global_batch=4, loss=LOSSES, **changes
+        data, steps=3, seq_len=112, global_batch=4, loss=LOSSES, **changes
     )
     workload = replace(
         workload, checkpoint=replace(workload.checkpoint, every_steps=1, keep=workload.steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
@@ -12,26 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
+from moewright.api.exporting_weights import ExportForm, holds_adapters, plan_export
 from moewright.api.machines import Tell
 from moewright.api.training import TrainingRequest, is_first_rank, prepare_training, run_training
 from moewright.codec import STEPS_FILE, write_text
 from moewright.intake import hf
 from moewright.intake.hardware_text import parse_hardware_text
-from moewright.intake.hf_write import build_config
 from moewright.intake.job import DEFAULT_HARDWARE
 from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Dtype
 
 if TYPE_CHECKING:
     from moewright.engine.data.build_corpus import BuildReport
-    from moewright.engine.hf.export_weights import ExportPlan
 
 JOB_FILE = "finetune.toml"
 _DATA_FOLDER = "data"
 _BASE_FOLDER = "base"
 _EXPORT_FOLDER = "hf"
+_ADAPTER_FOLDER = "adapter"
 # A sequence has so many tokens at least, and a power of two of them.
 _MIN_SEQ_LEN = 256
 # Steps that an epoch has at least, where the data allow it.
@@ -39,6 +39,7 @@ _STEPS_PER_EPOCH = 8
 _MAX_BATCH = 64
 # The peak learning rates of published recipes for whole models, and for one from fresh weights.
 _LR = 1e-5
+_LORA_LR = 2e-4
 _FRESH_LR = 3e-3
 _FRESH_EPOCHS = 20
 _EPOCHS = 3
@@ -52,7 +53,8 @@ class FineTuningRequest:
     """What is to be fine-tuned on what.
 
     `base` and `chats` are None for the model and the chats that moewright brings. `on` names the
-    hardware as count x device, "" this machine. None elsewhere leaves a number to the data.
+    hardware as count x device, "" this machine. None elsewhere leaves a number to the data; a
+    `lora_rank` of 0 trains whole weights.
     """
 
     base: Path | None
@@ -64,6 +66,7 @@ class FineTuningRequest:
     seq_len: int | None = None
     global_batch: int | None = None
     lr: float | None = None
+    lora_rank: int = 0
     heldout: float = 0.05
     template: Path | None = None
     overrides: Sequence[str] = ()
@@ -116,6 +119,8 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
     _tell_losses(request.out, tell)
     out = request.out / _EXPORT_FOLDER
     _export(request.out, out)
+    if request.lora_rank:
+        tell(f"wrote {request.out / _ADAPTER_FOLDER}, the adapters, which peft loads")
     tell(f"wrote {out}, which transformers loads")
     if before is None:
         tell(f"no answers shown: more than {_MAX_ANSWERING:,} parameters; ask {out} instead")
@@ -127,36 +132,12 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
     return code
 
 
-def plan_run_export(
-    checkpoint: Path, dtype: Dtype | None, tokenizer: Path | None = None
-) -> ExportPlan:
-    """Plan the Hugging Face folder of a checkpoint, or of the newest one of a run.
-
-    Raises:
-        BadInput: when there is no checkpoint, or Hugging Face has no form of the model.
-    """
-    from moewright.engine.checkpoint import find_checkpoint
-    from moewright.engine.hf.export_weights import plan_export
-    from moewright.engine.run.companions import plan_companions
-
-    path = find_checkpoint(checkpoint)
-    return plan_export(path, dtype, _config_text, plan_companions(path, tokenizer))
-
-
-def _config_text(model: ModelSpec, dtype: Dtype) -> str:
-    """Return the config.json of a model whose weights have this dtype."""
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    return json.dumps({**build_config(model), "torch_dtype": names[dtype.value]}, indent=2) + "\n"
-
-
 def _export(run_dir: Path, out: Path) -> None:
-    import shutil
-
-    from moewright.engine.hf.export_weights import run_export
-
-    plan = plan_run_export(run_dir, None)
-    shutil.rmtree(out, ignore_errors=True)  # of an earlier call
-    run_export(plan, out, lambda _nbytes: None)
+    """Write what a run has learnt, in place of what an earlier call wrote."""
+    for folder, form in ((out, ExportForm.WEIGHTS), (run_dir / _ADAPTER_FOLDER, ExportForm.PEFT)):
+        shutil.rmtree(folder, ignore_errors=True)
+        if form is ExportForm.WEIGHTS or holds_adapters(run_dir):
+            plan_export(run_dir, form=form).run(folder, lambda _nbytes: None)
 
 
 def _open_chats(request: FineTuningRequest) -> Any:
@@ -219,7 +200,8 @@ def _write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell
     if epochs <= 0:
         raise BadInput(Reason(field="--epochs", value=f"{epochs:g}", rule="must be positive"))
     steps = max(1, round(epochs * packs.count / batch))
-    lr = request.lr or (_FRESH_LR if is_fresh else _LR)
+    default_lr = _LORA_LR if request.lora_rank else _LR
+    lr = request.lr or (_FRESH_LR if is_fresh else default_lr)
     tell(
         f"{packs.count:,} sequences of {seq_len:,} tokens, {filled:.0%} filled; {steps:,} steps "
         f"of {batch}, {epochs:g} epochs"
@@ -237,11 +219,18 @@ def _write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell
         data["heldout"] = os.path.relpath(report.data.heldout, request.out)
     elif report.data.heldout:
         tell("the held-out samples fill no batch, so nothing is evaluated")
+    task: dict[str, Any] = {"task": "sft"}
+    if request.lora_rank:
+        task = {
+            "task": "lora",
+            "lora_rank": request.lora_rank,
+            "lora_alpha": 2.0 * request.lora_rank,
+        }
     job = {
         "model": {"weights": os.path.relpath(base, request.out)},
         "data": data,
         "train": {
-            "task": "sft",
+            **task,
             "nproc": nproc,
             "hardware": hardware,
             "seq_len": seq_len,

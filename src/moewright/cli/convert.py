@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from moewright.cli.options import Flag
 from moewright.cli.progress import show_bytes
 
 
@@ -40,6 +41,7 @@ def convert_export(
     out: Path,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     tokenizer: Path | None = None,
+    adapters: Flag = False,
 ) -> int:
     """Write a checkpoint of any layout as a Hugging Face folder that transformers loads.
 
@@ -59,14 +61,21 @@ def convert_export(
     tokenizer
         The folder whose tokenizer goes with the weights; when not given, that which the run started
         from, or that of its data.
+    adapters
+        Write the adapters of a LoRA run alone, as peft loads them; they are merged into the weights
+        that they were trained beside when not given.
     """
-    from moewright.api.finetuning import plan_run_export
-    from moewright.engine.hf.export_weights import run_export
+    from moewright.api.exporting_weights import ExportForm, plan_export
     from moewright.spec.workload import Dtype
 
-    plan = plan_run_export(checkpoint, Dtype(dtype) if dtype else None, tokenizer)
+    plan = plan_export(
+        checkpoint,
+        form=ExportForm.PEFT if adapters else ExportForm.WEIGHTS,
+        dtype=Dtype(dtype) if dtype else None,
+        tokenizer=tokenizer,
+    )
     with _progress_bar(f"export {plan.checkpoint}", plan.nbytes) as advance:
-        run_export(plan, out, advance)
+        plan.run(out, advance)
     print(f"wrote {out}")
     return 0
 

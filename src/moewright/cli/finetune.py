@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
 from moewright.cli.options import FineTuningOptions, SetOption
+from moewright.spec.errors import BadInput, Reason
 
 _NO_OPTIONS = FineTuningOptions()
 
@@ -41,7 +42,6 @@ def finetune(
     from moewright.api.finetuning import FineTuningRequest
     from moewright.api.finetuning import finetune as run_finetuning
     from moewright.api.training import is_first_rank
-    from moewright.spec.errors import BadInput, Reason
 
     if base is not None and chats is None:
         rule = "is needed with a model: a file of chats"
@@ -56,8 +56,19 @@ def finetune(
         seq_len=options.seq_len,
         global_batch=options.global_batch,
         lr=options.lr,
+        lora_rank=_read_rank(options.lora),
         heldout=options.heldout,
         template=options.chat_template,
         overrides=tuple(set_ or ()),
     )
     return run_finetuning(request, print_now if is_first_rank() else print_nothing)
+
+
+def _read_rank(text: str) -> int:
+    """Return the rank of "r=16" or "16"; 0 for none."""
+    digits = text.removeprefix("r=")
+    if not text:
+        return 0
+    if not digits.isdecimal() or int(digits) < 1:
+        raise BadInput(Reason(field="--lora", value=text, rule="must be a rank", nearest="r=16"))
+    return int(digits)

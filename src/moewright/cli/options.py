@@ -143,7 +143,9 @@ class FineTuningOptions:
     global_batch
         Sequences a step; what makes some steps an epoch when not given.
     lr
-        Peak learning rate; 1e-5 when not given.
+        Peak learning rate; when not given 1e-5, or 2e-4 with --lora.
+    lora
+        Train low-rank adapters beside frozen weights, of this rank, such as r=16.
     heldout
         Share of the chats that is held out of training.
     chat_template
@@ -155,6 +157,7 @@ class FineTuningOptions:
     seq_len: OptionalCount = None
     global_batch: OptionalCount = None
     lr: float | None = None
+    lora: str = ""
     heldout: float = 0.05
     chat_template: Path | None = None
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moewright.cost.activations import ActivationContext, ledger_saved_rows
 from moewright.cost.collective_bytes import comm_rows
-from moewright.cost.model_states import bucket_sets, fsdp_rows, state_rows
+from moewright.cost.model_states import bucket_sets, frozen_rows, fsdp_rows, state_rows
 from moewright.cost.paired_memory import paired_saved_rows
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
@@ -74,6 +74,7 @@ def predict_rank_ledger(
     has_pairs = can_pair(job.layout, micro_batches) and not job.layout.schedule.splits_backward
     saved = paired_saved_rows if has_pairs else ledger_saved_rows
     memory = (
+        *frozen_rows(job, rank),
         *state_rows(job.workload, flat_layout, flat_sets),
         *replica_rows(job, pp_rank),
         *fsdp_rows(job.workload, job.layout, units),

@@ -11,6 +11,7 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, fsdp, grid, shards
+from moewright.rules.adapters import adapter_parameters, is_frozen
 from moewright.rules.job import Job
 from moewright.rules.muon import is_muon_matrix
 from moewright.rules.param import Param
@@ -56,10 +57,35 @@ class BucketSet:
 def bucket_sets(job: Job, rank: int) -> tuple[BucketSet, ...]:
     """Return the bucket sets of a rank by the group that reduces them, in rules.shards' order.
 
-    Parameters that several pipeline ranks hold have sets of their own.
+    Parameters that several pipeline ranks hold have sets of their own. Beside frozen weights they
+    are those of adapters.
     """
-    params = shards.stage_parameters(job.model, job.layout, grid.coordinate(job.layout, rank, "pp"))
+    pp_rank = grid.coordinate(job.layout, rank, "pp")
+    if is_frozen(job.workload):
+        params: Sequence[Param] = [
+            param
+            for param in adapter_parameters(job.model, job.workload.fine_tuning)
+            if shards.holds_parameter(param, job.layout, job.model, pp_rank)
+        ]
+    else:
+        params = shards.stage_parameters(job.model, job.layout, pp_rank)
     return _sets(params, job, rank)
+
+
+def frozen_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
+    """Return the memory rows of frozen weights, of which every rank holds its whole shard."""
+    if not is_frozen(job.workload):
+        return ()
+    pp_rank = grid.coordinate(job.layout, rank, "pp")
+    nbytes = activation_nbytes(job.workload)
+    return tuple(
+        MemoryRow(
+            component=Component.WEIGHTS,
+            module=param.module,
+            bytes=nbytes * prod(shards.local_shape(param, job.layout)),
+        )
+        for param in shards.stage_parameters(job.model, job.layout, pp_rank)
+    )
 
 
 def stage_bucket_sets(job: Job) -> tuple[tuple[BucketSet, ...], ...]:

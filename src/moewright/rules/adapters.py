@@ -1,18 +1,25 @@
-"""What of a model trains: all of it, or low-rank adapters beside frozen weights (LoRA)."""
+"""What of a model trains: all of it, or low-rank adapters beside frozen weights (LoRA).
+
+An adapter of a linear [..., out, in] is two matrices, [..., rank, in] and [..., out, rank], whose
+product is added to the weight (Hu et al. 2021). TP, EP and ETP shard them as they shard the weight.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
-from moewright.rules.param import Param
+from moewright.rules.param import Param, ShardedDims
 from moewright.rules.parameters import parameters
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Task, Workload
+from moewright.spec.workload import FineTuningSpec, Task, Workload
 
 # The modules whose linears have an adapter: the targets that trainers choose by default.
 _TARGETS = frozenset({Module.ATTENTION, Module.DENSE_MLP, Module.SHARED_EXPERTS})
+ADAPTER_PARTS = ("lora_a", "lora_b")
 
 
 def is_frozen(workload: Workload) -> bool:
@@ -20,34 +27,70 @@ def is_frozen(workload: Workload) -> bool:
     return workload.fine_tuning.task is Task.LORA
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is a part of an adapter, by its name."""
+    return name.endswith(tuple(f".{part}.weight" for part in ADAPTER_PARTS))
+
+
+def has_adapter(module: Module, shape: tuple[int, ...], fine_tuning: FineTuningSpec) -> bool:
+    """Return whether a weight of a module has an adapter: a linear wider than the rank."""
+    if fine_tuning.task is not Task.LORA:
+        return False
+    targets = _TARGETS
+    if fine_tuning.lora_experts:
+        targets |= {Module.EXPERTS}
+    if fine_tuning.lora_router:
+        targets |= {Module.ROUTER}
+    return module in targets and len(shape) > 1 and min(shape[-2:]) > fine_tuning.lora_rank
+
+
+def adapter_shapes(
+    shape: tuple[int, ...], sharded_dims: ShardedDims, rank: int
+) -> tuple[tuple[tuple[int, ...], ShardedDims], tuple[tuple[int, ...], ShardedDims]]:
+    """Return the shapes of an adapter's two matrices, and what shards which of their dims."""
+    *lead, rows, columns = shape
+    last = len(shape) - 1
+    first_dims = tuple((axis, dim) for axis, dim in sharded_dims if dim != last - 1)
+    second_dims = tuple((axis, dim) for axis, dim in sharded_dims if dim != last)
+    return ((*lead, rank, columns), first_dims), ((*lead, rows, rank), second_dims)
+
+
+def adapter_parameters(model: ModelSpec, fine_tuning: FineTuningSpec) -> tuple[Param, ...]:
+    """Return the parameters of all adapters, in the order of their weights."""
+    return tuple(_all_adapters(model, fine_tuning))
+
+
+def _all_adapters(model: ModelSpec, fine_tuning: FineTuningSpec) -> Iterator[Param]:
+    for param in parameters(model):
+        if not has_adapter(param.module, param.shape, fine_tuning):
+            continue
+        matrices = adapter_shapes(param.shape, param.sharded_dims, fine_tuning.lora_rank)
+        for part, (shape, sharded_dims) in zip(ADAPTER_PARTS, matrices, strict=True):
+            name = param.name.removesuffix("weight") + f"{part}.weight"
+            yield replace(param, name=name, shape=shape, sharded_dims=sharded_dims)
+
+
 def trained_share(model: ModelSpec, workload: Workload) -> float:
     """Return the elements that train over those of the model; 1 where all of it trains."""
     if not is_frozen(workload):
         return 1.0
-    return _adapter_share(model, workload.fine_tuning.lora_rank, _targets(workload))
+    return _adapter_share(model, workload.fine_tuning)
 
 
 def adapted_widths(model: ModelSpec, workload: Workload, layer: int) -> tuple[int, int]:
     """Return the summed input and output widths of the linears of a layer with an adapter.
 
-    Routed experts are not among them.
+    Routed experts and routers are not among them.
     """
-    return _adapted_widths(model, workload.fine_tuning.lora_rank, layer)
-
-
-def _targets(workload: Workload) -> frozenset[Module]:
-    return _TARGETS | ({Module.EXPERTS} if workload.fine_tuning.lora_experts else set())
-
-
-def _is_adapted(param: Param, rank: int, targets: frozenset[Module]) -> bool:
-    return param.module in targets and len(param.shape) > 1 and min(param.shape[-2:]) > rank
+    plain = replace(workload.fine_tuning, lora_experts=False, lora_router=False)
+    return _adapted_widths(model, plain, layer)
 
 
 @lru_cache(maxsize=256)
-def _adapted_widths(model: ModelSpec, rank: int, layer: int) -> tuple[int, int]:
+def _adapted_widths(model: ModelSpec, fine_tuning: FineTuningSpec, layer: int) -> tuple[int, int]:
     inputs = outputs = 0
     for param in parameters(model):
-        if param.layer == layer and _is_adapted(param, rank, _TARGETS):
+        if param.layer == layer and has_adapter(param.module, param.shape, fine_tuning):
             linears = prod(param.shape[:-2])  # a gate and its product are one parameter
             inputs += linears * param.shape[-1]
             outputs += linears * param.shape[-2]
@@ -55,14 +98,7 @@ def _adapted_widths(model: ModelSpec, rank: int, layer: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=16)
-def _adapter_share(model: ModelSpec, rank: int, targets: frozenset[Module]) -> float:
-    """Return the elements of adapters of a rank over those of the model.
-
-    An adapter of a linear [out, in] is two matrices [rank, in] and [out, rank].
-    """
-    total = adapters = 0
-    for param in parameters(model):
-        total += param.numel
-        if _is_adapted(param, rank, targets):
-            adapters += prod(param.shape[:-2]) * rank * sum(param.shape[-2:])
-    return adapters / total
+def _adapter_share(model: ModelSpec, fine_tuning: FineTuningSpec) -> float:
+    """Return the elements of adapters over those of the model."""
+    adapters = sum(param.numel for param in adapter_parameters(model, fine_tuning))
+    return adapters / sum(param.numel for param in parameters(model))

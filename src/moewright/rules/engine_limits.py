@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
 
+from moewright.rules.adapters import is_frozen
 from moewright.rules.engine_features import unsupported_features
 from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
@@ -20,7 +21,6 @@ from moewright.spec.workload import (
     CrossEntropyKernel,
     Dtype,
     ExpertKernels,
-    Task,
     TensorScaling,
     Workload,
 )
@@ -53,6 +53,7 @@ def unsupported_layout(
         *_unsupported_choices(layout),
         *_check_library(layout, workload),
         *_check_replicas(layout),
+        *_check_adapters(layout, workload),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
 
@@ -133,6 +134,27 @@ def _check_replicas(layout: Layout) -> Iterator[Reason]:
         )
 
 
+def _check_adapters(layout: Layout, workload: Workload) -> Iterator[Reason]:
+    """Yield what adapters beside frozen weights do not go with."""
+    if not is_frozen(workload):
+        return
+    if layout.zero == 3:
+        rule = "the engine shards what trains, and adapters train alone under task=lora"
+        yield Reason(field="layout.zero", value="3", rule=rule, nearest="1")
+    if layout.spare:
+        rule = "the engine has no replicas of frozen experts"
+        yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
+    if workload.fine_tuning.lora_experts and layout.etp > 1:
+        rule = "the engine gives adapters to whole experts"
+        yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
+    step = _GROUPED_ROW_BYTES // workload.precision.nbytes
+    if workload.fine_tuning.lora_experts and workload.fine_tuning.lora_rank % step:
+        rank = workload.fine_tuning.lora_rank
+        rule = f"must be a multiple of {step} for the grouped products of experts"
+        nearest = str(max(step, rank // step * step))
+        yield Reason(field="train.lora_rank", value=str(rank), rule=rule, nearest=nearest)
+
+
 def _check_shard_sizes(job: Job) -> Iterator[Reason]:
     """Yield shards that are part of a row, or expert rows that grouped GEMM cannot address."""
     model = job.model
@@ -165,9 +187,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("train.moment_dtype", workload.optimizer.moment_dtype, (Dtype.FP32, Dtype.BF16)),
     )
     trainer = workload.trainer
-    task = workload.fine_tuning.task
     choices = (
-        ("task", task, Task.SFT if task is Task.LORA else task),
         ("attention_backend", trainer.attention_backend, AttentionBackend.FLASH),
         ("attention_dropout", trainer.attention_dropout, 0.0),
         ("hidden_dropout", trainer.hidden_dropout, 0.0),

@@ -275,12 +275,15 @@ class FineTuningSpec:
     """What of a model is trained.
 
     Under LoRA every weight is frozen, and linears of attention and of dense and shared MLPs have an
-    adapter. Plans know it; the engine trains whole models, on text or on packed chats.
+    adapter: two matrices of a low rank, whose product times `lora_alpha` / `lora_rank` is added to
+    the weight.
     """
 
     task: Task = Task.PRETRAIN  # what the job trains for
     lora_rank: int = 16  # rank of the adapters of task=lora
+    lora_alpha: float = 32.0  # factor of the adapters' product, over their rank
     lora_experts: bool = False  # whether routed experts have adapters too
+    lora_router: bool = False  # whether routers have adapters too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

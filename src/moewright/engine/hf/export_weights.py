@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -294,16 +295,9 @@ def run_export(plan: ExportPlan, out: Path, on_progress: ReportProgress) -> None
     Raises:
         BadInput: when it holds something, or the disk is full.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        rule = "exists and is not empty"
-        raise BadInput(Reason(field=str(out), rule=rule, nearest="a new folder"))
-    for entry in plan.index.files:
-        verify_file(plan.checkpoint, entry)
-    require_space(out.parent, plan.nbytes)
-    working = out.with_name(f".{out.name}.part")
-    try:
-        shutil.rmtree(working, ignore_errors=True)
-        working.mkdir(parents=True)
+    with write_folder(out, plan.nbytes) as working:
+        for entry in plan.index.files:
+            verify_file(plan.checkpoint, entry)
         for file, headers in plan.files.items():
             # A reader for each file maps no more than the file needs.
             with PayloadReader(plan.checkpoint) as reader:
@@ -313,12 +307,30 @@ def run_export(plan: ExportPlan, out: Path, on_progress: ReportProgress) -> None
             write_text(working / name, text)
         for name, path in plan.copies.items():
             shutil.copyfile(path, working / name)
+
+
+@contextmanager
+def write_folder(out: Path, nbytes: int) -> Iterator[Path]:
+    """Give a folder to write in, which becomes `out` when all of it is there.
+
+    Raises:
+        BadInput: when `out` holds something, or the disk is full.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        rule = "exists and is not empty"
+        raise BadInput(Reason(field=str(out), rule=rule, nearest="a new folder"))
+    require_space(out.parent, nbytes)
+    working = out.with_name(f".{out.name}.part")
+    try:
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir(parents=True)
+        yield working
         fsync_directory(working)
         if out.exists():
             out.rmdir()
         working.rename(out)
     except OSError as error:
-        raise write_error(out, error, plan.nbytes) from error
+        raise write_error(out, error, nbytes) from error
     finally:
         shutil.rmtree(working, ignore_errors=True)
 

@@ -5,6 +5,7 @@ Packed tensors are read as what they stand for (hf.packed).
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from moewright.spec.errors import BadInput, Reason
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_FINGERPRINT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,16 @@ class HfFolder:
 def is_hf_folder(path: Path) -> bool:
     """Tell whether a folder holds weights as Hugging Face stores them."""
     return (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()
+
+
+def fingerprint_hf_folder(path: Path) -> str:
+    """Return an identity of a folder's weights: files, sizes, and a MiB at each one's beginning."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.safetensors")):
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_FINGERPRINT_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def open_hf_folder(path: Path) -> HfFolder:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moewright.engine.model.activations import build_activation
+from moewright.engine.model.adapters import add_grouped_adapter
 from moewright.engine.model.biases import AddExpertBias
 from moewright.engine.model.layers import Vector, Weight
 from moewright.engine.model.parallel_linear import GroupedLinear
@@ -99,6 +100,7 @@ class RoutedExperts(nn.Module):
             manager.keep_converted(rows_RH, convert),
         ):
             hidden = self._multiply(rows_RH, take_weight(self.gate_up).flatten(1, 2), ends_E)
+            hidden = add_grouped_adapter(runtime, self.gate_up, hidden, rows_RH, ends_E)
             if self.gate_up.bias is not None:
                 bias = take_weight(self.gate_up.bias).flatten(1, 2)
                 hidden = AddExpertBias.apply(hidden, bias, None, ends_E, 0)
@@ -115,6 +117,7 @@ class RoutedExperts(nn.Module):
                 manager.keep_converted(active, convert),
             ):
                 out = self._multiply(active, take_weight(self.down), ends_E)
+                out = add_grouped_adapter(runtime, self.down, out, active, ends_E)
         if self.down.bias is None:
             return out
         first_column = self.down.bias.placement.offsets[1]

@@ -25,6 +25,7 @@ from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model import vocab_parallel
 from moewright.engine.model.activations import SwiGlu
+from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
 from moewright.engine.model.attention_blocks import BlocksBySource
 from moewright.engine.model.autograd import GatherKvHeads, NormSettings, RmsNorm, Rotary
 from moewright.engine.model.biases import AddBias
@@ -79,6 +80,11 @@ class Weight(nn.Module):
         super().__init__()
         self.ensure_ready: Callable[[], object] | None = None
         self.bias: Vector | None = None
+        self.is_trained = True
+        # The adapter, where the weight has one (model.fine_tuning).
+        self.lora_a: Weight | None = None
+        self.lora_b: Weight | None = None
+        self.lora_factor = 0.0
         placement = place_tensor(runtime.mesh, shape, sharding)
         self.placement = replace(placement, row_indices=row_indices)
         self.weight = nn.Parameter(
@@ -225,7 +231,7 @@ CoreAttention = Callable[..., tuple[torch.Tensor]]
 
 
 def attend_and_project(
-    runtime: Runtime, core: CoreAttention, inputs: tuple[torch.Tensor, ...], o: torch.Tensor
+    runtime: Runtime, core: CoreAttention, inputs: tuple[torch.Tensor, ...], o: Weight
 ) -> torch.Tensor:
     """Run core attention and project its output by `o`: [t,H].
 
@@ -243,13 +249,15 @@ def attend_and_project(
             (out,) = core(*inputs)
         out = gather_heads(runtime, out)
         with manager.offload(out, enabled=offloads_output):
-            return RowParallelLinear.apply(
-                out.flatten(0, 1).flatten(1),
-                o,
+            rows = out.flatten(0, 1).flatten(1)
+            projected = RowParallelLinear.apply(
+                rows,
+                o.weight,
                 runtime.mesh.tensor_parallel,
                 runtime.products,
                 runtime.weight_grads,
             )
+            return add_row_adapter(runtime, o, projected, rows)
 
 
 class Attention(nn.Module):
@@ -304,7 +312,7 @@ class Attention(nn.Module):
             )
             blocks = context.window_blocks if self._window else context.blocks
             core = partial(self._attend, blocks)
-            out = attend_and_project(runtime, core, heads, self.o.weight)
+            out = attend_and_project(runtime, core, heads, self.o)
             return self.o.add_bias(out, hidden_replica_group(runtime))
 
     def _project_qkv(self, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -321,6 +329,10 @@ class Attention(nn.Module):
         ):
             q, k, v = ColumnParallelLinear.apply(
                 x_tH, tp, runtime.products, runtime.weight_grads, *weights
+            )
+            q, k, v = (
+                add_column_adapter(runtime, part, y, x_tH)
+                for part, y in ((self.q, q), (self.k, k), (self.v, v))
             )
         q, k, v = self.q.add_bias(q), self.k.add_bias(k), self.v.add_bias(v)
         if spec.qk_norm is QkNorm.FULL:
@@ -396,6 +408,7 @@ class Mlp(nn.Module):
                 runtime.weight_grads,
                 self.gate_up.weight.flatten(0, 1),
             )
+        hidden = add_column_adapter(runtime, self.gate_up, hidden, x_tH)
         return SwiGlu.apply(self.gate_up.add_bias(hidden), None, runtime.kernels)
 
     def _run_second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
@@ -409,6 +422,7 @@ class Mlp(nn.Module):
                 runtime.products,
                 runtime.weight_grads,
             )
+        out = add_row_adapter(runtime, self.down, out, active)
         return self.down.add_bias(out, hidden_replica_group(runtime))
 
 

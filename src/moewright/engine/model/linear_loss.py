@@ -89,7 +89,7 @@ class LinearCrossEntropy(CountedFunction):
         with ctx.counters.scopes.enter(ctx.scope):
             x_TK = shard.tp.gather(x_tK)
             grad_TK = torch.zeros(x_TK.shape, dtype=torch.float32, device=x_TK.device)
-            grad_VK = torch.empty_like(w_VK)
+            grad_VK = torch.empty_like(w_VK) if ctx.needs_input_grad[1] else None
             for rows, chunk in _split_shard(shard, len(w_VK), ctx.max_columns):
                 w_PK = w_VK[rows]
                 logits_TP = matmul(x_TK, w_PK.T)
@@ -98,6 +98,7 @@ class LinearCrossEntropy(CountedFunction):
                     grad_T, logits_TP, columns, log_sum, chunk.size
                 )
                 accumulate_matmul(grad_TK, grad_TP, w_PK)
-                grad_VK[rows] = matmul(grad_TP.T, x_TK)
+                if grad_VK is not None:
+                    grad_VK[rows] = matmul(grad_TP.T, x_TK)
             grad_tK = shard.tp.reduce(grad_TK.to(x_tK.dtype))
         return grad_tK, grad_VK, None, None, None, None

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moewright.engine.comm.collectives import GatherSequence
+from moewright.engine.model.adapters import add_column_adapter, add_replicated_adapter
 from moewright.engine.model.attention_blocks import BlocksBySource
 from moewright.engine.model.context_parallel import attend, scatter_heads
 from moewright.engine.model.layers import (
@@ -96,17 +97,18 @@ class LatentAttention(nn.Module):
                         kv_BShDV, expand_kv, x_tC, down_tCR, enabled=recomputes_up
                     ),
                 ):
-                    return attend_and_project(runtime, core, (q_BShD, kv_BShDV), self.o.weight)
+                    return attend_and_project(runtime, core, (q_BShD, kv_BShDV), self.o)
 
     def _project_down(self, x_tH: torch.Tensor, down: Weight) -> torch.Tensor:
         runtime = self._runtime
-        return ReplicatedLinear.apply(
+        latent = ReplicatedLinear.apply(
             x_tH,
             down.weight,
             runtime.counters,
             runtime.products,
             hidden_replica_group(runtime),
         )
+        return add_replicated_adapter(runtime, down, latent, x_tH)
 
     def _expand_queries(self, x_tQ: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Expand [t,Q] to [B,S,h,D].
@@ -121,6 +123,7 @@ class LatentAttention(nn.Module):
         (q,) = ColumnParallelLinear.apply(
             x_tQ, tp, runtime.products, runtime.weight_grads, up.weight
         )
+        q = add_column_adapter(runtime, up, q, x_tQ)
         q_BShD = q.reshape(context.sequences, -1, spec.heads // tp.group.size, spec.head_dim)
         plain, rotary = q_BShD.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
         q_BShD = torch.cat((plain, self._rotate(rotary, context)), -1)
@@ -141,6 +144,7 @@ class LatentAttention(nn.Module):
         (kv,) = ColumnParallelLinear.apply(
             x_tC, tp, runtime.products, runtime.weight_grads, self.kv_up.weight
         )
+        kv = add_column_adapter(runtime, self.kv_up, kv, x_tC)
         widths = (spec.qk_nope_head_dim, spec.v_head_dim)
         plain, values = kv.reshape(context.sequences, -1, heads, sum(widths)).split(widths, -1)
         rotary_TR = GatherSequence.apply(down_tCR[:, spec.kv_lora_rank :], tp)

@@ -6,6 +6,8 @@ column-parallel layer gathers them; a row-parallel layer sums over the ranks and
 its t tokens; backward does the transpose. Without sequence parallelism t is T, and every rank keeps
 the whole sum. A group of one rank communicates nothing.
 
+A weight that does not train (requires_grad) has no gradient, and its input is not kept.
+
 Shapes: t, T tokens as above, K in, N out, R routed rows, E experts.
 """
 
@@ -46,18 +48,20 @@ class ColumnParallelLinear(CountedFunction):
         ctx.tp = tp
         ctx.products = products
         ctx.weight_grads = weight_grads
-        ctx.save_for_backward(x_tK, *weights)
+        ctx.is_trained = any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(*((x_tK,) if ctx.is_trained else ()), *weights)
         _, outputs = gather_and_multiply(x_tK, weights, tp, products.forward)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_tK, *weights = ctx.saved_tensors
+        weights = list(ctx.saved_tensors)
+        x_tK = weights.pop(0) if ctx.is_trained else None
         tp: TensorParallel = ctx.tp
         # In bulk: the gather for the weight gradients runs beside the products of the input's
         # gradient, and the sum of that beside the weight gradients.
         is_bulk = tp.is_pipelined and not ctx.weight_grads.is_deferring
-        gathered = tp.start_gather(x_tK) if is_bulk else None
+        gathered = tp.start_gather(x_tK) if is_bulk and x_tK is not None else None
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
             pairs = zip(grads, weights, strict=True)
@@ -65,6 +69,8 @@ class ColumnParallelLinear(CountedFunction):
             grad_TK = parts.pop()
             while parts:
                 grad_TK = grad_TK + parts.pop()
+            if x_tK is None:
+                return tp.reduce(grad_TK), None, None, None, *(None for _ in weights)
             reduced = tp.start_reduce(grad_TK)
             if not is_bulk:
                 reduced.wait()
@@ -101,7 +107,8 @@ class RowParallelLinear(CountedFunction):
         ctx.tp = tp
         ctx.products = products
         ctx.weight_grads = weight_grads
-        ctx.save_for_backward(x_TK, w_NK)
+        ctx.is_trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x_TK if ctx.is_trained else None, w_NK)
         return multiply_and_reduce(x_TK, w_NK, tp, products.forward)
 
     @staticmethod
@@ -111,6 +118,8 @@ class RowParallelLinear(CountedFunction):
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
             g_TN, (grad_TK,) = gather_and_multiply(g_tN, [w_NK], tp, products.input_grad)
+        if not ctx.is_trained:
+            return grad_TK, None, None, None, None
         (grad_NK,) = CountedFunction.compute_or_defer_grads(
             ctx, slice(1, 2), (x_TK, g_TN), lambda kept: [products.weight_grad(kept[1], kept[0])]
         )
@@ -134,19 +143,22 @@ class RouterLinear(CountedFunction):
         noise: InputNoise | None,
     ) -> torch.Tensor:
         CountedFunction.save_scope(ctx, counters)
-        ctx.save_for_backward(x_TK, w_EK)
+        ctx.is_trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x_TK if ctx.is_trained else None, w_EK)
+        ctx.dtype = x_TK.dtype
         ctx.noise = noise
         return matmul(_apply_noise(x_TK.to(dtype), noise), w_EK.to(dtype).T)
 
     @staticmethod
-    def backward(
-        ctx: Any, g_TE: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, g_TE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, w_EK = ctx.saved_tensors
+        grad_w = None
         with ctx.counters.scopes.enter(ctx.scope):
             grad_x = _apply_noise(matmul(g_TE, w_EK.to(g_TE.dtype)), ctx.noise)
-            grad_w = matmul(g_TE.T, _apply_noise(x_TK.to(g_TE.dtype), ctx.noise))
-        return grad_x.to(x_TK.dtype), grad_w.to(w_EK.dtype), None, None, None
+            if ctx.is_trained:
+                grad_w = matmul(g_TE.T, _apply_noise(x_TK.to(g_TE.dtype), ctx.noise))
+                grad_w = grad_w.to(w_EK.dtype)
+        return grad_x.to(ctx.dtype), grad_w, None, None, None
 
 
 def _apply_noise(x_TK: torch.Tensor, noise: InputNoise | None) -> torch.Tensor:
@@ -172,16 +184,17 @@ class ReplicatedLinear(CountedFunction):
         CountedFunction.save_scope(ctx, counters)
         ctx.products = products
         ctx.replica_group = replica_group
-        ctx.save_for_backward(x_TK, w_NK)
+        ctx.is_trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x_TK if ctx.is_trained else None, w_NK)
         return products.forward(x_TK, w_NK)
 
     @staticmethod
-    def backward(
-        ctx: Any, g_TN: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, g_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, w_NK = ctx.saved_tensors
         with ctx.counters.scopes.enter(ctx.scope):
             grad_x = ctx.products.input_grad(g_TN, w_NK)
+            if not ctx.is_trained:
+                return grad_x, None, None, None, None
             grad_w = ctx.products.weight_grad(g_TN, x_TK)
         if ctx.replica_group is not None:
             grad_w.div_(ctx.replica_group.size)
@@ -207,7 +220,8 @@ class GroupedLinear(CountedFunction):
         CountedFunction.save_scope(ctx, counters)
         ctx.products = products
         ctx.weight_grads = weight_grads
-        ctx.save_for_backward(x_RK, w_ENK, ends_E)
+        ctx.is_trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x_RK if ctx.is_trained else None, w_ENK, ends_E)
         return products.forward(x_RK, w_ENK, ends_E)
 
     @staticmethod
@@ -217,6 +231,8 @@ class GroupedLinear(CountedFunction):
         products: Products = ctx.products
         with ctx.counters.scopes.enter(ctx.scope):
             grad_RK = products.input_grad(g_RN, w_ENK, ends_E)
+        if not ctx.is_trained:
+            return grad_RK, None, None, None, None, None
         (grad_ENK,) = CountedFunction.compute_or_defer_grads(
             ctx,
             slice(1, 2),

@@ -19,6 +19,7 @@ from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused import reference
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.memory.saved_tensors import RoutingDecisions
+from moewright.engine.model.adapters import add_router_adapter
 from moewright.engine.model.layers import Vector, Weight
 from moewright.engine.model.micro_batch import CountedTokens
 from moewright.engine.model.parallel_linear import RouterLinear
@@ -165,6 +166,7 @@ class Router(Weight):
         if first_sequence is not None and self._training.jitter_eps:
             noise = partial(self._draw_noise, first_sequence, *x_TH.shape)
         logits = RouterLinear.apply(x_TH, self.weight, runtime.counters, self._dtype, noise)
+        logits = add_router_adapter(runtime, self, logits, x_TH, noise)
         logits = self.add_bias(logits)
         experts = decisions.experts if decisions else None
         if experts is None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
+from moewright.engine.model.fine_tuning import apply_fine_tuning
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import (
     AttentionContext,
@@ -29,6 +30,7 @@ from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.mtp import MtpDepth
 from moewright.engine.model.router import aux_loss_coefficients
 from moewright.engine.runtime import Runtime
+from moewright.rules.adapters import is_adapter
 from moewright.rules.recompute import layer_recompute
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Recompute
@@ -113,6 +115,7 @@ class Transformer(nn.Module):
             MtpDepth(runtime, TransformerLayer(runtime, number)) for number in depth_numbers
         )
         self.mtp = nn.ModuleDict({str(index): depth for index, depth in enumerate(self._depths)})
+        apply_fine_tuning(runtime, self)
 
     def forward(
         self,
@@ -164,6 +167,9 @@ class Transformer(nn.Module):
     def _embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         assert self.embedding is not None  # made with the chunk
         embedded_tH: torch.Tensor = self.embedding(ids_BS.flatten())
+        if not embedded_tH.requires_grad:
+            # A checkpoint has gradients for its weights alone where its input has them.
+            embedded_tH.requires_grad_(torch.is_grad_enabled())
         return embedded_tH
 
     def _run_depths(
@@ -243,7 +249,7 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
 
     So it is the same in every layout. Matrices are normal with the model's initializer_range; those
     that write into the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2). Norm weights are
-    1, biases 0, attention sinks normal.
+    1, biases 0, attention sinks normal. Adapters begin without effect: the second matrix is 0.
     """
     name = parameter.name
     placement = parameter.placement
@@ -252,6 +258,10 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
     if len(placement.local_shape) == 1 and name.endswith(".weight"):
         return torch.ones(placement.local_shape)
     std = runtime.model.initializer_range
+    if is_adapter(name):
+        if ".lora_b." in name:
+            return torch.zeros(placement.local_shape)
+        std = 1 / math.sqrt(3 * placement.global_shape[-1])  # that of PEFT's uniform draw
     if name.endswith((".o.weight", ".down.weight")):
         std /= math.sqrt(2 * runtime.model.layers)
     seed = runtime.workload.seed

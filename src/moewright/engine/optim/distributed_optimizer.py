@@ -20,6 +20,7 @@ from moewright.engine.optim.flat_buffers import (
     build_local_shards,
     copy_to_state_device,
 )
+from moewright.engine.optim.frozen_weights import FrozenWeights
 from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
 from moewright.engine.optim.grad_ready import GradReadyTracker
 from moewright.engine.optim.loss_scale import LossScaler
@@ -56,7 +57,13 @@ class DistributedOptimizer:
     ) -> None:
         self._runtime = runtime
         self._update_rule = update_rule
-        parameters = list_parameters(model)
+        held = list_parameters(model)
+        parameters = [parameter for parameter in held if parameter.owner.is_trained]
+        self.frozen = FrozenWeights(
+            runtime,
+            [parameter for parameter in held if not parameter.owner.is_trained],
+            initial_value,
+        )
         self.buckets = _build_all_buckets(runtime, parameters, initial_value)
         self._replicas = [
             module.replicas
@@ -316,6 +323,7 @@ class DistributedOptimizer:
         )
 
     def _list_memory_rows(self) -> Iterator[MemoryRow]:
+        yield from self.frozen.memory_rows()
         for bucket in self.buckets:
             yield from bucket.memory_rows()
         for replicas in self._replicas:
@@ -334,6 +342,8 @@ class DistributedOptimizer:
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor lies in the weight buffers."""
         if self.fsdp is not None and self.fsdp.is_weight(tensor):
+            return True
+        if self.frozen.is_weight(tensor):
             return True
         if any(replicas.is_weight(tensor) for replicas in self._replicas):
             return True

@@ -23,9 +23,15 @@ from moewright.engine.checkpoint import (
     refuse_mismatch,
     run_on_all_ranks,
 )
-from moewright.engine.hf.folder import HfReader, is_hf_folder, open_hf_folder
+from moewright.engine.hf.folder import (
+    HfReader,
+    fingerprint_hf_folder,
+    is_hf_folder,
+    open_hf_folder,
+)
 from moewright.engine.hf.names import build_name_table, read_parameter_box
 from moewright.engine.run.step import TrainState
+from moewright.rules.adapters import is_frozen
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DocumentMasking, Dtype, MatrixUpdate, Workload
@@ -59,6 +65,11 @@ def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
         train["scaling"] = to_data(workload.scaling)
     if workload.ramp.ramp_start:
         train["ramp"] = to_data(workload.ramp)
+    if is_frozen(workload):
+        # A checkpoint of adapters is of no use without the weights that they were trained beside.
+        base = Path(workload.weights)
+        train["fine_tuning"] = to_data(workload.fine_tuning)
+        train["base"] = fingerprint_hf_folder(base) if is_hf_folder(base) else workload.weights
     data: dict[str, Any] = {"fingerprint": data_fingerprint}
     if workload.data.documents is not DocumentMasking.JOINED:
         data["documents"] = to_data(workload.data.documents)
@@ -76,6 +87,7 @@ def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any
             "muon": default_values(workload.muon),
             "scaling": default_values(workload.scaling),
             "ramp": default_values(workload.ramp),
+            "fine_tuning": default_values(workload.fine_tuning),
         },
         "data": {"documents": to_data(DocumentMasking.JOINED)},
     }
@@ -157,9 +169,9 @@ def restore(
     if falls_back:
         put_damaged_aside(run_dir / "checkpoints", comm)
     checkpoint = find_latest(run_dir / "checkpoints")
+    if runtime.workload.weights and (checkpoint is None or is_frozen(runtime.workload)):
+        _load_initial_weights(state, Path(runtime.workload.weights), comm)
     if checkpoint is None:
-        if runtime.workload.weights:
-            _load_initial_weights(state, Path(runtime.workload.weights), comm)
         return 0
     index = read_index(checkpoint)
     defaults = _identity_defaults(runtime.model, runtime.workload)

@@ -30,6 +30,7 @@ from moewright.engine.pipeline.executor import ChunkResult, Key
 from moewright.engine.pipeline.run_batch import evaluate_batch, train_batch
 from moewright.engine.run.corpus_loader import BatchSource
 from moewright.engine.runtime import Runtime
+from moewright.rules.adapters import is_adapter
 from moewright.rules.batch_rampup import step_samples, workload_at_step
 from moewright.rules.context_parallel import rank_positions, twice_attended_pairs
 from moewright.rules.micro_batches import micro_batches
@@ -144,8 +145,13 @@ class TrainState:
         return [*self.optimizer.local_shards(), *selection_bias_shards(self.model)]
 
     def weight_shards(self) -> list[LocalShard]:
-        """Return the shards that make the model: parameters, and the routers' selection biases."""
-        return [shard for shard in self.local_shards() if not shard.name.startswith("optim/")]
+        """Return the shards that make the model: parameters, and the routers' selection biases.
+
+        Frozen weights are among them, adapters are not.
+        """
+        saved = [shard for shard in self.local_shards() if not shard.name.startswith("optim/")]
+        trained = [shard for shard in saved if not is_adapter(shard.name)]
+        return [*self.optimizer.frozen.local_shards(), *trained]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,126 @@
+"""Training adapters beside frozen weights: in any layout as in one process, and what is saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tiny_jobs
+from moewright.codec import read_json
+from moewright.cost.ledger import predict_ledger
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
+from moewright.rules.adapters import adapter_parameters
+from moewright.spec.errors import BadInput
+from moewright.spec.ledger import Component, Ledger
+from moewright.spec.plan import Plan
+from moewright.spec.workload import DataSpec, FineTuningSpec, Task
+from selection import thorough
+from tiny_jobs import read_state, read_steps
+
+pytestmark = pytest.mark.spawn
+ATTENTION = FineTuningSpec(task=Task.LORA, lora_rank=4, lora_alpha=8.0, lora_router=True)
+EXPERTS = replace(ATTENTION, lora_experts=True)
+STEPS = 3
+STATES = (Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS)
+
+
+def build_plan(data: DataSpec, layout: str, world_size: int, fine_tuning: FineTuningSpec) -> Plan:
+    workload = tiny_jobs.build_workload(data, steps=STEPS, fine_tuning=fine_tuning)
+    workload = replace(
+        workload,
+        optimizer=replace(workload.optimizer, bucket_elements=4000, eps=1e-4),
+        checkpoint=replace(workload.checkpoint, every_steps=1, keep=STEPS),
+    )
+    return tiny_jobs.build_plan(workload, layout, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "fine_tuning"),
+    [
+        (4, "tp2,ep2,recompute=full", EXPERTS),
+        thorough(4, "pp2,ep2,layout='Et|ttL'", EXPERTS),
+        thorough(4, "etp2,ep2", ATTENTION),
+        thorough(4, "tp2,ep4,zero0,recompute=moe+mlp", EXPERTS),
+        thorough(2, "pp2,schedule=zb-h1,layout='Et|ttL'", EXPERTS),
+        thorough(4, "cp2,ep2,overlap=grad+param", EXPERTS),
+    ],
+)
+def test_adapters_train_as_in_one_process(
+    world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
+) -> None:
+    for name, plan in (
+        ("one", build_plan(data, "", 1, fine_tuning)),
+        ("cut", build_plan(data, layout, world_size, fine_tuning)),
+    ):
+        assert train(plan, tmp_path / name) is ExitCode.DONE
+    names = {param.name for param in adapter_parameters(tiny_jobs.MODEL, fine_tuning)}
+    expected, actual = (read_state(tmp_path / name, STEPS) for name in ("one", "cut"))
+    assert expected.keys() == actual.keys()
+    assert {name for name in expected if not name.startswith("optim/")} == names
+    for name, value in expected.items():
+        if name.startswith("optim/exp_avg/"):
+            error = float((actual[name] - value).norm() / value.norm())
+            assert error <= 2e-4, (name, error)
+    for step, reference in zip(
+        read_steps(tmp_path / "cut"), read_steps(tmp_path / "one"), strict=True
+    ):
+        assert step["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+
+
+def test_a_run_of_adapters_goes_on_with_its_own_choices_alone(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    plan = build_plan(data, "", 1, ATTENTION)
+    half = replace(plan, workload=replace(plan.workload, steps=2))
+    optimizer = replace(plan.workload.optimizer, decay_steps=STEPS)
+    whole = replace(plan, workload=replace(plan.workload, optimizer=optimizer))
+    half = replace(half, workload=replace(half.workload, optimizer=optimizer))
+    for folder, plans in (("whole", [whole]), ("halves", [half, whole])):
+        for part in plans:
+            assert train(part, tmp_path / folder) is ExitCode.DONE
+    expected, actual = (read_state(tmp_path / name, STEPS) for name in ("whole", "halves"))
+    assert all(actual[name].equal(value) for name, value in expected.items())
+    other = replace(ATTENTION, lora_alpha=4.0)
+    wrong = replace(whole, workload=replace(whole.workload, fine_tuning=other))
+    with pytest.raises(BadInput, match="fine_tuning"):
+        train(wrong, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layout", ["tp2,ep2", thorough("pp2,zero0,layout='Et|ttL'")])
+def test_states_of_adapters_and_frozen_weights_are_those_of_the_plan(
+    layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    plan = build_plan(data, layout, 2, EXPERTS)
+    assert train(plan, tmp_path) is ExitCode.DONE
+    for rank in range(2):
+        counted = read_json(Ledger, tmp_path / "ledger" / f"rank{rank:05d}.json")
+        predicted = predict_ledger(plan, rank=rank, selection=None)
+        states, expected = (
+            {
+                (row.component, row.module): row.bytes
+                for row in ledger.memory
+                if row.component in STATES and row.bytes
+            }
+            for ledger in (counted, predicted)
+        )
+        assert states == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "fine_tuning", "field"),
+    [
+        ("zero3", ATTENTION, "layout.zero"),
+        ("etp2", EXPERTS, "layout.etp"),
+        ("ep2", replace(EXPERTS, lora_rank=3), "train.lora_rank"),
+    ],
+)
+def test_what_adapters_do_not_go_with_is_refused_by_name(
+    layout: str, fine_tuning: FineTuningSpec, field: str, data: DataSpec, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        train(build_plan(data, layout, 2, fine_tuning), tmp_path)
+    assert field in [reason.field for reason in caught.value.reasons]
