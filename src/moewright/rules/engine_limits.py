@@ -21,6 +21,7 @@ from moewright.spec.workload import (
     CrossEntropyKernel,
     Dtype,
     ExpertKernels,
+    MatrixUpdate,
     TensorScaling,
     Workload,
 )
@@ -144,6 +145,13 @@ def _check_adapters(layout: Layout, workload: Workload) -> Iterator[Reason]:
     if layout.spare:
         rule = "the engine has no replicas of frozen experts"
         yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
+    if workload.precision.is_narrow:
+        rule = "the engine multiplies frozen weights and adapters in 16 bits or more"
+        value = str(workload.precision)
+        yield Reason(field="train.precision", value=value, rule=rule, nearest="bf16")
+    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        rule = "the engine updates adapters by AdamW"
+        yield Reason(field="train.matrix_update", value="muon", rule=rule, nearest="adamw")
     if workload.fine_tuning.lora_experts and layout.etp > 1:
         rule = "the engine gives adapters to whole experts"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
