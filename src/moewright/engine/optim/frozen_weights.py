@@ -53,6 +53,13 @@ class FrozenWeights:
         shards = []
         for parameter in self._parameters:
             flat = parameter.parameter.data.view(-1)
-            owned = OwnedRange(parameter=parameter, first=0, last=flat.numel(), start=0)
+            owned = OwnedRange(
+                parameter=parameter,
+                first=0,
+                last=flat.numel(),
+                start=0,
+                moment_start=0,
+                has_momentum=False,
+            )
             shards += build_local_shards([owned], "", flat)
         return shards
