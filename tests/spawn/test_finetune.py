@@ -69,6 +69,7 @@ def test_the_run_learns_and_its_export_answers_in_transformers_as_here(
     assert "30 steps" in card
 
 
+@pytest.mark.thorough
 def test_the_same_call_goes_on_and_exports_again(run: Path, hardware: Path) -> None:
     arguments = ["finetune", "--out", str(run), "--on", f"2x{hardware}"]
     assert main([*arguments, "--set", "train.steps=30", "--set", "train.warmup_steps=2"]) == 0

@@ -26,7 +26,8 @@ from moewright.spec.errors import BadInput, Reason
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_FINGERPRINT_BYTES = 1 << 20
+_SAMPLE_BYTES = 1 << 20
+_SAMPLES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +56,19 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def fingerprint_hf_folder(path: Path) -> str:
-    """Return an identity of a folder's weights: files, sizes, and a MiB at each one's beginning."""
+    """Return an identity of a folder's weights: names, sizes, and the bytes of small files.
+
+    Of a file above 64 MiB that is 64 samples of a MiB, spread over it.
+    """
     digest = hashlib.sha256()
     for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        step = max(_SAMPLE_BYTES, size // _SAMPLES)
         with file.open("rb") as stream:
-            digest.update(stream.read(_FINGERPRINT_BYTES))
+            for start in range(0, size, step):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 
