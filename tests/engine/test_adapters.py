@@ -11,6 +11,7 @@ from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.model.transformer import Transformer, draw_initial_value
 from moewright.engine.run.build_state import build_train_state
+from moewright.engine.run.corpus_loader import NoBatches
 from moewright.engine.run.step import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import ADAPTER_PARTS, adapter_parameters, is_adapter
@@ -33,11 +34,6 @@ LATENT = AttentionSpec(
 SHARED = replace(
     MODEL, moe=MoeSpec(experts=8, ffn_size=16, router=RouterSpec(top_k=2), shared_ffn_size=24)
 )
-
-
-class NoBatches:
-    def micro_batch(self, runtime: Runtime, step: int, number: int):  # type: ignore[no-untyped-def]
-        raise AssertionError
 
 
 def draw_value(parameter: NamedParameter, runtime: Runtime) -> torch.Tensor:

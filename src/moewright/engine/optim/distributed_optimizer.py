@@ -57,11 +57,11 @@ class DistributedOptimizer:
     ) -> None:
         self._runtime = runtime
         self._update_rule = update_rule
-        held = list_parameters(model)
-        parameters = [parameter for parameter in held if parameter.owner.is_trained]
+        all_parameters = list_parameters(model)
+        parameters = [parameter for parameter in all_parameters if parameter.owner.is_trained]
         self.frozen = FrozenWeights(
             runtime,
-            [parameter for parameter in held if not parameter.owner.is_trained],
+            [parameter for parameter in all_parameters if not parameter.owner.is_trained],
             initial_value,
         )
         self.buckets = _build_all_buckets(runtime, parameters, initial_value)

@@ -33,6 +33,13 @@ class BatchSource(Protocol):
         ...
 
 
+class NoBatches:
+    """A source of micro-batches for a state that never trains."""
+
+    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        raise AssertionError("a state that does not train reads no data")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldoutData:
     """A held-out corpus with the loss, in nats, of a model that knows token frequencies alone."""

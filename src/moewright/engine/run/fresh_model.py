@@ -19,10 +19,9 @@ from moewright.engine.data.tokenizer import (
 )
 from moewright.engine.hf.folder import SINGLE_FILE
 from moewright.engine.hf.names import family_name_table, to_hf_tensors
-from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.runtime import Runtime
+from moewright.engine.run.corpus_loader import NoBatches
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -53,7 +52,7 @@ def write_fresh_model(
     workload = Workload(seq_len=model.max_position, global_batch=1, precision=Dtype.FP32)
     state = build_train_state(
         Job(model=model, workload=workload, layout=Layout(world_size=1)),
-        _NoBatches(),
+        NoBatches(),
         rank=0,
         device=torch.device("cpu"),
         initial_value=draw_initial_value,
@@ -65,10 +64,3 @@ def write_fresh_model(
         for name, tensor in to_hf_tensors(shard.tensor, table[shard.name])
     }
     save_file(tensors, str(out / SINGLE_FILE), metadata={"format": "pt"})
-
-
-class _NoBatches:
-    """A source of micro-batches that is never asked."""
-
-    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        raise AssertionError("fresh weights need no data")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.model.micro_batch import build_micro_batch
+from moewright.engine.run.corpus_loader import NoBatches
 from moewright.engine.run.verify import load_hf_state
-from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -41,7 +41,7 @@ def generate_greedily(
     seq_len = -(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
     workload = Workload(seq_len=seq_len, global_batch=1, precision=Dtype.FP32)
     job = Job(model=model, workload=workload, layout=Layout(world_size=1))
-    state = load_hf_state(job, weights, _NoBatches(), rank=0, device=torch.device("cpu"))
+    state = load_hf_state(job, weights, NoBatches(), rank=0, device=torch.device("cpu"))
     ids = torch.zeros(1, seq_len, dtype=torch.int64)
     ids[0, : len(prompt)] = torch.tensor(prompt)
     no_targets = torch.full_like(ids, -1)
@@ -55,10 +55,3 @@ def generate_greedily(
         answer.append(token)
         ids[0, position] = token
     return answer
-
-
-class _NoBatches:
-    """A source of micro-batches that is never asked."""
-
-    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        raise AssertionError("a model that answers reads no data")
