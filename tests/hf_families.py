@@ -24,6 +24,9 @@ FAMILIES = (
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "glm4_moe",
+    "dots1",
+    "minimax_m2",
 )
 
 
@@ -98,6 +101,47 @@ def _model(family: str, **more: Any) -> nn.Module:
         }
         config = transformers.DeepseekV3Config(**latent, q_lora_rank=24, rope_parameters=yarn)
         return transformers.DeepseekV3ForCausalLM(config).float()
+    if family in ("glm4_moe", "dots1"):
+        sparse: dict[str, Any] = {
+            **shape,
+            "head_dim": 16,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        }
+        if family == "dots1":
+            config = transformers.Dots1Config(**sparse, n_group=4, topk_group=2)
+            return transformers.Dots1ForCausalLM(config).float()
+        config = transformers.Glm4MoeConfig(
+            **sparse,
+            use_qk_norm=True,
+            attention_bias=True,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        )
+        return transformers.Glm4MoeForCausalLM(config).float()
+    if family == "minimax_m2":
+        config = transformers.MiniMaxM2Config(
+            **shape,
+            head_dim=16,
+            intermediate_size=16,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        )
+        return transformers.MiniMaxM2ForCausalLM(config).float()
     if family == "qwen2_moe":
         config = transformers.Qwen2MoeConfig(
             **shape,

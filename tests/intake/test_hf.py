@@ -21,7 +21,7 @@ from moewright.spec.model import AttentionKind, QkNorm, ScoreFunction
 # Families that are planned and that weights cannot be written for yet.
 PLANNED_FAMILIES = frozenset(hf.FAMILIES) - {
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
-    *("kimi_k2", "llama", "mistral", "qwen2", "qwen3", "gpt2"),
+    *("kimi_k2", "llama", "mistral", "qwen2", "qwen3", "gpt2", "glm4_moe", "dots1", "minimax_m2"),
 }
 
 QWEN: dict[str, Any] = {

@@ -336,7 +336,6 @@ def refused_features(name: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("Glm4Moe", "attention.rope.rotary_share"),
         ("HunYuanMoEV1", "attention.qk_norm"),
         ("Phimoe", "moe.router.score"),
         ("Llama4Text", "moe.router.scales_input"),

@@ -91,7 +91,14 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / scale)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "fused"])
+# GLM-4.5 rotates a part of each head; the others have no mathematics of their own.
+CASES = [
+    thorough(family) if family in ("dots1", "minimax_m2") else family
+    for family in (*FAMILIES, "fused")
+]
+
+
+@pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_verify_equals_transformers(
     family: str, optimizer: str, checkpoints: dict[str, Path], batch: Path, tmp_path: Path

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, RopeSpec
+from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, QkNorm, RopeSpec
 
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -19,6 +19,9 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "deepseek_v2": "DeepseekV2ForCausalLM",
         "deepseek_v3": "DeepseekV3ForCausalLM",
         "kimi_k2": "DeepseekV3ForCausalLM",
+        "glm4_moe": "Glm4MoeForCausalLM",
+        "dots1": "Dots1ForCausalLM",
+        "minimax_m2": "MiniMaxM2ForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
@@ -85,6 +88,9 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
         config["qkv_bias"] = attention.qkv_bias
     elif family != "qwen2":
         config["attention_bias"] = attention.qkv_bias
+    if family in ("glm4_moe", "minimax_m2"):
+        config["partial_rotary_factor"] = attention.rope.rotary_share
+        config["use_qk_norm"] = attention.qk_norm is not QkNorm.NONE
     windows_every_layer = family in ("mistral", "mixtral")
     if attention.sliding_window:
         config["sliding_window"] = attention.sliding_window
@@ -120,6 +126,12 @@ def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
     config: dict[str, Any] = {"num_experts_per_tok": router.top_k}
     if family in ("mixtral", "gpt_oss"):
         return config | {"num_local_experts": moe.experts}
+    if family == "minimax_m2":
+        return config | {
+            "num_local_experts": moe.experts,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": router.selection_bias,
+        }
     if family == "olmoe":
         return config | {"num_experts": moe.experts, "norm_topk_prob": router.renormalize}
     config |= {"moe_intermediate_size": moe.ffn_size, "norm_topk_prob": router.renormalize}
@@ -142,8 +154,12 @@ def _deepseek_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         "n_group": router.groups,
         "topk_group": router.top_groups,
         "first_k_dense_replace": first,
-        "moe_layer_freq": _moe_layer_freq(model.moe_layers, first),
     }
+    if model.family in ("glm4_moe", "dots1"):
+        if model.mtp_layers:
+            config["num_nextn_predict_layers"] = model.mtp_layers
+        return config
+    config["moe_layer_freq"] = _moe_layer_freq(model.moe_layers, first)
     if model.family != "deepseek_v2":
         return config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     is_grouped = router.groups > 1 or router.top_groups > 1

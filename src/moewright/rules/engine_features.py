@@ -57,8 +57,6 @@ def _attention_features(spec: AttentionSpec) -> Iterator[Feature]:
     yield "attention.kind", spec.kind, is_compressed, AttentionKind.GQA
     yield "attention.qkv_bias", True, is_mla and (spec.qkv_bias or spec.out_bias), "false"
     yield "attention.rope.interleaved", True, spec.rope.interleaved and not is_mla, "false"
-    share = spec.rope.rotary_share
-    yield "attention.rope.rotary_share", share, share != 1, "1"
     scaling = spec.rope.scaling
     yield "attention.rope.scaling", scaling, scaling not in _ROPE_SCALINGS, "default"
     yield "attention.qk_norm", spec.qk_norm, spec.qk_norm not in _QK_NORMS, QkNorm.PER_HEAD

@@ -174,6 +174,9 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
     rule = "export writes no flags for it"
     if model.activation is Activation.RELU_SQUARED:
         yield _refusal("model.activation", model.activation, rule, Activation.SILU)
+    share = model.attention.rope.rotary_share
+    if share != 1:
+        yield _refusal("model.attention.rope.rotary_share", share, rule, 1)
     for field, value, is_new, nearest in unsupported_features(model):
         if is_new and field not in _WRITTEN:
             yield _refusal(f"model.{field}", value, rule, nearest)

@@ -30,6 +30,7 @@ def _patterns(*names: str) -> tuple[NamePattern, ...]:
 
 
 _GPT_OSS = ("gpt_oss",)
+_MIXTRAL = ("mixtral", "minimax_m2")
 # Names of the tensors that are of no layer.
 TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -62,12 +63,17 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "mlp.down.weight": _patterns("mlp.down_proj.weight"),
         "mlp.down.bias": _patterns("mlp.down_proj.bias"),
         "moe.router.weight": (
-            NamePattern(names=("block_sparse_moe.gate.weight",), families=("mixtral",)),
+            NamePattern(names=("block_sparse_moe.gate.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.router.weight",), families=_GPT_OSS),
             *_patterns("mlp.gate.weight"),
         ),
         "moe.router.bias": _patterns("mlp.router.bias"),
-        "moe.router.selection_bias": _patterns("mlp.gate.e_score_correction_bias"),
+        "moe.router.selection_bias": (
+            NamePattern(
+                names=("block_sparse_moe.e_score_correction_bias",), families=("minimax_m2",)
+            ),
+            *_patterns("mlp.gate.e_score_correction_bias"),
+        ),
         "moe.shared.gate_up.weight": (
             NamePattern(
                 names=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
@@ -88,7 +94,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
                     "block_sparse_moe.experts.{}.w1.weight",
                     "block_sparse_moe.experts.{}.w3.weight",
                 ),
-                families=("mixtral",),
+                families=_MIXTRAL,
             ),
             # gate and up take turns in the columns
             NamePattern(
@@ -101,7 +107,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             NamePattern(names=("mlp.experts.gate_up_proj",), dim_order=(0, 1, 2, 3), merged_dim=1),
         ),
         "moe.experts.down.weight": (
-            NamePattern(names=("block_sparse_moe.experts.{}.w2.weight",), families=("mixtral",)),
+            NamePattern(names=("block_sparse_moe.experts.{}.w2.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.experts.down_proj",), dim_order=(0, 2, 1), families=_GPT_OSS),
             NamePattern(names=("mlp.experts.{}.down_proj.weight",)),
             NamePattern(names=("mlp.experts.down_proj",)),

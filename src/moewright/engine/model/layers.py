@@ -163,8 +163,13 @@ class AttentionContext:
     counted: CountedTokens | None = None
 
     def rotate(self, x_BSHD: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys by position."""
-        return Rotary.apply(x_BSHD, self.cos, self.sin, self.kernels)
+        """Rotate queries or keys by position: the first columns of a head, where not all rotate."""
+        width = 2 * self.cos.shape[-1]
+        if width == x_BSHD.shape[-1]:
+            return Rotary.apply(x_BSHD, self.cos, self.sin, self.kernels)
+        rotary, plain = x_BSHD.split((width, x_BSHD.shape[-1] - width), -1)
+        rotated = Rotary.apply(rotary.contiguous(), self.cos, self.sin, self.kernels)
+        return torch.cat((rotated, plain), -1)
 
 
 class AttentionContextBuilder:
@@ -176,11 +181,10 @@ class AttentionContextBuilder:
 
     def __init__(self, runtime: Runtime) -> None:
         spec = runtime.model.attention
-        # A head may be rotated in part (MLA). gpt-oss alone does not round the bounds of its yarn
-        # blend.
+        # A head may be rotated in part. gpt-oss alone does not round the bounds of its yarn blend.
         frequencies, factor = rope_frequencies(
             spec.rope,
-            spec.qk_rope_head_dim or spec.head_dim,
+            spec.qk_rope_head_dim or round(spec.head_dim * spec.rope.rotary_share),
             rounded=runtime.model.family != "gpt_oss",
         )
         self._runtime = runtime
