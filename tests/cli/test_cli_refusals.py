@@ -82,7 +82,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("train", str(ROOT / "recipes/quickstart_2cpu_bf16.toml"), "--nproc", "0"),
             "--nproc=0: must be in 1..1000000",
         ),
-        (("studio",), "studio"),
+        (("studio", "--port", "99999999"), "--port=99999999: must be in 0..65535"),
     ],
 )
 def test_a_refusal_is_one_line_and_code_2(

@@ -179,10 +179,15 @@ def test_a_run_moves_from_layout_to_layout(
     shutil.copytree(whole / middle, tmp_path / middle)
 
     def restore_and_save(
-        state: TrainState, run_dir: Path, identity: Mapping[str, Any], comm: Coordinator
+        state: TrainState,
+        run_dir: Path,
+        identity: Mapping[str, Any],
+        comm: Coordinator,
+        *,
+        falls_back: bool,
     ) -> int:
         """Save again what the ranks hold once they have loaded."""
-        done = restore(state, run_dir, identity, comm)
+        done = restore(state, run_dir, identity, comm, falls_back=falls_back)
         save_checkpoint(
             run_dir / "loaded",
             step=done,
