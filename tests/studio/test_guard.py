@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -35,7 +36,9 @@ def ask(app, path, *headers, method="GET", body=b""):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(app(scope, receive, send))
+    # A browser of other tests keeps an event loop running in this thread.
+    with ThreadPoolExecutor(1) as other_thread:
+        other_thread.submit(asyncio.run, app(scope, receive, send)).result()
     content = b"".join(message.get("body", b"") for message in sent[1:])
     answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], answered, content
