@@ -54,10 +54,10 @@ def test_a_stop_signal_while_a_rank_does_not_train_saves_after_the_next_step(
     """Signal rank 1 alone, while it loads or in the evaluation after step 2."""
     original: Callable[..., Any] = getattr(train_module, during)
 
-    def interrupted(first: Any, *more: Any) -> Any:
+    def interrupted(first: Any, *more: Any, **options: Any) -> Any:
         if first.runtime.mesh.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(first, *more)
+        return original(first, *more, **options)
 
     monkeypatch.setattr(train_module, during, interrupted)
     assert train(make_plan(data, steps=8, eval_every_steps=2), tmp_path) is ExitCode.STOPPED

@@ -72,6 +72,7 @@ class StorageCensus(TorchDispatchMode):
         self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live_bytes: dict[Module, int] = defaultdict(int)
         self._total = 0
+        gc.collect()  # cycles that nobody holds would count until a pass of the collector
         for tensor in _list_tensors(self._device_type):
             if not self._is_foreign(tensor):
                 self._add(tensor, Module.OTHER)
