@@ -36,7 +36,12 @@ from moewright.engine.checkpoint.index import (
     payload_file_name,
     read_index,
 )
-from moewright.engine.checkpoint.loader import load_checkpoint, read_tensor_box, refuse_mismatch
+from moewright.engine.checkpoint.loader import (
+    load_checkpoint,
+    read_index_on_all_ranks,
+    read_tensor_box,
+    refuse_mismatch,
+)
 from moewright.engine.checkpoint.local_shard import (
     SAFETENSORS_DTYPES,
     LocalShard,
@@ -68,6 +73,7 @@ __all__ = [
     "payload_file_name",
     "put_damaged_aside",
     "read_index",
+    "read_index_on_all_ranks",
     "read_newest_index",
     "read_tensor_box",
     "refuse_mismatch",

@@ -19,6 +19,7 @@ from moewright.engine.checkpoint import (
     offer_older,
     put_damaged_aside,
     read_index,
+    read_index_on_all_ranks,
     read_newest_index,
     refuse_mismatch,
     run_on_all_ranks,
@@ -32,6 +33,7 @@ from moewright.engine.hf.folder import (
 from moewright.engine.hf.names import build_name_table, read_parameter_box
 from moewright.engine.run.step import TrainState
 from moewright.rules.adapters import is_frozen
+from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DocumentMasking, Dtype, MatrixUpdate, Workload
@@ -165,15 +167,27 @@ def restore(
     With `falls_back`, damaged ones are put aside, and the last whole one is loaded. Returns the
     number of updates made so far.
     """
+    checkpoints = run_dir / "checkpoints"
+    try:
+        return _load_newest(state, checkpoints, identity, comm)
+    except BadInput:
+        if not falls_back:
+            raise
+    # A load reads the whole checkpoint to verify it; only where it failed are they all verified.
+    put_damaged_aside(checkpoints, comm)
+    return _load_newest(state, checkpoints, identity, comm)
+
+
+def _load_newest(
+    state: TrainState, checkpoints: Path, identity: Mapping[str, Any], comm: Coordinator
+) -> int:
     runtime = state.runtime
-    if falls_back:
-        put_damaged_aside(run_dir / "checkpoints", comm)
-    checkpoint = find_latest(run_dir / "checkpoints")
+    checkpoint = find_latest(checkpoints)
     if runtime.workload.weights and (checkpoint is None or is_frozen(runtime.workload)):
         _load_initial_weights(state, Path(runtime.workload.weights), comm)
     if checkpoint is None:
         return 0
-    index = read_index(checkpoint)
+    index = read_index_on_all_ranks(checkpoint, comm)
     defaults = _identity_defaults(runtime.model, runtime.workload)
     _refuse_other_job(index.extra, identity, defaults)
     offer_older(checkpoint, partial(load_checkpoint, shards=state.local_shards(), comm=comm))
