@@ -27,8 +27,6 @@ NAMES_TAKEN = {
         "AllGather", "CPUOffloadPolicy", "DTensor", "DeviceMesh", "FSDPModule",
         "MixedPrecisionPolicy", "OffloadPolicy", "ReduceScatter", "fully_shard",
     },
-    "run/corruption.py": {"DTensor"},
-    "run/nonfinite.py": {"DTensor"},
     "run/rendezvous.py": {
         "DistError", "DistNetworkError", "DistStoreError", "PrefixStore", "Store", "TCPStore",
     },

@@ -198,22 +198,18 @@ async def _send_file(render: Callable[[], str], media_type: str) -> Response:
 
 async def _answer(build: Callable[[], Record]) -> Response:
     """Send the record that a function builds, or why there is none."""
-
-    def run() -> bytes:
-        try:
-            return encode_record(build())
-        except BadInput as error:
-            return encode_record(build_refusal(error.reasons))
-
-    return _send_json(await run_in_threadpool(run))
+    return await _send_built(lambda: encode_record(build()))
 
 
 async def _answer_data(build: Callable[[], object]) -> Response:
     """Send the data that a function builds, or why there is none."""
+    return await _send_built(lambda: encode_data(build()))
 
+
+async def _send_built(build: Callable[[], bytes]) -> Response:
     def run() -> bytes:
         try:
-            return encode_data(build())
+            return build()
         except BadInput as error:
             return encode_record(build_refusal(error.reasons))
 

@@ -9,7 +9,13 @@ from moewright.codec import format_layout
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate, Plan, TimePart
 from moewright.spec.record import Record, Row
-from moewright.view.plan_view import JobView, NamedValue, build_job_view, describe_verdict
+from moewright.view.plan_view import (
+    JobView,
+    NamedValue,
+    build_job_view,
+    describe_verdict,
+    sum_components,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +112,7 @@ def _part_seconds(estimate: Estimate) -> dict[TimePart, float]:
 
 def _component_bytes(estimate: Estimate) -> dict[Component, int]:
     """Return the device bytes of the fullest rank by component."""
-    sizes: dict[Component, int] = {}
     for ledger in estimate.ledgers:
         if ledger.pp_rank == estimate.peak_rank:
-            for row in ledger.device_rows:
-                sizes[row.component] = sizes.get(row.component, 0) + row.bytes
-    return sizes
+            return sum_components(ledger)
+    return {}

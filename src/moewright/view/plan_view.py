@@ -222,11 +222,17 @@ def build_plan_view(plan: Plan, notes: tuple[str, ...] = ()) -> PlanView:
     )
 
 
-def build_stage_memory(ledger: Ledger, holds: str = "") -> StageMemory:
+def sum_components(ledger: Ledger) -> dict[Component, int]:
     """Sum the device bytes of a pipeline rank by component."""
     sizes: dict[Component, int] = {}
     for row in ledger.device_rows:
         sizes[row.component] = sizes.get(row.component, 0) + row.bytes
+    return sizes
+
+
+def build_stage_memory(ledger: Ledger, holds: str = "") -> StageMemory:
+    """Describe the device memory of a pipeline rank, which holds what `holds` says."""
+    sizes = sum_components(ledger)
     return StageMemory(
         pp_rank=ledger.pp_rank,
         holds=holds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 from pathlib import Path
@@ -115,15 +115,4 @@ def _describe_difference(row: _Row, plan: Plan) -> PublishedRun:
             differences.append(f"{key}{other}")
     if row.seq_len != plan.workload.seq_len:
         differences.append(f"sequence {row.seq_len:,}")
-    return PublishedRun(
-        id=run.id,
-        model=run.model,
-        device=run.device,
-        devices=run.devices,
-        precision=run.precision,
-        layout=run.layout,
-        measured=run.measured,
-        predicted=run.predicted,
-        error=run.error,
-        differs=", ".join(differences),
-    )
+    return replace(run, differs=", ".join(differences))

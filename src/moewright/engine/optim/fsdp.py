@@ -309,6 +309,17 @@ def _build_sharded_parameter(
     )
 
 
+def is_fully_sharded(parameter: NamedParameter) -> bool:
+    """Return whether fully_shard has cut a parameter."""
+    return isinstance(parameter.parameter, DTensor)
+
+
+def local_weight(parameter: NamedParameter) -> torch.Tensor:
+    """Return this rank's part of a parameter, which fully_shard may have cut."""
+    weight = parameter.parameter
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 @torch.no_grad()
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     assert isinstance(tensor, DTensor)

@@ -119,18 +119,23 @@ def _find_sample_ids(
     runtime: Runtime, sampler: Sampler, step: int, micro_batch: int, *, follows_rampup: bool
 ) -> Int64s:
     """Return the samples of a micro-batch of this rank; `step` and `micro_batch` count from 0."""
-    layout = runtime.mesh.layout
     workload = runtime.workload
     ramped = workload if follows_rampup else replace(workload, ramp=BatchRampSpec())
     samples = step_samples(ramped, step)
-    rows = micro_batch_rows(
-        global_batch=samples.size,
+    rows = local_rows(runtime, micro_batch, global_batch=samples.size)
+    return sampler.sample_ids(samples.first + rows.start, len(rows))
+
+
+def local_rows(runtime: Runtime, micro_batch: int, *, global_batch: int) -> range:
+    """Return the rows of a global batch in a micro-batch of this rank."""
+    layout = runtime.mesh.layout
+    return micro_batch_rows(
+        global_batch=global_batch,
         dp=layout.dp,
         dp_rank=runtime.mesh.coordinate("dp"),
         mbs=layout.mbs,
         micro_batch=micro_batch,
     )
-    return sampler.sample_ids(samples.first + rows.start, len(rows))
 
 
 def _build_segments(runtime: Runtime, lengths: Sequence[int]) -> Segments:

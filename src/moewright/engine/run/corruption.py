@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from moewright.engine.model.layers import list_parameters
+from moewright.engine.optim.fsdp import is_fully_sharded, local_weight
 from moewright.engine.run.step import TrainState
 from moewright.engine.run.worker import CorruptionError
 
@@ -80,9 +80,7 @@ class StateGuard:
 
     def _list_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter in list_parameters(self._state.model):
-            weight = parameter.owner.weight
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            yield f"weight {parameter.name}", local
+            yield f"weight {parameter.name}", local_weight(parameter)
         for number, shard in enumerate(self._state.local_shards()):
             if shard.tensor.numel():
                 yield f"{shard.name} ({number})", shard.tensor
@@ -91,11 +89,10 @@ class StateGuard:
         """Return the checksums of weights by their box, which other ranks may hold as well."""
         sums = {}
         for parameter in list_parameters(self._state.model):
-            weight = parameter.owner.weight
-            if not isinstance(weight, DTensor):
+            if not is_fully_sharded(parameter):
                 place = parameter.placement
                 box = f"{parameter.name} {place.offsets} {place.local_shape} {place.row_indices}"
-                sums[box] = int(checksum(weight))
+                sums[box] = int(checksum(parameter.parameter))
         return sums
 
 

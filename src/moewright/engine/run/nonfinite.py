@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from math import isfinite
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from moewright.engine.comm import collectives
 from moewright.engine.model.layers import list_parameters
+from moewright.engine.optim.fsdp import local_weight
 from moewright.engine.run.step import StepResult, TrainState
 
 # More than a dynamic loss scale takes to come down from its start.
@@ -64,9 +64,7 @@ def _find_first_suspect(suspects: list[list[str]]) -> tuple[int, str]:
 
 def _find_bad_weights(state: TrainState) -> Iterator[str]:
     for parameter in list_parameters(state.model):
-        weight = parameter.owner.weight
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if not torch.isfinite(local).all():
+        if not torch.isfinite(local_weight(parameter)).all():
             yield f"weight {parameter.name}"
 
 

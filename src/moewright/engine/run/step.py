@@ -20,7 +20,6 @@ from torch.profiler import record_function
 
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import all_reduce
-from moewright.engine.data.sampler import micro_batch_rows
 from moewright.engine.memory.weight_gradients import Operands
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.router import aux_loss_coefficients, list_routers, selection_bias_shards
@@ -28,7 +27,7 @@ from moewright.engine.model.transformer import ModelOutput, Transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.pipeline.executor import ChunkResult, Key
 from moewright.engine.pipeline.run_batch import evaluate_batch, train_batch
-from moewright.engine.run.corpus_loader import BatchSource
+from moewright.engine.run.corpus_loader import BatchSource, local_rows
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter
 from moewright.rules.batch_rampup import step_samples, workload_at_step
@@ -538,15 +537,7 @@ def _count_attended_pairs(runtime: Runtime, batches: Sequence[MicroBatch]) -> tu
 def _first_sequence_number(runtime: Runtime, step: int, micro_batch: int) -> int:
     """Return the number, over all of training, of a micro-batch's first sequence on this rank."""
     samples = step_samples(runtime.workload, step - 1)
-    layout = runtime.mesh.layout
-    rows = micro_batch_rows(
-        global_batch=samples.size,
-        dp=layout.dp,
-        dp_rank=runtime.mesh.coordinate("dp"),
-        mbs=layout.mbs,
-        micro_batch=micro_batch,
-    )
-    return samples.first + rows.start
+    return samples.first + local_rows(runtime, micro_batch, global_batch=samples.size).start
 
 
 def compute_heldout_loss(

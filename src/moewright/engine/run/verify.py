@@ -28,7 +28,6 @@ from moewright.engine.checkpoint import (
     single_process,
 )
 from moewright.engine.comm import collectives
-from moewright.engine.data.sampler import micro_batch_rows
 from moewright.engine.hf.folder import HfFolder, HfReader, open_hf_folder, open_safetensors
 from moewright.engine.hf.names import (
     build_name_table,
@@ -47,7 +46,7 @@ from moewright.engine.pipeline.executor import Key
 from moewright.engine.pipeline.run_batch import evaluate_batch
 from moewright.engine.run.batch_file import read_batch_workload
 from moewright.engine.run.build_state import build_train_state, init_distributed
-from moewright.engine.run.corpus_loader import BatchSource
+from moewright.engine.run.corpus_loader import BatchSource, local_rows
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import (
     TrainState,
@@ -101,23 +100,11 @@ class FixedBatches:
     targets: torch.Tensor
 
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        rows = local_rows(runtime, micro_batch)
+        rows = local_rows(runtime, micro_batch, global_batch=runtime.workload.global_batch)
         batch = step % len(self.inputs)
         inputs_BS = self.inputs[batch, rows.start : rows.stop]
         targets_BS = self.targets[batch, rows.start : rows.stop]
         return build_micro_batch(runtime, inputs_BS, targets_BS, None)
-
-
-def local_rows(runtime: Runtime, micro_batch: int) -> range:
-    """Return the rows of the global batch in a micro-batch of this rank."""
-    layout = runtime.mesh.layout
-    return micro_batch_rows(
-        global_batch=runtime.workload.global_batch,
-        dp=layout.dp,
-        dp_rank=runtime.mesh.coordinate("dp"),
-        mbs=layout.mbs,
-        micro_batch=micro_batch,
-    )
 
 
 def verify(job: VerifyJob, out: Path) -> ExitCode:
@@ -268,7 +255,9 @@ def _compute_outputs(state: TrainState, batches: FixedBatches) -> list[LocalShar
         micro_batch, chunk = key
         if not state.model.chunks[chunk].has_loss:
             return
-        first_row = local_rows(runtime, micro_batch).start
+        first_row = local_rows(
+            runtime, micro_batch, global_batch=runtime.workload.global_batch
+        ).start
         first_id = runtime.mesh.coordinate("tp") * out.logits.shape[1]
         local_vocab = max(0, vocab_size - first_id)  # without padding
         logits = out.logits.unflatten(0, (-1, seq_len // layout.cp))[:, :, :local_vocab].float()
