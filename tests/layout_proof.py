@@ -138,7 +138,7 @@ class PackedBatches:
     lengths: tuple[tuple[int, ...], ...]
 
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        rows = local_rows(runtime, micro_batch)
+        rows = local_rows(runtime, micro_batch, global_batch=runtime.workload.global_batch)
         batch = step % len(self.fixed.inputs)
         lengths = tuple(length for row in self.lengths[rows.start : rows.stop] for length in row)
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
