@@ -211,7 +211,7 @@ def _percent(value: float | None) -> str:
 
 
 def _read_cells() -> dict[str, dict[str, str]]:
-    cells = {}
+    cells: dict[str, dict[str, str]] = {}
     for path in TABLES:
         with path.open(encoding="utf-8", newline="") as file:
             cells |= {row["id"]: row for row in csv.DictReader(file)}

@@ -24,10 +24,10 @@ _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 def render_file() -> str:
     """Return the text of the table, a row for each run of the page on accuracy."""
-    cells = {}
+    cells: dict[str, dict[str, str]] = {}
     for name in ("measurements.csv", "measurements_more.csv"):
-        with (_TABLES / name).open(encoding="utf-8", newline="") as stream:
-            cells |= {row["id"]: row for row in csv.DictReader(stream)}
+        with (_TABLES / name).open(encoding="utf-8", newline="") as file:
+            cells |= {row["id"]: row for row in csv.DictReader(file)}
     stream = StringIO()
     writer = csv.DictWriter(stream, _COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -23,8 +23,8 @@ from moewright.bench.tiny_steps import TINY_SHAPES, solve_host_work
 from moewright.bench.workers import run_workers
 from moewright.codec import read_toml, write_toml
 from moewright.spec.errors import BadInput
-from moewright.spec.hardware import Collective, DeviceKind, Hardware, Op
-from moewright.spec.sourced import SourceKind
+from moewright.spec.hardware import Collective, Curve, DeviceKind, Hardware, Op
+from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype
 
 CPU = DeviceKind.CPU
@@ -85,12 +85,13 @@ def test_units_and_sources(nproc: int, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(fabric.links) == (0 if nproc < 3 else nproc * (nproc - 1) // 2)
     assert all(link.Bps.value == pytest.approx(5e8) for link in fabric.links)
     curves = (*(rate.curve for rate in device.rates), *(entry.curve for entry in fabric.times))
-    for number in (
+    numbers: tuple[Sourced | Curve, ...] = (
         *curves,
         *(peak.rate for peak in device.peaks),
         hardware.constants[0].value,
         fabric.domain_Bps,
-    ):
+    )
+    for number in numbers:
         assert number.kind is SourceKind.MEASURED
         assert torch.__version__ in number.source
         assert "measured 20" in number.source

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from moewright.spec.layout import (
 )
 
 
-def _sets(choices: type, alone: object = None) -> st.SearchStrategy[tuple]:
+def _sets(choices: type[StrEnum], alone: object = None) -> st.SearchStrategy[tuple]:
     members = [member for member in choices if member is not alone]
     several = st.sets(st.sampled_from(members)).map(lambda chosen: tuple(sorted(chosen)))
     return several if alone is None else st.one_of(several, st.just((alone,)))

@@ -106,12 +106,10 @@ def spread(layers: int, stages: int, *, embedding: int, loss: int, head: float) 
 
     A head takes as long as `head` layers.
     """
-    stages = parse_stages(
-        even_layout_string(layers, mtp=0, stages=stages, embedding=embedding, loss=loss)
-    )
+    text = even_layout_string(layers, mtp=0, stages=stages, embedding=embedding, loss=loss)
     return [
         letters.count("t") + 0.15 * letters.count("E") + head * letters.count("L")
-        for letters in stages
+        for letters in parse_stages(text)
     ]
 
 

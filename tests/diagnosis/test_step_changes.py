@@ -53,8 +53,8 @@ def test_a_slower_exchange_and_a_new_kernel_are_what_changed(tmp_path):
     for event in data["traceEvents"]:
         if event["name"].startswith("ncclDevKernel_SendRecv"):
             event["dur"] += 45 * MS  # from 20 to 85 ms, beyond the product that hid its end
-    for step in range(3):
-        data["traceEvents"] += kernel("new_kernel", 1000 + 100 * step + 66, 2)
+    for start in (1000, 1100, 1200):
+        data["traceEvents"] += kernel("new_kernel", start + 66, 2)
     after.write_text(json.dumps(data))
     changes = mw.compare_steps(before, after)
     step, *rest = changes.changes

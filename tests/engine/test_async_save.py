@@ -17,6 +17,7 @@ from moewright.engine.checkpoint import (
     load_checkpoint,
     single_process,
 )
+from moewright.engine.checkpoint.files import write_payload
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import CheckpointSpec, SaveMode
 
@@ -29,7 +30,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
         self.reached = threading.Event()
-        write = commit.write_payload
+        write = write_payload
 
         def write_when_open(path: Path, *arguments: object) -> object:
             self.reached.set()

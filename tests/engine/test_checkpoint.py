@@ -1,5 +1,6 @@
 """Checkpoints: any sharding to any other, damage is named, nothing is lost when a save fails."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -262,7 +263,7 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
     checkpoint = save_sharded(tmp_path)
     payload = pickle.dumps(Canary(canary))
     (checkpoint / "rank-00000.safetensors").write_bytes(payload)
-    digest = index_module.hashlib.sha256(payload).hexdigest()
+    digest = hashlib.sha256(payload).hexdigest()
     forge(checkpoint, lambda b: b["files"][0].update(bytes=len(payload), sha256=digest))
     targets = [blank_shards(shard_state(full_state(), "rows", rank, 2)) for rank in range(2)]
     results = run_on_ranks(

@@ -20,6 +20,7 @@ from moewright.cli.main import main
 from moewright.engine.checkpoint import read_index
 from moewright.engine.hf import import_weights, name_patterns, names
 from moewright.intake.hf import read_config
+from moewright.spec.errors import BadInput
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,7 +140,7 @@ def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
     del stored["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(stored, path)
     with pytest.raises(
-        names.BadInput, match=r"layers.1.mlp.experts.down_proj_blocks: needs 16 bytes a block"
+        BadInput, match=r"layers.1.mlp.experts.down_proj_blocks: needs 16 bytes a block"
     ):
         import_weights.plan_import(
             tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other"
@@ -181,7 +182,7 @@ def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
     depth["model.layers.2.embed_tokens.weight"][0, 0] += 1
     save_file(stored | depth, path)
     with pytest.raises(
-        names.BadInput, match=r"embed_tokens.weight.* differs from model.embed_tokens.weight"
+        BadInput, match=r"embed_tokens.weight.* differs from model.embed_tokens.weight"
     ):
         import_weights.plan_import(
             tmp_path / "hf", read_config(tmp_path / "hf"), tmp_path / "other"
@@ -371,7 +372,7 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(
 ) -> None:
     write_model("qwen3", tmp_path / "hf")
     model = read_config(tmp_path / "hf")
-    good = dict(names.LAYER_PATTERNS)
+    good = dict(name_patterns.LAYER_PATTERNS)
     pattern = name_patterns.NamePattern
     patterns = name_patterns._patterns
     for part, wrong, message in (
@@ -393,7 +394,7 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(
         ),
     ):
         monkeypatch.setattr(names, "LAYER_PATTERNS", good | {part: wrong})
-        with pytest.raises(names.BadInput, match=message):
+        with pytest.raises(BadInput, match=message):
             import_weights.plan_import(tmp_path / "hf", model, tmp_path / "ours")
 
 

@@ -146,8 +146,8 @@ def test_a_window_in_blocks_is_that_window(
     mask = AttentionMask(causal=causal, window=window)
     counters = Counters()
     with counters.counting():
-        out, state = attention(*inputs, mask)
-        gradients = attention_backward(grad, *inputs, out, state, mask)
+        out, state = attention(*inputs, mask=mask)
+        gradients = attention_backward(grad, *inputs, out_BSHD=out, state=state, mask=mask)
     lse = scores.logsumexp(-1).detach()
     torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state[0].double(), lse, rtol=1e-5, atol=1e-5)

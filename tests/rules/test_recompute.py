@@ -7,6 +7,7 @@ import pytest
 from moewright.intake import catalogue
 from moewright.rules import recompute
 from moewright.rules.job import Job
+from moewright.rules.saved_tensor import SavedTensor
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.units import GIB, MIB
@@ -16,7 +17,7 @@ QWEN = catalogue.model("Qwen3-235B-A22B")
 WORKLOAD = Workload(seq_len=4096, global_batch=2048)
 
 
-def kept_bytes(rows: tuple[recompute.SavedTensor, ...], *policies: Recompute) -> int:
+def kept_bytes(rows: tuple[SavedTensor, ...], *policies: Recompute) -> int:
     return sum(row.bytes for row in recompute.kept_tensors(rows, policies))
 
 

@@ -20,6 +20,7 @@ from test_train_run import losses, start_job
 
 import tiny_jobs
 from moewright.engine.checkpoint import commit, find_latest, list_checkpoints
+from moewright.engine.checkpoint.files import write_payload
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.spec.errors import BadInput
@@ -149,7 +150,7 @@ def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
 ) -> None:
     """Rank 1 has no room for its part of the fourth checkpoint, so that nobody commits it."""
     plan = make_plan(data, mode)
-    write = commit.write_payload
+    write = write_payload
 
     def write_until_full(path: Path, *arguments: object) -> object:
         if "step-00000004" in str(path) and path.name == "rank-00001.safetensors":

@@ -28,6 +28,7 @@ from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import TrainState, build_phase_clock, forward_backward
+from moewright.engine.run.verify import FixedBatches
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout
@@ -103,6 +104,7 @@ def torch_gradients(state: TrainState, wrap: Wrap, world: int) -> dict[str, torc
     # Fresh parameters carry none of the engine's hooks.
     for slot in list_parameters(state.model):
         slot.owner.weight = nn.Parameter(slot.owner.weight.detach().clone())
+    assert isinstance(state.train_data, FixedBatches)
     wrapped = wrap(state.model, world)  # its hooks live as long as this name
     out = wrapped(state.train_data.micro_batch(state.runtime, 0, 0))
     valid_targets = int((state.train_data.targets[0] >= 0).sum())

@@ -50,7 +50,7 @@ def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
         assert len(capture.kernels.name_index) == len(merged_capture.kernels.name_index) > 100
         assert "ep" in {channel.group for channel in capture.channels}
     steps = read_run(folder).steps
-    # Garbage is collected at these steps and before the counted step's census, and never between them.
+    # Garbage is collected at these steps and before the counted step's census, not between them.
     counted_step = 1 + workload.ledger_step
     collected = [step.host.collecting_s > 0 for step in steps]
     assert collected == [step.step % 3 == 0 or step.step == counted_step for step in steps]

@@ -10,7 +10,7 @@ import torch
 
 import tiny_jobs
 from moewright.engine.optim import distributed_optimizer
-from moewright.engine.optim.flat_buffers import FlatBucket
+from moewright.engine.optim.flat_buffers import FlatBucket, copy_to_state_device
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.spec.workload import DataSpec, OptimizerSpec
@@ -23,7 +23,7 @@ def test_a_bucket_is_gathered_before_the_next_is_updated(
 ) -> None:
     events: list[str] = []
     start_all_gather = FlatBucket.start_all_gather
-    take_gradients = distributed_optimizer.copy_to_state_device
+    take_gradients = copy_to_state_device
 
     def start_and_note(bucket: FlatBucket) -> Any:
         events.append("gather")

@@ -22,6 +22,7 @@ import torch
 import tiny_jobs
 from moewright.engine.checkpoint import Coordinator, find_latest
 from moewright.engine.model import transformer
+from moewright.engine.model.layers import compute_token_loss
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.run import train as train_module
 from moewright.engine.run.rank_checks import refuse_different_ranks
@@ -122,7 +123,7 @@ def test_a_spike_in_the_loss_is_clipped_and_logged(
     The update is no larger than any other, and the next step goes on.
     """
     begin = DistributedOptimizer.begin_step
-    token_loss = transformer.compute_token_loss
+    token_loss = compute_token_loss
     begun = {"steps": 0}
 
     def begin_and_count(self: DistributedOptimizer, *more: int) -> None:

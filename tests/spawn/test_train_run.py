@@ -22,8 +22,9 @@ import tiny_jobs
 from moewright.codec import read_json
 from moewright.engine.checkpoint import find_latest
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
-from moewright.engine.data.sampler import Int64s, Sampler, sample_count
+from moewright.engine.data.sampler import Int64s, Sampler, read_samples, sample_count
 from moewright.engine.model import transformer
+from moewright.engine.model.layers import compute_token_loss
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.run import corpus_loader
@@ -163,7 +164,6 @@ def test_the_order_of_data_goes_on_over_epochs_in_any_layout(
     samples = sample_count(open_indexed(Path(data.train)), 32)
     assert 24 < samples < 32
     micro_batch = corpus_loader.CorpusLoader.micro_batch
-    read_samples = corpus_loader.read_samples
     position: list[int] = []  # rank, step, DP rank and micro-batch of the training batch being read
 
     def note_position(
@@ -297,7 +297,7 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
             nll = nll * float("inf")
         return nll, logits
 
-    token_loss = transformer.compute_token_loss
+    token_loss = compute_token_loss
     if spoiled == "loss":
         monkeypatch.setattr(transformer, "compute_token_loss", infinite_loss)
         monkeypatch.setattr(DistributedOptimizer, "begin_step", begin_and_count)
