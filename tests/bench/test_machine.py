@@ -42,6 +42,16 @@ def pretend_times(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[Case, ..
     return cases
 
 
+def test_a_budget_too_short_for_an_all_to_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = build_cases(CPU, 2)
+    times = tuple(
+        None if case.op is Collective.ALL_TO_ALL else (_pretended_s(case),) * 2 for case in cases
+    )
+    monkeypatch.setattr(machine, "run_workers", lambda *_, **__: times)
+    with pytest.raises(BadInput, match=r"budget_s.*too short to measure all_to_all.*120"):
+        measure_machine(nproc=2, budget_s=60)
+
+
 def _pretended_s(case: Case) -> float:
     if isinstance(case.op, Collective):
         return 1e-3 + case.x * 1e-9

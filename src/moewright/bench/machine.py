@@ -43,6 +43,7 @@ from moewright.spec.workload import Dtype
 BENCH_VERSION = 5
 # Least share of a call that counts as work, in case the launch was measured too slow.
 MIN_WORK_SHARE = 0.1
+DEFAULT_BUDGET_S = 45.0
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -74,7 +75,7 @@ class Measurements:
     links: Mapping[tuple[int, int], float]  # bytes/s each way by pair of ranks
 
 
-def measure_machine(*, nproc: int, budget_s: float = 45.0) -> Hardware:
+def measure_machine(*, nproc: int, budget_s: float = DEFAULT_BUDGET_S) -> Hardware:
     """Measure with `nproc` processes at once, one thread (or one GPU) each.
 
     Takes about `budget_s` seconds at most; a slow or busy machine loses the largest points of the
@@ -89,10 +90,11 @@ def measure_machine(*, nproc: int, budget_s: float = 45.0) -> Hardware:
     kind = _device_kind(nproc)
     seconds = run_workers(kind, ranks=nproc, budget_s=budget_s)
     measured = _collect(zip(build_cases(kind, nproc), seconds, strict=True), nproc)
-    missing = _list_missing(measured)
+    missing = _list_missing(measured, nproc)
     if missing:
         rule = f"was too short to measure {', '.join(missing)}"
-        raise BadInput(Reason(field="budget_s", value=f"{budget_s:g}", rule=rule, nearest="45"))
+        nearest = f"{max(DEFAULT_BUDGET_S, 2 * budget_s):g}"
+        raise BadInput(Reason(field="budget_s", value=f"{budget_s:g}", rule=rule, nearest=nearest))
     source = _describe_measurement(kind, nproc)
     work_source = source
     if choose_clock(kind, nproc) is CallClock.THREAD:
@@ -161,7 +163,7 @@ def _extend_past_caches(passes: CurvePoints, copies: CurvePoints) -> CurvePoints
     return (*passes, *(point for point in copies if point[0] > largest))
 
 
-def _list_missing(measured: Measurements) -> list[str]:
+def _list_missing(measured: Measurements, nproc: int) -> list[str]:
     """List what a hardware file cannot be without and was not measured."""
     ops = {op for (op, _), points in measured.rates.items() if points}
     missing: list[str] = [op for op in Op if op not in ops]
@@ -169,6 +171,8 @@ def _list_missing(measured: Measurements) -> list[str]:
         missing.append(Probe.COPY)
     if len(measured.tiny_step_s) < len(TINY_SHAPES):
         missing.append(Probe.STEP)
+    if nproc > 1 and (Collective.ALL_TO_ALL, nproc) not in measured.collectives:
+        missing.append(Collective.ALL_TO_ALL)
     return missing
 
 
