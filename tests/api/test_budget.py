@@ -7,7 +7,9 @@ from math import ceil
 import pytest
 
 import moewright as mw
-from moewright.api.budgets import Budget
+from moewright.api.budgets import Budget, compute_budget
+from moewright.api.requests import WorkloadOptions, read_ramp
+from moewright.spec.workload import BatchRampSpec
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,37 @@ def test_more_devices_take_fewer_days(answer: Budget) -> None:
     days = [line.days for line in answer.lines]
     assert [line.devices for line in answer.lines] == sorted(line.devices for line in answer.lines)
     assert days == sorted(days, reverse=True)
+
+
+def test_a_ramp_takes_more_steps_each_of_its_batch_s_time() -> None:
+    ramp = BatchRampSpec(ramp_start=32, ramp_increment=16, ramp_samples=1000)
+    options = WorkloadOptions(global_batch=64, ramp=ramp)
+    model, on = "OLMoE-1B-7B-0924", "8xH200"
+    answer = compute_budget(model, on, options, tokens="1B", price=None, counts=(8,))
+    (line,) = answer.lines
+    samples = ceil(10**9 / 4096)
+    # 32 sequences a step until 500 are consumed, 48 until 1,000, then 64.
+    steps = [ceil(500 / 32), ceil((1000 - 512) / 48)]
+    steps.append(ceil((samples - 32 * steps[0] - 48 * steps[1]) / 64))
+    assert line.steps == sum(steps)
+    layout = line.plan.layout
+    step_times = [
+        mw.estimate(model, layout, on=on, global_batch=b).estimate.step_s for b in (32, 48)
+    ]
+    ramp_s = steps[0] * step_times[0] + steps[1] * step_times[1]
+    assert line.ramp_days == pytest.approx(ramp_s / 86400)
+    full_s = steps[2] * line.plan.estimate.step_s
+    assert line.days == pytest.approx((ramp_s + full_s) / 86400)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rule"),
+    [((0, 16, 100), "1 or more"), ((32, 20, 100), "must divide"), ((128, 16, 9), "must be")],
+)
+def test_a_ramp_that_is_none_is_refused(numbers: tuple[int, int, int], rule: str) -> None:
+    options = WorkloadOptions(global_batch=64, ramp=read_ramp(numbers))
+    with pytest.raises(mw.BadInput, match=rf"--rampup-batch-size.*{rule}"):
+        compute_budget("OLMoE-1B-7B-0924", "8xH200", options, tokens="1B", price=None)
 
 
 @pytest.mark.parametrize(

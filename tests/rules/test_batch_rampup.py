@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from model_shapes import moe_model
-from moewright.rules.batch_rampup import step_samples, workload_at_step
+from moewright.rules.batch_rampup import count_steps, step_samples, workload_at_step
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.layout import Layout, Schedule
@@ -101,3 +101,20 @@ def test_the_smallest_batch_must_fill_the_pipeline() -> None:
     layout = Layout(world_size=4, pp=2, vpp=2, mbs=1, schedule=Schedule.INTERLEAVED)
     assert not check_legality(Job(model=moe_model(), workload=growing(4, 4, 64, 16), layout=layout))
     assert check_legality(Job(model=moe_model(), workload=growing(2, 2, 64, 16), layout=layout))
+
+
+@pytest.mark.parametrize("increment", [2, 4])
+def test_every_batch_of_the_ramp_has_a_timetable(increment: int) -> None:
+    """Six sequences, the second batch, are no multiple of four stages in an interleaved step."""
+    layout = Layout(world_size=4, pp=4, vpp=2, schedule=Schedule.INTERLEAVED)
+    model = moe_model(layers=8)
+    job = Job(model=model, workload=growing(4, increment, 100, 16), layout=layout)
+    assert bool(check_legality(job)) is (increment == 2)
+
+
+@pytest.mark.parametrize("samples", [1, 8, 99, 100, 101, 1000])
+def test_steps_are_counted_as_they_are_taken(samples: int) -> None:
+    for work in (growing(4, 4, 100, 16), growing(2, 6, 7, 32), growing(16, 16, 50, 16)):
+        sizes = [size for size, steps in count_steps(work, samples) for _ in range(steps)]
+        assert sizes == [step_samples(work, step).size for step in range(len(sizes))]
+        assert sum(sizes) - sizes[-1] < samples <= sum(sizes)

@@ -7,21 +7,26 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+import numpy as np
+
 from moewright.api.planning import find_best, workload_options
 from moewright.api.requests import PlanRequest, WorkloadOptions, read_plan_request
 from moewright.codec import format_layout
 from moewright.codec.numbers import parse_count
+from moewright.cost.estimate import estimate
+from moewright.rules.batch_rampup import count_steps
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import BatchRampSpec, Dtype
 
 _DAY_S = 86400
 _HOUR_S = 3600
 _SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the devices named, where no counts are given
 _MAX_DEVICES = 1_000_000
+_ESTIMATED_BATCHES = 8  # of a ramp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +43,7 @@ class BudgetLine:
     days: float
     days_80: tuple[float, float]
     device_hours: float
+    ramp_days: float  # of the steps whose batch is below the full one
     cost: float | None  # None without a price
 
 
@@ -78,6 +84,8 @@ class Budget(Record):
                 "days_high": line.days_80[1],
                 "device_hours": line.device_hours,
             }
+            if line.ramp_days:
+                row["ramp_days"] = line.ramp_days
             if line.cost is not None:
                 row["cost"] = line.cost
             rows.append(row | {"layout": format_layout(line.plan.layout)})
@@ -189,16 +197,44 @@ def price_devices(
     plan = find_best(replace(request, hardware=replace(request.hardware, count=count)))
     if plan is None or plan.estimate.fit_probability < plan.rule.fit_probability:
         return None
-    steps = ceil(tokens / request.workload.tokens_per_step)
-    estimate = plan.estimate
-    low_s, high_s = estimate.step_interval_80
-    device_hours = steps * estimate.step_s * count / _HOUR_S
+    workload = plan.workload
+    batches = dict(count_steps(workload, ceil(tokens / workload.seq_len)))
+    full_steps = batches.pop(workload.global_batch, 0)
+    step_s = plan.estimate.step_s
+    times = _step_times(plan, tuple(batches))
+    ramp_s = sum(steps * time_s for steps, time_s in zip(batches.values(), times, strict=True))
+    total_s = full_steps * step_s + ramp_s
+    low_s, high_s = plan.estimate.step_interval_80
+    device_hours = total_s * count / _HOUR_S
     return BudgetLine(
         devices=count,
         plan=plan,
-        steps=steps,
-        days=steps * estimate.step_s / _DAY_S,
-        days_80=(steps * low_s / _DAY_S, steps * high_s / _DAY_S),
+        steps=full_steps + sum(batches.values()),
+        days=total_s / _DAY_S,
+        days_80=(total_s * low_s / step_s / _DAY_S, total_s * high_s / step_s / _DAY_S),
         device_hours=device_hours,
+        ramp_days=ramp_s / _DAY_S,
         cost=None if price is None else price * device_hours,
     )
+
+
+def _step_times(plan: Plan, batch_sizes: Sequence[int]) -> list[float]:
+    """Return seconds of a step with each of these global batches, in ascending order.
+
+    A step grows by about as much with each micro-batch, so between a few batches it is
+    interpolated.
+    """
+    if not batch_sizes:
+        return []
+    stride = ceil(len(batch_sizes) / _ESTIMATED_BATCHES)
+    sampled = sorted({*batch_sizes[::stride], batch_sizes[-1]})
+    times = [
+        estimate(
+            plan.model,
+            replace(plan.workload, global_batch=size, ramp=BatchRampSpec()),
+            plan.hardware,
+            plan.layout,
+        ).step_s
+        for size in sampled
+    ]
+    return [float(time_s) for time_s in np.interp(batch_sizes, sampled, times)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,6 +13,7 @@ from moewright.intake.expert_load import read_expert_load
 from moewright.intake.job import JobFile, read_job
 from moewright.intake.job_workload import MAX_BATCH, MAX_SEQ_LEN
 from moewright.intake.networks import apply_network
+from moewright.rules.batch_rampup import check_ramp
 from moewright.rules.job import Job
 from moewright.rules.routing import check_load_histogram
 from moewright.rules.trainers import TargetTrainer
@@ -20,7 +21,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DocumentMasking, Dtype, Routing, Workload
+from moewright.spec.workload import BatchRampSpec, DocumentMasking, Dtype, Routing, Workload
 
 DEFAULT_SEQ_LEN = 4096
 DEFAULT_SEQUENCES_PER_DEVICE = 16  # as in the published 256-GPU measurements: global batch 4096
@@ -58,6 +59,7 @@ class WorkloadOptions:
     precision: Dtype | None = None
     load: Path | None = None  # measured tokens of each expert
     network: str = ""
+    ramp: BatchRampSpec | None = None
     steps: int | None = None
     tokens: int | None = None  # over the whole training
 
@@ -79,9 +81,19 @@ def read_plan_request(
     else:
         request = _read_model_request(model, on, options)
     request = replace(request, workload=with_length(request.workload, options))
+    if options.ramp is not None:
+        request = replace(request, workload=_add_ramp(request.workload, options.ramp))
     if options.load is None:
         return request
     return replace(request, workload=_add_measured_load(request, options.load))
+
+
+def read_ramp(numbers: Sequence[int] | None) -> BatchRampSpec | None:
+    """Return the ramp of Megatron-LM's three numbers: start, increment, samples."""
+    if not numbers:
+        return None
+    start, increment, samples = numbers
+    return BatchRampSpec(ramp_start=start, ramp_increment=increment, ramp_samples=samples)
 
 
 def with_length(workload: Workload, options: WorkloadOptions) -> Workload:
@@ -101,6 +113,25 @@ def with_length(workload: Workload, options: WorkloadOptions) -> Workload:
     if options.tokens is not None:
         return replace(workload, steps=-(-options.tokens // workload.tokens_per_step))
     return workload if options.steps is None else replace(workload, steps=options.steps)
+
+
+def _add_ramp(workload: Workload, ramp: BatchRampSpec) -> Workload:
+    """Return the workload with a batch that grows.
+
+    Raises:
+        BadInput: the ramp is none for this batch, whatever the layout.
+    """
+    workload = replace(workload, ramp=ramp)
+    reasons = tuple(check_ramp(workload, Layout(world_size=1)))
+    if ramp.ramp_start < 1:
+        rule = "must begin with the sequences of the first batch, 1 or more"
+        reasons = (Reason(field="", value=str(ramp.ramp_start), rule=rule, nearest="1"),)
+    if ramp.ramp_samples < 1:
+        rule = "must end with the sequences over which the batch grows, 1 or more"
+        reasons += (Reason(field="", value=str(ramp.ramp_samples), rule=rule, nearest="1"),)
+    if reasons:
+        raise BadInput(*(replace(reason, field="--rampup-batch-size") for reason in reasons))
+    return workload
 
 
 def _add_measured_load(request: PlanRequest, path: Path) -> Workload:

@@ -26,6 +26,7 @@ from moewright.api.requests import (
 )
 from moewright.api.running import list_trainers
 from moewright.codec import format_layout, parse_layout, read_json
+from moewright.rules.batch_rampup import workload_at_step
 from moewright.search.explain import explain_objections
 from moewright.search.fewest import find_fewest
 from moewright.search.search import build_plan, search
@@ -231,6 +232,7 @@ def view_budget(query: ViewQuery, *, tokens: str, price: float | None) -> Iterat
             device=request.hardware.device.name,
             tokens=total,
             tokens_per_step=request.workload.tokens_per_step,
+            first_tokens=workload_at_step(request.workload, 0).tokens_per_step,
             price=price or 0.0,
             points=tuple(sorted(points, key=lambda point: point.devices)),
             without_layout=tuple(without),
@@ -253,6 +255,7 @@ def view_budget(query: ViewQuery, *, tokens: str, price: float | None) -> Iterat
                     days=line.days,
                     days_80=line.days_80,
                     device_hours=line.device_hours,
+                    ramp_days=line.ramp_days,
                     cost=line.cost or 0.0,
                 )
             )

@@ -6,7 +6,7 @@ A record is one parameter of a verb; its fields are options of the command line.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -71,22 +71,26 @@ class BatchOptions:
     network
         The network in place of the hardware's own: ib, roce, efa or tcp between fast domains;
         nvlink, nvl36, nvl72 or pcie inside them; two joined by +, such as nvl36+efa.
+    rampup_batch_size
+        A global batch that grows: START INCREMENT SAMPLES, as Megatron-LM takes them.
     """
 
     seq_len: OptionalCount = None
     global_batch: OptionalCount = None
     precision: Dtype | None = None
     network: str = ""
+    rampup_batch_size: tuple[int, int, int] | None = None
 
     def to_workload_options(self) -> WorkloadOptions:
         """Return the options as the face of the package takes them."""
-        from moewright.api.requests import WorkloadOptions
+        from moewright.api.requests import WorkloadOptions, read_ramp
 
         return WorkloadOptions(
             seq_len=self.seq_len,
             global_batch=self.global_batch,
             precision=self.precision,
             network=self.network,
+            ramp=read_ramp(self.rampup_batch_size),
         )
 
 
@@ -113,17 +117,8 @@ class PlanningOptions(BatchOptions):
 
     def to_workload_options(self) -> WorkloadOptions:
         """Return the options as the face of the package takes them."""
-        from moewright.api.requests import WorkloadOptions
-
-        return WorkloadOptions(
-            seq_len=self.seq_len,
-            global_batch=self.global_batch,
-            precision=self.precision,
-            network=self.network,
-            load=self.load,
-            steps=self.steps,
-            tokens=self.tokens,
-        )
+        options = BatchOptions.to_workload_options(self)
+        return replace(options, load=self.load, steps=self.steps, tokens=self.tokens)
 
 
 @Parameter(name="*")

@@ -47,6 +47,30 @@ def batch_sizes(workload: Workload) -> Iterator[tuple[int, int]]:
     yield begin, workload.global_batch
 
 
+def deciding_batches(workload: Workload) -> tuple[int, ...]:
+    """Return the first two batch sizes and the full one, which stand for all sizes of the ramp.
+
+    Whatever divides them divides every size, and the first is the smallest.
+    """
+    ramp = workload.ramp
+    full_size = workload.global_batch
+    if not ramp.ramp_start:
+        return (full_size,)
+    return (ramp.ramp_start, min(ramp.ramp_start + ramp.ramp_increment, full_size), full_size)
+
+
+def count_steps(workload: Workload, samples: int) -> Iterator[tuple[int, int]]:
+    """Yield (batch size, steps) of each batch size, in order, until `samples` are consumed."""
+    consumed = 0
+    for size, end in _ramp_stages(workload.ramp, workload.global_batch):
+        steps = max(0, -(-(min(end, samples) - consumed) // size))
+        if steps:
+            yield size, steps
+        consumed += steps * size
+    if consumed < samples:
+        yield workload.global_batch, -(-(samples - consumed) // workload.global_batch)
+
+
 def workload_at_step(workload: Workload, step: int) -> Workload:
     """Return the workload as a step, counted from 0, runs it: with its batch and without a ramp."""
     size = step_samples(workload, step).size

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd, isfinite, lcm
 
-from moewright.rules.batch_rampup import check_ramp, workload_at_step
+from moewright.rules.batch_rampup import check_ramp, deciding_batches
 from moewright.rules.compatibility import check_compatibility, has_experts
 from moewright.rules.divisibility import divisors, nearest_legal, nearest_multiples
 from moewright.rules.expert_placement import check_placement
 from moewright.rules.grid import NODE_AWARE_DISPATCHERS, min_world_size
 from moewright.rules.job import Job
-from moewright.rules.micro_batches import check_batch, micro_batches
+from moewright.rules.micro_batches import check_batch
 from moewright.rules.routing import check_load_histogram
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import check_stages
@@ -55,7 +55,7 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
         reasons += batch_reasons
         reasons += _check_shard(job.layout)
         if not batch_reasons:
-            reasons += tuple(check_ramp(job.workload, job.layout)) or _check_first_step(
+            reasons += tuple(check_ramp(job.workload, job.layout)) or _check_timetable(
                 job.workload, job.layout
             )
     reasons += check_compatibility(job)
@@ -79,12 +79,12 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
     return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=best),)
 
 
-def _check_first_step(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """Return broken rules of the timetable at the first step, which has the fewest micro-batches.
-
-    Without a ramp its workload is the workload itself.
-    """
-    return check_schedule(layout, micro_batches(workload_at_step(workload, 0), layout))
+def _check_timetable(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
+    """Return the broken rules of the timetable of the first batch size that breaks one."""
+    for size in deciding_batches(workload):
+        if reasons := check_schedule(layout, size // (layout.dp * layout.mbs)):
+            return reasons
+    return ()
 
 
 def _check_bounds(workload: Workload, layout: Layout) -> tuple[Reason, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 from moewright.codec import explicit_fields, parse_layout
 from moewright.cost.activations import ActivationPolicy
 from moewright.cost.collective_time import group_span
+from moewright.rules.batch_rampup import deciding_batches
 from moewright.rules.compatibility import check_compatibility
 from moewright.rules.divisibility import divisors
 from moewright.rules.job import Job
@@ -435,13 +436,15 @@ def _has_timetable(space: SearchSpace, shape: PipelineShape, pass_sequences: int
 
     `pass_sequences` are the sequences of one micro-batch over all data-parallel ranks.
     """
-    if not pass_sequences or space.workload.global_batch % pass_sequences:
+    batches = deciding_batches(space.workload)
+    if not pass_sequences or any(size % pass_sequences for size in batches):
         return False
-    micro_batches = space.workload.global_batch // pass_sequences
+    counts = [size // pass_sequences for size in batches]
     if not space.fixed.isdisjoint(("schedule", "vpp_group")):
-        return not check_schedule(with_pipeline(space.base, shape, space), micro_batches)
+        layout = with_pipeline(space.base, shape, space)
+        return not any(check_schedule(layout, count) for count in counts)
     # The default interleaved timetable takes micro-batches in groups of pp.
-    return shape.vpp == 1 or micro_batches % shape.pp == 0
+    return shape.vpp == 1 or not any(count % shape.pp for count in counts)
 
 
 def _recompute_choices(model: ModelSpec) -> list[tuple[Recompute, ...]]:

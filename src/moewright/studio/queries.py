@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from moewright.api.planning import workload_options
+from moewright.api.requests import read_ramp
 from moewright.api.views import ViewQuery
 from moewright.codec.numbers import parse_count
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import BatchRampSpec
 
 _LONGEST = 4000
 
 
 def read_query(params: Mapping[str, str]) -> ViewQuery:
-    """Read the query of an address: model, on, seq_len, global_batch, precision, network, layout.
+    """Read the query of an address, whose keys are model, on, layout and options of the workload.
 
     Raises:
         BadInput: a number or a precision cannot be read, or nothing says the model.
@@ -35,9 +37,17 @@ def read_query(params: Mapping[str, str]) -> ViewQuery:
     return ViewQuery(
         model=params["model"],
         on=params.get("on", ""),
-        options=replace(options, network=params.get("network", "")),
+        options=replace(options, network=params.get("network", ""), ramp=_read_ramp(params)),
         layout=params.get("layout", ""),
     )
+
+
+def _read_ramp(params: Mapping[str, str]) -> BatchRampSpec | None:
+    words = params.get("rampup_batch_size", "").split()
+    if words and len(words) != len(fields(BatchRampSpec)):
+        rule = "needs three numbers: start, increment, samples"
+        raise BadInput(Reason(field="rampup_batch_size", value=" ".join(words), rule=rule))
+    return read_ramp([parse_count(word, "rampup_batch_size") for word in words])
 
 
 def read_count(params: Mapping[str, str], key: str) -> int | None:

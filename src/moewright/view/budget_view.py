@@ -9,7 +9,10 @@ from moewright.spec.record import Record, Row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetPoint:
-    """What the tokens take on so many devices; `cost` is 0 without a price."""
+    """What the tokens take on so many devices; `cost` is 0 without a price.
+
+    `ramp_days` are those of the steps whose batch is below the full one.
+    """
 
     devices: int
     layout: str
@@ -18,6 +21,7 @@ class BudgetPoint:
     days: float
     days_80: tuple[float, float]
     device_hours: float
+    ramp_days: float
     cost: float
 
 
@@ -33,6 +37,7 @@ class BudgetView(Record):
     device: str
     tokens: int
     tokens_per_step: int
+    first_tokens: int  # of the first step, where the batch grows
     price: float
     points: tuple[BudgetPoint, ...]
     without_layout: tuple[int, ...]

@@ -101,7 +101,7 @@ mw.render.BudgetView = (view, root, act, pick) => {
   const fewest = view.fewest > 0 ? `The fewest ${view.device} that hold it: ${mw.count(view.fewest)}.` : view.fewest < 0 ? "No number of devices up to these holds it." : "Looking for the fewest devices …";
   root.append(mw.el("section", {class: "panel verdict", id: "budget-answer"}, mw.el("h1", {}, `${view.model}: ${mw.tokens(view.tokens)} tokens`),
     mw.el("p", {"data-fewest": String(view.fewest)}, fewest),
-    mw.el("p", {class: "note"}, `${mw.count(view.tokens_per_step)} tokens a step on every number of devices; days hold steps alone, without restarts and evaluations.${view.price ? ` Costs are assumed: ${view.price} an hour of a device is your price.` : ""}`)));
+    mw.el("p", {class: "note"}, `${view.first_tokens < view.tokens_per_step ? `${mw.count(view.first_tokens)} tokens in the first step, growing to ` : ""}${mw.count(view.tokens_per_step)} tokens a step on every number of devices; days hold steps alone, without restarts and evaluations.${view.price ? ` Costs are assumed: ${view.price} an hour of a device is your price.` : ""}`)));
   if (!points.length) return;
   const option = () => ({
     grid: {left: 8, right: 16, top: 30, bottom: 30, containLabel: true},
@@ -116,8 +116,8 @@ mw.render.BudgetView = (view, root, act, pick) => {
     ],
   });
   root.append(mw.panel("Days by number of devices", mw.chart("Days of training by number of devices, with the interval of 80 %", 320, option)),
-    mw.panel("Figures", mw.table([{t: "devices", n: true}, {t: "layout"}, {t: "step", n: true}, {t: "steps", n: true}, {t: "days", n: true}, {t: "80 %", n: true}, {t: "device-hours", n: true}, ...(view.price ? [{t: "cost (assumed)", n: true}] : [])],
-      points.map(point => [mw.count(point.devices), pick ? mw.el("button", {type: "button", class: "small mono", onclick: () => pick(point.layout, point.devices)}, point.layout) : mw.el("code", {}, point.layout), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days, 4), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
+    mw.panel("Figures", mw.table([{t: "devices", n: true}, {t: "layout"}, {t: "step", n: true}, {t: "steps", n: true}, {t: "days", n: true}, {t: "80 %", n: true}, {t: "device-hours", n: true}, ...(view.first_tokens < view.tokens_per_step ? [{t: "days of the ramp", n: true}] : []), ...(view.price ? [{t: "cost (assumed)", n: true}] : [])],
+      points.map(point => [mw.count(point.devices), pick ? mw.el("button", {type: "button", class: "small mono", onclick: () => pick(point.layout, point.devices)}, point.layout) : mw.el("code", {}, point.layout), mw.seconds(point.step_s), mw.count(point.steps), mw.digits(point.days, 4), `${mw.digits(point.days_80[0])} to ${mw.digits(point.days_80[1])}`, mw.count(point.device_hours), ...(view.first_tokens < view.tokens_per_step ? [mw.digits(point.ramp_days)] : []), ...(view.price ? [mw.count(point.cost)] : [])]), "Budget by number of devices"),
       view.without_layout.length ? mw.el("p", {class: "note"}, `No layout fits surely enough: ${view.without_layout.join(", ")} devices.`) : ""));
 };
 mw.tokens = value => { for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6]]) if (value >= scale) return `${mw.digits(value / scale, 4)}${unit}`; return mw.count(value); };

@@ -1,7 +1,7 @@
 "use strict";
 /* The studio: the address is the state, the server computes, the newest answer alone is painted. */
 const studio = {pages: {}, query: new URLSearchParams(location.search), sequence: 0, catalogue: null, record: null};
-const KEYS = ["model", "on", "seq_len", "global_batch", "precision", "network", "layout"];
+const KEYS = ["model", "on", "seq_len", "global_batch", "precision", "network", "rampup_batch_size", "layout"];
 const START = {model: "Qwen/Qwen3-30B-A3B", on: "16xH100", seq_len: "4096", global_batch: "512", precision: "bf16"};
 
 studio.page = () => location.pathname.slice(1) || "plan";
@@ -114,7 +114,7 @@ studio.buildDrop = () => {
     const answer = await studio.post("/api/script", text, params);
     if (answer.reasons) { say(answer.reasons.map(reason => reason.text).join("; ")); return; }
     say(answer.notes.length ? answer.notes.join("; ") : "read without a remark");
-    studio.go({seq_len: "", global_batch: "", precision: "", network: "", ...answer.query}, "plan");
+    studio.go({seq_len: "", global_batch: "", precision: "", network: "", rampup_batch_size: "", ...answer.query}, "plan");
   };
   const takeFile = async file => {
     const text = await file.text();

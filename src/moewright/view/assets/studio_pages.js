@@ -55,10 +55,12 @@ studio.pages.compare = async () => {
 studio.pages.budget = () => {
   const tokens = mw.el("input", {type: "text", id: "tokens", value: studio.query.get("tokens") || "", placeholder: "1T"});
   const price = mw.el("input", {type: "text", id: "price", value: studio.query.get("price") || "", placeholder: "2.5"});
+  const ramp = mw.el("input", {type: "text", id: "ramp", value: studio.query.get("rampup_batch_size") || "", placeholder: "64 64 1000000"});
   const state = mw.el("p", {class: "note", role: "status"});
   const form = mw.panel("What do so many tokens take?", mw.el("div", {class: "fields"},
     mw.el("div", {}, mw.el("label", {for: "tokens"}, "Tokens, such as 15T or 500B"), tokens), mw.el("div", {}, mw.el("label", {for: "price"}, "Your price of a device-hour (assumed)"), price),
-    mw.el("div", {class: "row all"}, mw.el("button", {type: "button", class: "primary", id: "budget", onclick: () => studio.go({tokens: tokens.value.trim() || "1T", price: price.value.trim()})}, "Work it out"), state)));
+    mw.el("div", {}, mw.el("label", {for: "ramp"}, "Batch ramp: start, increment, samples"), ramp),
+    mw.el("div", {class: "row all"}, mw.el("button", {type: "button", class: "primary", id: "budget", onclick: () => studio.go({tokens: tokens.value.trim() || "1T", price: price.value.trim(), rampup_batch_size: ramp.value.trim()})}, "Work it out"), state)));
   studio.fill(form);
   if (!studio.query.get("tokens")) return;
   const cancel = new AbortController();
