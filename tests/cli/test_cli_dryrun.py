@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moewright.api.dry_runs import count_rank
 from moewright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,13 @@ def test_counted_stands_beside_predicted(
         for row in counted["ledger"]["memory"]
         if row["component"] not in ("activations", "logits")
     )
+
+
+def test_progress_goes_from_the_first_pass_to_the_last(job: str) -> None:
+    shares: list[float] = []
+    count_rank(Path(job), 5, ["layout.text=pp2,ep8"], shares.append)
+    assert shares == [(place + 1) / len(shares) for place in range(len(shares))]
+    assert len(shares) > 4
 
 
 @pytest.mark.parametrize(

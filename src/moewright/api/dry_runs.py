@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from moewright.engine.run.dry_run import DryRun
 
 
+# How the engine's notes of what a rank begins to do start, for each pass of a micro-batch.
+_PASSES = ("forward of", "backward of")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRunAnswer:
     """The counts of one rank, next to the planner's prediction for the same micro-batches."""
@@ -41,8 +45,15 @@ class DryRunAnswer:
     step_micro_batches: int
 
 
-def count_rank(path: Path, rank: int, overrides: Sequence[str]) -> DryRunAnswer:
+def count_rank(
+    path: Path,
+    rank: int,
+    overrides: Sequence[str],
+    show_share: Callable[[float], None] = lambda share: None,
+) -> DryRunAnswer:
     """Count a step of one rank of a job, with even routing, and predict the same.
+
+    `show_share` is called with the share of the step's passes that have begun.
 
     Raises:
         BadInput: the job is not legal, or has no such rank.
@@ -70,7 +81,16 @@ def count_rank(path: Path, rank: int, overrides: Sequence[str]) -> DryRunAnswer:
         global_batch = run_micro_batches * layout.mbs * layout.dp
         workload = replace(job_file.workload, global_batch=global_batch, data=data)
         job = Job(model=model, workload=workload, layout=layout)
-        counted = dry_run(job, rank=rank)
+        passes = run_micro_batches * layout.vpp * len(_PASSES)
+        begun = 0
+
+        def note(activity: str, *, is_waiting: bool = False) -> None:
+            nonlocal begun
+            if activity.startswith(_PASSES):
+                begun += 1
+                show_share(begun / passes)
+
+        counted = dry_run(job, rank=rank, note=note)
     selection = round_robin_selection(job)
     predicted = predict_rank_ledger(job, rank=rank, selection=selection)
     planned = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moewright.cli.answers import open_console, reserve_stdout, write_answer, write_html
 from moewright.cli.options import AnswerOptions, JsonOption, SetOption
-from moewright.cli.progress import show_elapsed
+from moewright.cli.progress import show_share
 
 _SHORT = AnswerOptions()
 
@@ -43,8 +43,9 @@ def dryrun(
     from moewright.report.dryrun_text import print_dry_run
     from moewright.view.table_view import view_comparison_lines
 
-    with reserve_stdout(json), show_elapsed(f"running rank {rank} on tensors without data"):
-        counts = count_rank(job, rank, tuple(set_ or ()))
+    work = f"running rank {rank} on tensors without data"
+    with reserve_stdout(json), show_share(work) as show:
+        counts = count_rank(job, rank, tuple(set_ or ()), show)
     counted = counts.counted
     comparison = counts.comparison
     ranks = f"rank {rank} of {counts.layout.world_size}"

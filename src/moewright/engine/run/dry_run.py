@@ -18,6 +18,7 @@ from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.matmul import has_native_bf16
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.observe.counters import NoteActivity, ignore_activity
 from moewright.engine.observe.host_answers import HostAnswers
 from moewright.engine.observe.storage_census import freeze_older_objects
 from moewright.engine.run.build_state import build_train_state
@@ -47,8 +48,8 @@ class DryRun:
     peak_by_module: tuple[tuple[Module, int], ...]
 
 
-def dry_run(job: Job, *, rank: int) -> DryRun:
-    """Run one step of `rank`.
+def dry_run(job: Job, *, rank: int, note: NoteActivity = ignore_activity) -> DryRun:
+    """Run one step of `rank`; `note` is called with what it begins to do.
 
     Raises:
         BadInput: for a rank outside the world, and for what the engine or a dry run cannot do.
@@ -72,6 +73,7 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
             # With zero=3 there is no gradient among them: gradients are made in the step.
             states = state.optimizer.memory_rows()
             counters = state.runtime.counters
+            counters.note = note
             train_step(state, step=1, lr=0.0, stop_requested=False, count_ledger=True)
             ledger = counters.build_ledger(
                 rank=rank,
