@@ -52,6 +52,8 @@ def tune(
     """
     from moewright.api import tuning
     from moewright.codec import PLAN_FILE
+    from moewright.report.tuning_markdown import summarize_tuning
+    from moewright.spec.finding import Basis
     from moewright.spec.record import Record
     from moewright.view.plan_view import build_plan_view
     from moewright.view.tuning_view import view_tuning
@@ -84,6 +86,7 @@ def tune(
         print(f"no layout was found valid; {report_path} tells why")
         return NOTHING_VALID
     plan_path = folder / PLAN_FILE
-    winner = f"winner: {answer.result.winner}"
-    print(f"{winner}; {report_path} tells what was tried, {plan_path} is its plan")
+    basis = Basis.PREDICTED if predict else Basis.MEASURED
+    print("\n".join(summarize_tuning(answer.result, basis=basis)))
+    print(f"{report_path} tells what was tried, {plan_path} is its plan")
     return 0

@@ -45,6 +45,35 @@ def render_tuning(contract: Contract, result: TuningResult, *, basis: Basis) -> 
     return "\n".join(lines)
 
 
+def summarize_tuning(result: TuningResult, *, basis: Basis) -> tuple[str, ...]:
+    """Return the answer of a tuning as lines for a terminal: winner, gain, steps to it, runner-up.
+
+    The runner-up is the point predicted or measured nearest the winner that was not kept.
+    """
+    lines = [line.replace("`", "").replace("**", "") for line in _verdict_lines(result, basis)]
+    lines += [
+        f"kept: {decision.point} ({decision.why})"
+        for decision in result.decisions
+        if decision.ruling is Ruling.KEPT
+    ]
+    others = [
+        decision
+        for decision in result.decisions
+        if decision.ruling not in (Ruling.KEPT, Ruling.FAILED) and decision.point != result.winner
+    ]
+    seconds = {id(decision): decision.step_s or decision.predicted_s for decision in others}
+    others = [decision for decision in others if seconds[id(decision)]]
+    if others:
+        second = min(others, key=lambda decision: seconds[id(decision)])
+        basis_text = Basis.MEASURED if second.step_s else Basis.PREDICTED
+        time_text = format_seconds(seconds[id(second)])
+        reason = f" ({second.reason})" if second.reason else ""
+        lines.append(
+            f"runner-up: {second.point}: {second.ruling}; {time_text} {basis_text}{reason}"
+        )
+    return tuple(lines)
+
+
 def format_decision(decision: Decision, basis: Basis) -> str:
     """Return one decision as a line for a terminal."""
     is_measured = basis is Basis.MEASURED
