@@ -125,7 +125,13 @@ def test_predictions_run_nothing_and_say_so(
     assert main(["tune", str(job), "--predict", "--on", "8xH100", "--out", str(tmp_path)]) == 0
     report = (tmp_path / "report.md").read_text()
     assert "figures are | predicted" in report
-    assert "measured" not in report + capfd.readouterr().out
+    output = capfd.readouterr().out
+    assert "measured" not in report + output
+    assert output.count("\n") <= 40
+    answer = output[output.index("Winner: ") :].splitlines()
+    assert "less time a step (predicted)" in answer[1]
+    assert answer[2].endswith("nothing ran: every figure is predicted.")
+    assert str(tmp_path / "plan.json") in answer[-1]
     assert not (tmp_path / "journal.jsonl").exists()
 
 
