@@ -5,7 +5,9 @@ No number in it was measured.
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+from moewright.codec import format_record, write_json
 from moewright.spec.hardware import (
     Collective,
     Constant,
@@ -350,3 +352,10 @@ def with_recompute(base: Plan) -> Plan:
     return replace(
         base, layout=replace(base.layout, recompute=(Recompute.LAYERNORM, Recompute.MOE_ACT))
     )
+
+
+def write_run(directory: Path, record: RunRecord) -> None:
+    """Write a run folder that reads back as `record`, without the ledgers of its made-up job."""
+    write_json(directory / "plan.json", record.plan)
+    lines = [format_record(row) for row in (*record.sessions, *record.steps, *record.evals)]
+    (directory / "steps.jsonl").write_text("".join(lines))

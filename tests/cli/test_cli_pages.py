@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import sample_run
-from cli.test_cli_report import _write_run
 from moewright.cli.main import main
 from moewright.view.page import render_page
+from sample_run import write_run
 
 SMALL = ["OLMoE-1B-7B-0924", "--on", "4xH100", "--global-batch", "64"]
 
@@ -36,7 +36,7 @@ def test_plans_and_estimates_are_pages_too(tmp_path: Path) -> None:
 def test_a_diagnosis_and_a_score_are_pages_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _write_run(tmp_path / "run", sample_run.record())
+    write_run(tmp_path / "run", sample_run.record())
     page = tmp_path / "page.html"
     assert main(["diagnose", str(tmp_path / "run"), "--html", str(page)]) == 0
     assert read_kinds(page) == ["DiagnosisView"]
@@ -67,7 +67,7 @@ def test_an_estimate_takes_forty_lines_and_v_has_the_rest(
 def test_a_diagnosis_says_the_wall_and_its_best_fixes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _write_run(tmp_path / "run", sample_run.record())
+    write_run(tmp_path / "run", sample_run.record())
     assert main(["diagnose", str(tmp_path / "run")]) == 0
     short = capsys.readouterr().out.splitlines()
     assert len(short) <= 40

@@ -6,19 +6,11 @@ import pytest
 
 import sample_run
 from moewright.cli.main import main
-from moewright.codec import format_record, write_json
-from moewright.spec.run import RunRecord
-
-
-def _write_run(directory: Path, record: RunRecord) -> None:
-    """Write a run folder that reads back as `record`, without the ledgers of its made-up job."""
-    write_json(directory / "plan.json", record.plan)
-    lines = [format_record(row) for row in (*record.sessions, *record.steps, *record.evals)]
-    (directory / "steps.jsonl").write_text("".join(lines))
+from sample_run import write_run
 
 
 def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _write_run(tmp_path / "run", sample_run.record())
+    write_run(tmp_path / "run", sample_run.record())
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert "quickstart-moe" in page
@@ -26,7 +18,7 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_page_goes_where_it_is_asked(tmp_path: Path) -> None:
-    _write_run(tmp_path / "run", sample_run.record(steps=3))
+    write_run(tmp_path / "run", sample_run.record(steps=3))
     assert (
         main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "deep" / "page.html")]) == 0
     )

@@ -32,6 +32,7 @@ from moewright.diagnosis.traces.step_details import StepDetails, detail_step
 from moewright.diagnosis.traces.trace_findings import diagnose_traces
 from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall
 from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
+from moewright.report.diagnosis_text import describe_log
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.hardware import Hardware
@@ -40,6 +41,7 @@ from moewright.spec.record import Record, Row
 from moewright.spec.run import RunRecord
 from moewright.spec.units import TERA
 from moewright.spec.workload import Dtype
+from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view
 
 _SQLITE = b"SQLite format 3\0"
 _NSIGHT_REPORTS = (".nsys-rep", ".qdrep", ".ncu-rep")
@@ -103,6 +105,13 @@ class Diagnosis(Record):
             }
             for finding in self.findings
         ]
+
+
+def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
+    """Return a diagnosis as pages show it."""
+    measured = describe_log(diagnosis.log) if diagnosis.log is not None else ()
+    notes = (diagnosis.headline, *measured, *diagnosis.notes, diagnosis.hint)
+    return build_diagnosis_view(diagnosis.findings, diagnosis.waterfall, notes)
 
 
 def diagnose(

@@ -51,6 +51,7 @@ def diagnose(
         is_engine_run,
         is_trace,
         read_captures,
+        view_diagnosis,
     )
     from moewright.api.diagnosing import diagnose as diagnose_path
     from moewright.api.planning import estimate_request
@@ -63,7 +64,6 @@ def diagnose(
     )
     from moewright.report.findings_track import write_findings_track
     from moewright.report.step_details_text import print_changes, print_details
-    from moewright.view.diagnosis_view import build_diagnosis_view
 
     if len(later) > 1:
         rule = "is one too many: two are compared"
@@ -122,7 +122,5 @@ def diagnose(
         write_findings_track(read_captures(run), outputs.perfetto, layout_of_job)
         console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev", soft_wrap=True)
     write_answer(console, outputs.json, diagnosis)
-    notes = (diagnosis.headline, *diagnosis.notes, diagnosis.hint)
-    view = build_diagnosis_view(diagnosis.findings, diagnosis.waterfall, notes)
-    write_html(console, outputs.html, [view])
+    write_html(console, outputs.html, [view_diagnosis(diagnosis)])
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from rich.console import Console
@@ -194,35 +194,35 @@ def _waterfall_table(waterfall: Waterfall) -> Table:
 
 def print_log(console: Console, log: MegatronLog, job: Plan | None) -> None:
     """Print what a console log measured, and what was predicted where the job is known."""
-    if log.iterations:
-        _print_iterations(console, log)
+    for line in describe_log(log):
+        console.print(Text(line), soft_wrap=True)
     if log.timers:
         console.print(_timer_table(log))
-    if log.memory_reports:
-        fullest = max(log.memory_reports, key=lambda report: report.max_reserved_bytes)
-        console.print(
-            Text(
-                f"rank {fullest.rank} is the fullest of {len(log.memory_reports)}: "
-                f"{format_bytes(fullest.max_reserved_bytes)} reserved, "
-                f"{format_bytes(fullest.max_allocated_bytes)} allocated (measured)"
-            )
-        )
     if job is not None:
         _print_prediction(console, log, job)
 
 
-def _print_iterations(console: Console, log: MegatronLog) -> None:
-    text = (
-        f"{len(log.iterations)} iterations, {len(log.steady_iterations)} after warm-up: "
-        f"{format_seconds(log.step_s)} a step"
-    )
-    if log.tflops_per_device:
-        text += f", {log.tflops_per_device:.1f} TFLOP/s a device as the trainer counts"
-    console.print(Text(f"{text} (measured)"), soft_wrap=True)
+def describe_log(log: MegatronLog) -> Iterator[str]:
+    """Yield what a console log measured: iterations, those skipped, and the fullest rank."""
+    if log.iterations:
+        text = (
+            f"{len(log.iterations)} iterations, {len(log.steady_iterations)} after warm-up: "
+            f"{format_seconds(log.step_s)} a step"
+        )
+        if log.tflops_per_device:
+            text += f", {log.tflops_per_device:.1f} TFLOP/s a device as the trainer counts"
+        yield f"{text} (measured)"
     skipped = sum(iteration.skipped for iteration in log.iterations)
     nan_losses = sum(iteration.nan_losses for iteration in log.iterations)
     if skipped or nan_losses:
-        console.print(Text(f"{skipped} iterations skipped, {nan_losses} with NaN (measured)"))
+        yield f"{skipped} iterations skipped, {nan_losses} with NaN (measured)"
+    if log.memory_reports:
+        fullest = max(log.memory_reports, key=lambda report: report.max_reserved_bytes)
+        yield (
+            f"rank {fullest.rank} is the fullest of {len(log.memory_reports)}: "
+            f"{format_bytes(fullest.max_reserved_bytes)} reserved, "
+            f"{format_bytes(fullest.max_allocated_bytes)} allocated (measured)"
+        )
 
 
 def _timer_table(log: MegatronLog) -> Table:

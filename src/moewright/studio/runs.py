@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moewright.api.diagnosing import diagnose, is_engine_run
+from moewright.api.diagnosing import diagnose, is_engine_run, view_diagnosis
 from moewright.api.reporting import build_report, find_run_folder, view_run
 from moewright.codec import PLAN_FILE
 from moewright.codec.run_files import STEPS_FILE
@@ -15,11 +15,12 @@ from moewright.spec.errors import BadInput
 from moewright.spec.record import Record
 from moewright.studio.folder import StudioFolder
 from moewright.studio.wire import encode_record
-from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view
+from moewright.view.diagnosis_view import DiagnosisView
 from moewright.view.plan_view import build_refusal
 from moewright.view.run_view import RunsView
 
 _MOST_LISTED = 50
+_SUFFIXES = (".json", ".json.gz", ".gz", ".log", ".txt", ".sqlite")  # of traces and logs
 _LIVE_S = 120.0  # since the last step was written
 
 
@@ -51,7 +52,7 @@ def follow_runs(folders: Sequence[Path], stamp: str) -> bytes:
 
 def _read_records(folders: Sequence[Path]) -> list[Record]:
     if len(folders) == 1 and not is_engine_run(folders[0]):
-        return [_diagnose(folders[0])]
+        return [view_diagnosis(diagnose(folders[0]))]
     views = [view_run(build_report(folder)) for folder in folders]
     return list(views) if len(views) == 1 else [RunsView(runs=tuple(views))]
 
@@ -63,13 +64,6 @@ def diagnose_dropped(folder: StudioFolder, content: bytes, name: str) -> Diagnos
         BadInput: it is neither.
     """
     suffix = "".join(Path(name).suffixes[-2:])
-    return _diagnose(folder.keep_bytes(content, suffix if suffix in _SUFFIXES else ".log"))
-
-
-_SUFFIXES = (".json", ".json.gz", ".gz", ".log", ".txt", ".sqlite")
-
-
-def _diagnose(path: Path) -> DiagnosisView:
-    diagnosis = diagnose(path)
-    notes = (diagnosis.headline, *diagnosis.notes, diagnosis.hint)
-    return build_diagnosis_view(diagnosis.findings, diagnosis.waterfall, notes)
+    return view_diagnosis(
+        diagnose(folder.keep_bytes(content, suffix if suffix in _SUFFIXES else ".log"))
+    )

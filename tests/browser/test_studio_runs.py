@@ -1,0 +1,64 @@
+"""The studio's page of runs: a folder, a run that goes on, several runs, and a dropped log."""
+
+import os
+
+import pytest
+
+from moewright.codec import format_record
+from sample_run import record, step_record, write_run
+
+pytestmark = pytest.mark.browser
+ITERATION = (
+    " [2026-03-01 12:00:{n:02d}] iteration {n:8d}/ 500 | consumed samples: {n:12d} | elapsed time "
+    "per iteration (ms): 22420.0 | throughput per GPU (TFLOP/s/GPU): 216.4 | global batch size: "
+    "2048 | lm loss: 9.876543E+00 | grad norm: 3.210 |\n"
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a run that ended long ago."""
+    folder = tmp_path / "<i>run"
+    folder.mkdir()
+    write_run(folder, record())
+    os.utime(folder / "steps.jsonl", (0, 0))
+    return folder
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_run_is_the_page_of_its_report(studio, open_page, find_barriers, run, width):
+    page = open_page(f"{studio}runs?run={run}", width=width)
+    page.wait_for_selector("#verdict .tile")
+    assert page.locator("#verdict .tile b", has_text="1,363").count() == 1
+    assert page.locator("main i", has_text="run").count() == 0
+    assert page.locator("#run-state").inner_text() == ""
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert find_barriers(page) == []
+
+
+def test_the_page_follows_a_run_that_goes_on(studio, open_page, run):
+    page = open_page(f"{studio}runs?run={run}")
+    page.wait_for_selector("html[data-stamp]")
+    steps = record().steps
+    with (run / "steps.jsonl").open("a") as file:
+        file.write(format_record(step_record(steps[-1].step + 1)))
+    page.get_by_text("The run is going on").wait_for()
+    count = (
+        "document.querySelector('#loss .chart') && echarts.getInstanceByDom("
+        "document.querySelector('#loss .chart')).getOption().series[0].data.length"
+    )
+    page.wait_for_function(f"() => {count} === {len(steps) + 1}")
+
+
+def test_runs_lie_over_each_other_and_a_log_is_diagnosed(studio, open_page, run, tmp_path):
+    second = tmp_path / "second"
+    second.mkdir()
+    write_run(second, record())
+    page = open_page(f"{studio}runs?run={run}&run={second}")
+    page.wait_for_selector("html[data-stamp]")
+    assert page.locator("text=second").count() > 0
+    log = tmp_path / "train.log"
+    log.write_text("".join(ITERATION.format(n=n) for n in range(1, 30)))
+    page.locator("#trace-file").set_input_files(log)
+    page.get_by_text("train.log", exact=True).wait_for()
+    assert "22.4" in page.locator("#content").inner_text()
