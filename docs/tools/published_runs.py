@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Mapping
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
+from moewright.calibration.cells import parse_hardware, parse_task
+from moewright.calibration.speed import megatron_flops_per_token
+from moewright.diagnosis.waterfall import peak_flops
+from moewright.intake import catalogue
+from moewright.spec.errors import BadInput
+from moewright.spec.workload import Dtype, Task
+
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "src" / "moewright" / "view" / "data" / "published_runs.csv"
+FILE = ROOT / "src" / "moewright" / "diagnosis" / "data" / "published_runs.csv"
 _PAGE = ROOT / "docs" / "accuracy.md"
 _TABLES = ROOT / "tests" / "published" / "data"
 _COLUMNS = (
     *("id", "model", "device", "devices", "precision", "seq_len", "layout"),
     *("tp", "cp", "pp", "ep", "measured", "predicted", "error"),
+    *("flops_per_token", "mfu", "source"),
 )
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
@@ -52,9 +62,37 @@ def render_file() -> str:
                 "measured": f"{measured:g}",
                 "predicted": f"{predicted:g}",
                 "error": f"{predicted / measured - 1:.4f}",
+                **_count_flops(row, measured),
+                "source": row["source"],
             }
         )
     return stream.getvalue()
+
+
+def _count_flops(row: Mapping[str, str], measured: float) -> Mapping[str, str]:
+    """Return a token's model FLOPs by our count, and the MFU at the bf16 peak of the device.
+
+    Both are empty where a row trains adapters or names a model or a device of no catalogue.
+    """
+    try:
+        has_adapters = parse_task(row["task"]).task is Task.LORA
+        peak = _find_peak(row["hardware"])
+        flops = _find_flops(row["model"], int(row["seq_len"]))
+    except (BadInput, ValueError):
+        return {"flops_per_token": "", "mfu": ""}
+    if has_adapters or not peak:
+        return {"flops_per_token": "", "mfu": ""}
+    return {"flops_per_token": f"{flops:.4g}", "mfu": f"{measured * flops / peak:.4f}"}
+
+
+@cache
+def _find_flops(model: str, seq_len: int) -> int:
+    return megatron_flops_per_token(catalogue.model(model), seq_len)
+
+
+@cache
+def _find_peak(hardware: str) -> float:
+    return peak_flops(parse_hardware(hardware, 8), Dtype.BF16)
 
 
 def _integer(text: str) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moewright.api import (
         budget,
         compare,
+        compare_run,
         compare_steps,
         diagnose,
         estimate,
@@ -45,6 +46,7 @@ __all__ = [
     "__version__",
     "budget",
     "compare",
+    "compare_run",
     "compare_steps",
     "diagnose",
     "estimate",

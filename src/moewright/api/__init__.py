@@ -11,9 +11,11 @@ from moewright.api.diagnosing import Diagnosis, diagnose, read_run
 from moewright.api.launch_scripts import ScriptPlan, read_flags
 from moewright.api.measuring import FitResult, SweepResult, fit, sweep, validate
 from moewright.api.planning import Plans, WhyNot, estimate, plan, why_not
+from moewright.api.run_comparisons import compare_run
 from moewright.api.running import export, train
 from moewright.api.step_changes import StepChanges, compare_steps
 from moewright.api.views import show
+from moewright.diagnosis.run_comparison import RunComparison
 
 __all__ = [
     "Budget",
@@ -23,12 +25,14 @@ __all__ = [
     "ModelTable",
     "PlanComparison",
     "Plans",
+    "RunComparison",
     "ScriptPlan",
     "StepChanges",
     "SweepResult",
     "WhyNot",
     "budget",
     "compare",
+    "compare_run",
     "compare_steps",
     "diagnose",
     "estimate",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moewright.cli.answers import open_console, write_answer, write_html
 from moewright.cli.options import BatchOptions, DiagnosisOutputs
+from moewright.cli.stated_job import read_stated_job
 from moewright.spec.errors import BadInput, Reason
 
 _NO_OPTIONS = BatchOptions()
@@ -54,7 +55,6 @@ def diagnose(
         view_diagnosis,
     )
     from moewright.api.diagnosing import diagnose as diagnose_path
-    from moewright.api.planning import estimate_request
     from moewright.api.step_changes import compare_steps
     from moewright.report.diagnosis_text import (
         print_breakdown,
@@ -75,23 +75,12 @@ def diagnose(
         print_changes(console, changes.changes)
         write_answer(console, outputs.json, changes)
         return 0
-    plan = None
-    if is_engine_run(run):
-        script = None  # a run of ours states its job itself
-    elif script is not None:
-        if layout:
-            rule = "cannot stand beside --script, which states it"
-            raise BadInput(Reason(field="--layout", value=layout, rule=rule))
-    elif model:
-        plan, _ = estimate_request(model, layout, on=on, options=workload.to_workload_options())
-    elif layout or workload.seq_len:
-        option = "--layout" if layout else "--seq-len"
-        raise BadInput(Reason(field=option, rule="needs --model beside it"))
+    stated = read_stated_job(run, script=script, model=model, on=on, layout=layout, batch=workload)
     if outputs.perfetto is not None and (is_engine_run(run) or not is_trace(run)):
         rule = "needs a trace: a log and the record of a run have no times of kernels"
         raise BadInput(Reason(field="--perfetto", value=str(outputs.perfetto), rule=rule))
     diagnosis = diagnose_path(
-        run, plan=plan, script=script, on=on, model=model, network=workload.network
+        run, plan=stated.plan, script=stated.script, on=on, model=model, network=workload.network
     )
     console = open_console(outputs.json)
     for note in diagnosis.notes:

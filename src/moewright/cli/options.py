@@ -264,6 +264,21 @@ class DiagnosisOutputs(AnswerOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonOutputs(AnswerOptions):
+    """How much of a comparison is printed, and where it goes besides the terminal.
+
+    Parameters
+    ----------
+    json
+        Write the comparison (published runs, gaps, what closes them) to this file; "-": to standard
+        output, and the text to standard error.
+    """
+
+    json: JsonOption = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PictureOptions(PageOptions):
     """Where an estimate goes besides the terminal.
 

@@ -8,6 +8,7 @@ from moewright.cli.bench import bench_machine, bench_search
 from moewright.cli.budget import budget
 from moewright.cli.capture import capture
 from moewright.cli.catalogues import hardware, models
+from moewright.cli.compare import compare
 from moewright.cli.completion import build_completion_verb
 from moewright.cli.convert import convert_export, convert_import
 from moewright.cli.data import data_build
@@ -50,6 +51,7 @@ def build_app() -> App:
     app.command(upcycle)
     app.command(report)
     app.command(diagnose)
+    app.command(compare)
     app.command(studio)
     app.command(tune)
     app.command(export)

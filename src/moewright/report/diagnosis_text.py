@@ -115,10 +115,11 @@ def print_findings(
         for line in finding.evidence:
             console.print(Text(f"  seen: {line}"), soft_wrap=True)
         for number, fix in enumerate(fixes, 1):
-            console.print(Text(f"  {number}. {_format_fix(fix)}"), soft_wrap=True)
+            console.print(Text(f"  {number}. {format_fix(fix)}"), soft_wrap=True)
 
 
-def _format_fix(fix: Fix) -> str:
+def format_fix(fix: Fix) -> str:
+    """Return a fix with its predicted price, its settings, and what speaks against it."""
     if fix.excluded == ALREADY_ON:
         return f"{fix.text} [{ALREADY_ON}]"
     if fix.excluded:

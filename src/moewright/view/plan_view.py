@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moewright.codec import format_layout
+from moewright.diagnosis.published import PublishedRun, find_nearest_runs
 from moewright.report.plan_text import describe_evidence
 from moewright.rules.stages import pipeline_chunks
 from moewright.spec.errors import Reason
@@ -14,7 +15,6 @@ from moewright.spec.plan import Plan, TimePart, Verdict
 from moewright.spec.record import Record, Row
 from moewright.spec.units import format_bytes, format_seconds
 from moewright.view.layout_controls import LayoutControl, list_controls
-from moewright.view.published import PublishedRun, find_nearest_runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
