@@ -1,6 +1,6 @@
 """Take the pictures of the studio's pages for the docs, wide, on a phone, and dark.
 
-`make pictures` runs it; it needs chromium and playwright.
+`make pictures` runs it after `make train`; it needs chromium and playwright.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,26 +18,27 @@ FOLDER = ROOT / "docs" / "studio"
 _JOB = "model=Qwen/Qwen3-235B-A22B&on=256xH800&seq_len=4096&global_batch=2048&precision=bf16"
 _LAYOUT = "layout=tp2,ep8,pp8,vpp2,mbs1,recompute=full"
 _SMALL = "model=Qwen/Qwen3-30B-A3B&on=16xH100&seq_len=4096&global_batch=512&precision=bf16"
-_WIDE = (1400, 900, "light")
-_PHONE = (390, 844, "dark")
-_SHOTS = (  # name, size and colours, address, what says that it is ready
-    ("plan", _WIDE, f"?{_JOB}&{_LAYOUT}", "#layout-text"),
-    ("plan_dark", (1400, 900, "dark"), f"?{_JOB}&{_LAYOUT}", "#layout-text"),
-    ("plan_phone", _PHONE, f"?{_JOB}&{_LAYOUT}", "#layout-text"),
-    ("top", _WIDE, f"top?{_SMALL}&layout=ep8", "html[data-results='final']"),
-    ("timetable", _WIDE, f"timetable?{_JOB}&{_LAYOUT}", "html[data-timetable]"),
+_LOOKS = (  # of each picture: what its name ends with, width, height, colours
+    ("", 1400, 900, "light"),
+    ("_phone", 390, 844, "light"),
+    ("_dark", 1400, 900, "dark"),
+)
+_PAGES = (  # name, address, what says that it is ready
+    ("plan", f"?{_JOB}&{_LAYOUT}", "#layout-text"),
+    ("top", f"top?{_SMALL}&layout=ep8", "html[data-results='final']"),
+    ("timetable", f"timetable?{_JOB}&{_LAYOUT}", "html[data-timetable]"),
     (
         "compare",
-        _WIDE,
         f"compare?{_SMALL}&layout=tp2,ep8,mbs1,recompute=full&with=ep8,mbs1,recompute=full",
         "[data-change]",
     ),
     (
         "budget",
-        _WIDE,
         f"budget?{_SMALL}&layout=ep8&tokens=1T&price=2",
         "[data-fewest]:not([data-fewest='0'])",
     ),
+    ("runs", f"runs?run={ROOT / 'runs' / 'quickstart'}", "html[data-stamp]"),
+    ("share", f"share?{_SMALL}&layout=ep8,mbs1,recompute=full", "[data-target]"),
 )
 _ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
@@ -54,14 +56,14 @@ def main() -> None:
         address = re.search(r"http://[^/]+/", studio.stdout.readline())
         assert address is not None
         browser = player.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
-        for name, (width, height, scheme), query, ready in _SHOTS:
+        for (name, query, ready), (look, width, height, scheme) in product(_PAGES, _LOOKS):
             page = browser.new_page(
                 viewport={"width": width, "height": height}, color_scheme=scheme
             )
             page.goto(f"{address[0]}{query}")
             page.wait_for_selector(ready, timeout=120_000, state="attached")
             page.wait_for_timeout(500)
-            page.screenshot(path=FOLDER / f"{name}.png")
+            page.screenshot(path=FOLDER / f"{name}{look}.png")
             page.close()
         browser.close()
         studio.terminate()
