@@ -6,9 +6,12 @@ sample modules.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The same tree gives the same examples, so a failure comes from the change. There is no deadline:
@@ -18,7 +21,23 @@ settings.register_profile(
 )
 settings.load_profile("unhurried")
 
+# Two workers of pytest share two cores: a second thread of a worker would wait for its turn in every
+# small operation. It must be set before torch is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Without a GPU Triton's kernels run in its interpreter: the variable must be set before Triton is
 # first imported.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _own_objects() -> Iterator[None]:
+    """Keep the collector, and each census of tensors, from what other tests and imports made.
+
+    There are millions of such objects in a worker that has run a while, and a census passes over
+    all that the collector knows.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
