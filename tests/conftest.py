@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,8 +20,8 @@ settings.register_profile(
 )
 settings.load_profile("unhurried")
 
-# Two workers of pytest share two cores: a second thread of a worker would wait for its turn in every
-# small operation. It must be set before torch is first imported.
+# Two workers of pytest share two cores: a second thread of each would wait for its turn in every
+# small operation. The variable must be set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Without a GPU Triton's kernels run in its interpreter: the variable must be set before Triton is
@@ -32,7 +31,7 @@ if shutil.which("nvidia-smi") is None:
 
 
 @pytest.fixture(autouse=True)
-def _own_objects() -> Iterator[None]:
+def _own_objects() -> None:
     """Keep the collector, and each census of tensors, from what other tests and imports made.
 
     There are millions of such objects in a worker that has run a while, and a census passes over
@@ -40,4 +39,3 @@ def _own_objects() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
-    yield
