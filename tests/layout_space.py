@@ -314,6 +314,12 @@ CORNERS = (
         "pp2,ep2,schedule=zb-h1,layout='Et|tttL',overlap=grad+param",
     ),
     _corner("both ways along a V", "qwen", 2, "pp2,schedule=dualpipev,layout='E|tt|t|tL'"),
+    _corner(
+        "half the memory along a V", "qwen", 3, "pp3,schedule=v-half,mbs1,layout='E|t|t|t|t|L'"
+    ),
+    _corner(
+        "a third of the memory along a V", "deep", 8, "pp4,ep2,schedule=v-min,mbs1,recompute=moe"
+    ),
     _corner("empty stages", "qwen", 2, "pp2,vpp3,vpp_group=3,layout='E|tt||t|t|L'"),
     _corner("a V, tied ends on one rank", "olmoe", 2, "pp2,schedule=zbv,mbs2"),
     _corner("every rank sees all tokens", "deepseek", 4, "tp2,etp2,ep2,dispatcher=allgather"),

@@ -12,6 +12,8 @@ _STAGES_PER_RANK = {
     Schedule.ONE_F_ONE_B: 1,
     Schedule.ZB_H1: 1,
     Schedule.ZBV: 2,
+    Schedule.V_HALF: 2,
+    Schedule.V_MIN: 2,
     Schedule.DUALPIPEV: 2,
 }
 

@@ -88,7 +88,16 @@ def _runs_beside(forward: timetable_row.TimetableRow, after: timetable_row.Timet
     return after.kind is timetable_row.RowKind.B and not own
 
 
-@pytest.mark.parametrize("name", [Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV])
+@pytest.mark.parametrize(
+    "name",
+    [
+        Schedule.ZB_H1,
+        Schedule.ZBV,
+        Schedule.V_HALF,
+        Schedule.V_MIN,
+        Schedule.DUALPIPEV,
+    ],
+)
 @pytest.mark.parametrize("overlap", [(), (Overlap.EP,)])
 def test_nothing_is_alive_in_the_end_and_all_of_it_is_counted(
     name: Schedule, overlap: tuple[Overlap, ...]

@@ -12,11 +12,11 @@ from moewright.rules.stages import stage_position, virtual_stage
 from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Layout, Schedule
 
-CHUNKS = {Schedule.ONE_F_ONE_B: 1, Schedule.ZB_H1: 1, Schedule.ZBV: 2, Schedule.DUALPIPEV: 2}
+SPLIT = [Schedule.ZB_H1, Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN, Schedule.DUALPIPEV]
 
 
 def layout(schedule: Schedule, pp: int) -> Layout:
-    return Layout(world_size=pp, pp=pp, vpp=CHUNKS[schedule], schedule=schedule)
+    return Layout(world_size=pp, pp=pp, vpp=1 + schedule.is_v_shaped, schedule=schedule)
 
 
 def idle_s(
@@ -28,7 +28,7 @@ def idle_s(
     return max(ended.values()) - m * chosen.vpp * (forward + backward + weight)
 
 
-@pytest.mark.parametrize("schedule", [Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV])
+@pytest.mark.parametrize("schedule", SPLIT)
 @pytest.mark.parametrize("pp", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("m", [1, 2, 5, 8, 16, 21])
 def test_every_row_comes_once_and_nobody_waits_for_ever(
@@ -92,6 +92,41 @@ def test_what_the_ranks_hold(pp: int) -> None:
     assert {max_in_flight(layout(Schedule.DUALPIPEV, pp), m, rank) for rank in range(pp)} == {
         2 * pp + 1
     }
+
+
+# The table of sail-sg/zero-bubble-pipeline-parallelism and of arXiv 2405.15362, F = B = W: what the
+# ranks hold as micro-batches, and the share of the idle time of 1F1B that is left.
+@pytest.mark.parametrize("pp", [2, 3, 4, 5, 6, 7, 8, 12, 16])
+@pytest.mark.parametrize(
+    ("schedule", "added", "divisor", "idle"),
+    [(Schedule.V_HALF, 2, 2, 1 / 2), (Schedule.V_MIN, 4, 3, 2 / 3)],
+)
+def test_controlled_memory_holds_what_the_paper_says(
+    schedule: Schedule, added: int, divisor: int, idle: float, pp: int
+) -> None:
+    for m in (pp, 4 * pp, 6 * pp):
+        chosen = layout(schedule, pp)
+        held = [max_in_flight(chosen, m, rank) for rank in range(pp)]
+        if m > pp:
+            assert max(held) == chosen.vpp * ((pp + added) // divisor)
+        assert max(held) <= chosen.vpp * ((pp + added) // divisor)
+        # A chunk takes a second, a whole rank of 1F1B two.
+        whole = idle_s(layout(Schedule.ONE_F_ONE_B, pp), m, forward=2, backward=2, weight=2)
+        assert idle_s(chosen, m) <= idle * whole + 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "weight"), [(1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (1.0, 1.6, 0.7)]
+)
+def test_v_half_is_faster_than_1f1b_and_zbv_is_faster_still(
+    forward: float, backward: float, weight: float
+) -> None:
+    pp, m = 8, 32
+    seconds = {"forward": forward, "backward": backward, "weight": weight}
+    whole = {key: 2 * value for key, value in seconds.items()}
+    idle = {name: idle_s(layout(name, pp), m, **seconds) for name in SPLIT}
+    assert idle[Schedule.ZBV] < idle[Schedule.V_HALF]
+    assert idle[Schedule.V_HALF] < idle_s(layout(Schedule.ONE_F_ONE_B, pp), m, **whole)
 
 
 def test_a_v_comes_back_to_the_first_rank() -> None:

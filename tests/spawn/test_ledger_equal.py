@@ -77,6 +77,8 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
         thorough(
             4, "pp2,tp2,ep2,schedule=zb-h1,layout='Et|ttL'", Dtype.BF16, LossSpec(aux_coeff=0.01)
         ),
+        (2, "pp2,schedule=v-half,layout='E|t|t|tL'", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough(3, "pp3,schedule=v-min,layout='E|t|t|t||L'", Dtype.BF16, LossSpec()),
         thorough(4, "pp2,cp2,schedule=zbv,layout='E|t|t|tL'", Dtype.BF16, LossSpec()),
         thorough(
             2,

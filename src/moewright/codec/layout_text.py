@@ -72,8 +72,8 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     """Return the layout that `text` describes over `world_size` ranks; "" is the default layout.
 
     Defaults that depend on other keys: sp is on when tp > 1, the schedule is interleaved when
-    vpp > 1, and vpp is 2 on a V (zbv, dualpipev). dp is derived; where it is given it must agree.
-    Whether the degrees suit a model is rules.legality's question.
+    vpp > 1, and vpp is 2 on a V (zbv, v-half, v-min, dualpipev). dp is derived; where it is given
+    it must agree. Whether the degrees suit a model is rules.legality's question.
 
     Raises:
         BadInput: The text is at fault; each fault is a Reason.
@@ -84,7 +84,7 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     values, dp = _parse_fields(text)
     if values.get("tp", 1) > 1:
         values.setdefault("sp", True)
-    if values.get("schedule") in (Schedule.ZBV, Schedule.DUALPIPEV):
+    if values.get("schedule", Schedule.ONE_F_ONE_B).is_v_shaped:
         values.setdefault("vpp", 2)
     if values.get("vpp", 1) > 1:
         values.setdefault("schedule", Schedule.INTERLEAVED)

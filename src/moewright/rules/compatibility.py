@@ -146,7 +146,10 @@ def _check_ep_overlap(layout: Layout) -> Iterator[Reason]:
             "ep needs an all-to-all dispatcher",
         ),
         (layout.pp > 1 and layout.vpp == 1, "ep with pp > 1 needs vpp > 1"),
-        (layout.schedule is Schedule.ZBV, "zbv runs no forward beside a backward"),
+        (
+            layout.schedule in (Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN),
+            f"{layout.schedule} runs no forward beside a backward",
+        ),
         (layout.zero == 3 and layout.vpp > 1, "ep with zero=3 needs vpp=1"),
     )
     for is_broken, rule in rules:

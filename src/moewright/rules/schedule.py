@@ -7,21 +7,24 @@ a schedule by name. The `chunk` of a row is the virtual-pipeline index on its ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from moewright.rules.timetable_row import RowKind, TimetableRow
-from moewright.rules.zero_bubble import TimetableBuilder, dualpipev, zb_h1, zbv
+from moewright.rules.controllable_memory import v_half, v_min
+from moewright.rules.timetable_row import RowKind, Table, TimetableRow
+from moewright.rules.zero_bubble import dualpipev, zb_h1, zbv
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Overlap, Schedule
 
-# Builders of the rows of one rank, given pp, the rank and the micro-batches.
-_SPLIT_BUILDERS: Mapping[Schedule, TimetableBuilder] = MappingProxyType(
-    {Schedule.ZB_H1: zb_h1, Schedule.ZBV: zbv, Schedule.DUALPIPEV: dualpipev}
-)
-# Model chunks that a rank has under a schedule that splits the backward.
-_SPLIT_CHUNKS: Mapping[Schedule, int] = MappingProxyType(
-    {Schedule.ZB_H1: 1, Schedule.ZBV: 2, Schedule.DUALPIPEV: 2}
+# Builders of the rows of all ranks, given pp and the micro-batches.
+_SPLIT_BUILDERS: Mapping[Schedule, Callable[[int, int], Table]] = MappingProxyType(
+    {
+        Schedule.ZB_H1: zb_h1,
+        Schedule.ZBV: zbv,
+        Schedule.V_HALF: v_half,
+        Schedule.V_MIN: v_min,
+        Schedule.DUALPIPEV: dualpipev,
+    }
 )
 
 
@@ -62,7 +65,7 @@ def _reason(key: str, value: object, rule: str, nearest: str) -> Reason:
 def _check_split_schedule(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
     schedule = layout.schedule
     pp = layout.pp
-    chunks = _SPLIT_CHUNKS[schedule]
+    chunks = 2 if schedule.is_v_shaped else 1
     if pp == 1:
         return (_reason("schedule", schedule, f"{schedule} needs pp > 1", Schedule.ONE_F_ONE_B),)
     if layout.vpp != chunks:
@@ -138,7 +141,7 @@ def forward_order(layout: Layout, micro_batches: int) -> list[tuple[int, int]]:
     ]
 
 
-def timetable(layout: Layout, micro_batches: int) -> tuple[tuple[TimetableRow, ...], ...]:
+def timetable(layout: Layout, micro_batches: int) -> Table:
     """Return the rows of each pipeline rank: warm-up, (forward, backward) pairs, cool-down.
 
     Backwards follow the order of the forwards with the chunks reversed.
@@ -155,10 +158,7 @@ def timetable(layout: Layout, micro_batches: int) -> tuple[tuple[TimetableRow, .
     if reasons:
         raise BadInput(*reasons)
     if layout.schedule.splits_backward:
-        build = _SPLIT_BUILDERS[layout.schedule]
-        return tuple(
-            tuple(build(layout.pp, pp_rank, micro_batches)) for pp_rank in range(layout.pp)
-        )
+        return _SPLIT_BUILDERS[layout.schedule](layout.pp, micro_batches)
     order = forward_order(layout, micro_batches)
     forwards = [TimetableRow(kind=RowKind.F, micro_batch=mb, chunk=chunk) for mb, chunk in order]
     backwards = [

@@ -23,5 +23,6 @@ class TimetableRow:
     chunk: int
 
 
+Table = tuple[tuple[TimetableRow, ...], ...]  # the rows of every pipeline rank
 # What identifies a row among those of all ranks: kind, micro-batch, virtual stage.
 RowKey = tuple[RowKind, int, int]

@@ -2,19 +2,16 @@
 
 ZB-H1 and ZBV: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241) and "Pipeline
 Parallelism with Controllable Memory" (arXiv 2405.15362). DualPipeV: DeepSeek's DualPipe (arXiv
-2412.19437) cut in half, as published with its code. Each function builds the rows of one pipeline
-rank. Chunk 1 of ZBV and DualPipeV lies on the way back of a V (`stages.virtual_stage`), so the
+2412.19437) cut in half, as published with its code. Each function builds the rows of all pipeline
+ranks. Chunk 1 of ZBV and DualPipeV lies on the way back of a V (`stages.virtual_stage`), so the
 first rank holds the first and the last virtual stage.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
-from moewright.rules.timetable_row import RowKind, TimetableRow
-
-TimetableBuilder = Callable[[int, int, int], list[TimetableRow]]
+from moewright.rules.timetable_row import RowKind, Table, TimetableRow
 
 
 class _RankRows:
@@ -55,12 +52,16 @@ class _RankRows:
         self.order.append(TimetableRow(kind=kind, micro_batch=micro_batch, chunk=chunk))
 
 
-def zb_h1(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
+def zb_h1(pp: int, micro_batches: int) -> Table:
     """Build ZB-H1: 1F1B where rank r delays the weight gradients of r micro-batches.
 
     It runs them at the end, while it would wait. Every rank holds as much as the first rank of
     1F1B; the bubble falls from (pp - 1)(F + B + W) to (pp - 1)(F + B - W).
     """
+    return tuple(_zb_h1_rows(pp, rank, micro_batches) for rank in range(pp))
+
+
+def _zb_h1_rows(pp: int, rank: int, micro_batches: int) -> tuple[TimetableRow, ...]:
     rows = _RankRows(1)
     ahead = min(pp - rank - 1, micro_batches)
     for _ in range(ahead):
@@ -72,16 +73,20 @@ def zb_h1(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
         if done >= rank:
             rows.weight()
     rows.run_pending_weights()
-    return rows.order
+    return tuple(rows.order)
 
 
-def zbv(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
+def zbv(pp: int, micro_batches: int) -> Table:
     """Build ZBV, which has no bubble between the first and the last row of a rank.
 
     That holds where F, B and W take equal time and there are 2 pp - 1 micro-batches or more. Every
     rank holds what the first rank of 1F1B holds. Fewer micro-batches run the timetable of 2 pp - 1
     without the rows of the missing ones.
     """
+    return tuple(_zbv_rows(pp, rank, micro_batches) for rank in range(pp))
+
+
+def _zbv_rows(pp: int, rank: int, micro_batches: int) -> tuple[TimetableRow, ...]:
     total = max(micro_batches, 2 * pp - 1)
     rows = _RankRows(2)
     for _ in range(2 * (pp - rank) - 1):
@@ -108,14 +113,18 @@ def zbv(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
         rows.backward(0, split=True)
         rows.weight()
     rows.run_pending_weights()
-    return [row for row in rows.order if row.micro_batch < micro_batches]
+    return tuple(row for row in rows.order if row.micro_batch < micro_batches)
 
 
-def dualpipev(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
+def dualpipev(pp: int, micro_batches: int) -> Table:
     """Build DualPipeV: forward and backward side by side, so that each hides communication.
 
     Only warm-up and cool-down split the backward. It needs 2 pp micro-batches.
     """
+    return tuple(_dualpipev_rows(pp, rank, micro_batches) for rank in range(pp))
+
+
+def _dualpipev_rows(pp: int, rank: int, micro_batches: int) -> tuple[TimetableRow, ...]:
     behind = pp - rank - 1
     rows = _RankRows(2)
     for _ in range(2 * behind):
@@ -146,4 +155,4 @@ def dualpipev(pp: int, rank: int, micro_batches: int) -> list[TimetableRow]:
         rows.weight()
         rows.backward(0, split=True)
     rows.run_pending_weights()
-    return rows.order
+    return tuple(rows.order)

@@ -15,6 +15,8 @@ class Schedule(StrEnum):
     INTERLEAVED = "interleaved"
     ZB_H1 = "zb-h1"
     ZBV = "zbv"
+    V_HALF = "v-half"
+    V_MIN = "v-min"
     DUALPIPEV = "dualpipev"
 
     @property
@@ -23,12 +25,15 @@ class Schedule(StrEnum):
 
         Then the first rank holds the first and the last virtual stage.
         """
-        return self in (Schedule.ZBV, Schedule.DUALPIPEV)
+        return self in _V_SHAPED
 
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients have timetable rows of their own."""
-        return self in (Schedule.ZB_H1, Schedule.ZBV, Schedule.DUALPIPEV)
+        return self is Schedule.ZB_H1 or self.is_v_shaped
+
+
+_V_SHAPED = (Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN, Schedule.DUALPIPEV)
 
 
 class CpComm(StrEnum):
