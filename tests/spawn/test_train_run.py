@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -164,20 +165,22 @@ def test_the_order_of_data_goes_on_over_epochs_in_any_layout(
     samples = sample_count(open_indexed(Path(data.train)), 32)
     assert 24 < samples < 32
     micro_batch = corpus_loader.CorpusLoader.micro_batch
-    position: list[int] = []  # rank, step, DP rank and micro-batch of the training batch being read
+    reading = threading.local()  # a step is read while another thread trains
 
     def note_position(
         loader: corpus_loader.CorpusLoader, runtime: Runtime, step: int, number: int
     ) -> MicroBatch:
-        position.clear()
+        # Rank, step, DP rank and micro-batch of the training batch being read.
+        reading.position = None
         if loader.follows_rampup:
-            position.extend([runtime.mesh.rank, step, runtime.mesh.coordinate("dp"), number])
+            reading.position = runtime.mesh.rank, step, runtime.mesh.coordinate("dp"), number
         return micro_batch(loader, runtime, step, number)
 
     def note_samples(dataset: IndexedDataset, ids: Int64s, **more: int) -> Int64s:
-        if position:
-            with (tmp_path / f"rank{position[0]}").open("a") as file:
-                file.write(json.dumps([*position[1:], ids.tolist()]) + "\n")
+        if reading.position is not None:
+            rank, *position = reading.position
+            with (tmp_path / f"rank{rank}").open("a") as file:
+                file.write(json.dumps([*position, ids.tolist()]) + "\n")
         return read_samples(dataset, ids, **more)
 
     monkeypatch.setattr(corpus_loader.CorpusLoader, "micro_batch", note_position)

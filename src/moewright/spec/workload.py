@@ -328,6 +328,7 @@ class DataSpec:
     documents: DocumentMasking = DocumentMasking.JOINED
     # token pairs attended within documents over those of whole sequences; 1: counted in the data
     attended_share: float = 1.0
+    prefetch: bool = True  # whether a step's data are read while the step before trains
 
 
 class SaveMode(StrEnum):

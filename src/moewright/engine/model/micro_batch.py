@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -45,6 +46,33 @@ class MicroBatch:
     segments: Segments | None
     counted: CountedTokens | None = None
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return the micro-batch on a device; copies of pinned memory are not waited for."""
+        return self._convert(lambda x: x.to(device, non_blocking=True))
+
+    def pin(self) -> MicroBatch:
+        """Return the micro-batch in pinned memory of the host."""
+        return self._convert(torch.Tensor.pin_memory)
+
+    def _convert(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        segments = self.segments
+        counted = self.counted
+        if segments is not None:
+            segments = replace(segments, cu_seqlens=convert(segments.cu_seqlens))
+        if counted is not None:
+            counted = replace(
+                counted,
+                mask=convert(counted.mask),
+                sequence_weights=convert(counted.sequence_weights),
+            )
+        return MicroBatch(
+            inputs=convert(self.inputs),
+            targets=convert(self.targets),
+            mtp=tuple((convert(inputs), convert(targets)) for inputs, targets in self.mtp),
+            segments=segments,
+            counted=counted,
+        )
+
 
 def build_micro_batch(
     runtime: Runtime,
@@ -53,14 +81,15 @@ def build_micro_batch(
     segments: Segments | None,
     is_counted_BS: torch.Tensor | None = None,
 ) -> MicroBatch:
-    """Build this rank's part of whole sequences.
+    """Build this rank's part of whole sequences, where these are.
 
     `is_counted_BS` says which tokens router losses and statistics count; None: all. The shifts for
     the MTP depths stay within a segment: none takes a token of the next one.
     """
+    positions = runtime.positions
 
     def take_local(x_BS: torch.Tensor) -> torch.Tensor:
-        return x_BS[:, runtime.positions].to(runtime.device)
+        return x_BS[:, positions]
 
     mtp = []
     shifted_inputs_BS = inputs_BS
@@ -91,8 +120,8 @@ def _count_tokens(runtime: Runtime, is_counted_BS: torch.Tensor) -> CountedToken
     first = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
     own = slice(first, first + tokens)
     return CountedTokens(
-        mask=local_BS.flatten()[own].to(runtime.device),
-        sequence_weights=weights_BS.flatten()[own].to(runtime.device),
+        mask=local_BS.flatten()[own],
+        sequence_weights=weights_BS.flatten()[own],
         total=max(1, int(is_counted_BS.sum())),
         sequences=len(is_counted_BS),
     )

@@ -29,7 +29,10 @@ class BatchSource(Protocol):
     """A source of micro-batches."""
 
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int, /) -> MicroBatch:
-        """Return this rank's part of a micro-batch; `step` and `micro_batch` count from 0."""
+        """Return this rank's part of a micro-batch, in the host's memory.
+
+        `step` and `micro_batch` count from 0.
+        """
         ...
 
 
@@ -72,22 +75,21 @@ class CorpusLoader:
         targets_BS = torch.from_numpy(tokens[:, 1:].copy())
         segments = None
         if workload.data.documents is not DocumentMasking.JOINED:
-            segments = self._split_documents(runtime, ids, targets_BS)
+            segments = self._split_documents(ids, targets_BS, workload.seq_len)
         return build_micro_batch(runtime, inputs_BS, targets_BS, segments)
 
-    def _split_documents(self, runtime: Runtime, ids: Int64s, targets_BS: torch.Tensor) -> Segments:
+    def _split_documents(self, ids: Int64s, targets_BS: torch.Tensor, seq_len: int) -> Segments:
         """Return a segment for each document of the samples `ids`, and mask targets in place.
 
         The last token of a document has no target: `targets_BS` would hold another document's.
         """
-        seq_len = runtime.workload.seq_len
         lengths: list[int] = []
         for row, sample in enumerate(ids.tolist()):
             ends = document_ends(self.dataset, sample, seq_len=seq_len)
             targets_BS[row, [end - 1 for end in ends]] = IGNORED_TARGET
             edges = sorted({0, *ends, seq_len})
             lengths += [stop - start for start, stop in pairwise(edges)]
-        return _build_segments(runtime, lengths)
+        return _build_segments(lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +113,7 @@ class ChatLoader:
         rows = read_packed(self.dataset, self.packs, ids, vocab_size=runtime.model.vocab_size)
         inputs_BS = torch.from_numpy(rows.inputs)
         targets_BS = torch.from_numpy(rows.targets)
-        segments = _build_segments(runtime, [length for row in rows.lengths for length in row])
+        segments = _build_segments([length for row in rows.lengths for length in row])
         return build_micro_batch(runtime, inputs_BS, targets_BS, segments, targets_BS >= 0)
 
 
@@ -138,6 +140,6 @@ def local_rows(runtime: Runtime, micro_batch: int, *, global_batch: int) -> rang
     )
 
 
-def _build_segments(runtime: Runtime, lengths: Sequence[int]) -> Segments:
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=runtime.device)
+def _build_segments(lengths: Sequence[int]) -> Segments:
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return Segments(lengths=tuple(lengths), cu_seqlens=cu_seqlens)

@@ -283,7 +283,8 @@ def forward_backward(
     count = micro_batches(workload_at_step(runtime.workload, step - 1), mesh.layout)
     with clock.phase(StepPhase.DATA):
         batches = [
-            state.train_data.micro_batch(runtime, step - 1, number) for number in range(count)
+            state.train_data.micro_batch(runtime, step - 1, number).to(runtime.device)
+            for number in range(count)
         ]
         local_targets = torch.stack([_count_targets(batch) for batch in batches]).sum()
         # A step without a target has no loss to divide; its gradients are those of other losses.
@@ -555,7 +556,9 @@ def compute_heldout_loss(
     sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # nll and targets
     for step in range(batches):
         beat()
-        batch = [data.micro_batch(runtime, step, number) for number in range(count)]
+        batch = [
+            data.micro_batch(runtime, step, number).to(runtime.device) for number in range(count)
+        ]
 
         def add_losses(key: Key, out: ModelOutput, batch: Sequence[MicroBatch] = batch) -> None:
             micro_batch, chunk = key

@@ -54,6 +54,7 @@ from moewright.engine.run.incidents import (
 from moewright.engine.run.launch import LaunchHooks, launch
 from moewright.engine.run.ledger_record import record_ledger
 from moewright.engine.run.nonfinite import report_nonfinite
+from moewright.engine.run.prefetch import PrefetchedBatches
 from moewright.engine.run.rank_checks import (
     describe_device_queues,
     missing_devices,
@@ -218,9 +219,10 @@ def _train_rank(
     refuse_different_ranks(plan, comm)
     train_data = _open_data(plan, workload.data.train, SampleOrder.SHUFFLED)
     heldout = _open_heldout(plan, train_data)
+    batches = PrefetchedBatches(train_data, stop=last_step if workload.data.prefetch else 0)
     state = build_train_state(
         plan_job(plan),
-        train_data,
+        batches,
         rank=rank,
         device=device,
         initial_value=partial(_draw_initial_value, context),
@@ -300,6 +302,7 @@ def _train_rank(
             saver.save(step, state.local_shards())
         if stopped:
             break
+    batches.close()
     saver.wait()
     recorder.close()
     profiler.close()

@@ -284,7 +284,7 @@ def _compute_outputs(state: TrainState, batches: FixedBatches) -> list[LocalShar
             )
 
     batch = [
-        batches.micro_batch(runtime, 0, number)
+        batches.micro_batch(runtime, 0, number).to(runtime.device)
         for number in range(micro_batches(runtime.workload, layout))
     ]
     evaluate_batch(runtime, state.model, batch, keep_outputs, needs_logits=True)
