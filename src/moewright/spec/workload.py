@@ -201,6 +201,7 @@ class FusedKernels(StrEnum):
 
     AUTO = "auto"  # Triton on CUDA devices where the package is installed, else plain
     TRITON = "triton"  # one fused kernel per chain
+    COMPILED = "compiled"  # what torch.compile makes of each chain
     PLAIN = "plain"  # operations of torch
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moewright.engine.comm import collectives
+from moewright.engine.kernels.fused.compiled import describe_compilation
 from moewright.engine.kernels.matmul import has_native_bf16
 from moewright.engine.observe.record import write_ledger
 from moewright.engine.run.step import StepResult, TrainState
@@ -15,7 +16,7 @@ from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime
 from moewright.rules.routing import counts_copies, dispatch_nodes
 from moewright.spec.ledger import Selection
-from moewright.spec.workload import DocumentMasking, Dtype
+from moewright.spec.workload import DocumentMasking, Dtype, FusedKernels
 
 
 def record_ledger(
@@ -77,12 +78,16 @@ def _to_tuples(value: Any) -> Any:
 
 
 def _describe_differences(runtime: Runtime) -> tuple[str, ...]:
-    """Return notes on where this CPU computes otherwise than a CUDA device does."""
+    """Return notes on what was compiled, and where this CPU computes otherwise than CUDA does."""
+    notes: tuple[str, ...] = ()
+    if runtime.workload.fused_kernels is FusedKernels.COMPILED:
+        notes = (describe_compilation(),)
     precision = runtime.workload.precision
     if runtime.device.type != "cpu" or (precision is not Dtype.FP16 and has_native_bf16()):
-        return ()
+        return notes
     missing = Dtype.FP16 if precision is Dtype.FP16 else Dtype.BF16
     return (
+        *notes,
         f"this CPU has no {missing} dot product: GEMM operands are widened to fp32 while they "
         "multiply, not kept",
     )

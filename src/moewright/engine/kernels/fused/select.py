@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from moewright.engine.kernels.fused.compiled import CompiledKernels, compile_backend
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.rules.row_blocks import CACHED_NUMEL
@@ -41,13 +42,19 @@ def implementation_name(choice: FusedKernels, device: DeviceKind) -> str:
     """
     if _uses_triton(choice, device):
         return f"triton {version('triton')}"
+    if choice is FusedKernels.COMPILED:
+        return f"compiled {compile_backend(is_cpu=device is DeviceKind.CPU)} {version('torch')}"
     return FusedKernels.PLAIN.value
 
 
 def build_kernels(choice: FusedKernels, device: DeviceKind) -> KernelSet:
     """Build the kernels of a job; Triton is imported where it is used, and nowhere else."""
+    is_cpu = device is DeviceKind.CPU
+    block_numel = CACHED_NUMEL if is_cpu else 0
+    if choice is FusedKernels.COMPILED:
+        return CompiledKernels(compile_backend(is_cpu=is_cpu), block_numel)
     if not _uses_triton(choice, device):
-        return TorchKernels(CACHED_NUMEL if device is DeviceKind.CPU else 0)
+        return TorchKernels(block_numel)
     from moewright.engine.kernels.fused.triton import TritonKernels
 
     return TritonKernels()
