@@ -1,4 +1,4 @@
-"""The kernels that torch.compile makes of the reference's chains. Importing this starts no compiler.
+"""The kernels that torch.compile makes of the reference's chains; importing this compiles none.
 
 Each chain is a block of its own, as Megatron-LM's `jit_fuser` compiles them: the products,
 exchanges and hooks between them stay what they are, so that what is kept for backward does not
