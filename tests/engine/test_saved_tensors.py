@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from moewright.engine.memory import saved_tensors
+from moewright.engine.memory.host_copies import PlainCopies
 from moewright.engine.memory.saved_tensors import SavedTensorManager, run_checkpointed
 from moewright.engine.observe.counters import Counters
 
@@ -107,6 +110,56 @@ def test_an_offloaded_tensor_leaves_and_comes_back_once_for_all() -> None:
     (torch.tanh(out * x.sigmoid()).square().sum() + out).backward()
     assert torch.equal(y.detach(), original)
     torch.testing.assert_close(gradient, x.grad)
+
+
+class NotedCopies(PlainCopies):
+    """Copies that note what they do, each tensor by its first number."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def start_fetch(self, copied: torch.Tensor) -> torch.Tensor:
+        self._events.append(f"fetch {copied[0]:.0f}")
+        return super().start_fetch(copied)
+
+    def finish_fetch(self, fetched: torch.Tensor) -> torch.Tensor:
+        self._events.append(f"use {fetched[0]:.0f}")
+        return super().finish_fetch(fetched)
+
+
+def test_what_lies_on_the_host_is_fetched_before_the_backward_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last layer's before the backward begins, each other one's a layer ahead of its use."""
+    events: list[str] = []
+    monkeypatch.setattr(saved_tensors, "build_host_copies", lambda device: NotedCopies(events))
+    counters = Counters()
+    manager = SavedTensorManager(counters, replaces_tensors=True)
+    x = torch.zeros(4, requires_grad=True)
+    outputs = {}
+    for key in ((0, 0), (1, 0)):
+        with manager.track_forward(key, is_never_resident):
+            y = x
+            for layer in (1, 2, 3):
+                with counters.scopes.in_layer(layer):
+                    for part in (1, 2):
+                        kept = torch.full((4,), 100.0 * key[0] + 10 * layer + part)
+                        with manager.offload(kept, enabled=True):
+                            y = y * kept
+        outputs[key] = y
+    assert not events
+    for key, name in (((0, 0), ""), ((1, 0), "1")):
+        manager.fetch_last_layer(key)
+        assert events == [f"fetch {name}32", f"fetch {name}31"]
+        outputs[key].sum().backward()
+        assert events == [
+            *(f"fetch {name}{number}" for number in (32, 31)),
+            *(f"fetch {name}{number}" for number in (22, 21)),
+            *(f"use {name}{number}" for number in (32, 31)),
+            *(f"fetch {name}{number}" for number in (12, 11)),
+            *(f"use {name}{number}" for number in (22, 21, 12, 11)),
+        ]
+        events.clear()
 
 
 def test_a_saved_number_stays_where_it_is() -> None:

@@ -7,10 +7,11 @@ following operation saves, and computes it again when backward asks for it. A re
 and communicates like the forward did, and is counted like it; it reuses the forward's routing
 (`RoutingDecisions`).
 
-`SavedTensorManager.offload` moves a saved tensor to host memory and fetches it when backward asks
-for it. On a GPU the copy out runs on a stream of its own during the forward; the copy back is
-waited for. On a CPU the copy lies in the same memory as the original did: it saves nothing, but
-what a rank's device would hold is still counted and tested.
+`SavedTensorManager.offload` moves a saved tensor to host memory, and back before backward needs it:
+the tensors of a chunk's last layer before the backward waits for its input, those of every other
+layer when the backward of the layer after it begins. On a GPU both copies run on streams of their
+own, beside the compute. On a CPU the copy lies in the same memory as the original did: it saves
+nothing, but what a rank's device would hold is still counted and tested.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from moewright.engine.kernels.low_precision import NarrowTensor
+from moewright.engine.memory.host_copies import HostCopies, build_host_copies
 from moewright.engine.observe.counters import Counters
 from moewright.engine.observe.storage_census import storage_id
 
@@ -50,6 +52,7 @@ class _Tracking:
     replacements: dict[int, _Replacement] = field(default_factory=dict)
     offloaded_dims: int = 0
     offloaded: list[torch.Tensor] = field(default_factory=list)
+    key: tuple[int, int] = (0, 0)
 
 
 class SavedTensorManager:
@@ -63,7 +66,10 @@ class SavedTensorManager:
         self._replaces_tensors = replaces_tensors
         self._count: Callable[[torch.Tensor], None] | None = None
         self._replacements: dict[int, _Replacement] = {}  # by the storage they stand for
-        self._copy_stream: torch.cuda.Stream | None = None
+        self._host_copies: HostCopies | None = None  # made with the first tensor that moves
+        self._key = (0, 0)  # of the forward that runs
+        # The offloaded tensors of the last layer of every forward in flight that has any.
+        self._last_layers: dict[tuple[int, int], _OffloadedLayer] = {}
         # Every saved tensor with this number of dims is offloaded; 0: none.
         self._offloaded_dims = 0
         self._offloaded: list[torch.Tensor] = []
@@ -79,6 +85,7 @@ class SavedTensorManager:
                 yield
                 return
             self._count = count or (lambda tensor: None)
+            self._key = key
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                     yield
@@ -92,13 +99,21 @@ class SavedTensorManager:
             replacements=self._replacements,
             offloaded_dims=self._offloaded_dims,
             offloaded=self._offloaded,
+            key=self._key,
         )
         new = state if isinstance(state, _Tracking) else _Tracking()
         self._count = new.count
         self._replacements = new.replacements
         self._offloaded_dims = new.offloaded_dims
         self._offloaded = new.offloaded
+        self._key = new.key
         return left
+
+    def fetch_last_layer(self, key: tuple[int, int]) -> None:
+        """Begin to fetch what the backward of `key` needs first; it has not begun."""
+        layer = self._last_layers.pop(key, None)
+        if layer is not None:
+            layer.fetch()
 
     def count_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count and return a tensor that is kept for backward without autograd's knowledge."""
@@ -206,9 +221,16 @@ class SavedTensorManager:
             }
 
     def _new_offloaded(self, tensor: torch.Tensor) -> _Offloaded:
-        if tensor.is_cuda and self._copy_stream is None:
-            self._copy_stream = torch.cuda.Stream(tensor.device)
-        return _Offloaded(tensor.device, self._counters, self._copy_stream)
+        if self._host_copies is None:
+            self._host_copies = build_host_copies(tensor.device)
+        number = self._counters.scopes.current.layer
+        layer = self._last_layers.get(self._key)
+        if layer is None or layer.number != number:
+            layer = _OffloadedLayer(number, before=layer)
+            self._last_layers[self._key] = layer
+        offloaded = _Offloaded(self._counters, self._host_copies, layer)
+        layer.tensors.append(offloaded)
+        return offloaded
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView:
         key = storage_id(tensor)
@@ -290,42 +312,55 @@ class _Converted(_Replacement):
         return self._narrow.widen(self._dtype)
 
 
+class _OffloadedLayer:
+    """The offloaded tensors of a layer in one forward, and those of the layer before it."""
+
+    def __init__(self, number: int | None, *, before: _OffloadedLayer | None) -> None:
+        self.number = number
+        self.tensors: list[_Offloaded] = []
+        self._before = before
+
+    def fetch(self) -> None:
+        """Begin to fetch every tensor, those that backward needs first before the others."""
+        while self.tensors:
+            self.tensors.pop().fetch()
+
+    def begin_backward(self) -> None:
+        """Fetch what has not been fetched, and begin with the layer whose backward comes next."""
+        self.fetch()
+        before, self._before = self._before, None
+        if before is not None:
+            before.fetch()
+
+
 class _Offloaded(_Replacement):
     """A replacement that lies on the host, from the first time that an operation saves it."""
 
-    def __init__(
-        self, device: torch.device, counters: Counters, copy_stream: torch.cuda.Stream | None
-    ) -> None:
+    def __init__(self, counters: Counters, copies: HostCopies, layer: _OffloadedLayer) -> None:
         super().__init__(counters)
-        self._device = device
-        self._copy_stream = copy_stream
-        self._host: torch.Tensor | None = None
+        self._copies = copies
+        self._layer = layer
+        self._host: Any = None
+        self._fetched: Any = None
 
     def add_view(self, tensor: torch.Tensor) -> _SavedView:
         if self._host is None:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self._host = self._copy_to_host(tensor.as_strided((size,), (1,), 0))
+            with self._counters.scopes.on_host():
+                self._host = self._copies.start_copy(tensor.as_strided((size,), (1,), 0))
         return super().add_view(tensor)
 
-    def _copy_to_host(self, flat: torch.Tensor) -> torch.Tensor:
-        with self._counters.scopes.on_host():
-            host = torch.empty_like(flat, device="cpu", pin_memory=self._copy_stream is not None)
-        if self._copy_stream is None:
-            return host.copy_(flat)
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copy_stream):
-            host.copy_(flat, non_blocking=True)
-            self._copied = self._copy_stream.record_event()
-        # The allocator must not reuse its memory before the copy is made.
-        flat.record_stream(self._copy_stream)
-        return host
+    def fetch(self) -> None:
+        """Begin to copy it back, where an operation has saved it."""
+        if self._host is not None:
+            with torch.no_grad(), self._counters.scopes.enter(self._scope):
+                self._fetched = self._copies.start_fetch(self._host)
+            self._host = None
 
     def restore(self) -> torch.Tensor:
-        assert self._host is not None  # only a view asks for it
-        if self._copy_stream is None:
-            return self._host.clone()
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-        return self._host.to(self._device, non_blocking=True)
+        self._layer.begin_backward()
+        fetched, self._fetched = self._fetched, None
+        return self._copies.finish_fetch(fetched)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

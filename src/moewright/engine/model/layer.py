@@ -52,12 +52,15 @@ class TransformerLayer(nn.Module):
 
         `decisions` belong to the checkpointed block around this layer; None where there is none.
         """
+        with self._runtime.counters.scopes.in_layer(self._number):
+            return self._run(decisions, context, x_tH)
+
+    def _run(
+        self, decisions: RoutingDecisions | None, context: AttentionContext, x_tH: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         runtime = self._runtime
         manager = runtime.saved_tensors
-        with (
-            runtime.counters.scopes.in_layer(self._number),
-            manager.offload(x_tH, enabled=runtime.offloads(Offload.ATTN_NORM)),
-        ):
+        with manager.offload(x_tH, enabled=runtime.offloads(Offload.ATTN_NORM)):
             with runtime.counters.scopes.enter(Module.NORM):
                 normed = self.input_norm(x_tH)
             with manager.discard_and_recompute(

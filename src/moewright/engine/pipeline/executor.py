@@ -64,6 +64,7 @@ def execute_timetable(
     forward: ForwardStep,
     backward: BackwardStep,
     weight_grad: WeightGradStep,
+    before_backward: Callable[[Key], None] = lambda key: None,
     on_row_end: Callable[[], None] = lambda: None,
     pairing: Pairing | None = None,
 ) -> None:
@@ -72,7 +73,8 @@ def execute_timetable(
     Activations live exactly as long as the timetable says; under no_grad none do. `forward` gets
     the hidden state of the stage before (None on the first stage); `backward` gets the roots of a
     chunk's graph, the gradient of each root (None for the loss), and whether the weight gradients
-    are left to `weight_grad`. `on_row_end` is called when a row's result is on its way.
+    are left to `weight_grad`. `before_backward` is called before a backward waits for its input,
+    `on_row_end` when a row's result is on its way.
     """
     split = split_backwards([action.row for action in actions])
     in_flight: dict[Key, _InFlightChunk] = {}
@@ -80,6 +82,8 @@ def execute_timetable(
     def prepare_row(index: int, row: TimetableRow) -> tuple[Callable[[], None], Outbox]:
         """Return what runs the row once its input is here, and where its result then lies."""
         key = row.micro_batch, row.chunk
+        if row.kind is RowKind.B:
+            before_backward(key)
         received = channel.receive_input(index)
         outbox: Outbox = []
 

@@ -69,6 +69,7 @@ def train_batch(
         forward=forward,
         backward=backward,
         weight_grad=weight_grad,
+        before_backward=runtime.saved_tensors.fetch_last_layer,
         on_row_end=runtime.counters.note_row_end,
         pairing=pairing,
     )
