@@ -44,6 +44,14 @@ class Pairing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowHooks:
+    """Calls around rows: before a backward waits for its input, and when a result is on its way."""
+
+    before_backward: Callable[[Key], None] = lambda key: None
+    after_row: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _InFlightChunk:
     """A chunk between its forward and its backward.
 
@@ -64,8 +72,7 @@ def execute_timetable(
     forward: ForwardStep,
     backward: BackwardStep,
     weight_grad: WeightGradStep,
-    before_backward: Callable[[Key], None] = lambda key: None,
-    on_row_end: Callable[[], None] = lambda: None,
+    hooks: RowHooks = RowHooks(),
     pairing: Pairing | None = None,
 ) -> None:
     """Run the rows in order, those that `pairing` names beside the next.
@@ -73,8 +80,7 @@ def execute_timetable(
     Activations live exactly as long as the timetable says; under no_grad none do. `forward` gets
     the hidden state of the stage before (None on the first stage); `backward` gets the roots of a
     chunk's graph, the gradient of each root (None for the loss), and whether the weight gradients
-    are left to `weight_grad`. `before_backward` is called before a backward waits for its input,
-    `on_row_end` when a row's result is on its way.
+    are left to `weight_grad`.
     """
     split = split_backwards([action.row for action in actions])
     in_flight: dict[Key, _InFlightChunk] = {}
@@ -83,7 +89,7 @@ def execute_timetable(
         """Return what runs the row once its input is here, and where its result then lies."""
         key = row.micro_batch, row.chunk
         if row.kind is RowKind.B:
-            before_backward(key)
+            hooks.before_backward(key)
         received = channel.receive_input(index)
         outbox: Outbox = []
 
@@ -135,7 +141,7 @@ def execute_timetable(
         else:
             run_row(index)
             index += 1
-        on_row_end()
+        hooks.after_row()
     channel.close()
 
 

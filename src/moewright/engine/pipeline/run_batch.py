@@ -18,6 +18,7 @@ from moewright.engine.pipeline.executor import (
     ForwardStep,
     Key,
     Pairing,
+    RowHooks,
     WeightGradStep,
     execute_timetable,
 )
@@ -69,8 +70,10 @@ def train_batch(
         forward=forward,
         backward=backward,
         weight_grad=weight_grad,
-        before_backward=runtime.saved_tensors.fetch_last_layer,
-        on_row_end=runtime.counters.note_row_end,
+        hooks=RowHooks(
+            before_backward=runtime.saved_tensors.fetch_last_layer,
+            after_row=runtime.counters.note_row_end,
+        ),
         pairing=pairing,
     )
 
