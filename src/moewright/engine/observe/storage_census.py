@@ -179,5 +179,10 @@ def _list_tensors(device_type: str) -> Iterator[torch.Tensor]:
 
 
 def _fake_tensor_types() -> list[type]:
-    """Return the class of tensors without data, if this process has it."""
+    """Return the class of tensors without data in a dry run, whose tensors are of it.
+
+    Elsewhere they are what a compiler traced with, and weigh nothing.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        return []
     return [kind for kind in torch.Tensor.__subclasses__() if kind.__name__ == "FakeTensor"]
