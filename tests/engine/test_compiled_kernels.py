@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -125,7 +126,7 @@ def test_graph_breaks_are_told(kernels: CompiledKernels) -> None:
 
 
 def test_a_cpu_without_a_compiler_runs_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     name = implementation_name(FusedKernels.COMPILED, DeviceKind.CPU)
     assert name.startswith("compiled aot_eager ")
     assert isinstance(build_kernels(FusedKernels.COMPILED, DeviceKind.CPU), CompiledKernels)
