@@ -123,6 +123,7 @@ class Case:
     workload_changes: tuple[tuple[str, Any], ...] = ()
     # The device's memory over the predicted peak; 0 leaves the machine's memory.
     memory_ratio: float = 0.0
+    prefetch: bool = True
 
 
 COMM = Wall.COMMUNICATION
@@ -260,6 +261,7 @@ CASES = (
         wall=HOST,
         cause=Cause.DATA,
         plant=stall_calls(*LOADER),
+        prefetch=False,
         world=1,
         layout="mbs2",
     ),
@@ -268,6 +270,7 @@ CASES = (
         wall=HOST,
         cause=Cause.DATA,
         plant=stall_calls(*LOADER),
+        prefetch=False,
         layout="ep2,mbs2",
     ),
     Case(
@@ -275,6 +278,7 @@ CASES = (
         wall=HOST,
         cause=Cause.DATA,
         plant=stall_calls(*LOADER, rank=1),
+        prefetch=False,
         layout="ep2,mbs2",
     ),
     Case(
@@ -360,7 +364,9 @@ def build_case_plan(case: Case, data: DataSpec) -> Plan:
     hardware = replace(read_toml(Hardware, MACHINE), count=case.world)
     hardware = replace(hardware, fabric=replace(hardware.fabric, domain_size=case.world, times=()))
     base = tiny_jobs.build_plan(
-        tiny_jobs.build_workload(data, steps=STEPS, **dict(case.workload_changes)),
+        tiny_jobs.build_workload(
+            replace(data, prefetch=case.prefetch), steps=STEPS, **dict(case.workload_changes)
+        ),
         case.layout,
         world_size=case.world,
         model=case.model,
