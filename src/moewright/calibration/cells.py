@@ -161,8 +161,17 @@ def parse_tensor_scaling(text: str) -> TensorScaling:
     return TensorScaling.DELAYED if "delayed" in text.casefold() else TensorScaling.CURRENT
 
 
-def parse_capacity_fill(notes: str) -> CapacityFill:
-    """Parse whether experts below capacity are padded to it, which a source says in its notes."""
+def parse_capacity_fill(text: str, notes: str) -> CapacityFill:
+    """Parse whether experts below capacity are padded to it, which a source may say in its notes.
+
+    Raises:
+        BadInput: the cell says neither.
+    """
+    if text:
+        if text not in {*CapacityFill}:
+            rule = f"must be {' or '.join(CapacityFill)}"
+            raise cell_error("capacity_fill", text, rule)
+        return CapacityFill(text)
     return CapacityFill.PADDED if "padding to capacity" in notes else CapacityFill.USED
 
 

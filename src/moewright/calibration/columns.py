@@ -92,6 +92,7 @@ _TABLE_COLUMNS = (
     *(_switch(column) for column in OVERLAP_COLUMNS.values()),
     _switch("force_balance"),
     _number("capacity_factor"),
+    _text("capacity_fill"),
     _text("optimizer"),
     _switch("mtp"),
     _number("time_per_iter_s", "step_time_s", "iteration_time_s", "time_per_step_s"),

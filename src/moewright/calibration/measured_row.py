@@ -293,7 +293,7 @@ def _parse_layout(cells: Mapping[str, str], model: ModelSpec, devices: int) -> L
         offload_fraction=cell.parse_offload_fraction(cells["offload"]),
         dispatcher=cell.parse_dispatcher(cells["dispatcher"] if model.moe else ""),
         capacity=_parse_capacity(cells),
-        capacity_fill=cell.parse_capacity_fill(cells["notes"]),
+        capacity_fill=cell.parse_capacity_fill(cells["capacity_fill"], cells["notes"]),
         overlap=tuple(overlap for overlap in overlaps if overlap is not Overlap.TP or tp > 1),
         graphs=cell.parse_graphs(cells["cuda_graph"]),
         stages=stages,

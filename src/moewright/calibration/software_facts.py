@@ -30,14 +30,16 @@ _MIDDLE_OF_YEAR = 6  # the month of a release of which only the year is stated
 class SourceFact:
     """A fact about the rows whose cells contain a text of `when` and none of `unless`.
 
-    `stated` and `implied` fill empty cells; an implied cell stays listed as not stated. `note` is
-    shown with the row.
+    `corrected` are cells that the table has wrong, as the source's own scripts show. `stated` and
+    `implied` fill empty cells; an implied cell stays listed as not stated. `note` is shown with the
+    row.
     """
 
     evidence: str
     when: dict[str, tuple[str, ...]]
     unless: dict[str, tuple[str, ...]] = field(default_factory=dict)
     empty: tuple[str, ...] = ()
+    corrected: dict[str, str] = field(default_factory=dict)
     stated: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
@@ -152,12 +154,15 @@ def facts_for(cells: Mapping[str, str], model: ModelSpec) -> tuple[SourceFact, .
 
 
 def fill_stated(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:
-    """Fill empty cells with what the source states outside its table.
+    """Correct wrong cells, and fill empty ones with what the source states outside its table.
 
     A publisher that neither says is the part of the row's id before its number.
     """
+    corrected = dict(cells)
+    for fact in facts:
+        corrected |= fact.corrected
     by_id = {"publisher": cells["id"].rpartition("-")[0]}
-    return _fill(cells, [*(fact.stated for fact in facts), by_id])
+    return _fill(corrected, [*(fact.stated for fact in facts), by_id])
 
 
 def fill_implied(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:

@@ -55,6 +55,8 @@ _LIBRARY_CALL = (
     "a node of the group; AIConfigurator 0.11.0 DeepEP tables extrapolated to no tokens: 33, 102,"
     " 142 us on 1, 2, 4 nodes"
 )
+_OWN_KERNELS = "kernels made for the part; more where a run names older ones"
+_GROUPED_PRODUCTS = "experts in one call; 120 us a product where a run computes them one by one"
 _WEIGHT_TRAFFIC = "expert weights and their sums, the rest under products"
 _RECOMPUTED_MOE = "a MoE block launches about this share of its layer's forward; docs/findings.md 2"
 
@@ -115,6 +117,7 @@ _CUDA = (
     _fitted("weight_traffic_time_scale", 0.57, _fit_source(0.34, _WEIGHT_TRAFFIC)),
     _fitted("attention_time_scale", 0.883, _fit_source(0.06)),
     _fitted("attention_backward_time_scale", 0.883, _fit_source(0.06)),
+    _assumed("attention_kernel_time_scale", 1.0, _OWN_KERNELS),
     _fitted("elementwise_time_scale", 1.37, _fit_source(0.09)),
     _fitted("optimizer_time_scale", 1.0, TIME_FINDINGS),
     _fitted("alltoall_inside_time_scale", 0.808, _fit_source(0.08)),
@@ -153,6 +156,7 @@ _CUDA = (
     _assumed("host_recomputed_moe_share", 0.6, _RECOMPUTED_MOE),
     _assumed("host_s_per_local_expert", 2e-5, "launches that grow with the local experts"),
     _fitted("host_s_per_narrow_expert", 0.000124, _fit_source(0.21, "casts of an expert")),
+    _assumed("host_s_per_expert_product", 0.0, _GROUPED_PRODUCTS),
     _assumed("host_s_per_recompute_module", 1e-4, TIME_FINDINGS),
     _measured("delayed_gradient_share", 0.35, _DELAYED_GRADIENTS),
     _fitted("ep_overlap_hidden", 0.678, _fit_source(0.08)),
@@ -213,6 +217,7 @@ _CPU = (
     _assumed("weight_traffic_time_scale", 1.0, _OWN_RATES),
     _assumed("attention_time_scale", 1.0, _OWN_RATES),
     _assumed("attention_backward_time_scale", 1.0, _OWN_RATES),
+    _assumed("attention_kernel_time_scale", 1.0, _OWN_RATES),
     _assumed("elementwise_time_scale", 1.0, _OWN_RATES),
     _assumed("optimizer_time_scale", 1.0, _OWN_RATES),
     _assumed("alltoall_inside_time_scale", 1.0, _OWN_RATES),
@@ -251,6 +256,7 @@ _CPU = (
     _assumed("host_exponent_synced", 1.0, _ONE_THREAD),
     _assumed("host_dense_layer_share", 0.5, "a dense layer launches about half as much"),
     _assumed("host_recomputed_moe_share", 0.6, _RECOMPUTED_MOE),
+    _assumed("host_s_per_expert_product", 0.0, _GROUPED_PRODUCTS),
     _assumed("host_s_per_recompute_module", 1e-4, "a few launches"),
     _fitted("sync_s_alltoall", 2e-3, "ranks wait for each other: step less CPU time, 2 ranks"),
     _assumed("sync_s_fused", 2e-3, "no such dispatcher on a CPU: as all-to-all"),

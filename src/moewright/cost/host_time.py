@@ -43,10 +43,17 @@ def layer_host_s(
     expert_s = c["host_s_per_local_expert"]
     if sym.is_low_precision:
         expert_s += c["host_s_per_narrow_expert"] * age
+    expert_s += c["host_s_per_expert_product"] * _expert_products(sym)
     seconds += expert_s * moe.experts / layout.ep
     if Overlap.EP in layout.overlap:
         seconds *= c["ep_overlap_host"]
     return seconds
+
+
+def _expert_products(sym: Symbols) -> int:
+    """Return the products of an expert's forward, those of its adapters among them."""
+    products = 3 if sym.model.gated else 2
+    return products * (3 if sym.is_frozen and sym.workload.fine_tuning.lora_experts else 1)
 
 
 def _launched_share(
