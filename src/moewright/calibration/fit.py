@@ -139,6 +139,7 @@ FREE_CONSTANTS = (
     FreeConstant(name="host_dense_layer_share", prior=0.5, spread=0.3, high=1.0),
     FreeConstant(name="host_exponent", prior=1.5, spread=0.2, low=1.0, high=3.0),
     FreeConstant(name="host_exponent_synced", prior=1.3, spread=0.2, low=1.0, high=3.0),
+    FreeConstant(name="host_exponent_unblocked", prior=2.5, spread=0.25, low=1.0, high=6.0),
     FreeConstant(name="host_graphed_attention", prior=0.25, spread=0.3, high=0.5),
     FreeConstant(name="host_graphed_router", prior=0.3, spread=0.3, high=0.5),
     FreeConstant(name="ep_overlap_host", prior=1.25, spread=0.15, low=1.0, high=2.0),
@@ -174,7 +175,9 @@ def run_groups(hardware: Hardware, *, publisher: str = "", network: str = "") ->
 class MeasuredRun:
     """A measured step; `weight` is below 1 for a run that repeats another.
 
-    `noise` is the standard deviation of the logarithm of its seconds that no constant explains.
+    `noise` is the standard deviation of the logarithm of its seconds that no constant explains. Of
+    runs with one `sibling_key`, what exceeds `own_noise` is an error in common: they leave the same
+    switches open, so that their ratios tell more than each of them. "" is a run without siblings.
     """
 
     id: str
@@ -185,6 +188,8 @@ class MeasuredRun:
     publisher: str = ""
     network: str = ""
     noise: float = RUN_NOISE
+    own_noise: float = RUN_NOISE
+    sibling_key: str = ""
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -375,7 +380,7 @@ def fit_constants(
         ]
     )
     log_shifts = start.log_shifts.copy() if start else np.zeros(len(unknowns.parts))
-    weights = np.array([run.weight / run.noise for run in runs])
+    whitener = _whitener(runs)
     jacobian = None
     if start is not None and len(start.jacobian) == len(runs):
         jacobian = start.jacobian
@@ -384,7 +389,7 @@ def fit_constants(
         errors = _log_residuals(runs, unknowns, log_shifts)
         if jacobian is None or (start is None and iteration <= _LAST_JACOBIAN):
             jacobian = _jacobian(runs, unknowns, log_shifts, errors)
-        move, hessian = _solve(jacobian, errors, weights, log_shifts, spreads)
+        move, hessian = _solve(whitener @ jacobian, whitener @ errors, log_shifts, spreads)
         largest = float(np.abs(move).max())
         log_shifts = log_shifts + move * min(1.0, _LARGEST_MOVE / max(largest, 1e-12))
         if largest < _CONVERGED:
@@ -399,18 +404,42 @@ def fit_constants(
     )
 
 
+def _whitener(runs: Sequence[MeasuredRun]) -> Vector:
+    """Return the matrix [runs, runs] that makes residuals independent, of deviation 1.
+
+    The covariance of runs with one key is own noise on its diagonal plus the outer product of what
+    they have in common. A run of weight 0 drops out.
+    """
+    whitener: Vector = np.zeros((len(runs), len(runs)))
+    siblings: dict[object, list[int]] = {}
+    for index, run in enumerate(runs):
+        if run.weight:
+            siblings.setdefault(run.sibling_key or index, []).append(index)
+    for indices in siblings.values():
+        members = [runs[index] for index in indices]
+        if len(members) == 1:
+            whitener[indices[0], indices[0]] = members[0].weight / members[0].noise
+            continue
+        own = np.array([min(run.own_noise, run.noise) / run.weight for run in members])
+        common = np.sqrt([max(0.0, run.noise**2 - run.own_noise**2) for run in members])
+        covariance = np.diag(own**2) + np.outer(common, common)
+        whitener[np.ix_(indices, indices)] = np.linalg.inv(np.linalg.cholesky(covariance))
+    return whitener
+
+
 def _solve(
-    jacobian: Vector, errors: Vector, weights: Vector, log_shifts: Vector, spreads: Vector
+    jacobian: Vector, errors: Vector, log_shifts: Vector, spreads: Vector
 ) -> tuple[Vector, Vector]:
     """Return the move to the minimum for residuals that are linear in the shifts, and its Hessian.
 
-    Robust weights are found by iteration: they fall where a residual stays large after the move.
+    Residuals are of deviation 1. Robust weights are found by iteration: they fall where a residual
+    stays large after the move.
     """
     move: Vector = np.zeros(len(log_shifts))
     hessian: Vector = np.diag(1 / spreads**2)
     for _ in range(_REWEIGHTINGS):
-        left = np.abs((errors + jacobian @ move) * weights)
-        robust = weights * np.sqrt(np.minimum(1.0, _HUBER / np.maximum(1e-9, left)))
+        left = np.abs(errors + jacobian @ move)
+        robust = np.sqrt(np.minimum(1.0, _HUBER / np.maximum(1e-9, left)))
         scaled = jacobian * robust[:, None]
         hessian = scaled.T @ scaled + np.diag(1 / spreads**2)
         gradient = scaled.T @ (errors * robust) + log_shifts / spreads**2

@@ -19,7 +19,14 @@ from moewright.spec.hardware import Constant
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec, MoeSpec
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import Dtype, Fusion, Routing, Workload
+from moewright.spec.workload import (
+    AttentionBackend,
+    Dtype,
+    ExpertKernels,
+    Fusion,
+    Routing,
+    Workload,
+)
 
 _SOURCES = Path(__file__).parent / "data" / "sources.toml"
 _MONTHS = 12
@@ -46,6 +53,8 @@ class SourceFact:
     grad_dtype: Dtype | None = None
     moment_dtype: Dtype | None = None
     unfused: tuple[Fusion, ...] = ()
+    attention_backend: AttentionBackend | None = None
+    expert_kernels: ExpertKernels | None = None
     lora_experts: bool = False
     note: str = ""
 
@@ -236,6 +245,12 @@ def apply_software_facts(
             workload = replace(workload, grad_dtype=fact.grad_dtype)
         if fact.unfused:
             trainer = replace(workload.trainer, unfused=fact.unfused)
+            workload = replace(workload, trainer=trainer)
+        if fact.attention_backend is not None:
+            trainer = replace(workload.trainer, attention_backend=fact.attention_backend)
+            workload = replace(workload, trainer=trainer)
+        if fact.expert_kernels is not None:
+            trainer = replace(workload.trainer, expert_kernels=fact.expert_kernels)
             workload = replace(workload, trainer=trainer)
         if fact.lora_experts:
             fine_tuning = replace(workload.fine_tuning, lora_experts=True)

@@ -56,7 +56,7 @@ _LIBRARY_CALL = (
     " 142 us on 1, 2, 4 nodes"
 )
 _OWN_KERNELS = "kernels made for the part; more where a run names older ones"
-_GROUPED_PRODUCTS = "experts in one call; 120 us a product where a run computes them one by one"
+_LOOPED_PRODUCT = "experts one by one: ten launches of about 12 us a product, forward and backward"
 _WEIGHT_TRAFFIC = "expert weights and their sums, the rest under products"
 _RECOMPUTED_MOE = "a MoE block launches about this share of its layer's forward; docs/findings.md 2"
 
@@ -152,11 +152,12 @@ _CUDA = (
     _fitted("host_s_full_graph", 0.0, TIME_FINDINGS),
     _fitted("host_exponent", 1.48, _fit_source(0.10)),
     _fitted("host_exponent_synced", 1.37, _fit_source(0.10, "1F1B waits for every transfer")),
+    _fitted("host_exponent_unblocked", 1.48, _fit_source(0.10, "no layer waits for split sizes")),
     _fitted("host_dense_layer_share", 0.56, _fit_source(0.18, "of a layer with experts")),
     _assumed("host_recomputed_moe_share", 0.6, _RECOMPUTED_MOE),
     _assumed("host_s_per_local_expert", 2e-5, "launches that grow with the local experts"),
     _fitted("host_s_per_narrow_expert", 0.000124, _fit_source(0.21, "casts of an expert")),
-    _assumed("host_s_per_expert_product", 0.0, _GROUPED_PRODUCTS),
+    _assumed("host_s_per_expert_product", 1.2e-4, _LOOPED_PRODUCT),
     _assumed("host_s_per_recompute_module", 1e-4, TIME_FINDINGS),
     _measured("delayed_gradient_share", 0.35, _DELAYED_GRADIENTS),
     _fitted("ep_overlap_hidden", 0.678, _fit_source(0.08)),
@@ -254,9 +255,10 @@ _CPU = (
     _assumed("host_s_per_narrow_expert", 0.0, _NO_8BIT),
     _assumed("host_exponent", 1.0, _ONE_THREAD),
     _assumed("host_exponent_synced", 1.0, _ONE_THREAD),
+    _assumed("host_exponent_unblocked", 1.0, _ONE_THREAD),
     _assumed("host_dense_layer_share", 0.5, "a dense layer launches about half as much"),
     _assumed("host_recomputed_moe_share", 0.6, _RECOMPUTED_MOE),
-    _assumed("host_s_per_expert_product", 0.0, _GROUPED_PRODUCTS),
+    _assumed("host_s_per_expert_product", 1.2e-4, _LOOPED_PRODUCT),
     _assumed("host_s_per_recompute_module", 1e-4, "a few launches"),
     _fitted("sync_s_alltoall", 2e-3, "ranks wait for each other: step less CPU time, 2 ranks"),
     _assumed("sync_s_fused", 2e-3, "no such dispatcher on a CPU: as all-to-all"),

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
-from moewright.spec.layout import CudaGraphScope, Layout, Overlap
+from moewright.spec.layout import CapacityFill, CudaGraphScope, Layout, Overlap
 from moewright.spec.model import MixerKind
+from moewright.spec.workload import ExpertKernels
 
 
 def layer_host_s(
@@ -43,7 +44,8 @@ def layer_host_s(
     expert_s = c["host_s_per_local_expert"]
     if sym.is_low_precision:
         expert_s += c["host_s_per_narrow_expert"] * age
-    expert_s += c["host_s_per_expert_product"] * _expert_products(sym)
+    if sym.workload.trainer.expert_kernels is ExpertKernels.SEQUENTIAL:
+        expert_s += c["host_s_per_expert_product"] * _expert_products(sym)
     seconds += expert_s * moe.experts / layout.ep
     if Overlap.EP in layout.overlap:
         seconds *= c["ep_overlap_host"]
@@ -80,12 +82,17 @@ def _launched_share(
     return max(0.0, launches - graphed)
 
 
-def host_exponent(constants: Constants, sym: Symbols, *, synced: bool) -> float:
+def host_exponent(constants: Constants, sym: Symbols, *, synced: bool, is_moe: bool) -> float:
     """Return the exponent p of (device^p + host^p)^(1/p): the higher, the more the two overlap.
 
-    It is lower where the host waits for every transfer (`synced`, as in 1F1B), and 1, so that times
-    add, where a step has too few micro-batches for the host to run ahead.
+    It is lower where the host waits for every transfer (`synced`, as in 1F1B), higher where nothing
+    of the layer makes it wait: in one with experts it waits for the rows of each expert, unless all
+    are padded to a capacity. It is 1, so that times add, where a step has too few micro-batches for
+    the host to run ahead.
     """
     if not sym.is_steady:
         return 1.0
-    return constants["host_exponent_synced" if synced else "host_exponent"]
+    if synced:
+        return constants["host_exponent_synced"]
+    waits_for_sizes = is_moe and sym.layout.capacity_fill is not CapacityFill.PADDED
+    return constants["host_exponent" if waits_for_sizes else "host_exponent_unblocked"]

@@ -430,7 +430,7 @@ def pass_times(
     c = collectives.constants
     device = cost.device
     replay = cost.replay
-    p = host_exponent(c, sym, synced=synced)
+    p = host_exponent(c, sym, synced=synced, is_moe=cost.is_moe)
     sync_s = collectives.dispatch_wait_s(layout) if cost.is_moe else 0.0
     group_s = c["host_s_per_recompute_module"]
     forward_host_s = replay.host_s / 3  # backward launches twice as much (docs/findings.md 2)

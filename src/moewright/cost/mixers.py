@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from moewright.cost.buffers import score_count
 from moewright.cost.elementwise import RMS_NORM, ROPE, elementwise_row, kernel_rows
 from moewright.cost.gemm_rows import gemm_row
 from moewright.cost.op_time import OpRow
@@ -97,14 +98,40 @@ def mixer_core(sym: Symbols, layer: int) -> tuple[_RowPair, ...]:
     if mixer is MixerKind.RECURRENT:
         assert sym.model.recurrent is not None  # what a recurrent layer needs
         return tuple(_scan_rows(sym, sym.model.recurrent))
-    return (_attention_rows(sym, layer),)
-
-
-def _attention_rows(sym: Symbols, layer: int) -> _RowPair:
-    """Return the forward and the backward row of flash attention."""
     core_flops = mixer_flops.attention_flops(sym.model, layer, sym.T, sym.seq_len) / sym.layout.tp
+    if sym.workload.trainer.attention_backend.keeps_scores:
+        return tuple(_whole_score_rows(sym, core_flops))
     if not sym.model.layer_window(layer):
         core_flops *= sym.attended_share
+    return (_attention_rows(sym, core_flops),)
+
+
+def _whole_score_rows(sym: Symbols, core_flops: float) -> Iterator[_RowPair]:
+    """Yield attention that makes whole matrices of scores: two products, and passes over scores.
+
+    The products do not skip what a mask hides. Forward writes the scores, reads and writes them in
+    the softmax and reads them again; backward reads and writes their gradients beside them.
+    """
+    choices = (Recompute.FULL, Recompute.CORE_ATTN)
+    part = TimePart.ATTENTION
+    products = OpRow(
+        name="attention.scores",
+        part=part,
+        op=Op.GEMM,
+        amount=2 * core_flops,
+        x=2 * core_flops,
+        dtype=sym.wide_dtype,
+        recomputed_by=choices,
+    )
+    yield products, replace(products, amount=4 * core_flops, recomputed_by=())
+    nbytes = sym.c * score_count(sym)
+    forward = elementwise_row("attention.softmax", sym, 4 * nbytes, *choices)
+    backward = elementwise_row("attention.softmax", sym, 7 * nbytes)
+    yield replace(forward, part=part), replace(backward, part=part)
+
+
+def _attention_rows(sym: Symbols, core_flops: float) -> _RowPair:
+    """Return the forward and the backward row of flash attention."""
     scale_constant = ""
     if sym.model.attention.head_dim <= _NARROW_HEAD_DIM:
         scale_constant = "narrow_head_time_scale"
