@@ -15,6 +15,11 @@ from moewright.spec.model import MixerKind
 from moewright.spec.workload import ExpertKernels
 
 
+_WHOLE_LAYER = frozenset(
+    (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS)
+)
+
+
 def layer_host_s(
     constants: Constants,
     layout: Layout,
@@ -30,7 +35,7 @@ def layer_host_s(
     """
     c = constants
     moe = sym.model.moe
-    if CudaGraphScope.FULL in graphs:
+    if CudaGraphScope.FULL in graphs or _captures_layer(graphs, sym, kind):
         return c["host_s_full_graph"]
     age = float(c["host_per_year"] ** c["stack_age_years"]) if kind.is_moe else 1.0
     seconds = c["host_s_per_layer_microbatch"] * age
@@ -50,6 +55,13 @@ def layer_host_s(
     if Overlap.EP in layout.overlap:
         seconds *= c["ep_overlap_host"]
     return seconds
+
+
+def _captures_layer(graphs: Sequence[CudaGraphScope], sym: Symbols, kind: LayerKind) -> bool:
+    """Return whether graphs take a layer whole: with experts only where all sizes are fixed."""
+    if kind.mixer is not MixerKind.ATTENTION or not _WHOLE_LAYER <= {*graphs}:
+        return False
+    return not kind.is_moe or sym.layout.capacity_fill is CapacityFill.PADDED
 
 
 def _expert_products(sym: Symbols) -> int:
