@@ -14,7 +14,7 @@ from moewright.calibration.table import MeasurementTable, read_table
 from moewright.codec import format_layout
 from moewright.rules import flops
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import CudaGraphScope, Offload, Overlap, Recompute
+from moewright.spec.layout import CapacityFill, CudaGraphScope, Offload, Overlap, Recompute
 from moewright.spec.units import GIB
 from moewright.spec.workload import Dtype, Routing
 
@@ -319,6 +319,42 @@ def test_what_software_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Pat
     assert row.peak_workload.load_factor == 1.0
 
 
+def test_a_cell_that_scripts_of_the_source_contradict_is_corrected(tmp_path: Path) -> None:
+    """A page says that recompute is off, its script leaves the recipe's full recompute on."""
+    efa = {
+        "source": "awslabs/awsome-distributed-ai qwen3-30b RESULTS.md",
+        "model": "Qwen3-30B-A3B",
+        "hardware": "H100",
+        "num_gpus": "64",
+        "tp": "8",
+        "pp": "4",
+        "vpp": "",
+        "ep": "16",
+        "dp": "2",
+        "gbs": "256",
+        "recompute_granularity": "none",
+        "recompute_modules": "",
+        "dispatcher": "alltoall",
+    }
+    exposed, overlapped = table(
+        tmp_path,
+        {**efa, "overlap_moe_ep_comm": "false"},
+        {**efa, "overlap_moe_ep_comm": "true", "vpp": "2", "time_per_iter_s": "6.87"},
+    ).rows
+    assert exposed.layout.recompute == (Recompute.FULL,)
+    assert overlapped.layout.recompute == ()
+
+
+def test_experts_padded_to_their_capacity(tmp_path: Path) -> None:
+    full = {"capacity_factor": "1", "capacity_fill": "padded"}
+    (row,) = table(tmp_path, full).rows
+    assert row.layout.capacity_fill is CapacityFill.PADDED
+    (row,) = table(tmp_path, {**full, "capacity_fill": ""}).rows
+    assert row.layout.capacity_fill is CapacityFill.USED
+    (skipped,) = table(tmp_path, {**full, "capacity_fill": "half"}).skipped
+    assert "capacity_fill=half: must be used or padded" in skipped.reason
+
+
 def test_what_a_published_row_leaves_open_is_read_in_several_ways(tmp_path: Path) -> None:
     blank = {"recompute_granularity": "", "recompute_modules": "", "cuda_graph": ""}
     (row,) = table(tmp_path, {**blank, "source": "somebody's blog"}).rows
@@ -413,7 +449,8 @@ def test_parts_of_full_recompute_and_of_the_optimizer(tmp_path: Path) -> None:
 def test_every_fact_of_the_sources_fills_columns_that_are_read() -> None:
     for fact in source_facts().fact:
         selectors = {*fact.when, *fact.unless, *fact.empty} - {"attention"}
-        assert selectors | set(fact.stated) | set(fact.implied) <= set(COLUMNS), fact.evidence
+        filled = {*fact.corrected, *fact.stated, *fact.implied}
+        assert selectors | filled <= set(COLUMNS), fact.evidence
         assert fact.when
         assert fact.evidence
 

@@ -143,7 +143,7 @@ FREE_CONSTANTS = (
     FreeConstant(name="host_graphed_attention", prior=0.25, spread=0.3, high=0.5),
     FreeConstant(name="host_graphed_router", prior=0.3, spread=0.3, high=0.5),
     FreeConstant(name="ep_overlap_host", prior=1.25, spread=0.15, low=1.0, high=2.0),
-    FreeConstant(name="tp_host", prior=1.2, spread=0.1, low=1.0, high=1.6),
+    FreeConstant(name="tp_host", prior=1.2, spread=0.1, low=1.0, high=2.2),
     FreeConstant(name="dp_overlap_host", prior=1.05, spread=0.15, low=1.0, high=1.4),
     FreeConstant(name="sync_s_alltoall", prior=9e-4, spread=0.4),
     FreeConstant(name="alltoall_inside_time_scale", prior=1.0, spread=0.12),
@@ -175,9 +175,7 @@ def run_groups(hardware: Hardware, *, publisher: str = "", network: str = "") ->
 class MeasuredRun:
     """A measured step; `weight` is below 1 for a run that repeats another.
 
-    `noise` is the standard deviation of the logarithm of its seconds that no constant explains. Of
-    runs with one `sibling_key`, what exceeds `own_noise` is an error in common: they leave the same
-    switches open, so that their ratios tell more than each of them. "" is a run without siblings.
+    `noise` is the standard deviation of the logarithm of its seconds that no constant explains.
     """
 
     id: str
@@ -188,8 +186,6 @@ class MeasuredRun:
     publisher: str = ""
     network: str = ""
     noise: float = RUN_NOISE
-    own_noise: float = RUN_NOISE
-    sibling_key: str = ""
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -380,7 +376,7 @@ def fit_constants(
         ]
     )
     log_shifts = start.log_shifts.copy() if start else np.zeros(len(unknowns.parts))
-    whitener = _whitener(runs)
+    weights = np.array([run.weight / run.noise for run in runs])
     jacobian = None
     if start is not None and len(start.jacobian) == len(runs):
         jacobian = start.jacobian
@@ -389,7 +385,7 @@ def fit_constants(
         errors = _log_residuals(runs, unknowns, log_shifts)
         if jacobian is None or (start is None and iteration <= _LAST_JACOBIAN):
             jacobian = _jacobian(runs, unknowns, log_shifts, errors)
-        move, hessian = _solve(whitener @ jacobian, whitener @ errors, log_shifts, spreads)
+        move, hessian = _solve(jacobian, errors, weights, log_shifts, spreads)
         largest = float(np.abs(move).max())
         log_shifts = log_shifts + move * min(1.0, _LARGEST_MOVE / max(largest, 1e-12))
         if largest < _CONVERGED:
@@ -404,42 +400,18 @@ def fit_constants(
     )
 
 
-def _whitener(runs: Sequence[MeasuredRun]) -> Vector:
-    """Return the matrix [runs, runs] that makes residuals independent, of deviation 1.
-
-    The covariance of runs with one key is own noise on its diagonal plus the outer product of what
-    they have in common. A run of weight 0 drops out.
-    """
-    whitener: Vector = np.zeros((len(runs), len(runs)))
-    siblings: dict[object, list[int]] = {}
-    for index, run in enumerate(runs):
-        if run.weight:
-            siblings.setdefault(run.sibling_key or index, []).append(index)
-    for indices in siblings.values():
-        members = [runs[index] for index in indices]
-        if len(members) == 1:
-            whitener[indices[0], indices[0]] = members[0].weight / members[0].noise
-            continue
-        own = np.array([min(run.own_noise, run.noise) / run.weight for run in members])
-        common = np.sqrt([max(0.0, run.noise**2 - run.own_noise**2) for run in members])
-        covariance = np.diag(own**2) + np.outer(common, common)
-        whitener[np.ix_(indices, indices)] = np.linalg.inv(np.linalg.cholesky(covariance))
-    return whitener
-
-
 def _solve(
-    jacobian: Vector, errors: Vector, log_shifts: Vector, spreads: Vector
+    jacobian: Vector, errors: Vector, weights: Vector, log_shifts: Vector, spreads: Vector
 ) -> tuple[Vector, Vector]:
     """Return the move to the minimum for residuals that are linear in the shifts, and its Hessian.
 
-    Residuals are of deviation 1. Robust weights are found by iteration: they fall where a residual
-    stays large after the move.
+    Robust weights are found by iteration: they fall where a residual stays large after the move.
     """
     move: Vector = np.zeros(len(log_shifts))
     hessian: Vector = np.diag(1 / spreads**2)
     for _ in range(_REWEIGHTINGS):
-        left = np.abs(errors + jacobian @ move)
-        robust = np.sqrt(np.minimum(1.0, _HUBER / np.maximum(1e-9, left)))
+        left = np.abs((errors + jacobian @ move) * weights)
+        robust = weights * np.sqrt(np.minimum(1.0, _HUBER / np.maximum(1e-9, left)))
         scaled = jacobian * robust[:, None]
         hessian = scaled.T @ scaled + np.diag(1 / spreads**2)
         gradient = scaled.T @ (errors * robust) + log_shifts / spreads**2

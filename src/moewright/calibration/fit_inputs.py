@@ -58,9 +58,6 @@ _NOISE: Mapping[RowStatement, float] = MappingProxyType(
         RowStatement.NATURAL: 0.2,
     }
 )
-# The part of it that rows of one source, model and device do not share: they leave the same
-# switches open, and their layouts differ.
-_OWN_NOISE = 0.1
 _MAX_BASES = 6  # layouts that are varied to find the next run
 
 
@@ -154,17 +151,7 @@ def run_from_row(
         publisher=row.publisher if row.cells else "",
         network=row.cells.get("network", ""),
         noise=noise,
-        own_noise=min(noise, _OWN_NOISE),
-        sibling_key=_sibling_key(row),
     )
-
-
-def _sibling_key(row: MeasuredRow) -> str:
-    """Return what rows of one source share that leave the same switches open; "" for none."""
-    if row.kind is RowStatement.COMPLETE or not row.cells.get("source"):
-        return ""
-    shared = (row.kind, row.cells["source"], row.cells["date_release"], *row.group)
-    return "|".join(shared)
 
 
 def _readings_of(row: MeasuredRow) -> tuple[Reading, ...]:

@@ -14,7 +14,6 @@ from moewright.spec.layout import CapacityFill, CudaGraphScope, Layout, Overlap
 from moewright.spec.model import MixerKind
 from moewright.spec.workload import ExpertKernels
 
-
 _WHOLE_LAYER = frozenset(
     (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS)
 )
@@ -59,7 +58,7 @@ def layer_host_s(
 
 def _captures_layer(graphs: Sequence[CudaGraphScope], sym: Symbols, kind: LayerKind) -> bool:
     """Return whether graphs take a layer whole: with experts only where all sizes are fixed."""
-    if kind.mixer is not MixerKind.ATTENTION or not _WHOLE_LAYER <= {*graphs}:
+    if kind.mixer is not MixerKind.ATTENTION or not _WHOLE_LAYER.issubset(graphs):
         return False
     return not kind.is_moe or sym.layout.capacity_fill is CapacityFill.PADDED
 

@@ -1,0 +1,77 @@
+"""Time of work that a trainer does in slower ways: whole scores, experts one by one, no graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moewright.codec import parse_layout
+from moewright.cost.constants import Constants
+from moewright.cost.host_time import layer_host_s
+from moewright.cost.mixers import mixer_core
+from moewright.cost.op_time import DeviceRates
+from moewright.cost.stage_parts import LayerKind
+from moewright.cost.symbols import Symbols, build_symbols
+from moewright.intake import catalogue
+from moewright.rules.job import Job
+from moewright.spec.hardware import Constant, Hardware, Op
+from moewright.spec.layout import CudaGraphScope
+from moewright.spec.sourced import Sourced, SourceKind
+from moewright.spec.workload import AttentionBackend, ExpertKernels, TrainerSpec, Workload
+
+HARDWARE = catalogue.hardware("64xB200")
+MOE = LayerKind(is_moe=True, is_windowed=False)
+
+
+def symbols(text: str = "ep8", trainer: TrainerSpec | None = None) -> Symbols:
+    workload = Workload(seq_len=4096, global_batch=1024, trainer=trainer or TrainerSpec())
+    layout = parse_layout(text, world_size=HARDWARE.count)
+    job = Job(model=catalogue.model("Qwen3-30B-A3B"), workload=workload, layout=layout)
+    return build_symbols(job, device_kind=HARDWARE.device.kind, load=1.0, router_efficiency=1.0)
+
+
+def attention_s(sym: Symbols, hardware: Hardware = HARDWARE) -> float:
+    rates = DeviceRates(hardware)
+    return sum(rates.seconds(row) for pair in mixer_core(sym, 0) for row in pair)
+
+
+def test_whole_scores_move_their_bytes_and_compute_what_a_mask_hides() -> None:
+    whole = symbols(trainer=TrainerSpec(attention_backend=AttentionBackend.UNFUSED))
+    (flash,) = mixer_core(symbols(), 0)
+    products, softmax = mixer_core(whole, 0)
+    assert products[0].amount == 2 * flash[0].amount
+    assert products[1].amount == 2 * products[0].amount
+    scores = 32 * 4096 * 4096
+    assert softmax[0].op is Op.ELEMENTWISE
+    assert softmax[0].amount == 2 * 4 * scores  # written, read and written, read; 16 bits each
+    assert softmax[1].amount == 2 * 7 * scores
+    assert attention_s(whole) > 2 * attention_s(symbols())
+
+
+def test_kernels_of_an_older_generation_take_longer() -> None:
+    older = Constant(
+        name="attention_kernel_time_scale",
+        value=Sourced(value=3.0, kind=SourceKind.ASSUMED, source="test"),
+    )
+    hardware = replace(HARDWARE, constants=(*HARDWARE.constants, older))
+    assert attention_s(symbols(), hardware) == pytest.approx(3 * attention_s(symbols()))
+
+
+def host_s(sym: Symbols, graphs: tuple[CudaGraphScope, ...] = ()) -> float:
+    return layer_host_s(Constants(HARDWARE), sym.layout, graphs, sym, MOE)
+
+
+def test_experts_one_by_one_launch_their_products_each() -> None:
+    looped = symbols(trainer=TrainerSpec(expert_kernels=ExpertKernels.SEQUENTIAL))
+    a_product = Constants(HARDWARE)["host_s_per_expert_product"]
+    # 16 experts on a rank, three products each.
+    assert host_s(looped) - host_s(symbols()) == pytest.approx(16 * 3 * a_product)
+
+
+def test_graphs_take_a_layer_whole_where_experts_are_padded() -> None:
+    whole = (CudaGraphScope.ATTN, CudaGraphScope.MOE_PREPROCESS, CudaGraphScope.MOE_ROUTER)
+    padded = symbols("ep8,capacity=1,capacity_fill=padded")
+    assert host_s(padded, whole) == Constants(HARDWARE)["host_s_full_graph"]
+    assert host_s(symbols(), whole) > 0
+    assert host_s(padded, whole[:1]) > 0
