@@ -9,6 +9,7 @@ import pytest
 from moewright.codec import parse_layout
 from moewright.cost.buffers import (
     dispatcher_bytes,
+    fsdp_buffer_bytes,
     gathered_bytes,
     graph_bytes,
     rank_layer_numel,
@@ -121,3 +122,21 @@ def test_no_load_fills_a_dense_model_or_a_capacity() -> None:
         ).load_limit
         == 0
     )
+
+
+def test_fsdp_holds_the_ends_of_the_model_and_gradients_of_attention() -> None:
+    """By hand: embedding and head of Qwen3-30B-A3B in 16 bits, and 4,096 tokens of attention."""
+
+    def held(text: str, on: str = "16xH100") -> int:
+        hardware = catalogue.hardware(on)
+        layout = parse_layout(text, world_size=hardware.count)
+        job = Job(model=QWEN, workload=WORK, layout=layout)
+        return fsdp_buffer_bytes(expected_symbols(job, hardware, Constants(hardware)))
+
+    ends = 2 * 2 * 151936 * 2048
+    gradients = 4096 * (16 * 4096 + 20 * 512)
+    assert held("zero3") == ends + gradients
+    assert held("zero3,mbs2") == ends + 2 * gradients
+    assert held("zero3,tp2") == (ends + gradients) / 2
+    assert held("zero3", on="1xH100") == gradients  # nothing to gather
+    assert held("ep8") == 0

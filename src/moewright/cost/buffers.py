@@ -10,7 +10,7 @@ import numpy as np
 from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
-from moewright.rules import micro_batches, recompute, shards
+from moewright.rules import fsdp, grid, micro_batches, recompute, shards
 from moewright.rules.adapters import is_frozen
 from moewright.rules.job import Job
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
@@ -33,6 +33,11 @@ _GROUPED_STREAMS = 4
 
 _BF16_BYTES = 2
 
+# The gradients in the backward of FlashAttention and of the rotation before it: those of outputs,
+# queries, keys and values in 16 bits (2, 2 and 2 x 2 bytes), sums in fp32 (4 and 2 x 4), and
+# products, their sums and the rotated tensors of the rotation (8 and 8).
+_QUERY_GRADIENT_BYTES = 16
+_KEY_GRADIENT_BYTES = 20
 _GATHERED_LAYERS = 2  # the layer at work and the one after it
 
 
@@ -79,6 +84,27 @@ def gathered_bytes(workload: Workload, layer_numel: Array) -> Array:
     if not is_frozen(workload):
         element_bytes += workload.grad_dtype.nbytes
     return np.asarray(element_bytes * largest)
+
+
+def fsdp_buffer_bytes(sym: Symbols) -> int:
+    """Return the bytes that torch's FSDP holds on a CUDA device besides the gathered layers.
+
+    Where ranks share them, embedding and head stand in the buffer of their gather too. In the
+    backward of attention the gradients of queries, keys and values stand in 16 bits, those that
+    FlashAttention sums up in 32 beside them, and what undoes the rotation: 16 bytes an element of
+    the queries and 20 of the keys.
+    """
+    if not sym.is_fused or sym.layout.zero != 3:
+        return 0
+    model, layout, spec = sym.model, sym.layout, sym.model.attention
+    ends = 0
+    if grid.group_size(layout, fsdp.state_group(layout, "dp_cp")) > 1:
+        tables = 1 if model.tie_embeddings else 2
+        ends = sym.c * tables * model.vocab_size * model.hidden_size // layout.tp
+    if spec.kind is not AttentionKind.GQA:
+        return ends
+    elements = _QUERY_GRADIENT_BYTES * spec.q_width + _KEY_GRADIENT_BYTES * spec.kv_width
+    return ends + sym.T * elements // layout.tp
 
 
 def rank_layer_numel(model: ModelSpec, layout: Layout, pp_rank: int) -> Array:

@@ -25,6 +25,7 @@ from moewright.cost.activations import (
 )
 from moewright.cost.buffers import (
     dispatcher_bytes,
+    fsdp_buffer_bytes,
     gathered_bytes,
     head_placeholder_bytes,
     rank_layer_numel,
@@ -305,7 +306,7 @@ def rank_memory(
     gathered = 0
     if layout.zero == 3:
         layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
-        gathered = int(gathered_bytes(workload, layer_numel)[0])
+        gathered = int(gathered_bytes(workload, layer_numel)[0]) + fsdp_buffer_bytes(sym)
     copied = checkpoint_copy_bytes(workload, layout, sets)
     if sym.is_fused:
         on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))

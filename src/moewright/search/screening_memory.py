@@ -14,7 +14,12 @@ import numpy as np
 
 from moewright.cost import memory, model_states
 from moewright.cost.activations import ActivationPolicies, activation_context
-from moewright.cost.buffers import dispatcher_bytes, gathered_bytes, resident_bytes
+from moewright.cost.buffers import (
+    dispatcher_bytes,
+    fsdp_buffer_bytes,
+    gathered_bytes,
+    resident_bytes,
+)
 from moewright.cost.constants import Constants
 from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
 from moewright.cost.replicas import replica_rows
@@ -230,7 +235,8 @@ class ScreeningMemory:
     def _resident_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return the bytes of states, copies and gathers of weights [ranks, state policies]."""
         cut = sym.layout
-        key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp
+        is_gathered = any(policy.zero == 3 for policy in self._state_policies)
+        key = batch.pipelines, cut.tp, cut.cp, cut.ep, cut.etp, cut.mbs if is_gathered else 0
         if key not in self._resident:
             resident = np.zeros((len(batch.ranks), len(self._state_policies)))
             for column, policy in enumerate(self._state_policies):
@@ -276,6 +282,7 @@ class ScreeningMemory:
             total += model_states.checkpoint_bytes(workload, elements.checkpointed[ranks])
         if policy.zero == 3:
             total += gathered_bytes(workload, self._layer_numel(cut, batch, ranks))
+            total += fsdp_buffer_bytes(replace(sym, job=replace(sym.job, layout=layout)))
         if layout.spare:
             total += self._replica_bytes(sym, batch)[ranks]
         return total
