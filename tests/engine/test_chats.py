@@ -24,6 +24,7 @@ from moewright.engine.data.packing import (
     packed_share,
     read_packed,
 )
+from moewright.engine.data.tokenizer import load_tokenizer
 from moewright.spec.errors import BadInput
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
@@ -170,13 +171,16 @@ def chat_line(*roles: str) -> str:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["{"], "bad.jsonl:3: is no line of JSON"),
+        (["{"], "bad.jsonl:3: is no line of JSON: Expecting property name enclosed in double"),
+        (['{"messages": [{"role": "user"'], "Expecting ',' delimiter at column 30"),
         (["[1]"], "bad.jsonl:3: is no JSON object"),
         (['{"text": "x"}'], "bad.jsonl:3: has no field 'messages'"),
         ([chat_line("user", "user")], "bad.jsonl:3: has no turn of the assistant"),
         (['{"messages": []}'], "bad.jsonl:3: messages: must be a list of messages"),
         (['{"messages": [{"content": "x"}]}'], "bad.jsonl:3: messages, message 1: has no 'role'"),
         (['{"messages": [{"role": "user"}]}'], "message 1: has neither 'content'"),
+        (['{"messages": [{"role": "user", "content": null}]}'], "message 1: has neither 'content'"),
+        (['{"messages": [{"role": "user", "content": 5}]}'], "message 1: content: must be text"),
         (
             ['{"conversations": [{"from": "humn", "value": "x"}]}'],
             "bad.jsonl:3: conversations, turn 1: from=humn: is none of",
@@ -193,13 +197,28 @@ def test_a_broken_chat_is_one_line_that_names_it_and_nothing_is_written(
     folder = write_chat_folder(tmp_path / "hf", template + " }}{% endif %}{% endfor %}" + CHATML)
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join([chat_line("user", "assistant"), "", *lines]) + "\n")
-    out = tmp_path / "out"
+    out = tmp_path / "run" / "data"
     options = ChatOptions(tokenizer=folder, heldout_fraction=0.0, max_tokens=100)
     with pytest.raises(BadInput) as caught:
         build_chats(path, out, options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not out.exists()
+    assert not out.parent.exists()
+
+
+def test_text_that_has_no_bytes_is_replaced_and_a_share_beyond_half_is_refused(
+    tmp_path: Path,
+) -> None:
+    folder = write_chat_folder(tmp_path / "hf", CHATML)
+    path = tmp_path / "chats.jsonl"
+    path.write_text(chat_line("user", "assistant").replace("x", "\\ud800 x") + "\n")
+    options = ChatOptions(tokenizer=folder, heldout_fraction=0.0)
+    report = build_chats(path, tmp_path / "out", options)
+    tokens = open_chats(Path(report.data.train)).tokens.tokens.tolist()
+    assert load_tokenizer(folder).decode(tokens).count("? x") == 2
+    with pytest.raises(BadInput, match="heldout_fraction=0.9: must be"):
+        build_chats(path, tmp_path / "new", ChatOptions(tokenizer=folder, heldout_fraction=0.9))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_template_that_is_none_or_that_never_writes_the_assistant_is_refused(

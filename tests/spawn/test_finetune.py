@@ -116,12 +116,23 @@ def test_a_model_without_chats_and_a_sample_too_long_are_refused(
     turns = [{"role": role, "content": "many words " * 40} for role in ("user", "assistant")]
     chats.write_text(json.dumps({"messages": turns}) + "\n")
     out = tmp_path / "out"
+    config = json.loads((base / "config.json").read_text())
+    small = tmp_path / "small"
+    shutil.copytree(base, small)
+    (small / "config.json").write_text(json.dumps({**config, "vocab_size": 500}))
+    bare = tmp_path / "bare"
+    shutil.copytree(base, bare)
+    (bare / "model.safetensors").unlink()
     for arguments, message in (
         ([str(base)], "chats: is needed with a model"),
+        ([str(small), str(chats)], "tokenizer.json: its vocabulary has 640 ids, more than the"),
+        ([str(bare), str(chats)], "model.safetensors: no such file"),
+        ([str(base), str(chats), "--set", "train.lr=-1"], "train.lr=-1: must be in"),
+        ([str(base), str(chats), "--heldout", "0.9"], "heldout_fraction=0.9: must be"),
         ([str(base), str(chats), "--seq-len", "64", "--heldout", "0"], "chats.jsonl:1: gives a"),
         ([str(base), str(chats), "--epochs", "-1", "--heldout", "0"], "--epochs=-1: must be"),
-        ([str(tmp_path), str(chats)], "tokenizer.json: does not exist"),
+        ([str(tmp_path), str(chats)], "config.json: no such file"),
     ):
         assert main(["finetune", *arguments, "--out", str(out)]) == 2
         assert message in capsys.readouterr().err
-    assert not (out / "data" / "corpus.json").exists() or not (out / "plan.json").exists()
+        assert not out.exists()

@@ -3,73 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomli_w
-
 from moewright.api.exporting_weights import ExportForm, holds_adapters, plan_export
+from moewright.api.finetuning_job import JOB_FILE, FineTuningRequest, check_request, write_job
 from moewright.api.machines import Tell
 from moewright.api.training import TrainingRequest, is_first_rank, prepare_training, run_training
 from moewright.codec import STEPS_FILE, write_text
 from moewright.intake import hf
-from moewright.intake.hardware_text import parse_hardware_text
-from moewright.intake.job import DEFAULT_HARDWARE
 from moewright.rules.parameters import count_parameters
-from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from moewright.engine.data.build_corpus import BuildReport
 
-JOB_FILE = "finetune.toml"
 _DATA_FOLDER = "data"
 _BASE_FOLDER = "base"
 _EXPORT_FOLDER = "hf"
 _ADAPTER_FOLDER = "adapter"
-# A sequence has so many tokens at least, and a power of two of them.
-_MIN_SEQ_LEN = 256
-# Steps that an epoch has at least, where the data allow it.
-_STEPS_PER_EPOCH = 8
-_MAX_BATCH = 64
-# The peak learning rates of published recipes for whole models, and for one from fresh weights.
-_LR = 1e-5
-_LORA_LR = 2e-4
-_FRESH_LR = 3e-3
-_FRESH_EPOCHS = 20
-_EPOCHS = 3
 # Parameters of the largest model that answers here, which it does in fp32 and without a cache.
 _MAX_ANSWERING = 200_000_000
 _ANSWER_TOKENS = 40
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FineTuningRequest:
-    """What is to be fine-tuned on what.
-
-    `base` and `chats` are None for the model and the chats that moewright brings. `on` names the
-    hardware as count x device, "" this machine. None elsewhere leaves a number to the data; a
-    `lora_rank` of 0 trains whole weights.
-    """
-
-    base: Path | None
-    chats: Path | None
-    out: Path
-    on: str = ""
-    nproc: int | None = None
-    epochs: float | None = None
-    seq_len: int | None = None
-    global_batch: int | None = None
-    lr: float | None = None
-    lora_rank: int = 0
-    heldout: float = 0.05
-    template: Path | None = None
-    overrides: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +54,8 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
         if is_first_rank() and not (base / "model.safetensors").is_file():
             _write_starter(base)
             tell(f"{base}: a fresh model of {_describe_size(base)} to begin with")
+    elif is_first_rank():
+        check_request(request, base)
     with _open_chats(request) as chats:
         report = _build_data(request, base, chats)
     corpus = report.corpus
@@ -106,7 +66,7 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
     )
     job_path = request.out / JOB_FILE
     if is_first_rank():
-        write_text(job_path, _write_job(request, base, report, tell))
+        write_text(job_path, write_job(request, base, report, tell))
     training = TrainingRequest(
         path=job_path, run_dir=request.out, nproc=request.nproc, overrides=request.overrides
     )
@@ -182,95 +142,6 @@ def _build_data(request: FineTuningRequest, base: Path, chats: Path) -> BuildRep
         max_tokens=request.seq_len or 0,
     )
     return build_chats(chats, request.out / _DATA_FOLDER, options)
-
-
-def _write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell: Tell) -> str:
-    """Return the job file, whose numbers fit the data where the request leaves them open."""
-    from moewright.engine.data.packing import open_chats, pack_chats
-
-    nproc, hardware = _choose_hardware(request)
-    seq_len = request.seq_len
-    if seq_len is None:
-        seq_len = max(_MIN_SEQ_LEN, 1 << (report.corpus.longest.tokens - 1).bit_length())
-    packs = pack_chats(open_chats(Path(report.data.train)), seq_len=seq_len)
-    filled = report.corpus.train.tokens / (packs.count * seq_len)
-    batch = request.global_batch or _choose_batch(packs.count, nproc)
-    is_fresh = request.base is None
-    epochs = request.epochs or (_FRESH_EPOCHS if is_fresh else _EPOCHS)
-    if epochs <= 0:
-        raise BadInput(Reason(field="--epochs", value=f"{epochs:g}", rule="must be positive"))
-    steps = max(1, round(epochs * packs.count / batch))
-    default_lr = _LORA_LR if request.lora_rank else _LR
-    lr = request.lr or (_FRESH_LR if is_fresh else default_lr)
-    tell(
-        f"{packs.count:,} sequences of {seq_len:,} tokens, {filled:.0%} filled; {steps:,} steps "
-        f"of {batch}, {epochs:g} epochs"
-    )
-    data = {
-        "train": os.path.relpath(report.data.train, request.out),
-        "tokenizer": os.path.relpath(report.data.tokenizer, request.out),
-        "documents": "restarted",
-    }
-    heldout_batches = 0
-    if report.data.heldout:
-        heldout = pack_chats(open_chats(Path(report.data.heldout)), seq_len=seq_len)
-        heldout_batches = heldout.count // batch
-    if heldout_batches:
-        data["heldout"] = os.path.relpath(report.data.heldout, request.out)
-    elif report.data.heldout:
-        tell("the held-out samples fill no batch, so nothing is evaluated")
-    task: dict[str, Any] = {"task": "sft"}
-    if request.lora_rank:
-        task = {
-            "task": "lora",
-            "lora_rank": request.lora_rank,
-            "lora_alpha": 2.0 * request.lora_rank,
-        }
-    job = {
-        "model": {"weights": os.path.relpath(base, request.out)},
-        "data": data,
-        "train": {
-            **task,
-            "nproc": nproc,
-            "hardware": hardware,
-            "seq_len": seq_len,
-            "global_batch": batch,
-            "steps": steps,
-            "lr": lr,
-            "warmup_steps": max(1, steps // 20),
-            "weight_decay": 0.0,
-            "precision": "bf16",
-            "eval_every_steps": max(1, steps // 4),
-            "eval_batches": max(1, heldout_batches),
-        },
-        "checkpoint": {"every_steps": max(1, steps // 4), "keep": 1},
-    }
-    return tomli_w.dumps(job)
-
-
-def _choose_hardware(request: FineTuningRequest) -> tuple[int, str]:
-    """Return the number of ranks, and the hardware as a job in the request's folder names it."""
-    if request.on:
-        text = parse_hardware_text(request.on)
-        name = os.path.relpath(text.name, request.out) if text.is_file else text.name
-        return request.nproc or text.count or 1, name
-    count = request.nproc or _count_devices()
-    return count, os.path.relpath(DEFAULT_HARDWARE, request.out)
-
-
-def _count_devices() -> int:
-    """Return the GPUs of this machine, or where it has none two processes at most."""
-    import torch
-
-    return torch.cuda.device_count() or min(2, os.cpu_count() or 1)
-
-
-def _choose_batch(sequences: int, nproc: int) -> int:
-    """Return the sequences of a step: some steps make an epoch, and every rank has work."""
-    batch = nproc
-    while 2 * batch <= min(_MAX_BATCH, sequences // _STEPS_PER_EPOCH):
-        batch *= 2
-    return min(batch, max(1, sequences))
 
 
 def _read_sample(report: BuildReport, base: Path) -> Sample:

@@ -39,8 +39,8 @@ def finetune(
     set_
         Another value for a key of the job, section.key=value; may be given again.
     """
-    from moewright.api.finetuning import FineTuningRequest
     from moewright.api.finetuning import finetune as run_finetuning
+    from moewright.api.finetuning_job import FineTuningRequest
     from moewright.api.training import is_first_rank
 
     if base is not None and chats is None:

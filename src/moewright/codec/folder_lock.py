@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -48,6 +49,18 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def discard_new_folder(folder: Path) -> Iterator[None]:
+    """Remove, when the block refuses its input, what it has made of a folder and its parents."""
+    parents = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BadInput:
+        if parents:
+            shutil.rmtree(parents[-1], ignore_errors=True)
+        raise
 
 
 def _try_lock(handle: int) -> bool:

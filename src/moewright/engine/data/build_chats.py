@@ -22,7 +22,7 @@ import numpy.typing as npt
 import tokenizers
 
 from moewright.codec import write_json, write_text
-from moewright.codec.folder_lock import lock_folder
+from moewright.codec.folder_lock import discard_new_folder, lock_folder
 from moewright.engine.data.build_corpus import (
     BuildOutcome,
     BuildReport,
@@ -31,7 +31,11 @@ from moewright.engine.data.build_corpus import (
     read_intact_corpus,
     wrap_write_errors,
 )
-from moewright.engine.data.census import find_heldout_limit, hash_document
+from moewright.engine.data.census import (
+    check_heldout_fraction,
+    find_heldout_limit,
+    hash_document,
+)
 from moewright.engine.data.chat_encoder import ChatEncoder, ChatOptions, ChatSample
 from moewright.engine.data.chat_template import TEMPLATE_FILE
 from moewright.engine.data.chats import Chat, ChatSchema, parse_chat
@@ -78,6 +82,7 @@ def build_chats(
             those before it, too long, or has nothing to learn; or the folder cannot be written.
     """
     started = time.monotonic()
+    check_heldout_fraction(options.heldout_fraction)
     encoder = ChatEncoder(options)
     text_source = find_source(source, out)
     _require_record_files(text_source)
@@ -134,15 +139,8 @@ class _ChatBuild:
         sizes = np.ones(len(hashes), dtype=np.int64)
         fraction = self._options.heldout_fraction
         limit = find_heldout_limit(hashes, sizes, fraction, str(self._source.root))
-        is_new = not self._out.exists()
-        self._out.mkdir(parents=True, exist_ok=True)
-        try:
-            with lock_folder(self._out):
-                return self._write(hashes, limit, stamp)
-        except BadInput:
-            if is_new:
-                shutil.rmtree(self._out, ignore_errors=True)
-            raise
+        with discard_new_folder(self._out), lock_folder(self._out):
+            return self._write(hashes, limit, stamp)
 
     def _write(self, hashes: npt.NDArray[np.uint64], limit: int, stamp: str) -> Corpus:
         vocab_size = self._encoder.tokenizer.vocab_size

@@ -21,7 +21,12 @@ import tokenizers
 
 from moewright.codec import read_json, write_json
 from moewright.codec.folder_lock import lock_folder
-from moewright.engine.data.census import DocumentCensus, find_heldout_limit, hash_document
+from moewright.engine.data.census import (
+    DocumentCensus,
+    check_heldout_fraction,
+    find_heldout_limit,
+    hash_document,
+)
 from moewright.engine.data.corpus import (
     CORPUS_FILE,
     Corpus,
@@ -366,15 +371,7 @@ def _require_tokenizer_path(options: CorpusOptions) -> Path:
 
 
 def _check_options(options: CorpusOptions, out: Path) -> None:
-    if not 0 <= options.heldout_fraction <= 0.5:
-        raise BadInput(
-            Reason(
-                field="heldout_fraction",
-                rule="must be at least 0 (nothing is held out) and at most 0.5",
-                value=f"{options.heldout_fraction:g}",
-                nearest="0.05",
-            )
-        )
+    check_heldout_fraction(options.heldout_fraction)
     if options.limit_bytes is not None and options.limit_bytes < 1:
         rule = "must be positive"
         value = str(options.limit_bytes)

@@ -49,6 +49,14 @@ def find_heldout_limit(
     return int(unique[min(heldout, len(unique) - 1)])
 
 
+def check_heldout_fraction(fraction: float) -> None:
+    """Raise BadInput for a share of the text that cannot be held out."""
+    if not 0 <= fraction <= 0.5:
+        rule = "must be at least 0 (nothing is held out) and at most 0.5"
+        value = f"{fraction:g}"
+        raise BadInput(Reason(field="heldout_fraction", rule=rule, value=value, nearest="0.05"))
+
+
 def hash_document(document: str) -> int:
     """Return the first 64 bits of a document's SHA-256."""
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8], "big")

@@ -87,8 +87,10 @@ class ChatEncoder:
             BadInput: naming the chat that cannot be rendered.
         """
         rendered = [self._render(chat, where) for where, chat in chats]
-        texts = [text.text for samples in rendered for text in samples]
-        self.text_bytes += sum(len(text.encode("utf-8", "replace")) for text in texts)
+        # A lone surrogate, which JSON can spell, has no bytes.
+        encoded = [text.text.encode("utf-8", "replace") for samples in rendered for text in samples]
+        texts = [text.decode() for text in encoded]
+        self.text_bytes += sum(map(len, encoded))
         encodings = iter(self.tokenizer.inner.encode_batch(texts, add_special_tokens=False))
         return [
             [_build_sample(next(encodings), text.spans, where) for text in samples]

@@ -97,9 +97,13 @@ def _parse_messages(value: Any, where: str) -> tuple[Message, ...]:
         if not isinstance(role, str) or not role:
             rule = "has no 'role'; it is user, assistant, system or tool"
             raise BadInput(Reason(field=f"{where}, message {number}", rule=rule))
-        if "content" not in message and not message.get("tool_calls"):
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
             rule = "has neither 'content' nor 'tool_calls'"
             raise BadInput(Reason(field=f"{where}, message {number}", rule=rule))
+        if content is not None and not isinstance(content, str | list):
+            rule = f"must be text, or a list of parts, and is of type {type(content).__name__}"
+            raise BadInput(Reason(field=f"{where}, message {number}: content", rule=rule))
     return messages
 
 

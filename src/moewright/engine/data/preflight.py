@@ -81,6 +81,11 @@ def _check_vocabulary(data: DataSpec, vocab_size: int) -> None:
     if data.tokenizer:
         sizes.append((data.tokenizer, load_tokenizer(Path(data.tokenizer)).vocab_size))
     for path, size in sizes:
-        if size > vocab_size:
-            rule = f"its vocabulary has {size} ids, more than the model's vocab_size {vocab_size}"
-            raise BadInput(Reason(field=path, rule=rule, nearest=f"a vocab_size of {size}"))
+        require_vocabulary(path, size, vocab_size)
+
+
+def require_vocabulary(path: str, size: int, vocab_size: int) -> None:
+    """Raise BadInput where the vocabulary of a file has more ids than the model."""
+    if size > vocab_size:
+        rule = f"its vocabulary has {size} ids, more than the model's vocab_size {vocab_size}"
+        raise BadInput(Reason(field=path, rule=rule, nearest=f"a vocab_size of {size}"))

@@ -79,6 +79,10 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _parse_line(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
+    except json.JSONDecodeError as error:
+        column = min(error.pos, len(error.doc.rstrip())) + 1
+        rule = f"is no line of JSON: {error.msg} at column {column}"
+        raise BadInput(Reason(field=where, rule=rule)) from error
     except (ValueError, RecursionError) as error:
         rule = f"is no line of JSON: {error}"
         raise BadInput(Reason(field=where, rule=rule)) from error
