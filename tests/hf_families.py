@@ -27,6 +27,12 @@ FAMILIES = (
     "glm4_moe",
     "dots1",
     "minimax_m2",
+    "glm4_moe_lite",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+    "granitemoe",
+    "granitemoeshared",
+    "llama4_text",
 )
 
 
@@ -128,6 +134,79 @@ def _model(family: str, **more: Any) -> nn.Module:
             },
         )
         return transformers.Glm4MoeForCausalLM(config).float()
+    if family == "glm4_moe_lite":
+        config = transformers.Glm4MoeLiteConfig(
+            **shape | {"num_key_value_heads": 4, "num_hidden_layers": 3},
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+        )
+        return transformers.Glm4MoeLiteForCausalLM(config).float()
+    if family == "ernie4_5_moe":
+        config = transformers.Ernie4_5_MoeConfig(
+            **shape,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_num_shared_experts=2,
+            pad_token_id=None,
+        )
+        return transformers.Ernie4_5_MoeForCausalLM(config).float()
+    if family == "hunyuan_v1_moe":
+        config = transformers.HunYuanMoEV1Config(
+            **shape,
+            head_dim=16,
+            intermediate_size=16,
+            num_experts=8,
+            moe_topk=2,
+            pad_token_id=None,
+            rope_parameters={
+                "rope_type": "dynamic",
+                "type": "dynamic",
+                "rope_theta": 10000.0,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            },
+        )
+        return transformers.HunYuanMoEV1ForCausalLM(config).float()
+    if family in ("granitemoe", "granitemoeshared"):
+        granite: dict[str, Any] = {
+            **shape,
+            "intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+        }
+        if family == "granitemoe":
+            config = transformers.GraniteMoeConfig(**granite)
+            return transformers.GraniteMoeForCausalLM(config).float()
+        config = transformers.GraniteMoeSharedConfig(**granite, shared_intermediate_size=24)
+        return transformers.GraniteMoeSharedForCausalLM(config).float()
+    if family == "llama4_text":
+        config = transformers.Llama4TextConfig(
+            **shape | {"num_hidden_layers": 4},
+            head_dim=16,
+            intermediate_size=16,
+            intermediate_size_mlp=48,
+            num_local_experts=8,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=2,
+            attention_chunk_size=6,
+            floor_scale=5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+        return transformers.Llama4ForCausalLM(config).float()
     if family == "minimax_m2":
         config = transformers.MiniMaxM2Config(
             **shape,

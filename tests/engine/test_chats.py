@@ -216,7 +216,7 @@ def test_text_that_has_no_bytes_is_replaced_and_a_share_beyond_half_is_refused(
     report = build_chats(path, tmp_path / "out", options)
     tokens = open_chats(Path(report.data.train)).tokens.tokens.tolist()
     assert load_tokenizer(folder).decode(tokens).count("? x") == 2
-    with pytest.raises(BadInput, match="heldout_fraction=0.9: must be"):
+    with pytest.raises(BadInput, match=r"heldout_fraction=.* must be"):
         build_chats(path, tmp_path / "new", ChatOptions(tokenizer=folder, heldout_fraction=0.9))
     assert not (tmp_path / "new").exists()
 

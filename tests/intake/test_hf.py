@@ -22,6 +22,8 @@ from moewright.spec.model import AttentionKind, QkNorm, ScoreFunction
 PLANNED_FAMILIES = frozenset(hf.FAMILIES) - {
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
     *("kimi_k2", "llama", "mistral", "qwen2", "qwen3", "gpt2", "glm4_moe", "dots1", "minimax_m2"),
+    *("glm4_moe_lite", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared"),
+    "llama4_text",
 }
 
 QWEN: dict[str, Any] = {

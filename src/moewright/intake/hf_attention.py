@@ -87,8 +87,7 @@ def _read_gqa(
         fields.require_neutral("clip_qkv")
     if family in _GATED:
         fields.require_neutral("attn_output_gate", True)
-    if family == "llama4_text":
-        _ignore_temperatures(fields)
+    temperature_floor, temperature_scale = _read_temperatures(fields, family)
     qkv_bias, out_bias = _read_biases(fields, family)
     spec = AttentionSpec(
         kind=AttentionKind.GQA,
@@ -104,6 +103,8 @@ def _read_gqa(
         window_every=every,
         output_gate=family in _GATED,
         chunked=family == "llama4_text" and bool(window),
+        temperature_floor=temperature_floor,
+        temperature_scale=temperature_scale,
         rope=read_rope(
             fields,
             family,
@@ -121,8 +122,8 @@ def _read_biases(fields: FieldReader, family: str) -> tuple[bool, bool]:
         qkv_bias = fields.boolean("use_qkv_bias", default=False)
         return qkv_bias, fields.boolean("use_bias", default=False)
     if family == "ernie4_5_moe":
-        bias = fields.boolean("use_bias", default=False)
-        return bias, bias
+        fields.require_neutral("use_bias", False)  # of all linears, those of MLPs too
+        return False, False
     bias = fields.boolean("attention_bias", default=family == "gpt_oss")
     if family in ("qwen2", "qwen2_moe"):
         if bias:
@@ -142,9 +143,13 @@ def _read_qk_norm(fields: FieldReader, family: str) -> QkNorm:
     return norm if is_on else QkNorm.NONE
 
 
-def _ignore_temperatures(fields: FieldReader) -> None:
-    """Skip what scales Llama 4's queries at positions beyond a training sequence."""
-    fields.ignore("attn_temperature_tuning", "floor_scale", "attn_scale")
+def _read_temperatures(fields: FieldReader, family: str) -> tuple[float, float]:
+    """Read the positions and the factor by which Llama 4's unrotated queries grow; 0 for none."""
+    if family != "llama4_text" or not fields.boolean("attn_temperature_tuning", default=True):
+        fields.ignore("attn_temperature_tuning", "floor_scale", "attn_scale")
+        return 0.0, 0.0
+    floor = fields.number("floor_scale", low=1, high=MAX_POSITION, default=8192)
+    return floor, fields.number("attn_scale", low=0, high=1e3, default=0.1)
 
 
 def read_rope_layers(fields: FieldReader, family: str, layers: int) -> tuple[bool, ...]:

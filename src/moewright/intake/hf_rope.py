@@ -67,7 +67,13 @@ def read_rope(
     types = (*_TYPES, *_MORE_TYPES.get(family, ()))
     scaling = table.choice("rope_type", "type", choices=types, default="default")
     rope = RopeSpec(theta=table_theta, scaling=scaling, interleaved=interleaved, rotary_share=share)
-    if scaling in _TYPES[1:]:
+    if family == "hunyuan_v1_moe" and scaling == "dynamic" and table.has_value("alpha"):
+        # A base that does not change with the sequence, whatever its type is called.
+        alpha = table.number("alpha", low=1, high=_MAX_FACTOR)
+        theta = table_theta * alpha ** (head_dim / (head_dim - 2))
+        rope = replace(rope, theta=theta, scaling="default")
+        table.ignore(*table.unread_names())
+    elif scaling in _TYPES[1:]:
         rope = _with_scaling(table, rope, family, max_position)
     elif scaling != "default":
         table.ignore(*table.unread_names())

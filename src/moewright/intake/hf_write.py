@@ -22,6 +22,12 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "glm4_moe": "Glm4MoeForCausalLM",
         "dots1": "Dots1ForCausalLM",
         "minimax_m2": "MiniMaxM2ForCausalLM",
+        "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+        "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+        "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+        "llama4_text": "Llama4ForCausalLM",
+        "granitemoe": "GraniteMoeForCausalLM",
+        "granitemoeshared": "GraniteMoeSharedForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
@@ -86,8 +92,10 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
     config: dict[str, Any] = {"head_dim": attention.head_dim}
     if family == "qwen2_moe":
         config["qkv_bias"] = attention.qkv_bias
-    elif family != "qwen2":
+    elif family not in ("qwen2", "ernie4_5_moe"):
         config["attention_bias"] = attention.qkv_bias
+    if family == "hunyuan_v1_moe":
+        config["use_qk_norm"] = attention.qk_norm is not QkNorm.NONE
     if family in ("glm4_moe", "minimax_m2"):
         config["partial_rotary_factor"] = attention.rope.rotary_share
         config["use_qk_norm"] = attention.qk_norm is not QkNorm.NONE
@@ -96,7 +104,7 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
         config["sliding_window"] = attention.sliding_window
         if family.startswith("qwen"):
             config["use_sliding_window"] = True
-        if not windows_every_layer:
+        if not windows_every_layer and not attention.chunked:
             kinds = ("sliding_attention", "full_attention")
             config["layer_types"] = [
                 kinds[bool(i % attention.window_every)] for i in range(model.layers)
@@ -134,6 +142,20 @@ def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         }
     if family == "olmoe":
         return config | {"num_experts": moe.experts, "norm_topk_prob": router.renormalize}
+    if family in ("granitemoe", "granitemoeshared"):
+        return config | _granite_fields(model, moe)
+    if family == "hunyuan_v1_moe":
+        return {
+            "num_experts": moe.experts,
+            "moe_topk": router.top_k,
+            "norm_topk_prob": router.renormalize,
+            "use_mixed_mlp_moe": moe.shared_ffn_size > 0,
+            "num_shared_expert": max(1, moe.shared_ffn_size // moe.ffn_size),
+        }
+    if family == "llama4_text":
+        return config | _llama4_fields(model, moe)
+    if family == "ernie4_5_moe":
+        return _ernie_fields(model, moe)
     config |= {"moe_intermediate_size": moe.ffn_size, "norm_topk_prob": router.renormalize}
     if family in ("qwen2_moe", "qwen3_moe"):
         dense = [i for i, is_moe in enumerate(model.moe_layers) if not is_moe]
@@ -142,6 +164,59 @@ def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
             config["shared_expert_intermediate_size"] = moe.shared_ffn_size
         return config
     return config | _deepseek_fields(model, moe)
+
+
+def _granite_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    factors = model.multipliers
+    config: dict[str, Any] = {
+        "num_local_experts": moe.experts,
+        "embedding_multiplier": factors.embedding,
+        "residual_multiplier": factors.residual,
+        "attention_multiplier": factors.attention,
+        "logits_scaling": factors.logits,
+    }
+    if model.family == "granitemoeshared":
+        config["shared_intermediate_size"] = moe.shared_ffn_size
+    return config
+
+
+def _llama4_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    attention = model.attention
+    is_local = [bool(model.layer_window(layer)) for layer in range(model.layers)]
+    kinds = ("full_attention", "chunked_attention")
+    return {
+        "num_local_experts": moe.experts,
+        "intermediate_size": moe.ffn_size,
+        "intermediate_size_mlp": model.dense_ffn_size or moe.ffn_size,
+        "moe_layers": [layer for layer, is_moe in enumerate(model.moe_layers) if is_moe],
+        "no_rope_layers": [int(rotates) for rotates in model.rope_layers or (1,) * model.layers],
+        "layer_types": [kinds[is_chunked] for is_chunked in is_local],
+        "attention_chunk_size": attention.sliding_window or None,
+        "use_qk_norm": attention.qk_norm is not QkNorm.NONE,
+        "attn_temperature_tuning": attention.temperature_floor > 0,
+        "floor_scale": int(attention.temperature_floor) or 8192,
+        "attn_scale": attention.temperature_scale or 0.1,
+    }
+
+
+def _ernie_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    first = model.moe_layers.index(True)
+    numbers = [layer for layer, is_moe in enumerate(model.moe_layers) if is_moe]
+    interval = numbers[1] - first if len(numbers) > 1 else first + 1
+    expected = [layer for layer in range(first, numbers[-1] + 1) if (layer + 1) % interval == 0]
+    if numbers != expected:
+        rule = "these MoE layers have no HF form in ERNIE: every n-th, in one range of layers"
+        raise BadInput(Reason(field="model.moe_layers", rule=rule))
+    return {
+        "moe_num_experts": moe.experts,
+        "moe_k": moe.router.top_k,
+        "moe_intermediate_size": moe.ffn_size,
+        "moe_num_shared_experts": moe.shared_ffn_size // moe.ffn_size,
+        "moe_layer_start_index": first,
+        "moe_layer_end_index": numbers[-1],
+        "moe_layer_interval": interval,
+        "moe_use_aux_free": moe.router.selection_bias,
+    }
 
 
 def _deepseek_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
@@ -159,6 +234,9 @@ def _deepseek_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         if model.mtp_layers:
             config["num_nextn_predict_layers"] = model.mtp_layers
         return config
+    if model.family == "glm4_moe_lite":
+        kinds = ["sparse" if is_moe else "dense" for is_moe in model.moe_layers]
+        return config | {"mlp_layer_types": kinds}
     config["moe_layer_freq"] = _moe_layer_freq(model.moe_layers, first)
     if model.family != "deepseek_v2":
         return config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}

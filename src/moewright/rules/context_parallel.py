@@ -70,6 +70,23 @@ def twice_attended_pairs(
     return pairs
 
 
+def split_at_chunks(
+    lengths: Iterable[int], seq_len: int, chunk: int, *, restarts: bool
+) -> tuple[int, ...]:
+    """Split documents where a chunk of attention ends, and return the lengths of the parts.
+
+    Chunks count from the beginning of a document where its positions `restarts` there, else from
+    that of the sequence. Documents follow each other, and none crosses the end of a sequence.
+    """
+    parts = []
+    for start, stop in pairwise(accumulate(lengths, initial=0)):
+        origin = start if restarts else start - start % seq_len
+        first_cut = start + chunk - (start - origin) % chunk
+        edges = (start, *range(first_cut, stop, chunk), stop)
+        parts += [end - begin for begin, end in pairwise(edges)]
+    return tuple(parts)
+
+
 def _twice_first_pairs(queries: int, window: int) -> int:
     """Return twice the pairs of the first queries of a document."""
     if not window or queries <= window:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moewright.rules.engine_features import unsupported_features
+from moewright.rules.engine_features import Feature, unsupported_features
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, Hardware, NetworkKind
@@ -29,7 +29,9 @@ from moewright.spec.model import (
     Activation,
     AttentionKind,
     AttentionSpec,
+    MixerKind,
     ModelSpec,
+    MultiplierSpec,
     NormKind,
     PositionKind,
     QkNorm,
@@ -172,13 +174,25 @@ def _check_biases(model: ModelSpec) -> Iterator[Reason]:
 def _check_features(model: ModelSpec) -> Iterator[Reason]:
     """Yield the features of newer architectures, for which the export writes no flags."""
     rule = "export writes no flags for it"
-    if model.activation is Activation.RELU_SQUARED:
-        yield _refusal("model.activation", model.activation, rule, Activation.SILU)
-    share = model.attention.rope.rotary_share
-    if share != 1:
-        yield _refusal("model.attention.rope.rotary_share", share, rule, 1)
-    for field, value, is_new, nearest in unsupported_features(model):
-        if is_new and field not in _WRITTEN:
+    attention = model.attention
+    is_local = MixerKind.LOCAL_ATTENTION in model.mixers
+    is_rotated_norm = attention.qk_norm in (QkNorm.PER_HEAD_ROTATED, QkNorm.UNWEIGHTED)
+    scales_input = model.moe is not None and model.moe.router.scales_input
+    share = attention.rope.rotary_share
+    is_squared = model.activation is Activation.RELU_SQUARED
+    features: tuple[Feature, ...] = (
+        ("activation", model.activation, is_squared, Activation.SILU),
+        ("attention.rope.rotary_share", share, share != 1, "1"),
+        ("attention.qk_norm", attention.qk_norm, is_rotated_norm, QkNorm.PER_HEAD),
+        ("attention.chunked", True, attention.chunked, "false"),
+        ("mixers", MixerKind.LOCAL_ATTENTION, is_local, "attention"),
+        ("rope_layers", "some", not all(model.rope_layers), "all"),
+        ("multipliers", "other than 1", model.multipliers != MultiplierSpec(), "1"),
+        ("moe.router.scales_input", True, scales_input, "false"),
+    )
+    others = (feature for feature in unsupported_features(model) if feature[0] not in _WRITTEN)
+    for field, value, is_new, nearest in (*features, *others):
+        if is_new:
             yield _refusal(f"model.{field}", value, rule, nearest)
 
 

@@ -319,6 +319,9 @@ def _moe(
     yield saved_tensor(Module.ROUTER, "post_norm_out", c * t * symbols.h, Recompute.LAYERNORM)
     yield from _router(job.model.moe, job.workload, t)
     yield saved_tensor(Module.EXPERTS, "permuted", c * R * job.model.expert_width, moe)
+    if job.model.moe.router.scales_input:
+        # The product with the router's weight keeps the rows as they came.
+        yield saved_tensor(Module.EXPERTS, "unscaled", c * R * job.model.expert_width, moe)
     yield saved_tensor(Module.EXPERTS, "latent_out", c * t * job.model.moe.latent_size, moe)
     yield saved_tensor(Module.EXPERTS, "fc1", c * R * fc1_width // etp, moe)
     yield saved_tensor(Module.EXPERTS, "activation", c * R * ffn // etp, Recompute.MOE_ACT, moe)

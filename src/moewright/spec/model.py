@@ -148,6 +148,10 @@ class AttentionSpec:
     rope: RopeSpec = RopeSpec()
     output_gate: bool = False  # a gate as wide as the queries, from the same projection
     chunked: bool = False  # the window does not slide: it is the chunk that the query lies in
+    # Queries of layers that do not rotate grow by `temperature_scale` times the log of so many
+    # positions as floors lie before them (Llama 4); 0: they do not.
+    temperature_floor: float = 0.0
+    temperature_scale: float = 0.0
     indexer: IndexerSpec | None = None
     output_groups: int = 0
     output_lora_rank: int = 0

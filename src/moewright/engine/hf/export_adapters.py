@@ -214,7 +214,7 @@ def _base_name(param: Param) -> str:
 
 def _module_name(hf_tensor: HfTensor) -> str:
     module = hf_tensor.name.removesuffix(".weight")
-    if hf_tensor.dim_order or module == hf_tensor.name:
+    if hf_tensor.dim_order or hf_tensor.whole_shape or module == hf_tensor.name:
         rule = "is no module of its own, so PEFT has no name for its adapter"
         nearest = "train.lora_experts = false, or the merged weights"
         raise BadInput(Reason(field=hf_tensor.name, rule=rule, nearest=nearest))

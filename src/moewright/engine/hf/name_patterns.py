@@ -15,22 +15,27 @@ class NamePattern:
     """The names of one parameter: one for all of it, or one for its gate and one for its up.
 
     "{}" in a name is the expert's number. A tensor of all experts has our dims in `dim_order`, and
-    then dim `merged_dim` and the next merged into one. With `families`, the names are of these
-    families alone, and are tried before those of every family.
+    then dim `merged_dim` and the next merged into one; `has_lead` puts a dim of size 1 before them.
+    With `families`, the names are of these families alone, and are tried before those of every
+    family.
     """
 
     names: tuple[str, ...]
     dim_order: tuple[int, ...] = ()
     merged_dim: int | None = None
+    has_lead: bool = False
     families: tuple[str, ...] = ()
 
 
-def _patterns(*names: str) -> tuple[NamePattern, ...]:
-    return tuple(NamePattern(names=(name,)) for name in names)
+def _patterns(*names: str, families: tuple[str, ...] = ()) -> tuple[NamePattern, ...]:
+    return tuple(NamePattern(names=(name,), families=families) for name in names)
 
 
 _GPT_OSS = ("gpt_oss",)
 _MIXTRAL = ("mixtral", "minimax_m2")
+_HUNYUAN = ("hunyuan_v1_moe",)
+_GRANITE = ("granitemoe", "granitemoeshared")
+_LLAMA4 = ("llama4_text",)
 # Names of the tensors that are of no layer.
 TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -55,22 +60,45 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "attention.kv_down.weight": _patterns("self_attn.kv_a_proj_with_mqa.weight"),
         "attention.kv_norm.weight": _patterns("self_attn.kv_a_layernorm.weight"),
         "attention.kv_up.weight": _patterns("self_attn.kv_b_proj.weight"),
-        "attention.q_norm.weight": _patterns("self_attn.q_norm.weight"),
-        "attention.k_norm.weight": _patterns("self_attn.k_norm.weight"),
+        "attention.q_norm.weight": (
+            *_patterns("self_attn.query_layernorm.weight", families=_HUNYUAN),
+            *_patterns("self_attn.q_norm.weight"),
+        ),
+        "attention.k_norm.weight": (
+            *_patterns("self_attn.key_layernorm.weight", families=_HUNYUAN),
+            *_patterns("self_attn.k_norm.weight"),
+        ),
         "attention.sinks": _patterns("self_attn.sinks"),
-        "mlp.gate_up.weight": (NamePattern(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),),
+        "mlp.gate_up.weight": (
+            NamePattern(
+                names=("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"),
+                families=_LLAMA4,
+            ),
+            NamePattern(names=("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        ),
         "mlp.gate_up.bias": (NamePattern(names=("mlp.gate_proj.bias", "mlp.up_proj.bias")),),
-        "mlp.down.weight": _patterns("mlp.down_proj.weight"),
+        "mlp.down.weight": (
+            *_patterns("feed_forward.down_proj.weight", families=_LLAMA4),
+            *_patterns("mlp.down_proj.weight"),
+        ),
         "mlp.down.bias": _patterns("mlp.down_proj.bias"),
         "moe.router.weight": (
             NamePattern(names=("block_sparse_moe.gate.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.router.weight",), families=_GPT_OSS),
+            *_patterns("mlp.gate.wg.weight", families=_HUNYUAN),
+            *_patterns("block_sparse_moe.router.layer.weight", families=_GRANITE),
+            *_patterns("feed_forward.router.weight", families=_LLAMA4),
             *_patterns("mlp.gate.weight"),
         ),
         "moe.router.bias": _patterns("mlp.router.bias"),
         "moe.router.selection_bias": (
             NamePattern(
                 names=("block_sparse_moe.e_score_correction_bias",), families=("minimax_m2",)
+            ),
+            NamePattern(
+                names=("mlp.moe_statics.e_score_correction_bias",),
+                has_lead=True,
+                families=("ernie4_5_moe",),
             ),
             *_patterns("mlp.gate.e_score_correction_bias"),
         ),
@@ -80,11 +108,26 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
                 families=("qwen2_moe",),
             ),
             NamePattern(
+                names=("mlp.shared_mlp.gate_proj.weight", "mlp.shared_mlp.up_proj.weight"),
+                families=_HUNYUAN,
+            ),
+            NamePattern(names=("shared_mlp.input_linear.weight",), merged_dim=0, families=_GRANITE),
+            NamePattern(
+                names=(
+                    "feed_forward.shared_expert.gate_proj.weight",
+                    "feed_forward.shared_expert.up_proj.weight",
+                ),
+                families=_LLAMA4,
+            ),
+            NamePattern(
                 names=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
             ),
         ),
         "moe.shared.down.weight": (
             NamePattern(names=("mlp.shared_expert.down_proj.weight",), families=("qwen2_moe",)),
+            *_patterns("mlp.shared_mlp.down_proj.weight", families=_HUNYUAN),
+            *_patterns("shared_mlp.output_linear.weight", families=_GRANITE),
+            *_patterns("feed_forward.shared_expert.down_proj.weight", families=_LLAMA4),
             *_patterns("mlp.shared_experts.down_proj.weight"),
         ),
         "moe.shared.gate.weight": _patterns("mlp.shared_expert_gate.weight"),
@@ -103,12 +146,29 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
                 merged_dim=2,
                 families=_GPT_OSS,
             ),
+            NamePattern(
+                names=("block_sparse_moe.input_linear.weight",),
+                dim_order=(0, 1, 2, 3),
+                merged_dim=1,
+                families=_GRANITE,
+            ),
+            # columns are gate and up, one after the other
+            NamePattern(
+                names=("feed_forward.experts.gate_up_proj",),
+                dim_order=(0, 3, 1, 2),
+                merged_dim=2,
+                families=_LLAMA4,
+            ),
             NamePattern(names=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
             NamePattern(names=("mlp.experts.gate_up_proj",), dim_order=(0, 1, 2, 3), merged_dim=1),
         ),
         "moe.experts.down.weight": (
             NamePattern(names=("block_sparse_moe.experts.{}.w2.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.experts.down_proj",), dim_order=(0, 2, 1), families=_GPT_OSS),
+            *_patterns("block_sparse_moe.output_linear.weight", families=_GRANITE),
+            NamePattern(
+                names=("feed_forward.experts.down_proj",), dim_order=(0, 2, 1), families=_LLAMA4
+            ),
             NamePattern(names=("mlp.experts.{}.down_proj.weight",)),
             NamePattern(names=("mlp.experts.down_proj",)),
         ),

@@ -37,7 +37,8 @@ class HfTensor:
     """A tensor of a Hugging Face checkpoint: `ours[index]` in `shape`.
 
     A tensor of all experts has them in its first dim, and our dims in `dim_order`; `inner_shape`
-    has the sizes of our dims after the experts.
+    has the sizes of our dims after the experts. `whole_shape` is that of `ours[index]` where no
+    dim of this tensor is one of ours alone, so that it is read as a whole.
     """
 
     name: str
@@ -45,6 +46,7 @@ class HfTensor:
     shape: tuple[int, ...]
     dim_order: tuple[int, ...] = ()
     inner_shape: tuple[int, ...] = ()
+    whole_shape: tuple[int, ...] = ()
 
     def to_hf(self, part: torch.Tensor) -> torch.Tensor:
         """Convert `part`, which is `ours[index]`, to this tensor."""
@@ -148,6 +150,9 @@ def _expand(pattern: NamePattern, prefix: str, shape: tuple[int, ...]) -> tuple[
             if pattern.merged_dim is not None:
                 first = pattern.merged_dim
                 hf_shape[first : first + 2] = [hf_shape[first] * hf_shape[first + 1]]
+            if pattern.has_lead:
+                hf_shape = [1, *hf_shape]
+            is_whole = pattern.has_lead or pattern.merged_dim == 0
             tensors.append(
                 HfTensor(
                     name=prefix + name.format(*expert_index),
@@ -155,6 +160,7 @@ def _expand(pattern: NamePattern, prefix: str, shape: tuple[int, ...]) -> tuple[
                     shape=tuple(hf_shape),
                     dim_order=pattern.dim_order,
                     inner_shape=shape[1:] if pattern.dim_order else (),
+                    whole_shape=shape[len(index) :] if is_whole else (),
                 )
             )
     return tuple(tensors)
@@ -289,7 +295,9 @@ def read_parameter_box(
             slice(offset, offset + size)
             for offset, size in zip(offsets[lead:], sizes[lead:], strict=True)
         )
-        if hf_tensor.inner_shape:
+        if hf_tensor.whole_shape:
+            value = reader.read(hf_tensor.name).reshape(hf_tensor.whole_shape)[inner]
+        elif hf_tensor.inner_shape:
             experts = hf_tensor.from_hf(reader.read_slice(hf_tensor.name, inner[:1]))
             value = experts[(slice(None), *inner[1:])]
         else:

@@ -5,8 +5,9 @@ It runs over whole sequences, inside segments of packed documents, and under a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,12 @@ class Segments:
         for length in self.lengths:
             start, stop = stop, stop + length
             yield slice(start, stop)
+
+
+def build_segments(lengths: Sequence[int], device: torch.device) -> Segments:
+    """Return the segments of these lengths."""
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return Segments(lengths=tuple(lengths), cu_seqlens=cu_seqlens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,20 @@ from moewright.spec.model import ModelSpec
 Activation = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
+class ScaleRows(torch.autograd.Function):
+    """x * weight for rows x [R,H] and their weights [R] fp32; keeps both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x * weight[:, None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return (grad * weight[:, None]).to(x.dtype), (grad.float() * x.float()).sum(-1)
+
+
 class SwiGlu(torch.autograd.Function):
     """silu(gate) * up * weight for x [R,2F] = (gate, up), or gpt-oss's `clamped` form of it.
 

@@ -30,6 +30,7 @@ from moewright.engine.kernels.attention import (
     Segments,
     attention,
     attention_backward,
+    build_segments,
 )
 from moewright.rules.context_parallel import rank_positions
 
@@ -305,9 +306,7 @@ class BlockPlanner:
         """Return segments of these lengths, None where documents do not bound attention."""
         if self._segments is None:
             return None
-        device = self._segments.cu_seqlens.device
-        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        return Segments(lengths=tuple(lengths), cu_seqlens=cu_seqlens)
+        return build_segments(lengths, self._segments.cu_seqlens.device)
 
 
 def _places_between(chunks: Iterable[_Chunk], low: int, high: int) -> list[range]:

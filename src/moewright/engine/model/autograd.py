@@ -79,28 +79,30 @@ class NormSettings:
 
 
 class RmsNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32.
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dim, in fp32; w None for ones.
 
     Keeps x and, if asked, one fp32 number a row.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, settings: NormSettings
+        ctx: Any, x: torch.Tensor, trained: torch.Tensor | None, settings: NormSettings
     ) -> torch.Tensor:
         ctx.settings = settings
+        weight = x.new_ones(x.shape[-1]) if trained is None else trained
         if settings.shard_group is None:
             out, scale = settings.kernels.rms_norm(x, weight, settings.eps)
         else:
             wide = x.float()
             scale = _norm_scale(wide, settings.eps, settings.shard_group)
             out = (wide * scale).to(x.dtype) * weight
-        ctx.save_for_backward(x, weight, scale if settings.keeps_scale else None)
+        ctx.save_for_backward(x, trained, scale if settings.keeps_scale else None)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, trained, scale = ctx.saved_tensors
+        weight = x.new_ones(x.shape[-1]) if trained is None else trained
         settings: NormSettings = ctx.settings
         weight_rows = slice(None)
         if settings.replica_group is not None:
@@ -109,7 +111,7 @@ class RmsNorm(torch.autograd.Function):
             grad_x, grad_weight = settings.kernels.rms_norm_backward(
                 grad, x, weight, settings.eps, scale, weight_rows
             )
-            return grad_x, grad_weight, None
+            return grad_x, None if trained is None else grad_weight, None
         wide = x.float()
         if scale is None:
             scale = _norm_scale(wide, settings.eps, settings.shard_group)

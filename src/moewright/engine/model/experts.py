@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.model.activations import build_activation
+from moewright.engine.model.activations import ScaleRows, build_activation
 from moewright.engine.model.adapters import add_grouped_adapter
 from moewright.engine.model.biases import AddExpertBias
 from moewright.engine.model.layers import Vector, Weight
@@ -51,7 +51,9 @@ class RoutedExperts(nn.Module):
             runtime, experts, hidden, width, sharding=sharding, row_indices=row_indices
         )
         self._activate = build_activation(runtime.model, runtime.kernels)
-        if runtime.model.moe is not None and runtime.model.moe.expert_bias:
+        moe = runtime.model.moe
+        self._scales_input = moe is not None and moe.router.scales_input
+        if moe is not None and moe.expert_bias:
             self.gate_up.bias = Vector(
                 runtime, experts, 2, width, sharding=sharding, row_indices=row_indices
             )
@@ -94,6 +96,12 @@ class RoutedExperts(nn.Module):
     ) -> torch.Tensor:
         runtime = self._runtime
         manager = runtime.saved_tensors
+        activate: Callable[..., torch.Tensor] = self._activate
+        activation_weights: tuple[torch.Tensor, ...] = (weights_R,)
+        if self._scales_input:
+            rows_RH = ScaleRows.apply(rows_RH, weights_R)
+            activate = self._activate_unweighted
+            activation_weights = ()
         convert = partial(runtime.products.convert_input, ends=ends_E)
         with (
             manager.offload(rows_RH, enabled=runtime.offloads(Offload.EXPERT_FC1)),
@@ -105,13 +113,13 @@ class RoutedExperts(nn.Module):
                 bias = take_weight(self.gate_up.bias).flatten(1, 2)
                 hidden = AddExpertBias.apply(hidden, bias, None, ends_E, 0)
         with manager.offload(hidden, enabled=runtime.offloads(Offload.MOE_ACT)):
-            active = self._activate(hidden, weights_R)
+            active = activate(hidden, *activation_weights)
             with (
                 manager.discard_and_recompute(
                     active,
-                    self._activate,
+                    activate,
                     hidden,
-                    weights_R,
+                    *activation_weights,
                     enabled=runtime.recomputes(Recompute.MOE_ACT),
                 ),
                 manager.keep_converted(active, convert),
@@ -123,6 +131,9 @@ class RoutedExperts(nn.Module):
         first_column = self.down.bias.placement.offsets[1]
         bias = take_weight(self.down.bias)
         return AddExpertBias.apply(out, bias, weights_R, ends_E, first_column)
+
+    def _activate_unweighted(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._activate(hidden, None)
 
     def _multiply(
         self, rows: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor

@@ -24,6 +24,7 @@ class TransformerLayer(nn.Module):
         is_latent = model.attention.kind is AttentionKind.MLA
         self._runtime = runtime
         self._number = layer_number
+        self._residual_factor = model.multipliers.residual
         self._recomputes_norms = runtime.recomputes(Recompute.LAYERNORM)
         # The stacks that the rules are compared with fuse this norm into the QKV projection of GQA:
         # only MLA recomputes it.
@@ -67,7 +68,7 @@ class TransformerLayer(nn.Module):
                 normed, self.input_norm, x_tH, enabled=self._recomputes_input_norm
             ):
                 attended = self.attention(normed, context)
-        x_tH = x_tH + attended
+        x_tH = torch.add(x_tH, attended, alpha=self._residual_factor)
         with manager.offload(x_tH, enabled=runtime.offloads(Offload.MLP_NORM)):
             with runtime.counters.scopes.enter(Module.NORM):
                 normed = self.post_norm(x_tH)
@@ -75,6 +76,8 @@ class TransformerLayer(nn.Module):
                 normed, self.post_norm, x_tH, enabled=self._recomputes_norms
             ):
                 if not self._is_moe:
-                    return (x_tH + self.mlp(normed),)
+                    out = self.mlp(normed)
+                    return (torch.add(x_tH, out, alpha=self._residual_factor),)
                 out, aux_losses, sent_counts = self.moe(normed, decisions, context)
-                return x_tH + out, aux_losses, sent_counts
+                x_tH = torch.add(x_tH, out, alpha=self._residual_factor)
+                return x_tH, aux_losses, sent_counts

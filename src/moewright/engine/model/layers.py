@@ -8,6 +8,7 @@ Shapes: T = B*S tokens, t = T / tp those of this rank between blocks, H hidden, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from torch import nn
 
 from moewright.engine.comm.collectives import Group
 from moewright.engine.comm.tensor_placement import Sharding, TensorPlacement, place_tensor
-from moewright.engine.kernels.attention import Segments
+from moewright.engine.kernels.attention import Segments, build_segments
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import run_checkpointed
@@ -40,6 +41,7 @@ from moewright.engine.model.micro_batch import CountedTokens
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.model.rope import rope_frequencies
 from moewright.engine.runtime import Runtime
+from moewright.rules.context_parallel import split_at_chunks
 from moewright.rules.param import has_weight_decay
 from moewright.rules.recompute import loss_chunk_columns
 from moewright.spec.layout import Offload, Recompute
@@ -115,7 +117,8 @@ class Norm(Weight):
     With `recompute` it keeps only its input for backward. `on_hidden_states` tells it from a norm
     of queries and keys, whose heads are sharded: without sequence parallelism the ranks of a TP
     group norm the same hidden states, so each computes a part of the weight's gradient, and the
-    parts are summed over the group, as they are with sequence parallelism.
+    parts are summed over the group, as they are with sequence parallelism. `eps` None is the
+    model's.
     """
 
     ledger_module = Module.NORM
@@ -128,11 +131,12 @@ class Norm(Weight):
         *,
         recompute: bool = False,
         on_hidden_states: bool = False,
+        eps: float | None = None,
     ) -> None:
         super().__init__(runtime, width, sharding=sharding)
         is_sharded = bool(sharding) and runtime.mesh.layout.tp > 1
         self._settings = NormSettings(
-            eps=runtime.model.norm_eps,
+            eps=runtime.model.norm_eps if eps is None else eps,
             kernels=runtime.kernels,
             keeps_scale=not recompute,
             shard_group=runtime.mesh.group("tp") if is_sharded else None,
@@ -148,9 +152,10 @@ class AttentionContext:
     """The inputs of attention that all layers share in a micro-batch of `sequences` sequences.
 
     Its tokens lie sequence after sequence. `blocks` say what each query attends, `window_blocks`
-    what it attends in layers with a sliding window; cos and sin [S, D/2] or [sequences, S, D/2]
-    fp32 are the rotation of each position. `first_sequence` is the number of the first sequence
-    over all of training; None in evaluation. `counted` as in MicroBatch.
+    what it attends in layers with a window; cos and sin [S, D/2] or [sequences, S, D/2] fp32 are
+    the rotation of each position. `temperatures` [S, 1, 1] or [sequences, S, 1, 1] fp32 scale the
+    queries of layers that do not rotate, None where they are 1. `first_sequence` is the number of
+    the first sequence over all of training; None in evaluation. `counted` as in MicroBatch.
     """
 
     sequences: int
@@ -161,9 +166,16 @@ class AttentionContext:
     first_sequence: int | None
     kernels: KernelSet
     counted: CountedTokens | None = None
+    temperatures: torch.Tensor | None = None
 
-    def rotate(self, x_BSHD: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys by position: the first columns of a head, where not all rotate."""
+    def rotate(self, x_BSHD: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+        """Rotate queries or keys by position: the first columns of a head, where not all rotate.
+
+        Interleaved pairs (2i, 2i + 1) are first moved to columns i and i + D/2. That changes no
+        attention score, for it is done to queries and keys alike.
+        """
+        if interleaved:
+            x_BSHD = x_BSHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         width = 2 * self.cos.shape[-1]
         if width == x_BSHD.shape[-1]:
             return Rotary.apply(x_BSHD, self.cos, self.sin, self.kernels)
@@ -195,6 +207,8 @@ class AttentionContextBuilder:
         self.cos = (angles.cos() * factor).to(runtime.device, torch.float32)
         self.sin = (angles.sin() * factor).to(runtime.device, torch.float32)
         self._window = runtime.model.max_window if runtime.model.max_window < seq_len else 0
+        self._chunk = self._window if spec.chunked else 0
+        self._temperatures = self._compute_temperatures(positions)
         self._full_blocks = self._plan_blocks(None)
 
     def build(
@@ -207,12 +221,18 @@ class AttentionContextBuilder:
         """Build the context of a micro-batch; `segments` None means one document per sequence."""
         blocks, window_blocks = self._full_blocks
         cos, sin = self.cos, self.sin
+        temperatures = self._temperatures
         if segments is not None:
             blocks, window_blocks = self._plan_blocks(segments)
+        if self._chunk:
+            chunks = self._split_at_chunks(sequences, segments)
+            window_blocks = plan_attention_blocks(self._runtime, chunks)
         if segments is not None and self._restarts:
             positions = torch.cat([torch.arange(length) for length in segments.lengths])
             positions = positions.view(sequences, -1)[:, self._runtime.positions].to(cos.device)
             cos, sin = cos[positions], sin[positions]
+            if temperatures is not None:
+                temperatures = temperatures[positions]
         return AttentionContext(
             sequences=sequences,
             blocks=blocks,
@@ -222,11 +242,30 @@ class AttentionContextBuilder:
             first_sequence=first_sequence,
             kernels=self._runtime.kernels,
             counted=counted,
+            temperatures=temperatures,
         )
+
+    def _split_at_chunks(self, sequences: int, segments: Segments | None) -> Segments:
+        """Return the segments that queries and keys of the same chunk form."""
+        seq_len = self._runtime.workload.seq_len
+        documents = (seq_len,) * sequences if segments is None else segments.lengths
+        return build_segments(
+            split_at_chunks(documents, seq_len, self._chunk, restarts=self._restarts),
+            self._runtime.device,
+        )
+
+    def _compute_temperatures(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return 1 + scale * log(1 + floors before a position), None where there is none."""
+        spec = self._runtime.model.attention
+        if not spec.temperature_floor or self._runtime.workload.seq_len < spec.temperature_floor:
+            return None
+        floors = torch.floor((positions.double() + 1) / spec.temperature_floor)
+        scales = 1 + spec.temperature_scale * torch.log1p(floors)
+        return scales.to(self._runtime.device, torch.float32)[:, None, None]
 
     def _plan_blocks(self, segments: Segments | None) -> tuple[BlocksBySource, BlocksBySource]:
         blocks = plan_attention_blocks(self._runtime, segments)
-        if not self._window:
+        if not self._window or self._chunk:
             return blocks, blocks
         return blocks, plan_attention_blocks(self._runtime, segments, self._window)
 
@@ -281,6 +320,9 @@ class Attention(nn.Module):
         hidden = runtime.model.hidden_size
         self._spec = spec
         self._runtime = runtime
+        rope_layers = runtime.model.rope_layers
+        # MTP depths are like the last layer.
+        self._rotates = not rope_layers or rope_layers[min(layer_number, len(rope_layers) - 1)]
         self.q = Weight(runtime, spec.q_width, hidden, sharding=_TP_ROWS)
         self.k = Weight(runtime, spec.kv_width, hidden, sharding=_TP_ROWS)
         self.v = Weight(runtime, spec.kv_width, hidden, sharding=_TP_ROWS)
@@ -289,7 +331,7 @@ class Attention(nn.Module):
             self.k.bias = Vector(runtime, spec.kv_width, sharding=_TP_ROWS)
             self.v.bias = Vector(runtime, spec.kv_width, sharding=_TP_ROWS)
         # PER_HEAD norms each head over head_dim; FULL norms all heads together.
-        if spec.qk_norm is QkNorm.PER_HEAD:
+        if spec.qk_norm in (QkNorm.PER_HEAD, QkNorm.PER_HEAD_ROTATED):
             self.q_norm = Norm(runtime, spec.head_dim)
             self.k_norm = Norm(runtime, spec.head_dim)
         elif spec.qk_norm is QkNorm.FULL:
@@ -310,10 +352,8 @@ class Attention(nn.Module):
             seq_len = q_BSHD.shape[1]
             k_BSGD = k.reshape(context.sequences, seq_len, -1, spec.head_dim)
             v_BSGD = v.view(context.sequences, seq_len, -1, spec.v_head_dim)
-            heads = tuple(
-                scatter_heads(runtime, x)
-                for x in (context.rotate(q_BSHD), context.rotate(k_BSGD), v_BSGD)
-            )
+            rotated = self._rotate(q_BSHD, k_BSGD, context)
+            heads = tuple(scatter_heads(runtime, x) for x in (*rotated, v_BSGD))
             blocks = context.window_blocks if self._window else context.blocks
             core = partial(self._attend, blocks)
             out = attend_and_project(runtime, core, heads, self.o)
@@ -348,6 +388,31 @@ class Attention(nn.Module):
             k = self.k_norm(k.unflatten(1, (-1, spec.head_dim)))
         return q, k, v
 
+    def _rotate(
+        self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys, norm them where that comes after, and scale the queries."""
+        spec = self._spec
+        if not self._rotates:
+            if context.temperatures is None:
+                return q_BSHD, k_BSGD
+            return (q_BSHD * context.temperatures).to(q_BSHD.dtype), k_BSGD
+        interleaved = spec.rope.interleaved
+        q = context.rotate(q_BSHD, interleaved=interleaved)
+        k = context.rotate(k_BSGD, interleaved=interleaved)
+        if spec.qk_norm is QkNorm.PER_HEAD_ROTATED:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if spec.qk_norm is QkNorm.UNWEIGHTED:
+            runtime = self._runtime
+            settings = NormSettings(
+                eps=runtime.model.norm_eps, kernels=runtime.kernels, keeps_scale=True
+            )
+            q, k = RmsNorm.apply(q, None, settings), RmsNorm.apply(k, None, settings)
+        multiplier = self._runtime.model.multipliers.attention
+        if multiplier != 1:  # the kernels divide by sqrt(D)
+            q = q * (multiplier * math.sqrt(spec.head_dim))
+        return q, k
+
     def _attend(
         self,
         blocks: BlocksBySource,
@@ -356,9 +421,8 @@ class Attention(nn.Module):
         v_BSGD: torch.Tensor,
     ) -> tuple[torch.Tensor]:
         sinks = None if self.sinks is None else self.sinks.weight
-        out = attend(
-            self._runtime, blocks, q_BSHD, k_BSGD, v_BSGD, sinks=sinks, window=self._window
-        )
+        window = 0 if self._spec.chunked else self._window
+        out = attend(self._runtime, blocks, q_BSHD, k_BSGD, v_BSGD, sinks=sinks, window=window)
         return (out,)
 
 

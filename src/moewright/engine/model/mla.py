@@ -31,6 +31,9 @@ from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 
+# The latents' norms add this whatever the model's other norms add (DeepSeek-V2's modeling code).
+_LATENT_EPS = 1e-6
+
 
 class LatentAttention(nn.Module):
     """Latent attention: [t,H] -> [t,H].
@@ -50,12 +53,14 @@ class LatentAttention(nn.Module):
         self._runtime = runtime
         if spec.q_lora_rank:
             self.q_down = Weight(runtime, spec.q_lora_rank, hidden)
-            self.q_down_norm = Norm(runtime, spec.q_lora_rank, on_hidden_states=True)
+            self.q_down_norm = Norm(
+                runtime, spec.q_lora_rank, on_hidden_states=True, eps=_LATENT_EPS
+            )
             self.q_up = Weight(runtime, spec.q_width, spec.q_lora_rank, sharding=head_rows)
         else:
             self.q = Weight(runtime, spec.q_width, hidden, sharding=head_rows)
         self.kv_down = Weight(runtime, spec.kv_lora_rank + spec.qk_rope_head_dim, hidden)
-        self.kv_norm = Norm(runtime, spec.kv_lora_rank, on_hidden_states=True)
+        self.kv_norm = Norm(runtime, spec.kv_lora_rank, on_hidden_states=True, eps=_LATENT_EPS)
         kv_width = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         self.kv_up = Weight(runtime, kv_width, spec.kv_lora_rank, sharding=head_rows)
         self.o = Weight(runtime, hidden, spec.out_width, sharding=(("tp", 1),))
@@ -153,14 +158,7 @@ class LatentAttention(nn.Module):
         return scatter_heads(runtime, torch.cat((plain, rotary, values), -1))
 
     def _rotate(self, x_BShR: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """Rotate by position.
-
-        Interleaved pairs (2i, 2i + 1) are first moved to columns i and i + R/2. That changes no
-        attention score, for it is done to queries and keys alike.
-        """
-        if self._spec.rope.interleaved:
-            x_BShR = x_BShR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return context.rotate(x_BShR)
+        return context.rotate(x_BShR, interleaved=self._spec.rope.interleaved)
 
     def _attend(
         self, blocks: BlocksBySource, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor

@@ -167,6 +167,9 @@ class Transformer(nn.Module):
     def _embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         assert self.embedding is not None  # made with the chunk
         embedded_tH: torch.Tensor = self.embedding(ids_BS.flatten())
+        factor = self._runtime.model.multipliers.embedding
+        if factor != 1:
+            embedded_tH = embedded_tH * factor
         if not embedded_tH.requires_grad:
             # A checkpoint has gradients for its weights alone where its input has them.
             embedded_tH.requires_grad_(torch.is_grad_enabled())
@@ -228,6 +231,9 @@ class Transformer(nn.Module):
         assert table is not None  # made with the chunk
         with self._runtime.counters.scopes.enter(Module.NORM):
             x_tH = norm(x_tH)
+            divisor = self._runtime.model.multipliers.logits
+            if divisor != 1:
+                x_tH = x_tH / divisor
         return compute_token_loss(self._runtime, x_tH, table, targets_BS.flatten(), needs_logits)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from moewright.engine.data.sampler import (
     micro_batch_rows,
     read_samples,
 )
-from moewright.engine.kernels.attention import Segments
+from moewright.engine.kernels.attention import Segments, build_segments
 from moewright.engine.model.micro_batch import IGNORED_TARGET, MicroBatch, build_micro_batch
 from moewright.engine.runtime import Runtime
 from moewright.rules.batch_rampup import step_samples
@@ -89,7 +88,7 @@ class CorpusLoader:
             targets_BS[row, [end - 1 for end in ends]] = IGNORED_TARGET
             edges = sorted({0, *ends, seq_len})
             lengths += [stop - start for start, stop in pairwise(edges)]
-        return _build_segments(lengths)
+        return build_segments(lengths, torch.device("cpu"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +112,8 @@ class ChatLoader:
         rows = read_packed(self.dataset, self.packs, ids, vocab_size=runtime.model.vocab_size)
         inputs_BS = torch.from_numpy(rows.inputs)
         targets_BS = torch.from_numpy(rows.targets)
-        segments = _build_segments([length for row in rows.lengths for length in row])
+        lengths = [length for row in rows.lengths for length in row]
+        segments = build_segments(lengths, torch.device("cpu"))
         return build_micro_batch(runtime, inputs_BS, targets_BS, segments, targets_BS >= 0)
 
 
@@ -138,8 +138,3 @@ def local_rows(runtime: Runtime, micro_batch: int, *, global_batch: int) -> rang
         mbs=layout.mbs,
         micro_batch=micro_batch,
     )
-
-
-def _build_segments(lengths: Sequence[int]) -> Segments:
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return Segments(lengths=tuple(lengths), cu_seqlens=cu_seqlens)

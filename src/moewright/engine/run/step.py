@@ -31,13 +31,18 @@ from moewright.engine.run.corpus_loader import BatchSource, local_rows
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter
 from moewright.rules.batch_rampup import step_samples, workload_at_step
-from moewright.rules.context_parallel import rank_positions, twice_attended_pairs
+from moewright.rules.context_parallel import (
+    rank_positions,
+    split_at_chunks,
+    twice_attended_pairs,
+)
 from moewright.rules.micro_batches import micro_batches
 from moewright.rules.routing import counts_copies, dispatch_nodes
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import StepPhase, TimeRow
+from moewright.spec.workload import DocumentMasking
 
 
 class Stamps(Protocol):
@@ -530,7 +535,11 @@ def _count_attended_pairs(runtime: Runtime, batches: Sequence[MicroBatch]) -> tu
             continue
         lengths = batch.segments.lengths
         attended += twice_attended_pairs(lengths, seq_len, positions, 0)
-        if window:
+        if window and runtime.model.attention.chunked:
+            restarts = runtime.workload.data.documents is DocumentMasking.RESTARTED
+            lengths = split_at_chunks(lengths, seq_len, window, restarts=restarts)
+            within_window += twice_attended_pairs(lengths, seq_len, positions, 0)
+        elif window:
             within_window += twice_attended_pairs(lengths, seq_len, positions, window)
     return attended, within_window
 

@@ -1,0 +1,207 @@
+"""The job of a fine-tuning, whose numbers follow from the data, and the checks before them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from moewright.api.machines import Tell
+from moewright.intake import hf
+from moewright.intake.hardware_text import parse_hardware_text
+from moewright.intake.job import DEFAULT_HARDWARE, read_job
+from moewright.rules.engine_limits import unsupported_model
+from moewright.spec.errors import BadInput, Reason
+
+if TYPE_CHECKING:
+    from moewright.engine.data.build_corpus import BuildReport
+
+JOB_FILE = "finetune.toml"
+# A sequence has so many tokens at least, and a power of two of them.
+_MIN_SEQ_LEN = 256
+# Steps that an epoch has at least, where the data allow it.
+_STEPS_PER_EPOCH = 8
+_MAX_BATCH = 64
+# The peak learning rates of published recipes for whole models, and for one from fresh weights.
+_LR = 1e-5
+_LORA_LR = 2e-4
+_FRESH_LR = 3e-3
+_FRESH_EPOCHS = 20
+_EPOCHS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FineTuningRequest:
+    """What is to be fine-tuned on what.
+
+    `base` and `chats` are None for the model and the chats that moewright brings. `on` names the
+    hardware as count x device, "" this machine. None elsewhere leaves a number to the data; a
+    `lora_rank` of 0 trains whole weights.
+    """
+
+    base: Path | None
+    chats: Path | None
+    out: Path
+    on: str = ""
+    nproc: int | None = None
+    epochs: float | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    lr: float | None = None
+    lora_rank: int = 0
+    heldout: float = 0.05
+    template: Path | None = None
+    overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _JobNumbers:
+    """The numbers of a job that follow from its data."""
+
+    seq_len: int
+    global_batch: int
+    steps: int
+    heldout_batches: int = 0
+
+
+def check_request(request: FineTuningRequest, base: Path) -> None:
+    """Refuse a base, or a number of the job, that cannot be trained, before anything is written.
+
+    Raises:
+        BadInput: naming the file of the base, the option, or the key of the job.
+    """
+    from moewright.engine.data.census import check_heldout_fraction
+    from moewright.engine.data.preflight import require_vocabulary
+    from moewright.engine.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+    from moewright.engine.hf.folder import open_hf_folder
+    from moewright.engine.hf.names import build_name_table
+
+    if request.epochs is not None and request.epochs <= 0:
+        epochs = f"{request.epochs:g}"
+        reason = Reason(field="--epochs", value=epochs, rule="must be positive", nearest="1")
+        raise BadInput(reason)
+    check_heldout_fraction(request.heldout)
+    numbers = _JobNumbers(
+        seq_len=request.seq_len or _MIN_SEQ_LEN, global_batch=request.global_batch or 1, steps=1
+    )
+    hf.read_config(base)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / JOB_FILE
+        path.write_text(_format_job(request, base.resolve(), Path(folder), {}, numbers), "utf-8")
+        job = read_job(path, request.overrides)
+    reasons = unsupported_model(job.model, job.workload)
+    if reasons:
+        raise BadInput(*reasons)
+    tokenizer_path = str(base / TOKENIZER_FILE)
+    require_vocabulary(tokenizer_path, load_tokenizer(base).vocab_size, job.model.vocab_size)
+    build_name_table(job.model, open_hf_folder(base))
+
+
+def write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell: Tell) -> str:
+    """Return the job file, whose numbers fit the data where the request leaves them open."""
+    from moewright.engine.data.packing import open_chats, pack_chats
+
+    nproc, _ = _choose_hardware(request, request.out)
+    seq_len = request.seq_len
+    if seq_len is None:
+        seq_len = max(_MIN_SEQ_LEN, 1 << (report.corpus.longest.tokens - 1).bit_length())
+    packs = pack_chats(open_chats(Path(report.data.train)), seq_len=seq_len)
+    filled = report.corpus.train.tokens / (packs.count * seq_len)
+    batch = request.global_batch or _choose_batch(packs.count, nproc)
+    default_epochs = _FRESH_EPOCHS if request.base is None else _EPOCHS
+    epochs = default_epochs if request.epochs is None else request.epochs
+    steps = max(1, round(epochs * packs.count / batch))
+    tell(
+        f"{packs.count:,} sequences of {seq_len:,} tokens, {filled:.0%} filled; {steps:,} steps "
+        f"of {batch}, {epochs:g} epochs"
+    )
+    data = {
+        "train": os.path.relpath(report.data.train, request.out),
+        "tokenizer": os.path.relpath(report.data.tokenizer, request.out),
+        "documents": "restarted",
+    }
+    heldout_batches = 0
+    if report.data.heldout:
+        heldout = pack_chats(open_chats(Path(report.data.heldout)), seq_len=seq_len)
+        heldout_batches = heldout.count // batch
+    if heldout_batches:
+        data["heldout"] = os.path.relpath(report.data.heldout, request.out)
+    elif report.data.heldout:
+        tell("the held-out samples fill no batch, so nothing is evaluated")
+    numbers = _JobNumbers(
+        seq_len=seq_len, global_batch=batch, steps=steps, heldout_batches=heldout_batches
+    )
+    return _format_job(request, base, request.out, data, numbers)
+
+
+def _format_job(
+    request: FineTuningRequest,
+    base: Path,
+    folder: Path,
+    data: Mapping[str, str],
+    numbers: _JobNumbers,
+) -> str:
+    """Return the text of a job file in `folder`."""
+    nproc, hardware = _choose_hardware(request, folder)
+    lr = request.lr
+    if lr is None:
+        default_lr = _LORA_LR if request.lora_rank else _LR
+        lr = _FRESH_LR if request.base is None else default_lr
+    task: dict[str, Any] = {"task": "sft"}
+    if request.lora_rank:
+        task = {
+            "task": "lora",
+            "lora_rank": request.lora_rank,
+            "lora_alpha": 2.0 * request.lora_rank,
+        }
+    steps = numbers.steps
+    job = {
+        "model": {"weights": os.path.relpath(base, folder)},
+        "data": dict(data),
+        "train": {
+            **task,
+            "nproc": nproc,
+            "hardware": hardware,
+            "seq_len": numbers.seq_len,
+            "global_batch": numbers.global_batch,
+            "steps": steps,
+            "lr": lr,
+            "warmup_steps": max(1, steps // 20),
+            "weight_decay": 0.0,
+            "precision": "bf16",
+            "eval_every_steps": max(1, steps // 4),
+            "eval_batches": max(1, numbers.heldout_batches),
+        },
+        "checkpoint": {"every_steps": max(1, steps // 4), "keep": 1},
+    }
+    return tomli_w.dumps(job)
+
+
+def _choose_hardware(request: FineTuningRequest, folder: Path) -> tuple[int, str]:
+    """Return the number of ranks, and the hardware as a job in `folder` names it."""
+    if request.on:
+        text = parse_hardware_text(request.on)
+        name = os.path.relpath(text.name, folder) if text.is_file else text.name
+        return request.nproc or text.count or 1, name
+    count = request.nproc or _count_devices()
+    return count, os.path.relpath(DEFAULT_HARDWARE, folder)
+
+
+def _count_devices() -> int:
+    """Return the GPUs of this machine, or where it has none two processes at most."""
+    import torch
+
+    return torch.cuda.device_count() or min(2, os.cpu_count() or 1)
+
+
+def _choose_batch(sequences: int, nproc: int) -> int:
+    """Return the sequences of a step: some steps make an epoch, and every rank has work."""
+    batch = nproc
+    while 2 * batch <= min(_MAX_BATCH, sequences // _STEPS_PER_EPOCH):
+        batch *= 2
+    return min(batch, max(1, sequences))
