@@ -167,7 +167,7 @@ def test_held_out_batches_do_not_repeat(prefix: Path) -> None:
     sampler = build_sampler(
         open_indexed(prefix), seq_len=5, global_batch=4, seed=0, order=SampleOrder.SEQUENTIAL
     )
-    assert count_whole_batches(sampler, global_batch=4, limit=8) == 1
+    assert count_whole_batches(sampler.samples, global_batch=4, limit=8) == 1
     assert sampler.sample_ids(0, 4).tolist() == [0, 1, 2, 3]
 
 

@@ -22,6 +22,7 @@ import torch
 import tiny_jobs
 from moewright.codec import read_json
 from moewright.engine.checkpoint import find_latest
+from moewright.engine.data import corpus_rows
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
 from moewright.engine.data.sampler import Int64s, Sampler, read_samples, sample_count
 from moewright.engine.model import transformer
@@ -184,7 +185,7 @@ def test_the_order_of_data_goes_on_over_epochs_in_any_layout(
         return read_samples(dataset, ids, **more)
 
     monkeypatch.setattr(corpus_loader.CorpusLoader, "micro_batch", note_position)
-    monkeypatch.setattr(corpus_loader, "read_samples", note_samples)
+    monkeypatch.setattr(corpus_rows, "read_samples", note_samples)
     for steps, layout in ((3, "ep2,mbs2"), (5, "cp2,mbs4"), (9, "tp2,ep2,mbs1")):
         workload = tiny_jobs.build_workload(data, steps=steps)
         workload = replace(workload, optimizer=replace(workload.optimizer, decay_steps=9))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from moewright.codec.data_paths import parse_data_paths
 from moewright.intake import catalogue
 from moewright.intake.expert_load import read_expert_load
 from moewright.intake.job import JobFile, read_job
@@ -251,23 +252,18 @@ def fill_attended_share(workload: Workload) -> Workload:
     The share is read from the training files, unless the job states it.
     """
     data = workload.data
+    parts = parse_data_paths(data.train)
     if (
         data.documents is DocumentMasking.JOINED
         or data.attended_share != 1
-        or not Path(f"{data.train}.idx").is_file()
+        or not parts
+        or not all(Path(f"{part.path}.idx").is_file() for part in parts)
     ):
         return workload
-    # These need no torch, but take a moment.
-    from moewright.engine.data.indexed import open_indexed
-    from moewright.engine.data.packing import is_chat_pair, open_chats, pack_chats, packed_share
-    from moewright.engine.data.sampler import attended_share
+    # This needs no torch, but takes a moment.
+    from moewright.engine.data.corpus_rows import count_attended_share
 
-    prefix = Path(data.train)
-    if is_chat_pair(prefix):
-        chats = open_chats(prefix)
-        share = packed_share(chats, pack_chats(chats, seq_len=workload.seq_len))
-    else:
-        share = attended_share(open_indexed(prefix), seq_len=workload.seq_len)
+    share = count_attended_share(parts, workload)
     return replace(workload, data=replace(data, attended_share=share))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from moewright.codec.data_paths import parse_data_paths
 from moewright.exporters.megatron.model import model_flags
 from moewright.exporters.megatron.script import all_flags, comment_lines, environment_variables
 from moewright.exporters.torchrun import torchrun_command
@@ -409,15 +410,23 @@ def _default_fields(plan: Plan) -> Iterator[tuple[str, list[_Field]]]:
     yield "comm_overlap", comm_overlap
 
 
+def _format_blend(text: str) -> str:
+    """Return the paths of corpora and their weights, None for one corpus, as Python has them."""
+    parts = parse_data_paths(text)
+    weights = [part.share for part in parts] if len(parts) > 1 else None
+    return f"({[part.path for part in parts]!r}, {weights!r})"
+
+
 def _dataset_fields(plan: Plan) -> Iterator[_Field]:
     workload = plan.workload
     data = workload.data
     yield "random_seed", str(workload.seed)
     yield "seq_length", str(workload.seq_len)
     if data.train and data.heldout:
-        yield "blend_per_split", f"[([{data.train!r}], None), ([{data.heldout!r}], None), None]"
+        blends = f"{_format_blend(data.train)}, {_format_blend(data.heldout)}"
+        yield "blend_per_split", f"[{blends}, None]"
     elif data.train:
-        yield "blend", f"([{data.train!r}], None)"
+        yield "blend", _format_blend(data.train)
         yield "split", "'1,0,0'"
     else:
         yield "blend", "None"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from moewright.codec import closest_match, from_data
+from moewright.codec.data_paths import format_data_paths, parse_data_paths
 from moewright.intake.devices import MAX_DEVICES
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import (
@@ -133,10 +134,12 @@ def _as_fields(record: Any) -> dict[str, Any]:
 
 def _read_data(table: Mapping[str, Any], path: Path, where: str) -> dict[str, Any]:
     data = from_data(DataSpec, table, where=f"{where}: data")
-    paths = {
-        name: resolve_beside(path, getattr(data, name))
-        for name in ("train", "heldout", "tokenizer")
-    }
+    paths = {"tokenizer": resolve_beside(path, data.tokenizer)}
+    for name in ("train", "heldout"):
+        parts = parse_data_paths(getattr(data, name), f"{where}: data.{name}")
+        paths[name] = format_data_paths(
+            [replace(part, path=resolve_beside(path, part.path)) for part in parts]
+        )
     return _as_fields(data) | paths
 
 

@@ -322,8 +322,9 @@ class DataSpec:
     sequences: `attended_share` is the share that remains. Plans and MFU count these pairs.
     """
 
-    train: str = ""  # prefix of the training .bin/.idx pair, without suffix
-    heldout: str = ""  # prefix of the held-out pair; "": no evaluation
+    # prefix of the training .bin/.idx pair, without suffix; or a blend: "0.7 a/train 0.3 b/train"
+    train: str = ""
+    heldout: str = ""  # prefix of the held-out pair, or a blend; "": no evaluation
     tokenizer: str = ""  # the tokenizer.json beside the data; "": none
     # what the end of a document inside a sequence means
     documents: DocumentMasking = DocumentMasking.JOINED

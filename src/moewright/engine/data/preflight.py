@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moewright.codec.data_paths import parse_data_paths
 from moewright.engine.data.corpus import CORPUS_FILE, read_corpus
-from moewright.engine.data.indexed import open_indexed
-from moewright.engine.data.packing import (
-    build_pack_sampler,
-    is_chat_pair,
-    open_chats,
-    pack_chats,
-)
-from moewright.engine.data.sampler import SampleOrder, build_sampler
+from moewright.engine.data.corpus_rows import open_corpora
+from moewright.engine.data.sampler import SampleOrder
 from moewright.engine.data.tokenizer import load_tokenizer
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import DataSpec, DocumentMasking, Workload
+from moewright.spec.workload import DataSpec, Workload
 
 
 def check_data(model: ModelSpec, workload: Workload) -> str:
@@ -31,53 +26,20 @@ def check_data(model: ModelSpec, workload: Workload) -> str:
         rule = "is needed to train: the path of a .bin/.idx pair without its suffix"
         nearest = "out/train, from `moewright data build`"
         raise BadInput(Reason(field="data.train", rule=rule, nearest=nearest))
-    fingerprint = _check_corpus(Path(data.train), workload, SampleOrder.SHUFFLED)
+    fingerprint = open_corpora(data.train, workload, SampleOrder.SHUFFLED).fingerprint
     if data.heldout:
-        _check_corpus(Path(data.heldout), workload, SampleOrder.SEQUENTIAL)
+        open_corpora(data.heldout, workload, SampleOrder.SEQUENTIAL, field="data.heldout")
     _check_vocabulary(data, model.vocab_size)
     return fingerprint
-
-
-def _check_corpus(prefix: Path, workload: Workload, order: SampleOrder) -> str:
-    """Return the fingerprint of a corpus that fills a global batch."""
-    if is_chat_pair(prefix):
-        return _check_chats(prefix, workload, order)
-    dataset = open_indexed(prefix)
-    build_sampler(
-        dataset,
-        seq_len=workload.seq_len,
-        global_batch=workload.global_batch,
-        seed=workload.seed,
-        order=order,
-    )
-    return dataset.fingerprint
-
-
-def _check_chats(prefix: Path, workload: Workload, order: SampleOrder) -> str:
-    if workload.data.documents is not DocumentMasking.RESTARTED:
-        rule = f"{prefix} holds chats, which are packed and never attend each other"
-        raise BadInput(
-            Reason(
-                field="data.documents",
-                value=workload.data.documents,
-                rule=rule,
-                nearest=DocumentMasking.RESTARTED,
-            )
-        )
-    chats = open_chats(prefix)
-    packs = pack_chats(chats, seq_len=workload.seq_len)
-    build_pack_sampler(
-        chats, packs, global_batch=workload.global_batch, seed=workload.seed, order=order
-    )
-    return chats.fingerprint
 
 
 def _check_vocabulary(data: DataSpec, vocab_size: int) -> None:
     """Refuse a larger vocabulary than the model's; Megatron's own pairs do not state theirs."""
     sizes = []
-    corpus_file = Path(data.train).parent / CORPUS_FILE
-    if corpus_file.is_file():
-        sizes.append((str(corpus_file), read_corpus(corpus_file.parent).vocab_size))
+    for part in (*parse_data_paths(data.train), *parse_data_paths(data.heldout, "data.heldout")):
+        corpus_file = Path(part.path).parent / CORPUS_FILE
+        if corpus_file.is_file():
+            sizes.append((str(corpus_file), read_corpus(corpus_file.parent).vocab_size))
     if data.tokenizer:
         sizes.append((data.tokenizer, load_tokenizer(Path(data.tokenizer)).vocab_size))
     for path, size in sizes:

@@ -120,9 +120,9 @@ def build_sampler(
     return Sampler(samples=samples, seed=seed, order=order)
 
 
-def count_whole_batches(sampler: Sampler, *, global_batch: int, limit: int) -> int:
-    """Count the batches, at most `limit`, that use no sample twice; the tail is dropped."""
-    return min(limit, sampler.samples // global_batch)
+def count_whole_batches(samples: int, *, global_batch: int, limit: int) -> int:
+    """Count the batches, at most `limit`, that so many samples fill; the tail is dropped."""
+    return min(limit, samples // global_batch)
 
 
 def micro_batch_rows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,6 +35,20 @@ def unigram_nats(train_counts: Counts, heldout_counts: Counts) -> float:
     smoothed = train_counts + 1.0
     nats = np.log(smoothed.sum()) - np.log(smoothed)
     return float(nats @ heldout_counts / total)
+
+
+def sum_token_counts(parts: Sequence[tuple[IndexedDataset, float]], vocab_size: int) -> Counts:
+    """Return the counts of each token [vocab] in a blend of streams by their shares.
+
+    They are of as many tokens as the streams have together.
+    """
+    counts = [np.bincount(_sample(pair, vocab_size), minlength=vocab_size) for pair, _ in parts]
+    total = sum(int(part.sum()) for part in counts)
+    blended = sum(
+        share * total * part / max(1, part.sum())
+        for part, (_, share) in zip(counts, parts, strict=True)
+    )
+    return np.rint(blended).astype(np.int64)
 
 
 def _sample(dataset: IndexedDataset, vocab_size: int) -> Tokens:

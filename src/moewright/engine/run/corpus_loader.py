@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 
-from moewright.engine.data.indexed import IndexedDataset
-from moewright.engine.data.packing import ChatDataset, PackedSequences, read_packed
-from moewright.engine.data.sampler import (
-    Int64s,
-    Sampler,
-    document_ends,
-    micro_batch_rows,
-    read_samples,
-)
-from moewright.engine.kernels.attention import Segments, build_segments
-from moewright.engine.model.micro_batch import IGNORED_TARGET, MicroBatch, build_micro_batch
+from moewright.engine.data.corpus_rows import CorpusBlend, join_lengths
+from moewright.engine.data.sampler import micro_batch_rows
+from moewright.engine.kernels.attention import build_segments
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.runtime import Runtime
 from moewright.rules.batch_rampup import step_samples
-from moewright.spec.workload import BatchRampSpec, DocumentMasking
+from moewright.spec.workload import BatchRampSpec
 
 
 class BatchSource(Protocol):
@@ -44,88 +36,38 @@ class NoBatches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldoutData:
-    """A held-out corpus with the loss, in nats, of a model that knows token frequencies alone."""
+    """Held-out corpora with the loss, in nats, of a model that knows token frequencies alone."""
 
-    loader: CorpusLoader | ChatLoader
+    loader: CorpusLoader
     unigram_entropy: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusLoader:
-    """A mapped corpus and the order in which it is read.
+    """The mapped corpora of a job, in the order in which their samples are read.
 
     With `follows_rampup` the global batch grows as the workload says; without, all have one size.
+    Of chats, router losses and statistics count the tokens that have a target.
     """
 
-    dataset: IndexedDataset
-    sampler: Sampler
+    data: CorpusBlend
     follows_rampup: bool
 
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
         """Return this rank's part of a micro-batch; `step` and `micro_batch` count from 0."""
         workload = runtime.workload
-        ids = _find_sample_ids(
-            runtime, self.sampler, step, micro_batch, follows_rampup=self.follows_rampup
-        )
-        tokens = read_samples(
-            self.dataset, ids, seq_len=workload.seq_len, vocab_size=runtime.model.vocab_size
-        )
-        inputs_BS = torch.from_numpy(tokens[:, :-1])
-        targets_BS = torch.from_numpy(tokens[:, 1:].copy())
-        segments = None
-        if workload.data.documents is not DocumentMasking.JOINED:
-            segments = self._split_documents(ids, targets_BS, workload.seq_len)
-        return build_micro_batch(runtime, inputs_BS, targets_BS, segments)
-
-    def _split_documents(self, ids: Int64s, targets_BS: torch.Tensor, seq_len: int) -> Segments:
-        """Return a segment for each document of the samples `ids`, and mask targets in place.
-
-        The last token of a document has no target: `targets_BS` would hold another document's.
-        """
-        lengths: list[int] = []
-        for row, sample in enumerate(ids.tolist()):
-            ends = document_ends(self.dataset, sample, seq_len=seq_len)
-            targets_BS[row, [end - 1 for end in ends]] = IGNORED_TARGET
-            edges = sorted({0, *ends, seq_len})
-            lengths += [stop - start for start, stop in pairwise(edges)]
-        return build_segments(lengths, torch.device("cpu"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatLoader:
-    """A corpus of chats, packed into sequences, and the order in which these are read.
-
-    Each sample is a segment of its own, and so is padding. Router losses and statistics count the
-    tokens that have a target. `follows_rampup` as in CorpusLoader.
-    """
-
-    dataset: ChatDataset
-    packs: PackedSequences
-    sampler: Sampler
-    follows_rampup: bool
-
-    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
-        """Return this rank's part of a micro-batch; `step` and `micro_batch` count from 0."""
-        ids = _find_sample_ids(
-            runtime, self.sampler, step, micro_batch, follows_rampup=self.follows_rampup
-        )
-        rows = read_packed(self.dataset, self.packs, ids, vocab_size=runtime.model.vocab_size)
+        ramped = workload if self.follows_rampup else replace(workload, ramp=BatchRampSpec())
+        samples = step_samples(ramped, step)
+        local = local_rows(runtime, micro_batch, global_batch=samples.size)
+        first = samples.first + local.start
+        rows = self.data.read(first, len(local), workload, runtime.model.vocab_size)
         inputs_BS = torch.from_numpy(rows.inputs)
         targets_BS = torch.from_numpy(rows.targets)
-        lengths = [length for row in rows.lengths for length in row]
-        segments = build_segments(lengths, torch.device("cpu"))
-        return build_micro_batch(runtime, inputs_BS, targets_BS, segments, targets_BS >= 0)
-
-
-def _find_sample_ids(
-    runtime: Runtime, sampler: Sampler, step: int, micro_batch: int, *, follows_rampup: bool
-) -> Int64s:
-    """Return the samples of a micro-batch of this rank; `step` and `micro_batch` count from 0."""
-    workload = runtime.workload
-    ramped = workload if follows_rampup else replace(workload, ramp=BatchRampSpec())
-    samples = step_samples(ramped, step)
-    rows = local_rows(runtime, micro_batch, global_batch=samples.size)
-    return sampler.sample_ids(samples.first + rows.start, len(rows))
+        segments = None
+        if rows.lengths:
+            segments = build_segments(join_lengths(rows.lengths), torch.device("cpu"))
+        is_counted_BS = targets_BS >= 0 if self.data.is_chats else None
+        return build_micro_batch(runtime, inputs_BS, targets_BS, segments, is_counted_BS)
 
 
 def local_rows(runtime: Runtime, micro_batch: int, *, global_batch: int) -> range:

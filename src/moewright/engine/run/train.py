@@ -20,16 +20,9 @@ import torch
 from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
 from moewright.engine.checkpoint import CheckpointSaver, Coordinator, require_space
 from moewright.engine.comm import collectives
-from moewright.engine.data.corpus import corpus_entropy
-from moewright.engine.data.indexed import IndexedDataset, open_indexed
-from moewright.engine.data.packing import (
-    build_pack_sampler,
-    is_chat_pair,
-    open_chats,
-    pack_chats,
-)
+from moewright.engine.data.corpus_rows import CorpusBlend, blend_entropy, open_corpora
 from moewright.engine.data.preflight import check_data
-from moewright.engine.data.sampler import SampleOrder, build_sampler, count_whole_batches
+from moewright.engine.data.sampler import SampleOrder, count_whole_batches
 from moewright.engine.kernels.fused.select import unavailable_reasons
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.transformer import draw_initial_value
@@ -38,7 +31,7 @@ from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
 from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import build_train_state, init_distributed
-from moewright.engine.run.corpus_loader import ChatLoader, CorpusLoader, HeldoutData
+from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData
 from moewright.engine.run.corruption import StateGuard
 from moewright.engine.run.env import (
     is_triton_interpreted,
@@ -217,8 +210,9 @@ def _train_rank(
         rank=rank, world_size=context.world_size, gather=collectives.gather_json, note=context.note
     )
     refuse_different_ranks(plan, comm)
-    train_data = _open_data(plan, workload.data.train, SampleOrder.SHUFFLED)
-    heldout = _open_heldout(plan, train_data)
+    corpora = open_corpora(workload.data.train, workload, SampleOrder.SHUFFLED)
+    train_data = CorpusLoader(data=corpora, follows_rampup=True)
+    heldout = _open_heldout(plan, corpora)
     batches = PrefetchedBatches(train_data, stop=last_step if workload.data.prefetch else 0)
     state = build_train_state(
         plan_job(plan),
@@ -228,7 +222,7 @@ def _train_rank(
         initial_value=partial(_draw_initial_value, context),
     )
     state.runtime.counters.note = context.note
-    identity = build_identity(plan, train_data.dataset.fingerprint)
+    identity = build_identity(plan, corpora.fingerprint)
     first_step = restore(state, run_dir, identity, comm, falls_back=falls_back) + 1
     saver = CheckpointSaver(
         run_dir / "checkpoints",
@@ -313,43 +307,15 @@ def _train_rank(
     return RankOutcome.STOPPED if stopped else RankOutcome.DONE
 
 
-def _open_data(plan: Plan, prefix: str, order: SampleOrder) -> CorpusLoader | ChatLoader:
-    """Open a corpus; only the training corpus, which is shuffled, follows the batch ramp-up."""
-    workload = plan.workload
-    follows_rampup = order is SampleOrder.SHUFFLED
-    if is_chat_pair(Path(prefix)):
-        chats = open_chats(Path(prefix))
-        packs = pack_chats(chats, seq_len=workload.seq_len)
-        sampler = build_pack_sampler(
-            chats, packs, global_batch=workload.global_batch, seed=workload.seed, order=order
-        )
-        return ChatLoader(
-            dataset=chats, packs=packs, sampler=sampler, follows_rampup=follows_rampup
-        )
-    dataset = open_indexed(Path(prefix))
-    sampler = build_sampler(
-        dataset,
-        seq_len=workload.seq_len,
-        global_batch=workload.global_batch,
-        seed=workload.seed,
-        order=order,
-    )
-    return CorpusLoader(dataset=dataset, sampler=sampler, follows_rampup=follows_rampup)
-
-
-def _open_heldout(plan: Plan, train: CorpusLoader | ChatLoader) -> HeldoutData | None:
-    """Open the held-out corpus; None where the job names none."""
-    data = plan.workload.data
-    if not data.heldout:
+def _open_heldout(plan: Plan, train: CorpusBlend) -> HeldoutData | None:
+    """Open the held-out corpora; None where the job names none."""
+    text = plan.workload.data.heldout
+    if not text:
         return None
-    loader = _open_data(plan, data.heldout, SampleOrder.SEQUENTIAL)
-    pairs = (_token_pair(train), _token_pair(loader))
-    entropy = corpus_entropy(*pairs, plan.model.vocab_size)
+    data = open_corpora(text, plan.workload, SampleOrder.SEQUENTIAL, field="data.heldout")
+    entropy = blend_entropy(train, data, plan.model.vocab_size)
+    loader = CorpusLoader(data=data, follows_rampup=False)
     return HeldoutData(loader=loader, unigram_entropy=entropy)
-
-
-def _token_pair(loader: CorpusLoader | ChatLoader) -> IndexedDataset:
-    return loader.dataset.tokens if isinstance(loader, ChatLoader) else loader.dataset
 
 
 def _build_background_comm(context: RankContext) -> Coordinator:
@@ -376,7 +342,9 @@ def _evaluate(
 ) -> EvalRecord:
     workload = state.runtime.workload
     batches = count_whole_batches(
-        heldout.loader.sampler, global_batch=workload.global_batch, limit=workload.eval_batches
+        heldout.loader.data.order.samples,
+        global_batch=workload.global_batch,
+        limit=workload.eval_batches,
     )
     beat = partial(context.beat, step)
     loss, targets = compute_heldout_loss(state, heldout.loader, batches, beat)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WORKLOAD_OPTIONS
 from moewright.exporters.megatron.model import Flag, format_number
 from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_steps
@@ -282,13 +283,22 @@ def _muon_flags(muon: MuonSpec) -> Iterator[Flag]:
     yield "--muon-extra-scale-factor", format_number(muon.muon_extra_scale_factor)
 
 
+def _split_blend(text: str) -> Iterator[str]:
+    """Yield the words of a blend, weights and paths by turns, or its one path."""
+    parts = parse_data_paths(text)
+    for part in parts:
+        if len(parts) > 1:
+            yield part.weight
+        yield part.path
+
+
 def _data_flags(workload: Workload) -> Iterator[Flag]:
     data = workload.data
     if data.train and data.heldout:
-        yield "--train-data-path", data.train
-        yield "--valid-data-path", data.heldout
+        yield "--train-data-path", *_split_blend(data.train)
+        yield "--valid-data-path", *_split_blend(data.heldout)
     elif data.train:
-        yield "--data-path", data.train
+        yield "--data-path", *_split_blend(data.train)
         yield "--split", "1,0,0"
     else:
         yield ("--mock-data",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moewright.codec.data_paths import parse_data_paths
 from moewright.codec.megatron_options import WORKLOAD_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.batch_schedule import read_batch_schedule
@@ -315,15 +316,19 @@ def _read_data(arguments: Arguments) -> tuple[DataSpec, tuple[str, ...]]:
 
 
 def _read_prefix(arguments: Arguments, name: str, notes: list[str]) -> str:
-    """Return the prefix of a dataset; of a blend none, and a note on it.
+    """Return the prefix of a dataset, or a blend; none, and a note on it, where it is not known.
 
     Where data lies changes no prediction.
     """
     if not arguments.has(name):
         return ""
     words = tuple(word for word in arguments.options[name] if "\0" not in word)
-    if len(words) == 1:
-        return words[0]
-    reason = "a blend" if words else "its value is only known when the script runs"
+    try:
+        parts = parse_data_paths(" ".join(words), name)
+    except BadInput:
+        parts = ()
+    if len(words) == 1 or len(parts) > 1:
+        return " ".join(words)
+    reason = "a blend without weights" if words else "its value is only known when the script runs"
     notes.append(f"{name} is not taken: {reason}")
     return ""
