@@ -164,6 +164,47 @@ def test_a_corpus_of_chats_is_read_back_packed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
+def test_columnar_files_give_the_chats_of_json_lines(kind: str, tmp_path: Path) -> None:
+    """Rows of a columnar file have every field, null where a message has none."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    folder = write_chat_folder(tmp_path / "hf", THINKING)
+    call = {"name": "add", "arguments": "2 3"}
+    chats = [
+        [
+            {"role": "user", "content": f"what is {number} and 3?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "5"},
+            {"role": "assistant", "content": f"the answer is {number + 3}"},
+        ]
+        for number in range(12)
+    ]
+    lines = tmp_path / "chats.jsonl"
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    table = pyarrow.Table.from_pylist([{"messages": chat} for chat in chats])
+    path = tmp_path / ("chats.parquet" if kind == "parquet" else "chats.arrow")
+    if kind == "parquet":
+        parquet.write_table(table, path, row_group_size=5)
+    else:
+        open_file = ipc.new_file if kind == "arrow" else ipc.new_stream
+        with open_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    streams = []
+    for source in (lines, path):
+        options = ChatOptions(tokenizer=folder, heldout_fraction=0.0)
+        report = build_chats(source, tmp_path / source.suffix, options)
+        opened = open_chats(Path(report.data.train))
+        streams.append((opened.tokens.tokens.tolist(), opened.learnt.tokens.tolist()))
+    assert streams[0] == streams[1]
+    broken = pyarrow.Table.from_pylist([{"messages": chats[0]}, {"messages": chats[1][:1]}])
+    parquet.write_table(broken, tmp_path / "broken.parquet")
+    with pytest.raises(BadInput, match=r"broken\.parquet: row 2: has no turn of the assistant"):
+        build_chats(tmp_path / "broken.parquet", tmp_path / "none", options)
+    assert not (tmp_path / "none").exists()
+
+
 def chat_line(*roles: str) -> str:
     return json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]})
 

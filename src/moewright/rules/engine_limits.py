@@ -203,7 +203,16 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
         ("cross_entropy", trainer.cross_entropy, CrossEntropyKernel.FP32),
         ("unfused", "+".join(trainer.unfused), ""),
     )
+    missing_trackers = [kind for kind in workload.trackers if find_spec(kind) is None]
     return (
+        *(
+            Reason(
+                field="train.trackers",
+                value=kind,
+                rule=f"needs the package {kind}, which is not installed: pip install {kind}",
+            )
+            for kind in missing_trackers
+        ),
         *(
             Reason(field=f"train.{field}", value=str(value), rule=_NOT_YET, nearest=str(own))
             for field, value, own in choices

@@ -263,6 +263,13 @@ class TrainerSpec:
     unfused: tuple[Fusion, ...] = ()  # chains of operations that run one by one
 
 
+class Tracker(StrEnum):
+    """The services that follow a run besides TensorBoard."""
+
+    WANDB = "wandb"  # Weights & Biases
+    MLFLOW = "mlflow"
+
+
 class Task(StrEnum):
     """What a job trains a model for."""
 
@@ -398,6 +405,8 @@ class Workload(Record):
     hang_timeout_s: float = 0.0
     # steps between checks that no bit of the state has changed but by updates; 0: none
     check_every: int = 0
+    # where scalars of a run go besides TensorBoard
+    trackers: tuple[Tracker, ...] = ()
     profile: ProfileSpec = ProfileSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     muon: MuonSpec = MuonSpec()  # where it updates the matrices of layers

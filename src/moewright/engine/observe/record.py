@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import Protocol, TextIO, cast
 
 import torch
 from rich.console import Console
@@ -205,64 +205,6 @@ def _wait_share(record: StepRecord) -> float:
     if not record.step_s:
         return 0.0
     return sum(wait.seconds for wait in record.waits) / record.step_s
-
-
-class TensorBoardWriter:
-    """A writer of scalars for TensorBoard."""
-
-    def __init__(self, run_dir: Path, *, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # purge_step hides what an interrupted session logged past its last checkpoint.
-        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
-
-    def write_session(self, record: Session) -> None:
-        pass
-
-    def write_step(self, record: StepRecord) -> None:
-        scalars = {
-            "train/loss": record.loss,
-            "train/aux_loss": record.aux_loss,
-            "train/lr": record.lr,
-            "train/grad_norm": record.grad_norm,
-            "speed/tokens_per_s_per_rank": record.tokens_per_s_per_rank,
-            "speed/mfu": record.mfu,
-            **{
-                f"moe/{name}_layer_{load.layer}": value
-                for load in record.loads
-                for name, value in _load_scalars(load)
-            },
-        }
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, record.step)
-
-    def write_evaluation(self, record: EvalRecord) -> None:
-        self._writer.add_scalar("eval/heldout_loss", record.heldout_loss, record.step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _load_scalars(load: LayerLoad) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a layer, and the tokens of each EP rank over the mean."""
-    mean = sum(load.counts) / len(load.counts)
-    yield from (
-        ("load_max_over_mean", load.max_over_mean),
-        ("load_p95_over_mean", load.p95_over_mean),
-        ("load_mean", mean),
-        ("dead_experts", load.dead_experts),
-        ("load_entropy", load.entropy),
-        ("dropped_share", load.dropped_share),
-        ("aux_loss", load.aux_loss),
-        ("seq_aux_loss", load.seq_aux_loss),
-        ("global_aux_loss", load.global_aux_loss),
-        ("z_loss", load.z_loss),
-    )
-    rank_mean = sum(load.counts) / len(load.rank_counts) or 1.0
-    yield from (
-        (f"load_over_mean_rank_{rank}", count / rank_mean)
-        for rank, count in enumerate(load.rank_counts)
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,10 +13,10 @@ from moewright.engine.observe.record import (
     JsonLinesWriter,
     Recorder,
     RecordWriter,
-    TensorBoardWriter,
     build_layer_loads,
     clamp_to_finite,
 )
+from moewright.engine.observe.trackers import open_trackers
 from moewright.engine.run.step import StepResult
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.expert_placement import slot_experts
@@ -28,7 +27,9 @@ from moewright.spec.run import LayerLoad, Session, StepRecord
 from moewright.spec.units import TERA
 
 
-def open_recorder(run_dir: Path, rank: int, first_step: int, last_step: int) -> Recorder:
+def open_recorder(
+    plan: Plan, run_dir: Path, rank: int, first_step: int, last_step: int
+) -> Recorder:
     """Open the files that rank 0 records in; on other ranks the recorder writes nothing."""
     if rank != 0:
         return Recorder(writers=())
@@ -36,8 +37,7 @@ def open_recorder(run_dir: Path, rank: int, first_step: int, last_step: int) -> 
         JsonLinesWriter(run_dir, first_step=first_step),
         ConsoleWriter(first_step=first_step, last_step=last_step, stream=sys.stdout),
     ]
-    with suppress(ImportError):  # TensorBoard is optional
-        writers.append(TensorBoardWriter(run_dir, first_step=first_step))
+    writers.append(open_trackers(plan, run_dir, first_step=first_step))
     return Recorder(writers=tuple(writers))
 
 

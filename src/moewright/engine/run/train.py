@@ -234,7 +234,7 @@ def _train_rank(
     repeated = count_repeated_steps(run_dir, first_step) if rank == 0 else None
     if rank == 0 and context.attempt:
         note_restart(run_dir, plan.layout, "torchrun")
-    recorder = open_recorder(run_dir, rank, first_step, last_step)
+    recorder = open_recorder(plan, run_dir, rank, first_step, last_step)
     recorder.write_session(build_session(plan, first_step, device))
     timer = StepTimer(rank=rank)
     profiler = ProfilerWindow(
