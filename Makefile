@@ -86,6 +86,7 @@ pictures: $(VENV)/.dev
 docs: $(VENV)/.docs
 	$(BIN)/python -m docs.tools.job_reference
 	$(BIN)/python -m docs.tools.command_reference
+	$(BIN)/python -m docs.tools.families
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(DATA)/corpus.json: | $(VENV)/.ready

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from docs.tools import families
 from hf_families import FAMILIES, write_fused_experts, write_model
 from moewright.cli.main import main
 from moewright.engine.checkpoint import read_index
@@ -44,6 +45,14 @@ def test_there_and_back_is_the_same_bytes(family: str, tmp_path: Path) -> None:
     write_model(family, tmp_path / "hf", dtype=torch.bfloat16, shard_bytes=20_000)
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
+
+
+def test_every_family_whose_weights_go_out_is_compared_with_transformers() -> None:
+    """Kimi-K2 is DeepSeek-V3, Mistral is Llama with a window, and Qwen2 is Qwen3 without norms."""
+    rows = families.list_families()
+    written = {row.family for row in rows if row.has_weights}
+    assert written - {"kimi_k2", "mistral", "qwen2"} == {*FAMILIES} - {"granitemoeshared"}
+    assert not any(row.missing for row in rows if row.family in FAMILIES)
 
 
 def test_fused_experts_and_names_of_later_dialects(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from docs.tools import command_reference, job_reference
+from docs.tools import command_reference, families, job_reference
 from moewright import api
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +20,10 @@ def test_the_page_of_the_command_line_is_the_programs_own_help() -> None:
 def test_the_page_of_the_job_file_has_the_fields_and_defaults_of_the_records() -> None:
     page = job_reference.PAGE.read_text(encoding="utf-8")
     assert page == job_reference.render_page(), "run: make docs"
+
+
+def test_the_page_of_families_says_what_planner_engine_and_weights_do() -> None:
+    assert families.PAGE.read_text(encoding="utf-8") == families.render_page(), "run: make docs"
 
 
 def test_every_key_of_a_job_file_is_described() -> None:

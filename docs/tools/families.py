@@ -1,0 +1,105 @@
+"""Write docs/reference/families.md: which families of models are planned, trained and converted.
+
+A row says what the code says of the published sizes in the catalogue: whether config.json is read,
+what the engine lacks, and whether weights go out again. `make docs` runs it, and a test compares
+the page with what it would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moewright.intake import catalogue, hf
+from moewright.intake.hf_write import build_config
+from moewright.rules.engine_features import unsupported_features
+from moewright.spec.errors import BadInput
+from moewright.spec.model import ModelSpec
+
+PAGE = Path(__file__).parents[1] / "reference" / "families.md"
+
+_INTRODUCTION = """# Families of models
+
+By the `model_type` of config.json. *Plan*: `plan`, `estimate` and `search` know its parameters,
+memory and time. *Engine*: all of its parts train here, or what is missing. *Weights*: Hugging Face
+weights go in, and out again byte for byte; tiny models of these families equal transformers' in
+logits, losses and every gradient (`tests/spawn/test_verify.py`, `tests/engine/test_convert.py`).
+Where weights do not go in, the engine trains from fresh ones, and nobody else's code was compared.
+This page is made from the code.
+
+| model_type | published sizes | plan | engine | weights |
+|---|---|---|---|---|
+"""
+_SHOWN_MODELS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyRow:
+    """What is done of one family: `missing` are the features that the engine has not."""
+
+    family: str
+    models: tuple[str, ...]
+    missing: tuple[str, ...]
+    has_weights: bool
+
+
+def list_families() -> tuple[FamilyRow, ...]:
+    """Return a row for each family that has a published size in the catalogue."""
+    by_family: dict[str, list[str]] = {}
+    for name in catalogue.model_names():
+        by_family.setdefault(catalogue.model(name).family, []).append(name)
+    rows = []
+    for family in sorted(by_family.keys() & hf.FAMILIES.keys()):
+        models = [catalogue.model(name) for name in by_family[family]]
+        missing = sorted({field for model in models for field in _list_missing(model)})
+        rows.append(
+            FamilyRow(
+                family=family,
+                models=tuple(by_family[family]),
+                missing=tuple(missing),
+                has_weights=not missing and all(map(_is_written, models)),
+            )
+        )
+    return tuple(rows)
+
+
+def render_page() -> str:
+    """Return the page."""
+    rows = list_families()
+    text = _INTRODUCTION + "".join(map(_format_row, rows))
+    others = sorted(hf.FAMILIES.keys() - {row.family for row in rows})
+    names = ", ".join(f"`{name}`" for name in others)
+    return (
+        f"{text}\nConfigurations of {names} are read too; no published size of theirs is listed.\n"
+    )
+
+
+def _list_missing(model: ModelSpec) -> Iterator[str]:
+    for field, _, is_missing, _ in unsupported_features(model):
+        if is_missing:
+            yield field
+
+
+def _is_written(model: ModelSpec) -> bool:
+    try:
+        build_config(model)
+    except BadInput:
+        return False
+    return True
+
+
+def _format_row(row: FamilyRow) -> str:
+    names = [name.rpartition("/")[2] for name in row.models]
+    shown = ", ".join(names[:_SHOWN_MODELS])
+    if len(names) > _SHOWN_MODELS:
+        shown += f" and {len(names) - _SHOWN_MODELS} more"
+    engine = "yes"
+    if row.missing:
+        engine = "not yet: " + ", ".join(f"`{field}`" for field in row.missing)
+    weights = "in and out" if row.has_weights else "no"
+    return f"| `{row.family}` | {shown} | yes | {engine} | {weights} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_page(), encoding="utf-8")
