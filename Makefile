@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: pictures evidence train test test-all mutants faults megatron docs accuracy check report bench bench-engine bench-peers bench-tuning verify-layouts
+.PHONY: slurm pictures evidence train test test-all mutants faults megatron docs accuracy check report bench bench-engine bench-peers bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -53,6 +53,12 @@ mutants: $(VENV)/.dev
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/fuzz.py
 	$(BIN)/python tests/faults/run.py
+
+# Trials on a real Slurm of two nodes on this machine: a job cancelled, a node lost, the tuning killed (minutes; root,
+# and Debian's slurm-wlm and munge, which are installed where they are not there).
+slurm: $(VENV)/.dev
+	command -v slurmctld munged || apt-get install -y -qq slurm-wlm munge
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/run.py
 
 # Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` takes parts
 # that change with the source.

@@ -14,8 +14,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from benchmarks.command import run_command
+from moewright.api.launched_trials import TrialStoppedError
 from moewright.api.tuning import (
-    TrialStoppedError,
     read_tuning_request,
     run_trial,
     tune_by_trials,

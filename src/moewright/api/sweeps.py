@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from moewright.api.launched_trials import HERE, LaunchedTrials, TrialPlace, launch_trials
 from moewright.api.machines import Tell, read_job_hardware
 from moewright.api.requests import WorkloadOptions, read_plan_request
 from moewright.codec import fingerprint, parse_layout, read_run
@@ -24,8 +25,9 @@ from moewright.search.search import build_plan
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
-from moewright.spec.plan import Estimate
+from moewright.spec.plan import Estimate, Plan
 from moewright.spec.record import Record, Row
+from moewright.spec.units import TERA
 from moewright.spec.workload import Workload
 from moewright.tuning.sweep import (
     SweepRow,
@@ -33,6 +35,7 @@ from moewright.tuning.sweep import (
     SweepSpec,
     SweepTrial,
     build_row,
+    predict_layout,
     read_sweep,
     read_trials,
     row_layout,
@@ -41,6 +44,7 @@ from moewright.tuning.sweep import (
     trial_key,
     write_trial,
 )
+from moewright.tuning.trials import TrialFailure, TrialLength, TrialOutcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +110,12 @@ def _summarize_row(title: str, row: SweepRow) -> Row:
     return summary
 
 
-def read_sweep_tables(path: Path, folder: Path, *, predict: bool, tell: Tell) -> SweepTables:
+def read_sweep_tables(
+    path: Path, folder: Path, *, predict: bool, tell: Tell, place: TrialPlace = HERE
+) -> SweepTables:
     """Estimate the layouts of a sweep file; unless `predict` is set, also run them in a folder.
 
-    A trial that is finished is not run again.
+    A trial that is finished is not run again. `place` says where trials run, and what runs in them.
 
     Raises:
         BadInput: the file is no sweep, or names no job that could run.
@@ -117,12 +123,17 @@ def read_sweep_tables(path: Path, folder: Path, *, predict: bool, tell: Tell) ->
     spec = read_sweep(path)
     job = _read_sweep_job(spec, path)
     if not predict:
-        if not spec.job.file:
+        start = place.to_start()
+        if not spec.job.file and not start.trainer_script:
             rule = "is needed to run a sweep; a model on other machines can be estimated"
             raise BadInput(Reason(field=f"{path.name}: job.file", rule=rule, nearest="--predict"))
-        for table in spec.table:
-            for row in table.row:
-                _run_row(row, job, folder, tell)
+        rows = [row for table in spec.table for row in table.row]
+        if place.is_in_process:
+            for row in rows:
+                _run_row(row, job, folder, tell, _run_trial)
+        else:
+            with launch_trials(folder, place, tell) as launched:
+                _run_launched(rows, job, folder, tell, launched)
     trials = read_trials(folder)
     tables = {}
     for table in spec.table:
@@ -146,19 +157,69 @@ def _read_sweep_job(spec: SweepSpec, path: Path) -> SweepJob:
     return SweepJob(model=request.model, workload=request.workload, hardware=request.hardware)
 
 
-def _run_row(row: SweepRowSpec, job: SweepJob, folder: Path, tell: Tell) -> None:
+_RunSweepTrial = Callable[[SweepRowSpec, SweepJob, Workload, Path], SweepTrial]
+
+
+def _is_finished(row: SweepRowSpec, workload: Workload, folder: Path) -> bool:
+    key = trial_key(row, workload)
+    return any((trial.layout, trial.global_batch) == key for trial in read_trials(folder))
+
+
+def _run_row(
+    row: SweepRowSpec, job: SweepJob, folder: Path, tell: Tell, run: _RunSweepTrial
+) -> None:
     """Run one row, unless it has been run; one that cannot run here is a failed trial."""
     workload = row_workload(row, job.workload)
     layout, batch = trial_key(row, workload)
-    finished = {(trial.layout, trial.global_batch) for trial in read_trials(folder)}
-    if (layout, batch) in finished:
+    if _is_finished(row, workload, folder):
         return
     tell(f"running {row.name}")
     try:
-        trial = _run_trial(row, job, workload, folder)
+        trial = run(row, job, workload, folder)
     except BadInput as error:
         trial = SweepTrial(layout=layout, global_batch=batch, failed=str(error))
     write_trial(folder, trial)
+
+
+def _run_launched(
+    rows: Sequence[SweepRowSpec],
+    job: SweepJob,
+    folder: Path,
+    tell: Tell,
+    launched: LaunchedTrials,
+) -> None:
+    """Run rows as jobs, those that follow beside the one that is waited for."""
+
+    def run(row: SweepRowSpec, job: SweepJob, workload: Workload, folder: Path) -> SweepTrial:
+        plan = build_plan(job.model, workload, job.hardware, row_layout(row, job.hardware))
+        name = fingerprint(plan.layout, plan.workload)
+        return _to_sweep_trial(row, plan, launched.run(plan, name, TrialLength.SCREEN))
+
+    for index, row in enumerate(rows):
+        ahead = []
+        for later in rows[index:]:
+            workload = row_workload(later, job.workload)
+            prediction = predict_layout(job.model, workload, job.hardware, later.layout)
+            if prediction.plan is not None and not _is_finished(later, workload, folder):
+                name = fingerprint(prediction.plan.layout, prediction.plan.workload)
+                ahead.append((prediction.plan, name))
+        launched.submit_ahead(ahead)
+        _run_row(row, job, folder, tell, run)
+
+
+def _to_sweep_trial(row: SweepRowSpec, plan: Plan, outcome: TrialOutcome) -> SweepTrial:
+    layout, batch = trial_key(row, plan.workload)
+    if outcome.failure is not TrialFailure.NONE:
+        failed = f"{outcome.failure}: {outcome.said}"
+        return SweepTrial(layout=layout, global_batch=batch, failed=failed)
+    devices = plan.layout.world_size
+    return SweepTrial(
+        layout=layout,
+        global_batch=batch,
+        time_s=outcome.step_s,
+        tokens=plan.workload.tokens_per_step / devices / outcome.step_s,
+        tflops=plan.estimate.model_flops_per_step / devices / outcome.step_s / TERA,
+    )
 
 
 def _run_trial(row: SweepRowSpec, job: SweepJob, workload: Workload, folder: Path) -> SweepTrial:

@@ -13,6 +13,15 @@ from functools import partial
 from math import isnan
 from pathlib import Path
 
+from moewright.api.launched_trials import (
+    HERE,
+    TRIALS_FOLDER,
+    Launcher,
+    TrialPlace,
+    TrialStoppedError,
+    launch_trials,
+    name_trial,
+)
 from moewright.api.machines import Tell, measure_unmeasured, read_job_hardware
 from moewright.api.requests import (
     fill_attended_share,
@@ -20,9 +29,9 @@ from moewright.api.requests import (
     to_job_keys,
     translate_fields,
 )
+from moewright.api.trial_results import classify_failure, describe_failure
 from moewright.codec import (
     PLAN_FILE,
-    fingerprint,
     parse_layout,
     read_run,
     write_json,
@@ -34,12 +43,17 @@ from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake.job import JobFile, read_job
 from moewright.report.tuning_markdown import format_decision, render_tuning
 from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.job import Job
+from moewright.rules.megatron_limits import megatron_refusals
 from moewright.search.search import build_plan
-from moewright.search.space import no_objections
+from moewright.search.space import Objections, no_objections
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Basis
 from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
+from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
+from moewright.spec.workload import Workload
 from moewright.tuning.contract import (
     Contract,
     Label,
@@ -48,14 +62,16 @@ from moewright.tuning.contract import (
     freeze_contract,
 )
 from moewright.tuning.decisions import PREDICTION_RULES, AcceptanceRules, TuningResult
-from moewright.tuning.journal import Journal
+from moewright.tuning.journal import Journal, announce_new
 from moewright.tuning.procedure import Tuner
 from moewright.tuning.space import TuningSpace, point_from_job
 from moewright.tuning.trials import (
+    Announce,
     RunTrial,
     TrialFailure,
     TrialOutcome,
     TrialRequest,
+    announce_nothing,
     build_outcome,
     predict_outcome,
 )
@@ -64,15 +80,6 @@ from moewright.version import __version__
 REPORT_FILE = "report.md"
 MACHINE_FILE = "machine.toml"
 MAX_MINUTES = 10_000.0
-# What allocators, the kernel and the launcher say when there is no memory left, in lower case.
-_NO_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "memoryerror",
-    "killed by sigkill",
-)
-_MAX_MESSAGE = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,26 +99,36 @@ class TuningAnswer:
     folder: Path
 
 
-class TrialStoppedError(Exception):
-    """A trial was stopped by SIGTERM or SIGINT."""
-
-
 def tune_by_trials(
-    request: TuningRequest, folder: Path, *, budget_minutes: float, tell: Tell
+    request: TuningRequest,
+    folder: Path,
+    *,
+    budget_minutes: float,
+    tell: Tell,
+    place: TrialPlace = HERE,
 ) -> TuningAnswer:
-    """Tune by short runs of the engine on this machine; a budget of 0 minutes is none.
+    """Tune by short runs, of the engine on this machine or as the place says.
+
+    A budget of 0 minutes is none.
 
     Raises:
         TrialStoppedError: a signal stopped a trial; the same call goes on with the folder.
     """
-    return _tune(
-        request,
-        folder,
-        partial(run_trial, folder),
-        rules=AcceptanceRules(),
-        budget_s=60 * budget_minutes,
-        tell=tell,
-    )
+    rules = AcceptanceRules()
+    budget_s = 60 * budget_minutes
+    if place.is_in_process:
+        run_one = partial(run_trial, folder)
+        return _tune(request, folder, run_one, rules=rules, budget_s=budget_s, tell=tell)
+    with launch_trials(folder, place, tell) as trials:
+        return _tune(
+            request,
+            folder,
+            trials,
+            rules=rules,
+            budget_s=budget_s,
+            tell=tell,
+            announce=trials.announce,
+        )
 
 
 def tune_by_predictions(request: TuningRequest, folder: Path, tell: Tell) -> TuningAnswer:
@@ -133,7 +150,13 @@ def check_budget(minutes: float) -> None:
 
 
 def read_tuning_request(
-    job: Path, *, on: str, predict: bool, overrides: tuple[str, ...], tell: Tell
+    job: Path,
+    *,
+    on: str,
+    predict: bool,
+    overrides: tuple[str, ...],
+    tell: Tell,
+    place: TrialPlace = HERE,
 ) -> TuningRequest:
     """Return the space in which a job is tuned, with its contract.
 
@@ -144,12 +167,17 @@ def read_tuning_request(
     data = ""
     torch_version = ""
     with translate_fields(to_job_keys(job)):
-        if not predict:
-            data, torch_version = _check_runnable(job_file)
-        hardware = _read_tuning_hardware(job_file, on=on, predict=predict, tell=tell)
+        start = place.to_start()
+        if not predict and not start.trainer_script:
+            data, torch_version = _check_runnable(job_file, place)
+        measures_here = not predict and place.launcher is not Launcher.SLURM
+        measures_here = measures_here and not start.trainer_script
+        hardware = _read_tuning_hardware(job_file, on=on, measures=measures_here, tell=tell)
         workload = fill_attended_share(job_file.workload)
         layout = parse_layout(job_file.layout_text, world_size=hardware.count)
-        allowed = partial(unsupported_layout, model=job_file.model, workload=workload)
+        allowed: Objections = partial(unsupported_layout, model=job_file.model, workload=workload)
+        if start.trainer_script:
+            allowed = partial(_megatron_objections, job_file.model, workload, hardware)
         space = TuningSpace(
             model=job_file.model,
             workload=workload,
@@ -162,20 +190,33 @@ def read_tuning_request(
             raise BadInput(*reasons)
     label = Label.PREDICTED if predict else choose_label(workload)
     versions = (__version__, torch_version)
-    contract = build_contract(space, label=label, versions=versions, data=data)
+    contract = build_contract(
+        space,
+        label=label,
+        versions=versions,
+        data=data,
+        trainer=start.trainer_script or "moewright",
+    )
     return TuningRequest(space=space, contract=contract)
 
 
-def _read_tuning_hardware(job: JobFile, *, on: str, predict: bool, tell: Tell) -> Hardware:
+def _megatron_objections(
+    model: ModelSpec, workload: Workload, hardware: Hardware, layout: Layout
+) -> tuple[Reason, ...]:
+    """Return why Megatron-LM does not start a layout; () where it does."""
+    return megatron_refusals(Job(model=model, workload=workload, layout=layout), hardware)
+
+
+def _read_tuning_hardware(job: JobFile, *, on: str, measures: bool, tell: Tell) -> Hardware:
     """Return the hardware to tune for; a machine file that trials need is measured if absent."""
     if on:
         return read_hardware(on)
-    if not predict:
+    if measures:
         measure_unmeasured(job, tell)
     return read_job_hardware(job)
 
 
-def _check_runnable(job: JobFile) -> tuple[str, str]:
+def _check_runnable(job: JobFile, place: TrialPlace) -> tuple[str, str]:
     """Return the fingerprint of the data, and the version of torch.
 
     Raises:
@@ -188,7 +229,8 @@ def _check_runnable(job: JobFile) -> tuple[str, str]:
     if read_torchrun_env() is not None:
         rule = "tuning starts its ranks itself"
         raise BadInput(Reason(field="torchrun", rule=rule, nearest="moewright tune"))
-    refuse_too_many_processes(job.nproc, field="train.nproc")
+    if place.launcher is not Launcher.SLURM:
+        refuse_too_many_processes(job.nproc, field="train.nproc")
     if reasons := unsupported_model(job.model, job.workload):
         raise BadInput(*reasons)
     return check_data(job.model, job.workload), str(torch.__version__)
@@ -202,6 +244,7 @@ def _tune(
     rules: AcceptanceRules,
     budget_s: float,
     tell: Tell,
+    announce: Announce = announce_nothing,
 ) -> TuningAnswer:
     """Carry the tuning out in its folder, and tell each decision."""
     from moewright.codec.folder_lock import lock_folder
@@ -219,8 +262,17 @@ def _tune(
     with lock_folder(folder):
         freeze_contract(request.contract, folder)
         if rules.basis is Basis.MEASURED:
-            run_one = Journal(folder, run_one, time.monotonic)
-        tuner = Tuner(request.space, run_one, rules=rules, budget_s=budget_s, watch=watch)
+            journal = Journal(folder, run_one, time.monotonic)
+            run_one = journal
+            announce = announce_new(journal, announce)
+        tuner = Tuner(
+            request.space,
+            run_one,
+            rules=rules,
+            budget_s=budget_s,
+            watch=watch,
+            announce=announce,
+        )
         result = tuner.run()
         watch(result)
     if result.winner is None:
@@ -247,8 +299,7 @@ def run_trial(folder: Path, request: TrialRequest) -> TrialOutcome:
     from moewright.engine.run.train import train
     from moewright.engine.run.worker import ExitCode
 
-    name = f"{fingerprint(request.point)}-{request.length}-{request.repeat}"
-    run_dir = folder / "trials" / name
+    run_dir = folder / TRIALS_FOLDER / name_trial(request)
     shutil.rmtree(run_dir, ignore_errors=True)  # of a trial that was killed
     run_dir.mkdir(parents=True)
     log = run_dir / "output.txt"
@@ -263,17 +314,9 @@ def run_trial(folder: Path, request: TrialRequest) -> TrialOutcome:
         raise TrialStoppedError
     if code is not ExitCode.DONE:
         output = log.read_text(encoding="utf-8", errors="replace")
-        rank_lines = (line for line in output.splitlines() if line.startswith("rank "))
-        message = next(rank_lines, f"ended with code {int(code)}")
-        return TrialOutcome(failure=_classify_failure(output), said=message[:_MAX_MESSAGE])
+        message = describe_failure(output, f"ended with code {int(code)}")
+        return TrialOutcome(failure=classify_failure(output), said=message)
     return build_outcome(read_run(run_dir), request.length)
-
-
-def _classify_failure(output: str) -> TrialFailure:
-    lowered = output.lower()
-    if any(words in lowered for words in _NO_MEMORY):
-        return TrialFailure.MEMORY
-    return TrialFailure.OTHER
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import Dtype
 
 if TYPE_CHECKING:
+    from moewright.api.launched_trials import TrialPlace
     from moewright.api.requests import WorkloadOptions
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
@@ -51,6 +52,8 @@ JsonOption = Annotated[
 ]
 Verbose = Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")]
 Count = Annotated[int, Parameter(converter=_read_count)]
+# Words that begin with hyphens are the value here, not options.
+ShellWords = Annotated[str, Parameter(allow_leading_hyphen=True)]
 OptionalCount = Annotated[int | None, Parameter(converter=_read_count)]
 
 
@@ -227,6 +230,54 @@ class PageOptions:
     """
 
     html: Path | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialOptions(PageOptions):
+    """Where trials run, what runs in them, and where the answer goes besides the terminal.
+
+    Parameters
+    ----------
+    launcher
+        What starts a trial. local: this program. torchrun: torchrun on this machine. slurm: sbatch,
+        a job a trial; a full queue is waited for, a lost job submitted again.
+    trainer
+        What runs in a trial. ours: moewright's engine. megatron: pretrain_gpt.py of Megatron-LM,
+        with the flags that `export` writes; its log says steps, memory and timers.
+    megatron
+        The checkout of Megatron-LM, or its pretrain_gpt.py.
+    megatron_args
+        Further flags of Megatron-LM, in quotes: "--data-path DIR --tokenizer-model FILE".
+    setup
+        Lines of shell that run before each trial: "module load cuda; source env/bin/activate".
+    sbatch
+        Options of sbatch, in quotes: "--partition gpu --account me --time 30".
+    at_once
+        Trials that may wait or run in Slurm's queue at the same time.
+    """
+
+    launcher: Literal["local", "torchrun", "slurm"] = "local"
+    trainer: Literal["ours", "megatron"] = "ours"
+    megatron: Path | None = None
+    megatron_args: ShellWords = ""
+    setup: ShellWords = ""
+    sbatch: ShellWords = ""
+    at_once: int = 1
+
+    def to_place(self) -> TrialPlace:
+        """Return the options as the face of the package takes them."""
+        from moewright.api.launched_trials import Launcher, TrialPlace, TrialTrainer
+
+        return TrialPlace(
+            launcher=Launcher(self.launcher),
+            trainer=TrialTrainer(self.trainer),
+            megatron=self.megatron,
+            megatron_args=self.megatron_args,
+            setup=self.setup,
+            sbatch=self.sbatch,
+            at_once=self.at_once,
+        )
 
 
 @Parameter(name="*")

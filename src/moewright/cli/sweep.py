@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import open_console, print_now, reserve_stdout, write_answer, write_html
-from moewright.cli.options import Flag, JsonOption, PageOptions
+from moewright.cli.options import Flag, JsonOption, TrialOptions
 
-_NO_PAGE = PageOptions()
+_HERE = TrialOptions()
+STOPPED = 143  # exit code
 
 
 def bench_sweep(
@@ -16,11 +17,12 @@ def bench_sweep(
     *,
     predict: Flag = False,
     out: Path | None = None,
-    page: PageOptions = _NO_PAGE,
+    trials: TrialOptions = _HERE,
     json: JsonOption = None,
 ) -> int:
     """Run the layouts of a sweep one after the other, or only estimate them, and print the table.
 
+    With --launcher slurm each row is a job of the scheduler, --at-once of them beside each other.
     A trial that is finished is not run again: the same command goes on where it was stopped. Beside
     the table in Markdown the folder gets it as CSV and as a drawing.
 
@@ -36,13 +38,19 @@ def bench_sweep(
         Write every row, predicted and measured, to this file; "-": to standard output, and the
         tables to standard error.
     """
+    from moewright.api.launched_trials import TrialStoppedError
     from moewright.api.sweeps import read_sweep_tables
     from moewright.codec import write_text
     from moewright.view.table_view import TableView, build_table
 
     folder = out or Path("runs") / sweep.stem
-    with reserve_stdout(json):
-        tables = read_sweep_tables(sweep, folder, predict=predict, tell=print_now)
+    place = trials.to_place()
+    try:
+        with reserve_stdout(json):
+            tables = read_sweep_tables(sweep, folder, predict=predict, tell=print_now, place=place)
+    except TrialStoppedError:
+        print(f"stopped; the same command goes on with {folder}", flush=True)
+        return STOPPED
     files = tables.render_files()
     console = open_console(json)
     console.print(files["table.md"], soft_wrap=True)
@@ -51,5 +59,5 @@ def bench_sweep(
     console.print(f"wrote {folder}/{', '.join(files)}", soft_wrap=True)
     write_answer(console, json, tables)
     table = build_table(tables.title(), tables.to_rows())
-    write_html(console, page.html, [TableView(heading=tables.title(), lines=(), tables=(table,))])
+    write_html(console, trials.html, [TableView(heading=tables.title(), lines=(), tables=(table,))])
     return 0

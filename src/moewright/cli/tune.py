@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import open_console, print_now, write_html
-from moewright.cli.options import Flag, PageOptions, SetOption
+from moewright.cli.options import Flag, SetOption, TrialOptions
 from moewright.spec.errors import BadInput, Reason
 
-_NO_PAGE = PageOptions()
+_HERE = TrialOptions()
 # Exit codes.
 NOTHING_VALID = 1
 STOPPED = 143
@@ -23,14 +23,15 @@ def tune(
     predict: Flag = False,
     out: Path | None = None,
     set_: SetOption = None,
-    page: PageOptions = _NO_PAGE,
+    trials: TrialOptions = _HERE,
 ) -> int:
     """Tune the layout of a job by trials: fit, scale, profile, retune one variable, validate.
 
-    A trial is a short run of the engine on this machine; a gain is one whose interval over pairs of
-    runs, taken in turns, excludes noise. The winner runs 50 steps more. The same command goes on
-    where it was stopped; report.md in the folder tells what was tried, plan.json is what `train`
-    takes up, machine.toml the refitted hardware.
+    A trial is a short run of the engine on this machine, or a job of a scheduler, of the engine or
+    of Megatron-LM (--launcher, --trainer); one that is far slower is ended early. A gain is one
+    whose interval over pairs of runs, taken in turns, excludes noise. The winner runs 50 steps
+    more. The same command goes on where it was stopped; report.md in the folder tells what was
+    tried, plan.json is what `train` takes up, machine.toml the refitted hardware.
 
     Exit codes: 0 done, 1 nothing was found valid, 2 bad input, 143 stopped by a signal.
 
@@ -42,7 +43,7 @@ def tune(
     budget_minutes
         Stop trying after so long, and validate; no limit when not given.
     on
-        Another machine, count x device; with --predict alone.
+        Another machine, count x device; with --predict, or where trials do not run here.
     predict
         Run nothing: the same procedure over predictions.
     out
@@ -51,6 +52,7 @@ def tune(
         Another value for a key of the job, section.key=value; may be given again.
     """
     from moewright.api import tuning
+    from moewright.api.launched_trials import TrialStoppedError
     from moewright.codec import PLAN_FILE
     from moewright.report.tuning_markdown import summarize_tuning
     from moewright.spec.finding import Basis
@@ -59,28 +61,29 @@ def tune(
     from moewright.view.tuning_view import view_tuning
 
     tuning.check_budget(budget_minutes)
-    if on and not predict:
+    place = trials.to_place()
+    if on and not predict and place.is_in_process:
         rule = "trials run on this machine"
         raise BadInput(Reason(field="--on", value=on, rule=rule, nearest="--predict beside it"))
     folder = out or Path("runs") / f"{job.stem}_tune"
     request = tuning.read_tuning_request(
-        job, on=on, predict=predict, overrides=tuple(set_ or ()), tell=print_now
+        job, on=on, predict=predict, overrides=tuple(set_ or ()), tell=print_now, place=place
     )
     try:
         if predict:
             answer = tuning.tune_by_predictions(request, folder, print_now)
         else:
             answer = tuning.tune_by_trials(
-                request, folder, budget_minutes=budget_minutes, tell=print_now
+                request, folder, budget_minutes=budget_minutes, tell=print_now, place=place
             )
-    except tuning.TrialStoppedError:
+    except TrialStoppedError:
         print(f"stopped; the same command goes on with {folder}", flush=True)
         return STOPPED
-    if page.html is not None:
+    if trials.html is not None:
         records: list[Record] = [view_tuning(answer.result, request.contract.model)]
         if answer.plan is not None:
             records.append(build_plan_view(answer.plan))
-        write_html(open_console(None), page.html, records)
+        write_html(open_console(None), trials.html, records)
     report_path = folder / tuning.REPORT_FILE
     if answer.plan is None:
         print(f"no layout was found valid; {report_path} tells why")

@@ -43,7 +43,7 @@ def build_launch_spec(plan: Plan, *, job: str, run_dir: str) -> LaunchSpec:
     else:
         lines = ((TRAINER,), *megatron_flags(plan))
     return LaunchSpec(
-        name=_label(plan.model.name),
+        name=label_job(plan.model.name),
         lines=lines,
         exported=() if job else environment_variables(plan.layout),
         nodes=nodes,
@@ -53,7 +53,7 @@ def build_launch_spec(plan: Plan, *, job: str, run_dir: str) -> LaunchSpec:
     )
 
 
-def _label(name: str) -> str:
+def label_job(name: str) -> str:
     """Return a model's name as schedulers take it: small letters, digits and dashes."""
     short_name = name.rpartition("/")[2].casefold()
     label = re.sub(r"[^a-z0-9]+", "-", short_name).strip("-")[:_LONGEST_NAME].strip("-")

@@ -24,27 +24,32 @@ def render_slurm_script(plan: Plan, *, job: str, run_dir: str) -> str:
     """
     launch = build_launch_spec(plan, job=job, run_dir=run_dir)
     lines = [" ".join(map(quote, words)) for words in launch.lines]
-    command = " \\\n  ".join((" ".join(_torchrun_words(launch)), *lines))
+    command = " \\\n  ".join((" ".join(torchrun_words(launch)), *lines))
     script = (
         "#!/bin/bash",
-        *_sbatch_lines(launch),
+        *sbatch_lines(launch, output="%x-%j.log"),
+        *_restart_lines(launch),
         *(() if launch.runs_engine else comment_lines(plan)),
         "set -euo pipefail",
         *(f"export {name}={value}" for name, value in launch.exported),
-        *_rendezvous_lines(launch),
+        *rendezvous_lines(launch),
         *_command_lines(launch, command),
     )
     return "\n".join(script) + "\n"
 
 
-def _sbatch_lines(launch: LaunchSpec) -> Iterator[str]:
+def sbatch_lines(launch: LaunchSpec, *, output: str) -> Iterator[str]:
+    """Yield what a launch asks of sbatch: its nodes, one task on each, and its devices."""
     yield f"#SBATCH --job-name={launch.name}"
     yield f"#SBATCH --nodes={launch.nodes}"
     yield "#SBATCH --ntasks-per-node=1"
     if launch.uses_gpus:
         yield f"#SBATCH --gpus-per-node={launch.ranks_per_node}"
     yield "#SBATCH --exclusive"
-    yield "#SBATCH --output=%x-%j.log"
+    yield f"#SBATCH --output={output}"
+
+
+def _restart_lines(launch: LaunchSpec) -> Iterator[str]:
     if launch.runs_engine:
         yield f"#SBATCH --signal=TERM@{_WARNING_S}"
         yield "#SBATCH --requeue"
@@ -68,12 +73,14 @@ def _command_lines(launch: LaunchSpec, command: str) -> Iterator[str]:
     yield "}"
 
 
-def _rendezvous_lines(launch: LaunchSpec) -> Iterator[str]:
+def rendezvous_lines(launch: LaunchSpec) -> Iterator[str]:
+    """Yield the line that finds the first node, where several have to meet."""
     if launch.nodes > 1:
         yield 'FIRST_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 
-def _torchrun_words(launch: LaunchSpec) -> Iterator[str]:
+def torchrun_words(launch: LaunchSpec) -> Iterator[str]:
+    """Yield the words that start torchrun on every node of an allocation."""
     yield "srun --kill-on-bad-exit=1 torchrun"
     if launch.nodes == 1:
         yield f"--standalone --nproc-per-node {launch.ranks_per_node}"

@@ -54,15 +54,21 @@ class Contract:
     window: str
     start: TuningPoint
     axes: tuple[TuningAxis, ...]
+    trainer: str = "moewright"
 
 
 def build_contract(
-    space: TuningSpace, *, label: Label, versions: tuple[str, str], data: str
+    space: TuningSpace,
+    *,
+    label: Label,
+    versions: tuple[str, str],
+    data: str,
+    trainer: str = "moewright",
 ) -> Contract:
     """Build the contract of a tuning.
 
     `versions` are those of moewright and torch, "" for torch where nothing runs; `data` is the
-    fingerprint of the training data.
+    fingerprint of the training data, and `trainer` the path of Megatron-LM's where it runs.
     """
     workload = space.workload
     routing = "chosen by the router"
@@ -90,6 +96,7 @@ def build_contract(
         window="none" if label is Label.PREDICTED else _MEASURED_WINDOW,
         start=space.start,
         axes=space.axes,
+        trainer=trainer,
     )
 
 

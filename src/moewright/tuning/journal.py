@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,14 @@ from moewright.codec import (
 )
 from moewright.spec.errors import BadInput, Reason
 from moewright.tuning.space import TuningPoint
-from moewright.tuning.trials import RunTrial, Trial, TrialLength, TrialOutcome, TrialRequest
+from moewright.tuning.trials import (
+    Announce,
+    RunTrial,
+    Trial,
+    TrialLength,
+    TrialOutcome,
+    TrialRequest,
+)
 
 JOURNAL_FILE = "journal.jsonl"
 
@@ -40,6 +47,10 @@ class Journal:
         }
         self._last_ended_s = clock()
 
+    def holds(self, request: TrialRequest) -> bool:
+        """Tell whether a run was made."""
+        return (request.point, request.length, request.repeat) in self._trials
+
     def __call__(self, request: TrialRequest) -> TrialOutcome:
         """Return the outcome of the run; a run made now is on disk before it is returned."""
         key = (request.point, request.length, request.repeat)
@@ -57,6 +68,15 @@ class Journal:
             self._trials[key] = trial
         self._last_ended_s = self._clock()
         return self._trials[key].outcome
+
+
+def announce_new(journal: Journal, announce: Announce) -> Announce:
+    """Return an announcement of the runs that a journal does not hold yet."""
+
+    def announce_missing(requests: Sequence[TrialRequest]) -> None:
+        announce([request for request in requests if not journal.holds(request)])
+
+    return announce_missing
 
 
 def read_journal(folder: Path) -> tuple[Trial, ...]:

@@ -30,7 +30,14 @@ from moewright.tuning.paired_test import Interval, log_ratio_interval
 from moewright.tuning.predictions import StepPredictor
 from moewright.tuning.space import TuningPoint, TuningSpace
 from moewright.tuning.trial_runner import BudgetSpentError, TrialRunner
-from moewright.tuning.trials import RunTrial, TrialFailure, TrialLength, TrialOutcome
+from moewright.tuning.trials import (
+    Announce,
+    RunTrial,
+    TrialFailure,
+    TrialLength,
+    TrialOutcome,
+    announce_nothing,
+)
 
 _MAX_FINDINGS = 4  # whose fixes are tried
 _TOTAL_PAIRS = 2
@@ -57,7 +64,8 @@ class _Move:
 class Tuner:
     """A tuning in progress.
 
-    A `budget_s` of 0 means no limit; `watch` is called with the result after every decision.
+    A `budget_s` of 0 means no limit; `watch` is called with the result after every decision, and
+    `announce` with runs that are sure to be asked for, so that they can start beside each other.
     """
 
     def __init__(
@@ -68,13 +76,16 @@ class Tuner:
         rules: AcceptanceRules,
         budget_s: float,
         watch: ResultCallback,
+        announce: Announce = announce_nothing,
     ) -> None:
         self._space = space
         self._rules = rules
         self._budget_s = budget_s
         self._watch = watch
         self.predictor = StepPredictor(space)
-        self._runner = TrialRunner(space, self.predictor, run_one, rules=rules, budget_s=budget_s)
+        self._runner = TrialRunner(
+            space, self.predictor, run_one, rules=rules, budget_s=budget_s, announce=announce
+        )
         self._decisions: list[Decision] = []
         self._profiles: list[IncumbentProfile] = []
         self._stops: list[tuple[TuningPhase, str]] = []
@@ -145,6 +156,8 @@ class Tuner:
             self._decide(TuningPhase.FIT, point, why, Ruling.PRUNED, reason=reason)
             return False
         outcome = self._runner.run_screen(point)
+        if outcome.failure is TrialFailure.NONE:
+            self._runner.announce_repeats(point, self._rules.repeats - 1)
         with suppress(BudgetSpentError):  # one run is enough for a start
             for _ in range(self._rules.repeats - 1):
                 if outcome.failure is TrialFailure.NONE:

@@ -13,12 +13,16 @@ from moewright.tuning.predictions import PointMeasurement, StepPredictor
 from moewright.tuning.space import TuningPoint, TuningSpace
 from moewright.tuning.trials import (
     WARM_UP_STEPS,
+    Announce,
     RunTrial,
     TrialFailure,
     TrialLength,
     TrialOutcome,
     TrialRequest,
+    announce_nothing,
 )
+
+_HOPELESS = 1.5  # times the incumbent's step: no noise of a run makes up for it
 
 
 class BudgetSpentError(Exception):
@@ -56,7 +60,9 @@ class TrialRunner:
         *,
         rules: AcceptanceRules,
         budget_s: float,
+        announce: Announce = announce_nothing,
     ) -> None:
+        self._announce = announce
         self._space = space
         self._predictor = predictor
         self._run_one = run_one
@@ -92,20 +98,28 @@ class TrialRunner:
         seconds = [outcome.step_s for outcome in outcomes if outcome.step_s]
         return exp(fmean(map(log, seconds))) if seconds else 0.0
 
+    def announce_repeats(self, point: TuningPoint, count: int) -> None:
+        """Say that so many further short runs of a point will be asked for."""
+        first = self.count_runs(point) + 1
+        self._announce([self._request(point, first + index) for index in range(count)])
+
     def run_pair(self, point: TuningPoint, incumbent: TuningPoint, number: int) -> float | None:
         """Return log(candidate / incumbent) of two runs in a row; None when the candidate fails.
 
         `number` counts the pairs of one comparison from 0. Which of the two runs first alternates,
         and a run of the incumbent that has just been made is used for the first pair.
         """
+        hopeless_s = _HOPELESS * self.mean_step_s(incumbent)
         if number == 0 and self._last_point == incumbent:
             reference = self.last_outcome(incumbent)
-            candidate = self.run_screen(point)
+            candidate = self.run_screen(point, hopeless_s)
         elif number % 2:
+            self._announce_pair(incumbent, point, hopeless_s)
             reference = self.run_screen(incumbent)
-            candidate = self.run_screen(point)
+            candidate = self.run_screen(point, hopeless_s)
         else:
-            candidate = self.run_screen(point)
+            self._announce_pair(point, incumbent, hopeless_s)
+            candidate = self.run_screen(point, hopeless_s)
             if candidate.failure is not TrialFailure.NONE:
                 return None
             reference = self.run_screen(incumbent)
@@ -116,30 +130,48 @@ class TrialRunner:
             reference = self.last_success(incumbent)
         return log(candidate.step_s / reference.step_s)
 
-    def run_screen(self, point: TuningPoint) -> TrialOutcome:
-        """Make a short run.
+    def _announce_pair(self, first: TuningPoint, second: TuningPoint, hopeless_s: float) -> None:
+        self._announce(
+            [
+                self._request(point, self.count_runs(point) + 1, hopeless_s)
+                for point in (first, second)
+            ]
+        )
+
+    def run_screen(self, point: TuningPoint, hopeless_s: float = 0.0) -> TrialOutcome:
+        """Make a short run, which need not be finished once its steps take `hopeless_s`.
 
         Raises:
             BudgetSpentError: it and a validation would take longer than there is time.
         """
         if self._budget_s and self.run_count and self.spent_s + self._reserve_s() > self._budget_s:
             raise BudgetSpentError
-        return self.run(point, TrialLength.SCREEN)
+        return self.run(point, TrialLength.SCREEN, hopeless_s)
 
     def _reserve_s(self) -> float:
         """Return the seconds to expect of the next trial and a validation, by the runs so far."""
         mean_run_s = self.spent_s / self.run_count
         return mean_run_s * (1 + TrialLength.VALIDATE.steps / TrialLength.SCREEN.steps)
 
-    def run(self, point: TuningPoint, length: TrialLength) -> TrialOutcome:
+    def _request(
+        self,
+        point: TuningPoint,
+        repeat: int,
+        hopeless_s: float = 0.0,
+        length: TrialLength = TrialLength.SCREEN,
+    ) -> TrialRequest:
+        plan = self._predictor.build_plan(point, trial_workload(self._space.workload, length))
+        return TrialRequest(
+            point=point, length=length, repeat=repeat, plan=plan, hopeless_s=hopeless_s
+        )
+
+    def run(self, point: TuningPoint, length: TrialLength, hopeless_s: float = 0.0) -> TrialOutcome:
         """Make a run, whatever the budget."""
         outcomes: list[TrialOutcome] = []
         if length is TrialLength.SCREEN:
             outcomes = self._outcomes.setdefault(point, [])
-        plan = self._predictor.build_plan(point, trial_workload(self._space.workload, length))
-        outcome = self._run_one(
-            TrialRequest(point=point, length=length, repeat=len(outcomes) + 1, plan=plan)
-        )
+        request = self._request(point, len(outcomes) + 1, hopeless_s, length)
+        outcome = self._run_one(request)
         self.run_count += 1
         self.spent_s += outcome.spent_s
         if length is TrialLength.VALIDATE:
@@ -149,7 +181,7 @@ class TrialRunner:
         if outcome.failure is not TrialFailure.NONE:
             self.failed_points.add(point)
         if outcome.failure is TrialFailure.MEMORY:
-            self.oom_bytes = min(self.oom_bytes, plan.estimate.peak_bytes)
+            self.oom_bytes = min(self.oom_bytes, request.plan.estimate.peak_bytes)
         return outcome
 
     def estimate_noise(self) -> Noise:

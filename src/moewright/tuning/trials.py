@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
@@ -95,12 +95,16 @@ class TrialOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest:
-    """A run to make: the `repeat`-th of this point and length, from 1."""
+    """A run to make: the `repeat`-th of this point and length, from 1.
+
+    A run whose steps take longer than `hopeless_s` need not be finished; 0: it must be.
+    """
 
     point: TuningPoint
     length: TrialLength
     repeat: int
     plan: Plan
+    hopeless_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +119,11 @@ class Trial:
 
 
 RunTrial = Callable[[TrialRequest], TrialOutcome]
+Announce = Callable[[Sequence[TrialRequest]], None]
+
+
+def announce_nothing(requests: Sequence[TrialRequest]) -> None:
+    """Do nothing about runs that will be asked for: they start when they are."""
 
 
 def build_outcome(record: RunRecord, length: TrialLength) -> TrialOutcome:
@@ -133,7 +142,7 @@ def build_outcome(record: RunRecord, length: TrialLength) -> TrialOutcome:
         loss=record.steps[-1].loss,
         peak_bytes=fullest_rank_bytes(record),
         load_factor=median(load_factors) if load_factors else 0.0,
-        findings=_without_fixes(diagnose_run(record)),
+        findings=without_fixes(diagnose_run(record)),
         waterfall=build_run_waterfall(record, critical, record.plan),
         checks=check_winner(record) if length is TrialLength.VALIDATE else (),
     )
@@ -212,12 +221,13 @@ def predict_outcome(request: TrialRequest) -> TrialOutcome:
     return TrialOutcome(
         step_s=prediction.step_s,
         peak_bytes=prediction.peak_bytes,
-        findings=_without_fixes(order_findings(predict_findings(plan))),
+        findings=without_fixes(order_findings(predict_findings(plan))),
         waterfall=waterfall,
     )
 
 
-def _without_fixes(findings: Iterable[Finding]) -> tuple[TrialFinding, ...]:
+def without_fixes(findings: Iterable[Finding]) -> tuple[TrialFinding, ...]:
+    """Return findings as a journal keeps them."""
     return tuple(
         TrialFinding(
             wall=finding.wall, cause=finding.cause, title=finding.title, share=finding.share

@@ -45,6 +45,17 @@ def diagnose_log(
     There are none when neither the log nor a prediction has one; `job` is None where no job is
     known to predict from. `options` are those of the launch script, by name.
     """
+    context = FixContext(
+        job=job,
+        trainer=Trainer.MEGATRON,
+        options=options or log.options,
+        has_moe=bool(log.has_experts),
+    )
+    return price_findings(find_log_walls(log, job), context)
+
+
+def find_log_walls(log: MegatronLog, job: Plan | None) -> tuple[Finding, ...]:
+    """Return the findings of a log without fixes, the wall to work on first in front."""
     timed = tuple(diagnose_timers(log.timers, log.step_s))
     timed_causes = {finding.cause for finding in timed}
     predicted: list[Finding] = []
@@ -61,13 +72,7 @@ def diagnose_log(
         *timed,
         *predicted,
     )
-    context = FixContext(
-        job=job,
-        trainer=Trainer.MEGATRON,
-        options=options or log.options,
-        has_moe=bool(log.has_experts),
-    )
-    return price_findings(order_findings(findings), context)
+    return order_findings(findings)
 
 
 def _finding(wall: Wall, cause: Cause, title: str, share: float, *evidence: str) -> Finding:
