@@ -299,7 +299,7 @@ def test_a_rank_that_spins_is_named_though_another_times_out_first(
     assert capfd.readouterr().err.startswith(
         "rank 0 stopped answering at step 3: the others wait for it"
     )
-    # The group's own timeout ends the other rank: under torchrun no launcher watches.
+    # The group's own timeout has ended the other rank.
     assert (tmp_path / "lost1").exists()
 
 

@@ -38,7 +38,8 @@ class TorchrunEnv:
     """The rank that torchrun, or whoever sets its variables, made of this process.
 
     The ranks meet at `host`:`port`, where rank 0 opens a store unless torchrun has opened one
-    (`store_is_open`); `attempt` counts the restarts. `local_world_size` is 0 where nobody set it.
+    (`store_is_open`); `attempt` counts the restarts. `local_world_size` is 0 where nobody set it;
+    `machine` is the number of this one.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class TorchrunEnv:
     store_is_open: bool = False
     attempt: str = "0"
     local_world_size: int = 0
+    machine: int = 0
 
 
 def read_torchrun_env() -> TorchrunEnv | None:
@@ -93,6 +95,7 @@ def read_torchrun_env() -> TorchrunEnv | None:
         store_is_open=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         local_world_size=local_world_size,
+        machine=_parse_whole_number("GROUP_RANK", os.environ.get("GROUP_RANK", "0")),
     )
 
 

@@ -18,6 +18,7 @@ from moewright.codec.folder_lock import lock_folder
 from moewright.engine.run.env import TorchrunEnv, read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.engine.run.rendezvous import Rendezvous
+from moewright.engine.run.torchrun_watch import sign_up
 from moewright.engine.run.watch import RankProcess, send_signal, watch_ranks
 from moewright.engine.run.worker import (
     STOP_SIGNALS,
@@ -157,13 +158,16 @@ def _run_in_process(
         device=device,
         rendezvous=rendezvous,
     )
-    heartbeat = Heartbeat(None)
     with lock_folder(run_dir) if env.rank == 0 else nullcontext(), _stop_flag() as stop:
         if env.rank == 0:
             hooks.before_start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
-            outcome = worker(RankContext(info=info, stop=stop, beat=heartbeat.beat))
+            with sign_up(env, info, run_dir, hooks.report_failure) as watched:
+                beats = watched.heartbeat
+                context = RankContext(info=info, stop=stop, beat=beats.beat, note=beats.note)
+                outcome: RankOutcome | RankFailure = _run_worker(worker, context, beats)
+                watched.is_done = isinstance(outcome, RankOutcome)
         except BadInput as error:
             if env.local_rank == 0:
                 raise
@@ -171,9 +175,21 @@ def _run_in_process(
             # another rank's alone.
             print(f"rank {env.rank}: {error}", file=sys.stderr, flush=True)
             return ExitCode.BAD_INPUT
-        except Exception as error:
-            return _report(failure_from_error(error, rank=env.rank, step=heartbeat.step), hooks)
+        if isinstance(outcome, RankFailure):
+            return _report(outcome, hooks)
     return ExitCode.DONE if outcome is RankOutcome.DONE else ExitCode.STOPPED
+
+
+def _run_worker(
+    worker: Worker, context: RankContext, heartbeat: Heartbeat
+) -> RankOutcome | RankFailure:
+    """Run the worker, and return what it failed with; a BadInput is raised."""
+    try:
+        return worker(context)
+    except BadInput:
+        raise
+    except Exception as error:
+        return failure_from_error(error, rank=context.rank, step=heartbeat.step)
 
 
 @contextmanager
@@ -209,7 +225,12 @@ def _run_ranks(
                 )
                 process.start()
                 send_end.close()
-                ranks.append(RankProcess(info=info, process=process, folder=folder, notes=notes))
+                assert process.pid is not None
+                ranks.append(
+                    RankProcess(
+                        info=info, folder=folder, pid=process.pid, process=process, notes=notes
+                    )
+                )
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             failure = watch_ranks(ranks, stop, hooks.wants_stop)
         finally:

@@ -78,9 +78,9 @@ from moewright.spec.workload import Workload
 # this long where that is longer.
 _STEPS_OF_A_HANG = 20
 _MIN_HANG_S = 60.0
-# The timeout of collectives where nobody else watches, and the patience with a first step.
-_COLLECTIVE_S = 600.0
-_WATCHED_COLLECTIVE_S = 86_400.0
+# The patience with a first step, and the timeout of collectives, which a watch makes needless.
+_FIRST_STEP_S = 600.0
+_COLLECTIVE_S = 86_400.0
 
 
 def train(
@@ -155,18 +155,15 @@ def _report_failure(
 
 
 def _choose_timeouts(plan: Plan) -> Timeouts:
-    """Return how long ranks wait for each other, and the launcher for a sign of life.
+    """Return how long ranks wait for each other, and who watches them for a sign of life.
 
-    A launcher that watches finds a hang long before a collective gives up; where torchrun watches,
-    which sees ends of processes alone, the collectives have to.
+    The watch finds a hang long before a collective gives up.
     """
     hang_s = plan.workload.hang_timeout_s
     if not hang_s:
         hang_s = max(_MIN_HANG_S, _STEPS_OF_A_HANG * plan.estimate.step_s)
     collective_s = max(_COLLECTIVE_S, hang_s)
-    if read_torchrun_env() is None:
-        collective_s = max(_WATCHED_COLLECTIVE_S, hang_s)
-    return Timeouts(collective_s=collective_s, hang_s=hang_s, first_step_s=_COLLECTIVE_S)
+    return Timeouts(collective_s=collective_s, hang_s=hang_s, first_step_s=_FIRST_STEP_S)
 
 
 def _draw_initial_value(

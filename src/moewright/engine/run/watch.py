@@ -34,27 +34,15 @@ _SETTLE_S = 0.7
 _HANG_MARGIN_S = 3.0
 # Time for ranks that hang to write their stacks.
 _STACK_S = 0.3
-FLIGHT_RECORD_FILE = "flight_record.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankProcess:
-    """A process of a rank, with the files and the pipe over which it tells of itself."""
+class WatchedRank:
+    """A rank on this machine, with the folder of the files over which it tells of itself."""
 
     info: RankInfo
-    process: BaseProcess
     folder: Path
-    notes: Connection
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self.process.exitcode is None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the process has ended, and neither done nor stopped as agreed."""
-        return self.process.exitcode not in (None, ExitCode.DONE, ExitCode.STOPPED)
+    pid: int
 
     def note_path(self, kind: str) -> Path:
         """Return the rank's file of a kind (see rank_file_path)."""
@@ -98,10 +86,28 @@ class RankProcess:
     def is_suspended(self) -> bool:
         """Tell whether Linux reports state T; the state follows the last ")" of the stat line."""
         try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
             return False
         return stat.rpartition(")")[2].split()[0] == "T"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProcess(WatchedRank):
+    """A rank that this process has started, with the pipe for the note of its failure."""
+
+    process: BaseProcess
+    notes: Connection
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.exitcode is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process has ended, and neither done nor stopped as agreed."""
+        return self.process.exitcode not in (None, ExitCode.DONE, ExitCode.STOPPED)
 
 
 def watch_ranks(
@@ -124,7 +130,7 @@ def watch_ranks(
         silent = [rank for rank in live if rank.silence_s(started_s) > rank.patience_s()]
         # Who waits for others may wait for as long as they show life.
         if len(silent) == len(live) or any(not rank.is_waiting() for rank in silent):
-            return _blame_hanging_rank(live, started_s)
+            return blame_hanging_rank(live, started_s, live[0].folder.parent)
     return _find_first_failure(ranks, started_s)
 
 
@@ -144,7 +150,7 @@ def _find_first_failure(ranks: Sequence[RankProcess], started_s: float) -> RankF
             return first
         if time.monotonic() > deadline_s:
             if first.kind is FailureKind.PEER_LOST:
-                return _blame_hanging_rank(live, started_s)
+                return blame_hanging_rank(live, started_s, live[0].folder.parent)
             return first
         wait([rank.process.sentinel for rank in live], timeout=_POLL_S)
 
@@ -171,7 +177,7 @@ def _describe_failure(rank: RankProcess) -> RankFailure:
     )
 
 
-def _blame_hanging_rank(live: Sequence[RankProcess], started_s: float) -> RankFailure:
+def blame_hanging_rank(live: Sequence[WatchedRank], started_s: float, run_dir: Path) -> RankFailure:
     """Blame one of the ranks that still live.
 
     That is a suspended one, else one that never came to meet the others, else one that does not
@@ -179,7 +185,7 @@ def _blame_hanging_rank(live: Sequence[RankProcess], started_s: float) -> RankFa
     its stack, go to the flight record in the folder of the run.
     """
 
-    def suspicion(rank: RankProcess) -> tuple[bool, bool, bool, float]:
+    def suspicion(rank: WatchedRank) -> tuple[bool, bool, bool, float]:
         has_met = rank.note_path("met").exists()
         return rank.is_suspended(), not has_met, not rank.is_waiting(), rank.silence_s(started_s)
 
@@ -189,7 +195,7 @@ def _blame_hanging_rank(live: Sequence[RankProcess], started_s: float) -> RankFa
         cause = "it is suspended (SIGSTOP)"
     silence_s = rank.silence_s(started_s)
     activity = f" in: {rank.activity()}" if rank.activity() else ""
-    record = write_flight_record(live, rank.folder.parent)
+    record = write_flight_record(live, run_dir)
     return RankFailure(
         rank=rank.info.rank,
         step=rank.last_step(),
@@ -202,9 +208,15 @@ def _blame_hanging_rank(live: Sequence[RankProcess], started_s: float) -> RankFa
     )
 
 
-def write_flight_record(ranks: Sequence[RankProcess], run_dir: Path) -> str:
-    """Write what each rank did last, and its stack, and return the stacks as text."""
-    send_signal([rank for rank in ranks if not rank.is_suspended()], STACK_SIGNAL)
+def write_flight_record(ranks: Sequence[WatchedRank], run_dir: Path, part: str = "") -> str:
+    """Write what each rank did last, and its stack, and return the stacks as text.
+
+    `part` names the file of a machine, where there are several.
+    """
+    for rank in ranks:
+        if not rank.is_suspended():
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, STACK_SIGNAL)
     time.sleep(_STACK_S)
     now_s = time.monotonic()
     record = []
@@ -224,7 +236,7 @@ def write_flight_record(ranks: Sequence[RankProcess], run_dir: Path) -> str:
         ]
         record.append({"rank": rank.info.rank, "beats": beats, "stack": stack})
         text += f"rank {rank.info.rank}, {rank.activity()}:\n{stack}"
-    path = run_dir / FLIGHT_RECORD_FILE
+    path = run_dir / f"flight_record{part}.json"
     with suppress(OSError):
         path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return f"{text}flight record: {path}\n"
@@ -233,5 +245,5 @@ def write_flight_record(ranks: Sequence[RankProcess], run_dir: Path) -> str:
 def send_signal(ranks: Sequence[RankProcess], number: signal.Signals) -> None:
     """Send a signal to the ranks that live."""
     for rank in ranks:
-        if rank.is_alive and rank.process.pid is not None:
-            os.kill(rank.process.pid, number)
+        if rank.is_alive:
+            os.kill(rank.pid, number)

@@ -124,12 +124,10 @@ class Beat:
 class Heartbeat:
     """A file with the last things that a rank began to do, for the launcher."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._handle: int | None = None
-        if path is not None:
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            # All its room is taken now, so that a disk that fills up later does not stop it.
-            os.pwrite(self._handle, bytes(_BEAT.size * _RECORDS), 0)
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # All its room is taken now, so that a disk that fills up later does not stop it.
+        os.pwrite(self._handle, bytes(_BEAT.size * _RECORDS), 0)
         self._step = 0
         self._steps_begun = 0
         self._count = 0
@@ -147,8 +145,6 @@ class Heartbeat:
 
     def note(self, activity: str, *, is_waiting: bool = False) -> None:
         """Note what the rank begins to do."""
-        if self._handle is None:
-            return
         text = activity.encode()[:115]
         record = _BEAT.pack(time.monotonic(), self._step, self._steps_begun, is_waiting, text)
         os.pwrite(self._handle, record, self._count % _RECORDS * _BEAT.size)
