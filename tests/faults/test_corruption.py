@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tiny_jobs
 from moewright.codec import read_incidents
+from moewright.engine.model.layers import list_parameters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
-from moewright.engine.run.corruption import checksum, find_odd_replicas
+from moewright.engine.run.corruption import checksum, find_culprits, find_odd_replicas
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.spec.run import IncidentKind
@@ -80,7 +82,81 @@ def test_a_flipped_bit_is_found_before_the_next_update(
     assert (incident.kind, incident.rank) == (IncidentKind.CORRUPTION, 1)
 
 
-def test_checks_find_nothing_in_a_sound_run(data: DataSpec, tmp_path: Path) -> None:
-    checked = tiny_jobs.build_workload(data, steps=4, check_every=1, eval_every_steps=2)
-    plan = tiny_jobs.build_plan(checked, "tp2,mbs1", world_size=2)
-    assert train(plan, tmp_path) is ExitCode.DONE
+def test_the_rank_whose_own_figures_differ_is_named_before_those_that_share_sums() -> None:
+    reduced = "the reduced gradient of a (0)"
+    assert find_culprits(["", ""]) == {}
+    assert find_culprits([reduced, "the loss"]) == {1: "the loss"}
+    assert find_culprits([reduced, ""]) == {0: reduced}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp2,mbs1,overlap=grad",
+        pytest.param("dp2,mbs1,zero1", marks=pytest.mark.thorough),
+        pytest.param("pp2,mbs1", marks=pytest.mark.thorough),
+        pytest.param("dp2,mbs1,zero3", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_flipped_bit_of_a_gradient_is_found(
+    layout: str,
+    data: DataSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 1 loses a bit of a gradient of step 3, while it is added up."""
+    begin = DistributedOptimizer.begin_step
+    begun = {"steps": 0}
+
+    def begin_and_flip(self: DistributedOptimizer, micro_batches: int) -> None:
+        begin(self, micro_batches)
+        begun["steps"] += 1
+        if begun["steps"] == 3 and self._runtime.mesh.rank == 1:
+            weight = list_parameters(self._model)[0].parameter
+            weight.register_hook(flip_bit)
+
+    def flip_bit(gradient: torch.Tensor) -> torch.Tensor:
+        if begun["steps"] != 3:
+            return gradient
+        flipped = gradient.clone()
+        flipped.view(-1).view(torch.int32)[3] ^= 1 << 7
+        return flipped
+
+    monkeypatch.setattr(DistributedOptimizer, "begin_step", begin_and_flip)
+    original = DistributedOptimizer.__init__
+
+    def remember_model(self: DistributedOptimizer, runtime: Any, model: Any, *rest: Any) -> None:
+        self._model = model  # type: ignore[attr-defined]
+        original(self, runtime, model, *rest)
+
+    monkeypatch.setattr(DistributedOptimizer, "__init__", remember_model)
+    workload = tiny_jobs.build_workload(data, steps=4, check_every=1)
+    assert train(tiny_jobs.build_plan(workload, layout, world_size=2), tmp_path) == 3
+    message = capfd.readouterr().err.splitlines()[0]
+    assert "of step 3 came out otherwise when repeated" in message
+    if "zero3" not in layout:
+        assert message.startswith("rank 1 failed at step 3: CorruptionError: the gradient of ")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2,mbs1",
+        pytest.param("ep2,mbs1,overlap=grad+param", marks=pytest.mark.thorough),
+        pytest.param("pp2,mbs1", marks=pytest.mark.thorough),
+        pytest.param("dp2,mbs1,zero3", marks=pytest.mark.thorough),
+    ],
+)
+def test_checks_find_nothing_in_a_sound_run_and_change_nothing(
+    layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    curves = []
+    for every in (0, 1):
+        workload = tiny_jobs.build_workload(data, steps=4, check_every=every, eval_every_steps=2)
+        folder = tmp_path / str(every)
+        plan = tiny_jobs.build_plan(workload, layout, world_size=2)
+        assert train(plan, folder) is ExitCode.DONE
+        rows = tiny_jobs.read_steps(folder)
+        curves.append([(row["loss"], row["grad_norm"]) for row in rows])
+    assert curves[0] == curves[1]

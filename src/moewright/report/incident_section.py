@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from moewright.spec.run import Incident
+from moewright.spec.run import Incident, IncidentKind
 from moewright.spec.units import format_seconds
 
 
@@ -34,7 +34,7 @@ def build_incident_section(incidents: Sequence[Incident]) -> IncidentSection | N
     """Return the section, or None for a run without incidents."""
     if not incidents:
         return None
-    ended = [incident for incident in incidents if incident.resumed_step]
+    ended = [incident for incident in incidents if _has_gone_on(incident)]
     noun = "incident" if len(incidents) == 1 else "incidents"
     summary = f"{len(incidents)} {noun}"
     if ended:
@@ -51,12 +51,19 @@ def _build_row(incident: Incident) -> IncidentRow:
         kind=incident.kind.value,
         message=incident.message,
         way_on=_describe_way_on(incident),
-        repeated=str(incident.repeated_steps) if incident.resumed_step else "",
-        lost=format_seconds(incident.lost_s) if incident.resumed_step else "",
+        repeated=str(incident.repeated_steps) if _has_gone_on(incident) else "",
+        lost=format_seconds(incident.lost_s) if _has_gone_on(incident) else "",
     )
 
 
+def _has_gone_on(incident: Incident) -> bool:
+    """Tell whether the ranks were ended, and the run has gone on since."""
+    return bool(incident.resumed_step) and incident.kind is not IncidentKind.SLOW
+
+
 def _describe_way_on(incident: Incident) -> str:
+    if incident.kind is IncidentKind.SLOW:
+        return "has gone on meanwhile"
     if not incident.resumed_step:
         return incident.gave_up or "has not gone on"
     way_on = f"from step {incident.resumed_step} in {format_seconds(incident.down_s)}"

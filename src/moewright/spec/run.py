@@ -154,18 +154,19 @@ class Session:
 
 
 class IncidentKind(StrEnum):
-    """The kinds of incident: what ended the ranks of a run before their time."""
+    """The kinds of incident: what ended the ranks of a run before their time, or slows it down."""
 
     CRASH = "crash"
     HANG = "hang"
     NOT_FINITE = "not finite"  # a weight, the loss, or what a checkpoint would have held
     CORRUPTION = "corruption"  # of bits of the state
     RETURN = "return"  # of ranks that were gone: the others were stopped for them
+    SLOW = "slow rank"  # whose compute takes longer than that of its peers: the run goes on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """An event that ended the ranks of a run, and how the run went on.
+    """An event that ended the ranks of a run, and how the run went on; or a rank that is slow.
 
     The fields from `resumed_step` on are those of the way on; `resumed_step` is 0 where the run did
     not go on.

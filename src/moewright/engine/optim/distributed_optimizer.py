@@ -88,6 +88,8 @@ class DistributedOptimizer:
         self._reductions: dict[int, AsyncCollective] = {}
         self._param_gathers: dict[int, AsyncCollective] = {}
         self._grad_shards: list[torch.Tensor] = []
+        # Called with each bucket that holds this rank's own gradients, before they are reduced.
+        self.before_reduce: Callable[[FlatBucket], None] = lambda bucket: None
         self._overlaps_param_gather = Overlap.PARAM in runtime.mesh.layout.overlap
         self._backward_order = self._order_buckets(parameters)
         # As forward uses them.
@@ -188,6 +190,7 @@ class DistributedOptimizer:
         for parameter, grad_view in self.buckets[index].grad_views:
             if parameter.name in self._stale:
                 grad_view.zero_()
+        self.before_reduce(self.buckets[index])
         self._reductions[index] = self.buckets[index].start_reduce()
 
     def reduce_gradients(self) -> torch.Tensor:

@@ -4,10 +4,14 @@ Nothing may change a weight, a master weight or a moment between the end of an u
 A guard notes checksums after a checked update and compares them right before the next one: a
 flipped bit is found on the rank that has it, whether or not another rank holds a copy. Weights of
 which several ranks hold a copy are compared between these as well.
+
+Gradients have no such rest. A checked step is done twice, and the losses and gradients of both
+times are compared before the update: the engine repeats a step bit for bit.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,10 +19,17 @@ from typing import Any
 import torch
 
 from moewright.engine.model.layers import list_parameters
+from moewright.engine.optim.flat_buffers import FlatBucket
 from moewright.engine.optim.fsdp import is_fully_sharded, local_weight
-from moewright.engine.run.step import TrainState
+from moewright.engine.run.step import (
+    BackwardResult,
+    TrainState,
+    build_phase_clock,
+    forward_backward,
+)
 from moewright.engine.run.worker import CorruptionError
 
+_REDUCED = "the reduced gradient of "
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,16 +40,36 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StateGuard:
-    """Checksums of the state of this rank, noted after every `every`-th update; 0 for never."""
+    """Checksums of the state of this rank, noted after every `every`-th update; 0 for never.
 
-    def __init__(self, state: TrainState, *, every: int, rank: int) -> None:
+    The step after is the checked one: it ends with a comparison, and is done twice.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        every: int,
+        rank: int,
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
         self._state = state
+        self._gather = gather
         self._every = every
         self._rank = rank
         self._step = 0
         self._sums: dict[str, int] = {}
+        self._repeats = every > 0
+        self._own_gradients: dict[str, torch.Tensor] = {}
 
-    def note(self, step: int, gather: Callable[[Any], list[Any]]) -> None:
+    def begin_step(self) -> None:
+        """Begin a step: sums of its gradients are taken if it is a checked one."""
+        self._own_gradients = {}
+        optimizer = self._state.optimizer
+        is_checked = bool(self._sums) and self._repeats
+        optimizer.before_reduce = self._sum_gradients if is_checked else _ignore_bucket
+
+    def note(self, step: int) -> None:
         """Note the state after update `step`, if that is to be checked; all ranks call this.
 
         Raises:
@@ -51,17 +82,19 @@ class StateGuard:
         self._state.optimizer.finish_pending()
         self._step = step
         self._sums = self._sum_up()
-        culprits = find_odd_replicas(gather(self._sum_up_replicas()))
+        culprits = find_odd_replicas(self._gather(self._sum_up_replicas()))
         if self._rank in culprits:
             raise CorruptionError(
                 f"{culprits[self._rank]} is not what other ranks have after step {step}"
             )
 
-    def verify(self) -> None:
-        """Compare the state with what was noted.
+    def verify(self, step: int, backward: BackwardResult, *, is_counted: bool = False) -> None:
+        """Compare the state with what was noted, and step `step` with itself; all ranks call this.
+
+        A step that is counted for the ledger is not repeated.
 
         Raises:
-            CorruptionError: naming the tensor.
+            CorruptionError: on the rank at fault, naming the tensor.
         """
         if not self._sums:
             return
@@ -69,6 +102,56 @@ class StateGuard:
         for name, value in self._sum_up().items():
             if value != self._sums[name]:
                 raise CorruptionError(f"{name} has changed since step {self._step}, by no update")
+        if self._repeats and not is_counted:
+            self._compare_passes(step, backward)
+
+    def _compare_passes(self, step: int, backward: BackwardResult) -> None:
+        first = self._take_pass(backward)
+        second = self._repeat(step)
+        differences = self._gather(_find_difference(first, second))
+        if not any(differences):
+            return
+        third = self._repeat(step)
+        is_transient = not all(
+            any(self._gather(_find_difference(other, third))) for other in (first, second)
+        )
+        if not is_transient and self._state.runtime.device.type != "cpu":
+            self._repeats = False
+            if self._rank == 0:
+                message = (
+                    f"step {step} gives other gradients each time, so kernels are not "
+                    "deterministic: steps are compared with themselves no more"
+                )
+                print(message, file=sys.stderr, flush=True)
+            return
+        culprits = find_culprits(differences)
+        if self._rank in culprits:
+            others = [str(rank) for rank in culprits if rank != self._rank]
+            also = f" (so it did on rank {', '.join(others)})" if others else ""
+            raise CorruptionError(
+                f"{culprits[self._rank]} of step {step} came out otherwise when repeated{also}"
+            )
+
+    def _repeat(self, step: int) -> dict[str, str]:
+        clock = build_phase_clock(self._state.runtime.device)
+        return self._take_pass(forward_backward(self._state, clock, step=step))
+
+    def _take_pass(self, backward: BackwardResult) -> dict[str, str]:
+        """Return what this rank computed itself, and after that what came of the reduction."""
+        sums = {f"the {name}": value for name, value in self._own_gradients.items()}
+        for number, shard in enumerate(self._state.optimizer.gradient_shards()):
+            name = shard.name.removeprefix("grad/")
+            sums[f"{_REDUCED}{name} ({number})"] = checksum(shard.tensor)
+        values = torch.stack([value.cpu() for value in sums.values()]).tolist()
+        self._own_gradients = {}
+        return {
+            "the loss": repr(backward.local_nll),
+            **{name: str(value) for name, value in zip(sums, values, strict=True)},
+        }
+
+    def _sum_gradients(self, bucket: FlatBucket) -> None:
+        for parameter, gradient in bucket.grad_views:
+            self._own_gradients[f"gradient of {parameter.name}"] = checksum(gradient)
 
     def _sum_up(self) -> dict[str, int]:
         names = []
@@ -94,6 +177,26 @@ class StateGuard:
                 box = f"{parameter.name} {place.offsets} {place.local_shape} {place.row_indices}"
                 sums[box] = int(checksum(parameter.parameter))
         return sums
+
+
+def _ignore_bucket(bucket: FlatBucket) -> None:
+    """Take no sums of a step that is not checked."""
+
+
+def _find_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return the first name whose value is not the same in both passes; "" where all are."""
+    return next((name for name in one if one[name] != other[name]), "")
+
+
+def find_culprits(differences: Sequence[str]) -> dict[int, str]:
+    """Return the ranks at fault, and what differs there, from what differs on each rank.
+
+    What a rank computes itself is nearer to the fault than what comes of a reduction, in which
+    all have a part.
+    """
+    by_rank = {rank: name for rank, name in enumerate(differences) if name}
+    own = {rank: name for rank, name in by_rank.items() if not name.startswith(_REDUCED)}
+    return own or by_rank
 
 
 def find_odd_replicas(sums_by_rank: Sequence[Mapping[str, int]]) -> dict[int, str]:

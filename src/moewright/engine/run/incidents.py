@@ -45,6 +45,19 @@ def note_return(run_dir: Path, layout: Layout) -> None:
     _append(run_dir, layout, kind=IncidentKind.RETURN, message="stops for the ranks that were gone")
 
 
+def note_slow_rank(run_dir: Path, layout: Layout, *, rank: int, step: int, message: str) -> None:
+    """Note that a rank is slow; the run goes on meanwhile."""
+    _append(
+        run_dir,
+        layout,
+        kind=IncidentKind.SLOW,
+        message=message,
+        rank=rank,
+        step=step,
+        resumed_step=step + 1,
+    )
+
+
 def note_restart(run_dir: Path, layout: Layout, starter: str) -> None:
     """Note that `starter` has started the ranks again, where nobody could note why."""
     if not _is_open(read_incidents(run_dir)):

@@ -211,7 +211,7 @@ def train_step(
     lr: float,
     stop_requested: bool,
     count_ledger: bool,
-    before_update: Callable[[], None] = lambda: None,
+    before_update: Callable[[BackwardResult], None] = lambda backward: None,
 ) -> StepResult:
     """Do update number `step` (from 1); `count_ledger` counts this step for the ledger.
 
@@ -230,12 +230,12 @@ def _train_step(
     step: int,
     lr: float,
     stop_requested: bool,
-    before_update: Callable[[], None],
+    before_update: Callable[[BackwardResult], None],
 ) -> StepResult:
     runtime = state.runtime
     clock = build_phase_clock(runtime.device)
     backward = forward_backward(state, clock, step=step, stop_requested=stop_requested)
-    before_update()
+    before_update(backward)
     apply_update(state, clock, backward, lr=lr)
     expert_loads = _sum_expert_loads(state, backward)
     if expert_loads.numel():

@@ -56,6 +56,7 @@ from moewright.engine.run.rank_checks import (
 from moewright.engine.run.restore import build_identity, read_steps_done, restore
 from moewright.engine.run.run_records import build_session, build_step_record, open_recorder
 from moewright.engine.run.step import TrainState, compute_heldout_loss, train_step
+from moewright.engine.run.stragglers import StragglerWatch
 from moewright.engine.run.worker import (
     ExitCode,
     FailureKind,
@@ -244,8 +245,9 @@ def _train_rank(
     )
     if workload.gc_every_steps:
         _disable_automatic_gc()
-    guard = StateGuard(state, every=workload.check_every, rank=rank)
+    guard = StateGuard(state, every=workload.check_every, rank=rank, gather=collectives.gather_json)
     wait_clock = state.runtime.counters.wait_clock
+    straggler_watch = StragglerWatch(plan_job(plan), state)
     # The one step of this session that is counted for the ledger.
     counted_step = min(first_step + workload.ledger_step, last_step)
     stopped = False
@@ -255,6 +257,7 @@ def _train_rank(
         saver.raise_failure()
         lr = learning_rate(workload.optimizer, steps=workload.steps, step=step)
         is_counted = step == counted_step
+        guard.begin_step()
         timer.begin_step(wait_clock)
         with profiler.step(step):
             result = train_step(
@@ -263,17 +266,19 @@ def _train_rank(
                 lr=lr,
                 stop_requested=context.stop.requested,
                 count_ledger=is_counted,
-                before_update=guard.verify,
+                before_update=partial(guard.verify, step, is_counted=is_counted),
             )
-        guard.note(step, collectives.gather_json)
+        guard.note(step)
         waits, wait_calls = wait_clock.take()
         host = timer.end_step(result.phases, waits)
         if step >= first_step + SESSION_WARMUP_STEPS and not is_counted:
             timer.add_steady_step(result.phases, waits, wait_calls, host)
+            straggler_watch.add_step(result, waits, host)
         record = build_step_record(plan, step, lr, result)
         recorder.write_step(replace(record, waits=waits, host=host, device=sample_device(device)))
         if step == first_step and repeated is not None:
             note_way_on(run_dir, plan.layout, first_step, repeated)
+        straggler_watch.report(run_dir, step)
         if result.skipped:
             consecutive_skips += 1
             report_nonfinite(
