@@ -236,6 +236,7 @@ def _ramp_ranges(ramp: BatchRampSpec, global_batch: int) -> Iterator[_Range]:
 def _checkpoint_ranges(checkpoint: CheckpointSpec) -> Iterator[_Range]:
     yield "checkpoint.every_steps", checkpoint.every_steps, 0, MAX_STEPS
     yield "checkpoint.keep", checkpoint.keep, 1, 10**6
+    yield "checkpoint.copy_keep", checkpoint.copy_keep, 1, 10**6
     yield "checkpoint.keep_every_steps", checkpoint.keep_every_steps, 0, MAX_STEPS
 
 

@@ -356,6 +356,9 @@ class CheckpointSpec:
     keep: int = 2  # how many of the newest are kept
     # checkpoints at multiples of so many steps are kept for good; 0: none besides `keep`
     keep_every_steps: int = 0
+    # a folder elsewhere for copies, as a path or a URL that fsspec knows (s3://..., gs://...)
+    copy_to: str = ""
+    copy_keep: int = 2  # how many of the newest copies are kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

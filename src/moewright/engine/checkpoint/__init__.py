@@ -47,6 +47,7 @@ from moewright.engine.checkpoint.local_shard import (
     LocalShard,
     flat_range_shards,
 )
+from moewright.engine.checkpoint.remote import fetch_newer
 from moewright.engine.checkpoint.saver import CheckpointSaver, save_checkpoint
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "TensorEntry",
     "TensorHeader",
     "checkpoint_path",
+    "fetch_newer",
     "find_checkpoint",
     "find_latest",
     "find_resume_point",

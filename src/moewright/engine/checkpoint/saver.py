@@ -22,6 +22,7 @@ from moewright.engine.checkpoint.coordinator import Coordinator, run_on_all_rank
 from moewright.engine.checkpoint.index import TensorEntry
 from moewright.engine.checkpoint.local_shard import LocalShard
 from moewright.engine.checkpoint.planning import describe_shards, plan_save
+from moewright.engine.checkpoint.remote import RemoteCopier
 from moewright.spec.workload import CheckpointSpec, SaveMode
 
 
@@ -78,6 +79,9 @@ class CheckpointSaver:
             self._background_comm = build_background_comm()
         self._tensors: tuple[TensorEntry, ...] | None = None
         self._host_copies: tuple[torch.Tensor, ...] = ()
+        self._copier: RemoteCopier | None = None
+        if spec.copy_to and comm.rank == 0:
+            self._copier = RemoteCopier(directory, spec, comm.note)
         self._thread: Thread | None = None
         self._failures: list[Exception] = []
 
@@ -101,7 +105,7 @@ class CheckpointSaver:
         if not prepare_save(request, self._comm):
             return request.path
         if self._spec.mode is SaveMode.SYNC:
-            commit_save(request, self._comm)
+            self._commit_and_copy(request, self._comm)
             return request.path
         request = replace(request, shards=self._copy_to_host(request.shards))
         self._thread = Thread(target=self._commit, args=(request,), name="checkpoint", daemon=True)
@@ -121,9 +125,20 @@ class CheckpointSaver:
         if self._failures:
             raise self._failures.pop()
 
+    def close(self) -> None:
+        """Wait until the save under way is committed, and copied where copies are made."""
+        self.wait()
+        if self._copier is not None:
+            self._copier.close()
+
+    def _commit_and_copy(self, request: SaveRequest, comm: Coordinator) -> None:
+        commit_save(request, comm)
+        if self._copier is not None:
+            self._copier.submit(request.path)
+
     def _commit(self, request: SaveRequest) -> None:
         try:
-            commit_save(request, self._background_comm)
+            self._commit_and_copy(request, self._background_comm)
         except Exception as error:  # of any kind: `wait` raises it in the main thread
             self._failures.append(error)
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from moewright.codec import default_values, to_data
 from moewright.engine.checkpoint import (
+    CheckpointIndex,
     Coordinator,
     LocalShard,
+    fetch_newer,
     find_checkpoint,
     find_latest,
     find_resume_point,
@@ -93,6 +95,23 @@ def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any
         },
         "data": {"documents": to_data(DocumentMasking.JOINED)},
     }
+
+
+def fetch_remote_checkpoint(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> None:
+    """Bring the newest copy of a checkpoint here, where copies are made and it is newer.
+
+    Raises:
+        BadInput: it is of another job, or the copies cannot be looked at (see `fetch_newer`).
+    """
+    url = plan.workload.checkpoint.copy_to
+    if not url:
+        return
+    defaults = _identity_defaults(plan.model, plan.workload)
+
+    def accept(index: CheckpointIndex) -> None:
+        _refuse_other_job(index.extra, identity, defaults)
+
+    fetch_newer(url, run_dir / "checkpoints", accept)
 
 
 def read_steps_done(

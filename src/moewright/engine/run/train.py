@@ -53,7 +53,12 @@ from moewright.engine.run.rank_checks import (
     missing_devices,
     refuse_different_ranks,
 )
-from moewright.engine.run.restore import build_identity, read_steps_done, restore
+from moewright.engine.run.restore import (
+    build_identity,
+    fetch_remote_checkpoint,
+    read_steps_done,
+    restore,
+)
 from moewright.engine.run.run_records import build_session, build_step_record, open_recorder
 from moewright.engine.run.step import TrainState, compute_heldout_loss, train_step
 from moewright.engine.run.stragglers import StragglerWatch
@@ -115,6 +120,7 @@ def train(
     if reasons:
         raise BadInput(*reasons)
     identity = build_identity(plan, check_data(plan.model, plan.workload))
+    fetch_remote_checkpoint(plan, run_dir, identity)
     steps_done = read_steps_done(plan, run_dir, identity, falls_back=falls_back)
     last_step = _find_last_step(plan.workload, steps_done, extend)
     if steps_done >= last_step:
@@ -299,7 +305,7 @@ def _train_rank(
         if stopped:
             break
     batches.close()
-    saver.wait()
+    saver.close()
     recorder.close()
     profiler.close()
     timer.close()

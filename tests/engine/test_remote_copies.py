@@ -1,0 +1,200 @@
+"""Copies of checkpoints elsewhere: whole or not there, verified, pruned, and come back."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moewright.engine.checkpoint import (
+    LocalShard,
+    fetch_newer,
+    find_latest,
+    list_checkpoints,
+    read_index,
+    save_checkpoint,
+    single_process,
+)
+from moewright.engine.checkpoint.index import CheckpointIndex
+from moewright.engine.checkpoint.remote import RemoteCopier, RemoteFolder
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import CheckpointSpec
+
+fsspec = pytest.importorskip("fsspec")
+
+
+def save(directory: Path, step: int, *, job: str = "a", value: float = 1.0) -> Path:
+    shard = LocalShard(
+        name="w", global_shape=(64, 8), offsets=(0, 0), tensor=torch.full((64, 8), value + step)
+    )
+    return save_checkpoint(
+        directory, step=step, shards=[shard], extra={"job": job}, keep=2, comm=single_process()
+    )
+
+
+def accept_any(index: CheckpointIndex) -> None:
+    pass
+
+
+def ignore(activity: str) -> None:
+    pass
+
+
+@contextmanager
+def serve_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Serve an empty bucket on this machine, where s3fs and moto's server are installed."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    bucket = uuid.uuid4().hex
+    fsspec.filesystem("s3").mkdir(bucket)
+    try:
+        yield f"s3://{bucket}/copies"
+    finally:
+        fsspec.filesystem("s3").clear_instance_cache()
+        server.stop()
+
+
+@pytest.fixture(params=["file", "path", "memory", "s3"])
+def url(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    if request.param == "s3":
+        with serve_s3(monkeypatch) as bucket:
+            yield bucket
+        return
+    name = uuid.uuid4().hex
+    urls = {
+        "file": f"file://{tmp_path}/remote/{name}",
+        "path": f"{tmp_path}/remote/{name}",
+        "memory": f"memory://{name}",
+    }
+    yield urls[request.param]
+
+
+def test_a_copy_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
+    remote = RemoteFolder(url)
+    assert remote.list_steps() == []
+    for step in (4, 8):
+        remote.upload(save(tmp_path / "here", step), ignore)
+    assert remote.list_steps() == [4, 8]
+    there = tmp_path / "there"
+    fetch_newer(url, there, accept_any)
+    assert [path.name for path in list_checkpoints(there)] == ["step-00000008"]
+    for path in (tmp_path / "here/step-00000008").iterdir():
+        assert (there / "step-00000008" / path.name).read_bytes() == path.read_bytes()
+    fetch_newer(url, there, accept_any)  # nothing newer
+    assert not list(there.glob(".saving*"))
+
+
+def test_the_oldest_copies_are_pruned(url: str, tmp_path: Path) -> None:
+    remote = RemoteFolder(url)
+    for step in (2, 4, 6, 8):
+        remote.upload(save(tmp_path / "here", step), ignore)
+        remote.prune(CheckpointSpec(copy_keep=2, keep_every_steps=4))
+    assert remote.list_steps() == [4, 6, 8]
+
+
+def test_a_copy_without_an_index_is_none_and_a_damaged_one_is_passed_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copies = tmp_path / "remote"
+    remote = RemoteFolder(str(copies))
+    for step in (2, 4, 6):
+        remote.upload(save(tmp_path / "here", step), ignore)
+    (copies / "step-00000006/index.json").unlink()
+    payload = next((copies / "step-00000004").glob("rank-*"))
+    payload.write_bytes(payload.read_bytes()[:-1] + b"\x07")
+    fetch_newer(str(copies), tmp_path / "there", accept_any)
+    newest = find_latest(tmp_path / "there")
+    assert newest is not None
+    assert read_index(newest).step == 2
+    assert "the copy of step 4" in capfd.readouterr().err
+
+
+def test_a_copy_that_is_not_accepted_is_not_brought_here(tmp_path: Path) -> None:
+    remote = RemoteFolder(str(tmp_path / "remote"))
+    remote.upload(save(tmp_path / "here", 2), ignore)
+
+    def refuse(index: CheckpointIndex) -> None:
+        raise BadInput(Reason(field="resume", rule="is another job"))
+
+    with pytest.raises(BadInput, match="another job"):
+        fetch_newer(str(tmp_path / "remote"), tmp_path / "there", refuse)
+    assert [path.name for path in (tmp_path / "there").iterdir()] == [".fetch"]
+
+
+def test_a_copy_of_another_job_is_not_overwritten(tmp_path: Path) -> None:
+    remote = RemoteFolder(str(tmp_path / "remote"))
+    remote.upload(save(tmp_path / "a", 2), ignore)
+    with pytest.raises(OSError, match="same step of another job"):
+        remote.upload(save(tmp_path / "b", 2, job="b"), ignore)
+    remote.upload(save(tmp_path / "c", 2, value=9.0), ignore)  # the same job went this way again
+    index = (tmp_path / "c/step-00000002/index.json").read_bytes()
+    assert (tmp_path / "remote/step-00000002/index.json").read_bytes() == index
+
+
+def test_an_upload_that_comes_out_otherwise_is_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first upload loses a bit on its way; the next checkpoint is copied all the same."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    put_file = LocalFileSystem.put_file
+    uploads = iter(range(100))
+
+    def lose_a_bit(self: Any, source: str, target: str, **options: Any) -> None:
+        put_file(self, source, target, **options)
+        if next(uploads) == 0:
+            content = bytearray(Path(target).read_bytes())
+            content[-1] ^= 1
+            Path(target).write_bytes(content)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", lose_a_bit)
+    spec = CheckpointSpec(copy_to=str(tmp_path / "remote"))
+    copier = RemoteCopier(tmp_path / "here", spec, ignore)
+    copier.submit(save(tmp_path / "here", 2))
+    while "was not copied" not in (error := capfd.readouterr().err):
+        pass
+    assert "step-00000002 was not copied" in error
+    assert "is not what was written" in error
+    copier.submit(save(tmp_path / "here", 4))
+    copier.close()
+    assert RemoteFolder(spec.copy_to).list_steps() == [4]
+    assert not list((tmp_path / "here").glob(".copying*"))
+
+
+def test_what_is_purged_here_is_copied_all_the_same(tmp_path: Path) -> None:
+    spec = CheckpointSpec(copy_to=str(tmp_path / "remote"))
+    checkpoint = save(tmp_path / "here", 2)
+    copier = RemoteCopier(tmp_path / "here", spec, ignore)  # finds it, and holds it
+    shutil.rmtree(checkpoint)
+    copier.close()
+    assert RemoteFolder(spec.copy_to).list_steps() == [2]
+
+
+def test_what_does_not_answer_is_refused_only_where_nothing_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: RemoteFolder) -> list[int]:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(RemoteFolder, "list_steps", fail)
+    with pytest.raises(BadInput, match="no route to host"):
+        fetch_newer(str(tmp_path / "remote"), tmp_path / "here", accept_any)
+    save(tmp_path / "here", 2)
+    fetch_newer(str(tmp_path / "remote"), tmp_path / "here", accept_any)
+    assert "going on from step-00000002" in capfd.readouterr().err
+    with pytest.raises(BadInput, match=r"checkpoint\.copy_to=nosuch://x: cannot be opened"):
+        fetch_newer("nosuch://x", tmp_path / "here", accept_any)

@@ -1,0 +1,74 @@
+"""Runs whose checkpoints are copied elsewhere: they go on from a copy, and need none."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tiny_jobs
+from moewright.engine.checkpoint.remote import RemoteFolder
+from moewright.engine.run.train import train
+from moewright.engine.run.worker import ExitCode
+from moewright.spec.errors import BadInput
+from moewright.spec.plan import Plan
+from moewright.spec.workload import CheckpointSpec, DataSpec, SaveMode
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return tiny_jobs.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def make_plan(data: DataSpec, copies: Path, *, seed: int = 1234) -> Plan:
+    workload = replace(
+        tiny_jobs.build_workload(data, steps=8, seed=seed),
+        checkpoint=CheckpointSpec(
+            every_steps=2, keep=1, mode=SaveMode.ASYNC, copy_to=str(copies), copy_keep=9
+        ),
+    )
+    return tiny_jobs.build_plan(workload, "ep2,mbs1", world_size=2)
+
+
+def read_losses(run_dir: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in tiny_jobs.read_steps(run_dir)}
+
+
+def test_a_run_goes_on_elsewhere_from_a_copy(
+    data: DataSpec, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copies = tmp_path / "copies"
+    plan = make_plan(data, copies)
+    assert train(plan, tmp_path / "first") is ExitCode.DONE
+    steps = RemoteFolder(str(copies)).list_steps()
+    assert steps[-1] == 8  # the last one always; one that waits is left out for a newer one
+    for step in (6, 8):
+        shutil.rmtree(copies / f"step-{step:08d}", ignore_errors=True)
+    last = max(step for step in steps if step < 6)  # the first one is always among them
+    assert train(plan, tmp_path / "second") is ExitCode.DONE
+    assert f"step-{last:08d} came from" in capfd.readouterr().err
+    whole = read_losses(tmp_path / "first")
+    assert read_losses(tmp_path / "second") == {step: whole[step] for step in range(last + 1, 9)}
+    other = make_plan(data, copies, seed=5)
+    with pytest.raises(BadInput, match="seed"):
+        train(other, tmp_path / "third")
+    assert not list((tmp_path / "third/checkpoints").glob("step-*"))
+
+
+def test_copies_that_fail_do_not_end_a_run(
+    data: DataSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def fail(self: RemoteFolder, *_: object) -> None:
+        raise ConnectionError("the bucket is gone")
+
+    monkeypatch.setattr(RemoteFolder, "upload", fail)
+    assert train(make_plan(data, tmp_path / "copies"), tmp_path / "run") is ExitCode.DONE
+    assert "step-00000008 was not copied" in capfd.readouterr().err
+    assert not list((tmp_path / "run/checkpoints").glob(".copying*"))
