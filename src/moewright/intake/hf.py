@@ -50,7 +50,7 @@ from moewright.intake.hf_moe_families import (
     read_phimoe,
 )
 from moewright.intake.hf_style import TIED, UNROTATED, read_style
-from moewright.intake.hf_unknown import skipped_names
+from moewright.intake.hf_unknown import require_same_score, skipped_names
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
     Activation,
@@ -197,6 +197,7 @@ def _parse(config: Mapping[str, Any], where: str, name: str) -> _ParsedConfig:
     else:
         family = _read_family(fields)
     model = _read_gpt2(fields, name) if family == "gpt2" else _read_rotary(fields, family, name)
+    require_same_score(fields, model)
     return _ParsedConfig(model=model, unknown_fields=(*skipped, *skipped_names(fields)))
 
 

@@ -7,6 +7,7 @@ contains a word or begins with a prefix of a part of a model, or it switches som
 from __future__ import annotations
 
 from moewright.intake.fields import FieldReader
+from moewright.spec.model import ModelSpec
 
 # Fields that say nothing about the shape of the model.
 _HARMLESS = (
@@ -110,7 +111,42 @@ _TELLING_PARTS = (
     "zero_expert",
     "engram",
     "mhc",
+    "scoring",
+    "score_",
+    "topk",
+    "scaling",
+    "scale",
+    "expert",
+    "routed",
+    "lora",
+    "head_dim",
+    "attn",
+    "layer_types",
+    "block_type",
+    "per_layer",
+    "o_groups",
+    "shared_intermediate",
+    "layer_freq",
+    "layer_interval",
+    "layer_step",
+    "sparse_step",
+    "dense_replace",
+    "kv_shared",
+    "sliding_window",
+    "activation",
+    "hidden_act",
+    "swiglu",
+    "clip_qkv",
+    "interleave",
+    "expand",
+    "altup",
+    "laurel",
+    "mup_",
+    "dim_model_base",
+    "jitter",
 )
+# Counts, of which 1 is as telling as 2; any other 1 is taken for a factor.
+_COUNTS = ("shared_expert", "dense_replace", "hash_layers")
 # or begins with one of these, the parts of a model that decide its mathematics.
 _TELLING_PREFIXES = (
     "attention_",
@@ -125,7 +161,35 @@ _TELLING_PREFIXES = (
     "router_",
     "expert",
     "n_group",
+    "hc_",
+    "cla_",
+    "query_",
 )
+
+
+# The names under which families state the function that scores the experts.
+_SCORE_FIELDS = (
+    "scoring_func",
+    "score_func",
+    "score_function",
+    "moe_router_activation_func",
+    "moe_gate_act",
+)
+
+
+def require_same_score(fields: FieldReader, model: ModelSpec) -> None:
+    """Refuse a scorer that is not the family's, under any of its names.
+
+    A family reads the name that its own code reads; another name would be skipped, and the router
+    planned as the family's.
+
+    Raises:
+        BadInput: it names the field and the family's scorer.
+    """
+    unread = fields.unread_names()
+    for field in _SCORE_FIELDS:
+        if model.moe is not None and field in unread:
+            fields.require_neutral(field, model.moe.router.score.value)
 
 
 def skipped_names(fields: FieldReader) -> tuple[str, ...]:
@@ -138,12 +202,19 @@ def skipped_names(fields: FieldReader) -> tuple[str, ...]:
     unknown = fields.unread_names()
     for field in unknown:
         value = fields.raw_value(field)
-        if value is True or (_is_telling(field) and not _is_off(value)):
+        is_one = value == 1 and any(part in field for part in _COUNTS)
+        if value is True or (is_telling(field) and (is_one or not _is_off(value))):
             raise fields.refusal(field, "asks for what moewright does not model", "leave it out")
     return unknown
 
 
-def _is_telling(field: str) -> bool:
+def skips_silently(field: str) -> bool:
+    """Tell whether a field is known to say nothing about the shape of a model."""
+    return field in _HARMLESS
+
+
+def is_telling(field: str) -> bool:
+    """Tell whether the name of an unknown field may ask for other mathematics."""
     return field.startswith(_TELLING_PREFIXES) or any(part in field for part in _TELLING_PARTS)
 
 
