@@ -58,6 +58,21 @@ def main(arguments: Sequence[str], build_app: Callable[[], App] | None = None) -
         return _run_verb(arguments, build_app or _build_verbs)
     except KeyboardInterrupt:
         return _report("interrupted", INTERRUPTED)
+    except (MemoryError, ImportError, RuntimeError) as error:
+        if not _lacks_memory(error):
+            raise
+        # Nothing is imported or built any more: that would take memory.
+        os.write(2, b"moewright: out of memory; raise the limit of this process (ulimit -v)\n")
+        return FAILED
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Tell whether an error says that no memory is left, or no room to map a library."""
+    text = str(error)
+    return isinstance(error, MemoryError) or any(
+        sign in text
+        for sign in ("failed to map segment", "annot allocate memory", "can't allocate memory")
+    )
 
 
 def _build_verbs() -> App:
