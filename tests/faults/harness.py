@@ -17,14 +17,17 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
+
 import tiny_jobs
 from moewright.engine.checkpoint import list_checkpoints
+from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.run.supervise import supervise
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec
 
-STEPS = 48
+STEPS = 64
 PATIENCE_S = 120.0
 _CLONE_NEWNET = 0x40000000
 _DISK_MIB = 24
@@ -34,9 +37,11 @@ class FaultNotPossible(Exception):
     """A fault that cannot be injected on this machine; the text says why."""
 
 
-def build_plan(data: DataSpec) -> Plan:
+def build_plan(data: DataSpec, *, check_every: int = 0) -> Plan:
     """Build a plan of two ranks that save every four steps, and are patient for two seconds."""
-    workload = tiny_jobs.build_workload(data, steps=STEPS, hang_timeout_s=2.0)
+    workload = tiny_jobs.build_workload(
+        data, steps=STEPS, hang_timeout_s=2.0, check_every=check_every
+    )
     checkpoint = replace(workload.checkpoint, every_steps=4)
     return tiny_jobs.build_plan(replace(workload, checkpoint=checkpoint), "ep2,mbs1", world_size=2)
 
@@ -84,6 +89,8 @@ class SupervisedRun:
             try:
                 if self._own_network:
                     _enter_own_network()
+                if self.plan.workload.check_every:
+                    _note_addresses(self.folder)
                 code = supervise(self.plan, self.folder)
             except BadInput as error:
                 print(f"moewright: {error}", file=sys.stderr, flush=True)
@@ -117,7 +124,7 @@ class SupervisedRun:
 
     def wait_for_moment(self, rng: random.Random) -> None:
         """Wait for a random moment in the first half of the run, after its first checkpoint."""
-        step = rng.randint(5, STEPS // 2)
+        step = rng.randint(5, STEPS // 2 - 4)
         self.wait_for(lambda: self.count_steps() >= step, f"step {step}")
         time.sleep(rng.uniform(0.0, 0.03))
 
@@ -140,6 +147,64 @@ def own_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def _note_addresses(folder: Path) -> None:
+    """Have each rank write down where its state lies, for what flips a bit of it from outside."""
+    reduce = DistributedOptimizer.reduce_gradients
+
+    def note_and_reduce(self: DistributedOptimizer) -> torch.Tensor:
+        bucket = self.buckets[0]
+        names = ("weights", "grads", "master", "exp_avg", "exp_avg_sq")
+        text = " ".join(f"{name}={getattr(bucket, name).data_ptr()}" for name in names)
+        path = folder.with_suffix(f".addresses-{os.getpid()}")
+        path.write_text(f"{text} bytes={bucket.master.nbytes}")
+        DistributedOptimizer.reduce_gradients = reduce  # type: ignore[method-assign]
+        return reduce(self)
+
+    DistributedOptimizer.reduce_gradients = note_and_reduce  # type: ignore[method-assign]
+
+
+def _flip_bit(run: SupervisedRun, rng: random.Random, part: str) -> None:
+    """Flip a bit of a rank's memory, in the midst of a step; the rank knows nothing of it."""
+    rank = rng.choice(run.ranks())
+    path = run.folder.with_suffix(f".addresses-{rank}")
+    run.wait_for(path.exists, "the addresses")
+    fields = dict(field.split("=") for field in path.read_text().split())
+    address = int(fields[part]) + rng.randrange(int(fields["bytes"]))
+    steps = run.count_steps()
+    run.wait_for(lambda: run.count_steps() > steps, "a step")
+    time.sleep(rng.uniform(0.0, 0.01))
+    run.injected_s = time.time()
+    handle = os.open(f"/proc/{rank}/mem", os.O_RDWR)
+    try:
+        (byte,) = os.pread(handle, 1, address)
+        os.pwrite(handle, bytes([byte ^ 1 << rng.randrange(8)]), address)
+    finally:
+        os.close(handle)
+
+
+def flip_weight(run: SupervisedRun, rng: random.Random) -> None:
+    _flip_bit(run, rng, "weights")
+
+
+def flip_moment(run: SupervisedRun, rng: random.Random) -> None:
+    _flip_bit(run, rng, rng.choice(("master", "exp_avg", "exp_avg_sq")))
+
+
+def flip_gradient(run: SupervisedRun, rng: random.Random) -> None:
+    _flip_bit(run, rng, "grads")
+
+
+def slow_down_rank(run: SupervisedRun, rng: random.Random) -> None:
+    """Let a rank run for a third of the time, until the journal tells of it."""
+    rank = rng.choice(run.ranks())
+    journal = run.folder / "incidents.jsonl"
+    while run.process.is_alive() and not journal.exists():
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(0.02)
+        os.kill(rank, signal.SIGCONT)
+        time.sleep(0.01)
 
 
 def kill_rank(run: SupervisedRun, rng: random.Random) -> None:
@@ -225,6 +290,73 @@ def damage_payload(run: SupervisedRun, rng: random.Random) -> None:
     _damage_newest(run, flip_byte)
 
 
+def cut_payload(run: SupervisedRun, rng: random.Random) -> None:
+    def cut(newest: Path) -> None:
+        path = rng.choice(sorted(newest.glob("rank-*")))
+        os.truncate(path, rng.randrange(path.stat().st_size))
+
+    _damage_newest(run, cut)
+
+
+def flip_index(run: SupervisedRun, rng: random.Random) -> None:
+    def flip_byte(newest: Path) -> None:
+        path = newest / "index.json"
+        content = bytearray(path.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+
+    _damage_newest(run, flip_byte)
+
+
+def swap_payloads(run: SupervisedRun, rng: random.Random) -> None:
+    def swap(newest: Path) -> None:
+        one, other = sorted(newest.glob("rank-*"))
+        first, second = one.read_bytes(), other.read_bytes()
+        one.write_bytes(second)
+        other.write_bytes(first)
+
+    _damage_newest(run, swap)
+
+
+def _damage_record(run: SupervisedRun, rng: random.Random, name: str) -> None:
+    """Write bytes that mean nothing over a part of a file of the run folder, and kill a rank."""
+    path = run.folder / name
+    ranks = run.ranks()
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    content = bytearray(path.read_bytes() if path.exists() else b"{}")
+    start = rng.randrange(len(content))
+    content[start : start + 20] = rng.randbytes(20)
+    path.write_bytes(content)
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+
+
+def damage_plan(run: SupervisedRun, rng: random.Random) -> None:
+    _damage_record(run, rng, "plan.json")
+
+
+def damage_journal(run: SupervisedRun, rng: random.Random) -> None:
+    _damage_record(run, rng, "incidents.jsonl")
+
+
+def damage_ledger(run: SupervisedRun, rng: random.Random) -> None:
+    _damage_record(run, rng, "ledger/rank-00000.json")
+
+
+def make_read_only(run: SupervisedRun, rng: random.Random) -> None:
+    """Mount the folder of checkpoints read-only until the run has ended, or for a while."""
+    folder = run.folder / "checkpoints"
+    run.wait_for(folder.exists, "the folder of checkpoints")
+    if subprocess.run(["mount", "--bind", str(folder), str(folder)], check=False).returncode:
+        raise FaultNotPossible("needs to mount a file system")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        run.process.join(PATIENCE_S)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 def damage_index(run: SupervisedRun, rng: random.Random) -> None:
     def cut(newest: Path) -> None:
         path = newest / "index.json"
@@ -288,15 +420,27 @@ FAULTS: dict[str, Callable[[SupervisedRun, random.Random], None]] = {
         turn_clock,
         cut_network,
         damage_payload,
+        cut_payload,
+        swap_payloads,
         damage_index,
+        flip_index,
         delete_payload,
         kill_supervisor,
         tear_steps,
         ask_to_stop,
         fill_disk,
+        make_read_only,
         start_twice,
+        damage_plan,
+        damage_journal,
+        damage_ledger,
+        flip_weight,
+        flip_moment,
+        flip_gradient,
+        slow_down_rank,
     )
 }
 NEEDS_DISK = ("fill_disk",)
 NEEDS_NETWORK = ("cut_network",)
+NEEDS_CHECKS = ("flip_weight", "flip_moment", "flip_gradient")
 NEEDS_CLOCK = ("turn_clock",)

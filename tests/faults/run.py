@@ -36,9 +36,18 @@ _HEAD = """# The fault matrix
 `tests/faults/matrix.toml` says what must hold. In every case the losses and gradient norms of all
 steps equal those of the run without a fault, bit for bit. Times are medians, and the longest; the
 time to go on ends with the first step after. They were taken on two cores, beside other work.
+What other libraries state is below.
 
 | fault | tried | held | time to notice, s | time to go on, s | steps repeated |
 |---|--:|--:|--:|--:|--:|
+"""
+_FOOT = """
+## What others promise
+
+As their documents say it; none of it was run here.
+
+| fault | torchft [1] | NVRx [2] | Megatron-LM [3] | here |
+|---|---|---|---|---|
 """
 
 
@@ -76,7 +85,9 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.plan = harness.build_plan(tiny_jobs.write_corpus(folder / "corpus"))
+        data = tiny_jobs.write_corpus(folder / "corpus")
+        self.plan = harness.build_plan(data)
+        self.checked_plan = harness.build_plan(data, check_every=1)
         assert train(self.plan, folder / "whole") == 0
         self.expected = _read_curve(folder / "whole")
 
@@ -94,7 +105,8 @@ class Bench:
                 if case.fault in harness.NEEDS_CLOCK:
                     start.enter_context(harness.jumping_clock())
                 own_network = case.fault in harness.NEEDS_NETWORK
-                run = SupervisedRun(self.plan, folder, own_network=own_network)
+                plan = self.checked_plan if case.fault in harness.NEEDS_CHECKS else self.plan
+                run = SupervisedRun(plan, folder, own_network=own_network)
             try:
                 return self._watch(run, case, random.Random(f"{case.fault} {seed}"))
             except AssertionError as error:
@@ -146,6 +158,15 @@ class Bench:
         )
 
 
+def _format_promises() -> str:
+    """Return the table of what other libraries state, with the sources."""
+    data = tomllib.loads(Path(__file__).with_name("promises.toml").read_text("utf-8"))
+    columns = ("fault", "torchft", "nvrx", "megatron", "here")
+    rows = ["| " + " | ".join(row[column] for column in columns) + " |" for row in data["row"]]
+    sources = [f"{number}. {source}" for number, source in enumerate(data["sources"], 1)]
+    return _FOOT + "\n".join(rows) + "\n\n" + "\n".join(sources) + "\n"
+
+
 def _read_curve(folder: Path) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in tiny_jobs.read_steps(folder)]
 
@@ -195,7 +216,7 @@ def main() -> int:
             rows.append(_format_row(case, outcomes))
             print(rows[-1], flush=True)
     if not arguments.faults:
-        TABLE.write_text(_HEAD + "\n".join(rows) + "\n", "utf-8")
+        TABLE.write_text(_HEAD + "\n".join(rows) + "\n" + _format_promises(), "utf-8")
     return int(failures > 0)
 
 

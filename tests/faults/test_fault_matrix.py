@@ -21,7 +21,7 @@ def test_every_row_of_the_matrix_names_a_fault() -> None:
     cases = read_matrix()
     assert {case.fault for case in cases} == set(harness.FAULTS)
     assert len({case.name for case in cases}) == len(cases)
-    assert all(bool(case.incident) == bool(case.go_on_s) for case in cases)
+    assert all(bool(case.incident) == bool(case.notice_s) for case in cases)
 
 
 def test_a_case_of_the_matrix_holds(tmp_path: Path) -> None:
