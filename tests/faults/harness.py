@@ -341,7 +341,7 @@ def damage_journal(run: SupervisedRun, rng: random.Random) -> None:
 
 
 def damage_ledger(run: SupervisedRun, rng: random.Random) -> None:
-    _damage_record(run, rng, "ledger/rank-00000.json")
+    _damage_record(run, rng, "ledger/rank00000.json")
 
 
 def make_read_only(run: SupervisedRun, rng: random.Random) -> None:

@@ -113,7 +113,7 @@ def test_a_flipped_bit_of_a_gradient_is_found(
         begin(self, micro_batches)
         begun["steps"] += 1
         if begun["steps"] == 3 and self._runtime.mesh.rank == 1:
-            weight = list_parameters(self._model)[0].parameter
+            weight = list_parameters(models[-1])[0].parameter
             weight.register_hook(flip_bit)
 
     def flip_bit(gradient: torch.Tensor) -> torch.Tensor:
@@ -125,9 +125,10 @@ def test_a_flipped_bit_of_a_gradient_is_found(
 
     monkeypatch.setattr(DistributedOptimizer, "begin_step", begin_and_flip)
     original = DistributedOptimizer.__init__
+    models: list[torch.nn.Module] = []
 
     def remember_model(self: DistributedOptimizer, runtime: Any, model: Any, *rest: Any) -> None:
-        self._model = model  # type: ignore[attr-defined]
+        models.append(model)
         original(self, runtime, model, *rest)
 
     monkeypatch.setattr(DistributedOptimizer, "__init__", remember_model)

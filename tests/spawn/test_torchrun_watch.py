@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny_jobs
 from moewright.codec import read_incidents
@@ -161,19 +162,16 @@ def test_ranks_that_end_leave_no_watcher_and_no_files(machines: int, tmp_path: P
 
 
 def run_job(folder: Path, plan: Plan) -> ExitCode:
-    def suspend_at_step_4(step: int, *_: object) -> None:
-        if step == 4 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    original = train_module.sample_device
+    """Train, and suspend rank 1 at the end of its fourth step."""
     steps = iter(range(1, 1000))
 
-    def sample_and_suspend(device: object) -> object:
-        suspend_at_step_4(next(steps))
-        return original(device)  # type: ignore[arg-type]
+    def sample_and_suspend(device: torch.device) -> None:
+        if next(steps) == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
 
-    train_module.sample_device = sample_and_suspend  # type: ignore[assignment]
-    return train(plan, folder / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "sample_device", sample_and_suspend)
+        return train(plan, folder / "run")
 
 
 def test_a_job_that_hangs_under_torchrun_has_an_incident(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import datetime
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moewright.codec import (
+    INCIDENTS_FILE,
     STEPS_FILE,
     FloatPolicy,
     format_layout,
@@ -60,14 +62,14 @@ def note_slow_rank(run_dir: Path, layout: Layout, *, rank: int, step: int, messa
 
 def note_restart(run_dir: Path, layout: Layout, starter: str) -> None:
     """Note that `starter` has started the ranks again, where nobody could note why."""
-    if not _is_open(read_incidents(run_dir)):
+    if not _is_open(_read(run_dir)):
         message = f"{starter} has started the ranks again; who failed was not noted"
         _append(run_dir, layout, kind=IncidentKind.CRASH, message=message)
 
 
 def note_end(run_dir: Path, reason: str) -> None:
     """Note why the ranks are not started again after the last incident."""
-    incidents = read_incidents(run_dir)
+    incidents = _read(run_dir)
     if _is_open(incidents):
         _write(run_dir, (*incidents[:-1], replace(incidents[-1], gave_up=reason)))
 
@@ -81,7 +83,18 @@ def _append(run_dir: Path, layout: Layout, **values: Any) -> None:
         world_size=layout.world_size,
         **values,
     )
-    _write(run_dir, (*read_incidents(run_dir), incident))
+    _write(run_dir, (*_read(run_dir), incident))
+
+
+def _read(run_dir: Path) -> tuple[Incident, ...]:
+    """Return the incidents so far; a damaged journal is put aside, for it must not end a run."""
+    try:
+        return read_incidents(run_dir)
+    except BadInput:
+        path = run_dir / INCIDENTS_FILE
+        with suppress(OSError):
+            path.replace(path.with_name(f".damaged-{path.name}"))
+        return ()
 
 
 def _write(run_dir: Path, incidents: tuple[Incident, ...]) -> None:
@@ -123,7 +136,7 @@ def count_repeated_steps(run_dir: Path, first_step: int) -> RepeatedSteps:
 
 def note_way_on(run_dir: Path, layout: Layout, first_step: int, repeated: RepeatedSteps) -> None:
     """Note that the run has done its first step since the last incident, if there was one."""
-    incidents = read_incidents(run_dir)
+    incidents = _read(run_dir)
     if not _is_open(incidents):
         return
     last = replace(

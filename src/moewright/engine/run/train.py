@@ -11,6 +11,7 @@ import gc
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -186,8 +187,9 @@ def _write_plan(plan: Plan, run_dir: Path) -> None:
     A report predicts every ledger of the folder from plan.json, so all must be of one plan.
     """
     path = run_dir / PLAN_FILE
-    if path.exists() and read_json(Plan, path) == plan:
-        return
+    with suppress(BadInput):  # a damaged one is written anew
+        if path.exists() and read_json(Plan, path) == plan:
+            return
     shutil.rmtree(run_dir / "ledger", ignore_errors=True)
     write_json(path, plan)
 
