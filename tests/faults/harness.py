@@ -27,7 +27,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec
 
-STEPS = 64
+STEPS = 40
 PATIENCE_S = 120.0
 _CLONE_NEWNET = 0x40000000
 _DISK_MIB = 24
@@ -122,9 +122,9 @@ class SupervisedRun:
             assert self.process.is_alive(), f"the run ended before {what} came"
             time.sleep(0.002)
 
-    def wait_for_moment(self, rng: random.Random) -> None:
-        """Wait for a random moment in the first half of the run, after its first checkpoint."""
-        step = rng.randint(5, STEPS // 2 - 4)
+    def wait_for_moment(self, rng: random.Random, last: int) -> None:
+        """Wait for a random moment up to step `last`, after the first checkpoint."""
+        step = rng.randint(5, last)
         self.wait_for(lambda: self.count_steps() >= step, f"step {step}")
         time.sleep(rng.uniform(0.0, 0.03))
 
@@ -442,5 +442,7 @@ FAULTS: dict[str, Callable[[SupervisedRun, random.Random], None]] = {
 }
 NEEDS_DISK = ("fill_disk",)
 NEEDS_NETWORK = ("cut_network",)
+# What must come early, for it takes two windows of ten steps to be noticed.
+NEEDS_TIME = ("slow_down_rank",)
 NEEDS_CHECKS = ("flip_weight", "flip_moment", "flip_gradient")
 NEEDS_CLOCK = ("turn_clock",)

@@ -116,7 +116,7 @@ class Bench:
                 run.process.join()
 
     def _watch(self, run: SupervisedRun, case: Case, rng: random.Random) -> Outcome:
-        run.wait_for_moment(rng)
+        run.wait_for_moment(rng, last=8 if case.fault in harness.NEEDS_TIME else harness.STEPS // 2)
         run.injected_s = time.time()
         harness.FAULTS[case.fault](run, rng)
         run.process.join(harness.PATIENCE_S)

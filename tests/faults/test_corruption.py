@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 
 import tiny_jobs
 from moewright.codec import read_incidents
+from moewright.engine.checkpoint import CheckpointSaver, LocalShard
 from moewright.engine.model.layers import list_parameters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.run.corruption import checksum, find_culprits, find_odd_replicas
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.spec.run import IncidentKind
-from moewright.spec.workload import DataSpec
+from moewright.spec.workload import DataSpec, SaveMode
 
 pytestmark = pytest.mark.spawn
 
@@ -161,3 +163,29 @@ def test_checks_find_nothing_in_a_sound_run_and_change_nothing(
         rows = tiny_jobs.read_steps(folder)
         curves.append([(row["loss"], row["grad_norm"]) for row in rows])
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize(
+    "mode", [SaveMode.SYNC, pytest.param(SaveMode.ASYNC, marks=pytest.mark.thorough)]
+)
+def test_a_bit_that_flips_before_a_save_is_not_committed(
+    mode: SaveMode, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 loses a bit between the notes after step 2 and the checkpoint of step 2."""
+    save = CheckpointSaver.save
+
+    def flip_and_save(
+        self: CheckpointSaver, step: int, shards: list[LocalShard], **options: Any
+    ) -> Path:
+        if self._comm.rank == 1:
+            shards[-1].tensor.view(-1).view(torch.int32)[0] ^= 1 << 7
+        return save(self, step, shards, **options)
+
+    monkeypatch.setattr(CheckpointSaver, "save", flip_and_save)
+    workload = tiny_jobs.build_workload(data, steps=4, check_every=1)
+    checkpoint = replace(workload.checkpoint, every_steps=2, mode=mode)
+    plan = tiny_jobs.build_plan(replace(workload, checkpoint=checkpoint), "ep2,mbs1", world_size=2)
+    assert train(plan, tmp_path) is ExitCode.RANK_FAILED
+    (incident,) = read_incidents(tmp_path)
+    assert (incident.kind, incident.rank, incident.step) == (IncidentKind.CORRUPTION, 1, 2)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))

@@ -51,7 +51,10 @@ _PURGED = ".purged-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
-    """A checkpoint to be written; `shards` are those that the plan gives to this rank's file."""
+    """A checkpoint to be written; `shards` are those that the plan gives to this rank's file.
+
+    `verify` raises where their data is not what it should be; it is called when they are written.
+    """
 
     path: Path
     step: int
@@ -59,6 +62,7 @@ class SaveRequest:
     tensors: tuple[TensorEntry, ...]
     shards: tuple[LocalShard, ...]
     retention: CheckpointSpec
+    verify: Callable[[], None] = lambda: None
 
     @property
     def working_path(self) -> Path:
@@ -127,6 +131,7 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
     is_leader = comm.rank == 0
     try:
         entries = run_on_all_ranks(comm, partial(_write, request, comm))
+        request.verify()
         _require_finite(request, entries)
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
         index = CheckpointIndex(

@@ -85,10 +85,13 @@ class CheckpointSaver:
         self._thread: Thread | None = None
         self._failures: list[Exception] = []
 
-    def save(self, step: int, shards: Sequence[LocalShard]) -> Path:
+    def save(
+        self, step: int, shards: Sequence[LocalShard], verify: Callable[[], None] = lambda: None
+    ) -> Path:
         """Save `shards` as they are now, and return the checkpoint's path.
 
-        They have the same boxes in every call, so the save is planned once.
+        They have the same boxes in every call, so the save is planned once. `verify` is called
+        between the reading of them and the commit; what it raises keeps them from being committed.
         """
         self.wait()
         validate_extra(step, self._extra)
@@ -105,9 +108,10 @@ class CheckpointSaver:
         if not prepare_save(request, self._comm):
             return request.path
         if self._spec.mode is SaveMode.SYNC:
-            self._commit_and_copy(request, self._comm)
+            self._commit_and_copy(replace(request, verify=verify), self._comm)
             return request.path
         request = replace(request, shards=self._copy_to_host(request.shards))
+        verify()
         self._thread = Thread(target=self._commit, args=(request,), name="checkpoint", daemon=True)
         self._thread.start()
         return request.path

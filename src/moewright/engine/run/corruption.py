@@ -98,12 +98,22 @@ class StateGuard:
         """
         if not self._sums:
             return
+        self.verify_state()
+        if self._repeats and not is_counted:
+            self._compare_passes(step, backward)
+
+    def verify_state(self) -> None:
+        """Compare the state with what was noted after the last update, if it was.
+
+        Raises:
+            CorruptionError: on the rank at fault, naming the tensor.
+        """
+        if not self._sums:
+            return
         self._state.optimizer.finish_pending()
         for name, value in self._sum_up().items():
             if value != self._sums[name]:
                 raise CorruptionError(f"{name} has changed since step {self._step}, by no update")
-        if self._repeats and not is_counted:
-            self._compare_passes(step, backward)
 
     def _compare_passes(self, step: int, backward: BackwardResult) -> None:
         first = self._take_pass(backward)

@@ -303,7 +303,7 @@ def _train_rank(
         if heldout is not None and is_evaluated and not stopped:
             recorder.write_evaluation(_evaluate(state, heldout, step, context))
         if is_last or _is_due(step, workload.checkpoint.every_steps):
-            saver.save(step, state.local_shards())
+            saver.save(step, state.local_shards(), verify=guard.verify_state)
         if stopped:
             break
     batches.close()
