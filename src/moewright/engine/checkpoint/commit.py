@@ -130,8 +130,7 @@ def commit_save(request: SaveRequest, comm: Coordinator) -> None:
     """
     is_leader = comm.rank == 0
     try:
-        entries = run_on_all_ranks(comm, partial(_write, request, comm))
-        request.verify()
+        entries = run_on_all_ranks(comm, partial(_write_and_verify, request, comm))
         _require_finite(request, entries)
         files = tuple(FileEntry(**entry) for entry in entries if entry is not None)
         index = CheckpointIndex(
@@ -286,6 +285,13 @@ def _prepare(request: SaveRequest) -> bool:
         existing = _nearest_existing(directory)
         raise write_error(existing, error, request.required_bytes) from error
     return True
+
+
+def _write_and_verify(request: SaveRequest, comm: Coordinator) -> dict[str, Any] | None:
+    """Write this rank's file; what `verify` raises keeps all ranks from the commit."""
+    entry = _write(request, comm)
+    request.verify()
+    return entry
 
 
 def _write(request: SaveRequest, comm: Coordinator) -> dict[str, Any] | None:
