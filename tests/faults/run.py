@@ -2,6 +2,7 @@
 
     python tests/faults/run.py                       every case at five moments (`make faults`)
     python tests/faults/run.py --moments 1 KEY ...   some faults, by their key
+    python tests/faults/run.py --jobs 2              two cases at a time
 
 The exit status is 1 where something did not hold.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import random
 import statistics
 import sys
@@ -18,6 +20,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -191,33 +194,54 @@ def _format_row(case: Case, outcomes: Sequence[Outcome]) -> str:
     return f"| {case.name} | {len(outcomes)} | {held} | {' | '.join(cells)} |"
 
 
+def _try_cases(cases: Sequence[Case], moments: int) -> dict[str, list[Outcome]]:
+    """Try each case at so many moments; a case that is not possible here has fewer outcomes."""
+    outcomes: dict[str, list[Outcome]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for case in cases:
+            outcomes[case.fault] = []
+            for seed in range(moments):
+                try:
+                    outcome = bench.try_case(case, seed)
+                except FaultNotPossible as reason:
+                    print(f"{case.name}: left out, {reason}", flush=True)
+                    break
+                outcomes[case.fault].append(outcome)
+                print(f"{case.name} {seed}: {outcome.broken or 'held'}", flush=True)
+    return outcomes
+
+
+def _run_share(cases: Sequence[Case], moments: int, results: Connection) -> None:
+    results.send(_try_cases(cases, moments))
+
+
 def main() -> int:
     """Run the matrix; return 1 where something did not hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("faults", nargs="*", help="keys of faults; all when none is there")
     parser.add_argument("--moments", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="so many cases at a time")
     arguments = parser.parse_args()
-    rows = []
-    failures = 0
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        for case in read_matrix():
-            if arguments.faults and case.fault not in arguments.faults:
-                continue
-            outcomes = []
-            for seed in range(arguments.moments):
-                try:
-                    outcomes.append(bench.try_case(case, seed))
-                except FaultNotPossible as reason:
-                    print(f"{case.name}: left out, {reason}", flush=True)
-                    break
-                print(f"{case.name}: {outcomes[-1].broken or 'held'}", flush=True)
-            failures += sum(bool(outcome.broken) for outcome in outcomes)
-            rows.append(_format_row(case, outcomes))
-            print(rows[-1], flush=True)
+    chosen = [
+        case for case in read_matrix() if not arguments.faults or case.fault in arguments.faults
+    ]
+    context = multiprocessing.get_context("fork")
+    pipes = []
+    for job in range(arguments.jobs):
+        receiver, sender = context.Pipe(duplex=False)
+        share = chosen[job :: arguments.jobs]
+        context.Process(target=_run_share, args=(share, arguments.moments, sender)).start()
+        sender.close()
+        pipes.append(receiver)
+    outcomes: dict[str, list[Outcome]] = {}
+    for receiver in pipes:
+        outcomes |= receiver.recv()
+    rows = [_format_row(case, outcomes[case.fault]) for case in chosen]
+    print("\n".join(rows), flush=True)
     if not arguments.faults:
         TABLE.write_text(_HEAD + "\n".join(rows) + "\n" + _format_promises(), "utf-8")
-    return int(failures > 0)
+    return int(any(outcome.broken for tried in outcomes.values() for outcome in tried))
 
 
 if __name__ == "__main__":
