@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import stat
 from pathlib import Path
 
@@ -153,3 +155,41 @@ def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
     os.truncate(path, 1 << 40)  # a hole of a TiB on the disk
     with pytest.raises(BadInput, match="is larger than"):
         read_bytes(path, limit_bytes=1 << 20)
+
+
+def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
+    """A process is killed in the midst of a write; the next write leaves nothing of it."""
+    path = tmp_path / "plan.json"
+
+    def write_and_die() -> None:
+        os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+        write_text(path, "x" * 10_000)
+
+    process = multiprocessing.get_context("fork").Process(target=write_and_die)
+    process.start()
+    process.join()
+    assert [entry.name for entry in tmp_path.iterdir()] == [".plan.json.0.part"]
+    write_text(path, "short")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+    assert path.read_text() == "short"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_two_processes_write_a_file_at_the_same_time(tmp_path: Path) -> None:
+    """Each reader sees one of the texts as a whole, whoever comes last."""
+    path = tmp_path / "plan.json"
+    texts = [letter * size for letter, size in (("a", 50_000), ("b", 10), ("c", 200_000))]
+
+    def write_often(text: str) -> None:
+        for _ in range(40):
+            write_text(path, text)
+
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_often, args=(text,)) for text in texts]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        if path.exists():
+            assert path.read_text() in texts
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ from moewright.spec.units import GIB, format_bytes
 
 LARGEST_TEXT_BYTES = GIB
 _CHUNK_BYTES = 1 << 24
+# What a file system without locks says.
+_WITHOUT_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
+# Processes that may write one file at the same time.
+_MAX_WRITERS = 100
 
 T = TypeVar("T")
 
@@ -100,27 +105,53 @@ def read_toml_data(path: Path) -> dict[str, Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a text file through a temporary file beside it and os.replace, and make its folders.
 
+    What a killed process left of its temporary file is taken over by the next one.
+
     Raises:
         BadInput: The file cannot be written.
     """
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name[:64]}.", delete=False
-        ) as stream:
-            temporary = Path(stream.name)
+        handle, temporary = _open_temporary(path)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.truncate()
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.chmod(0o644)  # temporary files are private by default
-        temporary.replace(path)
+            os.fchmod(stream.fileno(), 0o644)
+            temporary.replace(path)
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         raise BadInput(
             Reason(field=str(path), rule=f"cannot be written: {error.strerror or error}")
         ) from None
+
+
+def _open_temporary(path: Path) -> tuple[int, Path]:
+    """Open the first temporary file of a path that no live process writes, and lock it.
+
+    The kernel drops the lock of a process that ends, however it ends.
+    """
+    for number in range(_MAX_WRITERS):
+        temporary = path.with_name(f".{path.name[:64]}.{number}.part")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(temporary, flags, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last writer may have put it in its place before it was locked here.
+            if os.path.samestat(os.fstat(handle), os.lstat(temporary)):
+                return handle, temporary
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except OSError as error:
+            if error.errno in _WITHOUT_LOCKS:
+                return handle, temporary
+            os.close(handle)
+            raise
+        os.close(handle)
+    raise OSError(errno.EBUSY, f"{_MAX_WRITERS} processes write it")
 
 
 def read_text(path: Path) -> str:

@@ -5,8 +5,6 @@ All are stored as one tokenizer.json.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +16,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from moewright.codec import read_json_data, read_text
+from moewright.codec import read_json_data, read_text, write_text
 from moewright.spec.errors import BadInput, Reason
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -63,12 +61,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json; readable by the `tokenizers` and `transformers` libraries."""
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, delete=False
-        ) as file:
-            file.write(self.inner.to_str(pretty=True))
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        write_text(path, self.inner.to_str(pretty=True))
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
