@@ -170,9 +170,9 @@ def fetch_newer(url: str, directory: Path, accept: Callable[[CheckpointIndex], N
     remote = RemoteFolder(url)
     with _alone(directory):
         newest = find_latest(directory)
-        here = int(newest.name.removeprefix("step-")) if newest else 0
+        local_step = int(newest.name.removeprefix("step-")) if newest else 0
         try:
-            steps = [step for step in remote.list_steps() if step > here]
+            steps = [step for step in remote.list_steps() if step > local_step]
         except Exception as error:  # of any kind: each file system has its own
             if newest is None:
                 rule = f"cannot be listed ({_shorten(error)}), and {directory} has no checkpoint"
@@ -232,19 +232,19 @@ class RemoteCopier:
 
     def submit(self, checkpoint: Path) -> None:
         """Have a checkpoint copied; one that still waits for its turn is left out."""
-        held = checkpoint.with_name(_COPYING + checkpoint.name)
+        snapshot = checkpoint.with_name(_COPYING + checkpoint.name)
         try:
-            shutil.rmtree(held, ignore_errors=True)
-            held.mkdir()
+            shutil.rmtree(snapshot, ignore_errors=True)
+            snapshot.mkdir()
             for path in checkpoint.iterdir():
-                os.link(path, held / path.name)
+                os.link(path, snapshot / path.name)
         except OSError:  # a file system without links
-            shutil.rmtree(held, ignore_errors=True)
-            held = checkpoint
+            shutil.rmtree(snapshot, ignore_errors=True)
+            snapshot = checkpoint
         with suppress(queue.Empty):
             while waiting := self._tasks.get_nowait():
                 self._release(waiting)
-        self._tasks.put(held)
+        self._tasks.put(snapshot)
 
     def close(self) -> None:
         """Wait for the last copy, as long as it makes progress."""
@@ -259,22 +259,22 @@ class RemoteCopier:
 
     def _run(self) -> None:
         remote: RemoteFolder | None = None
-        while (held := self._tasks.get()) is not None:
+        while (snapshot := self._tasks.get()) is not None:
             try:
                 remote = remote or RemoteFolder(self._spec.copy_to)
-                remote.upload(held, self._see_progress)
+                remote.upload(snapshot, self._see_progress)
                 remote.prune(self._spec)
             except Exception as error:  # of any kind: each file system has its own
-                name = held.name.removeprefix(_COPYING)
+                name = snapshot.name.removeprefix(_COPYING)
                 _tell(f"{name} was not copied to {self._spec.copy_to}: {_shorten(error)}")
-            self._release(held)
+            self._release(snapshot)
 
     def _see_progress(self, activity: str) -> None:
         self._progress_s = time.monotonic()
 
-    def _release(self, held: Path) -> None:
-        if held.name.startswith(_COPYING):
-            shutil.rmtree(held, ignore_errors=True)
+    def _release(self, snapshot: Path) -> None:
+        if snapshot.name.startswith(_COPYING):
+            shutil.rmtree(snapshot, ignore_errors=True)
 
 
 def _shorten(error: Any) -> str:

@@ -193,9 +193,9 @@ def _ignore_bucket(bucket: FlatBucket) -> None:
     """Take no sums of a step that is not checked."""
 
 
-def _find_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+def _find_difference(first: Mapping[str, str], second: Mapping[str, str]) -> str:
     """Return the first name whose value is not the same in both passes; "" where all are."""
-    return next((name for name in one if one[name] != other[name]), "")
+    return next((name for name in first if first[name] != second[name]), "")
 
 
 def find_culprits(differences: Sequence[str]) -> dict[int, str]:
