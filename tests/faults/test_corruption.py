@@ -50,7 +50,14 @@ def test_the_replica_unlike_most_is_named_and_both_of_two() -> None:
     assert find_odd_replicas([{"a (0, 0)": 5}, {"a (2, 0)": 6}]) == {}
 
 
-@pytest.mark.parametrize("part", ["master", "exp_avg_sq", "weight"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("master", marks=pytest.mark.thorough),
+        pytest.param("exp_avg_sq", marks=pytest.mark.thorough),
+        "weight",
+    ],
+)
 def test_a_flipped_bit_is_found_before_the_next_update(
     part: str,
     data: DataSpec,
@@ -156,7 +163,7 @@ def test_checks_find_nothing_in_a_sound_run_and_change_nothing(
 ) -> None:
     curves = []
     for every in (0, 1):
-        workload = tiny_jobs.build_workload(data, steps=4, check_every=every, eval_every_steps=2)
+        workload = tiny_jobs.build_workload(data, steps=3, check_every=every, eval_batches=1)
         folder = tmp_path / str(every)
         plan = tiny_jobs.build_plan(workload, layout, world_size=2)
         assert train(plan, folder) is ExitCode.DONE

@@ -9,12 +9,26 @@ import pytest
 
 from faults import fuzz, harness
 from faults.run import Bench, read_matrix
+from moewright.api.reporting import build_report, write_page
+from moewright.codec import read_incidents
 
 pytestmark = pytest.mark.spawn
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/moewright/engine"
-# What needs no rights of its own, and takes a few seconds.
-QUICK = ("kill_rank", "kill_all_ranks", "damage_payload", "damage_index", "kill_supervisor")
+# What needs no rights of its own, takes a few seconds, and leaves an incident.
+QUICK = (
+    "kill_rank",
+    "kill_all_ranks",
+    "kill_rank_in_save",
+    "damage_payload",
+    "cut_payload",
+    "swap_payloads",
+    "damage_index",
+    "flip_index",
+    "delete_payload",
+    "damage_plan",
+    "damage_journal",
+)
 
 
 def test_every_row_of_the_matrix_names_a_fault() -> None:
@@ -33,6 +47,11 @@ def test_a_case_of_the_matrix_holds(tmp_path: Path) -> None:
     (case,) = (case for case in read_matrix() if case.fault == fault)
     outcome = Bench(tmp_path).try_case(case, seed)
     assert not outcome.broken, (fault, seed)
+    run_dir = tmp_path / f"{fault}-{seed}"
+    (incident,) = read_incidents(run_dir)
+    page = write_page(build_report(run_dir), tmp_path / "report.html").read_text()
+    assert "1 incident; " in page
+    assert incident.message in page
 
 
 @pytest.mark.parametrize("reader", fuzz.READERS, ids=lambda reader: reader.key)

@@ -113,7 +113,7 @@ def start_ranks(target: object, folder: Path, machines: int, *args: object) -> l
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(15)
+        rank.join(90)
     codes = [rank.exitcode for rank in ranks]
     for rank in ranks:
         rank.kill()
@@ -143,7 +143,7 @@ def test_a_hang_under_torchrun_is_named_and_ended(
 ) -> None:
     began_s = time.monotonic()
     codes = start_ranks(run_worker, tmp_path, machines, name)
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 50
     assert -signal.SIGKILL in codes
     error = "".join((tmp_path / f"err{rank}").read_text() for rank in range(WORLD))
     assert error.count("stopped answering at step 2") == 1
