@@ -176,7 +176,7 @@ def run_job(folder: Path, plan: Plan) -> ExitCode:
 
 def test_a_job_that_hangs_under_torchrun_has_an_incident(tmp_path: Path) -> None:
     data = tiny_jobs.write_corpus(tmp_path / "corpus")
-    workload = tiny_jobs.build_workload(data, steps=8, hang_timeout_s=0.5)
+    workload = tiny_jobs.build_workload(data, steps=8, hang_timeout_s=6.0)
     plan = tiny_jobs.build_plan(workload, "ep2,mbs1", world_size=WORLD)
     assert -signal.SIGKILL in start_ranks(run_job, tmp_path, 1, plan)
     (incident,) = read_incidents(tmp_path / "run")
