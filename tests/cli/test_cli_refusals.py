@@ -421,3 +421,25 @@ def test_one_rank_of_a_machine_reports_a_refusal(
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert main(["train", "nowhere.toml"]) == 2
     assert "nowhere.toml: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("diagnose", "{path}"),
+        ("validate", "{path}"),
+        ("plan", "{path}", "--on", "8xH100"),
+        ("train", "{path}", "--out", "run"),
+        ("report", "{path}"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_file_is_never_opened(
+    arguments: tuple[str, ...], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe would block for ever, and /dev/zero has no end."""
+    path = Path("/dev/zero")
+    if kind == "fifo":
+        path = tmp_path / "fifo.csv"
+        os.mkfifo(path)
+    refusal(capsys, *(argument.format(path=path) for argument in arguments))

@@ -166,6 +166,8 @@ def diagnose(
             job = reading.plan
     if not path.exists():
         raise BadInput(Reason(field=str(path), rule="no such run folder, trace or log"))
+    if not (path.is_dir() or path.is_file()):
+        raise BadInput(Reason(field=str(path), rule="is not a regular file"))
     if path.name.endswith(_NSIGHT_REPORTS):
         rule = "is a report that only Nsight Systems reads"
         nearest = f"nsys export --type sqlite {path.name}, then diagnose the .sqlite"

@@ -90,6 +90,8 @@ def _read_cells(paths: Sequence[Path]) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _read_lines(path: Path) -> list[dict[str, str]]:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise _table_error(path, "is not a regular file")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return list(csv.DictReader(file))

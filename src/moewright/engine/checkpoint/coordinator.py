@@ -5,11 +5,16 @@ The collective itself is passed in.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from threading import get_native_id
 from typing import Any
 
 from moewright.spec.errors import BadInput, Reason
+
+_LAST_PRIORITY = 19
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +28,12 @@ class Coordinator:
     world_size: int
     gather: Callable[[Any], list[Any]]
     note: Callable[[str], None] = lambda activity: None
+
+
+def yield_to_training() -> None:
+    """Let this thread run where nothing else wants the core (Linux): training goes first."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _LAST_PRIORITY)
 
 
 def single_process() -> Coordinator:

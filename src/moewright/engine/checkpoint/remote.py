@@ -21,6 +21,7 @@ from threading import Thread
 from typing import Any
 
 from moewright.engine.checkpoint.commit import checkpoint_path, find_latest
+from moewright.engine.checkpoint.coordinator import yield_to_training
 from moewright.engine.checkpoint.files import fsync_directory, verify_file
 from moewright.engine.checkpoint.index import INDEX_FILE, CheckpointIndex, FileEntry, read_index
 from moewright.spec.errors import BadInput, Reason
@@ -258,6 +259,7 @@ class RemoteCopier:
                 return
 
     def _run(self) -> None:
+        yield_to_training()
         remote: RemoteFolder | None = None
         while (snapshot := self._tasks.get()) is not None:
             try:

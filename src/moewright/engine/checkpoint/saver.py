@@ -18,7 +18,11 @@ from moewright.engine.checkpoint.commit import (
     select_assigned,
     validate_extra,
 )
-from moewright.engine.checkpoint.coordinator import Coordinator, run_on_all_ranks
+from moewright.engine.checkpoint.coordinator import (
+    Coordinator,
+    run_on_all_ranks,
+    yield_to_training,
+)
 from moewright.engine.checkpoint.index import TensorEntry
 from moewright.engine.checkpoint.local_shard import LocalShard
 from moewright.engine.checkpoint.planning import describe_shards, plan_save
@@ -141,6 +145,7 @@ class CheckpointSaver:
             self._copier.submit(request.path)
 
     def _commit(self, request: SaveRequest) -> None:
+        yield_to_training()
         try:
             self._commit_and_copy(request, self._background_comm)
         except Exception as error:  # of any kind: `wait` raises it in the main thread
