@@ -48,7 +48,7 @@ test-all: check
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants/run.py
 
-# Mutated inputs for every reader; every fault of the matrix at five moments, and the table of what held (half an hour
+# Mutated inputs for every reader; every fault of the matrix at five moments, and the table of what held (an hour
 # on two cores).
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/fuzz.py

@@ -254,6 +254,7 @@ def _train_rank(
     if workload.gc_every_steps:
         _disable_automatic_gc()
     guard = StateGuard(state, every=workload.check_every, rank=rank, gather=collectives.gather_json)
+    verify_saved = partial(guard.verify_state, only_saved=True)
     wait_clock = state.runtime.counters.wait_clock
     straggler_watch = StragglerWatch(plan_job(plan), state)
     # The one step of this session that is counted for the ledger.
@@ -303,7 +304,7 @@ def _train_rank(
         if heldout is not None and is_evaluated and not stopped:
             recorder.write_evaluation(_evaluate(state, heldout, step, context))
         if is_last or _is_due(step, workload.checkpoint.every_steps):
-            saver.save(step, state.local_shards(), verify=guard.verify_state)
+            saver.save(step, state.local_shards(), verify=verify_saved)
         if stopped:
             break
     batches.close()
