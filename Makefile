@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: slurm pictures evidence train test test-all mutants faults megatron docs accuracy check report bench bench-engine bench-peers bench-tuning verify-layouts
+.PHONY: slurm pictures evidence gpu train test test-all mutants faults megatron docs accuracy check report bench bench-engine bench-peers bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -30,6 +30,10 @@ bench-engine: | $(VENV)/.ready
 # The engine in turns with other trainers, which are installed under runs/peers.
 bench-peers: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.peers
+
+# One GPU in nine minutes: tests/gpu, kernels, layers, steps, memory, a profile and rates, to docs/gpu/<card>.md.
+gpu: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.gpu
 
 # How near tuning comes to the best of a space; every point of it is run.
 bench-tuning: | $(VENV)/.ready

@@ -93,14 +93,17 @@ def test_dispatchers_register_buffers(dispatcher: str, nbytes: int) -> None:
     )
 
 
-def test_zero3_gathers_two_layers() -> None:
+def test_zero3_gathers_two_layers_and_zero2_has_their_gradients() -> None:
     """Count a layer of Qwen3-30B: its experts, attention, norms and router."""
     layer = (
         128 * 3 * 2048 * 768 + 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 2048 + 2 * 128 + 2048 * 128
     )
     sharded = parse_layout("zero3", world_size=16)
     layer_numel = rank_layer_numel(QWEN, sharded, 0)
-    assert gathered_bytes(WORK, layer_numel[None]).tolist() == [2 * layer * (2 + 4)]
+    nbytes = {
+        zero: gathered_bytes(WORK, layer_numel[None], zero=zero).tolist() for zero in (1, 2, 3)
+    }
+    assert nbytes == {1: [0.0], 2: [2 * layer * 4], 3: [2 * layer * (2 + 4)]}
     assert memory_bytes(estimate_layout("zero3"), Component.TRANSIENT) >= 2 * layer * 6
 
 

@@ -101,6 +101,9 @@ def test_the_hardware_file_wins_over_defaults() -> None:
         ("tp1,ep8,pp32", "edp", (1, 1, 1)),
         ("tp2,ep4,etp2,pp8", "ep", (4, 4, 1)),
         ("tp2,ep8,pp8", "pp", (8, 1, 8)),
+        ("tp4,etp4,pp2,order=tp-cp-ep-pp-dp", "pp", (2, 2, 1)),
+        ("tp2,cp2,ep4,pp2,order=tp-cp-ep-pp-dp", "dp_cp", (64, 2, 32)),
+        ("tp2,ep2,pp2,order=tp-cp-ep-pp-dp", "edp", (64, 2, 32)),
     ],
 )
 def test_span(text: str, group: str, expected: tuple[int, int, int]) -> None:

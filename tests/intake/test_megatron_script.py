@@ -22,6 +22,7 @@ from moewright.spec.layout import (
     Layout,
     Offload,
     Overlap,
+    RankOrder,
     Recompute,
 )
 from moewright.spec.workload import (
@@ -37,6 +38,7 @@ from moewright.spec.workload import (
     OptimizerSpec,
     RouterTraining,
     SaveMode,
+    TensorScaling,
     Workload,
 )
 
@@ -175,6 +177,7 @@ def test_the_parsers_own_dispatcher_is_allgather(tmp_path):
         ("--recompute-activations", "recompute", (Recompute.CORE_ATTN,)),
         ("--moe-enable-deepep", "dispatcher", DispatcherKind.DEEPEP),
         ("--use-megatron-fsdp", "zero", 3),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "zero", 2),
         ("--overlap-grad-reduce --overlap-param-gather", "overlap", (Overlap.GRAD, Overlap.PARAM)),
         (
             "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
@@ -285,6 +288,22 @@ RENAMED = [
     ("...", "leaves options out"),
     ("--log-interval 10", "not part of a plan: "),
 ]
+
+
+def test_the_other_order_of_ranks_is_read_where_it_differs(tmp_path):
+    flag = "--use-tp-pp-dp-mapping"
+    assert back(QWEN, tmp_path, MORE=flag).layout.order is RankOrder.PP_LAST
+    piped = f"{flag} --pipeline-model-parallel-size 2"
+    assert back(QWEN, tmp_path, MORE=piped).layout.order is RankOrder.DP_LAST
+
+
+def test_fp8_without_a_recipe_has_delayed_scales(tmp_path):
+    for more, scaling in (
+        ("--fp8-format hybrid", TensorScaling.DELAYED),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", TensorScaling.CURRENT),
+    ):
+        workload = back(QWEN, tmp_path, MORE=more).workload
+        assert (workload.precision, workload.tensor_scaling) == (Dtype.FP8, scaling)
 
 
 @pytest.mark.parametrize(("more", "note"), RENAMED, ids=[more for more, _ in RENAMED])

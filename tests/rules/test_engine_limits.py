@@ -57,7 +57,7 @@ def test_expert_rows_must_be_whole_words_for_grouped_gemm(precision: Dtype, refu
 
 def test_passes_beside_each_other_need_whole_weights() -> None:
     (reason,) = refusals("ep4,zero3,overlap=ep+grad")
-    assert reason.startswith("layout.overlap=ep: the engine gathers the weights of a layer for one")
+    assert reason.startswith("layout.overlap=ep: the engine moves weights and gradients of a layer")
     assert reason.endswith("not with zero=3; nearest legal value: grad")
 
 

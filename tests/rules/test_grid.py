@@ -11,10 +11,12 @@ from moewright.rules.grid import (
     group_ranks,
     group_size,
     min_world_size,
+    stage_index,
+    stage_rank,
     with_fabric_nodes,
 )
 from moewright.spec.errors import BadInput
-from moewright.spec.layout import DispatcherKind, Layout
+from moewright.spec.layout import DispatcherKind, Layout, RankOrder
 
 FOLDED = Layout(world_size=16, tp=2, sp=True, pp=2, ep=4)  # docs/formulas.md 1, worked example
 
@@ -55,6 +57,35 @@ def test_a_group_of_two_axes_lists_the_first_axis_fastest() -> None:
     assert group_ranks(layout, "cp", 5) == (5, 7)
     assert group_ranks(layout, "dp", 6) == (2, 6, 10, 14)
     assert group_size(layout, "dp_cp") == 8
+
+
+@pytest.mark.parametrize(
+    ("degrees", "group", "expected"),
+    [
+        ("2,1,2,2,1", "pp", [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11)]),
+        ("2,1,2,2,1", "dp_cp", [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]),
+        ("2,1,2,2,1", "tp_cp_dp", [(0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11)]),
+        ("2,1,2,2,1", "edp", [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]),
+        ("1,2,3,1,2", "pp", [(0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11)]),
+        ("1,2,3,1,2", "dp_cp", [(0, 1, 6, 7), (2, 3, 8, 9), (4, 5, 10, 11)]),
+        ("1,2,3,1,2", "etp_ep", [(2 * rank, 2 * rank + 1) for rank in range(6)]),
+        ("1,2,3,1,2", "world", [tuple(range(12))]),
+    ],
+)
+def test_groups_with_data_parallelism_last_are_those_of_megatron(
+    degrees: str, group: str, expected: list[tuple[int, ...]]
+) -> None:
+    """As Megatron-LM's RankGenerator lists them for the order tp-cp-ep-pp-dp."""
+    tp, cp, pp, ep, etp = map(int, degrees.split(","))
+    layout = Layout(world_size=12, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=RankOrder.DP_LAST)
+    assert all_groups(layout, group) == tuple(expected)
+    stages = [
+        [rank for rank in range(12) if coordinate(layout, rank, "pp") == pp_rank]
+        for pp_rank in range(pp)
+    ]
+    for pp_rank, ranks in enumerate(stages):
+        assert ranks[0] == stage_rank(layout, pp_rank)
+        assert [stage_index(layout, rank) for rank in ranks] == list(range(12 // pp))
 
 
 def test_expert_tensor_parallel_is_the_fastest_expert_axis() -> None:

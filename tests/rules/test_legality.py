@@ -18,6 +18,7 @@ from moewright.spec.layout import (
     Layout,
     Offload,
     Overlap,
+    RankOrder,
     Recompute,
     Schedule,
 )
@@ -226,7 +227,7 @@ def test_the_batch_divides() -> None:
 @pytest.mark.parametrize(
     ("change", "rule", "near"),
     [
-        ({"zero": 0, "shard": 4}, "zero=0 cuts no states: shard goes with zero=1 and zero=3", "0"),
+        ({"zero": 0, "shard": 4}, "zero=0 cuts no states: shard goes with zero=1, 2 and 3", "0"),
         (
             {"zero": 3, "shard": 3},
             "must divide the 8 ranks of dp * cp, and be more than 1",
@@ -265,7 +266,7 @@ def test_a_block_of_hybrid_sharding_holds_experts_whole() -> None:
         ({"pp": 2.0}, "layout.pp", "1"),
         ({"world_size": 10**9}, "layout.world_size", "1048576"),
         ({"tp": 10**30}, "layout.tp", "1"),
-        ({"zero": 2}, "layout.zero", "1"),
+        ({"zero": 4}, "layout.zero", "1"),
         ({"zero": True}, "layout.zero", "1"),
         ({"mbs": 0}, "layout.mbs", "1"),
         ({"vpp_group": -1}, "layout.vpp_group", "0"),
@@ -418,6 +419,12 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
             "0",
         ),
         ({"cp_comm": CpComm.A2A}, "needs cp > 1", "p2p"),
+        ({"order": RankOrder.DP_LAST, "ep": 2}, "needs pp > 1 and dp > 1", "tp-cp-ep-dp-pp"),
+        (
+            {"order": RankOrder.DP_LAST, "pp": 2, "ep": 2},
+            "tp * cp = 1 must be etp * ep = 2",
+            "tp-cp-ep-dp-pp",
+        ),
         ({"cp": 3, "world_size": 3, "cp_comm": CpComm.A2A}, "must divide the 8 heads", "p2p"),
     ],
 )

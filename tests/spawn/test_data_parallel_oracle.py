@@ -34,6 +34,7 @@ from moewright.rules.job import Job
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
+from moewright.spec.workload import Dtype
 
 pytestmark = pytest.mark.spawn
 
@@ -93,6 +94,53 @@ def compare_gradients(plan: Plan, folder: Path, wrap: Wrap, context: RankContext
     (folder / f"worst{context.rank}").write_text(str(worst))
     collectives.leave_world()
     return RankOutcome.DONE
+
+
+def sum_in_bf16(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
+    """Leave what each micro-batch added to each gradient, and what the optimizer made of it."""
+    device = init_distributed(context)
+    state = build_train_state(
+        Job(model=plan.model, workload=plan.workload, layout=plan.layout),
+        draw_batches(plan.model),
+        rank=context.rank,
+        device=device,
+        initial_value=draw_initial_value,
+    )
+    added: dict[str, list[torch.Tensor]] = {}
+    for slot in list_parameters(state.model):
+        added[slot.name] = []
+        slot.parameter.register_hook(lambda grad, name=slot.name: added[name].append(grad.clone()))
+    forward_backward(state, build_phase_clock(device), step=1)
+    reduced = {shard.name: shard.tensor.clone() for shard in state.optimizer.gradient_shards()}
+    torch.save((added, reduced), folder / f"sums{context.rank}")
+    collectives.leave_world()
+    return RankOutcome.DONE
+
+
+def test_bf16_gradients_are_rounded_after_every_micro_batch_and_rank(tmp_path: Path) -> None:
+    """As Megatron-LM adds to main_grad under --grad-reduce-in-bf16; equal to the bit."""
+    workload = replace(WORKLOAD, precision=Dtype.BF16, grad_dtype=Dtype.BF16)
+    plan = tiny_jobs.build_plan(workload, "zero0,mbs1", world_size=2)
+    code = launch(partial(sum_in_bf16, plan, tmp_path), nproc=2, run_dir=tmp_path / "run")
+    assert code is ExitCode.DONE
+    (first, reduced), (second, reduced_too) = (
+        torch.load(tmp_path / f"sums{rank}") for rank in range(2)
+    )
+    differs_from_fp32 = 0
+    for name, parts in first.items():
+        sums = [torch.zeros_like(parts[0]), torch.zeros_like(parts[0])]
+        assert len(parts) == 4
+        for total, rank_parts in zip(sums, (parts, second[name]), strict=True):
+            assert total.dtype is torch.bfloat16
+            for part in rank_parts:
+                total.add_(part)
+        expected = (sums[0] + sums[1]).float()
+        actual = reduced[f"grad/{name}"]
+        assert torch.equal(actual.flatten(), expected.flatten()), name
+        assert torch.equal(actual, reduced_too[f"grad/{name}"]), name
+        in_fp32 = sum(part.float() for part in (*parts, *second[name]))
+        differs_from_fp32 += not torch.equal(in_fp32.flatten(), expected.flatten())
+    assert differs_from_fp32
 
 
 def torch_gradients(state: TrainState, wrap: Wrap, world: int) -> dict[str, torch.Tensor]:

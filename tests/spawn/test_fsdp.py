@@ -1,4 +1,4 @@
-"""ZeRO-3 with gradients equal to one process and to ZeRO-1.
+"""ZeRO-2 and -3, and optimizers of several instances, with gradients equal to one process.
 
 Parts are uneven and empty too; ledgers and moves of checkpoints to other layouts are checked.
 """
@@ -21,6 +21,7 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, Workload
+from selection import thorough
 from tiny_jobs import assert_first_gradients_equal, read_state, read_steps
 
 pytestmark = pytest.mark.spawn
@@ -76,9 +77,22 @@ def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Pat
         (6, "ep2,zero3"),
         (4, "ep4,zero3,dispatcher=allgather"),  # whole experts on each rank lie in flat buffers
         (4, "cp2,ep2,zero3,recompute=core_attn+layernorm+mlp+moe_act"),
+        (3, "zero2"),
+        thorough(4, "ep2,zero2,shard2,recompute=full"),
+        thorough(4, "tp2,ep2,zero2,offload=optimizer"),
+        (4, "ep2,zero1,shard2,overlap=grad+param"),
+        thorough(8, "tp2,ep2,zero1,shard2"),
+        (4, "pp2,zero3,layout='Et|ttL'"),
+        thorough(8, "pp2,ep2,tp2,zero3,layout='Et|ttL',recompute=full"),
+        thorough(8, "pp2,ep2,zero3,shard2,layout='Et|ttL'"),
+        thorough(4, "pp2,vpp2,ep2,zero3,layout='Et|t||tL',overlap=p2p"),
+        thorough(4, "pp2,vpp2,zero2,layout='Et|t|t|L'"),
+        thorough(6, "pp2,zero2,layout='Et|ttL'"),
+        thorough(4, "pp2,order=tp-cp-ep-pp-dp,layout='Et|ttL'"),
+        thorough(8, "pp2,tp2,etp2,order=tp-cp-ep-pp-dp,layout='Et|ttL'"),
     ],
 )
-def test_zero3_equals_one_process_and_its_prediction(
+def test_sharded_states_equal_one_process_and_their_prediction(
     world_size: int, layout: str, data: DataSpec, one_process: Path, tmp_path: Path
 ) -> None:
     workload = tiny_jobs.build_workload(data, steps=2, global_batch=12, eval_every_steps=1)
@@ -118,7 +132,14 @@ def test_a_checkpoint_goes_to_another_layout_and_back(data: DataSpec, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(4, "tp2,ep2,mbs2,zero3"), (2, "mbs2,zero3,recompute=full")]
+    ("world_size", "layout"),
+    [
+        (4, "tp2,ep2,mbs2,zero3"),
+        (2, "mbs2,zero3,recompute=full"),
+        thorough(4, "pp2,mbs2,zero3,layout='Ettt|mmL'"),  # both stages hold the table
+        thorough(4, "pp2,vpp2,mbs2,zero3,layout='Et|t|t|mmL'"),
+        thorough(4, "pp2,mbs2,zero2,layout='Ettt|mmL'"),
+    ],
 )
 def test_two_depths_of_prediction_equal_one_process(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
@@ -137,9 +158,13 @@ def test_two_depths_of_prediction_equal_one_process(
     assert_ledgers_exact(plan, tmp_path / "cut")
 
 
-def test_zero3_with_a_pipeline_is_refused() -> None:
-    layout = parse_layout("zero3,pp2", world_size=4)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_sharded_gradients_with_a_backward_in_two_rows_are_refused(zero: int) -> None:
+    layout = parse_layout(f"zero{zero},pp2,schedule=zb-h1", world_size=4)
     (reason,) = unsupported_layout(
         layout, model=tiny_jobs.MODEL, workload=tiny_jobs.build_workload(DataSpec())
     )
-    assert "layout.pp=2: the engine cuts weights without a pipeline alone" in str(reason)
+    assert str(reason).startswith(
+        "layout.schedule=zb-h1: the engine reduces gradients as a backward"
+    )
+    assert reason.nearest == "1f1b"

@@ -119,6 +119,42 @@ def test_the_predicted_ledger_equals_the_counted_one(
 
 
 @pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, "mbs2,overlap=grad+param"),
+        thorough(2, "mbs2,zero0"),
+        thorough(4, "zero3,mbs1"),
+        thorough(4, "ep4,mbs2,expert_placement=balanced,spare1"),
+        thorough(4, "pp2,tp2,ep2,layout='E|tttL'"),
+        thorough(2, "ep2,offload=optimizer"),
+    ],
+)
+def test_ledgers_of_bf16_gradients_are_equal(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    workload = tiny_jobs.build_workload(
+        data, steps=2, precision=Dtype.BF16, grad_dtype=Dtype.BF16, loss=LossSpec(aux_coeff=0.01)
+    )
+    assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        thorough(2, "zero2,mbs2"),
+        thorough(4, "pp2,zero3,mbs2,layout='Et|ttL'"),
+        thorough(4, "pp2,zero2,mbs2,layout='Et|ttL'"),
+        thorough(4, "ep2,zero1,shard2,mbs2"),
+    ],
+)
+def test_ledgers_of_sharded_gradients_are_equal(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    workload = tiny_jobs.build_workload(data, steps=2, precision=Dtype.BF16)
+    assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
+
+
+@pytest.mark.parametrize(
     "recompute",
     [
         "",

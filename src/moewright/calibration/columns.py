@@ -210,7 +210,7 @@ def _cells_of_layout(layout: Layout, fields: frozenset[str]) -> dict[str, str]:
         stated["pp_layout"] = layout.stages
     if "zero" in fields:
         stated["fsdp"] = "fsdp" if layout.zero == 3 else "none"
-        stated["zero1"] = str(layout.zero == 1).lower()
+        stated["zero1"] = str(layout.zero in (1, 2)).lower()
     return stated
 
 

@@ -20,6 +20,7 @@ from moewright.spec.layout import (
     Layout,
     Offload,
     Overlap,
+    RankOrder,
     Recompute,
     Schedule,
 )
@@ -38,6 +39,7 @@ _NUMBERS = (
     "capacity",
 )
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
+    ("order", RankOrder),
     ("schedule", Schedule),
     ("cp_comm", CpComm),
     ("dispatcher", DispatcherKind),
@@ -120,6 +122,8 @@ def format_layout(layout: Layout) -> str:
     ]
     if layout.sp != (layout.tp > 1):
         parts.append(f"sp{int(layout.sp)}")
+    if layout.order is not RankOrder.PP_LAST:
+        parts.append(f"order={layout.order}")
     if layout.zero != 1:
         parts.append(f"zero{layout.zero}")
     if layout.shard:
@@ -298,11 +302,9 @@ def _parse_integer(item: _Item) -> int:
     if number < lowest:
         rule = f"must be at least {lowest}"
         raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest=str(lowest)))
-    if item.key == "zero" and number not in (0, 1, 3):
-        near = "1" if number == 2 else "3"
-        raise BadInput(
-            Reason(field="zero", value=item.value, rule="must be 0, 1 or 3", nearest=near)
-        )
+    if item.key == "zero" and number > 3:
+        rule = "must be 0, 1, 2 or 3"
+        raise BadInput(Reason(field="zero", value=item.value, rule=rule, nearest="3"))
     return number
 
 

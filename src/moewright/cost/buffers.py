@@ -1,4 +1,4 @@
-"""Buffers besides the model's tensors: those of dispatchers, CUDA graphs and ZeRO-3 gathers."""
+"""Buffers besides the model's tensors: of dispatchers, CUDA graphs, and what ZeRO has whole."""
 
 from __future__ import annotations
 
@@ -74,13 +74,18 @@ def graph_bytes(job: Job, graphs: Collection[CudaGraphScope]) -> int:
     return 2 * recompute.activation_nbytes(job.workload) * tokens * job.model.hidden_size
 
 
-def gathered_bytes(workload: Workload, layer_numel: Array) -> Array:
-    """Return the bytes [ranks] of the layers that ZeRO-3 holds gathered: weights and gradients.
+def gathered_bytes(workload: Workload, layer_numel: Array, *, zero: int) -> Array:
+    """Return the bytes [ranks] of the layers that are whole beside what ZeRO shards.
+
+    ZeRO-3 holds their weights and gradients, ZeRO-2 their gradients until they are reduced; lower
+    levels have no such layers.
 
     `layer_numel` [ranks, layers] are the elements of every layer of a rank before ZeRO shards them.
     """
     largest = np.sort(layer_numel, axis=1)[:, -_GATHERED_LAYERS:].sum(axis=1)
-    element_bytes = recompute.activation_nbytes(workload)
+    if zero < 2:
+        return np.zeros_like(largest)
+    element_bytes = recompute.activation_nbytes(workload) if zero == 3 else 0
     if not is_frozen(workload):
         element_bytes += workload.grad_dtype.nbytes
     return np.asarray(element_bytes * largest)

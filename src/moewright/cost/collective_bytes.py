@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from moewright.cost.collective_calls import INT64_BYTES, CallSum
+from moewright.cost.collective_calls import FP32_BYTES, INT64_BYTES, CallSum
 from moewright.cost.dispatch_calls import dispatch_calls
 from moewright.cost.model_states import BucketSet
 from moewright.cost.muon import muon_calls
 from moewright.cost.replicas import replica_calls
 from moewright.cost.routed_rows import ExpertRows, rank_chunks, recomputed_layers
 from moewright.cost.tensor_context_calls import context_parallel_calls, tensor_parallel_calls
-from moewright.rules import fsdp, grid, p2p
+from moewright.rules import fsdp, grid, p2p, schedule
 from moewright.rules.job import Job
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.stages import Chunk, chunk_layers, stage_position, virtual_stage
@@ -36,8 +37,8 @@ def comm_rows(
 ) -> tuple[CommRow, ...]:
     """Return the collectives of a rank, sorted; groups of one rank make no call.
 
-    `units` are those of our engine under zero=3, whose `sets` are flat buffers beside them; None
-    where the sets hold all parameters, whatever is sharded.
+    `units` are those of our engine under zero=2 and 3, whose `sets` are flat buffers beside them;
+    None where the sets hold all parameters, whatever is sharded.
     """
     pp_rank = grid.coordinate(job.layout, rank, "pp")
     chunks = rank_chunks(job.model, job.layout, pp_rank)
@@ -46,7 +47,7 @@ def comm_rows(
     calls = [
         *_step_calls(job, rows),
         *_gradient_calls(job.workload, flat_layout, sets, micro_batches),
-        *_unit_calls(job.workload, units or (), micro_batches),
+        *_unit_calls(job, pp_rank, units or (), micro_batches),
         *muon_calls(job, rank, sets, units or ()),
         *_replica_calls(job, rank),
         *_pipeline_calls(job, pp_rank, micro_batches),
@@ -144,12 +145,13 @@ def _gradient_calls(
 ) -> Iterator[CallSum]:
     """Yield the reduction of gradients and the gather of updated weights, a call a bucket.
 
-    zero=3 reduces after every micro-batch, and gathers for each forward and each backward. Hybrid
-    sharding sums the sharded gradients over the replicas once a step.
+    zero=2 and 3 reduce after every micro-batch, zero=3 gathers for each forward and each backward.
+    Hybrid sharding sums the sharded gradients over the replicas once a step.
     """
     reductions = gathers = 1
-    if layout.zero == 3:
+    if layout.zero >= 2:
         reductions = micro_batches
+    if layout.zero == 3:
         gathers = 2 * micro_batches
     reduce_op = Collective.REDUCE_SCATTER if layout.zero else Collective.ALL_REDUCE
     for bucket_set in sets:
@@ -170,23 +172,30 @@ def _gradient_calls(
 
 
 def _unit_calls(
-    workload: Workload, units: Sequence[fsdp.FsdpUnit], micro_batches: int
+    job: Job, pp_rank: int, units: Sequence[fsdp.FsdpUnit], micro_batches: int
 ) -> Iterator[CallSum]:
     """Yield the calls of fully_shard: gathers of each unit, and reductions of its gradients.
 
-    A unit is gathered for each forward and each backward (once for both where it stays gathered),
-    and reduced after each backward; once a step the ranks that hold replicas of its shards sum
-    their gradients.
+    After each backward what its chunk used of a unit is reduced. Once a step the ranks that hold
+    replicas of shards sum their gradients, then the pipeline ranks that hold the same parameter;
+    these sums are of fp32.
     """
-    c = activation_nbytes(workload)
-    grad_bytes = workload.grad_dtype.nbytes
+    c = activation_nbytes(job.workload)
+    grad_bytes = job.workload.grad_dtype.nbytes
+    table = schedule.timetable(job.layout, micro_batches)[pp_rank]
+    backwards = Counter(row.chunk for row in table if row.kind is RowKind.B)
     for unit in units:
-        gathers = micro_batches * (1 if unit.stays_gathered else 2)
-        reduced_bytes = grad_bytes * unit.ranks * unit.padded_numel
+        gathers = fsdp.count_gathers(job.layout, unit, table)
         yield Collective.ALL_GATHER, unit.group, gathers * c * unit.padded_numel, gathers
-        yield Collective.REDUCE_SCATTER, unit.group, micro_batches * reduced_bytes, micro_batches
+        for chunk, count in backwards.items():
+            numel = sum(shard.padded_numel for shard in unit.shards if chunk in shard.chunks)
+            reduced_bytes = count * grad_bytes * unit.ranks * numel
+            yield Collective.REDUCE_SCATTER, unit.group, reduced_bytes, count if numel else 0
         for group, numel in unit.replicated_numel.items():
-            yield Collective.ALL_REDUCE, group, grad_bytes * numel, int(numel > 0)
+            yield Collective.ALL_REDUCE, group, FP32_BYTES * numel, int(numel > 0)
+        for shard in unit.shards:
+            if shard.holders and shard.own_numel:
+                yield Collective.ALL_REDUCE, "pp", FP32_BYTES * shard.own_numel, 1
 
 
 def _replica_calls(job: Job, rank: int) -> Iterator[CallSum]:

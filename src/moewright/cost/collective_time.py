@@ -5,6 +5,7 @@ The levels are the fast domain (NVLink) and the network between domains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2, prod
 
@@ -38,16 +39,33 @@ class GroupSpan:
 def group_span(layout: Layout, group: str, domain_size: int) -> GroupSpan:
     """Return how a group of a layout lies on fast domains of so many ranks.
 
-    Its ranks follow each other with the stride of its first axis, so a domain holds
-    domain_size / stride of them.
+    Ranks of neighbouring axes follow each other with the stride of the first, so a domain holds
+    domain_size / stride of them; where other axes lie between two axes, each counts by itself.
     """
     axes = grid.GROUPS[group]
-    stride = grid.stride(layout, axes[0])
     size = prod(grid.axis_size(layout, axis) for axis in axes)
-    ranks_per_domain = max(1, min(size, domain_size // stride))
+    ranks_per_domain = 1
+    for stride, ranks in _runs(layout, axes):
+        inside = max(1, min(ranks, domain_size // stride))
+        ranks_per_domain *= inside
+        if inside < ranks:
+            break
     return GroupSpan(
         size=size, ranks_per_domain=ranks_per_domain, domains=-(-size // ranks_per_domain)
     )
+
+
+def _runs(layout: Layout, axes: Sequence[str]) -> list[tuple[int, int]]:
+    """Return stride and size of each run of axes that no other axis of the grid lies between."""
+    runs: list[tuple[int, int]] = []
+    for axis in axes:
+        step = grid.stride(layout, axis)
+        ranks = grid.axis_size(layout, axis)
+        if runs and step == runs[-1][0] * runs[-1][1]:
+            step, before = runs.pop()
+            ranks *= before
+        runs.append((step, ranks))
+    return runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +97,7 @@ class CollectiveModel:
         """Return how a group of a layout lies on this hardware."""
         if group not in _DEGREE_GROUPS:
             return group_span(layout, group, self._fabric.domain_size)
-        degrees = layout.tp, layout.cp, layout.pp, layout.ep, layout.etp
+        degrees = layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.order
         key = group, layout.world_size, *degrees
         if key not in self._spans:
             self._spans[key] = group_span(layout, group, self._fabric.domain_size)

@@ -50,7 +50,7 @@ from moewright.cost.uncertainty import (
     step_deviation,
     step_interval,
 )
-from moewright.rules import capacity, flops, routing, stages
+from moewright.rules import capacity, flops, grid, routing, stages
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality, check_precision
@@ -213,7 +213,7 @@ def _ledger(
     phases: tuple[TimeRow, ...],
 ) -> Ledger:
     """Return the ledger of the first rank of a pipeline stage, under the expected expert load."""
-    rank = pp_rank * sym.layout.world_size // sym.layout.pp
+    rank = grid.stage_rank(sym.layout, pp_rank)
     rows = count_expert_rows(
         sym.job,
         rank,

@@ -304,9 +304,10 @@ def rank_memory(
     has_head = bool(counts[:, memory.parts.head_columns].any())
     resident = resident_bytes(constants, sym, has_experts, has_head=has_head)
     gathered = 0
-    if layout.zero == 3:
+    if layout.zero >= 2:
         layer_numel = rank_layer_numel(model, layout, pp_rank)[None]
-        gathered = int(gathered_bytes(workload, layer_numel)[0]) + fsdp_buffer_bytes(sym)
+        gathered = int(gathered_bytes(workload, layer_numel, zero=layout.zero)[0])
+        gathered += fsdp_buffer_bytes(sym)
     copied = checkpoint_copy_bytes(workload, layout, sets)
     if sym.is_fused:
         on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=copied))

@@ -90,10 +90,10 @@ def frozen_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
 
 def stage_bucket_sets(job: Job) -> tuple[tuple[BucketSet, ...], ...]:
     """Return `bucket_sets` of the first rank of every pipeline stage."""
-    stage = job.layout.world_size // job.layout.pp
     params = shards.parameters_by_stage(job.model, job.layout)
     return tuple(
-        _sets(stage_params, job, pp_rank * stage) for pp_rank, stage_params in enumerate(params)
+        _sets(stage_params, job, grid.stage_rank(job.layout, pp_rank))
+        for pp_rank, stage_params in enumerate(params)
     )
 
 
@@ -160,12 +160,17 @@ def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
 def sharded_states(zero: int) -> frozenset[Component]:
     """Return the states that a level of ZeRO shards.
 
-    zero=1 shards master weights and moments; zero=3 weights and gradients as well; zero=0 nothing.
+    zero=1 shards master weights and moments, zero=2 gradients as well, zero=3 weights too; zero=0
+    nothing.
     """
     if zero == 0:
         return frozenset()
     owned = frozenset({Component.MASTER, Component.MOMENTS})
-    return owned if zero < 3 else owned | {Component.WEIGHTS, Component.GRADIENTS}
+    if zero == 1:
+        return owned
+    return owned | (
+        {Component.GRADIENTS} if zero == 2 else {Component.WEIGHTS, Component.GRADIENTS}
+    )
 
 
 def fsdp_rows(
@@ -173,11 +178,22 @@ def fsdp_rows(
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of what fully_shard shards: a rank's part is the fp32 master.
 
+    Gradients are added in fp32. Under zero=2 whole weights stay beside it, in the compute dtype.
     Padding is booked to OTHER. With an offloaded optimizer all of it is in host memory, gradients
-    too.
+    too, but for whole weights.
     """
     sums: dict[tuple[Component, Module], int] = {}
     is_offloaded = Offload.OPTIMIZER in layout.offload
+    if layout.zero == 2:
+        for unit in units:
+            for shard in unit.shards:
+                whole = {
+                    shard.module: shard.whole_numel,
+                    Module.OTHER: unit.ranks * shard.padded_numel - shard.whole_numel,
+                }
+                for module, numel in whole.items():
+                    key = Component.WEIGHTS, module
+                    sums[key] = sums.get(key, 0) + numel * activation_nbytes(workload)
     for shard in (shard for unit in units for shard in unit.shards):
         moment_bytes = 2 * workload.optimizer.moment_dtype.nbytes
         if is_updated_by_muon(workload, shard.param):
@@ -185,7 +201,7 @@ def fsdp_rows(
         # component, bytes of an element, and whether the padding is allocated too
         sizes = (
             (Component.MASTER, MASTER_BYTES, True),
-            (Component.GRADIENTS, workload.grad_dtype.nbytes, True),
+            (Component.GRADIENTS, MASTER_BYTES, True),
             (Component.MOMENTS, moment_bytes, False),
         )
         padding = shard.padded_numel - shard.own_numel
@@ -253,7 +269,7 @@ def step_gradient_bytes(workload: Workload, layout: Layout, own: Any) -> Any:
     used, and free before the next forward; those of an optimizer on the host lie there. Peaks of
     Moonlight that no recompute lowers are these (docs/log/planner_accuracy.md).
     """
-    if workload.grad_dtype is Dtype.FP32 or layout.zero == 3:
+    if workload.grad_dtype is Dtype.FP32 or layout.zero >= 2:
         return 0 * own
     share = 1 - layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 1
     return np.rint(MASTER_BYTES * share * own)

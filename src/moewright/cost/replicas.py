@@ -16,8 +16,6 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import ModelSpec
 
-_FP32_BYTES = 4
-
 
 def replica_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
     """Return the weights and gradients of a rank's replicas; they have no optimizer states."""
@@ -39,19 +37,20 @@ def replica_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
 def replica_calls(job: Job, rank: int) -> Iterator[tuple[int, int]]:
     """Yield the bytes and calls of the all-to-alls over the EP group in a step, by layer.
 
-    Gradients go in fp32 to the ranks that own the experts, and their weights come from there.
+    Gradients go in grad_dtype to the ranks that own the experts, and their weights come from there.
     """
     if not job.layout.spare:
         return
     ep_rank = grid.coordinate(job.layout, rank, "ep")
     pp_rank = grid.coordinate(job.layout, rank, "pp")
     weight_bytes = activation_nbytes(job.workload)
+    gradient_bytes = job.workload.grad_dtype.nbytes
     for layer, tensors in _expert_tensor_numels(job.model, job.layout, pp_rank).items():
         slots = expert_placement.slot_experts(job, layer)
         exchange = expert_placement.plan_replica_exchange(
             slots, job.layout.ep, ep_rank, job.layout.spare
         )
-        element_bytes = job.layout.spare * _FP32_BYTES + len(exchange.sent_slots) * weight_bytes
+        element_bytes = job.layout.spare * gradient_bytes + len(exchange.sent_slots) * weight_bytes
         yield sum(tensors) * element_bytes, 2 * len(tensors)
 
 

@@ -297,7 +297,7 @@ def _source_indices(layout: Layout, rank: int, selection: Selection) -> tuple[in
     stage_ranks = layout.world_size // layout.pp
     repeats = stage_ranks // len(selection.counts[0][0])
     ep_group = grid.group_ranks(layout, "ep", rank)
-    return tuple(dict.fromkeys(member % stage_ranks // repeats for member in ep_group))
+    return tuple(dict.fromkeys(grid.stage_index(layout, member) // repeats for member in ep_group))
 
 
 def _check_selection(

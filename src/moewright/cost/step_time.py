@@ -407,7 +407,7 @@ def step_tail(
 ) -> StepTail:
     """Return gradient reduction, optimizer and weight gather of a rank with so many parameters.
 
-    zero=3 reduces after every micro-batch, and gathers for each forward and each backward; under
+    zero=2 and 3 reduce after every micro-batch, zero=3 gathers for each forward and backward; under
     hybrid sharding the ranks that hold replicas of a shard then sum its gradient, once a step.
     Replicas of experts send gradients to the experts' owners after backward, before the owners
     reduce, and receive weights at the end of the step: none of that, nor the owners' reduction and
@@ -437,7 +437,7 @@ def step_tail(
     gather_s += _momentum_exchange_s(collectives, sym, parameters)
     hidden_share = 1 - collectives.constants["overlapped_dp_share"] if sym.is_fused else 0.0
     hidden_reduce_s, hidden_gather_s = 0.0, 0.0
-    if Overlap.GRAD in layout.overlap or layout.zero == 3:
+    if Overlap.GRAD in layout.overlap or layout.zero >= 2:
         hidden_reduce_s = hidden_share * hideable_reduce_s
     if Overlap.PARAM in layout.overlap or layout.zero == 3:
         hidden_gather_s = hidden_share * hideable_gather_s
@@ -484,7 +484,7 @@ def _state_exchange(
     param_and_grad_buffer.py), so that calls over many ranks stay few.
     """
     layout, workload = sym.layout, sym.workload
-    passes = sym.m if layout.zero == 3 else 1
+    passes = sym.m if layout.zero >= 2 else 1
     span = collectives.span(layout, fsdp.state_group(layout, group))
     if sym.is_fused:
         calls = min(calls, ceil(numel / (_BUCKET_ELEMENTS_A_RANK * span.size)))

@@ -14,7 +14,7 @@ from moewright.rules.legality import check_legality
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap
+from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap, Schedule
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import (
     AttentionBackend,
@@ -64,23 +64,24 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
     if fraction != "1":
         value = f"optimizer{fraction}"
         yield Reason(field="layout.offload", value=value, rule=_NOT_YET, nearest="optimizer1")
-    if Overlap.EP in layout.overlap and layout.zero == 3:
-        rule = "the engine gathers the weights of a layer for one pass at a time: not with zero=3"
+    if Overlap.EP in layout.overlap and layout.zero >= 2:
+        rule = (
+            "the engine moves weights and gradients of a layer for one pass at a time: not with "
+            f"zero={layout.zero}"
+        )
         others = (o for o in layout.overlap if o not in (Overlap.EP, Overlap.WGRAD))
         nearest = "+".join(others) or "none"
         yield Reason(field="layout.overlap", value="ep", rule=rule, nearest=nearest)
     if layout.graphs:
         graphs = "+".join(layout.graphs)
         yield Reason(field="layout.graphs", value=graphs, rule=_NOT_YET, nearest="none")
-    if layout.zero == 1 and layout.shard:
-        rule = "the engine shards optimizer states over all ranks of dp * cp"
-        yield Reason(field="layout.shard", value=str(layout.shard), rule=rule, nearest="0")
-    if layout.zero == 3 and layout.pp > 1:
+    if layout.zero >= 2 and layout.pp > 1 and layout.schedule.splits_backward:
         rule = (
-            "the engine cuts weights without a pipeline alone: it would gather a stage again for "
-            "every micro-batch"
+            "the engine reduces gradients as a backward ends, and leaves weight gradients of "
+            f"{layout.schedule} to later: not with zero={layout.zero}"
         )
-        yield Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1")
+        nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+        yield Reason(field="layout.schedule", value=layout.schedule, rule=rule, nearest=nearest)
 
 
 def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
@@ -139,9 +140,9 @@ def _check_adapters(layout: Layout, workload: Workload) -> Iterator[Reason]:
     """Yield what adapters beside frozen weights do not go with."""
     if not is_frozen(workload):
         return
-    if layout.zero == 3:
+    if layout.zero >= 2:
         rule = "the engine shards what trains, and adapters train alone under task=lora"
-        yield Reason(field="layout.zero", value="3", rule=rule, nearest="1")
+        yield Reason(field="layout.zero", value=str(layout.zero), rule=rule, nearest="1")
     if layout.spare:
         rule = "the engine has no replicas of frozen experts"
         yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
@@ -191,7 +192,7 @@ def _check_shard_sizes(job: Job) -> Iterator[Reason]:
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """Return the features of a model or workload that the engine cannot run yet."""
     dtypes = (
-        ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32,)),
+        ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32, Dtype.BF16)),
         ("train.moment_dtype", workload.optimizer.moment_dtype, (Dtype.FP32, Dtype.BF16)),
     )
     trainer = workload.trainer

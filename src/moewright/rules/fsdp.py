@@ -1,4 +1,4 @@
-"""How torch's fully_shard shards the parameters of a rank, and when it moves them (ZeRO-3).
+"""How torch's fully_shard shards the parameters of a rank, and when it moves them (ZeRO-2 and -3).
 
 A unit is gathered and reduced at once: the experts of a layer over EDP, the rest of a layer over DP
 x CP, and what belongs to no layer. A parameter is sharded along its first dim into parts of
@@ -11,13 +11,14 @@ under ZeRO-1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
 from moewright.rules import grid, shards
 from moewright.rules.param import Param
+from moewright.rules.timetable_row import RowKind, TimetableRow
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
@@ -39,21 +40,24 @@ class FsdpShard:
     module: Module
     own_numel: int
     padded_numel: int
+    whole_numel: int  # before it is sharded
     replica_group: str
+    holders: tuple[int, ...]  # pipeline ranks that hold the parameter, where there are several
+    chunks: tuple[int, ...]  # the rank's model chunks that use it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpUnit:
     """Parameters that are gathered and reduced at once.
 
-    A unit whose `stays_gathered` is set is gathered once a micro-batch, for forward and backward
-    together; any other is gathered once for each.
+    The root belongs to no layer. Under zero=3 it is gathered for every pass of the rank, whatever
+    chunk it is of, and freed after a backward; any other unit is gathered for each pass through it.
     """
 
     group: str
     ranks: int
     shards: tuple[FsdpShard, ...]
-    stays_gathered: bool
+    is_root: bool
 
     @property
     def padded_numel(self) -> int:
@@ -92,7 +96,8 @@ def fsdp_groups(layout: Layout, group: str) -> FsdpGroups:
 
 def is_fsdp_sharded(layout: Layout, group: str) -> bool:
     """Return whether parameters whose gradients `group` sums are sharded at all."""
-    return layout.zero == 3 and grid.group_size(layout, fsdp_groups(layout, group).shard_group) > 1
+    group_size = grid.group_size(layout, fsdp_groups(layout, group).shard_group)
+    return layout.zero >= 2 and group_size > 1
 
 
 def state_group(layout: Layout, group: str) -> str:
@@ -110,18 +115,20 @@ def momentum_group(layout: Layout, group: str) -> str | None:
     """
     if layout.zero == 0:
         return None
-    return fsdp_groups(layout, group).shard_group if is_fsdp_sharded(layout, group) else group
+    is_sharded = is_fsdp_sharded(layout, group)
+    return fsdp_groups(layout, group).shard_group if is_sharded else state_group(layout, group)
 
 
 def flat_buffer_layout(layout: Layout) -> Layout:
-    """Return the layout that governs parameters in flat buffers: zero=3 leaves these at zero=1."""
-    return replace(layout, zero=1, shard=0) if layout.zero == 3 else layout
+    """Return the layout of flat buffers: what fully_shard leaves stays at zero=1."""
+    return replace(layout, zero=1, shard=0) if layout.zero >= 2 else layout
 
 
 def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, ...]:
-    """Return the units of a rank; () unless zero=3."""
+    """Return the units of a rank; () unless zero is 2 or 3."""
     members: dict[tuple[str, int], list[tuple[Param, FsdpGroups]]] = {}
-    for param in shards.stage_parameters(model, layout, grid.coordinate(layout, rank, "pp")):
+    pp_rank = grid.coordinate(layout, rank, "pp")
+    for param in shards.stage_parameters(model, layout, pp_rank):
         group = shards.gradient_group(param.sharded_dims, layout)
         if is_fsdp_sharded(layout, group):
             groups = fsdp_groups(layout, group)
@@ -131,8 +138,10 @@ def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, .
         FsdpUnit(
             group=group,
             ranks=grid.group_size(layout, group),
-            shards=tuple(_local_shard(param, layout, groups, rank) for param, groups in params),
-            stays_gathered=layer < 0,
+            shards=tuple(
+                _local_shard(param, model, layout, groups, rank) for param, groups in params
+            ),
+            is_root=layer < 0,
         )
         for (group, layer), params in members.items()
     )
@@ -148,7 +157,24 @@ def _param_layer(model: ModelSpec, param: Param) -> int:
     return param.layer if is_in_layer else -1
 
 
-def _local_shard(param: Param, layout: Layout, groups: FsdpGroups, rank: int) -> FsdpShard:
+def count_gathers(layout: Layout, unit: FsdpUnit, table: Sequence[TimetableRow]) -> int:
+    """Return how often a unit is gathered in a step, in which its rank runs `table`."""
+    if layout.zero == 2:
+        return 1  # after the update
+    if not unit.is_root:
+        chunks = {chunk for shard in unit.shards for chunk in shard.chunks}
+        return sum(row.chunk in chunks for row in table)
+    gathers = 0
+    is_gathered = False
+    for row in table:
+        gathers += not is_gathered
+        is_gathered = row.kind is RowKind.F
+    return gathers
+
+
+def _local_shard(
+    param: Param, model: ModelSpec, layout: Layout, groups: FsdpGroups, rank: int
+) -> FsdpShard:
     rows, *rest = shards.local_shape(param, layout)
     part = shards.shard_size(rows, grid.group_size(layout, groups.shard_group))
     first = grid.group_ranks(layout, groups.shard_group, rank).index(rank) * part
@@ -158,5 +184,8 @@ def _local_shard(param: Param, layout: Layout, groups: FsdpGroups, rank: int) ->
         module=param.module,
         own_numel=own * prod(rest),
         padded_numel=part * prod(rest),
+        whole_numel=rows * prod(rest),
         replica_group=groups.replica_group,
+        holders=shards.holding_pp_ranks(param.name, model, layout),
+        chunks=shards.holding_chunks(param, model, layout, grid.coordinate(layout, rank, "pp")),
     )

@@ -1,7 +1,9 @@
 """The two rank grids: ranks to coordinates and back, and the ranks of a named group.
 
 Attention and dense layers use the dense grid, routed experts the expert grid, over the same ranks
-(parallel folding). Both end in `pp`, so a pipeline stage is the same block of ranks in both.
+(parallel folding). Both end in `pp`, so a pipeline stage is the same block of ranks in both. Under
+layout.order=tp-cp-ep-pp-dp both end in data parallelism; then tp * cp and etp * ep are equal, and a
+stage is the same ranks in both again.
 
 A rank is the sum of coordinate * stride over the axes of a grid. Strides are the prefix products of
 the axis sizes, the fastest axis first. All functions expect a world that divides by both grids,
@@ -17,10 +19,12 @@ from types import MappingProxyType
 
 from moewright.rules.context_parallel import cp_factors
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import DispatcherKind, Layout
+from moewright.spec.layout import DispatcherKind, Layout, RankOrder
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
+_DP_LAST_AXES = ("tp", "cp", "pp", "dp")
+_EDP_LAST_AXES = ("etp", "ep", "pp", "edp")
 # The parts of the cp axis, fastest first (rules.context_parallel).
 _CP_AXES = ("cp_a2a", "cp_kv")
 NODE_AWARE_DISPATCHERS = (DispatcherKind.DEDUP, DispatcherKind.HYBRIDEP)
@@ -103,8 +107,22 @@ def stride(layout: Layout, axis: str) -> int:
         first = index // 2 * 2  # index of the inner axis of the pair that this one is part of
         pair_axis = "edp" if first else "cp"
         return stride(layout, pair_axis) * prod(_hybrid_sizes(layout)[first:index])
-    axes = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
+    if layout.order is RankOrder.DP_LAST:
+        axes = _EDP_LAST_AXES if axis in EXPERT_AXES else _DP_LAST_AXES
+    else:
+        axes = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
     return prod(axis_size(layout, faster) for faster in axes[: axes.index(axis)])
+
+
+def stage_rank(layout: Layout, pp_rank: int) -> int:
+    """Return the first rank of a pipeline stage."""
+    return pp_rank * stride(layout, "pp")
+
+
+def stage_index(layout: Layout, rank: int) -> int:
+    """Return the place of a rank among the ranks of its pipeline stage, in ascending order."""
+    step = stride(layout, "pp")
+    return rank // (step * layout.pp) * step + rank % step
 
 
 def coordinate(layout: Layout, rank: int, axis: str) -> int:
@@ -123,7 +141,7 @@ def coordinate(layout: Layout, rank: int, axis: str) -> int:
 def _offsets(layout: Layout, group: str) -> tuple[int, ...]:
     """Return the ranks of the group of rank 0, the first axis fastest."""
     offsets = [0]
-    for axis in GROUPS[group]:
+    for axis in sorted(GROUPS[group], key=lambda axis: stride(layout, axis)):
         step = stride(layout, axis)
         size = axis_size(layout, axis)
         offsets = [index * step + offset for index in range(size) for offset in offsets]

@@ -22,7 +22,7 @@ from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import check_stages
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import Hardware
-from moewright.spec.layout import DispatcherKind, Layout
+from moewright.spec.layout import DispatcherKind, Layout, RankOrder
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, Workload
 
@@ -31,7 +31,7 @@ _MAX_WORLD = 2**20
 _MAX_SEQ_LEN = 2**27
 _MAX_BATCH = 2**24
 _MAX_DEGREE = 10**15
-_ZERO_LEVELS = (0, 1, 3)
+_ZERO_LEVELS = (0, 1, 2, 3)
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
@@ -54,6 +54,7 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
         batch_reasons = tuple(check_batch(job.workload, job.layout))
         reasons += batch_reasons
         reasons += _check_shard(job.layout)
+        reasons += _check_order(job.layout)
         if not batch_reasons:
             reasons += tuple(check_ramp(job.workload, job.layout)) or _check_timetable(
                 job.workload, job.layout
@@ -139,7 +140,7 @@ def _check_range(field: str, value: int, low: int, high: int, *, step: int = 1) 
 
 def _check_zero_and_capacity(layout: Layout) -> Iterator[Reason]:
     if type(layout.zero) is not int or layout.zero not in _ZERO_LEVELS:
-        rule = "must be 0, 1 or 3"
+        rule = "must be 0, 1, 2 or 3"
         yield Reason(field="layout.zero", value=_show(layout.zero), rule=rule, nearest="1")
     capacity = layout.capacity
     if type(capacity) not in (int, float) or not isfinite(capacity) or capacity < 0:
@@ -217,7 +218,7 @@ def _check_shard(layout: Layout) -> Iterator[Reason]:
     if not shard:
         return
     if layout.zero == 0:
-        rule = "zero=0 cuts no states: shard goes with zero=1 and zero=3"
+        rule = "zero=0 cuts no states: shard goes with zero=1, 2 and 3"
         yield _reason("shard", shard, rule, "0")
         return
     dense_ranks = layout.dp * layout.cp
@@ -234,6 +235,25 @@ def _check_shard(layout: Layout) -> Iterator[Reason]:
             f"{expert_ranks}, or fewer"
         )
         yield _reason("shard", shard, rule, near)
+
+
+def _check_order(layout: Layout) -> Iterator[Reason]:
+    """Yield why data-parallel axes cannot be the last, as under Megatron's tp-pp-dp mapping."""
+    if layout.order is RankOrder.PP_LAST:
+        return
+    dense_ranks = layout.tp * layout.cp
+    rule = ""
+    if layout.pp == 1 or layout.dp == 1:
+        rule = "needs pp > 1 and dp > 1"
+    elif dense_ranks != layout.etp * layout.ep:
+        rule = (
+            f"needs pipelines of the same ranks in both grids: tp * cp = {dense_ranks} must be "
+            f"etp * ep = {layout.etp * layout.ep}"
+        )
+    elif layout.shard:
+        rule = "does not go with shard, whose blocks are neighbours"
+    if rule:
+        yield _reason("order", layout.order, rule, RankOrder.PP_LAST)
 
 
 def _remaining_degrees(stage_ranks: int, other_degree: int) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ def broken_rules(job: Job) -> Iterator[Reason]:
     is_precision_aware = Offload.OPTIMIZER in job.layout.offload or moments is not Dtype.FP32
     if job.workload.optimizer.matrix_update is MatrixUpdate.MUON:
         rule = "moves and narrows the moments of adam alone, and shards adam's weights alone"
-        if is_precision_aware or job.layout.zero == 3:
+        if is_precision_aware or job.layout.zero >= 2:
             yield _refusal("workload.matrix_update", MatrixUpdate.MUON, rule, MatrixUpdate.ADAMW)
     if not job.layout.zero and is_precision_aware:
         rule = "moves and narrows moments in its distributed optimizer alone"

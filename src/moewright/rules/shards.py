@@ -88,6 +88,14 @@ def holds_parameter(param: Param, layout: Layout, model: ModelSpec, pp_rank: int
     return _is_held(param, model, _rank_chunks(model, layout, pp_rank))
 
 
+def holding_chunks(param: Param, model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[int, ...]:
+    """Return the chunks of a pipeline rank, numbered from 0, that use the parameter."""
+    chunks = _rank_chunks(model, layout, pp_rank)
+    return tuple(
+        number for number, chunk in enumerate(chunks) if _is_in_chunk(param, model, *chunk)
+    )
+
+
 def stage_parameters(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param, ...]:
     """Return the parameters that a pipeline rank holds, in registration order, with full shapes."""
     chunks = _rank_chunks(model, layout, pp_rank)

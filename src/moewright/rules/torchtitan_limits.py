@@ -18,6 +18,7 @@ from moewright.spec.layout import (
     ExpertPlacement,
     Layout,
     Overlap,
+    RankOrder,
     Recompute,
     Schedule,
 )
@@ -102,10 +103,12 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
 
 
 def _check_sharding(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
-    if layout.zero == 1 and layout.dp * layout.cp > 1:
-        yield _refusal(
-            "layout.zero", 1, "shards weights and gradients with the optimizer, or nothing", 3
-        )
+    if layout.zero in (1, 2) and layout.dp * layout.cp > 1:
+        rule = "shards weights and gradients with the optimizer, or nothing"
+        yield _refusal("layout.zero", layout.zero, rule, 3)
+    if layout.order is not RankOrder.PP_LAST:
+        rule = "puts pipeline stages farthest apart"
+        yield _refusal("layout.order", layout.order, rule, RankOrder.PP_LAST)
     if layout.shard and layout.shard % layout.cp:
         yield _refusal("layout.shard", layout.shard, "shards over whole context groups", layout.cp)
     if layout.tp > 1 and not layout.sp:

@@ -280,8 +280,9 @@ class ScreeningMemory:
             total += copies * linear[ranks]
         if self._checkpoints_on_device:
             total += model_states.checkpoint_bytes(workload, elements.checkpointed[ranks])
-        if policy.zero == 3:
-            total += gathered_bytes(workload, self._layer_numel(cut, batch, ranks))
+        if policy.zero >= 2:
+            layer_numel = self._layer_numel(cut, batch, ranks)
+            total += gathered_bytes(workload, layer_numel, zero=policy.zero)
             total += fsdp_buffer_bytes(replace(sym, job=replace(sym.job, layout=layout)))
         if layout.spare:
             total += self._replica_bytes(sym, batch)[ranks]
@@ -311,7 +312,7 @@ class ScreeningMemory:
         return np.asarray(self._buffers[key][has_head.astype(int), kinds])
 
     def _layer_numel(self, cut: Layout, batch: PipelineBatch, ranks: Array) -> Array:
-        """Return the elements of ranks' layers [some ranks, 2 x blocks], for what zero=3 gathers.
+        """Return the elements of ranks' layers [some ranks, 2 x blocks], for gathers.
 
         At most two layers are gathered at once, so each block stands there at most twice.
         """

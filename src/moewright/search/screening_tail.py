@@ -51,8 +51,8 @@ class ScreeningTails:
         base = replace(
             base, zero=policy.zero, offload=tuple(sorted({*base.offload, *policy.offload}))
         )
-        # Only zero=3 reduces and gathers more often with more micro-batches.
-        mbs = base.mbs if base.zero == 3 else 0
+        # Only zero=2 and 3 reduce more often with more micro-batches.
+        mbs = base.mbs if base.zero >= 2 else 0
         overlaps_reduction = Overlap.GRAD in base.overlap
         shared_key = (
             base.tp,

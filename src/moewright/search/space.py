@@ -268,7 +268,7 @@ def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
     levels = [zero for zero in (1, 3) if space.permits(zero=zero)]
     if "zero" in space.fixed:
         levels = [space.base.zero]
-    if space.base.shard:  # goes with zero=3 alone
+    if space.base.shard and "zero" not in space.fixed:  # searched with zero=3 alone
         levels = [zero for zero in levels if zero == 3]
     base_offload = on_host if Offload.OPTIMIZER in space.base.offload else ()
     policies = [StatePolicy(zero=zero, offload=base_offload) for zero in levels]

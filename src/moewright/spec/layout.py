@@ -36,6 +36,13 @@ class Schedule(StrEnum):
 _V_SHAPED = (Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN, Schedule.DUALPIPEV)
 
 
+class RankOrder(StrEnum):
+    """The axes of both grids from the ones whose ranks are neighbours to the farthest apart."""
+
+    PP_LAST = "tp-cp-ep-dp-pp"
+    DP_LAST = "tp-cp-ep-pp-dp"  # replicas of a pipeline are blocks of consecutive ranks
+
+
 class CpComm(StrEnum):
     """How attention exchanges keys, values and heads under context parallelism."""
 
@@ -138,9 +145,11 @@ class Layout:
     vpp: int = 1  # model chunks (virtual stages) on each pipeline rank
     ep: int = 1  # expert-parallel degree
     etp: int = 1  # expert tensor-parallel degree
+    order: RankOrder = RankOrder.PP_LAST  # which ranks are neighbours
     mbs: int = 1  # sequences in a micro-batch
-    zero: int = 1  # what data-parallel ranks shard: 0 nothing, 1 optimizer states, 3 weights too
-    # ranks of dp x cp over which zero=3 shards, the other ranks hold replicas; 0: all
+    # what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too
+    zero: int = 1
+    # ranks of dp x cp over which zero shards, the other ranks hold replicas; 0: all
     shard: int = 0
     schedule: Schedule = Schedule.ONE_F_ONE_B  # the pipeline timetable
     vpp_group: int = 0  # micro-batches in a group of the interleaved timetable; 0: pp

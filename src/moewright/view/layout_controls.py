@@ -144,7 +144,7 @@ def _slider_values(
         values["ep"] = shared[:_MOST_STEPS]
         values["etp"] = _powers(min(8, world))
     values["mbs"] = _powers(min(32, workload.global_batch))
-    values["zero"] = (0, 1, 3)
+    values["zero"] = (0, 1, 2, 3)
     return values
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from moewright.engine.comm.collectives import all_to_all
 from moewright.engine.model.layers import Weight
 from moewright.engine.observe.storage_census import storage_id
-from moewright.engine.runtime import Runtime
+from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.expert_placement import ReplicaExchange
 from moewright.spec.ledger import Component, MemoryRow, Module
 
@@ -39,7 +39,8 @@ class ExpertReplicas:
         self._weights = [
             nn.Parameter(torch.zeros(shape, dtype=runtime.dtype, device=device)) for shape in shapes
         ]
-        self._grads = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes]
+        grad_dtype = torch_dtype(runtime.workload.grad_dtype)
+        self._grads = [torch.zeros(shape, dtype=grad_dtype, device=device) for shape in shapes]
         self._parts_without_grad: set[int] = set()  # in this step
         for number, weight in enumerate(self._weights):
             weight.register_post_accumulate_grad_hook(self._make_hook(number))

@@ -164,6 +164,16 @@ class Transformer(nn.Module):
             expert_counts=results.stack_counts(),
         )
 
+    def chunk_layers(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """Return the layers of each chunk, those of MTP depths last."""
+        return tuple(
+            (
+                *(self.layers[str(number)] for number in chunk.layers),
+                *(depth.layer for depth in self._depths[: chunk.mtp_layers]),
+            )
+            for chunk in self.chunks
+        )
+
     def _embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         assert self.embedding is not None  # made with the chunk
         embedded_tH: torch.Tensor = self.embedding(ids_BS.flatten())

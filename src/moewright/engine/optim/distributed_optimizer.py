@@ -1,4 +1,4 @@
-"""The distributed optimizer: fp32 gradient accumulation, reduction over the right grid, updates."""
+"""The distributed optimizer: gradient accumulation, reduction over the right grid, updates."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.flat_buffers import (
+    BucketGroups,
     FlatBucket,
     build_buckets,
     build_local_shards,
@@ -27,7 +28,12 @@ from moewright.engine.optim.loss_scale import LossScaler
 from moewright.engine.optim.muon import MuonUpdate
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.runtime import Runtime
-from moewright.rules.fsdp import is_fsdp_sharded
+from moewright.rules.fsdp import (
+    flat_buffer_layout,
+    fsdp_groups,
+    is_fsdp_sharded,
+    state_group,
+)
 from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, holding_pp_ranks
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -38,13 +44,15 @@ _NORM_ELEMENTS = 1 << 20
 
 
 class DistributedOptimizer:
-    """A replicated (zero=0), ZeRO-1 or ZeRO-3 optimizer over all parameters of this rank.
+    """A replicated (zero=0) or ZeRO-1, -2 or -3 optimizer over all parameters of this rank.
 
     Gradients are summed over the group in which a parameter is replicated, never averaged: the loss
-    is already divided by the global number of targets. With overlap=grad a bucket is reduced during
+    is already divided by the global number of targets. They are accumulated and reduced in
+    grad_dtype; norm and update take them in fp32. With overlap=grad a bucket is reduced during
     backward, as soon as the last of its gradients is ready; a bucket that gets gradients of expert
     replicas is reduced after backward. With overlap=param the weights of an updated bucket are
-    gathered while the next is updated, and during the next forward. Neither overlap changes a bit
+    gathered while the next is updated, and during the next forward. An optimizer of several
+    instances (zero=1 with `shard`) shards states within each of them. Neither overlap changes a bit
     of any result.
     """
 
@@ -204,8 +212,8 @@ class DistributedOptimizer:
         self._grad_tracker.flush()
         bucket_shards = [self._reductions.pop(index).wait() for index in range(len(self.buckets))]
         for bucket, shard in zip(self.buckets, bucket_shards, strict=True):
-            if bucket.holder_group is not None:
-                all_reduce(shard, bucket.holder_group)
+            for group in bucket.outer_groups:
+                all_reduce(shard, group)
         squares = [
             _squared_norm(shard) / bucket.replica_count
             for bucket, shard in zip(self.buckets, bucket_shards, strict=True)
@@ -213,7 +221,7 @@ class DistributedOptimizer:
         fsdp_shards = self.fsdp.reduce_gradients() if self.fsdp else []
         self._grad_shards = [*bucket_shards, *fsdp_shards]
         squares += [
-            _squared_norm(shard) / parameter.replica_group.size
+            _squared_norm(shard) / parameter.replica_count
             for parameter, shard in zip(self._fsdp_parameters, fsdp_shards, strict=True)
         ]
         device = self._runtime.device
@@ -250,7 +258,7 @@ class DistributedOptimizer:
         others = range(len(self.buckets), len(self._state_holders))
         for index in (*self._gather_order, *others):
             holder = self._state_holders[index]
-            grads = self._grad_shards[index]
+            grads = self._grad_shards[index].float()
             if scale != 1.0:
                 grads.mul_(scale)
             local_grads = copy_to_state_device(grads, holder.master.device)
@@ -284,7 +292,7 @@ class DistributedOptimizer:
         return [
             shard
             for holder, grads in pairs
-            for shard in build_local_shards(holder.owned, "grad/", grads)
+            for shard in build_local_shards(holder.owned, "grad/", grads.float())
         ]
 
     def all_gather_params(self) -> None:
@@ -297,6 +305,8 @@ class DistributedOptimizer:
             if index not in self._gathers_started:
                 self._start_param_gather(index)
         self._gathers_started.clear()
+        if self.fsdp is not None:
+            self.fsdp.all_gather_params()
         if not self._overlaps_param_gather:
             self.finish_pending()
         for replicas in self._replicas:
@@ -371,21 +381,28 @@ def _build_all_buckets(
 
     A bucket's parameters are summed over the same group and held by the same pipeline ranks.
     """
-    layout = runtime.mesh.layout
+    mesh = runtime.mesh
+    layout = mesh.layout
+    flat_layout = flat_buffer_layout(layout)
     buckets: list[FlatBucket] = []
     for group in GRADIENT_GROUPS:
         if is_fsdp_sharded(layout, group):
             continue
+        replica_group = None
+        if flat_layout.shard:
+            replica_group = mesh.group(fsdp_groups(flat_layout, group).replica_group)
         by_holders: dict[tuple[int, ...], list[NamedParameter]] = defaultdict(list)
         for parameter in parameters:
             if _gradient_group(runtime, parameter) == group:
                 holders = holding_pp_ranks(parameter.name, runtime.model, layout)
                 by_holders[holders].append(parameter)
         for holders, members in sorted(by_holders.items(), key=lambda item: item[0]):
-            holder_group = runtime.mesh.shared_table_groups.get(holders)
-            buckets += build_buckets(
-                runtime, members, runtime.mesh.group(group), holder_group, initial_value
+            groups = BucketGroups(
+                group=mesh.group(state_group(flat_layout, group)),
+                replica_group=replica_group,
+                holder_group=mesh.shared_table_groups.get(holders),
             )
+            buckets += build_buckets(runtime, members, groups, initial_value)
     return buckets
 
 
@@ -394,5 +411,5 @@ def _squared_norm(flat: torch.Tensor) -> torch.Tensor:
 
     A whole pass in fp64 costs ten times as much. Nothing is read by the host.
     """
-    norms = torch._foreach_norm(list(flat.split(_NORM_ELEMENTS)))
+    norms = torch._foreach_norm(list(flat.split(_NORM_ELEMENTS)), dtype=torch.float32)
     return torch.stack(norms).double().square().sum()

@@ -1,9 +1,9 @@
 """Flat buffers: the weights, gradients and optimizer state of a bucket, each in one long tensor.
 
 Weights live in a buffer of the compute dtype and the model's parameters are views into it;
-gradients accumulate in fp32; the fp32 master copy and the two moments (fp32 or bf16) cover only the
-shard that this rank owns (docs/formulas.md 2), and live in host memory with offload=optimizer.
-Matrices that Muon updates have one fp32 momentum in place of the moments.
+gradients accumulate in grad_dtype; the fp32 master copy and the two moments (fp32 or bf16) cover
+only the shard that this rank owns (docs/formulas.md 2), and live in host memory with
+offload=optimizer. Matrices that Muon updates have one fp32 momentum in place of the moments.
 """
 
 from __future__ import annotations
@@ -84,14 +84,25 @@ def uses_muon(runtime: Runtime, parameter: NamedParameter) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BucketGroups:
+    """The groups of a bucket, as FlatBucket says."""
+
+    group: Group
+    replica_group: Group | None
+    holder_group: Group | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FlatBucket:
     """One bucket's tensors on this rank.
 
-    `group` shares the gradients, and the state too where `sharded` is set. `holder_group` are the
+    `group` shares the gradients, and the state too where `sharded` is set. `replica_group` are the
+    ranks that hold the same shard of an optimizer of several instances. `holder_group` are the
     pipeline ranks that hold the bucket, where there are several (rules.shards).
     """
 
     group: Group
+    replica_group: Group | None
     holder_group: Group | None
     sharded: bool
     on_host: bool  # master and moments live in host memory, and are updated there
@@ -112,9 +123,14 @@ class FlatBucket:
     def replica_count(self) -> int:
         """How many ranks of the world hold this rank's shard of the gradients."""
         count = 1 if self.sharded else self.group.size
-        if self.holder_group is not None:
-            count *= self.holder_group.size
+        for group in self.outer_groups:
+            count *= group.size
         return count
+
+    @property
+    def outer_groups(self) -> tuple[Group, ...]:
+        """The groups that sum this rank's shard of the gradients after `group` has."""
+        return tuple(group for group in (self.replica_group, self.holder_group) if group)
 
     def start_reduce(self) -> AsyncCollective:
         """Start to sum the gradients over the group; the result is this rank's shard of them."""
@@ -203,8 +219,7 @@ def build_local_shards(
 def build_buckets(
     runtime: Runtime,
     parameters: Sequence[NamedParameter],
-    group: Group,
-    holder_group: Group | None,
+    groups: BucketGroups,
     initial_value: Callable[[NamedParameter], torch.Tensor],
 ) -> list[FlatBucket]:
     """Lay parameters out in buckets, in reverse registration order.
@@ -216,6 +231,8 @@ def build_buckets(
     on_host = Offload.OPTIMIZER in layout.offload
     state_device = torch.device("cpu") if on_host else device
     moment_dtype = torch_dtype(runtime.workload.optimizer.moment_dtype)
+    grad_dtype = torch_dtype(runtime.workload.grad_dtype)
+    group = groups.group
     sharded = layout.zero > 0
     shard_count = group.size if sharded else 1
     shard_index = group.index if sharded else 0
@@ -229,7 +246,7 @@ def build_buckets(
     for planned in planned_buckets:
         start, stop = shard_range(planned, shard_count, shard_index)
         weights = torch.zeros(planned.numel, dtype=runtime.dtype, device=device)
-        grads = torch.zeros(planned.numel, dtype=torch.float32, device=device)
+        grads = torch.zeros(planned.numel, dtype=grad_dtype, device=device)
         master = new_state(stop - start, torch.float32, state_device, device)
         grad_views = []
         owned_ranges: list[OwnedRange] = []
@@ -261,7 +278,8 @@ def build_buckets(
         buckets.append(
             FlatBucket(
                 group=group,
-                holder_group=holder_group,
+                replica_group=groups.replica_group,
+                holder_group=groups.holder_group,
                 sharded=sharded,
                 on_host=on_host,
                 weights=weights,

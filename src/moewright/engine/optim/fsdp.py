@@ -1,15 +1,17 @@
-"""ZeRO-3: weights, gradients and optimizer state sharded by torch's fully_shard (docs/adr/0008).
+"""ZeRO-2 and ZeRO-3: states sharded by torch's fully_shard (docs/adr/0008).
 
 The sharded weights are the fp32 master. A unit is gathered in the compute dtype for its forward and
-again for its backward; its gradients are summed and sharded in fp32 after every micro-batch. Ranks
-that hold the same shard sum its gradient at the end of the step. Every byte goes through
-engine.comm.collectives.
+again for its backward; with ZeRO-2 all units stay gathered, and are gathered anew after an update.
+Gradients are summed and sharded in grad_dtype after every micro-batch, and these sums are added in
+fp32. Ranks that hold the same shard sum its gradient at the end of the step. Every byte goes
+through engine.comm.collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -37,6 +39,7 @@ from moewright.engine.comm.collectives import (
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.optim.flat_buffers import (
     OwnedRange,
@@ -46,7 +49,7 @@ from moewright.engine.optim.flat_buffers import (
 )
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.fsdp import FsdpGroups, fsdp_groups
-from moewright.rules.shards import gradient_group
+from moewright.rules.shards import gradient_group, holding_pp_ranks
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Component, MemoryRow
 
@@ -55,17 +58,24 @@ from moewright.spec.ledger import Component, MemoryRow
 class ShardedParameter:
     """This rank's rows of one parameter and their optimizer state, flat.
 
-    The ranks of `replica_group` hold the same rows.
+    The ranks of `replica_group` hold the same rows, and so do the pipeline ranks of `holder_group`
+    where several hold the parameter.
     """
 
     named: NamedParameter
     parameter: nn.Parameter  # a DTensor
     replica_group: Group
+    holder_group: Group | None
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     momentum: torch.Tensor
     owned: tuple[OwnedRange, ...]
+
+    @property
+    def replica_count(self) -> int:
+        """How many ranks of the world hold the same rows."""
+        return self.replica_group.size * (self.holder_group.size if self.holder_group else 1)
 
     def gradient(self) -> torch.Tensor:
         """Return the gradient, which is zero for a parameter that no micro-batch used."""
@@ -79,9 +89,14 @@ class ShardedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpParams:
-    """All parameters of this rank that fully_shard shards, by the unit that moves them."""
+    """All parameters of this rank that fully_shard shards, by the unit that moves them.
+
+    With `stays_gathered` (ZeRO-2) whole weights stay from one update to the next.
+    """
 
     root: FSDPModule
+    modules: tuple[FSDPModule, ...]  # of the units, in their order
+    stays_gathered: bool
     units: tuple[tuple[ShardedParameter, ...], ...]
     device: torch.device
     on_host: bool  # sharded weights, gradients and moments live in host memory
@@ -92,14 +107,23 @@ class FsdpParams:
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step; an evaluation may have left the root gathered."""
-        self.root.reshard()
+        if not self.stays_gathered:
+            self.root.reshard()
         for parameter in self.parameters:
             parameter.parameter.grad = None
+
+    def all_gather_params(self) -> None:
+        """Bring updated weights to every rank where they stay gathered, unit by unit."""
+        if self.stays_gathered:
+            for module in self.modules:
+                module.reshard()
+                module.unshard()
 
     def reduce_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of `parameters`, summed over the ranks that hold the same rows.
 
-        There is a call for each unit and replica group.
+        There is a call for each unit and replica group, and for each parameter that several
+        pipeline ranks hold.
         """
         gradients = []
         for unit in self.units:
@@ -112,6 +136,9 @@ class FsdpParams:
                     if parameter.replica_group is group
                 ]
                 self._sum_over(group, members)
+            for parameter, gradient in zip(unit, unit_gradients, strict=True):
+                if parameter.holder_group is not None:
+                    self._sum_over(parameter.holder_group, [gradient])
             gradients += unit_gradients
         return gradients
 
@@ -133,9 +160,16 @@ class FsdpParams:
         )
 
     def memory_rows(self) -> list[MemoryRow]:
-        """Return the bytes of the sharded tensors; storage that holds no row is OTHER."""
+        """Return the bytes of the sharded tensors, and of whole weights that stay beside them.
+
+        Storage that holds no row is OTHER.
+        """
         rows: list[MemoryRow] = []
         for parameter in self.parameters:
+            weight = parameter.named.owner.weight
+            if self.stays_gathered:
+                whole_spans = [(parameter.named.module, weight.numel())]
+                rows += split_by_module(Component.WEIGHTS, weight, whole_spans)
             spans = [(parameter.named.module, parameter.master.numel())]
             storage_bytes = _local_tensor(parameter.parameter).untyped_storage().nbytes()
             master = self._component(Component.MASTER)
@@ -217,6 +251,7 @@ def apply_fsdp(
     """Shard `parameters` (rules.fsdp); all others of the model are left alone."""
     layout = runtime.mesh.layout
     device = runtime.device
+    stays_gathered = layout.zero == 2
     for parameter in parameters:
         value = initial_value(parameter).to(device, torch.float32)
         parameter.owner.weight = nn.Parameter(value)
@@ -225,12 +260,15 @@ def apply_fsdp(
     if on_host:
         offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     mp_policy = MixedPrecisionPolicy(
-        param_dtype=runtime.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=runtime.dtype,
+        reduce_dtype=torch_dtype(runtime.workload.grad_dtype),
+        cast_forward_inputs=False,
     )
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     remaining = {parameter.parameter: parameter for parameter in parameters}
     units = []
+    unit_modules = []
     meshes: dict[str, DeviceMesh] = {}
     for module in (*experts, *layers, model):
         members = [remaining.pop(weight) for weight in module.parameters() if weight in remaining]
@@ -246,12 +284,13 @@ def apply_fsdp(
         fully_shard(
             module,
             mesh=meshes[group.name],
-            reshard_after_forward=module is not model,
+            reshard_after_forward=module is not model and not stays_gathered,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params={weight for weight in module.parameters() if weight not in weights},
         )
         assert isinstance(module, FSDPModule)
+        module.set_reshard_after_backward(not stays_gathered, recurse=False)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_FsdpAllGather(group))
@@ -259,8 +298,43 @@ def apply_fsdp(
         units.append(
             tuple(_build_sharded_parameter(runtime, parameter, group) for parameter in members)
         )
+        unit_modules.append(module)
     assert isinstance(model, FSDPModule)
-    return FsdpParams(root=model, units=tuple(units), device=device, on_host=on_host)
+    if layout.vpp > 1 and not stays_gathered:
+        assert isinstance(model, Transformer)
+        _prefetch_within_chunks(model)
+    fsdp = FsdpParams(
+        root=model,
+        modules=tuple(unit_modules),
+        stays_gathered=stays_gathered,
+        units=tuple(units),
+        device=device,
+        on_host=on_host,
+    )
+    fsdp.all_gather_params()
+    return fsdp
+
+
+def _prefetch_within_chunks(model: Transformer) -> None:
+    """Let the backward of a unit gather the unit before it in its chunk.
+
+    By itself it gathers what ran before it in a forward, which may be another chunk's.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_modules_to_backward_prefetch([model])
+    for layers in model.chunk_layers():
+        backward_units = [
+            unit
+            for layer in reversed(layers)
+            for unit in (
+                layer,
+                *(part for part in layer.modules() if isinstance(part, RoutedExperts)),
+            )
+            if isinstance(unit, FSDPModule)
+        ]
+        for unit, following in zip_longest(backward_units, backward_units[1:]):
+            # The last gathers itself, which is done: without a unit it would choose one.
+            unit.set_modules_to_backward_prefetch([following or unit])
 
 
 def _build_device_mesh(group: Group, device: torch.device) -> DeviceMesh:
@@ -295,12 +369,15 @@ def _build_sharded_parameter(
     )
     moments_numel = 0 if has_momentum else local.numel()
     momentum_numel = local.numel() - moments_numel
-    replica_group = _find_groups(runtime.mesh.layout, parameter).replica_group
+    layout = runtime.mesh.layout
+    replica_group = _find_groups(layout, parameter).replica_group
+    holders = holding_pp_ranks(parameter.name, runtime.model, layout)
     moment_dtype = torch_dtype(runtime.workload.optimizer.moment_dtype)
     return ShardedParameter(
         named=parameter,
         parameter=parameter.parameter,
         replica_group=runtime.mesh.group(replica_group),
+        holder_group=runtime.mesh.shared_table_groups.get(holders),
         master=local.view(-1),
         exp_avg=torch.zeros(moments_numel, dtype=moment_dtype, device=local.device),
         exp_avg_sq=torch.zeros(moments_numel, dtype=moment_dtype, device=local.device),

@@ -14,6 +14,7 @@ from moewright.engine.observe.record import write_ledger
 from moewright.engine.run.step import StepResult, TrainState
 from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime
+from moewright.rules.grid import coordinate, stage_index
 from moewright.rules.routing import counts_copies, dispatch_nodes
 from moewright.spec.ledger import Selection
 from moewright.spec.workload import DocumentMasking, Dtype, FusedKernels
@@ -46,7 +47,12 @@ def _gather_selection(
     # [pipeline rank, rank of its stage, micro-batch, layer, expert]; a layer's counts are 0 on all
     # stages but its own, so their sum over the pipeline is that layer's count.
     shape = (layout.pp, world_size // layout.pp, *result.expert_counts.shape)
-    gathered = torch.tensor(collectives.gather_json(result.expert_counts.tolist())).view(shape)
+    by_rank = torch.tensor(collectives.gather_json(result.expert_counts.tolist()))
+    ranks = sorted(
+        range(world_size),
+        key=lambda rank: (coordinate(layout, rank, "pp"), stage_index(layout, rank)),
+    )
+    gathered = by_rank[ranks].view(shape)
     counts = gathered.sum(0).permute(1, 2, 0, 3)  # [micro-batch, layer, source rank, expert]
     experts = runtime.model.moe.experts if runtime.model.moe else 0
     copies_end = experts + layout.ep

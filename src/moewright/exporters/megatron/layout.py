@@ -24,6 +24,7 @@ from moewright.spec.layout import (
     DispatcherKind,
     Layout,
     Offload,
+    RankOrder,
     Recompute,
 )
 from moewright.spec.workload import (
@@ -104,6 +105,8 @@ def _degree_flags(job: Job) -> Iterator[Flag]:
     if job.layout.cp_comm is CpComm.A2A_P2P:
         yield "--hierarchical-context-parallel-sizes", *map(str, cp_factors(job.layout))
     yield LAYOUT_OPTIONS["pp"], str(job.layout.pp)
+    if job.layout.order is RankOrder.DP_LAST:
+        yield ("--use-tp-pp-dp-mapping",)
     if job.layout.stages:
         yield LAYOUT_OPTIONS["stages"], job.layout.stages
     elif job.layout.pp > 1:
@@ -132,9 +135,10 @@ def _memory_flags(layout: Layout) -> Iterator[Flag]:
     if layout.zero == 1 and layout.shard:
         instances = layout.dp * layout.cp // layout.shard
         yield "--num-distributed-optimizer-instances", str(instances)
-    if layout.zero == 3:
+    if layout.zero >= 2:
+        strategy = "optim_grads_params" if layout.zero == 3 else "optim_grads"
         yield ("--use-megatron-fsdp",)
-        yield "--data-parallel-sharding-strategy", "optim_grads_params"
+        yield "--data-parallel-sharding-strategy", strategy
         yield "--ckpt-format", "fsdp_dtensor"
     if Recompute.FULL in layout.recompute:
         yield "--recompute-granularity", "full"

@@ -97,4 +97,4 @@ def _max_connections(layout: Layout) -> int:
 
     Sequence-parallel overlap relies on 1 up to Hopper; FSDP and expert overlap need more.
     """
-    return 32 if layout.zero == 3 or Overlap.EP in layout.overlap else 1
+    return 32 if layout.zero >= 2 or Overlap.EP in layout.overlap else 1

@@ -17,6 +17,7 @@ from moewright.spec.layout import (
     Layout,
     Offload,
     Overlap,
+    RankOrder,
     Recompute,
 )
 from moewright.spec.model import ModelSpec
@@ -30,7 +31,7 @@ _NOT_PLANNED = {
 _DENSE_GRAPH = "mlp"
 _OTHER_RANK_ORDER = "--use-tp-pp-dp-mapping"
 _INSTANCES = "--num-distributed-optimizer-instances"
-_FSDP_ZERO = {"no_shard": 0, "optim": 1, "optim_grads_params": 3}
+_FSDP_ZERO = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _DEPRECATED_GRAPHS = {"--external-cuda-graph": "transformer_engine", "--enable-cuda-graph": "local"}
 
 
@@ -62,8 +63,8 @@ def read_layout(
     if model.moe is not None:
         layout = _read_experts(arguments, layout)
         notes = _note_expert_defaults(arguments, tp)
-    if arguments.has(_OTHER_RANK_ORDER):
-        notes += (f"{_OTHER_RANK_ORDER} is taken for the usual order of ranks: only links differ",)
+    if arguments.has(_OTHER_RANK_ORDER) and layout.pp > 1 and layout.dp > 1:
+        layout = replace(layout, order=RankOrder.DP_LAST)
     layout = read_stages(arguments, model, layout)
     layout = replace(layout, vpp_group=arguments.integer(LAYOUT_OPTIONS["vpp_group"]))
     layout = _read_recompute(arguments, layout)
@@ -92,15 +93,6 @@ def _read_zero(arguments: Arguments) -> int:
     arguments.ignore("--ckpt-format")
     if not arguments.has("--use-megatron-fsdp"):
         return int(is_sharded)
-    if strategy == "optim_grads":
-        raise BadInput(
-            Reason(
-                field="--data-parallel-sharding-strategy",
-                value=strategy,
-                rule="sharded gradients beside whole weights (ZeRO-2) cannot be planned here",
-                nearest="optim_grads_params",
-            )
-        )
     return _FSDP_ZERO[strategy]
 
 

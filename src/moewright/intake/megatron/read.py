@@ -112,12 +112,12 @@ def _check_queues(queues: str, layout: Layout) -> tuple[str, ...]:
         BadInput: Megatron-LM would stop at this number.
     """
     overlaps_experts = Overlap.EP in layout.overlap
-    if layout.zero == 3 and queues == "1":
+    if layout.zero >= 2 and queues == "1":
         rule = "Megatron-FSDP needs more hardware queues than one"
         raise BadInput(Reason(field=_QUEUES, value=queues, rule=rule, nearest="32"))
     if overlaps_experts and queues == "1":
         return (f"{_QUEUES}=1 leaves little of {OVERLAP_OPTIONS[Overlap.EP]}: 32",)
-    needs_one_queue = layout.tp * layout.cp > 1 and layout.zero != 3 and not overlaps_experts
+    needs_one_queue = layout.tp * layout.cp > 1 and layout.zero < 2 and not overlaps_experts
     if needs_one_queue and queues != "1":
         return (
             f"{_QUEUES} is not 1: before Blackwell Megatron-LM stops at tensor or context "
@@ -208,9 +208,6 @@ def _read_deepspeed_zero(command: LaunchCommand, folder: Path, *, is_pipelined: 
         raise BadInput(Reason(field=field, value=stage[:20], rule=rule, nearest="1"))
     if stage in ("2", "3") and is_pipelined:
         rule = f"DeepSpeed combines ZeRO-{stage} with no pipeline; with one, shard the optimizer"
-        raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
-    if stage == "2":
-        rule = "sharded gradients beside whole weights (ZeRO-2) cannot be planned here"
         raise BadInput(Reason(field=field, rule=rule, nearest="--use-distributed-optimizer"))
     return int(stage) if stage else None
 

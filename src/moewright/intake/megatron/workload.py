@@ -31,6 +31,7 @@ from moewright.spec.workload import (
     RouterForce,
     RouterTraining,
     SaveMode,
+    TensorScaling,
     Workload,
 )
 
@@ -89,6 +90,7 @@ def read_workload(
         steps=steps,
         seed=arguments.integer("--seed", 1234),
         precision=precision,
+        tensor_scaling=_read_tensor_scaling(arguments, precision),
         grad_dtype=grad_dtype,
         eval_every_steps=arguments.integer("--eval-interval") if data.heldout else 0,
         eval_batches=eval_batches if data.heldout and eval_batches else _DEFAULT_EVAL_BATCHES,
@@ -165,6 +167,14 @@ def _read_precision(arguments: Arguments) -> tuple[Dtype, Dtype]:
         return Dtype.BF16, grad_dtype
     has_block_scales = fp8_recipe in ("mxfp8", "blockwise")
     return Dtype.MXFP8 if has_block_scales else Dtype.FP8, grad_dtype
+
+
+def _read_tensor_scaling(arguments: Arguments, precision: Dtype) -> TensorScaling:
+    """Return where FP8 takes its scales from: Megatron-LM's default are earlier tensors."""
+    recipe = arguments.text("--fp8-recipe", "delayed")
+    if precision is Dtype.FP8 and recipe == "delayed":
+        return TensorScaling.DELAYED
+    return TensorScaling.CURRENT
 
 
 def _note_decay_style(arguments: Arguments) -> tuple[str, ...]:
