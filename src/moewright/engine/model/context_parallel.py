@@ -222,7 +222,8 @@ class _BlockGradients:
         dtype = self._q_BSHD.dtype
         k_width = self._q_BSHD.shape[-1]
         grad_k, grad_v = grad_kv.to(dtype).split((k_width, grad_kv.shape[-1] - k_width), -1)
-        return self._grad_q.to(dtype).view(self._q_BSHD.shape), grad_k, grad_v
+        # As a view, a gradient that weight gradients wait with would keep that of the keys too.
+        return self._grad_q.to(dtype).view(self._q_BSHD.shape), grad_k, grad_v.contiguous()
 
 
 class RingAttention(CountedFunction):
