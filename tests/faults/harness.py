@@ -380,6 +380,8 @@ def kill_supervisor(run: SupervisedRun, rng: random.Random) -> None:
 
 
 def tear_steps(run: SupervisedRun, rng: random.Random) -> None:
+    """Tear the record of a step that no checkpoint holds; one that does is not done again."""
+    run.wait_for(lambda: run.count_steps() % 4 == 2, "a step between checkpoints")
     kill_supervisor(run, rng)
     path = run.folder / "steps.jsonl"
     os.truncate(path, path.stat().st_size - rng.randint(2, 200))
