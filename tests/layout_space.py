@@ -39,6 +39,7 @@ from moewright.spec.model import (
     AttentionSpec,
     ModelSpec,
     MoeSpec,
+    PositionKind,
     QkNorm,
     RopeSpec,
     RouterSpec,
@@ -108,6 +109,14 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             vocab_size=101,
             moe=replace(_moe(8, 2, shared_ffn_size=24), router=_GROUPED),
         ),
+        # Biases that fall with distance in place of rotations, heads that are no power of two.
+        "biased": replace(
+            MODEL,
+            layers=4,
+            moe_layers=_THREE_OF_FOUR_MOE,
+            position=PositionKind.ALIBI,
+            attention=_gqa(12, 4, QkNorm.NONE),
+        ),
         # More layers than stages, the best three of twelve experts, a gated shared expert, sinks.
         "deep": replace(
             MODEL,
@@ -166,7 +175,7 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
 )
 
 # The shape "latent" is like the others apart from its corners, and is not drawn.
-DRAWN_SHAPES = tuple(name for name in SHAPES if name != "latent")
+DRAWN_SHAPES = tuple(name for name in SHAPES if name not in ("latent", "biased"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,6 +329,15 @@ CORNERS = (
     _corner(
         "a third of the memory along a V", "deep", 8, "pp4,ep2,schedule=v-min,mbs1,recompute=moe"
     ),
+    _corner(
+        "biases by heads, in documents",
+        "biased",
+        4,
+        "tp2,cp2,ep2,mbs2,cp_comm=a2a",
+        DocumentMasking.BOUNDED,
+    ),
+    _corner("biases round a ring", "biased", 4, "cp4,ep2,mbs2", DocumentMasking.RESTARTED),
+    _corner("biases over gathered keys", "biased", 2, "cp2,mbs4,cp_comm=allgather,recompute=full"),
     _corner("empty stages", "qwen", 2, "pp2,vpp3,vpp_group=3,layout='E|tt||t|t|L'"),
     _corner("a V, tied ends on one rank", "olmoe", 2, "pp2,schedule=zbv,mbs2"),
     _corner("every rank sees all tokens", "deepseek", 4, "tp2,etp2,ep2,dispatcher=allgather"),

@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 
 from moewright.engine.comm.collectives import Group
-from moewright.engine.kernels.attention import AttentionMask, Segments
+from moewright.engine.kernels.attention import AttentionMask, LinearBias, Segments
 from moewright.engine.model.attention_blocks import BlockPlanner
 from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.context_parallel import AllGatherAttention, RingAttention
 from moewright.engine.observe.counters import Counters
+from moewright.rules.alibi import alibi_slopes
 from moewright.rules.context_parallel import rank_positions
+from selection import thorough
 
 CP, SEQ_LEN = 4, 256
+DOCUMENTS = (40, 1, 200, 15, 100, 156)
+SLOPES = torch.tensor(alibi_slopes(4))
 Tensors = list[torch.Tensor]
 
 
@@ -55,6 +59,7 @@ def run_rank(
     function: type,
     dtype: torch.dtype,
     segments: Segments | None,
+    is_biased: bool,
     results: Connection,
 ) -> None:
     torch.set_num_threads(1)
@@ -64,13 +69,20 @@ def run_rank(
     )
     gathers = function is AllGatherAttention
     planner = BlockPlanner(
-        seq_len=SEQ_LEN, cp=CP, rank=rank, gathered_ranks=CP if gathers else 1, segments=segments
+        seq_len=SEQ_LEN,
+        cp=CP,
+        rank=rank,
+        gathered_ranks=CP if gathers else 1,
+        segments=segments,
+        device=torch.device("cpu"),
     )
     if gathers:
         sources = [range(rank), range(rank + 1, CP)]
     else:
         sources = [range(n % CP, n % CP + 1) for n in range(rank - 1, rank - CP, -1)]
     blocks = (planner.own_blocks(), *map(planner.blocks_from, sources))
+    if is_biased:
+        blocks = tuple(tuple(block.with_slopes(SLOPES) for block in part) for part in blocks)
     positions = own_positions(rank)
     inputs = [x[:, positions] if x.dim() > 1 else x for x in make_inputs(dtype)]
     tensors = run_attention(function, inputs, blocks, group)
@@ -81,16 +93,27 @@ def run_rank(
 @pytest.mark.spawn
 @pytest.mark.parametrize("function", [RingAttention, AllGatherAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [None, (40, 1, 200, 15, 100, 156)])
+@pytest.mark.parametrize(
+    ("lengths", "is_biased"),
+    [(None, False), (DOCUMENTS, False), (DOCUMENTS, True), thorough(None, True)],
+)
 def test_as_exact_as_one_process(
-    function: type, dtype: torch.dtype, lengths: tuple[int, ...] | None, tmp_path: Path
+    function: type,
+    dtype: torch.dtype,
+    lengths: tuple[int, ...] | None,
+    is_biased: bool,
+    tmp_path: Path,
 ) -> None:
-    """Over whole sequences, and inside documents."""
+    """Over whole sequences, and inside documents; with biases that fall with distance too."""
     segments = None
     if lengths is not None:
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         segments = Segments(lengths=lengths, cu_seqlens=cu_seqlens)
-    mask = AttentionMask(segments=segments)
+    bias = None
+    if is_biased:
+        positions = torch.arange(SEQ_LEN).repeat(1 if segments is None else 2)
+        bias = LinearBias(slopes=SLOPES, positions=positions)
+    mask = AttentionMask(segments=segments, bias=bias)
     exact_inputs = [x.float() for x in make_inputs(dtype)]
     exact = run_attention(CausalAttention, exact_inputs, mask, Counters())
     alone = run_attention(CausalAttention, make_inputs(dtype), mask, Counters())
@@ -100,7 +123,8 @@ def test_as_exact_as_one_process(
     for rank in range(CP):
         receiver, sender = context.Pipe()
         process = context.Process(
-            target=run_rank, args=(rank, tmp_path / "store", function, dtype, segments, sender)
+            target=run_rank,
+            args=(rank, tmp_path / "store", function, dtype, segments, is_biased, sender),
         )
         process.start()
         ranks.append((rank, process, receiver))
@@ -112,8 +136,13 @@ def test_as_exact_as_one_process(
             else:  # each rank has the part of the sinks' gradient that comes of its queries
                 whole += torch.from_numpy(part)
         process.join()
-    for result, reference, expected in zip(gathered, alone, exact, strict=True):
+    # Sinks do not go with a bias (rules.engine_features).
+    compared = slice(4 if is_biased else 5)
+    for result, reference, expected in zip(
+        gathered[compared], alone[compared], exact[compared], strict=True
+    ):
         error, bound = (
             float((x.float() - expected).norm() / expected.norm()) for x in (result, reference)
         )
-        assert error <= max(1.25 * bound, 1e-6)
+        # Scores with a bias are sums as large as slope times position, here 64 at most.
+        assert error <= max(1.25 * bound, 4e-6 if is_biased else 1e-6)

@@ -52,6 +52,10 @@ def call_all() -> None:
             scores, RouterSpec(top_k=2, score=score), torch.zeros(EXPERTS), None
         )
         (weights.sum() + scored.sum()).backward()
+    grouped = RouterSpec(
+        top_k=2, score=ScoreFunction.SIGMOID, groups=4, top_groups=2, group_scores=2
+    )
+    kernels.route_tokens(torch.zeros(TOKENS, EXPERTS), grouped, torch.zeros(EXPERTS), None)
 
 
 def compile_all() -> None:

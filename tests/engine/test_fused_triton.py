@@ -215,7 +215,13 @@ _ROUTERS = [
 
 
 @pytest.mark.parametrize(
-    "spec", [*_ROUTERS, RouterSpec(top_k=2, groups=4, top_groups=2, scaling_factor=1.0)]
+    "spec",
+    [
+        *_ROUTERS,
+        RouterSpec(top_k=2, groups=4, top_groups=2, scaling_factor=1.0),
+        # As DeepSeek-V3's: a group counts by its two best.
+        RouterSpec(top_k=3, score=ScoreFunction.SIGMOID, groups=3, top_groups=2, group_scores=2),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", ["chosen", "biased", "forced", "scores alone", "weights alone"])

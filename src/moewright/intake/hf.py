@@ -274,7 +274,7 @@ def _read_rotary(fields: FieldReader, family: str, name: str) -> ModelSpec:
         mlp_bias=fields.boolean("mlp_bias", default=False),
         norm=style.norm,
         norm_eps=style.norm_eps,
-        position=PositionKind.NONE if family in UNROTATED else PositionKind.ROPE,
+        position=_read_position(fields, family),
         max_position=max_position,
         tie_embeddings=fields.boolean("tie_word_embeddings", default=family in TIED),
         initializer_range=fields.number("initializer_range", low=0, high=100, default=0.02),
@@ -307,6 +307,12 @@ def _with_latent_size(fields: FieldReader, spec: MoeSpec, hidden: int) -> MoeSpe
     """Return the experts with the size of their latent space, `moe_latent_size`; 0 for none."""
     size = fields.integer("moe_latent_size", low=0, high=hidden, bound="hidden_size", default=0)
     return replace(spec, latent_size=size)
+
+
+def _read_position(fields: FieldReader, family: str) -> PositionKind:
+    if fields.boolean("alibi", default=False):
+        return PositionKind.ALIBI
+    return PositionKind.NONE if family in UNROTATED else PositionKind.ROPE
 
 
 def _read_gpt2(fields: FieldReader, name: str) -> ModelSpec:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, QkNorm, RopeSpec
+from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, PositionKind, QkNorm, RopeSpec
 
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -48,6 +48,11 @@ def build_config(model: ModelSpec) -> dict[str, Any]:
     if model.family not in _ARCHITECTURES:
         rule = f"has no HF form; families: {', '.join(_ARCHITECTURES)}"
         raise BadInput(Reason(field="model.family", value=model.family or '""', rule=rule))
+    if model.position is PositionKind.ALIBI:
+        rule = "has no HF form: transformers has no such positions in this family"
+        raise BadInput(
+            Reason(field="model.position", value=model.position, rule=rule, nearest="rope")
+        )
     if model.moe and model.moe.latent_size:
         size = str(model.moe.latent_size)
         rule = "has no HF form: transformers has no such experts in this family"

@@ -33,7 +33,15 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     )
     yield "mixers", kinds, bool(kinds), "attention"
     yield "mlp_layers", "some", not all(model.mlp_layers), "all"
-    yield "position", model.position, model.position is not PositionKind.ROPE, "rope"
+    positions: tuple[PositionKind, ...] = (PositionKind.ROPE, PositionKind.ALIBI)
+    attention = model.attention
+    # The columns that carry a bias, eight, lie beside a head's in kernels of at most 256. They leave
+    # log-sum-exps that grow with the position, which sinks must not be compared with.
+    is_wide = attention.head_dim > 248
+    is_plain = attention.qk_norm in (QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL)
+    if attention.kind is AttentionKind.MLA or is_wide or attention.sinks or not is_plain:
+        positions = (PositionKind.ROPE,)
+    yield "position", model.position, model.position not in positions, "rope"
     yield "norm", model.norm, model.norm is not NormKind.RMS, "rms"
     placement = model.norm_placement
     yield "norm_placement", placement, placement is not NormPlacement.BEFORE, "before"

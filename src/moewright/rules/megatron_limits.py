@@ -201,6 +201,8 @@ def _check_attention(model: ModelSpec) -> Iterator[Reason]:
     if attention.qk_norm is QkNorm.FULL:
         rule = "normalises queries and keys per head"
         yield _refusal("model.attention.qk_norm", attention.qk_norm, rule, QkNorm.PER_HEAD)
+    if model.position is PositionKind.ALIBI:
+        yield _refusal("model.position", model.position, "has no linear biases", PositionKind.ROPE)
     if model.position is PositionKind.ROPE:
         yield from _check_rope(attention)
 

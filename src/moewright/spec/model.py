@@ -76,6 +76,7 @@ class PositionKind(StrEnum):
 
     ROPE = "rope"
     LEARNED = "learned"
+    ALIBI = "alibi"  # scores fall linearly with distance, in each head by its own slope
     NONE = "none"
 
 

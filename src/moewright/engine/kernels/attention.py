@@ -6,7 +6,7 @@ It runs over whole sequences, inside segments of packed documents, and under a s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -17,6 +17,9 @@ from moewright.engine.kernels.matmul import widen
 from moewright.engine.kernels.sliding_window import window_blocks
 
 _aten = torch.ops.aten
+_SLOPE_TERMS = 3
+_POSITION_BASE = 256  # integers up to it are exact in bf16
+_BIAS_COLUMNS = 8  # flash attention takes heads of a multiple of eight columns
 
 # The log-sum-exp of the scores and, on CUDA, the kernel's random state: what backward needs beside
 # the inputs and the output.
@@ -49,19 +52,36 @@ def build_segments(lengths: Sequence[int], device: torch.device) -> Segments:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinearBias:
+    """A bias of scores: slope [H] fp32 of the query's head times the position of the key.
+
+    `positions` int64 are those of a row of keys, the same in all rows, or of all rows in order.
+
+    A softmax does not see what all keys of a query have in common, so it is the same as minus the
+    slope times the distance between query and key (rules.alibi), in blocks of keys too.
+    """
+
+    slopes: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMask:
     """A rule that says which keys each query attends.
 
     With `segments` each segment of queries attends the segment of the same index in `key_segments`,
     or itself where these are None: then, and only then, the mask is causal inside segments. With a
     `window` a query attends the last `window` keys up to its own position, where the last query and
-    the last key have the same position; 0 is no window.
+    the last key have the same position; 0 is no window. Of the columns of queries and keys the last
+    `bias_columns` carry a bias and are no part of the head.
     """
 
     causal: bool = True
     window: int = 0
     segments: Segments | None = None
     key_segments: Segments | None = None
+    bias: LinearBias | None = None
+    bias_columns: int = 0
 
 
 CAUSAL = AttentionMask()
@@ -79,17 +99,20 @@ def attention(
     T = B*S tokens with segments. Without a causal mask every query attends every key, and there may
     be more keys than queries, or fewer.
     """
+    if mask.bias is not None:
+        return attention(*_append_bias(q_BSHD, k_BSGD, mask.bias), v_BSGD, _carry_bias(mask))
     if mask.segments is not None:
         return _varlen_attention(q_BSHD, k_BSGD, v_BSGD, mask)
     if mask.window and not _runs_in_blocks(q_BSHD):  # only the kernel of segments takes windows
         return _attend_rows_as_segments(q_BSHD, k_BSGD, v_BSGD, mask)
     q, k, v = (widen(x).transpose(1, 2) for x in (q_BSHD, k_BSGD, v_BSGD))
     v_width = v.shape[-1]
+    q = _mark_width(q, mask)
     if _runs_in_blocks(q):
         out, lse = _forward_in_blocks(q, k, _pad_columns(v, q), mask)
         return out[..., :v_width].transpose(1, 2).to(q_BSHD.dtype).contiguous(), (lse,)
     out, lse, _, _, _, _, seed, offset, *_ = _aten._scaled_dot_product_flash_attention(
-        q, k, _pad_columns(v, q), 0.0, mask.causal
+        q, k, _pad_columns(v, q), 0.0, mask.causal, **_scale(q, mask)
     )
     return out[..., :v_width].transpose(1, 2).contiguous(), (lse, seed, offset)
 
@@ -108,6 +131,13 @@ def attention_backward(
     Where `k` and `v` hold only some of the keys that the queries attended, `out` and the
     log-sum-exp in `state` are over all of them; the gradients are then the part of these keys.
     """
+    if mask.bias is not None:
+        width = q_BSHD.shape[-1]
+        q_BSHD, k_BSGD = _append_bias(q_BSHD, k_BSGD, mask.bias)
+        dq, dk, dv = attention_backward(
+            grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, _carry_bias(mask)
+        )
+        return dq[..., :width].contiguous(), dk[..., :width].contiguous(), dv
     if mask.segments is not None:
         return _varlen_attention_backward(grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD, state, mask)
     if mask.window and not _runs_in_blocks(q_BSHD):
@@ -118,11 +148,12 @@ def attention_backward(
     inputs = (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
     grad, q, k, v, out = (widen(x).transpose(1, 2) for x in inputs)
     v_width = v.shape[-1]
+    q = _mark_width(q, mask)
     grad, v, out = (_pad_columns(x, q) for x in (grad, v, out))
     if _runs_in_blocks(q):
         dq, dk, dv = _backward_in_blocks(grad, q, k, v, out, state[0], mask)
     else:
-        dq, dk, dv = _flash_backward(grad, q, k, v, out, state, mask.causal)
+        dq, dk, dv = _flash_backward(grad, q, k, v, out, state, mask)
     dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv[..., :v_width]))
     return dq.to(q_BSHD.dtype), dk.to(k_BSGD.dtype), dv.to(v_BSGD.dtype)
 
@@ -134,7 +165,7 @@ def _flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     state: AttentionState,
-    causal: bool,
+    mask: AttentionMask,
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k, v [B,heads,S,D] on CUDA; its kernel takes shared key heads."""
     lse, seed, offset = state
@@ -150,9 +181,10 @@ def _flash_backward(
         q.shape[2],
         k.shape[2],
         0.0,
-        causal,
+        mask.causal,
         seed,
         offset,
+        **_scale(q, mask),
     )
     return dq, dk, dv
 
@@ -184,13 +216,14 @@ def _forward_in_blocks(
     if q.device.type == "cpu":
         kernel = _aten._scaled_dot_product_flash_attention_for_cpu
     if not mask.window:
-        out, lse = kernel(q, k, v, 0.0, mask.causal)
+        out, lse = kernel(q, k, v, 0.0, mask.causal, **_scale(q, mask))
         return out, lse
     outs, lses = [], []
     for block in window_blocks(q.shape[2], k.shape[2], mask.window, causal=mask.causal):
         queries = _slice_positions(q, block.queries)
         keys, values = (_slice_positions(x, block.keys) for x in (k, v))
-        out, lse = kernel(queries, keys, values, 0.0, False, attn_mask=block.build_mask(q))
+        hidden = block.build_mask(q)
+        out, lse = kernel(queries, keys, values, 0.0, False, attn_mask=hidden, **_scale(q, mask))
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -210,7 +243,7 @@ def _backward_in_blocks(
     if q.device.type == "cpu":
         kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     if not mask.window:
-        return tuple(kernel(grad, q, k, v, out, lse, 0.0, mask.causal))
+        return tuple(kernel(grad, q, k, v, out, lse, 0.0, mask.causal, **_scale(q, mask)))
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     for block in window_blocks(q.shape[2], k.shape[2], mask.window, causal=mask.causal):
         block_grad, queries, block_out = (
@@ -228,6 +261,7 @@ def _backward_in_blocks(
             0.0,
             False,
             attn_mask=block.build_mask(q),
+            **_scale(q, mask),
         )
         dq[:, :, block.queries] += block_dq
         dk[:, :, block.keys] += block_dk
@@ -244,7 +278,7 @@ def _varlen_attention(
     q, k, v = (x.flatten(0, 1) for x in (q_BSHD, k_BSGD, v_BSGD))
     shape = (*q_BSHD.shape[:3], v.shape[-1])
     if _runs_in_blocks(q):
-        inside = AttentionMask(causal=mask.causal, window=mask.window)
+        inside = replace(mask, segments=None, key_segments=None)
         out = v.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty((1, q.shape[1], q.shape[0]), dtype=torch.float32)
         for q_slice, k_slice in zip(queries.slices, keys.slices, strict=True):
@@ -254,7 +288,7 @@ def _varlen_attention(
             out[q_slice] = segment_out[0]
         return out.view(shape), (lse,)
     out, lse, seed, offset, _ = _aten._flash_attention_forward(
-        q,
+        _mark_width(q, mask),
         k,
         _pad_columns(v, q),
         queries.cu_seqlens,
@@ -265,6 +299,7 @@ def _varlen_attention(
         mask.causal,
         False,
         **_window_sizes(mask),
+        **_scale(q, mask),
     )
     return out[..., : v.shape[-1]].contiguous().view(shape), (lse[None], seed, offset)
 
@@ -283,7 +318,7 @@ def _varlen_attention_backward(
     inputs = (grad_BSHD, q_BSHD, k_BSGD, v_BSGD, out_BSHD)
     grad, q, k, v, out = (x.flatten(0, 1) for x in inputs)
     if _runs_in_blocks(q):
-        inside = AttentionMask(causal=mask.causal, window=mask.window)
+        inside = replace(mask, segments=None, key_segments=None)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for q_slice, k_slice in zip(queries.slices, keys.slices, strict=True):
             segment_dq, segment_dk, segment_dv = attention_backward(
@@ -302,7 +337,7 @@ def _varlen_attention_backward(
         lse, seed, offset = state
         dq, dk, dv = _aten._flash_attention_backward(
             _pad_columns(grad, q),
-            q,
+            _mark_width(q, mask),
             k,
             _pad_columns(v, q),
             _pad_columns(out, q),
@@ -316,6 +351,7 @@ def _varlen_attention_backward(
             seed,
             offset,
             **_window_sizes(mask),
+            **_scale(q, mask),
         )
         dv = dv[..., : v.shape[-1]]
     return dq.view(q_BSHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGD.shape)
@@ -336,18 +372,57 @@ def _rows_as_segments(
 ) -> AttentionMask:
     """Return the same mask with every whole sequence as a segment."""
     key_segments = None if mask.causal else _row_segments(k_BSGD)
-    return AttentionMask(
-        causal=mask.causal,
-        window=mask.window,
-        segments=_row_segments(q_BSHD),
-        key_segments=key_segments,
-    )
+    return replace(mask, segments=_row_segments(q_BSHD), key_segments=key_segments)
 
 
 def _row_segments(x_BSHD: torch.Tensor) -> Segments:
     rows, length = x_BSHD.shape[:2]
     starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=x_BSHD.device)
     return Segments(lengths=(length,) * rows, cu_seqlens=starts)
+
+
+def _append_bias(
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, bias: LinearBias
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append columns to queries and keys whose products are the bias, so that any kernel adds it.
+
+    Numbers of 16 bits cannot hold a slope, nor a position: the slope is a sum of three of them, and
+    the position has two digits to the base 256. Two columns of zeros make a multiple of eight.
+    """
+    rest = bias.slopes * q_BSHD.shape[-1] ** 0.5  # which the kernel divides by
+    query_columns = []
+    for _ in range(_SLOPE_TERMS):
+        term = rest.to(q_BSHD.dtype)
+        query_columns += [term * _POSITION_BASE, term]
+        rest = rest - term.float()
+    digits = [bias.positions // _POSITION_BASE, bias.positions % _POSITION_BASE]
+    key_columns = [digit.to(k_BSGD.dtype) for digit in digits] * _SLOPE_TERMS
+    zeros = _BIAS_COLUMNS - 2 * _SLOPE_TERMS
+    query_columns += [torch.zeros_like(query_columns[0])] * zeros
+    key_columns += [torch.zeros_like(key_columns[0])] * zeros
+    of_heads = torch.stack(query_columns, -1).expand(*q_BSHD.shape[:3], -1)
+    of_keys = torch.stack(key_columns, -1).view(-1, k_BSGD.shape[1], 1, _BIAS_COLUMNS)
+    of_keys = of_keys.expand(*k_BSGD.shape[:3], -1)
+    return torch.cat((q_BSHD, of_heads), -1), torch.cat((k_BSGD, of_keys), -1)
+
+
+def _carry_bias(mask: AttentionMask) -> AttentionMask:
+    """Return the mask of queries and keys to which the bias has been appended."""
+    return replace(mask, bias=None, bias_columns=_BIAS_COLUMNS)
+
+
+def _scale(q: torch.Tensor, mask: AttentionMask) -> dict[str, float]:
+    """Return the factor of scores where it is not that of the width of `q`."""
+    if not mask.bias_columns:
+        return {}
+    return {"scale": (q.shape[-1] - mask.bias_columns) ** -0.5}
+
+
+def _mark_width(q: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    """Tell the FLOP counter how many columns of queries are those of a head."""
+    if mask.bias_columns:
+        q.true_width = q.shape[-1] - mask.bias_columns  # type: ignore[attr-defined]
+    return q
 
 
 def _slice_positions(x: torch.Tensor, positions: slice) -> torch.Tensor:

@@ -24,13 +24,15 @@ def _forward(
     causal: bool,
     *,
     attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the natural log of the sum of exponentials."""
     sharing = q.shape[1] // k.shape[1]
+    scale = scale or q.shape[3] ** -0.5
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3])
     for rows in _row_blocks(q, k):
-        scores = _scores(q, k, rows, causal, attn_mask)
+        scores = _scores(q, k, rows, causal, attn_mask, scale)
         block_lse = scores.logsumexp(-1)
         shares = torch.exp(scores - block_lse[..., None])
         out[:, :, rows] = _split(shares, sharing).matmul(v[:, :, None]).flatten(1, 2)
@@ -45,15 +47,16 @@ def _backward(
     v: torch.Tensor,
     *rest: Any,
     attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; `rest` are out, lse, dropout and causal."""
     out, lse, _, causal = rest
     sharing = q.shape[1] // k.shape[1]
-    scale = q.shape[3] ** -0.5
+    scale = scale or q.shape[3] ** -0.5
     dq = torch.empty_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for rows in _row_blocks(q, k):
-        scores = _scores(q, k, rows, causal, attn_mask)
+        scores = _scores(q, k, rows, causal, attn_mask, scale)
         shares = _split(torch.exp(scores - lse[:, :, rows, None]), sharing)
         block_grad = _split(grad[:, :, rows], sharing)
         dv += shares.mT.matmul(block_grad).sum(2)
@@ -71,10 +74,15 @@ def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> list[slice]:
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, rows: slice, causal: bool, attn_mask: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rows: slice,
+    causal: bool,
+    attn_mask: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor:
     queries = _split(q[:, :, rows], q.shape[1] // k.shape[1])
-    scores = queries.matmul(k[:, :, None].mT).flatten(1, 2) * q.shape[3] ** -0.5
+    scores = queries.matmul(k[:, :, None].mT).flatten(1, 2) * scale
     if causal:
         hidden = scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(rows.start + 1)
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -94,6 +102,7 @@ def _forward_shapes(
     causal: bool,
     *,
     attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])
 
@@ -105,6 +114,7 @@ def _backward_shapes(
     v: torch.Tensor,
     *_: Any,
     attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -112,11 +122,12 @@ def _backward_shapes(
 _LIBRARY = torch.library.Library("moewright", "FRAGMENT")
 _LIBRARY.define(
     "exact_attention(Tensor q, Tensor k, Tensor v, float dropout, bool causal, *, "
-    "Tensor? attn_mask=None) -> (Tensor, Tensor)"
+    "Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "exact_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "float dropout, bool causal, *, Tensor? attn_mask=None) -> (Tensor, Tensor, Tensor)"
+    "float dropout, bool causal, *, Tensor? attn_mask=None, float? scale=None) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("exact_attention", _forward, _key)

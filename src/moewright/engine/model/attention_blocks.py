@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -27,6 +27,7 @@ import torch
 from moewright.engine.kernels.attention import (
     AttentionMask,
     AttentionState,
+    LinearBias,
     Segments,
     attention,
     attention_backward,
@@ -49,6 +50,13 @@ class AttentionBlock:
     queries: Ranges
     keys: Ranges
     mask: AttentionMask
+    key_positions: torch.Tensor | None = None  # int64 [keys], where a bias needs them
+
+    def with_slopes(self, slopes: torch.Tensor) -> AttentionBlock:
+        """Return the block with a bias of scores that falls by `slopes` [H] with distance."""
+        assert self.key_positions is not None  # planned for a model with such biases
+        bias = LinearBias(slopes=slopes, positions=self.key_positions)
+        return replace(self, mask=replace(self.mask, bias=bias))
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, AttentionState]:
         """Attend the block; `q` has all queries, `kv` all keys with their values side by side."""
@@ -124,7 +132,8 @@ class BlockPlanner:
 
     `segments` are its documents, None where they do not bound attention. `gathered_ranks` is the
     number of ranks whose keys are here at one time, one rank after the other in each row. `window`
-    is 0 where every earlier key is attended.
+    is 0 where every earlier key is attended. Blocks have the positions of their keys where `device`
+    says where these are needed.
     """
 
     def __init__(
@@ -136,7 +145,9 @@ class BlockPlanner:
         gathered_ranks: int,
         segments: Segments | None,
         window: int = 0,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self._seq_len = seq_len
         self._rank = rank
         self._gathered_ranks = gathered_ranks
@@ -151,6 +162,10 @@ class BlockPlanner:
 
     def own_blocks(self) -> tuple[AttentionBlock, ...]:
         """Plan the blocks of the rank's own tokens."""
+        own = range(self._rank, self._rank + 1)
+        return tuple(self._add_positions(block, own) for block in self._plan_own_blocks())
+
+    def _plan_own_blocks(self) -> tuple[AttentionBlock, ...]:
         if not self._window:
             return (self._plan_own_block(),)
         near = tuple(self._plan_window_blocks(range(self._rank, self._rank + 1)))
@@ -174,10 +189,22 @@ class BlockPlanner:
 
     def blocks_from(self, sources: range) -> tuple[AttentionBlock, ...]:
         """Plan the blocks with the keys of `sources`, all lower ranks or all higher ones."""
+        blocks: Iterable[AttentionBlock | None] = [self._plan_block_from(sources)]
         if self._window:
-            return tuple(self._plan_window_blocks(sources))
-        block = self._plan_block_from(sources)
-        return () if block is None else (block,)
+            blocks = self._plan_window_blocks(sources)
+        return tuple(self._add_positions(block, sources) for block in blocks if block is not None)
+
+    def _add_positions(self, block: AttentionBlock, sources: range) -> AttentionBlock:
+        """Return the block with the positions of its keys, where they are needed."""
+        if self._device is None:
+            return block
+        positions: dict[int, int] = {}  # by place
+        for row in self._rows:
+            for chunk in self._key_chunks(row, sources):
+                places = chunk.find_places(chunk.positions)
+                positions.update(zip(places, chunk.positions, strict=True))
+        of_keys = [positions[place] for places in block.keys for place in places]
+        return replace(block, key_positions=torch.tensor(of_keys, device=self._device))
 
     def _plan_window_blocks(self, sources: range) -> Iterator[AttentionBlock]:
         """Plan a block of each chunk of queries with each earlier chunk of keys.

@@ -12,6 +12,7 @@ head dim, V value head dim; a block's keys and values lie side by side, kv [B,S,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from moewright.engine.comm.collectives import (
     all_to_all,
     reduce_scatter_rows,
 )
-from moewright.engine.kernels.attention import AttentionMask, AttentionState, Segments
+from moewright.engine.kernels.attention import AttentionState, Segments
 from moewright.engine.model.attention_blocks import (
     AttentionBlock,
     BlockPlanner,
@@ -41,6 +42,7 @@ from moewright.engine.model.autograd import (
 )
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import CpComm
+from moewright.spec.model import PositionKind
 
 
 def plan_attention_blocks(
@@ -61,6 +63,7 @@ def plan_attention_blocks(
         gathered_ranks=cp if _gathers_keys(runtime) else 1,
         segments=segments,
         window=window if cp > 1 else 0,  # without CP, CausalAttention applies the window
+        device=runtime.device if runtime.model.position is PositionKind.ALIBI else None,
     )
     if _gathers_keys(runtime):
         lower = planner.blocks_from(range(rank))
@@ -69,6 +72,16 @@ def plan_attention_blocks(
     sources = ((rank - step) % cp for step in range(1, cp))
     from_others = (planner.blocks_from(range(source, source + 1)) for source in sources)
     return planner.own_blocks(), *from_others
+
+
+def add_slopes(runtime: Runtime, blocks: BlocksBySource, slopes: torch.Tensor) -> BlocksBySource:
+    """Return the blocks with biases that fall with distance, of this rank's part of the heads.
+
+    `slopes` [heads] cover the heads of all ranks that exchange heads.
+    """
+    group = runtime.mesh.group("cp_a2a")
+    own = slopes.unflatten(0, (group.size, -1))[group.index]
+    return tuple(tuple(block.with_slopes(own) for block in of_source) for of_source in blocks)
 
 
 def _gathers_keys(runtime: Runtime) -> bool:
@@ -95,7 +108,7 @@ def attend(
     if sinks is not None:
         sinks = sinks.unflatten(0, (heads_group.size, -1))[heads_group.index]
     if kv_group.size == 1:
-        mask = AttentionMask(window=window, segments=blocks[0][0].mask.segments)
+        mask = replace(blocks[0][0].mask, window=window)
         return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, sinks, mask, runtime.counters)
     function = AllGatherAttention if _gathers_keys(runtime) else RingAttention
     return function.apply(q_BSHD, k_BSGD, v_BSGD, sinks, blocks, kv_group)

@@ -31,6 +31,7 @@ from moewright.engine.model.attention_blocks import BlocksBySource
 from moewright.engine.model.autograd import GatherKvHeads, NormSettings, RmsNorm, Rotary
 from moewright.engine.model.biases import AddBias
 from moewright.engine.model.context_parallel import (
+    add_slopes,
     attend,
     gather_heads,
     plan_attention_blocks,
@@ -41,12 +42,13 @@ from moewright.engine.model.micro_batch import CountedTokens
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.model.rope import rope_frequencies
 from moewright.engine.runtime import Runtime
+from moewright.rules.alibi import alibi_slopes
 from moewright.rules.context_parallel import split_at_chunks
 from moewright.rules.param import has_weight_decay
 from moewright.rules.recompute import loss_chunk_columns
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import QkNorm
+from moewright.spec.model import PositionKind, QkNorm
 from moewright.spec.workload import DocumentMasking
 
 _TP_ROWS: Sharding = (("tp", 0),)
@@ -338,6 +340,12 @@ class Attention(nn.Module):
             self.q_norm = Norm(runtime, spec.q_width, _TP_ROWS)
             self.k_norm = Norm(runtime, spec.kv_width, _TP_ROWS)
         self.sinks = Vector(runtime, spec.heads, sharding=_TP_ROWS) if spec.sinks else None
+        self._slopes: torch.Tensor | None = None
+        if runtime.model.position is PositionKind.ALIBI:
+            self._rotates = False
+            tp = runtime.mesh.group("tp")
+            slopes = torch.tensor(alibi_slopes(spec.heads), device=runtime.device)
+            self._slopes = slopes.unflatten(0, (tp.size, -1))[tp.index].clone()
         self.o = Weight(runtime, hidden, spec.out_width, sharding=_TP_COLUMNS)
         if spec.out_bias:
             self.o.bias = Vector(runtime, hidden)
@@ -421,6 +429,8 @@ class Attention(nn.Module):
         v_BSGD: torch.Tensor,
     ) -> tuple[torch.Tensor]:
         sinks = None if self.sinks is None else self.sinks.weight
+        if self._slopes is not None:
+            blocks = add_slopes(self._runtime, blocks, self._slopes)
         window = 0 if self._spec.chunked else self._window
         out = attend(self._runtime, blocks, q_BSHD, k_BSGD, v_BSGD, sinks=sinks, window=window)
         return (out,)

@@ -54,6 +54,7 @@ def _attention_flops(args: _Args, kwargs: _Kwargs, *, causal: bool) -> int:
     """
     q, v = args[0], args[2]
     batch, heads, queries, q_dim = q.shape
+    q_dim = getattr(q, "true_width", q_dim)
     v_dim = getattr(v, "true_width", v.shape[3])
     twice_pairs = (1 if causal else 2) * int(queries) * int(v.shape[2])
     if kwargs.get("attn_mask") is not None:
@@ -84,6 +85,7 @@ def _varlen_attention_flops(
     All pairs of a segment count, or the causal half of them, or a window's part of either.
     Shapes: q [T,heads,Dq], v [K,kv_heads,Dv], cu_seqlens [segments + 1].
     """
+    q_dim = getattr(q, "true_width", q.shape[2])
     v_dim = getattr(v, "true_width", v.shape[2])
     queries = cu_seqlens_q.diff().long()
     keys = cu_seqlens_k.diff().long()
@@ -94,7 +96,7 @@ def _varlen_attention_flops(
         far_keys = (keys - window_left - 1).clamp(min=0)
         cut_queries = torch.minimum(far_keys, queries)
         twice_pairs = twice_pairs - 2 * cut_queries * far_keys + cut_queries * (cut_queries - 1)
-    return int(twice_pairs.sum()) * int(q.shape[1]) * (int(q.shape[2]) + int(v_dim))
+    return int(twice_pairs.sum()) * int(q.shape[1]) * (int(q_dim) + int(v_dim))
 
 
 def _varlen_attention_forward(args: _Args, kwargs: _Kwargs) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moewright.engine.kernels.fused import reference, triton_loss, triton_norm, triton_rows
+from moewright.engine.kernels.fused import triton_loss, triton_norm, triton_rows
 from moewright.engine.kernels.fused.triton_router import RouteTokens
 from moewright.spec.model import RouterSpec
 
@@ -35,8 +35,4 @@ class TritonKernels:
         bias_E: torch.Tensor | None,
         forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose as the reference does where groups of experts are excluded, then weigh."""
-        if forced_Tk is None and spec.top_groups < spec.groups:
-            scores = reference.compute_scores(logits_TE.detach(), spec.score)
-            forced_Tk = reference.choose_experts(scores, spec, bias_E)
         return RouteTokens.apply(logits_TE, spec, bias_E, forced_Tk)

@@ -1,8 +1,7 @@
 """Triton kernels of the router, forward and backward.
 
-They compute scores, the best experts and their weights, and the gradient of the logits. A program
-holds some tokens with the scores of all experts. Where groups of experts are excluded, the choice
-is made elsewhere and comes in as `forced`.
+They compute scores, each token's best groups of experts, the best experts of these and their
+weights, and the gradient of the logits. A program holds some tokens with the scores of all experts.
 """
 
 from __future__ import annotations
@@ -39,12 +38,43 @@ def _softplus(x):
 
 
 @triton.jit
+def _keep_best_groups(
+    ranked, expert,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, GROUP_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Return the scores [tokens, experts] with -inf outside of each token's best groups.
+
+    A group's score is the sum of its GROUP_SCORES best.
+    """
+    group = expert // GROUP_SIZE
+    group_slot = tl.arange(0, GROUP_SLOTS)
+    none = tl.zeros_like(tl.max(ranked, 1))
+    group_scores = tl.where((group_slot < 0)[None, :], none[:, None], float("-inf"))
+    for number in tl.static_range(GROUPS):
+        members = tl.where((group == number)[None, :], ranked, float("-inf"))
+        total = tl.zeros_like(none)
+        for _ in tl.static_range(GROUP_SCORES):
+            is_best = expert[None, :] == tl.argmax(members, 1)[:, None]
+            total += tl.sum(tl.where(is_best, members, 0.0), 1)
+            members = tl.where(is_best, float("-inf"), members)
+        group_scores = tl.where((group_slot == number)[None, :], total[:, None], group_scores)
+    kept = tl.where((expert < 0)[None, :], ranked, float("-inf"))
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.argmax(group_scores, 1)
+        kept = tl.where(group[None, :] == best[:, None], ranked, kept)
+        group_scores = tl.where(group_slot[None, :] == best[:, None], float("-inf"), group_scores)
+    return kept
+
+
+@triton.jit
 def _route(
     logits, bias, forced, experts, weights, totals, scores, count,
     factor: tl.constexpr, sum_eps: tl.constexpr,
     EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
     BIASED: tl.constexpr, FORCED: tl.constexpr, RENORMALIZED: tl.constexpr,
-    TOKENS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
+    TOKENS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr, GROUP_SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, WIDE)
@@ -67,6 +97,10 @@ def _route(
     # A score that is no number compares with nothing: it comes last, before what is no expert.
     ranked = tl.where(ranked == ranked, tl.maximum(ranked, -3.0e38), -3.0e38)
     ranked = tl.where((expert < EXPERTS)[None, :], ranked, float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        ranked = _keep_best_groups(
+            ranked, expert, GROUPS, TOP_GROUPS, GROUP_SCORES, EXPERTS // GROUPS, GROUP_SLOTS
+        )
     chosen = tl.zeros((TOKENS, SLOTS), tl.int64)
     chosen_scores = tl.zeros((TOKENS, SLOTS), x.dtype)
     for number in tl.static_range(K):
@@ -130,10 +164,7 @@ def _route_backward(
 
 
 class RouteTokens(torch.autograd.Function):
-    """The autograd function of KernelSet.route_tokens.
-
-    `forced` may be None where no groups of experts are excluded.
-    """
+    """The autograd function of KernelSet.route_tokens."""
 
     @staticmethod
     def forward(
@@ -168,6 +199,10 @@ class RouteTokens(torch.autograd.Function):
                 BIASED=bias_E is not None,
                 FORCED=forced_Tk is not None,
                 RENORMALIZED=spec.renormalize,
+                GROUPS=spec.groups,
+                TOP_GROUPS=spec.groups if forced_Tk is not None else spec.top_groups,
+                GROUP_SCORES=spec.scores_per_group if spec.groups > 1 else 1,
+                GROUP_SLOTS=triton.next_power_of_2(spec.groups),
                 **_blocks(num_experts, spec.top_k),
             )
         ctx.mark_non_differentiable(experts)
