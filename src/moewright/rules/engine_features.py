@@ -14,6 +14,7 @@ from moewright.spec.model import (
     NormKind,
     NormPlacement,
     PositionKind,
+    QkNorm,
     ScoreFunction,
 )
 
