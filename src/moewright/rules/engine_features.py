@@ -36,7 +36,7 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     yield "mlp_layers", "some", not all(model.mlp_layers), "all"
     positions: tuple[PositionKind, ...] = (PositionKind.ROPE, PositionKind.ALIBI)
     attention = model.attention
-    # The columns that carry a bias, eight, lie beside a head's in kernels of at most 256. They leave
+    # The eight columns that carry a bias lie beside a head's, in kernels of at most 256. They leave
     # log-sum-exps that grow with the position, which sinks must not be compared with.
     is_wide = attention.head_dim > 248
     is_plain = attention.qk_norm in (QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL)
