@@ -35,12 +35,12 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     yield "mixers", kinds, bool(kinds), "attention"
     yield "mlp_layers", "some", not all(model.mlp_layers), "all"
     positions: tuple[PositionKind, ...] = (PositionKind.ROPE, PositionKind.ALIBI)
-    attention = model.attention
+    spec = model.attention
     # The eight columns that carry a bias lie beside a head's, in kernels of at most 256. They leave
     # log-sum-exps that grow with the position, which sinks must not be compared with.
-    is_wide = attention.head_dim > 248
-    is_plain = attention.qk_norm in (QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL)
-    if attention.kind is AttentionKind.MLA or is_wide or attention.sinks or not is_plain:
+    is_wide = spec.head_dim > 248
+    is_plain = spec.qk_norm in (QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL)
+    if spec.kind is AttentionKind.MLA or is_wide or spec.sinks or not is_plain:
         positions = (PositionKind.ROPE,)
     yield "position", model.position, model.position not in positions, "rope"
     yield "norm", model.norm, model.norm is not NormKind.RMS, "rms"
