@@ -321,8 +321,9 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
     expected = "rank 1 failed at step 3: FloatingPointError: the loss is not finite;"
     last_saved = "step-00000002"
     if spoiled == "weight":
-        expected = (  # whichever rank says it first, it names the rank of the weight
-            "rank [01] failed at step 2: FloatingPointError: layers.[0-9].moe.experts.[a-z_]+.weight "
+        expected = (  # whichever rank is first to say it
+            "rank [01] failed at step 2: FloatingPointError: "
+            "layers.[0-9].moe.experts.[a-z_]+.weight "
             "of rank 1 is not finite: the checkpoint of step 2 is not committed"
         )
         last_saved = "step-00000001"
