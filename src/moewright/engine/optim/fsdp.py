@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -316,25 +316,20 @@ def apply_fsdp(
 
 
 def _prefetch_within_chunks(model: Transformer) -> None:
-    """Let the backward of a unit gather the unit before it in its chunk.
+    """Let the backward of a layer gather the layer before it in its chunk.
 
-    By itself it gathers what ran before it in a forward, which may be another chunk's.
+    By itself it gathers what ran before it in a forward, which may be another chunk's. A unit that
+    is told to gather itself, which is done, gathers nothing: experts wait for their own backward,
+    because a layer's hook comes once more with the gradient of its balance losses, when its experts
+    may be done.
     """
-    assert isinstance(model, FSDPModule)
-    model.set_modules_to_backward_prefetch([model])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_modules_to_backward_prefetch([module])
     for layers in model.chunk_layers():
-        backward_units = [
-            unit
-            for layer in reversed(layers)
-            for unit in (
-                layer,
-                *(part for part in layer.modules() if isinstance(part, RoutedExperts)),
-            )
-            if isinstance(unit, FSDPModule)
-        ]
-        for unit, following in zip_longest(backward_units, backward_units[1:]):
-            # The last gathers itself, which is done: without a unit it would choose one.
-            unit.set_modules_to_backward_prefetch([following or unit])
+        units = [layer for layer in reversed(layers) if isinstance(layer, FSDPModule)]
+        for unit, following in pairwise(units):
+            unit.set_modules_to_backward_prefetch([following])
 
 
 def _build_device_mesh(group: Group, device: torch.device) -> DeviceMesh:
