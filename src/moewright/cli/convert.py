@@ -9,24 +9,48 @@ from typing import Literal
 
 from moewright.cli.options import Flag
 from moewright.cli.progress import show_bytes
+from moewright.spec.errors import BadInput, Reason
 
 
-def convert_import(hf_dir: Path, /, *, out: Path) -> int:
-    """Write a Hugging Face folder's weights as a checkpoint, for `weights` in a job's [model].
+def convert_import(hf_dir: Path, /, *, out: Path, config: Path | None = None) -> int:
+    """Write the weights of a folder as a checkpoint, for `weights` in a job's [model].
 
-    Every tensor is written exactly once, or nothing is; memory holds about one file of the folder
-    at most. Weights in FP8 blocks or MXFP4 are written as the values that they stand for.
+    The folder is of Hugging Face, or a checkpoint of Megatron-LM in its format torch_dist, saved in
+    any TP, PP and EP. Every tensor is written exactly once, or nothing is; memory holds about one
+    file of the folder at most. Weights in FP8 blocks or MXFP4 are written as the values that they
+    stand for.
 
     Parameters
     ----------
     hf_dir
-        A folder with config.json and model.safetensors, or its shards and their index.
+        A folder with config.json and model.safetensors, or its shards and their index; or a folder
+        that Megatron-LM saved to, or an iter_* of it.
     out
         The folder in which the checkpoint is to lie.
+    config
+        The config.json, or its folder, of the model of a checkpoint of Megatron-LM.
     """
     from moewright.engine.hf.import_weights import plan_import, run_import
+    from moewright.engine.torch_dist.import_weights import (
+        find_megatron_checkpoint,
+        plan_megatron_import,
+        run_megatron_import,
+    )
     from moewright.intake.hf import read_config
 
+    megatron = find_megatron_checkpoint(hf_dir)
+    if megatron is not None:
+        if config is None:
+            rule = "is needed: a checkpoint of Megatron-LM does not say its model"
+            raise BadInput(Reason(field="--config", rule=rule, nearest="--config HF_DIR"))
+        megatron_plan = plan_megatron_import(megatron, read_config(config), out)
+        with _progress_bar(f"import {megatron}", megatron_plan.nbytes) as advance:
+            checkpoint = run_megatron_import(megatron_plan, advance)
+        print(f"wrote {checkpoint}")
+        return 0
+    if config is not None:
+        rule = "is of no use: the folder has its own, or is no checkpoint of Megatron-LM"
+        raise BadInput(Reason(field="--config", value=str(config), rule=rule))
     plan = plan_import(hf_dir, read_config(hf_dir), out)
     with _progress_bar(f"import {hf_dir}", plan.nbytes) as advance:
         checkpoint = run_import(plan, advance)
@@ -42,9 +66,11 @@ def convert_export(
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     tokenizer: Path | None = None,
     adapters: Flag = False,
+    to: Literal["hf", "megatron"] = "hf",
 ) -> int:
     """Write a checkpoint of any layout as a Hugging Face folder that transformers loads.
 
+    With --to megatron it becomes a torch_dist checkpoint of Megatron-LM, for --load in any layout.
     The tokenizer, a generation config and the stub of a model card go with the weights of a run.
     What `convert import` wrote goes back byte for byte, but for packed weights, which go back in
     bf16.
@@ -64,9 +90,31 @@ def convert_export(
     adapters
         Write the adapters of a LoRA run alone, as peft loads them; they are merged into the weights
         that they were trained beside when not given.
+    to
+        hf: a folder of Hugging Face. megatron: a folder as Megatron-LM saves to, in bf16 when no
+        dtype is given; weights alone.
     """
     from moewright.api.exporting_weights import ExportForm, plan_export
+    from moewright.engine.checkpoint import find_checkpoint
     from moewright.spec.workload import Dtype
+
+    if to == "megatron":
+        from moewright.engine.torch_dist.export_weights import (
+            plan_megatron_export,
+            run_megatron_export,
+        )
+
+        if adapters or tokenizer is not None:
+            option = "--adapters" if adapters else "--tokenizer"
+            rule = "says nothing to a checkpoint of Megatron-LM"
+            raise BadInput(Reason(field=option, rule=rule, nearest="leave it out"))
+        weights = plan_megatron_export(
+            find_checkpoint(checkpoint), dtype=Dtype(dtype) if dtype else None
+        )
+        with _progress_bar(f"export {weights.checkpoint}", weights.nbytes) as advance:
+            run_megatron_export(weights, out, advance)
+        print(f"wrote {out}")
+        return 0
 
     plan = plan_export(
         checkpoint,

@@ -82,7 +82,7 @@ def plan_import(source: Path, model: ModelSpec, out: Path) -> ImportPlan:
         path=checkpoint_path(out, 0),
         step=0,
         extra={"model": to_data(model), **_describe_origin(folder)},
-        tensors=tuple(_plan_shards(list_model_tensors(model))),
+        tensors=tuple(plan_shards(list_model_tensors(model))),
         shards=(),
         retention=CheckpointSpec(),
     )
@@ -115,7 +115,7 @@ def run_import(plan: ImportPlan, on_progress: ReportProgress) -> Path:
         return write_single_process(plan.request, build_box)
 
 
-def _plan_shards(tensors: Iterable[ModelTensor]) -> Iterator[TensorEntry]:
+def plan_shards(tensors: Iterable[ModelTensor]) -> Iterator[TensorEntry]:
     """Yield where each box goes: whole tensors, or groups of experts."""
     file_number = 0
     file_bytes = 0

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM in its format torch_dist: read, and written."""

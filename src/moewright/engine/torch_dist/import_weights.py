@@ -1,0 +1,189 @@
+"""A torch_dist checkpoint of Megatron-LM becomes a checkpoint of ours.
+
+It may have been saved in any TP, PP and EP: its tensors are whole, in chunks. One box is in memory
+at a time. Weights become fp32, as all checkpoints of ours hold them. The state of the optimizer
+stays behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moewright.codec import to_data
+from moewright.engine.checkpoint import (
+    SaveRequest,
+    StoredShard,
+    TensorEntry,
+    checkpoint_path,
+    write_single_process,
+)
+from moewright.engine.hf.import_weights import plan_shards
+from moewright.engine.hf.names import ModelTensor, list_model_tensors
+from moewright.engine.torch_dist.metadata import METADATA_FILE, ChunkedTensor, TorchDistReader
+from moewright.engine.torch_dist.names import PADDED, MegatronPlace, find_places
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import CheckpointSpec
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# What is no weight: the optimizer, random states, the position in the data, and extra states.
+_NO_WEIGHTS = re.compile(
+    r"optimizer\.|rng_state|rerun_state|opt_param_scheduler|num_floating_point|"
+    r".*_extra_state|chained_\d+\.|.*\.local_tokens_per_expert$"
+)
+
+
+def find_megatron_checkpoint(folder: Path) -> Path | None:
+    """Return the torch_dist checkpoint that a folder is, or its newest one; None for neither."""
+    if (folder / METADATA_FILE).is_file():
+        return folder
+    try:
+        newest = (folder / TRACKER_FILE).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    name = f"iter_{int(newest):07d}" if newest.isdecimal() else newest
+    path = folder / name
+    return path if name and path.parent == folder and (path / METADATA_FILE).is_file() else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronImportPlan:
+    """A checkpoint of Megatron-LM that is known to be of a model, and what it becomes."""
+
+    reader: TorchDistReader
+    model: ModelSpec
+    places: Mapping[str, tuple[MegatronPlace, ...]]
+    request: SaveRequest
+
+    @property
+    def nbytes(self) -> int:
+        return self.request.required_bytes
+
+
+def plan_megatron_import(folder: Path, model: ModelSpec, out: Path) -> MegatronImportPlan:
+    """Check that a checkpoint is of `model`, and plan what is written to `out`.
+
+    Raises:
+        BadInput: naming the tensor that is missing, unknown, or of another shape.
+    """
+    reader = TorchDistReader(folder)
+    names = {name for name in reader.tensors if not _NO_WEIGHTS.match(name)}
+    if model.mtp_layers and not any(name.startswith("mtp.") for name in names):
+        model = replace(model, mtp_layers=0)
+    tensors = list_model_tensors(model)
+    places = {tensor.name: find_places(model, tensor, names) for tensor in tensors}
+    for tensor in tensors:
+        for place in places[tensor.name]:
+            _check_shape(model, tensor, place, reader.tensors)
+    used = {name for part in places.values() for place in part for name in place.names}
+    unknown = next(iter(sorted(names - used)), None)
+    if unknown is not None:
+        raise BadInput(
+            Reason(field=f"{folder}: {unknown}", rule="is not a tensor of the model of config.json")
+        )
+    request = SaveRequest(
+        path=checkpoint_path(out, 0),
+        step=0,
+        extra={"model": to_data(model)},
+        tensors=tuple(plan_shards(tensors)),
+        shards=(),
+        retention=CheckpointSpec(),
+    )
+    return MegatronImportPlan(reader=reader, model=model, places=places, request=request)
+
+
+def run_megatron_import(plan: MegatronImportPlan, on_progress: Callable[[int], None]) -> Path:
+    """Write the checkpoint and return its path; all of it is committed, or nothing."""
+
+    def build_box(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
+        box = read_model_box(plan, tensor.name, tensor.shape, shard)
+        on_progress(box.nbytes)
+        return box
+
+    return write_single_process(plan.request, build_box)
+
+
+def read_model_box(
+    plan: MegatronImportPlan, name: str, shape: tuple[int, ...], shard: StoredShard
+) -> torch.Tensor:
+    """Return some rows, or some experts, of one of our tensors."""
+    places = plan.places[name]
+    (first, *_), (count, *_) = shard.box
+    if len(places) > 1 or "moe.experts." in name:
+        experts = [_read_part(plan, place, shape[1:]) for place in places[first : first + count]]
+        return torch.stack(experts)
+    rows = shape[0] if name in PADDED else 0
+    whole = _read_part(plan, places[0], shape, rows)
+    return whole[first : first + count].contiguous()
+
+
+def _read_part(
+    plan: MegatronImportPlan, place: MegatronPlace, shape: tuple[int, ...], rows: int = 0
+) -> torch.Tensor:
+    """Read what a place says in the shape of ours; `rows` leaves out rows that pad."""
+    halves = []
+    for name in place.names:
+        stored = plan.reader.tensors[name].shape
+        lead = len(place.index)
+        sizes = ((rows or stored[lead]), *stored[lead + 1 :])
+        offsets = (*place.index, *(0,) * len(sizes))
+        box = plan.reader.read_box(name, offsets, (*(1,) * lead, *sizes))
+        halves.append(box.reshape(sizes))
+    value = torch.cat(halves)
+    if place.part:
+        value = _split_heads(plan.model, value)[place.part]
+    return value.reshape(shape)
+
+
+def _split_heads(model: ModelSpec, merged: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Split query, key and value, which lie group by group."""
+    attention = model.attention
+    groups = attention.kv_heads
+    queries = attention.heads // groups
+    grouped = merged.reshape(groups, queries + 2, attention.head_dim, *merged.shape[1:])
+    return {
+        "q": grouped[:, :queries].flatten(0, 2),
+        "k": grouped[:, queries].flatten(0, 1),
+        "v": grouped[:, queries + 1].flatten(0, 1),
+    }
+
+
+def _check_shape(
+    model: ModelSpec,
+    tensor: ModelTensor,
+    place: MegatronPlace,
+    stored: Mapping[str, ChunkedTensor],
+) -> None:
+    """Raise BadInput where a stored tensor cannot hold what a place says of it."""
+    expected = tensor.shape[1:] if "moe.experts." in tensor.name else tensor.shape
+    numel = 1
+    for size in expected:
+        numel *= size
+    if place.part:
+        attention = model.attention
+        rows = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+        numel = rows * (expected[1] if len(expected) > 1 else 1)
+    if place.names[0] in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        shape = stored[place.names[0]].shape
+        if len(shape) == 2 and shape[0] >= expected[0] and shape[1] == expected[1]:
+            return
+    numel_stored = 0
+    for name in place.names:
+        lead = len(place.index)
+        shape = stored[name].shape
+        is_inside = len(shape) > lead and all(
+            index < size for index, size in zip(place.index, shape, strict=False)
+        )
+        part = 1
+        for size in shape[lead:]:
+            part *= size
+        numel_stored += part if is_inside else 0
+    if numel_stored != numel:
+        shapes = ", ".join(str(list(stored[name].shape)) for name in place.names)
+        rule = f"has the shape {shapes}, which does not hold {list(expected)} of config.json"
+        raise BadInput(Reason(field=place.names[0], rule=rule))

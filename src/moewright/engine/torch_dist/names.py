@@ -1,0 +1,195 @@
+"""Where Megatron-LM keeps each of our tensors.
+
+Layers lie in one tensor with a leading dim for all of them, or in tensors of their own; so do the
+experts of a layer. The two halves of a gated product lie one above the other, or in tensors whose
+names end in _w and _v. Query, key and value lie in one tensor, group by group: the group's query
+heads, its key head, its value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from moewright.engine.hf.names import ModelTensor
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.model import AttentionKind, ModelSpec
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+_TOP_LEVEL = {
+    "embedding.weight": EMBEDDING,
+    "final_norm.weight": "decoder.final_layernorm.weight",
+    "head.weight": HEAD,
+}
+PADDED = ("embedding.weight", "head.weight")  # in rows, to a multiple of the ranks of TP
+# By our name in a layer; of several the first is what Transformer Engine's layers write.
+_IN_LAYER = {
+    "input_norm.weight": (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "input_layernorm.weight",
+    ),
+    "post_norm.weight": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    "attention.q_norm.weight": ("self_attention.q_layernorm.weight",),
+    "attention.k_norm.weight": ("self_attention.k_layernorm.weight",),
+    "attention.o.weight": ("self_attention.linear_proj.weight",),
+    "attention.o.bias": ("self_attention.linear_proj.bias",),
+    "attention.q_down.weight": ("self_attention.linear_q_down_proj.weight",),
+    "attention.q_down_norm.weight": (
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attention.q_layernorm.weight",
+    ),
+    "attention.q_up.weight": ("self_attention.linear_q_up_proj.weight",),
+    "attention.kv_down.weight": ("self_attention.linear_kv_down_proj.weight",),
+    "attention.kv_norm.weight": (
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+        "self_attention.kv_layernorm.weight",
+    ),
+    "attention.kv_up.weight": ("self_attention.linear_kv_up_proj.weight",),
+    "moe.router.weight": ("mlp.router.weight",),
+    "moe.router.selection_bias": ("mlp.router.expert_bias",),
+    "moe.experts.gate_up.weight": ("mlp.experts.experts.linear_fc1.weight",),
+    "moe.experts.down.weight": ("mlp.experts.experts.linear_fc2.weight",),
+    "moe.shared.gate_up.weight": ("mlp.shared_experts.linear_fc1.weight",),
+    "moe.shared.gate.weight": ("mlp.shared_experts.gate_weight",),
+    "moe.shared.down.weight": ("mlp.shared_experts.linear_fc2.weight",),
+    "mlp.gate_up.weight": ("mlp.linear_fc1.weight",),
+    "mlp.down.weight": ("mlp.linear_fc2.weight",),
+}
+# The norm before the layer's first product is part of that product where layers are of MLA or of a
+# dense MLP: the order of names follows.
+_MLA_NORM = ("input_layernorm.weight", "self_attention.linear_q_down_proj.layer_norm_weight")
+_DENSE_NORM = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+_QKV = {
+    f"attention.{part}.{kind}": f"self_attention.linear_qkv.{kind}"
+    for part in "qkv"
+    for kind in ("weight", "bias")
+}
+_EXPERTS = "mlp.experts.experts."
+_LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronPlace:
+    """A tensor of Megatron-LM, and the first indices of the part of it that is meant.
+
+    `part` says which part of query, key and value is meant, "" for all.
+    """
+
+    names: tuple[str, ...]  # two: the halves of a gated product
+    index: tuple[int, ...] = ()
+    part: str = ""
+
+
+def split_name(name: str) -> tuple[int, str]:
+    """Return the layer of one of our tensors and its name there; -1 outside of layers.
+
+    Raises:
+        BadInput: it is of an MTP depth.
+    """
+    if name.startswith("mtp."):
+        rule = "is of an MTP depth, which conversion from and to Megatron-LM leaves out"
+        raise BadInput(
+            Reason(field=name, rule=rule, nearest="num_nextn_predict_layers 0 in config.json")
+        )
+    if not name.startswith("layers."):
+        return -1, name
+    _, layer, suffix = name.split(".", 2)
+    return int(layer), suffix
+
+
+def candidate_suffixes(model: ModelSpec, layer: int, suffix: str) -> tuple[str, ...]:
+    """Return the names in a layer that one of our tensors may have, the usual one first.
+
+    Raises:
+        BadInput: it has none.
+    """
+    if suffix in _QKV:
+        return (_QKV[suffix],)
+    if suffix == "input_norm.weight" and model.attention.kind is AttentionKind.MLA:
+        return _MLA_NORM
+    if suffix == "post_norm.weight" and not model.moe_layers[layer]:
+        return _DENSE_NORM
+    if suffix not in _IN_LAYER:
+        rule = "has no name in checkpoints of Megatron-LM that is known here"
+        raise BadInput(Reason(field=f"layers.{layer}.{suffix}", rule=rule))
+    return _IN_LAYER[suffix]
+
+
+def find_places(
+    model: ModelSpec, tensor: ModelTensor, names: Collection[str]
+) -> tuple[MegatronPlace, ...]:
+    """Return where a checkpoint holds one of our tensors, one place for each expert.
+
+    Raises:
+        BadInput: it does not hold it.
+    """
+    layer, suffix = split_name(tensor.name)
+    if layer < 0:
+        name = _TOP_LEVEL[suffix]
+        if name not in names:
+            raise _missing(tensor.name, name)
+        return (MegatronPlace(names=(name,)),)
+    suffixes = candidate_suffixes(model, layer, suffix)
+    for candidate in suffixes:
+        for prefix, index in ((_LAYERS, (layer,)), (f"{_LAYERS}{layer}.", ())):
+            places = _expand(prefix + candidate, index, tensor, names)
+            if places:
+                part = suffix.split(".")[1] if suffix in _QKV else ""
+                return tuple(
+                    MegatronPlace(names=place.names, index=place.index, part=part)
+                    for place in places
+                )
+    raise _missing(tensor.name, f"{_LAYERS}{layer}.{suffixes[0]}")
+
+
+def _expand(
+    name: str, index: tuple[int, ...], tensor: ModelTensor, names: Collection[str]
+) -> tuple[MegatronPlace, ...]:
+    """Return the places of a tensor under a name; () where the checkpoint has none of them."""
+    if _EXPERTS not in name:
+        halves = _find_halves(name, names)
+        return (MegatronPlace(names=halves, index=index),) if halves else ()
+    experts = range(tensor.shape[0])
+    if halves := _find_halves(name, names):
+        return tuple(MegatronPlace(names=halves, index=(*index, expert)) for expert in experts)
+    before, _, after = name.partition(_EXPERTS)
+    places = []
+    for expert in experts:
+        halves = _find_halves(f"{before}{_EXPERTS}{expert}.{after}", names)
+        if not halves:
+            return ()
+        places.append(MegatronPlace(names=halves, index=index))
+    return tuple(places)
+
+
+def _find_halves(name: str, names: Collection[str]) -> tuple[str, ...]:
+    if name in names:
+        return (name,)
+    halves = (f"{name}_w", f"{name}_v")
+    return halves if all(half in names for half in halves) else ()
+
+
+def _missing(own: str, name: str) -> BadInput:
+    return BadInput(Reason(field=own, rule=f"is missing: the checkpoint has no {name}"))
+
+
+def list_written_names(model: ModelSpec, tensors: Collection[ModelTensor]) -> dict[str, list[str]]:
+    """Return the names that are written, each with our tensors that it is made of.
+
+    Layers that are all alike lie in one tensor, as Megatron-LM writes them; else each has its own.
+
+    Raises:
+        BadInput: a tensor has no name there.
+    """
+    is_alike = len(set(model.moe_layers)) == 1
+    written: dict[str, list[str]] = {}
+    for tensor in tensors:
+        layer, suffix = split_name(tensor.name)
+        if layer < 0:
+            name = _TOP_LEVEL[suffix]
+        else:
+            candidate = candidate_suffixes(model, layer, suffix)[0]
+            name = f"{_LAYERS}{candidate}" if is_alike else f"{_LAYERS}{layer}.{candidate}"
+        written.setdefault(name, []).append(tensor.name)
+    return written
