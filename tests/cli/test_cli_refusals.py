@@ -361,7 +361,7 @@ QUICKSTART = str(ROOT / "recipes/quickstart_2cpu_bf16.toml")
     ("arguments", "message"),
     [
         (("train", QUICKSTART, "--nproc", "999"), "--nproc=999: must be in 1.."),
-        (("train", QUICKSTART, "--set", "train.grad_dtype=bf16"), "train.grad_dtype=bf16"),
+        (("train", QUICKSTART, "--set", "train.moment_dtype=fp16"), "train.moment_dtype=fp16"),
         (
             ("verify", str(ROOT / "recipes/quickstart"), "--batch", "nowhere", "--out", "x"),
             "nowhere: no such file",

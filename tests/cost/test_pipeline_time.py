@@ -186,7 +186,8 @@ def test_interleaving_hides_transfers_but_for_fill_and_drain() -> None:
     assert exposed_transfers(1, 1, 8) == 0
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "v-half", "v-min", "dualpipev"])
+# V-Half and V-Min trade idle time for memory where passes take unequal times.
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "dualpipev"])
 def test_a_split_backward_idles_less_than_1f1b(schedule: str) -> None:
     """Cut a model whose ends weigh little into stages of equal layers."""
     plain, split = (estimate_layout(f"pp4,ep4,tp1,schedule={name}") for name in ("1f1b", schedule))

@@ -22,7 +22,7 @@ PAGES = (
 
 def _find_commands(page: Path) -> list[list[str]]:
     """Return the words of each command on a page: an indented line, or a quoted cell of a table."""
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("\\\n", "")
     lines = re.findall(r"^ {4,}moewright (.+)$", text, flags=re.MULTILINE)
     cells = re.findall(r"^\|.*?`moewright ([^`]+)`", text, flags=re.MULTILINE)
     commands = [shlex.split(line, comments=True) for line in (*lines, *cells)]

@@ -105,11 +105,11 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
         config["partial_rotary_factor"] = attention.rope.rotary_share
         config["use_qk_norm"] = attention.qk_norm is not QkNorm.NONE
     windows_every_layer = family in ("mistral", "mixtral")
-    if attention.sliding_window:
+    if attention.sliding_window and not attention.chunked:
         config["sliding_window"] = attention.sliding_window
         if family.startswith("qwen"):
             config["use_sliding_window"] = True
-        if not windows_every_layer and not attention.chunked:
+        if not windows_every_layer:
             kinds = ("sliding_attention", "full_attention")
             config["layer_types"] = [
                 kinds[bool(i % attention.window_every)] for i in range(model.layers)
