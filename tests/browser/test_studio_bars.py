@@ -63,7 +63,7 @@ def test_a_newcomer_gets_through_his_tasks(studio, open_page):
 
     assert "Fits" in read("#verdict h1")  # 1 does it fit? (the page has looked for the best)
     assert "a step takes" in read("#verdict")  # 2 how fast is it?
-    enter("#in-layout", "tp1,ep8,mbs1", until=("#layout-text", "tp1"))
+    enter("#in-layout", "tp1,ep8,mbs1", until=("#layout-text", "tp1,pp1,ep8,mbs1"))
     first = read("#verdict h1")
     page.get_by_role("button", name="full", exact=True).click()  # 3 does recompute help?
     page.locator("#layout-text", has_text="full").wait_for()

@@ -43,7 +43,7 @@ from moewright.view.plan_view import PlanView, RefusalView, build_plan_view, bui
 from moewright.view.search_view import SearchView, build_search_view
 from moewright.view.timetable_view import TimetableView, build_timetable_view
 
-_FIRST_PART = "mbs1,cp1,etp1"  # of the space, as layout text
+_FIRST_PART = "mbs1,cp1,etp1,vpp1"  # of the space, as layout text
 _FIRST_TOP = 3
 
 
@@ -141,8 +141,8 @@ def view_plan(query: ViewQuery) -> PlanView | RefusalView:
 def view_search(query: ViewQuery, top: int = 10) -> Iterator[SearchView]:
     """Yield what a search of a query's job answers: first of a small part of the space, then all.
 
-    The query's layout text is not pinned. The part holds one sequence a micro-batch without context
-    and expert tensor parallelism, where most best layouts are.
+    The query's layout text is not pinned. The part holds one sequence a micro-batch, plain
+    pipelines and neither context nor expert tensor parallelism: good layouts, searched in a second.
 
     Raises:
         BadInput: something cannot be used, or no layout is legal and fits.

@@ -180,6 +180,8 @@ def _unit_calls(
     replicas of shards sum their gradients, then the pipeline ranks that hold the same parameter;
     these sums are of fp32.
     """
+    if not units:
+        return
     c = activation_nbytes(job.workload)
     grad_bytes = job.workload.grad_dtype.nbytes
     table = schedule.timetable(job.layout, micro_batches)[pp_rank]

@@ -98,16 +98,13 @@ def holding_chunks(param: Param, model: ModelSpec, layout: Layout, pp_rank: int)
 
 def stage_parameters(model: ModelSpec, layout: Layout, pp_rank: int) -> tuple[Param, ...]:
     """Return the parameters that a pipeline rank holds, in registration order, with full shapes."""
-    chunks = _rank_chunks(model, layout, pp_rank)
-    return tuple(param for param in parameters(model) if _is_held(param, model, chunks))
+    layers = layer_parameters(model, layout, pp_rank)
+    return tuple(param for _, params in layers for param in params)
 
 
 def parameters_by_stage(model: ModelSpec, layout: Layout) -> tuple[tuple[Param, ...], ...]:
     """Return `stage_parameters` of every pipeline rank."""
-    return tuple(
-        tuple(param for _, params in layer_parameters(model, layout, pp_rank) for param in params)
-        for pp_rank in range(layout.pp)
-    )
+    return tuple(stage_parameters(model, layout, pp_rank) for pp_rank in range(layout.pp))
 
 
 def layer_parameters(
