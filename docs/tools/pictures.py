@@ -37,7 +37,7 @@ _PAGES = (  # name, address, what says that it is ready
         f"budget?{_SMALL}&layout=ep8&tokens=1T&price=2",
         "[data-fewest]:not([data-fewest='0'])",
     ),
-    ("runs", f"runs?run={ROOT / 'runs' / 'quickstart'}", "html[data-stamp]"),
+    ("runs", "runs?run=runs/quickstart", "html[data-stamp]"),
     ("share", f"share?{_SMALL}&layout=ep8,mbs1,recompute=full", "[data-target]"),
 )
 _ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
@@ -51,7 +51,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with TemporaryDirectory() as folder, sync_playwright() as player:
         command = [sys.executable, "-m", "moewright", "studio", "--port", "0", "--folder", folder]
-        studio = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        studio = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert studio.stdout is not None
         address = re.search(r"http://[^/]+/", studio.stdout.readline())
         assert address is not None
