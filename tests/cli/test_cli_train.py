@@ -253,7 +253,10 @@ def test_under_torchrun_one_rank_writes(
     ("change", "message"),
     [
         ("train.steps=0", "train.steps=0: must be at least 1"),
-        ("train.grad_dtype=fp16", "train.grad_dtype"),
+        (
+            "train.grad_dtype=fp16",
+            "fp16 has too little range to accumulate in; nearest legal value: fp32",
+        ),
         ("layout.eq=2", "nearest legal value: ep"),
         ("tarin.lr=1", "nearest legal value: train"),
         ("data.train=nowhere", "nowhere.idx: does not exist"),

@@ -25,7 +25,7 @@ def recorded(text, tmp_path, shell="bash"):
         ('torchrun --x "a b" ""', ("torchrun", "--x", "a b", "")),
         ("export PATH=/usr/bin:/bin\npython train.py", ("python", "train.py")),
         (f"{sys.executable} train.py --a", ("python", "train.py", "--a")),
-        (f"PY={sys.executable}\n$PY train.py > log 2>&1", ("python", "train.py")),
+        (f"PY={sys.executable}\n$PY train.py > /dev/null 2>&1", ("python", "train.py")),
         ('srun -N 2 bash -c "torchrun p.py"', ("srun", "-N", "2", "bash", "-c", "torchrun p.py")),
         ("f() { torchrun $1; }\nf p.py", ("torchrun", "p.py")),
         ("( cd /tmp; torchrun p.py )", ("torchrun", "p.py")),

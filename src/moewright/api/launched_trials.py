@@ -25,6 +25,7 @@ from moewright.api.trial_results import (
     read_megatron_outcome,
     read_megatron_progress,
     read_output,
+    shorten_message,
 )
 from moewright.codec import PLAN_FILE, fingerprint, write_json, write_text
 from moewright.exporters.trial_script import (
@@ -343,7 +344,7 @@ def _describe_end(output: str, code: int | None) -> TrialOutcome:
     refusals = [line for line in output.splitlines() if line.startswith("moewright: ")]
     failure = classify_failure(output)
     if refusals and failure is not TrialFailure.MEMORY:
-        return TrialOutcome(failure=TrialFailure.REFUSED, said=refusals[0][:200])
+        return TrialOutcome(failure=TrialFailure.REFUSED, said=shorten_message(refusals[0]))
     return TrialOutcome(failure=failure, said=describe_failure(output, f"ended with code {code}"))
 
 

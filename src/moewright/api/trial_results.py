@@ -83,8 +83,12 @@ def describe_failure(output: str, default: str) -> str:
         errors = [match[1] for line in lines if (match := _ERROR.search(line))]
         memory = [line for line in errors if classify_failure(line) is TrialFailure.MEMORY]
         told = memory[:1] or errors[-1:]
-    message = told[0] if told else default
-    return escape_controls(message.strip())[:_MAX_MESSAGE]
+    return shorten_message(told[0] if told else default)
+
+
+def shorten_message(line: str) -> str:
+    """Return a line that a trial printed as an outcome and its report show it."""
+    return escape_controls(line.strip())[:_MAX_MESSAGE]
 
 
 def read_engine_progress(folder: Path) -> TrialProgress:

@@ -32,7 +32,7 @@ def render_tuning(contract: Contract, result: TuningResult, *, basis: Basis) -> 
     lines = [
         title,
         "",
-        *_verdict_lines(result, basis),
+        *_markdown_verdict(result, basis),
         "",
         "## Contract",
         "",
@@ -50,7 +50,7 @@ def summarize_tuning(result: TuningResult, *, basis: Basis) -> tuple[str, ...]:
 
     The runner-up is the point predicted or measured nearest the winner that was not kept.
     """
-    lines = [line.replace("`", "").replace("**", "") for line in _verdict_lines(result, basis)]
+    lines = list(_verdict_lines(result, basis))
     lines += [
         f"kept: {decision.point} ({decision.why})"
         for decision in result.decisions
@@ -59,19 +59,24 @@ def summarize_tuning(result: TuningResult, *, basis: Basis) -> tuple[str, ...]:
     others = [
         decision
         for decision in result.decisions
-        if decision.ruling not in (Ruling.KEPT, Ruling.FAILED) and decision.point != result.winner
+        if decision.ruling not in (Ruling.KEPT, Ruling.FAILED)
+        and decision.point != result.winner
+        and _step_s(decision)
     ]
-    seconds = {id(decision): decision.step_s or decision.predicted_s for decision in others}
-    others = [decision for decision in others if seconds[id(decision)]]
     if others:
-        second = min(others, key=lambda decision: seconds[id(decision)])
-        basis_text = Basis.MEASURED if second.step_s else Basis.PREDICTED
-        time_text = format_seconds(seconds[id(second)])
+        second = min(others, key=_step_s)
+        second_basis = Basis.MEASURED if second.step_s else Basis.PREDICTED
         reason = f" ({second.reason})" if second.reason else ""
         lines.append(
-            f"runner-up: {second.point}: {second.ruling}; {time_text} {basis_text}{reason}"
+            f"runner-up: {second.point}: {second.ruling}; {format_seconds(_step_s(second))} "
+            f"{second_basis}{reason}"
         )
     return tuple(lines)
+
+
+def _step_s(decision: Decision) -> float:
+    """Return the seconds of a step, measured where the point ran; 0 where nothing tells them."""
+    return decision.step_s or decision.predicted_s
 
 
 def format_decision(decision: Decision, basis: Basis) -> str:
@@ -145,20 +150,28 @@ def _format_paired_speed(paired_s: Sequence[tuple[float, float]]) -> str:
     )
 
 
-def _verdict_lines(result: TuningResult, basis: Basis) -> Iterator[str]:
+def _markdown_verdict(result: TuningResult, basis: Basis) -> Iterator[str]:
+    first, *others = _verdict_lines(result, basis, quote="`")
+    yield f"**{first}**"
+    yield from others
+
+
+def _verdict_lines(result: TuningResult, basis: Basis, *, quote: str = "") -> Iterator[str]:
+    """Yield the verdict, with layouts between `quote`."""
     if result.winner is None:
-        yield "**No layout was found that runs and is valid.**"
+        yield "No layout was found that runs and is valid."
         return
-    yield f"**Winner: `{result.winner}`**"
+    yield f"Winner: {quote}{result.winner}{quote}"
     start = next((item for item in result.decisions if item.ruling is Ruling.START), None)
     if result.total_interval is not None:
         start_point = start.point if start else result.start
         gain = _format_gain(result.total_interval)
-        yield f"Against the start `{start_point}`, in turns: {gain}."
+        yield f"Against the start {quote}{start_point}{quote}, in turns: {gain}."
     elif start is not None and basis is Basis.PREDICTED:
         last = [item for item in result.decisions if item.point == result.winner][-1]
         share = 1 - last.predicted_s / start.predicted_s
-        yield f"Against the start `{start.point}`: {share:.1%} less time a step (predicted)."
+        gain = f"{share:.1%} less time a step (predicted)"
+        yield f"Against the start {quote}{start.point}{quote}: {gain}."
     if basis is Basis.MEASURED:
         freedom = f"{result.noise.degrees_of_freedom} degrees of freedom"
         yield (

@@ -360,6 +360,10 @@ class CheckpointSpec:
     copy_to: str = ""
     copy_keep: int = 2  # how many of the newest copies are kept
 
+    def keeps_for_good(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is kept, however many are newer."""
+        return self.keep_every_steps > 0 and step % self.keep_every_steps == 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileSpec:

@@ -9,6 +9,7 @@ from moewright.engine.checkpoint.commit import (
     find_checkpoint,
     find_latest,
     find_resume_point,
+    latest_step,
     list_checkpoints,
     write_single_process,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "flat_range_boxes",
     "flat_range_shards",
     "fsync_directory",
+    "latest_step",
     "list_checkpoints",
     "load_checkpoint",
     "offer_older",

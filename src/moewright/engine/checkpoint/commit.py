@@ -81,6 +81,12 @@ def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
+def checkpoint_step(name: str) -> int | None:
+    """Return the step of a checkpoint's folder by its name; None where it is no such name."""
+    match = _COMMITTED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def validate_extra(step: int, extra: Mapping[str, Any]) -> None:
     """Raise ValueError or TypeError, on every rank, for what no index can hold."""
     if not 0 <= step < 10**8:
@@ -202,7 +208,7 @@ def list_checkpoints(directory: Path) -> tuple[Path, ...]:
     checkpoints = [
         path
         for path in directory.iterdir()
-        if _COMMITTED.fullmatch(path.name) and (path / INDEX_FILE).is_file()
+        if checkpoint_step(path.name) is not None and (path / INDEX_FILE).is_file()
     ]
     return tuple(sorted(checkpoints))
 
@@ -214,6 +220,12 @@ def find_latest(directory: Path) -> Path | None:
     """
     checkpoints = list_checkpoints(directory)
     return checkpoints[-1] if checkpoints else None
+
+
+def latest_step(directory: Path) -> int:
+    """Return the step of the newest committed checkpoint, 0 where there is none."""
+    newest = find_latest(directory)
+    return (checkpoint_step(newest.name) or 0) if newest else 0
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -345,8 +357,7 @@ def _purge(request: SaveRequest) -> None:
     retention = request.retention
     older = [path for path in list_checkpoints(request.path.parent) if path != request.path]
     for path in older[: max(0, len(older) - (retention.keep - 1))]:
-        step = int(path.name.removeprefix("step-"))
-        if retention.keep_every_steps and step % retention.keep_every_steps == 0:
+        if retention.keeps_for_good(checkpoint_step(path.name) or 0):
             continue
         purged = path.with_name(_PURGED + path.name)
         path.rename(purged)

@@ -20,7 +20,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moewright.engine.checkpoint.commit import checkpoint_path, find_latest
+from moewright.engine.checkpoint.commit import (
+    checkpoint_path,
+    checkpoint_step,
+    find_latest,
+    latest_step,
+)
 from moewright.engine.checkpoint.coordinator import yield_to_training
 from moewright.engine.checkpoint.files import fsync_directory, verify_file
 from moewright.engine.checkpoint.index import INDEX_FILE, CheckpointIndex, FileEntry, read_index
@@ -65,11 +70,7 @@ class RemoteFolder:
             names = [path.rstrip("/").rsplit("/", 1)[-1] for path in self._list(self._root)]
         except FileNotFoundError:
             return []
-        steps = [
-            int(name.removeprefix("step-"))
-            for name in names
-            if name.startswith("step-") and name.removeprefix("step-").isdecimal()
-        ]
+        steps = [step for name in names if (step := checkpoint_step(name)) is not None]
         return sorted(step for step in steps if self._files.exists(self._path(step, INDEX_FILE)))
 
     def _list(self, path: str) -> list[str]:
@@ -123,7 +124,7 @@ class RemoteFolder:
         """Remove the oldest copies: the index of each goes first."""
         steps = self.list_steps()
         for step in steps[: max(0, len(steps) - retention.copy_keep)]:
-            if retention.keep_every_steps and step % retention.keep_every_steps == 0:
+            if retention.keeps_for_good(step):
                 continue
             self._files.rm_file(self._path(step, INDEX_FILE))
             self._files.rm(self._path(step), recursive=True)
@@ -171,7 +172,7 @@ def fetch_newer(url: str, directory: Path, accept: Callable[[CheckpointIndex], N
     remote = RemoteFolder(url)
     with _alone(directory):
         newest = find_latest(directory)
-        local_step = int(newest.name.removeprefix("step-")) if newest else 0
+        local_step = latest_step(directory)
         try:
             steps = [step for step in remote.list_steps() if step > local_step]
         except Exception as error:  # of any kind: each file system has its own

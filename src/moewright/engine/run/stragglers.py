@@ -54,20 +54,17 @@ def compute_seconds(result: StepResult, waits: Sequence[GroupWait], host: HostTi
     return max(0.0, step_s - sum(wait.seconds for wait in waits) - host.queued_s)
 
 
-def count_expert_rows(
-    job: Job, layers: Sequence[int], ep_rank: int, expert_loads: torch.Tensor
-) -> float:
-    """Return the rows of a step that go to an EP rank's experts of some layers.
+def expert_shares(job: Job, layers: Sequence[int], ep_rank: int) -> torch.Tensor:
+    """Return the share of each expert's rows that an EP rank has, 0 in layers besides `layers`.
 
-    `expert_loads` [MoE layers, E] are those of the whole model.
+    [MoE layers, E] fp64, in the order of a step's expert loads.
     """
-    rows = 0.0
+    shares = torch.zeros(len(job.model.routed_layers), job.model.expert_count, dtype=torch.float64)
     for layer in layers:
-        loads = expert_loads[job.model.routed_layers.index(layer)].tolist()
         slots = slot_experts(job, layer)
-        own = rank_experts(slots, job.layout.ep, ep_rank)
-        rows += sum(loads[expert] / slots.count(expert) for expert in own)
-    return rows
+        for expert in rank_experts(slots, job.layout.ep, ep_rank):
+            shares[job.model.routed_layers.index(layer), expert] += 1 / slots.count(expert)
+    return shares
 
 
 def time_product(device: torch.device, size: int = _PROBE_SIZE) -> float:
@@ -118,27 +115,30 @@ class StragglerWatch:
         self._job = job
         self._mesh = state.runtime.mesh
         self._device = state.runtime.device
-        self._layers = [router.layer_number for router in list_routers(state.model)]
+        self._is_alone = job.layout.world_size == 1
+        layers = [router.layer_number for router in list_routers(state.model)]
+        self._shares = expert_shares(job, layers, self._mesh.coordinate("ep"))
         self._seconds: list[float] = []
         self._queued: list[float] = []
         self._rows: list[float] = []
         self._windows_slow: dict[int, int] = {}
 
     def add_step(self, result: StepResult, waits: Sequence[GroupWait], host: HostTime) -> None:
-        """Take a step into the window."""
+        """Take a step into the window; a rank that is alone has none to be compared with."""
+        if self._is_alone:
+            return
         self._seconds.append(compute_seconds(result, waits, host))
         self._queued.append(host.queued_s)
-        ep_rank = self._mesh.coordinate("ep")
-        self._rows.append(count_expert_rows(self._job, self._layers, ep_rank, result.expert_loads))
+        self._rows.append(float((result.expert_loads.cpu() * self._shares).sum()))
 
     def report(self, run_dir: Path, step: int) -> None:
         """Compare the ranks where a window is full, and tell of those that have become slow.
 
         Every rank of the world calls this, after the same step.
         """
-        layout = self._job.layout
-        if layout.world_size == 1 or len(self._seconds) < WINDOW_STEPS:
+        if len(self._seconds) < WINDOW_STEPS:
             return
+        layout = self._job.layout
         paces = [Pace(**data) for data in collectives.gather_json(asdict(self._take_pace()))]
         for rank, figures in self.judge(paces).items():
             message = f"rank {rank} is slow at step {step}: {figures}"

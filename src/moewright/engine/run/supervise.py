@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from moewright.codec import format_layout
-from moewright.engine.checkpoint import find_latest
+from moewright.engine.checkpoint import checkpoint_path, latest_step
 from moewright.engine.run.incidents import note_end, note_return
 from moewright.engine.run.launch import LaunchHooks
 from moewright.engine.run.train import train
@@ -151,8 +151,7 @@ class _Supervisor:
         slot = self.slots[failure.rank]
         with suppress(OSError, ValueError):
             print(failure.detail, end="", file=sys.stderr, flush=True)
-        newest = find_latest(self._run_dir / "checkpoints")
-        saved_step = int(newest.name.removeprefix("step-")) if newest else 0
+        saved_step = latest_step(self._run_dir / "checkpoints")
         self._restarts = self._restarts + 1 if saved_step == self._saved_step else 1
         self._saved_step = saved_step
         is_again = self._last is not None and self._last.step == failure.step
@@ -173,7 +172,7 @@ class _Supervisor:
             self._tell(f"{failure}; {reason}")
             return False
         delay_s = min(_MAX_DELAY_S, 2.0 ** (self._restarts - 2)) if self._restarts > 1 else 0.0
-        source = newest.name if newest else "the start"
+        source = checkpoint_path(Path(), saved_step).name if saved_step else "the start"
         self._tell(f"{failure}; going on from {source} in {delay_s:.0f} s")
         time.sleep(delay_s)
         return True

@@ -26,7 +26,12 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moewright.engine.run.env import TorchrunEnv
-from moewright.engine.run.watch import WatchedRank, blame_hanging_rank, write_flight_record
+from moewright.engine.run.watch import (
+    WatchedRank,
+    blame_hanging_rank,
+    read_process_stat,
+    write_flight_record,
+)
 from moewright.engine.run.worker import (
     STACK_SIGNAL,
     STOP_SIGNALS,
@@ -239,12 +244,8 @@ def _silent_key(rank: int) -> str:
 
 def _read_start(pid: int) -> str:
     """Return when a process was started, in ticks since the boot; "" when it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] == "Z" else fields[19]
+    state, *fields = read_process_stat(pid) or ["Z"]
+    return "" if state == "Z" else fields[18]
 
 
 def _is_alive(rank: WatchedRank) -> bool:

@@ -84,12 +84,8 @@ class WatchedRank:
         return patience_s + _HANG_MARGIN_S
 
     def is_suspended(self) -> bool:
-        """Tell whether Linux reports state T; the state follows the last ")" of the stat line."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        """Tell whether Linux reports that the process is stopped (state T)."""
+        return read_process_stat(self.pid)[:1] == ["T"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +104,18 @@ class RankProcess(WatchedRank):
     def has_failed(self) -> bool:
         """Whether the process has ended, and neither done nor stopped as agreed."""
         return self.process.exitcode not in (None, ExitCode.DONE, ExitCode.STOPPED)
+
+
+def read_process_stat(pid: int) -> list[str]:
+    """Return the fields of Linux's stat line of a process from its state on; [] without one.
+
+    The state follows the last ")", for a name may hold any other.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return stat.rpartition(")")[2].split()
 
 
 def watch_ranks(
