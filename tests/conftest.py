@@ -13,6 +13,8 @@ import shutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from selection import is_in_turn
+
 # The same tree gives the same examples, so a failure comes from the change. There is no deadline:
 # the time of an example depends on what else the machine does.
 settings.register_profile(
@@ -28,6 +30,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # first imported.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the cases whose turn it is not to `make test-all`."""
+    for item in items:
+        if item.get_closest_marker("turns") and not is_in_turn(item.nodeid):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(autouse=True)

@@ -4,19 +4,16 @@ The corners are those in which bugs of other engines were found. A layout belong
 the rules call it legal and the engine does not refuse it, so the space grows with the engine. The
 sweep is drawn from it by a fixed seed, a layout at a time: the next is the layout with the most
 pairs of choices not seen before for its ranks (a pair is an axis and its value together with
-another axis and its value; the model shape is an axis). `rotate_cases` picks a part of it by a hash
-of the source: another part with every change, the same for the same tree.
+another axis and its value; the model shape is an axis).
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from types import MappingProxyType
 
 from layout_proof import WORKLOAD
@@ -434,19 +431,6 @@ def draw_sweep() -> tuple[Case, ...]:
         chosen.append(pool.pop(best))
         seen |= masks.pop(best)
     return tuple(chosen)
-
-
-def rotate_cases(cases: Sequence[Case], count: int) -> tuple[Case, ...]:
-    """Pick `count` of the cases by a hash of the source of the package."""
-    package = Path(__file__).resolve().parent.parent / "src"
-    tree = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        tree.update(path.read_bytes())
-
-    def order(case: Case) -> bytes:
-        return hashlib.sha256(tree.digest() + case.id.encode()).digest()
-
-    return tuple(sorted(cases, key=order)[:count])
 
 
 def plan_case(case: Case) -> Plan:

@@ -56,6 +56,7 @@ def assert_as_predicted(model: ModelSpec, workload: Workload, layout: Layout, ra
     assert not dist.is_initialized()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "text", "precision"),
     [

@@ -278,6 +278,7 @@ def wide_curve() -> list[float]:
     return train_curve(replace(WORKLOAD, precision=Dtype.BF16), STEPS)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", [thorough("current"), thorough("blockwise"), "mxfp8", "nvfp4"])
 def test_the_loss_falls_as_in_bf16(name: str, wide_curve: list[float]) -> None:
     precision, scaling = PRECISIONS[name]

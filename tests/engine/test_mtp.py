@@ -98,6 +98,7 @@ def test_a_depth_joins_the_token_ahead_with_the_hidden_state() -> None:
     torch.testing.assert_close(projected, joined @ depth.proj.weight.T)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("choice", CHOICES)
 def test_depths_recompute_and_offload_as_layers_do(choice: str) -> None:
     documents = DocumentMasking.RESTARTED if "block" in choice else DocumentMasking.JOINED

@@ -147,6 +147,7 @@ def test_a_flipped_bit_of_a_gradient_is_found(
     assert re.match("rank 1 failed at step 3: CorruptionError: the gradient of ", message)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "layout",
     [

@@ -70,6 +70,7 @@ def one_process(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -119,6 +120,7 @@ def test_ranks_without_an_expert_and_a_tied_table_equal_zero1_in_bf16(
             assert (cut[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
+@pytest.mark.turns
 def test_a_checkpoint_goes_to_another_layout_and_back(data: DataSpec, tmp_path: Path) -> None:
     workload = tiny_jobs.build_workload(data, steps=3)
     train_layout(workload, "mbs2", 1, tmp_path / "one")
@@ -131,6 +133,7 @@ def test_a_checkpoint_goes_to_another_layout_and_back(data: DataSpec, tmp_path: 
     assert_same_training(tmp_path / "moved", tmp_path / "one")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [

@@ -18,6 +18,7 @@ pytest.importorskip(
 pytestmark = pytest.mark.spawn
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("shape", "layout", "world"),
     [

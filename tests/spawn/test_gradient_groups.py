@@ -100,6 +100,7 @@ def check_gradients(model: ModelSpec, layout: Layout, context: RankContext) -> R
     return RankOutcome.DONE
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
 def test_a_gradient_is_the_sum_over_the_ranks_with_its_parameter(
     world_size: int, text: str, tmp_path: Path

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from layout_proof import prove_layout
-from layout_space import CORNERS, DRAWN_SHAPES, SHAPES, Case, draw_sweep, plan_case, rotate_cases
+from layout_space import CORNERS, DRAWN_SHAPES, SHAPES, Case, draw_sweep, plan_case
+from selection import rotate_cases
 
 pytestmark = pytest.mark.spawn
 
-_CORNERS_IN_EVERY_TEST = 4
-_DRAWN_IN_EVERY_TEST = 2
+_CORNERS_IN_EVERY_TEST = 2
+_DRAWN_IN_EVERY_TEST = 1
 _MAX_RANKS = 4  # of those in every test: eight ranks on two cores take a minute
 
 

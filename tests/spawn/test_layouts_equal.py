@@ -81,6 +81,7 @@ def train_layout(
     return run_dir
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
 def test_equals_one_process(
     world_size: int, layout: str, data: DataSpec, one_process: dict[int, Path], tmp_path: Path
@@ -119,6 +120,7 @@ def test_tensor_parallelism_without_sequence_parallelism(
     )
 
 
+@pytest.mark.turns
 def test_a_model_with_cut_norms_and_a_padded_vocabulary_moves_to_one_rank(
     data: DataSpec, tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_model_with_cut_norms_and_a_padded_vocabulary_moves_to_one_rank(
         assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "loss"),
     [
@@ -214,6 +217,7 @@ def test_a_router_with_grouped_sigmoid_scores_and_a_moving_bias_equals_one_proce
         assert actual["aux_loss"] == pytest.approx(expected["aux_loss"], rel=1e-5)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("policy", list(DropPolicy))
 def test_every_dispatcher_drops_the_same_rows(
     policy: DropPolicy, data: DataSpec, tmp_path: Path
@@ -246,6 +250,7 @@ def test_every_dispatcher_drops_the_same_rows(
         ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "documents"),
     [
@@ -268,6 +273,7 @@ def test_packed_documents_equal_one_process(
         assert actual["aux_loss"] == pytest.approx(expected["aux_loss"], rel=1e-5)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "tied"),
     [thorough(4, "tp2,ep2,mbs2", True), (2, "pp2,mbs2", False), (4, "pp2,ep2,mbs2", True)],
@@ -307,6 +313,7 @@ def test_two_depths_of_prediction_equal_one_process(
         ]
 
 
+@pytest.mark.turns
 def test_a_run_goes_on_in_another_pipeline(data: DataSpec, tmp_path: Path) -> None:
     """Four steps of a tied model, each on other stages, equal four steps on one rank."""
     model = replace(tiny_jobs.MODEL, tie_embeddings=True)
@@ -359,6 +366,7 @@ def test_the_same_run_twice_is_bit_identical(
         )
 
 
+@pytest.mark.turns
 def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: Path) -> None:
     every_offload = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
     memory_savers = (
@@ -377,6 +385,7 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
         assert all(torch.equal(plain[name], other[name]) for name in plain)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "overlap"),
     [

@@ -43,6 +43,7 @@ pytestmark = pytest.mark.spawn
 EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "precision", "loss"),
     [
@@ -153,6 +154,7 @@ def test_ledgers_of_sharded_gradients_are_equal(
     assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "recompute",
     [
@@ -181,6 +183,7 @@ def test_ledgers_of_cut_norms_shared_experts_and_a_padded_vocabulary_are_equal(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("score", "recompute"),
     [
@@ -209,6 +212,7 @@ def test_ledgers_of_grouped_scores_a_bias_a_gate_and_every_balance_loss_are_equa
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "q_rank", "precision"),
     [
@@ -248,6 +252,7 @@ def test_ledgers_of_latent_attention_are_equal(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -266,6 +271,7 @@ def test_ledgers_under_full_recompute_of_some_layers_are_equal(
     assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -282,6 +288,7 @@ def test_ledgers_with_activations_on_the_host_are_equal(
     assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("precision", "scaling", "layout"),
     [
@@ -330,6 +337,7 @@ def test_ledgers_with_muon_are_equal(
     assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("norm", [QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL])
 @pytest.mark.parametrize("recompute", ["", thorough(",recompute=full")])
 def test_ledgers_of_more_ranks_than_key_heads_are_equal(
@@ -343,6 +351,7 @@ def test_ledgers_of_more_ranks_than_key_heads_are_equal(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "layout",
     [
@@ -360,6 +369,7 @@ def test_ledgers_of_tensor_parallelism_without_sequence_parallelism_are_equal(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(1, "mbs4,recompute=core_attn"), (4, "tp2,cp2,ep2,cp_comm=a2a"), thorough(2, "mbs2")],
@@ -377,6 +387,7 @@ def test_ledgers_of_attention_bounded_by_documents_are_equal(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "tied"),
     [
@@ -435,9 +446,8 @@ def test_weight_gradients_that_wait_are_counted(data: DataSpec, tmp_path: Path) 
 
 def assert_ledgers_equal(plan: Plan, tmp_path: Path) -> None:
     """Run a plan with several buckets and compare every rank's ledger with its prediction."""
-    workload = replace(
-        plan.workload, optimizer=replace(plan.workload.optimizer, bucket_elements=5000)
-    )
+    optimizer = replace(plan.workload.optimizer, bucket_elements=5000)
+    workload = replace(plan.workload, optimizer=optimizer, eval_batches=0)
     plan = replace(plan, workload=workload)
     assert train(plan, tmp_path) is ExitCode.DONE
     selection = read_json(Selection, tmp_path / "ledger" / "selection.json")

@@ -22,6 +22,7 @@ MUON = replace(
 )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [

@@ -80,6 +80,7 @@ def run_timetable(
         ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("pp", "max_micro_batches"), [(2, 8), (3, 7), (4, 8)])
 def test_every_timetable_comes_to_its_end(pp: int, max_micro_batches: int, tmp_path: Path) -> None:
     assert (

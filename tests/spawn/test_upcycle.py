@@ -148,6 +148,7 @@ def continue_training(
     return [line["loss"] for line in lines if line["kind"] == "step"]
 
 
+@pytest.mark.turns
 def test_training_goes_on_without_a_jump_in_any_layout(
     data: DataSpec, dense: Path, upcycled: Callable[[str], Path], tmp_path: Path
 ) -> None:

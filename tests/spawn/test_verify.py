@@ -222,6 +222,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("family", "nproc", "layout"), LAYOUTS)
 def test_a_layout_equals_one_process(
     family: str, nproc: int, layout: str, checkpoints: dict[str, Path], batch: Path, tmp_path: Path

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moewright.codec import closest_match, parse_json
@@ -58,7 +60,7 @@ def model(name: str) -> ModelSpec:
     """
     key = _find_model(name)
     if key is not None:
-        return hf.parse_config(_read_models()[key]["config"], where=key, name=key)
+        return _parse_model(key)
     cut = _CUT.fullmatch(name.strip())
     if cut is not None:
         return cut_layers(model(cut["name"]), int(cut["layers"]))
@@ -171,12 +173,27 @@ def _exists(path: Path) -> bool:
 def _find_model(name: str) -> str | None:
     """Return the catalogue's key of a name with or without its organisation; None if unknown."""
     folded = name.strip().casefold()
-    for spelling in (folded, _VARIANT.sub("", folded)):
-        for key, entry in _read_models().items():
-            for alias in (key, *entry.get("also", ())):
-                if spelling in (alias.casefold(), _without_organisation(alias).casefold()):
-                    return key
-    return None
+    keys = _keys_by_spelling()
+    return keys.get(folded) or keys.get(_VARIANT.sub("", folded))
+
+
+@cache
+def _keys_by_spelling() -> Mapping[str, str]:
+    """Return the catalogue's key of each name it knows, case folded, with and without organisation.
+
+    The first entry of a spelling has it.
+    """
+    keys: dict[str, str] = {}
+    for key, entry in _read_models().items():
+        for alias in (key, *entry.get("also", ())):
+            keys.setdefault(alias.casefold(), key)
+            keys.setdefault(_without_organisation(alias).casefold(), key)
+    return MappingProxyType(keys)
+
+
+@cache
+def _parse_model(key: str) -> ModelSpec:
+    return hf.parse_config(_read_models()[key]["config"], where=key, name=key)
 
 
 def cut_layers(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -208,6 +225,7 @@ def _without_organisation(name: str) -> str:
     return name.strip().rpartition("/")[2]
 
 
+@cache
 def _read_models() -> Mapping[str, Any]:
     file = resources.files("moewright.intake").joinpath("data/models.json")
     table: Mapping[str, Any] = parse_json(file.read_text(encoding="utf-8"), where="models.json")

@@ -146,9 +146,9 @@ def forward_flops(
 ) -> Iterator[ForwardFlops]:
     """Yield the parts of `forward_flop_rows`."""
     h, tp = model.hidden_size, layout.tp
-    for layer in share.layers:
+    for layer, count in _count_alike(model, share.layers):
         for op, module, flops in _layer_flops(model, layout, share, layer, seq_len=seq_len):
-            yield ForwardFlops(op=op, module=module, flops=flops)
+            yield ForwardFlops(op=op, module=module, flops=count * flops)
     projection = 2 * share.tokens * 2 * h * h // tp
     for depth in range(share.mtp):
         yield ForwardFlops(op=FlopOp.GEMM, module=Module.MTP, flops=projection)
@@ -177,6 +177,16 @@ def head_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlo
 def _matrices(model: ModelSpec) -> int:
     """Return the matrices of an MLP: gate and up, or up alone, and down."""
     return 3 if model.gated else 2
+
+
+def _count_alike(model: ModelSpec, layers: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Return a layer of each kind whose FLOPs differ, and how many there are of it."""
+    alike: dict[tuple[MixerKind, int, bool, bool], list[int]] = {}
+    for layer in layers:
+        is_moe = model.moe_layers[layer if layer < model.layers else -1]
+        kind = (model.mixer(layer), model.layer_window(layer), model.has_mlp(layer), is_moe)
+        alike.setdefault(kind, []).append(layer)
+    return [(numbers[0], len(numbers)) for numbers in alike.values()]
 
 
 def _layer_flops(
