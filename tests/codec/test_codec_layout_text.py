@@ -53,6 +53,7 @@ layouts = st.builds(
     offload=_sets(Offload),
     dispatcher=st.sampled_from(DispatcherKind),
     capacity=st.floats(0, 1e300, allow_nan=False),
+    rank_capacity=st.floats(0, 1e300, allow_nan=False),
     overlap=_sets(Overlap),
     graphs=_sets(CudaGraphScope, CudaGraphScope.FULL),
     stages=st.text("EtmL|()*123, "),

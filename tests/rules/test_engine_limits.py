@@ -72,6 +72,7 @@ def test_what_is_not_built_is_refused() -> None:
     [
         ("zero3", "layout.zero=3"),
         ("capacity=1,capacity_fill=padded", "layout.capacity_fill=padded"),
+        ("rank_capacity=2", "layout.rank_capacity=2"),
     ],
 )
 def test_what_replicas_do_not_go_with(more: str, field: str) -> None:

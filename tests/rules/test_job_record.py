@@ -66,6 +66,8 @@ def test_rows_of_a_rank_follow_its_load_and_its_capacity() -> None:
         JOB, layout=replace(JOB.layout, capacity=2.0, capacity_fill=CapacityFill.PADDED)
     )
     assert padded.routed_rows(0.5) == 512 * 2 * 2 * 2
+    budgeted = replace(JOB, layout=replace(JOB.layout, rank_capacity=1.5))
+    assert budgeted.routed_rows(0.5) == budgeted.routed_rows(9.0) == 512 * 2 * 2 * 3 // 2
 
 
 def test_a_dense_model_has_no_experts_and_no_rows() -> None:

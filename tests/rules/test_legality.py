@@ -273,6 +273,8 @@ def test_a_block_of_hybrid_sharding_holds_experts_whole() -> None:
         ({"capacity": -0.5}, "layout.capacity", "0"),
         ({"capacity": float("nan")}, "layout.capacity", "0"),
         ({"capacity": float("inf")}, "layout.capacity", "0"),
+        ({"rank_capacity": 0.5}, "layout.rank_capacity", "1"),
+        ({"rank_capacity": 2.0, "capacity": 1.0}, "layout.rank_capacity", "0"),
     ],
 )
 def test_numbers_of_the_layout_are_sane(change: dict[str, Any], field: str, near: str) -> None:

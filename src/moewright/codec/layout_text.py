@@ -37,6 +37,7 @@ _NUMBERS = (
     "spare",
     "sp",
     "capacity",
+    "rank_capacity",
 )
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("order", RankOrder),
@@ -147,6 +148,8 @@ def format_layout(layout: Layout) -> str:
         parts.append(f"capacity={layout.capacity!r}")
     if layout.capacity_fill is not CapacityFill.USED:
         parts.append(f"capacity_fill={layout.capacity_fill}")
+    if layout.rank_capacity:
+        parts.append(f"rank_capacity={layout.rank_capacity!r}")
     parts += [
         f"{key}={'+'.join(_set_words(layout, key))}" for key, _ in _SETS if getattr(layout, key)
     ]
@@ -277,7 +280,7 @@ def _parse_value(item: _Item) -> Any:
         return _parse_stage_string(item)
     if item.key == "sp":
         return _parse_switch(item)
-    if item.key == "capacity":
+    if item.key in ("capacity", "rank_capacity"):
         return _parse_capacity(item)
     for key, choices in _CHOICES:
         if key == item.key:
@@ -323,7 +326,7 @@ def _parse_capacity(item: _Item) -> float:
     if math.isfinite(number) and number >= 0:
         return number + 0.0  # -0 reads as 0
     rule = "must be a factor, or 0 for dropless"
-    raise BadInput(Reason(field="capacity", value=item.value, rule=rule, nearest="1.0"))
+    raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest="1.0"))
 
 
 def _parse_choice(key: str, text: str, choices: type[StrEnum]) -> StrEnum:

@@ -27,6 +27,7 @@ LAYOUT_OPTIONS: Mapping[str, str] = MappingProxyType(
         "dispatcher": "--moe-token-dispatcher-type",
         "capacity": "--moe-expert-capacity-factor",
         "capacity_fill": "--moe-pad-expert-input-to-capacity",
+        "rank_capacity": "--moe-expert-rank-capacity-factor",
         "recompute": "--recompute-modules",
         "offload": "--offload-modules",
         "offload_fraction": "--optimizer-offload-fraction",

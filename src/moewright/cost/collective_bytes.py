@@ -25,6 +25,7 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.workload import RouterAssignment, Workload
 
 _STATISTICS_BYTES = 4 * 8  # squared gradient norm, votes to stop, two loss sums, in fp64
+_FLAG_BYTES = 8
 _LAYER_LOSS_BYTES = 4 * 8  # the auxiliary losses of a layer, in fp64
 
 
@@ -122,7 +123,9 @@ def _step_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
         yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES, 1
         return
     layers = len(job.model.routed_layers)
-    yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES + layers * _LAYER_LOSS_BYTES, 1
+    # Whether some rank had more rows than its budget is one statistic more.
+    statistics_bytes = _STATISTICS_BYTES + bool(job.layout.rank_capacity) * _FLAG_BYTES
+    yield Collective.ALL_REDUCE, "world", statistics_bytes + layers * _LAYER_LOSS_BYTES, 1
     yield Collective.ALL_REDUCE, "world", INT64_BYTES * layers * moe.experts, 1
     if not rows.layers:
         return

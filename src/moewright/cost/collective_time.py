@@ -15,7 +15,7 @@ from moewright.rules import grid, routing
 from moewright.rules.networks import message_path
 from moewright.rules.token_copies import expected_places, message_tokens
 from moewright.spec.hardware import Collective, Curve, Hardware, MessagePath, NetworkKind
-from moewright.spec.layout import CapacityFill, DispatcherKind, Layout
+from moewright.spec.layout import DispatcherKind, Layout
 from moewright.spec.model import RouterSpec
 
 # Groups that the degrees of a layout decide.
@@ -208,15 +208,14 @@ class CollectiveModel:
     def dispatch_wait_s(self, layout: Layout) -> float:
         """Return how long the host waits in each direction for the counts of a dispatch.
 
-        Nothing hides it. Counts that a CPU thread sends come later; where experts are padded to a
-        capacity there are none.
+        Nothing hides it. Counts that a CPU thread sends come later; where the number of rows is
+        fixed there are none.
         """
         c = self.constants
         if layout.ep == 1:
             return 0.0
         if layout.dispatcher not in routing.LIBRARY_DISPATCHERS:
-            is_padded = layout.capacity_fill is CapacityFill.PADDED
-            return c["sync_s_fused" if is_padded else "sync_s_alltoall"]
+            return c["sync_s_fused" if layout.has_fixed_rows else "sync_s_alltoall"]
         span = self.span(layout, "ep")
         path = message_path(self._fabric, layout.dispatcher, domains=span.domains)
         proxy_s = self._proxy_cost(span).wait_s if path is MessagePath.PROXY else 0.0

@@ -160,6 +160,8 @@ def layout_choices(layout: Layout, hardware: Hardware) -> Iterator[str]:
         yield f"cp_comm={layout.cp_comm.value}"
     if layout.capacity:
         yield "capacity"
+    if layout.rank_capacity:
+        yield "rank_capacity"
     if layout.expert_placement is not ExpertPlacement.CONTIGUOUS or layout.spare:
         yield "placement"
     yield from (f"recompute={name.value}" for name in layout.recompute)

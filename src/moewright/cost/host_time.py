@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
-from moewright.spec.layout import CapacityFill, CudaGraphScope, Layout, Overlap
+from moewright.spec.layout import CudaGraphScope, Layout, Overlap
 from moewright.spec.model import MixerKind
 from moewright.spec.workload import ExpertKernels
 
@@ -60,7 +60,7 @@ def _captures_layer(graphs: Sequence[CudaGraphScope], sym: Symbols, kind: LayerK
     """Return whether graphs take a layer whole: with experts only where all sizes are fixed."""
     if kind.mixer is not MixerKind.ATTENTION or not _WHOLE_LAYER.issubset(graphs):
         return False
-    return not kind.is_moe or sym.layout.capacity_fill is CapacityFill.PADDED
+    return not kind.is_moe or sym.layout.has_fixed_rows
 
 
 def _expert_products(sym: Symbols) -> int:
@@ -97,13 +97,13 @@ def host_exponent(constants: Constants, sym: Symbols, *, synced: bool, is_moe: b
     """Return the exponent p of (device^p + host^p)^(1/p): the higher, the more the two overlap.
 
     It is lower where the host waits for every transfer (`synced`, as in 1F1B), higher where nothing
-    of the layer makes it wait: in one with experts it waits for the rows of each expert, unless all
-    are padded to a capacity. It is 1, so that times add, where a step has too few micro-batches for
+    of the layer makes it wait: in one with experts it waits for the rows of each expert, unless
+    their number is fixed. It is 1, so that times add, where a step has too few micro-batches for
     the host to run ahead.
     """
     if not sym.is_steady:
         return 1.0
     if synced:
         return constants["host_exponent_synced"]
-    waits_for_sizes = is_moe and sym.layout.capacity_fill is not CapacityFill.PADDED
+    waits_for_sizes = is_moe and not sym.layout.has_fixed_rows
     return constants["host_exponent" if waits_for_sizes else "host_exponent_unblocked"]

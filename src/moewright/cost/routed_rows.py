@@ -11,7 +11,7 @@ from moewright.rules import expert_placement, grid, recompute, routing, stages
 from moewright.rules.context_parallel import rank_positions, twice_attended_pairs
 from moewright.rules.job import Job
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CapacityFill, Layout
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DocumentMasking
@@ -142,7 +142,7 @@ def count_expert_rows(
 ) -> ExpertRows:
     """Return the rows of a rank: those of a recorded selection, or `load` times the balanced ones.
 
-    Where rows are padded to a capacity their number is fixed, and `selection` is not used.
+    Where rows are padded to a budget their number is fixed, and `selection` is not used.
 
     Raises:
         BadInput: the selection is not one of this model, layout and batch.
@@ -156,8 +156,7 @@ def count_expert_rows(
             for layer in stages.chunk_layers(job.model, chunk)
             if is_moe_layer(job.model, layer)
         )
-    is_padded = job.layout.capacity_fill is CapacityFill.PADDED
-    if selection is None or not moe_layers or is_padded:
+    if selection is None or not moe_layers or job.layout.has_fixed_rows:
         rows = _predicted_rows(job, moe_layers, micro_batches, load)
     else:
         _check_selection(job.model, job.layout, micro_batches, selection)

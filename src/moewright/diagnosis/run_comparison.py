@@ -373,4 +373,5 @@ def _adopt_layout(own: Layout, run: PublishedRun) -> Layout | None:
         zero=own.zero,
         capacity=own.capacity,
         capacity_fill=own.capacity_fill,
+        rank_capacity=own.rank_capacity,
     )

@@ -12,6 +12,7 @@ import torch
 from moewright.engine.comm.mesh import Mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary
+from moewright.engine.dispatch.row_budget import RowBudget
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.products import WIDE_PRODUCTS, Products
 from moewright.engine.memory.saved_tensors import SavedTensorManager
@@ -28,7 +29,8 @@ class Runtime:
     """A frozen record of the job, this rank and the objects that the engine's parts share.
 
     `products` are those of linear layers, but of router and head. `dispatch_library` dispatches
-    tokens where the layout names DeepEP or HybridEP; None elsewhere.
+    tokens where the layout names DeepEP or HybridEP; None elsewhere. `row_budget` is there with a
+    rank_capacity.
     """
 
     model: ModelSpec
@@ -42,6 +44,7 @@ class Runtime:
     turns: PassTurns
     products: Products = WIDE_PRODUCTS
     dispatch_library: DispatchLibrary | None = None
+    row_budget: RowBudget | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -42,6 +42,7 @@ _SECTIONS = {
         "moe-token-dispatcher-type",
         "moe-flex-dispatcher-backend",
         "moe-expert-capacity-factor",
+        "moe-expert-rank-capacity-factor",
         "moe-pad-expert-input-to-capacity",
         "moe-token-drop-policy",
         "moe-shared-expert-overlap",

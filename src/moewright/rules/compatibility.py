@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from math import ceil
 
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
+from moewright.rules.routing import expected_load_factor
 from moewright.spec.errors import Reason
 from moewright.spec.layout import (
     CapacityFill,
@@ -47,6 +49,7 @@ def check_compatibility(job: Job) -> Iterator[Reason]:
     yield from _check_exchanges(job.model, job.layout)
     yield from _check_assignment(job)
     yield from _check_capacity_fill(job.layout)
+    yield from _check_rank_capacity(job)
 
 
 def _without(
@@ -210,11 +213,12 @@ def _check_graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if CudaGraphScope.ATTN in chosen and delays_wgrad and model.attention.qkv_bias:
         rule = "overlap=grad+wgrad leaves biases of attention out of a graph"
         yield _without("graphs", chosen, [CudaGraphScope.ATTN], rule)
-    is_static = layout.capacity > 0 or layout.dispatcher is DispatcherKind.HYBRIDEP
+    has_budget = layout.capacity > 0 or layout.rank_capacity > 0
+    is_static = has_budget or layout.dispatcher is DispatcherKind.HYBRIDEP
     if is_full and has_experts(model) and not is_static:
         rule = (
-            "full needs static shapes: a capacity, or the hybridep dispatcher with its budget per "
-            "rank"
+            "full needs static shapes: a rank_capacity, a capacity, or the hybridep dispatcher "
+            "with its budget per rank"
         )
         yield _without("graphs", chosen, chosen, rule)
 
@@ -272,6 +276,30 @@ def _check_capacity_fill(layout: Layout) -> Iterator[Reason]:
         rule=rule,
         nearest=CapacityFill.USED,
     )
+
+
+def _check_rank_capacity(job: Job) -> Iterator[Reason]:
+    """Yield why rows are not padded to a budget of a rank, or why that would hold too few."""
+    layout = job.layout
+    if not layout.rank_capacity:
+        return
+    name = "rank_capacity"
+    nearest = "0"
+    if layout.capacity:
+        rule = "drops no row: not with a capacity, which does"
+    elif layout.dispatcher not in (DispatcherKind.ALL_TO_ALL, DispatcherKind.HYBRIDEP):
+        rule = f"does not go with dispatcher={layout.dispatcher}, whose copies it does not count"
+    else:
+        load = max(1.0, expected_load_factor(job))
+        if layout.rank_capacity >= load:
+            return
+        nearest = f"{ceil(100 * load) / 100:g}"
+        rule = (
+            f"holds fewer rows than the job expects at its hottest rank ({load:.2f} of the mean): "
+            "every step would be run twice"
+        )
+    value = f"{layout.rank_capacity:g}"
+    yield Reason(field=f"layout.{name}", value=value, rule=rule, nearest=nearest)
 
 
 def _check_assignment(job: Job) -> Iterator[Reason]:

@@ -98,6 +98,10 @@ def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
     if layout.etp > 1:
         rule = f"the engine dispatches whole experts with dispatcher={kind}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
+    if layout.rank_capacity:
+        rule = f"the engine sends as many rows as there are with dispatcher={kind}"
+        value = f"{layout.rank_capacity:g}"
+        yield Reason(field="layout.rank_capacity", value=value, rule=rule, nearest="0")
     if layout.spare > 0:
         rule = f"the engine dispatches to experts, not to replicas with dispatcher={kind}"
         yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
@@ -126,14 +130,14 @@ def _check_replicas(layout: Layout) -> Iterator[Reason]:
             rule=f"{rule}: not with spare={layout.spare}",
             nearest="1",
         )
-    if layout.capacity_fill is CapacityFill.PADDED:
-        rule = "gives every rank equally many rows already"
-        yield Reason(
-            field="layout.capacity_fill",
-            value=layout.capacity_fill,
-            rule=f"{rule}: not with spare={layout.spare}",
-            nearest=CapacityFill.USED,
-        )
+    fixed: tuple[tuple[str, bool, str, str], ...] = (
+        ("capacity_fill", layout.capacity_fill is CapacityFill.PADDED, "padded", "used"),
+        ("rank_capacity", layout.rank_capacity > 0, f"{layout.rank_capacity:g}", "0"),
+    )
+    for name, is_fixed, value, nearest in fixed:
+        if is_fixed:
+            rule = f"gives every rank equally many rows already: not with spare={layout.spare}"
+            yield Reason(field=f"layout.{name}", value=value, rule=rule, nearest=nearest)
 
 
 def _check_adapters(layout: Layout, workload: Workload) -> Iterator[Reason]:

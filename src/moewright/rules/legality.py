@@ -142,10 +142,11 @@ def _check_zero_and_capacity(layout: Layout) -> Iterator[Reason]:
     if type(layout.zero) is not int or layout.zero not in _ZERO_LEVELS:
         rule = "must be 0, 1, 2 or 3"
         yield Reason(field="layout.zero", value=_show(layout.zero), rule=rule, nearest="1")
-    capacity = layout.capacity
-    if type(capacity) not in (int, float) or not isfinite(capacity) or capacity < 0:
-        rule = "must be a finite number, 0 (dropless) or more"
-        yield Reason(field="layout.capacity", value=_show(capacity), rule=rule, nearest="0")
+    for name in ("capacity", "rank_capacity"):
+        capacity = getattr(layout, name)
+        if type(capacity) not in (int, float) or not isfinite(capacity) or capacity < 0:
+            rule = "must be a finite number, 0 (dropless) or more"
+            yield Reason(field=f"layout.{name}", value=_show(capacity), rule=rule, nearest="0")
 
 
 def _show(value: object) -> str:
@@ -338,6 +339,7 @@ def _check_experts(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
             ("ep", layout.ep, 1),
             ("etp", layout.etp, 1),
             ("capacity", layout.capacity, 0),
+            ("rank_capacity", layout.rank_capacity, 0),
             ("dispatcher", layout.dispatcher, DispatcherKind.ALL_TO_ALL),
         )
         for name, value, only in settings:

@@ -121,6 +121,7 @@ def broken_rules(job: Job) -> Iterator[Reason]:
         yield _refusal("layout.zero", 0, rule, 1)
     yield from paired_pass_limits(job)
     yield from _check_graphs(job.layout)
+    yield from _check_rank_capacity(job.layout)
     yield from _check_trainer(job)
 
 
@@ -300,6 +301,12 @@ def _check_graphs(layout: Layout) -> Iterator[Reason]:
     if CudaGraphScope.MOE_PREPROCESS in layout.graphs and is_synchronous:
         rule = "captures moe_preprocess with padded capacities alone"
         yield _refusal("layout.capacity_fill", layout.capacity_fill, rule, CapacityFill.PADDED)
+
+
+def _check_rank_capacity(layout: Layout) -> Iterator[Reason]:
+    if layout.rank_capacity and layout.dispatcher is not DispatcherKind.HYBRIDEP:
+        rule = "has a budget of rows a rank with hybridep alone"
+        yield _refusal("layout.rank_capacity", layout.rank_capacity, rule, 0)
 
 
 def _check_trainer(job: Job) -> Iterator[Reason]:

@@ -376,7 +376,7 @@ def _index_counts(
         to_ranks = dispatch.node_copies_in * top_k + dispatch.copies_out
         return _IndexCounts(slots, to_ranks + to_experts, dispatch.node_copies_out)
     sent = slots
-    if layout.capacity:
+    if layout.capacity or layout.rank_capacity:
         sent += dispatch.rows_sent
     received = 0
     if layout.etp > 1:

@@ -9,7 +9,7 @@ from math import ceil, exp, log, sqrt
 from statistics import NormalDist, fmean
 
 from moewright.rules import expert_placement, grid
-from moewright.rules.capacity import capacity_rows
+from moewright.rules.capacity import capacity_rows, rows_for_peer
 from moewright.rules.extremes import largest_of_centred
 from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batch_tokens
@@ -96,6 +96,8 @@ def expected_dispatch(job: Job) -> DispatchCounts:
     rows_sent = experts * capacity_rows(tokens, top_k, experts, job.layout.capacity)
     if job.layout.capacity_fill is not CapacityFill.PADDED:
         rows_sent = min(tokens * top_k, rows_sent)
+    if job.layout.rank_capacity > 0:
+        rows_sent = job.layout.ep * rows_for_peer(tokens, top_k, job.layout)
     copies = round(tokens * expected_places(job.model.moe.router, job.layout.ep))
     nodes = dispatch_nodes(job.layout)
     node_copies = round(tokens * expected_places(job.model.moe.router, nodes)) if nodes else 0
@@ -267,8 +269,8 @@ def etp_gathered_rows(workload: Workload, layout: Layout, rows: int) -> int:
     different tokens: about rows / etp each, with the root of that as deviation, unless routing is
     even or a capacity pads them.
     """
-    is_padded = layout.capacity_fill is CapacityFill.PADDED
-    if layout.etp == 1 or workload.routing is Routing.BALANCED or is_padded or not rows:
+    is_fixed = layout.has_fixed_rows
+    if layout.etp == 1 or workload.routing is Routing.BALANCED or is_fixed or not rows:
         return rows
     mean = rows / layout.etp
     deviation = sqrt(mean * (1 - 1 / layout.etp))

@@ -143,6 +143,9 @@ def _check_experts(layout: Layout) -> Iterator[Reason]:
         )
     if layout.capacity:
         yield _refusal("layout.capacity", layout.capacity, "drops no rows", 0)
+    if layout.rank_capacity:
+        rule = "sends as many rows as there are"
+        yield _refusal("layout.rank_capacity", layout.rank_capacity, rule, 0)
     if layout.ep == 1:
         if layout.etp != layout.tp:
             yield _refusal(

@@ -170,6 +170,9 @@ class Layout:
     capacity: float = 0.0  # 0: dropless
     # whether experts below capacity are padded to it
     capacity_fill: CapacityFill = CapacityFill.USED
+    # rows that a rank sends to another, over the even number, to which they are padded; a step in
+    # which some rank has more is run again with all rows. 0: as many as there are
+    rank_capacity: float = 0.0
     overlap: tuple[Overlap, ...] = ()  # communication that runs beside compute
     graphs: tuple[CudaGraphScope, ...] = ()  # parts of a layer that CUDA graphs replay
     stages: str = ""  # pipeline layout string like "Et*3|(tt|)*29,m|L"; "": even split
@@ -177,6 +180,11 @@ class Layout:
     def __str__(self) -> str:
         changed = (f"{name}={format_cell(value)}" for name, value in list_changed_fields(self))
         return "layout " + ", ".join(changed)
+
+    @property
+    def has_fixed_rows(self) -> bool:
+        """Whether as many rows go to the experts of a rank whatever the router chooses."""
+        return self.capacity_fill is CapacityFill.PADDED or self.rank_capacity > 0
 
     @property
     def dp(self) -> int:

@@ -125,6 +125,7 @@ class StepRecord:
     waits: tuple[GroupWait, ...] = ()
     host: HostTime = HostTime()
     device: DeviceSample | None = None
+    is_repeated: bool = False  # run twice: some rank had more rows than its rank_capacity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 
 from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute
-from moewright.engine.dispatch.interface import RoutedRows, RowMap
+from moewright.engine.dispatch.interface import RoutedRows, build_padded_map
 from moewright.engine.dispatch.rows import SelectRows, count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
 
@@ -39,7 +39,13 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
         capacity = self._capacity
         device = experts_Tk.device
         counts = count_ids(experts_Tk, self._experts + 1)
-        row_map = self._build_padded_map(experts_Tk, counts)
+        row_map = build_padded_map(
+            experts_Tk,
+            ranks=self._experts,
+            ids_a_rank=1,
+            rows_a_rank=capacity,
+            kernels=self._kernels,
+        )
         unpadded_rows = expert_order = source_order = None
         if etp > 1:
             unpadded_rows = _swap_outer_axes(etp * ep, local, capacity, device)
@@ -61,33 +67,6 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
         rows = row_map.permute(x_TH)
         weights = torch.cat((weights_Tk.flatten(), weights_Tk.new_zeros(1)))
         return RoutedRows(rows=rows, weights=SelectRows.apply(weights, row_map.slot_of_row)), route
-
-    def _build_padded_map(self, experts_Tk: torch.Tensor, counts: torch.Tensor) -> RowMap:
-        """Map slots to padded rows.
-
-        A padding row has slot number T * k, one past the last slot, and holds the first token.
-        """
-        flat = experts_Tk.flatten()
-        slots = flat.numel()
-        rows = self._experts * self._capacity
-        order = flat.argsort(stable=True)
-        starts = counts.cumsum(0) - counts
-        sorted_ids = flat[order]
-        place_in_expert = torch.arange(slots, device=flat.device) - starts[sorted_ids]
-        row = sorted_ids * self._capacity + place_in_expert
-        row = row.masked_fill(sorted_ids == self._experts, rows)
-        row_of_slot = torch.empty_like(order)
-        row_of_slot[order] = row
-        slot_of_row = torch.full((rows + 1,), slots, dtype=torch.int64, device=flat.device)
-        slot_of_row = slot_of_row.scatter_(0, row, order)[:-1].clone()
-        token_of_row = slot_of_row // experts_Tk.shape[1]
-        return RowMap(
-            token_of_row=token_of_row.masked_fill_(slot_of_row == slots, 0),
-            row_of_slot=row_of_slot.view(experts_Tk.shape),
-            slot_of_row=slot_of_row,
-            is_complete=False,
-            kernels=self._kernels,
-        )
 
 
 def _swap_outer_axes(outer: int, inner: int, rows: int, device: torch.device) -> torch.Tensor:

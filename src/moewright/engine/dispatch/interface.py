@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from moewright.engine.comm.collectives import Group
-from moewright.engine.dispatch.rows import Permute, SelectRows, Unpermute
+from moewright.engine.dispatch.rows import Permute, SelectRows, Unpermute, count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.rules.routing import RoundRobinCounts
 
@@ -95,6 +95,38 @@ def build_row_map(ids_Tk: torch.Tensor, kept: int, kernels: KernelSet) -> RowMap
         row_of_slot=rows.view(ids_Tk.shape),
         slot_of_row=order,
         is_complete=is_complete,
+        kernels=kernels,
+    )
+
+
+def build_padded_map(
+    ids_Tk: torch.Tensor, *, ranks: int, ids_a_rank: int, rows_a_rank: int, kernels: KernelSet
+) -> RowMap:
+    """Sort slots by id, stably, with `rows_a_rank` rows for each block of `ids_a_rank` ids.
+
+    Slots past the rows of their block have none, as have those of ids past the last block. A
+    padding row has slot number T * k, one past the last slot, and holds the first token.
+    """
+    flat = ids_Tk.flatten()
+    slots = flat.numel()
+    rows = ranks * rows_a_rank
+    order = flat.argsort(stable=True)
+    sorted_ranks = flat[order] // ids_a_rank
+    counts = count_ids(sorted_ranks, ranks + 1)
+    starts = counts.cumsum(0) - counts
+    place = torch.arange(slots, device=flat.device) - starts[sorted_ranks]
+    row = sorted_ranks * rows_a_rank + place
+    row = row.masked_fill((sorted_ranks == ranks) | (place >= rows_a_rank), rows)
+    row_of_slot = torch.empty_like(order)
+    row_of_slot[order] = row
+    slot_of_row = torch.full((rows + 1,), slots, dtype=torch.int64, device=flat.device)
+    slot_of_row = slot_of_row.scatter_(0, row, order)[:-1].clone()
+    token_of_row = slot_of_row // ids_Tk.shape[1]
+    return RowMap(
+        token_of_row=token_of_row.masked_fill_(slot_of_row == slots, 0),
+        row_of_slot=row_of_slot.view(ids_Tk.shape),
+        slot_of_row=slot_of_row,
+        is_complete=False,
         kernels=kernels,
     )
 

@@ -19,6 +19,7 @@ from moewright.engine.comm.collectives import (
 )
 from moewright.engine.dispatch.allgather import AllGatherDispatcher
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
+from moewright.engine.dispatch.alltoall_budget import BudgetedAllToAllDispatcher
 from moewright.engine.dispatch.alltoall_padded import PaddedAllToAllDispatcher
 from moewright.engine.dispatch.dedup import DedupDispatcher
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
@@ -31,7 +32,7 @@ from moewright.engine.model.layers import AttentionContext, Mlp, Weight
 from moewright.engine.model.parallel_linear import ReplicatedLinear
 from moewright.engine.model.router import ExpertSelection, Router
 from moewright.engine.runtime import Runtime
-from moewright.rules.capacity import capacity_rows
+from moewright.rules.capacity import capacity_rows, rows_for_peer
 from moewright.rules.expert_placement import rank_slots, slot_experts
 from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batch_tokens
@@ -352,6 +353,17 @@ def _build_dispatcher(runtime: Runtime, spec: MoeSpec, slots: int) -> TokenDispa
         tokens = micro_batch_tokens(runtime.workload, layout)
         capacity = capacity_rows(tokens, spec.router.top_k, slots, layout.capacity)
         return PaddedAllToAllDispatcher(ep_group, etp_group, slots, kernels, capacity=capacity)
+    if runtime.row_budget is not None:
+        tokens = micro_batch_tokens(runtime.workload, layout)
+        return BudgetedAllToAllDispatcher(
+            ep_group,
+            etp_group,
+            slots,
+            kernels,
+            forced_counts=forced_counts,
+            peer_rows=rows_for_peer(tokens, spec.router.top_k, layout),
+            budget=runtime.row_budget,
+        )
     return AllToAllDispatcher(
         ep_group,
         etp_group,

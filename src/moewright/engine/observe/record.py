@@ -180,6 +180,8 @@ class ConsoleWriter:
             parts.append(f"waits {_wait_share(record):.0%}")
         if record.skipped:
             parts.append("SKIPPED: gradient not finite")
+        if record.is_repeated:
+            parts.append("run twice: rows over rank_capacity")
         text = "  ".join(parts)
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, description=text)

@@ -11,6 +11,7 @@ from moewright.engine.comm.mesh import Mesh, build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep import verify_library
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, open_library
+from moewright.engine.dispatch.row_budget import RowBudget
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.select import build_kernels
 from moewright.engine.kernels.products import WIDE_PRODUCTS, NarrowProducts, Products
@@ -105,6 +106,7 @@ def build_train_state(
         products=products,
         device=device,
         dispatch_library=dispatch_library,
+        row_budget=RowBudget(device) if layout.rank_capacity else None,
     )
     model = Transformer(runtime, job.rank_chunks(mesh.coordinate("pp")))
     optimizer = DistributedOptimizer(

@@ -83,6 +83,7 @@ def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> S
         samples_per_s=tokens / workload.seq_len / step_s,
         hfu=mfu * _hfu_over_mfu(plan),
         skipped=result.skipped,
+        is_repeated=result.is_repeated,
         phases=result.phases,
         loads=_build_loads(plan, result, tokens) if logs_loads else (),
     )

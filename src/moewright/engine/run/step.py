@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Protocol
 
@@ -185,6 +185,7 @@ class StepResult:
     expert_loads: torch.Tensor
     router_losses: torch.Tensor
     phases: tuple[TimeRow, ...]
+    is_repeated: bool  # run again, since some rank had more rows than its budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +203,7 @@ class BackwardResult:
     expert_counts: torch.Tensor
     router_losses: torch.Tensor  # on the CPU
     counts_all_tokens: bool  # False where padding and masked tokens are left out of statistics
+    is_repeated: bool  # run again, since some rank had more rows than its budget
 
 
 def train_step(
@@ -260,6 +262,7 @@ def _train_step(
         expert_loads=expert_loads,
         router_losses=backward.router_losses,
         phases=clock.time_rows(),
+        is_repeated=backward.is_repeated,
     )
 
 
@@ -294,10 +297,6 @@ def forward_backward(
         local_targets = torch.stack([_count_targets(batch) for batch in batches]).sum()
         # A step without a target has no loss to divide; its gradients are those of other losses.
         valid_targets = max(1, int(all_reduce(local_targets[None], mesh.group("dp_cp"))))
-    runtime.products.begin_step(step)
-    state.optimizer.begin_step(count)
-    for router in list_routers(state.model):
-        router.begin_step()
     passes = _MicroBatchPasses(
         state=state,
         clock=clock,
@@ -306,6 +305,33 @@ def forward_backward(
         valid_targets=valid_targets,
         sums=_zero_sums(runtime, count),
     )
+    if runtime.row_budget is not None:
+        with runtime.row_budget.enforce():
+            result = _run_passes(passes, stop_requested)
+        if result is not None:
+            return result
+        runtime.counters.note("the step again, with all rows")
+        passes = replace(passes, sums=_zero_sums(runtime, count), is_repeated=True)
+    result = _run_passes(passes, stop_requested)
+    assert result is not None  # nothing was over a budget
+    return result
+
+
+def _run_passes(passes: _MicroBatchPasses, stop_requested: bool) -> BackwardResult | None:
+    """Run the micro-batches of a step and reduce its gradients.
+
+    Return None where some rank had more rows for another than an enforced budget.
+    """
+    state = passes.state
+    runtime = state.runtime
+    mesh = runtime.mesh
+    clock = passes.clock
+    batches = passes.batches
+    valid_targets = passes.valid_targets
+    runtime.products.begin_step(passes.step)
+    state.optimizer.begin_step(len(batches))
+    for router in list_routers(state.model):
+        router.begin_step()
     train_batch(
         runtime,
         batches,
@@ -320,16 +346,17 @@ def forward_backward(
         # The ranks of a TP group have the same losses: one of them adds them up.
         adds_up = float(mesh.coordinate("tp") == 0)
         stop_flag = torch.full_like(squared_norm, float(stop_requested))
-        scalars = torch.stack(
-            (squared_norm, stop_flag, sums.nll * adds_up, sums.mtp_loss * adds_up, sums.nll)
-        )
+        world_sums = [squared_norm, stop_flag, sums.nll * adds_up, sums.mtp_loss * adds_up]
+        if runtime.row_budget is not None:
+            world_sums.append(runtime.row_budget.flag())
+        local = torch.cat((torch.stack(world_sums), sums.router_losses.flatten()))
         # The last is this rank's own, and comes to the host with the others.
-        own_nll = scalars[4:].clone()
-        local = torch.cat((scalars[:4], sums.router_losses.flatten()))
-        reduced = torch.cat((all_reduce(local, mesh.group("world")), own_nll)).cpu()
-        squares, stops, nll, mtp_loss = reduced[:4].tolist()
+        reduced = torch.cat((all_reduce(local, mesh.group("world")), sums.nll[None])).cpu()
+        squares, stops, nll, mtp_loss, *excess = reduced[: len(world_sums)].tolist()
         local_nll = float(reduced[-1])
-        router_losses = reduced[4:-1].view_as(sums.router_losses)
+        router_losses = reduced[len(world_sums) : -1].view_as(sums.router_losses)
+    if sum(excess) > 1:
+        return None
     grad_norm = squares**0.5 / state.optimizer.loss_scale
     attended_pairs, window_pairs = _count_attended_pairs(runtime, batches)
     return BackwardResult(
@@ -344,6 +371,7 @@ def forward_backward(
         expert_counts=sums.expert_counts,
         router_losses=router_losses,
         counts_all_tokens=all(batch.counted is None for batch in batches),
+        is_repeated=passes.is_repeated,
     )
 
 
@@ -406,6 +434,7 @@ class _MicroBatchPasses:
     step: int
     valid_targets: int
     sums: _StepSums
+    is_repeated: bool = False
 
     def forward(self, key: Key, hidden: torch.Tensor | None) -> ChunkResult:
         """Run a micro-batch through a chunk; its loss is what backward starts from."""

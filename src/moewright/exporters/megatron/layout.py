@@ -127,6 +127,8 @@ def _degree_flags(job: Job) -> Iterator[Flag]:
             yield "--moe-token-drop-policy", job.workload.router.drop_policy.value
         if job.layout.capacity_fill is CapacityFill.PADDED:
             yield (LAYOUT_OPTIONS["capacity_fill"],)
+        if job.layout.rank_capacity:
+            yield LAYOUT_OPTIONS["rank_capacity"], format_number(job.layout.rank_capacity)
 
 
 def _memory_flags(layout: Layout) -> Iterator[Flag]:

@@ -26,7 +26,6 @@ _NOT_PLANNED = {
     "--hybrid-context-parallel": "sequences of one batch cut differently",
     "--tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded within tensor parallelism",
-    "--moe-expert-rank-capacity-factor": "a budget of rows a rank",
 }
 _DENSE_GRAPH = "mlp"
 _OTHER_RANK_ORDER = "--use-tp-pp-dp-mapping"
@@ -163,6 +162,7 @@ def _read_experts(arguments: Arguments, layout: Layout) -> Layout:
         dispatcher=DispatcherKind(backend if kind == "flex" else kind),
         capacity=arguments.number(LAYOUT_OPTIONS["capacity"]),
         capacity_fill=CapacityFill.PADDED if is_padded else CapacityFill.USED,
+        rank_capacity=arguments.number(LAYOUT_OPTIONS["rank_capacity"]),
     )
 
 
