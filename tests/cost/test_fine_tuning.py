@@ -12,7 +12,7 @@ from moewright.cost.estimate import estimate
 from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
 from moewright.rules import engine_limits, flops
-from moewright.rules.adapters import trained_share
+from moewright.rules.adapters import adapter_parameters, trained_share
 from moewright.rules.job import Job
 from moewright.rules.parameters import count_parameters
 from moewright.search.search import search
@@ -50,9 +50,11 @@ def test_adapters_are_two_matrices_of_their_rank_beside_every_linear() -> None:
 
 def test_frozen_products_take_four_sixths_and_attention_all() -> None:
     whole = flops.model_flops_per_token(MODEL, 4096)
-    frozen = flops.model_flops_per_token(MODEL, 4096, frozen=True)
+    tuning = workload(Task.LORA).fine_tuning
+    frozen = flops.model_flops_per_token(MODEL, 4096, fine_tuning=tuning)
     core = 6 * MODEL.layers * MODEL.attention.q_width * 4096
-    assert frozen == pytest.approx((whole - core) * 4 / 6 + core, rel=1e-6)
+    adapters = 6 * sum(param.numel for param in adapter_parameters(MODEL, tuning))
+    assert frozen == pytest.approx((whole - core) * 4 / 6 + core + adapters, rel=1e-6)
 
 
 def test_lora_has_no_gradients_and_states_of_frozen_weights() -> None:

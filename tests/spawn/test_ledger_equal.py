@@ -32,8 +32,10 @@ from moewright.spec.workload import (
     DataSpec,
     DocumentMasking,
     Dtype,
+    FineTuningSpec,
     LossSpec,
     MatrixUpdate,
+    Task,
     TensorScaling,
     Workload,
 )
@@ -335,6 +337,58 @@ def test_ledgers_with_muon_are_equal(
         workload, optimizer=replace(workload.optimizer, matrix_update=MatrixUpdate.MUON)
     )
     assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
+
+
+LATENT = AttentionSpec(
+    kind=AttentionKind.MLA,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    v_head_dim=12,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    rope=RopeSpec(interleaved=True),
+)
+ADAPTERS = FineTuningSpec(task=Task.LORA, lora_rank=4)
+ADAPTERS_EVERYWHERE = replace(ADAPTERS, lora_experts=True, lora_router=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fine_tuning", "attention"),
+    [
+        ("tp2,ep2,mbs2", ADAPTERS_EVERYWHERE, None),
+        thorough("ep2,recompute=core_attn", ADAPTERS, None),
+        thorough("tp2,ep2,recompute=full", ADAPTERS_EVERYWHERE, LATENT),
+        thorough("etp2,zero0,recompute=mla_up_proj+shared_experts", ADAPTERS, LATENT),
+        thorough("pp2,schedule=zb-h1,layout='Et|ttL'", ADAPTERS_EVERYWHERE, None),
+        thorough("pp2,schedule=zb-h1,layout='Et|ttL'", ADAPTERS, LATENT),
+        thorough("cp2,ep2,cp_comm=a2a,recompute=moe+mlp", ADAPTERS_EVERYWHERE, None),
+    ],
+)
+def test_ledgers_of_adapters_are_equal(
+    layout: str,
+    fine_tuning: FineTuningSpec,
+    attention: AttentionSpec | None,
+    data: DataSpec,
+    tmp_path: Path,
+) -> None:
+    base = tiny_jobs.MODEL
+    assert base.moe is not None
+    model = replace(
+        base,
+        attention=attention or base.attention,
+        moe=replace(base.moe, shared_ffn_size=24, shared_gate=True),
+    )
+    workload = tiny_jobs.build_workload(
+        data, steps=2, precision=Dtype.BF16, loss=LossSpec(aux_coeff=0.01), fine_tuning=fine_tuning
+    )
+    if fine_tuning.lora_experts:  # grouped products need a rank of whole 16 bytes
+        workload = replace(workload, fine_tuning=replace(fine_tuning, lora_rank=8))
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, layout, world_size=2, model=model), tmp_path
+    )
 
 
 @pytest.mark.turns

@@ -30,6 +30,7 @@ from moewright.cost.stage_parts import (
 )
 from moewright.cost.symbols import Symbols
 from moewright.rules import micro_batches, recompute, routing, shards, timetable_row
+from moewright.rules.adapters import trains_module
 from moewright.rules.job import Job
 from moewright.rules.low_precision import Recipe, find_recipe, kept_bytes, kept_width
 from moewright.rules.saved_tensor import SavedTensor
@@ -353,21 +354,28 @@ def mtp_bytes(context: ActivationContext) -> Array:
 
 
 def _embedding_bytes(context: ActivationContext) -> Array:
-    """Return what an embedding keeps [modules]: token ids."""
+    """Return what an embedding keeps [modules]: token ids, unless it is frozen."""
+    if not trains_module(context.job.workload.fine_tuning, Module.EMBEDDING):
+        return _modules({})
     return _modules({Module.EMBEDDING: INT64_BYTES * _tokens(context)})
 
 
 def _head_bytes(context: ActivationContext) -> Array:
     """Return what one pass through the head keeps [modules].
 
-    These are the norm's input and statistic, the head's input, the logits (once, in the compute
-    dtype) unless they are made again or a fused stack makes their gradient in place, and targets.
+    These are the norm's input and statistic, the head's input unless the head is frozen, targets,
+    and the logits (once, in the compute dtype) unless they are made again or a fused stack makes
+    their gradient in place.
     """
     model, layout = context.job.model, context.job.layout
     c = recompute.activation_nbytes(context.job.workload)
     t = micro_batches.micro_batch_tokens(context.job.workload, layout)
     T = _tokens(context)
-    head = c * t * model.hidden_size + INT64_BYTES * T
+    head = INT64_BYTES * T
+    if Recompute.LOSS in layout.recompute or trains_module(
+        context.job.workload.fine_tuning, Module.HEAD
+    ):
+        head += c * t * model.hidden_size
     if not context.is_fused:
         recomputes = Recompute.LOSS in layout.recompute
         if not recomputes:

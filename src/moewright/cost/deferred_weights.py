@@ -8,19 +8,34 @@ none that is narrower (engine.memory.weight_gradients).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules import recompute, routing
+from moewright.rules.adapters import adapted_linears, is_frozen, trains_module
 from moewright.rules.capacity import routed_rows
 from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batch_tokens, tp_group_tokens
 from moewright.rules.shards import shard_size
+from moewright.rules.trained_saved import adapter_tensor
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind
 
 Booking = tuple[Module, int]
+
+# The saved inputs of linears whose adapter has a first matrix that is deferred.
+_INPUT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "attention.o": "attention_out",
+        "mlp.down": "activation",
+        "moe.shared.down": "activation",
+        "moe.experts.gate_up": "permuted",
+        "moe.experts.up": "permuted",
+        "moe.experts.down": "activation",
+    }
+)
 
 
 def layer_owed_bytes(
@@ -39,6 +54,8 @@ def layer_owed_bytes(
     tensors = recompute.saved_tensors(job, layer, load=load, dispatch=dispatch)
     inputs = {(tensor.owner, tensor.name): tensor.bytes for tensor in reversed(tensors)}
     is_mtp = layer > job.model.layers
+    if is_frozen(job.workload):
+        return tuple(_adapters(job, layer, inputs, load))
     bookings = [*_attention(job, inputs)]
     if is_moe_layer(job.model, layer):
         bookings += _experts(job, inputs, load)
@@ -57,7 +74,8 @@ def head_owed_bytes(job: Job) -> tuple[Booking, ...]:
     They are the head's input and the gradient of the logits. Under recompute=loss the gradient is
     computed with the loss, and nothing waits.
     """
-    if Recompute.LOSS in job.layout.recompute:
+    is_frozen_head = not trains_module(job.workload.fine_tuning, Module.HEAD)
+    if is_frozen_head or Recompute.LOSS in job.layout.recompute:
         return ()
     head_input = micro_batch_tokens(job.workload, job.layout) * job.model.hidden_size
     logits = tp_group_tokens(job.workload, job.layout) * shard_size(
@@ -101,6 +119,34 @@ def _experts(
         kept = inputs[Module.ROUTER, "post_norm_out"] + inputs[Module.SHARED_EXPERTS, "activation"]
         width = wide * job.model.moe.shared_ffn_size
         yield Module.SHARED_EXPERTS, kept + _output_gradients(job, width)
+
+
+def _adapters(
+    job: Job, layer: int, inputs: dict[tuple[Module, str], int], load: float
+) -> Iterator[Booking]:
+    """Yield what the adapters of a layer wait with.
+
+    Beside a weight that TP shards, the matrix that is sharded alike is deferred; beside weights of
+    experts both are. The first waits with the input of the weight and the gradient of what is
+    between the two, the second with what is between them and the gradient of the output.
+    """
+    c, rank = recompute.activation_nbytes(job.workload), job.workload.fine_tuning.lora_rank
+    tokens, tp = tp_group_tokens(job.workload, job.layout), job.layout.tp
+    rows = routed_rows(job.model, job.workload, job.layout, load)
+    is_grouped = False
+    for linear in adapted_linears(job.model, job.workload.fine_tuning, layer):
+        waiting = 0
+        count, parts = (rows, 1) if linear.is_expert else (tokens, tp)
+        if linear.is_expert or linear.cut == "columns":
+            waiting += inputs[linear.module, _INPUT_NAMES[linear.name]]
+            waiting += c * count * linear.stack * rank
+        if linear.is_expert or linear.cut == "rows":
+            waiting += inputs[linear.module, adapter_tensor(linear)]
+            waiting += c * count * linear.stack * linear.outputs // parts
+        is_grouped |= linear.is_expert
+        yield linear.module, waiting
+    if is_grouped:
+        yield Module.EXPERTS, inputs[Module.EXPERTS, "row_ends"]
 
 
 def _output_gradients(job: Job, width: int) -> int:

@@ -274,7 +274,7 @@ def _join(
         sym.model,
         workload.seq_len,
         attended_share=sym.attended_share,
-        frozen=sym.is_frozen,
+        fine_tuning=workload.fine_tuning,
     )
     model_flops = flops_per_token * workload.tokens_per_step
     device_flops_per_s = model_flops / step.step_s / devices

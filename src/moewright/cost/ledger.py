@@ -12,6 +12,7 @@ from moewright.cost.paired_memory import paired_saved_rows
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
 from moewright.rules import flops, fsdp, grid, schedule
+from moewright.rules.adapters import MLA_UP_LINEARS, adapted_linears
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
@@ -150,6 +151,7 @@ def _rank_share(
         attended=rows.attended_pairs or expected_attended,
         attended_windowed=rows.windowed_pairs,
         mtp_rows=rows.count_rows(mtp_layers),
+        fine_tuning=workload.fine_tuning,
     )
 
 
@@ -166,6 +168,15 @@ def recomputed_flop_rows(job: Job, share: flops.RankShare) -> tuple[FlopRow, ...
         up_numel = (spec.q_lora_rank or job.model.hidden_size) * spec.q_width
         up_numel += spec.kv_lora_rank * spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         layer_flops = 2 * share.tokens * up_numel // job.layout.tp
+        adapters_flops = sum(
+            2 * flops.adapter_macs(linear, job.layout, share)
+            for layer in share.layers
+            for linear in adapted_linears(job.model, share.fine_tuning, layer)
+            if linear.name in MLA_UP_LINEARS
+        )
+        repeated.append(
+            flops.ForwardFlops(op=FlopOp.GEMM, module=Module.ATTENTION, flops=adapters_flops)
+        )
         for layers, in_mtp in ((len(share.layers), False), (share.mtp, True)):
             repeated.append(
                 flops.ForwardFlops(

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 
 from moewright.cost.collective_calls import FP32_BYTES, CallSum, repeats_forward
 from moewright.cost.routed_rows import is_moe_layer
+from moewright.rules.adapters import (
+    MLA_UP_LINEARS,
+    AdaptedLinear,
+    adapted_linears,
+    trains_module,
+)
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Overlap, Recompute
+from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, MixerKind, ModelSpec, QkNorm
 
 
@@ -47,9 +54,10 @@ def tensor_parallel_calls(
     gathers, the embedding scatters. The loss all-reduces the top of the logits, then their sum and
     the target's; norms of queries and keys over all heads their mean square, and a mean again in
     backward. Without sequence parallelism nothing is gathered, and what would be scattered is
-    all-reduced. With overlap=tp the input of a block, its output and the gradient of that pass
-    round the ring of the ranks, in tp - 1 messages of T / tp tokens. More ranks than key heads
-    gather the parts of those.
+    all-reduced. An adapter gathers what is between its matrices beside a column-parallel weight,
+    and scatters it beside a row-parallel one; frozen weights gather nothing again. With overlap=tp
+    the input of a block, its output and the gradient of that pass round the ring of the ranks, in
+    tp - 1 messages of T / tp tokens. More ranks than key heads gather the parts of those.
     """
     model = job.model
     layout = job.layout
@@ -106,6 +114,8 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
     input_gathers: list[int] = []
     output_scatters: list[int] = []
     attention_layers = losses = mtp_depths = 0
+    fine_tuning = job.workload.fine_tuning
+    trains_head = trains_module(fine_tuning, Module.HEAD) or Recompute.LOSS in layout.recompute
     for chunk in chunks:
         layers = chunk_layers(model, chunk)
         moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
@@ -120,16 +130,31 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
             inputs, rotated_keys = _mixer_inputs(model, layer)
             repeats_inputs = repeats_forward(layout, Recompute.MLA_UP_PROJ)
             input_gathers += [*(1 + repeats_inputs) * inputs, h]
-            gathered += [*(1 + repeats_inputs) * rotated_keys, *inputs]
+            gathered += (1 + repeats_inputs) * rotated_keys
+            gathered += trains_module(fine_tuning, Module.ATTENTION) * inputs
             output_scatters += (1 + repeats_layer) * [h]
             scattered += [*inputs, *rotated_keys]
         input_gathers += (2 * mlps + repeated_mlps) * [h]
         output_scatters += (mlps + repeated_mlps) * [h]
-        gathered += (mlps + 2 * heads + embeddings) * [h]
+        # The input of a product is gathered again for the gradient of its weight.
+        gathered += trains_module(fine_tuning, Module.DENSE_MLP) * dense_mlps * [h]
+        gathered += trains_module(fine_tuning, Module.SHARED_EXPERTS) * shared_mlps * [h]
+        gathered += (1 + trains_head) * heads * [h]
+        gathered += trains_module(fine_tuning, Module.EMBEDDING) * embeddings * [h]
         scattered += (mlps + heads + embeddings) * [h]
         # An MTP depth gathers both its inputs side by side, and again for the weight gradient.
         input_gathers += (1 + repeats_layer) * chunk.mtp_layers * [2 * h]
-        gathered += chunk.mtp_layers * [2 * h]
+        gathered += trains_module(fine_tuning, Module.MTP) * chunk.mtp_layers * [2 * h]
+        for linear in (i for n in layers for i in adapted_linears(model, fine_tuning, n)):
+            columns = linear.stack * [fine_tuning.lora_rank]
+            repeats = repeats_forward(layout, *_repeating_choices(linear))
+            if linear.cut == "columns":
+                input_gathers += columns
+                output_scatters += (1 + repeats) * columns
+            elif linear.cut == "rows":
+                input_gathers += (1 + repeats) * columns
+                gathered += columns
+                scattered += columns
         scattered += chunk.mtp_layers * [2 * h]
         attention_layers += sum(model.mixer(i) is not MixerKind.RECURRENT for i in mixers)
         losses += heads
@@ -147,6 +172,15 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
         losses=losses,
         mtp_exchanges=(2 + repeats_layer) * mtp_depths,
     )
+
+
+def _repeating_choices(linear: AdaptedLinear) -> tuple[Recompute, ...]:
+    """Return the choices, besides full recompute, that run a linear's forward again."""
+    if linear.module is Module.ATTENTION:
+        return (Recompute.MLA_UP_PROJ,) if linear.name in MLA_UP_LINEARS else ()
+    if linear.module is Module.SHARED_EXPERTS:
+        return Recompute.MOE, Recompute.SHARED_EXPERTS
+    return (Recompute.MLP,)
 
 
 def _mixer_inputs(model: ModelSpec, layer: int) -> tuple[list[int], list[int]]:

@@ -7,24 +7,36 @@ product is added to the weight (Hu et al. 2021). TP, EP and ETP shard them as th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from moewright.rules.param import Param, ShardedDims
-from moewright.rules.parameters import parameters
+from moewright.rules.param import Param, ShardedDims, name_in_layer
+from moewright.rules.parameters import parameters, parameters_by_layer
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import FineTuningSpec, Task, Workload
 
 # The modules whose linears have an adapter: the targets that trainers choose by default.
 _TARGETS = frozenset({Module.ATTENTION, Module.DENSE_MLP, Module.SHARED_EXPERTS})
+# The products that recompute=mla_up_proj repeats; it goes with latent attention alone.
+MLA_UP_LINEARS = ("attention.q", "attention.q_up", "attention.kv_up")
 ADAPTER_PARTS = ("lora_a", "lora_b")
 
 
 def is_frozen(workload: Workload) -> bool:
     """Return whether the weights of the model are frozen, so that adapters alone train."""
     return workload.fine_tuning.task is Task.LORA
+
+
+def is_trained(fine_tuning: FineTuningSpec, name: str) -> bool:
+    """Return whether a parameter of the model trains, by its name; adapters apart."""
+    return fine_tuning.task is not Task.LORA
+
+
+def trains_module(fine_tuning: FineTuningSpec, module: Module) -> bool:
+    """Return whether the weights of a module train; adapters apart."""
+    return fine_tuning.task is not Task.LORA
 
 
 def is_adapter(name: str) -> bool:
@@ -77,24 +89,62 @@ def trained_share(model: ModelSpec, workload: Workload) -> float:
     return _adapter_share(model, workload.fine_tuning)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedLinear:
+    """The linears of a layer that share a parameter and have an adapter each.
+
+    `name` is that of the parameter within its layer, as `attention.q`; `stack` counts the linears
+    (a gate and its product are two), each of `inputs` and `outputs`. `cut` is "rows" or "columns",
+    whichever of the weight TP shards, or "" where it is whole on every rank.
+    """
+
+    name: str
+    module: Module
+    stack: int
+    inputs: int
+    outputs: int
+    cut: str
+    is_expert: bool
+
+
+@lru_cache(maxsize=1024)
+def adapted_linears(
+    model: ModelSpec, fine_tuning: FineTuningSpec, layer: int
+) -> tuple[AdaptedLinear, ...]:
+    """Return the linears of a layer that have an adapter."""
+    return tuple(
+        _adapted_linear(param)
+        for param in parameters_by_layer(model).get(layer, ())
+        if has_adapter(param.module, param.shape, fine_tuning)
+    )
+
+
+def _adapted_linear(param: Param) -> AdaptedLinear:
+    last = len(param.shape) - 1
+    sharded = {dim for axis, dim in param.sharded_dims if axis == "tp"}
+    cut = ""
+    if sharded:
+        cut = "columns" if last in sharded else "rows"
+    return AdaptedLinear(
+        name=name_in_layer(param.name),
+        module=param.module,
+        stack=prod(param.shape[1 if param.is_expert else 0 : -2]),
+        inputs=param.shape[-1],
+        outputs=param.shape[-2],
+        cut=cut,
+        is_expert=param.is_expert,
+    )
+
+
 def adapted_widths(model: ModelSpec, workload: Workload, layer: int) -> tuple[int, int]:
     """Return the summed input and output widths of the linears of a layer with an adapter.
 
     Routed experts and routers are not among them.
     """
     plain = replace(workload.fine_tuning, lora_experts=False, lora_router=False)
-    return _adapted_widths(model, plain, layer)
-
-
-@lru_cache(maxsize=256)
-def _adapted_widths(model: ModelSpec, fine_tuning: FineTuningSpec, layer: int) -> tuple[int, int]:
-    inputs = outputs = 0
-    for param in parameters(model):
-        if param.layer == layer and has_adapter(param.module, param.shape, fine_tuning):
-            linears = prod(param.shape[:-2])  # a gate and its product are one parameter
-            inputs += linears * param.shape[-1]
-            outputs += linears * param.shape[-2]
-    return inputs, outputs
+    linears = adapted_linears(model, plain, layer)
+    inputs = sum(linear.stack * linear.inputs for linear in linears)
+    return inputs, sum(linear.stack * linear.outputs for linear in linears)
 
 
 @lru_cache(maxsize=16)

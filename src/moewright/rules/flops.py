@@ -9,29 +9,40 @@ router, recomputation, elementwise work.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from moewright.rules.adapters import AdaptedLinear, adapted_linears, trains_module
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.mixer_flops import attention_flops, mixer_macs, scan_flops
 from moewright.rules.shards import shard_size
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, FlopRow, Module
 from moewright.spec.model import AttentionKind, MixerKind, ModelSpec
+from moewright.spec.workload import FineTuningSpec, Task
 
 TRAIN_TO_FORWARD_RATIO = 3
+_ALL_TRAINS = FineTuningSpec()
+_PRODUCTS = (FlopOp.GEMM, FlopOp.GROUPED_GEMM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardFlops:
     """The FLOPs of one part of a forward.
 
-    What is in an MTP depth is booked to MTP, except its router.
+    What is in an MTP depth is booked to MTP, except its router. A frozen product has no gradient of
+    its weight.
     """
 
     op: FlopOp
     module: Module
     flops: int
     in_mtp: bool = False
+    is_frozen: bool = False
+
+    @property
+    def train_ratio(self) -> int:
+        """Forward and backward over forward."""
+        return TRAIN_TO_FORWARD_RATIO - self.is_frozen
 
     @property
     def ledger_module(self) -> Module:
@@ -63,15 +74,20 @@ class RankShare:
     attended: int = 0
     attended_windowed: int = 0
     mtp_rows: int = 0  # those of `routed_rows` that belong to MTP depths
+    fine_tuning: FineTuningSpec = _ALL_TRAINS
 
 
 def model_flops_per_token(
-    model: ModelSpec, seq_len: int, *, attended_share: float = 1.0, frozen: bool = False
+    model: ModelSpec,
+    seq_len: int,
+    *,
+    attended_share: float = 1.0,
+    fine_tuning: FineTuningSpec = _ALL_TRAINS,
 ) -> int:
     """Return the forward and backward FLOPs of one token in a sequence, on the whole model.
 
-    Where documents bound attention, they leave `attended_share` of the pairs of a sequence.
-    `frozen` weights have no gradients: their products take four sixths.
+    Where documents bound attention, they leave `attended_share` of the pairs of a sequence. Frozen
+    weights have no gradients: their products take four sixths.
     """
     moe_depths = model.mtp_layers if model.moe_layers[-1] else 0
     top_k = model.moe.router.top_k if model.moe else 0
@@ -83,13 +99,10 @@ def model_flops_per_token(
         mtp=model.mtp_layers,
         attended=expected_attended(seq_len, attended_share),
         mtp_rows=seq_len * top_k * moe_depths,
+        fine_tuning=fine_tuning,
     )
     rows = train_flop_rows(model, Layout(world_size=1), whole_model, seq_len=seq_len)
-    total = total_model_flops(rows)
-    if frozen:
-        products = (FlopOp.GEMM, FlopOp.GROUPED_GEMM)
-        total -= total_model_flops([row for row in rows if row.op in products]) // 3
-    return total // seq_len
+    return total_model_flops(rows) // seq_len
 
 
 def expected_attended(seq_len: int, attended_share: float, sequences: float = 1) -> int:
@@ -107,9 +120,9 @@ def train_flop_rows(
     The router is a row of its own. MTP depths are booked to MTP, except their router and their
     logits pass (ROUTER, HEAD).
     """
-    return tuple(
-        FlopRow(op=row.op, module=row.module, flops=TRAIN_TO_FORWARD_RATIO * row.flops)
-        for row in forward_flop_rows(model, layout, share, seq_len=seq_len)
+    return sum_flops(
+        replace(part, flops=part.train_ratio * part.flops)
+        for part in forward_flops(model, layout, share, seq_len=seq_len)
     )
 
 
@@ -144,7 +157,16 @@ def is_windowed(model: ModelSpec, layer: int) -> bool:
 def forward_flops(
     model: ModelSpec, layout: Layout, share: RankShare, *, seq_len: int
 ) -> Iterator[ForwardFlops]:
-    """Yield the parts of `forward_flop_rows`."""
+    """Yield the parts of `forward_flop_rows`, those of adapters among them."""
+    for part in _base_flops(model, layout, share, seq_len=seq_len):
+        is_frozen = part.op in _PRODUCTS and not trains_module(share.fine_tuning, part.module)
+        yield replace(part, is_frozen=True) if is_frozen else part
+    yield from _adapter_flops(model, layout, share)
+
+
+def _base_flops(
+    model: ModelSpec, layout: Layout, share: RankShare, *, seq_len: int
+) -> Iterator[ForwardFlops]:
     h, tp = model.hidden_size, layout.tp
     for layer, count in _count_alike(model, share.layers):
         for op, module, flops in _layer_flops(model, layout, share, layer, seq_len=seq_len):
@@ -165,6 +187,41 @@ def forward_flops(
                 flops=rows * row_flops,
                 in_mtp=in_mtp,
             )
+
+
+def _adapter_flops(model: ModelSpec, layout: Layout, share: RankShare) -> Iterator[ForwardFlops]:
+    """Yield the FLOPs of adapters; MTP depths have none."""
+    if share.fine_tuning.task is not Task.LORA:
+        return
+    row_macs = 0
+    for layer in share.layers:
+        linears = adapted_linears(model, share.fine_tuning, layer)
+        routed = [linear for linear in linears if linear.is_expert]
+        row_macs = row_macs or sum(_expert_row_macs(linear, share) for linear in routed)
+        for linear in linears:
+            if not linear.is_expert:
+                flops = 2 * adapter_macs(linear, layout, share)
+                yield ForwardFlops(op=FlopOp.GEMM, module=linear.module, flops=flops)
+    flops = 2 * row_macs * (share.routed_rows - share.mtp_rows)
+    yield ForwardFlops(op=FlopOp.GROUPED_GEMM, module=Module.EXPERTS, flops=flops)
+
+
+def _expert_row_macs(linear: AdaptedLinear, share: RankShare) -> int:
+    return linear.stack * share.fine_tuning.lora_rank * (linear.inputs + linear.outputs)
+
+
+def adapter_macs(linear: AdaptedLinear, layout: Layout, share: RankShare) -> int:
+    """Return the multiply-adds of an adapter outside of routed experts on a rank.
+
+    A matrix that TP does not shard multiplies the rank's part of the tokens.
+    """
+    own_tokens = share.tokens // layout.tp if layout.sp else share.tokens
+    inputs, outputs = own_tokens * linear.inputs, own_tokens * linear.outputs
+    if linear.cut == "columns":
+        inputs = share.tokens * linear.inputs // layout.tp
+    elif linear.cut == "rows":
+        outputs = share.tokens * linear.outputs // layout.tp
+    return linear.stack * share.fine_tuning.lora_rank * (inputs + outputs)
 
 
 def head_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlops:

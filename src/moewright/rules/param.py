@@ -51,6 +51,16 @@ def has_weight_decay(name: str, dims: int) -> bool:
     return dims > 1 and not name.endswith(".bias")
 
 
+def name_in_layer(name: str) -> str:
+    """Return a parameter's name without its layer's prefix and its own suffix: `attention.q`."""
+    parts = name.split(".")
+    if parts[0] == "layers":
+        parts = parts[2:]
+    elif parts[0] == "mtp":
+        parts = parts[3:] if parts[2] == "layer" else parts[2:]
+    return ".".join(parts).removesuffix(".weight")
+
+
 def tensor(
     name: str,
     shape: tuple[int, ...],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 from moewright.rules.mixer_parameters import compressed_attention, indexer, recurrent_mixer
 from moewright.rules.param import EMBEDDING_LAYER, TP_COLUMNS, TP_ROWS, Param, tensor
@@ -42,6 +43,15 @@ def parameters(model: ModelSpec) -> tuple[Param, ...]:
     They are embedding, layers, final norm, head, MTP depths. A tied head is absent.
     """
     return tuple(_all_parameters(model))
+
+
+@lru_cache(maxsize=2)
+def parameters_by_layer(model: ModelSpec) -> Mapping[int, tuple[Param, ...]]:
+    """Return the parameters of each layer, as Param.layer numbers them."""
+    by_layer: dict[int, list[Param]] = {}
+    for param in parameters(model):
+        by_layer.setdefault(param.layer, []).append(param)
+    return MappingProxyType({layer: tuple(params) for layer, params in by_layer.items()})
 
 
 def selection_bias_name(layer: int) -> str:

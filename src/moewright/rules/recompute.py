@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moewright.rules import expert_placement, routing
+from moewright.rules.adapters import is_frozen
 from moewright.rules.capacity import routed_rows
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
@@ -31,6 +32,7 @@ from moewright.rules.mixer_saved import (
 )
 from moewright.rules.saved_tensor import SavedTensor, saved_tensor
 from moewright.rules.shards import shard_size
+from moewright.rules.trained_saved import adapter_saved, drop_unread
 from moewright.spec.layout import DispatcherKind, Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import (
@@ -103,21 +105,41 @@ def saved_tensors(
     is_mtp = layer > job.model.layers
     has_experts = job.model.moe_layers[-1 if is_mtp else layer]
     rows = [*_mixer(job.model, symbols, layer, repeats_exchange=repeats_exchange)]
-    if not job.model.has_mlp(layer):
-        return tuple(row for row in rows if row.bytes)
-    rows += _second_norm(job.model, symbols, has_mixer=job.model.mixer(layer) is not MixerKind.NONE)
-    if has_experts:
+    has_mlp = job.model.has_mlp(layer)
+    if has_mlp:
+        has_mixer = job.model.mixer(layer) is not MixerKind.NONE
+        rows += _second_norm(job.model, symbols, has_mixer=has_mixer)
+    if has_mlp and has_experts:
         local = _LocalExperts(
             R=routed_rows(job.model, job.workload, job.layout, load),
             slots=expert_placement.count_slots(job, layer),
             dispatch=dispatch or routing.expected_dispatch(job),
         )
         rows += _moe(job, symbols, local, is_fused_stack=repeats_exchange)
-    else:
+    elif has_mlp:
         rows += _dense(job.model, symbols)
     if is_mtp:
-        rows = [_book_to_mtp(row) for row in (*_mtp_inputs(job.model, symbols), *rows)]
+        rows = [*_mtp_inputs(job.model, symbols), *rows]
+    if is_frozen(job.workload):
+        rows = _change_for_adapters(job, rows, layer, symbols, load)
+    if is_mtp:
+        rows = [_book_to_mtp(row) for row in rows]
     return tuple(row for row in rows if row.bytes)
+
+
+def _change_for_adapters(
+    job: Job, rows: list[SavedTensor], layer: int, symbols: _TableSymbols, load: float
+) -> list[SavedTensor]:
+    fine_tuning = job.workload.fine_tuning
+    adapters = adapter_saved(
+        job.model,
+        fine_tuning,
+        layer,
+        token_bytes=symbols.c * symbols.t,
+        router_token_bytes=job.workload.router.router_dtype.nbytes * symbols.t,
+        row_bytes=symbols.c * routed_rows(job.model, job.workload, job.layout, load),
+    )
+    return [*drop_unread(rows, job.model, fine_tuning, layer), *adapters]
 
 
 def _book_to_mtp(row: SavedTensor) -> SavedTensor:
@@ -153,7 +175,12 @@ def kept_tensors(
     rows: Collection[SavedTensor], policies: Collection[Recompute]
 ) -> tuple[SavedTensor, ...]:
     """Return the tensors that stay when `policies` are on."""
-    return tuple(row for row in rows if not any(policy in policies for policy in row.freed_by))
+    return tuple(
+        row
+        for row in rows
+        if not any(policy in policies for policy in row.freed_by)
+        and (not row.kept_by or any(policy in policies for policy in row.kept_by))
+    )
 
 
 def loss_chunk_columns(model: ModelSpec, layout: Layout) -> int:

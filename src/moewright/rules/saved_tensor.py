@@ -12,7 +12,8 @@ from moewright.spec.ledger import Module
 class SavedTensor:
     """One tensor that a layer saves for backward, per micro-batch on one rank.
 
-    Any policy of `freed_by` frees it. No policy frees the layer input, from which even full
+    Any policy of `freed_by` frees it, and one of `kept_by` must be on, where there are any, for it
+    to be kept. No policy frees the layer input, from which even full
     recomputation starts, nor what a router decided, which a replay must not decide again.
     """
 
@@ -21,6 +22,7 @@ class SavedTensor:
     bytes: int
     freed_by: tuple[Recompute, ...]
     owner: Module  # the module that it is part of, even where `module` is an MTP depth
+    kept_by: tuple[Recompute, ...] = ()
 
 
 def saved_tensor(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from moewright.rules import grid, stages
 from moewright.rules.param import EMBEDDING_LAYER, Param
-from moewright.rules.parameters import parameters
+from moewright.rules.parameters import parameters_by_layer
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 
@@ -116,7 +116,7 @@ def layer_parameters(
     Layers come in registration order, and so do the parameters of each.
     """
     chunks = _rank_chunks(model, layout, pp_rank)
-    by_layer = _by_layer(model)
+    by_layer = parameters_by_layer(model)
     layers = []
     for layer in (EMBEDDING_LAYER, *sorted(i for chunk, _ in chunks for i in chunk.layers)):
         params = by_layer[layer]
@@ -134,14 +134,6 @@ def _held(
     params: Sequence[Param], model: ModelSpec, chunks: Sequence[tuple[stages.Chunk, int]]
 ) -> tuple[Param, ...]:
     return tuple(param for param in params if _is_held(param, model, chunks))
-
-
-@lru_cache(maxsize=2)
-def _by_layer(model: ModelSpec) -> Mapping[int, tuple[Param, ...]]:
-    by_layer: dict[int, list[Param]] = {}
-    for param in parameters(model):
-        by_layer.setdefault(param.layer, []).append(param)
-    return MappingProxyType({layer: tuple(params) for layer, params in by_layer.items()})
 
 
 def _rank_chunks(model: ModelSpec, layout: Layout, pp_rank: int) -> list[tuple[stages.Chunk, int]]:

@@ -1,6 +1,6 @@
 """Products of low-rank adapters, added to those of frozen weights (LoRA, Hu et al. 2021).
 
-The product of a weight w gets (x a^T) b^T times a factor added, a [r,K] and b [N,r]. TP and EP
+The product of a weight w gets f (x a^T) b^T added, with a factor f, a [r,K] and b [N,r]. TP and EP
 shard a as they shard the columns of w, b as its rows; what they do not shard is whole on every
 rank, and its gradient is summed like that of any such parameter (rules.shards). A stack of weights
 (gate and up) has a stack of adapters.
@@ -45,12 +45,13 @@ def add_column_adapter(
     a = part.lora_a.weight
     stack = part.lora_b.weight.view(-1, *part.lora_b.weight.shape[-2:]).unbind()
     h_tr = ReplicatedLinear.apply(x_tK, a.flatten(0, -2), runtime.counters, WIDE_PRODUCTS, replicas)
+    h_tr = h_tr * part.lora_factor
     tp = runtime.mesh.tensor_parallel
     products = [
         ColumnParallelLinear.apply(h.contiguous(), tp, WIDE_PRODUCTS, runtime.weight_grads, b)[0]
         for h, b in zip(h_tr.chunk(len(stack), 1), stack, strict=True)
     ]
-    return y_TN + torch.cat(products, 1) * part.lora_factor
+    return y_TN + _join(products)
 
 
 def add_row_adapter(
@@ -66,10 +67,13 @@ def add_row_adapter(
         WIDE_PRODUCTS,
         runtime.weight_grads,
     )
-    delta = ReplicatedLinear.apply(
-        h_tr, part.lora_b.weight, runtime.counters, WIDE_PRODUCTS, _replica_group(runtime)
+    return y_tN + ReplicatedLinear.apply(
+        h_tr * part.lora_factor,
+        part.lora_b.weight,
+        runtime.counters,
+        WIDE_PRODUCTS,
+        _replica_group(runtime),
     )
-    return y_tN + delta * part.lora_factor
 
 
 def add_replicated_adapter(
@@ -82,10 +86,9 @@ def add_replicated_adapter(
     h_tr = ReplicatedLinear.apply(
         x_tK, part.lora_a.weight, runtime.counters, WIDE_PRODUCTS, replicas
     )
-    delta = ReplicatedLinear.apply(
-        h_tr, part.lora_b.weight, runtime.counters, WIDE_PRODUCTS, replicas
+    return y_tN + ReplicatedLinear.apply(
+        h_tr * part.lora_factor, part.lora_b.weight, runtime.counters, WIDE_PRODUCTS, replicas
     )
-    return y_tN + delta * part.lora_factor
 
 
 def add_grouped_adapter(
@@ -105,13 +108,12 @@ def add_grouped_adapter(
     h_Rr = GroupedLinear.apply(
         x_RK, a.view(len(a), -1, a.shape[-1]), ends_E, counters, WIDE_PRODUCTS, weight_grads
     )
+    h_Rr = h_Rr * part.lora_factor
     products = [
-        GroupedLinear.apply(
-            h.contiguous(), b_E.contiguous(), ends_E, counters, WIDE_PRODUCTS, weight_grads
-        )
+        GroupedLinear.apply(h.contiguous(), b_E, ends_E, counters, WIDE_PRODUCTS, weight_grads)
         for h, b_E in zip(h_Rr.chunk(len(stack), 1), stack, strict=True)
     ]
-    return y_RN + torch.cat(products, 1) * part.lora_factor
+    return y_RN + _join(products)
 
 
 def add_router_adapter(
@@ -126,8 +128,14 @@ def add_router_adapter(
         return logits_TE
     dtype = logits_TE.dtype
     h_Tr = RouterLinear.apply(x_TK, part.lora_a.weight, runtime.counters, dtype, noise)
-    delta = RouterLinear.apply(h_Tr, part.lora_b.weight, runtime.counters, dtype, None)
-    return logits_TE + delta * part.lora_factor
+    return logits_TE + RouterLinear.apply(
+        h_Tr * part.lora_factor, part.lora_b.weight, runtime.counters, dtype, None
+    )
+
+
+def _join(products: list[torch.Tensor]) -> torch.Tensor:
+    """Return the products of a stack side by side."""
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 def _replica_group(runtime: Runtime) -> Group | None:

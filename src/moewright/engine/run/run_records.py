@@ -64,7 +64,10 @@ def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> S
     tokens = workload_at_step(workload, step - 1).tokens_per_step
     tokens_per_s_per_rank = tokens / plan.layout.world_size / step_s
     flops_per_s = tokens_per_s_per_rank * model_flops_per_token(
-        plan.model, workload.seq_len, attended_share=workload.data.attended_share
+        plan.model,
+        workload.seq_len,
+        attended_share=workload.data.attended_share,
+        fine_tuning=workload.fine_tuning,
     )
     mfu = _share_of_peak(plan, flops_per_s)
     every = workload.router_log_every_steps
