@@ -381,6 +381,7 @@ def build_case_plan(case: Case, data: DataSpec) -> Plan:
     return replace(base, hardware=hardware, estimate=prediction)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=_marks(case)) for case in CASES]
 )
