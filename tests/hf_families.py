@@ -33,7 +33,11 @@ FAMILIES = (
     "granitemoe",
     "granitemoeshared",
     "llama4_text",
+    "qwen3_next",
+    "qwen3_5_moe_text",
 )
+# Families whose norms have weights around zero.
+ZERO_CENTERED = ("qwen3_next", "qwen3_5_moe_text")
 
 
 def _model(family: str, **more: Any) -> nn.Module:
@@ -207,6 +211,25 @@ def _model(family: str, **more: Any) -> nn.Module:
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )
         return transformers.Llama4ForCausalLM(config).float()
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
+        hybrid: dict[str, Any] = {
+            **shape,
+            "head_dim": 16,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention"],
+        }
+        if family == "qwen3_next":
+            config = transformers.Qwen3NextConfig(**hybrid)
+            return transformers.Qwen3NextForCausalLM(config).float()
+        config = transformers.Qwen3_5MoeTextConfig(**hybrid)
+        return transformers.Qwen3_5MoeForCausalLM(config).float()
     if family == "minimax_m2":
         config = transformers.MiniMaxM2Config(
             **shape,
@@ -286,7 +309,9 @@ def write_model(
         if name.endswith(("bias", "sinks")):
             nn.init.normal_(parameter, 0.0, 0.2)
         if "norm" in name:
-            nn.init.uniform_(parameter, 0.5, 1.5)
+            # The norms of these families, but for those of delta nets, add 1 to their weights.
+            is_centered = family in ZERO_CENTERED and "linear_attn" not in name
+            nn.init.uniform_(parameter, 0.5 - is_centered, 1.5 - is_centered)
     for name, bias in model.named_buffers():
         if "correction_bias" in name:
             nn.init.uniform_(bias, -0.2, 0.2)

@@ -34,6 +34,7 @@ from moewright.intake.hf_experts import (
     read_gpt_oss,
     read_mixtral,
     read_olmoe,
+    read_qwen_hybrid,
     read_qwen_moe,
 )
 from moewright.intake.hf_layers import read_layer_plan, read_mtp_layers
@@ -102,8 +103,8 @@ FAMILIES: Mapping[str, Callable[[FieldReader, int], MoeLayers] | None] = Mapping
         "granitemoeshared": read_granite,
         "llama4_text": read_llama4,
         "grok-1": read_mixtral,
-        "qwen3_next": read_qwen_moe,
-        "qwen3_5_moe_text": read_qwen_moe,
+        "qwen3_next": read_qwen_hybrid,
+        "qwen3_5_moe_text": read_qwen_hybrid,
         "kimi_linear": read_kimi_linear,
         "nemotron_h": read_nemotron_h,
         "deepseek_v32": read_deepseek_v3,
@@ -288,6 +289,7 @@ def _read_rotary(fields: FieldReader, family: str, name: str) -> ModelSpec:
         multipliers=style.multipliers,
         score_cap=style.score_cap,
         residual_streams=style.residual_streams,
+        zero_centered_norms=style.zero_centered_norms,
     )
     return replace(model, dense_ffn_size=_read_dense_width(fields, family, model))
 

@@ -64,6 +64,16 @@ def read_gpt_oss(fields: FieldReader, layers: int) -> MoeLayers:
 
 def read_qwen_moe(fields: FieldReader, layers: int) -> MoeLayers:
     """Read the experts of Qwen2-MoE and Qwen3-MoE, in every n-th layer except `mlp_only_layers`."""
+    return _read_qwen(fields, layers, renormalizes=False)
+
+
+def read_qwen_hybrid(fields: FieldReader, layers: int) -> MoeLayers:
+    """Read the experts of Qwen3-Next and Qwen3.5, whose chosen probabilities sum to 1."""
+    return _read_qwen(fields, layers, renormalizes=True)
+
+
+def _read_qwen(fields: FieldReader, layers: int, *, renormalizes: bool) -> MoeLayers:
+    """Read Qwen's experts; `renormalizes` is what holds where the config does not say."""
     experts, top_k = read_counts(fields)
     step = fields.integer("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)
     dense = fields.sequence("mlp_only_layers", max_length=MAX_LAYERS) or ()
@@ -71,10 +81,11 @@ def read_qwen_moe(fields: FieldReader, layers: int) -> MoeLayers:
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
             raise fields.refusal("mlp_only_layers", f"must name layers 0..{layers - 1}", "[]")
     shared = fields.integer("shared_expert_intermediate_size", low=0, high=MAX_FFN, default=0)
+    renormalize = fields.boolean("norm_topk_prob", default=renormalizes)
     spec = MoeSpec(
         experts=experts,
         ffn_size=fields.integer("moe_intermediate_size", low=1, high=MAX_FFN),
-        router=softmax_router(top_k, renormalize=fields.boolean("norm_topk_prob", default=False)),
+        router=softmax_router(top_k, renormalize=renormalize),
         shared_ffn_size=shared,
         shared_gate=bool(shared),
     )

@@ -31,6 +31,8 @@ _LAYER_NORMS = ("phimoe", "nemotron")
 _PLACEMENTS: Mapping[str, NormPlacement] = MappingProxyType(
     {"olmo3": NormPlacement.AFTER, "grok-1": NormPlacement.AROUND}
 )
+# Families whose norms have weights around zero.
+_ZERO_CENTERED = ("qwen3_next", "qwen3_5_moe_text")
 _MAX_FACTOR = 1e6
 _MAX_STREAMS = 64
 
@@ -48,6 +50,7 @@ class Style:
     multipliers: MultiplierSpec
     score_cap: float
     residual_streams: int
+    zero_centered_norms: bool
 
 
 def read_style(fields: FieldReader, family: str) -> Style:
@@ -71,6 +74,7 @@ def read_style(fields: FieldReader, family: str) -> Style:
         multipliers=_read_multipliers(fields, family),
         score_cap=_read_score_cap(fields, family),
         residual_streams=_read_streams(fields, family),
+        zero_centered_norms=family in _ZERO_CENTERED,
     )
 
 

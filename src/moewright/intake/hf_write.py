@@ -7,7 +7,16 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.model import AttentionKind, ModelSpec, MoeSpec, PositionKind, QkNorm, RopeSpec
+from moewright.spec.model import (
+    AttentionKind,
+    MixerKind,
+    ModelSpec,
+    MoeSpec,
+    PositionKind,
+    QkNorm,
+    RecurrentSpec,
+    RopeSpec,
+)
 
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -28,6 +37,8 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "llama4_text": "Llama4ForCausalLM",
         "granitemoe": "GraniteMoeForCausalLM",
         "granitemoeshared": "GraniteMoeSharedForCausalLM",
+        "qwen3_next": "Qwen3NextForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
@@ -104,6 +115,8 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
     if family in ("glm4_moe", "minimax_m2"):
         config["partial_rotary_factor"] = attention.rope.rotary_share
         config["use_qk_norm"] = attention.qk_norm is not QkNorm.NONE
+    if model.recurrent is not None:
+        config |= _delta_net_fields(model, model.recurrent)
     windows_every_layer = family in ("mistral", "mixtral")
     if attention.sliding_window and not attention.chunked:
         config["sliding_window"] = attention.sliding_window
@@ -117,6 +130,19 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
     elif windows_every_layer:
         config["sliding_window"] = None
     return config
+
+
+def _delta_net_fields(model: ModelSpec, spec: RecurrentSpec) -> dict[str, Any]:
+    kinds = ("full_attention", "linear_attention")
+    return {
+        "partial_rotary_factor": model.attention.rope.rotary_share,
+        "layer_types": [kinds[mixer is MixerKind.RECURRENT] for mixer in model.mixers],
+        "linear_num_value_heads": spec.heads,
+        "linear_value_head_dim": spec.head_dim,
+        "linear_num_key_heads": spec.key_heads,
+        "linear_key_head_dim": spec.key_dim,
+        "linear_conv_kernel_dim": spec.short_conv,
+    }
 
 
 def _mla_fields(model: ModelSpec) -> dict[str, Any]:
@@ -162,10 +188,10 @@ def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
     if family == "ernie4_5_moe":
         return _ernie_fields(model, moe)
     config |= {"moe_intermediate_size": moe.ffn_size, "norm_topk_prob": router.renormalize}
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         dense = [i for i, is_moe in enumerate(model.moe_layers) if not is_moe]
         config |= {"num_experts": moe.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
-        if family == "qwen2_moe":
+        if family != "qwen3_moe":
             config["shared_expert_intermediate_size"] = moe.shared_ffn_size
         return config
     return config | _deepseek_fields(model, moe)

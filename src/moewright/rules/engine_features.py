@@ -15,6 +15,7 @@ from moewright.spec.model import (
     NormPlacement,
     PositionKind,
     QkNorm,
+    RecurrentKind,
     ScoreFunction,
 )
 
@@ -27,12 +28,8 @@ _ROPE_SCALINGS = ("default", "linear", "yarn", "llama3")
 def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     """Yield the features that the engine may lack, each with whether this model has it."""
     yield from _attention_features(model.attention)
-    computed = (MixerKind.ATTENTION, MixerKind.LOCAL_ATTENTION)
-    mixers = sorted({mixer for mixer in model.mixers if mixer not in computed})
-    kinds = "+".join(
-        model.recurrent.kind if m is MixerKind.RECURRENT and model.recurrent else m for m in mixers
-    )
-    yield "mixers", kinds, bool(kinds), "attention"
+    missing = "+".join(sorted(set(map(str, _missing_mixers(model)))))
+    yield "mixers", missing, bool(missing), "attention"
     yield "mlp_layers", "some", not all(model.mlp_layers), "all"
     positions: tuple[PositionKind, ...] = (PositionKind.ROPE, PositionKind.ALIBI)
     spec = model.attention
@@ -61,6 +58,15 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
         yield from _expert_features(model.moe)
 
 
+def _missing_mixers(model: ModelSpec) -> Iterator[MixerKind | RecurrentKind]:
+    for mixer in model.mixers:
+        if mixer is MixerKind.RECURRENT and model.recurrent is not None:
+            if model.recurrent.kind is not RecurrentKind.GATED_DELTA:
+                yield model.recurrent.kind
+        elif mixer not in (MixerKind.ATTENTION, MixerKind.LOCAL_ATTENTION):
+            yield mixer
+
+
 def _attention_features(spec: AttentionSpec) -> Iterator[Feature]:
     is_mla = spec.kind is AttentionKind.MLA
     is_compressed = spec.kind is AttentionKind.COMPRESSED
@@ -68,7 +74,8 @@ def _attention_features(spec: AttentionSpec) -> Iterator[Feature]:
     yield "attention.qkv_bias", True, is_mla and (spec.qkv_bias or spec.out_bias), "false"
     scaling = spec.rope.scaling
     yield "attention.rope.scaling", scaling, scaling not in _ROPE_SCALINGS, "default"
-    yield "attention.output_gate", True, spec.output_gate, "false"
+    is_gated = spec.output_gate and spec.kind is not AttentionKind.GQA
+    yield "attention.output_gate", True, is_gated, "false"
     top_k = spec.indexer.top_k if spec.indexer else 0
     yield "attention.indexer.top_k", top_k, top_k > 0, "none"
 

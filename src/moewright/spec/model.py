@@ -303,6 +303,7 @@ class ModelSpec(Record):
     multipliers: MultiplierSpec = MultiplierSpec()
     score_cap: float = 0.0  # attention's scores pass through cap * tanh(score / cap); 0: none
     residual_streams: int = 1  # parallel residual streams (hyper-connections, DeepSeek-V4)
+    zero_centered_norms: bool = False  # norms scale by 1 + weight (Qwen3-Next)
 
     @property
     def expert_count(self) -> int:

@@ -15,20 +15,28 @@ class NamePattern:
     """The names of one parameter: one for all of it, or one for its gate and one for its up.
 
     "{}" in a name is the expert's number. A tensor of all experts has our dims in `dim_order`, and
-    then dim `merged_dim` and the next merged into one; `has_lead` puts a dim of size 1 before them.
-    With `families`, the names are of these families alone, and are tried before those of every
-    family.
+    then dim `merged_dim` and the next merged into one; `unit_dim` puts a dim of size 1 there. With
+    `families`, the names are of these families alone, and are tried before those of every family.
+    `recurrent` names are those of recurrent layers. Our rows lie key head by key head; with
+    `head_parts`, which has letters for the parts of a head, a tensor has those of its own letters,
+    each over all heads.
     """
 
     names: tuple[str, ...]
     dim_order: tuple[int, ...] = ()
     merged_dim: int | None = None
-    has_lead: bool = False
+    unit_dim: int | None = None
     families: tuple[str, ...] = ()
+    recurrent: bool = False
+    head_parts: tuple[str, ...] = ()
 
 
-def _patterns(*names: str, families: tuple[str, ...] = ()) -> tuple[NamePattern, ...]:
-    return tuple(NamePattern(names=(name,), families=families) for name in names)
+def _patterns(
+    *names: str, families: tuple[str, ...] = (), recurrent: bool = False
+) -> tuple[NamePattern, ...]:
+    return tuple(
+        NamePattern(names=(name,), families=families, recurrent=recurrent) for name in names
+    )
 
 
 _GPT_OSS = ("gpt_oss",)
@@ -36,6 +44,8 @@ _MIXTRAL = ("mixtral", "minimax_m2")
 _HUNYUAN = ("hunyuan_v1_moe",)
 _GRANITE = ("granitemoe", "granitemoeshared")
 _LLAMA4 = ("llama4_text",)
+_QWEN35 = ("qwen3_5_moe_text",)
+_ONE_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", *_QWEN35)
 # Names of the tensors that are of no layer.
 TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -50,9 +60,41 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "input_norm.weight": _patterns("input_layernorm.weight"),
         "post_norm.weight": _patterns("post_attention_layernorm.weight"),
         **{
-            f"attention.{part}.weight": _patterns(f"self_attn.{part}_proj.weight")
-            for part in "qkvo"
+            f"attention.{part}.weight": _patterns(f"self_attn.{part}_proj.weight") for part in "qkv"
         },
+        "attention.o.weight": (
+            *_patterns("self_attn.o_proj.weight"),
+            *_patterns("linear_attn.out_proj.weight", recurrent=True),
+        ),
+        "attention.qkvz.weight": (
+            NamePattern(
+                names=("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
+                families=_QWEN35,
+                recurrent=True,
+                head_parts=("qkv", "z"),
+            ),
+            *_patterns("linear_attn.in_proj_qkvz.weight", recurrent=True),
+        ),
+        "attention.rates.weight": (
+            NamePattern(
+                names=("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+                families=_QWEN35,
+                recurrent=True,
+                head_parts=("b", "a"),
+            ),
+            *_patterns("linear_attn.in_proj_ba.weight", recurrent=True),
+        ),
+        "attention.conv.weight": (
+            NamePattern(
+                names=("linear_attn.conv1d.weight",),
+                unit_dim=1,
+                recurrent=True,
+                head_parts=("qkv",),
+            ),
+        ),
+        "attention.dt_bias": _patterns("linear_attn.dt_bias", recurrent=True),
+        "attention.A_log": _patterns("linear_attn.A_log", recurrent=True),
+        "attention.norm.weight": _patterns("linear_attn.norm.weight", recurrent=True),
         **{f"attention.{part}.bias": _patterns(f"self_attn.{part}_proj.bias") for part in "qkvo"},
         "attention.q_down.weight": _patterns("self_attn.q_a_proj.weight"),
         "attention.q_down_norm.weight": _patterns("self_attn.q_a_layernorm.weight"),
@@ -97,7 +139,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             ),
             NamePattern(
                 names=("mlp.moe_statics.e_score_correction_bias",),
-                has_lead=True,
+                unit_dim=0,
                 families=("ernie4_5_moe",),
             ),
             *_patterns("mlp.gate.e_score_correction_bias"),
@@ -105,7 +147,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "moe.shared.gate_up.weight": (
             NamePattern(
                 names=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
-                families=("qwen2_moe",),
+                families=_ONE_SHARED_EXPERT,
             ),
             NamePattern(
                 names=("mlp.shared_mlp.gate_proj.weight", "mlp.shared_mlp.up_proj.weight"),
@@ -124,7 +166,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             ),
         ),
         "moe.shared.down.weight": (
-            NamePattern(names=("mlp.shared_expert.down_proj.weight",), families=("qwen2_moe",)),
+            *_patterns("mlp.shared_expert.down_proj.weight", families=_ONE_SHARED_EXPERT),
             *_patterns("mlp.shared_mlp.down_proj.weight", families=_HUNYUAN),
             *_patterns("shared_mlp.output_linear.weight", families=_GRANITE),
             *_patterns("feed_forward.shared_expert.down_proj.weight", families=_LLAMA4),

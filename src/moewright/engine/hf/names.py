@@ -27,7 +27,7 @@ from moewright.engine.hf.name_patterns import (
 from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
 from moewright.rules.parameters import parameters, selection_bias_name
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import MixerKind, ModelSpec
 
 READABLE_DTYPES = ("F64", "F32", "BF16", "F16", *PACKED_DTYPES)
 
@@ -38,7 +38,8 @@ class HfTensor:
 
     A tensor of all experts has them in its first dim, and our dims in `dim_order`; `inner_shape`
     has the sizes of our dims after the experts. `whole_shape` is that of `ours[index]` where no
-    dim of this tensor is one of ours alone, so that it is read as a whole.
+    dim of this tensor is one of ours alone, so that it is read as a whole. With `rows`, it is these
+    rows of `ours[index]`, one after the other, in `whole_shape`.
     """
 
     name: str
@@ -47,11 +48,14 @@ class HfTensor:
     dim_order: tuple[int, ...] = ()
     inner_shape: tuple[int, ...] = ()
     whole_shape: tuple[int, ...] = ()
+    rows: tuple[range, ...] = ()
 
     def to_hf(self, part: torch.Tensor) -> torch.Tensor:
         """Convert `part`, which is `ours[index]`, to this tensor."""
         if self.dim_order:
             part = part.permute(self.dim_order)
+        if self.rows:
+            part = torch.cat([part[rows.start : rows.stop] for rows in self.rows])
         return part.reshape(self.shape).contiguous()
 
     def from_hf(self, stored: torch.Tensor) -> torch.Tensor:
@@ -123,17 +127,24 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
         suffix = suffix.removeprefix("layer.")
     elif layer > model.layers:  # the selection bias of a depth
         layer -= 1
-    patterns = LAYER_PATTERNS.get(suffix, ())
+    is_recurrent = model.mixer(layer) is MixerKind.RECURRENT
+    patterns = [
+        pattern
+        for pattern in LAYER_PATTERNS.get(suffix, ())
+        if pattern.recurrent is (is_recurrent and suffix.startswith("attention."))
+    ]
     own = [pattern for pattern in patterns if model.family in pattern.families]
     own_names = {pattern.names for pattern in own}
     usual = [
         pattern for pattern in patterns if not pattern.families and pattern.names not in own_names
     ]
     prefix = f"model.layers.{layer}."
-    return tuple(_expand(pattern, prefix, tensor.shape) for pattern in (*own, *usual))
+    return tuple(_expand(model, pattern, prefix, tensor.shape) for pattern in (*own, *usual))
 
 
-def _expand(pattern: NamePattern, prefix: str, shape: tuple[int, ...]) -> tuple[HfTensor, ...]:
+def _expand(
+    model: ModelSpec, pattern: NamePattern, prefix: str, shape: tuple[int, ...]
+) -> tuple[HfTensor, ...]:
     """Return the tensors of a pattern, which hold a tensor of ours of this shape."""
     expert_indices: list[tuple[int, ...]] = [()]
     if "{}" in pattern.names[0]:
@@ -142,17 +153,22 @@ def _expand(pattern: NamePattern, prefix: str, shape: tuple[int, ...]) -> tuple[
     for expert_index in expert_indices:
         for number, name in enumerate(pattern.names):
             # The gate and the up of a parameter are its entries 0 and 1.
-            part_index = (number,) if len(pattern.names) > 1 else ()
+            part_index = (number,) if len(pattern.names) > 1 and not pattern.head_parts else ()
             index = (*expert_index, *part_index)
-            hf_shape = list(shape[len(index) :])
+            whole_shape = shape[len(index) :]
+            rows: tuple[range, ...] = ()
+            if pattern.head_parts:
+                rows = tuple(_head_rows(model, pattern.head_parts, number))
+                whole_shape = (sum(map(len, rows)), *shape[1:])
+            hf_shape = list(whole_shape)
             if pattern.dim_order:
                 hf_shape = [hf_shape[dim] for dim in pattern.dim_order]
             if pattern.merged_dim is not None:
                 first = pattern.merged_dim
                 hf_shape[first : first + 2] = [hf_shape[first] * hf_shape[first + 1]]
-            if pattern.has_lead:
-                hf_shape = [1, *hf_shape]
-            is_whole = pattern.has_lead or pattern.merged_dim == 0
+            if pattern.unit_dim is not None:
+                hf_shape.insert(pattern.unit_dim, 1)
+            is_whole = pattern.unit_dim is not None or pattern.merged_dim == 0 or rows
             tensors.append(
                 HfTensor(
                     name=prefix + name.format(*expert_index),
@@ -160,10 +176,28 @@ def _expand(pattern: NamePattern, prefix: str, shape: tuple[int, ...]) -> tuple[
                     shape=tuple(hf_shape),
                     dim_order=pattern.dim_order,
                     inner_shape=shape[1:] if pattern.dim_order else (),
-                    whole_shape=shape[len(index) :] if is_whole else (),
+                    whole_shape=whole_shape if is_whole else (),
+                    rows=rows,
                 )
             )
     return tuple(tensors)
+
+
+def _head_rows(model: ModelSpec, head_parts: tuple[str, ...], number: int) -> Iterator[range]:
+    """Yield which of our rows tensor `number` has, part by part and head by head."""
+    spec = model.recurrent
+    assert spec is not None  # its layers alone have such names
+    sharing = spec.heads // spec.key_heads
+    value = sharing * spec.head_dim
+    widths = {"q": spec.key_dim, "k": spec.key_dim, "v": value, "z": value}
+    widths |= {"b": sharing, "a": sharing}
+    letters = "".join(head_parts)
+    head_width = sum(widths[letter] for letter in letters)
+    for letter in head_parts[number]:
+        first = sum(widths[other] for other in letters[: letters.index(letter)])
+        for head in range(spec.key_heads):
+            start = head * head_width + first
+            yield range(start, start + widths[letter])
 
 
 def drop_absent_mtp(model: ModelSpec, names: Collection[str]) -> ModelSpec:
@@ -270,7 +304,7 @@ def _choose_names(
             if tensor.name.startswith("mtp."):
                 nearest = "num_nextn_predict_layers 0 in config.json, or a checkpoint that has them"
             raise tensor_error(path, hf_tensor.name, "is missing", nearest)
-    indices = {hf_tensor.index for hf_tensor in best}
+    indices = {(hf_tensor.index, hf_tensor.rows) for hf_tensor in best}
     numel = sum(prod(hf_tensor.shape) for hf_tensor in best)
     if len(indices) != len(best) or numel != prod(tensor.shape):
         raise tensor_error(path, tensor.name, "would not be written exactly once")
@@ -295,6 +329,10 @@ def read_parameter_box(
             slice(offset, offset + size)
             for offset, size in zip(offsets[lead:], sizes[lead:], strict=True)
         )
+        if hf_tensor.rows:
+            stored = reader.read(hf_tensor.name).reshape(hf_tensor.whole_shape)
+            _fill_rows(box, stored.float(), hf_tensor.rows, inner)
+            continue
         if hf_tensor.whole_shape:
             value = reader.read(hf_tensor.name).reshape(hf_tensor.whole_shape)[inner]
         elif hf_tensor.inner_shape:
@@ -304,6 +342,18 @@ def read_parameter_box(
             value = reader.read_slice(hf_tensor.name, inner)
         box[tuple(position)] = value.float()
     return box
+
+
+def _fill_rows(
+    box: torch.Tensor, stored: torch.Tensor, rows: Sequence[range], inner: tuple[slice, ...]
+) -> None:
+    """Copy to a box those rows of ours that a stored tensor has and that lie in `inner`."""
+    own, *columns = inner
+    for part, values in zip(rows, stored.split([len(part) for part in rows]), strict=True):
+        first, stop = max(part.start, own.start), min(part.stop, own.stop)
+        if first < stop:
+            taken = values[(slice(first - part.start, stop - part.start), *columns)]
+            box[first - own.start : stop - own.start] = taken
 
 
 def read_local_part(

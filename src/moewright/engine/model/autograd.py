@@ -68,7 +68,7 @@ class NormSettings:
     Each rank of `shard_group` holds an equal part of the last dim, and the mean is over the whole
     dim. The ranks of `replica_group` all have the same x; each computes the weight's gradient from
     its part of the rows. With `keeps_scale` the scale of each row, one fp32 number, is kept for
-    backward.
+    backward. With `zero_centered` the product is with 1 + weight, in fp32.
     """
 
     eps: float
@@ -76,6 +76,7 @@ class NormSettings:
     keeps_scale: bool = False
     shard_group: Group | None = None
     replica_group: Group | None = None
+    zero_centered: bool = False
 
 
 class RmsNorm(torch.autograd.Function):
@@ -89,21 +90,21 @@ class RmsNorm(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, trained: torch.Tensor | None, settings: NormSettings
     ) -> torch.Tensor:
         ctx.settings = settings
-        weight = x.new_ones(x.shape[-1]) if trained is None else trained
+        weight = _norm_factor(x, trained, settings)
         if settings.shard_group is None:
             out, scale = settings.kernels.rms_norm(x, weight, settings.eps)
         else:
             wide = x.float()
             scale = _norm_scale(wide, settings.eps, settings.shard_group)
-            out = (wide * scale).to(x.dtype) * weight
+            out = ((wide * scale).to(x.dtype) * weight).to(x.dtype)
         ctx.save_for_backward(x, trained, scale if settings.keeps_scale else None)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, trained, scale = ctx.saved_tensors
-        weight = x.new_ones(x.shape[-1]) if trained is None else trained
         settings: NormSettings = ctx.settings
+        weight = _norm_factor(x, trained, settings)
         weight_rows = slice(None)
         if settings.replica_group is not None:
             weight_rows = _split_rows(grad[..., 0].numel(), settings.replica_group)
@@ -111,7 +112,7 @@ class RmsNorm(torch.autograd.Function):
             grad_x, grad_weight = settings.kernels.rms_norm_backward(
                 grad, x, weight, settings.eps, scale, weight_rows
             )
-            return grad_x, None if trained is None else grad_weight, None
+            return grad_x, None if trained is None else grad_weight.to(trained.dtype), None
         wide = x.float()
         if scale is None:
             scale = _norm_scale(wide, settings.eps, settings.shard_group)
@@ -121,7 +122,16 @@ class RmsNorm(torch.autograd.Function):
         grad_normed = wide_grad * weight.float()
         mean = _mean(grad_normed * normed, settings.shard_group)
         grad_x = (grad_normed - normed * mean).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), None if trained is None else grad_weight.to(trained.dtype), None
+
+
+def _norm_factor(
+    x: torch.Tensor, trained: torch.Tensor | None, settings: NormSettings
+) -> torch.Tensor:
+    """Return what the normed x is multiplied by."""
+    if trained is None:
+        return x.new_ones(x.shape[-1])
+    return 1 + trained.float() if settings.zero_centered else trained
 
 
 def _split_rows(rows: int, group: Group) -> slice:
@@ -217,6 +227,23 @@ def compute_sinks_grad(
     sink_probs = torch.exp(sinks.float()[:, None] - lse).transpose(1, 2).reshape(out.shape[:-1])
     dots = (grad.float() * out.float()).sum(-1)
     return -(sink_probs * dots).flatten(0, -2).sum(0).to(sinks.dtype)
+
+
+class SigmoidGate(torch.autograd.Function):
+    """y = x sigmoid(gate), elementwise and in fp32; keeps x and the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gate)
+        return torch.sigmoid(gate.float()).mul_(x).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, gate = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate.float())
+        grad_x = sigmoid * grad
+        grad_gate = (1 - sigmoid).mul_(grad_x).mul_(x)
+        return grad_x.to(x.dtype), grad_gate.to(gate.dtype)
 
 
 class GatherKvHeads(torch.autograd.Function):

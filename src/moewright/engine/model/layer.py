@@ -6,17 +6,18 @@ import torch
 from torch import nn
 
 from moewright.engine.memory.saved_tensors import RoutingDecisions
+from moewright.engine.model.delta_net import GatedDeltaNet
 from moewright.engine.model.layers import Attention, AttentionContext, Mlp, Norm
 from moewright.engine.model.mla import LatentAttention
 from moewright.engine.model.moe import MoeLayer
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind
+from moewright.spec.model import AttentionKind, MixerKind
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm attention and MLP or MoE, each added to the residual stream [t,H]."""
+    """A pre-norm mixer and MLP or MoE, each added to the residual stream [t,H]."""
 
     def __init__(self, runtime: Runtime, layer_number: int) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class TransformerLayer(nn.Module):
             recompute=self._recomputes_input_norm,
             on_hidden_states=True,
         )
-        self.attention = LatentAttention(runtime) if is_latent else Attention(runtime, layer_number)
+        self.attention = _build_mixer(runtime, layer_number)
         self.post_norm = Norm(
             runtime, model.hidden_size, recompute=self._recomputes_norms, on_hidden_states=True
         )
@@ -81,3 +82,12 @@ class TransformerLayer(nn.Module):
                 out, aux_losses, sent_counts = self.moe(normed, decisions, context)
                 x_tH = torch.add(x_tH, out, alpha=self._residual_factor)
                 return x_tH, aux_losses, sent_counts
+
+
+def _build_mixer(runtime: Runtime, layer_number: int) -> nn.Module:
+    """Build what mixes the tokens of a layer."""
+    if runtime.model.mixer(layer_number) is MixerKind.RECURRENT:
+        return GatedDeltaNet(runtime)
+    if runtime.model.attention.kind is AttentionKind.MLA:
+        return LatentAttention(runtime)
+    return Attention(runtime, layer_number)

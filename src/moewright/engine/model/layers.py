@@ -28,7 +28,13 @@ from moewright.engine.model import vocab_parallel
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
 from moewright.engine.model.attention_blocks import BlocksBySource
-from moewright.engine.model.autograd import GatherKvHeads, NormSettings, RmsNorm, Rotary
+from moewright.engine.model.autograd import (
+    GatherKvHeads,
+    NormSettings,
+    RmsNorm,
+    Rotary,
+    SigmoidGate,
+)
 from moewright.engine.model.biases import AddBias
 from moewright.engine.model.context_parallel import (
     add_slopes,
@@ -143,6 +149,7 @@ class Norm(Weight):
             keeps_scale=not recompute,
             shard_group=runtime.mesh.group("tp") if is_sharded else None,
             replica_group=hidden_replica_group(runtime) if on_hidden_states else None,
+            zero_centered=runtime.model.zero_centered_norms,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,6 +165,7 @@ class AttentionContext:
     the rotation of each position. `temperatures` [S, 1, 1] or [sequences, S, 1, 1] fp32 scale the
     queries of layers that do not rotate, None where they are 1. `first_sequence` is the number of
     the first sequence over all of training; None in evaluation. `counted` as in MicroBatch.
+    `segments` are the documents that bound attention, None for whole sequences.
     """
 
     sequences: int
@@ -169,6 +177,7 @@ class AttentionContext:
     kernels: KernelSet
     counted: CountedTokens | None = None
     temperatures: torch.Tensor | None = None
+    segments: Segments | None = None
 
     def rotate(self, x_BSHD: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
         """Rotate queries or keys by position: the first columns of a head, where not all rotate.
@@ -245,6 +254,7 @@ class AttentionContextBuilder:
             kernels=self._runtime.kernels,
             counted=counted,
             temperatures=temperatures,
+            segments=segments,
         )
 
     def _split_at_chunks(self, sequences: int, segments: Segments | None) -> Segments:
@@ -276,11 +286,16 @@ CoreAttention = Callable[..., tuple[torch.Tensor]]
 
 
 def attend_and_project(
-    runtime: Runtime, core: CoreAttention, inputs: tuple[torch.Tensor, ...], o: Weight
+    runtime: Runtime,
+    core: CoreAttention,
+    inputs: tuple[torch.Tensor, ...],
+    o: Weight,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run core attention and project its output by `o`: [t,H].
 
-    `inputs` are each [B,S,*,*] as `scatter_heads` gives them.
+    `inputs` are each [B,S,*,*] as `scatter_heads` gives them. The sigmoid of a gate [B,S,h,V]
+    scales the output.
     """
     manager = runtime.saved_tensors
     offloads_output = runtime.offloads(Offload.ATTN_PROJ)
@@ -294,6 +309,8 @@ def attend_and_project(
             (out,) = core(*inputs)
         out = gather_heads(runtime, out)
         with manager.offload(out, enabled=offloads_output):
+            if gate is not None:
+                out = SigmoidGate.apply(out, gate)
             rows = out.flatten(0, 1).flatten(1)
             projected = RowParallelLinear.apply(
                 rows,
@@ -325,11 +342,13 @@ class Attention(nn.Module):
         rope_layers = runtime.model.rope_layers
         # MTP depths are like the last layer.
         self._rotates = not rope_layers or rope_layers[min(layer_number, len(rope_layers) - 1)]
-        self.q = Weight(runtime, spec.q_width, hidden, sharding=_TP_ROWS)
+        # A head's queries, and the gate of its output after them.
+        q_rows = spec.q_width * (2 if spec.output_gate else 1)
+        self.q = Weight(runtime, q_rows, hidden, sharding=_TP_ROWS)
         self.k = Weight(runtime, spec.kv_width, hidden, sharding=_TP_ROWS)
         self.v = Weight(runtime, spec.kv_width, hidden, sharding=_TP_ROWS)
         if spec.qkv_bias:
-            self.q.bias = Vector(runtime, spec.q_width, sharding=_TP_ROWS)
+            self.q.bias = Vector(runtime, q_rows, sharding=_TP_ROWS)
             self.k.bias = Vector(runtime, spec.kv_width, sharding=_TP_ROWS)
             self.v.bias = Vector(runtime, spec.kv_width, sharding=_TP_ROWS)
         # PER_HEAD norms each head over head_dim; FULL norms all heads together.
@@ -354,7 +373,7 @@ class Attention(nn.Module):
         runtime = self._runtime
         spec = self._spec
         with runtime.counters.scopes.enter(Module.ATTENTION):
-            q, k, v = self._project_qkv(x_tH)
+            q, k, v, gate = self._project_qkv(x_tH)
             local_heads = spec.heads // runtime.mesh.group("tp").size
             q_BSHD = q.reshape(context.sequences, -1, local_heads, spec.head_dim)
             seq_len = q_BSHD.shape[1]
@@ -364,11 +383,17 @@ class Attention(nn.Module):
             heads = tuple(scatter_heads(runtime, x) for x in (*rotated, v_BSGD))
             blocks = context.window_blocks if self._window else context.blocks
             core = partial(self._attend, blocks)
-            out = attend_and_project(runtime, core, heads, self.o)
+            gate_BSHD = None if gate is None else gate.unflatten(0, (context.sequences, -1))
+            out = attend_and_project(runtime, core, heads, self.o, gate_BSHD)
             return self.o.add_bias(out, hidden_replica_group(runtime))
 
-    def _project_qkv(self, x_tH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Project queries, keys and values [T, width of this rank], biased and normed."""
+    def _project_qkv(
+        self, x_tH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Project queries, keys and values [T, width of this rank], biased and normed.
+
+        The last is the gate [T, heads of this rank, D] of the output, None without one.
+        """
         runtime = self._runtime
         spec = self._spec
         tp = runtime.mesh.tensor_parallel
@@ -387,14 +412,17 @@ class Attention(nn.Module):
                 for part, y in ((self.q, q), (self.k, k), (self.v, v))
             )
         q, k, v = self.q.add_bias(q), self.k.add_bias(k), self.v.add_bias(v)
+        gate = None
+        if spec.output_gate:
+            q, gate = q.unflatten(1, (-1, 2, spec.head_dim)).unbind(2)
         if spec.qk_norm is QkNorm.FULL:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q.flatten(1)), self.k_norm(k)
         if tp.group.size > spec.kv_heads:
             k, v = GatherKvHeads.apply(k, v, tp.group, spec.kv_heads)
         if spec.qk_norm is QkNorm.PER_HEAD:
-            q = self.q_norm(q.unflatten(1, (-1, spec.head_dim)))
+            q = self.q_norm(q.view(len(q), -1, spec.head_dim))
             k = self.k_norm(k.unflatten(1, (-1, spec.head_dim)))
-        return q, k, v
+        return q, k, v, gate
 
     def _rotate(
         self, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, context: AttentionContext

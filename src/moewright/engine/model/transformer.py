@@ -36,6 +36,9 @@ from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 
+# The range of a fresh head's decay rate, exp(A_log).
+_DECAY_RATES = (0.01, 16.0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOutput:
@@ -265,13 +268,20 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
 
     So it is the same in every layout. Matrices are normal with the model's initializer_range; those
     that write into the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2). Norm weights are
-    1, biases 0, attention sinks normal. Adapters begin without effect: the second matrix is 0.
+    1 (0 where they are centred there), biases 0, attention sinks normal; decay rates of recurrent
+    layers are uniform, and their time steps begin at softplus(1) (Qwen3-Next). Adapters begin
+    without effect: the second matrix is 0.
     """
     name = parameter.name
     placement = parameter.placement
     if name.endswith(".bias"):
         return torch.zeros(placement.local_shape)
     if len(placement.local_shape) == 1 and name.endswith(".weight"):
+        is_centered = runtime.model.zero_centered_norms and not name.endswith(
+            ".attention.norm.weight"
+        )
+        return torch.full(placement.local_shape, 0.0 if is_centered else 1.0)
+    if name.endswith(".dt_bias"):
         return torch.ones(placement.local_shape)
     std = runtime.model.initializer_range
     if is_adapter(name):
@@ -288,7 +298,13 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
     )
     if ".experts." not in name:
         unpadded = tuple(map(slice, placement.unpadded_shape))
-        value[unpadded] = draw_normal(seed, name, placement.global_shape, std)[box]
+        is_rate = name.endswith(".A_log")
+        drawn = draw_normal(seed, name, placement.global_shape, 1.0 if is_rate else std)
+        if is_rate:
+            low, high = _DECAY_RATES
+            uniform = torch.special.ndtr(drawn)
+            drawn = torch.log(low + (high - low) * uniform)
+        value[unpadded] = drawn[box]
         return value
     experts = placement.row_indices or range(box[0].start, box[0].stop)
     for row, expert in enumerate(experts):

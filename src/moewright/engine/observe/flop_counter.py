@@ -11,6 +11,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moewright.engine.kernels.delta_rule import (
+    CAUSAL_CONV,
+    CAUSAL_CONV_BACKWARD,
+    DELTA_RULE,
+    DELTA_RULE_BACKWARD,
+    SCAN_WORK,
+    conv_flops,
+    scan_flops,
+)
 from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
 from moewright.spec.ledger import FlopOp
@@ -109,6 +118,26 @@ def _varlen_attention_backward(args: _Args, kwargs: _Kwargs) -> int:
     return 2 * _varlen_attention_flops(q, v, cu_seqlens_q, cu_seqlens_k, kwargs, causal=args[11])
 
 
+def _conv_flops(args: _Args, kwargs: _Kwargs) -> int:
+    return conv_flops(args[0], args[1])
+
+
+def _conv_backward_flops(args: _Args, kwargs: _Kwargs) -> int:
+    return 2 * _conv_flops(args[1:], kwargs)
+
+
+def _scan_flops(args: _Args, kwargs: _Kwargs) -> int:
+    return scan_flops(args[0], args[1], args[3])
+
+
+def _scan_backward_flops(args: _Args, kwargs: _Kwargs) -> int:
+    return 2 * _scan_flops(args[1:], kwargs)
+
+
+def _stated_flops(args: _Args, kwargs: _Kwargs) -> int:
+    return int(args[1])
+
+
 _FLOP_RULES: tuple[tuple[str, FlopOp, _FlopRule], ...] = (
     ("mm", FlopOp.GEMM, _mm_flops),
     ("bmm", FlopOp.GEMM, _bmm_flops),
@@ -140,6 +169,11 @@ class FlopCounter(TorchDispatchMode):
         self._rules[CPU_GROUPED_MATMUL] = (FlopOp.GROUPED_GEMM, _grouped_mm_flops)
         self._rules[EXACT_ATTENTION] = (FlopOp.ATTENTION, _attention_forward)
         self._rules[EXACT_ATTENTION_BACKWARD] = (FlopOp.ATTENTION, _attention_backward_on_cpu)
+        self._rules[CAUSAL_CONV] = (FlopOp.SCAN, _conv_flops)
+        self._rules[CAUSAL_CONV_BACKWARD] = (FlopOp.SCAN, _conv_backward_flops)
+        self._rules[DELTA_RULE] = (FlopOp.SCAN, _scan_flops)
+        self._rules[DELTA_RULE_BACKWARD] = (FlopOp.SCAN, _scan_backward_flops)
+        self._rules[SCAN_WORK] = (FlopOp.SCAN, _stated_flops)
         self._rules[ONEDNN_LINEAR] = (FlopOp.GEMM, _linear_flops)
 
     @classmethod

@@ -13,11 +13,15 @@ from typing import Protocol
 
 import torch
 
+from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.spec.model import RouterSpec
 
 
 class KernelSet(Protocol):
-    """The kernels that a job runs, by one implementation."""
+    """The kernels that a job runs, by one implementation; `scans` are those of recurrent mixers."""
+
+    @property
+    def scans(self) -> ScanKernels: ...
 
     def permute(self, x_TH: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
         """Copy tokens to their rows: row i is x[tokens[i]], [R,H]."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.kernels.fused.scans import TorchScans
 from moewright.rules.row_blocks import MAX_LOSS_ROWS, rows_per_block
 from moewright.spec.model import RouterSpec, ScoreFunction
 
@@ -26,6 +27,7 @@ class TorchKernels:
 
     def __init__(self, block_numel: int = 0) -> None:
         self._block_numel = block_numel
+        self.scans = TorchScans()
 
     def _row_blocks(self, rows: int, width: int, *, max_rows: int = 0) -> Iterator[slice]:
         """Yield blocks of `rows` rows of `width`; `max_rows` a block where `block_numel` is 0."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 
 from moewright.engine.kernels.fused import triton_loss, triton_norm, triton_rows
+from moewright.engine.kernels.fused.scans import build_fast_scans
 from moewright.engine.kernels.fused.triton_router import RouteTokens
 from moewright.spec.model import RouterSpec
 
 
 class TritonKernels:
     """A KernelSet of Triton kernels, for CUDA devices and Triton's interpreter."""
+
+    def __init__(self) -> None:
+        self.scans = build_fast_scans()
 
     permute = staticmethod(triton_rows.permute)
 
