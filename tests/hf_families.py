@@ -224,6 +224,9 @@ def _model(family: str, **more: Any) -> nn.Module:
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 12,
             "layer_types": ["linear_attention", "full_attention"],
+            # A first token reads what it wrote under a key across its query: nearly nothing, which
+            # a smaller epsilon would blow up, rounding and all.
+            "rms_norm_eps": 1e-3,
         }
         if family == "qwen3_next":
             config = transformers.Qwen3NextConfig(**hybrid)
@@ -308,6 +311,8 @@ def write_model(
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
             nn.init.normal_(parameter, 0.0, 0.2)
+        if "conv1d" in name:
+            nn.init.normal_(parameter, 0.0, 0.6)
         if "norm" in name:
             # The norms of these families, but for those of delta nets, add 1 to their weights.
             is_centered = family in ZERO_CENTERED and "linear_attn" not in name

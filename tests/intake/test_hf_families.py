@@ -338,7 +338,6 @@ def refused_features(name: str) -> Iterator[str]:
     [
         ("GraniteMoe", "multipliers.attention"),
         ("Phimoe", "moe.router.score"),
-        ("Qwen3Next", "mixers"),
         ("KimiLinear", "mixers"),
         ("NemotronH", "mixers"),
         ("DeepseekV32", "attention.indexer.top_k"),

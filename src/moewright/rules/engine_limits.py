@@ -55,6 +55,7 @@ def unsupported_layout(
         *_check_library(layout, workload),
         *_check_replicas(layout),
         *_check_adapters(layout, workload),
+        *_check_recurrence(layout, model),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
 
@@ -166,6 +167,13 @@ def _check_adapters(layout: Layout, workload: Workload) -> Iterator[Reason]:
         rule = f"must be a multiple of {step} for the grouped products of experts"
         nearest = str(max(step, rank // step * step))
         yield Reason(field="train.lora_rank", value=str(rank), rule=rule, nearest=nearest)
+
+
+def _check_recurrence(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
+    """Yield context parallelism of layers that carry a state along the sequence."""
+    if model.recurrent is not None and layout.cp > 1:
+        rule = "the engine has the state of a recurrent layer pass over whole sequences"
+        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
 
 
 def _check_shard_sizes(job: Job) -> Iterator[Reason]:

@@ -6,7 +6,7 @@ their public functions alone, so that no release of theirs changes what a layer 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import torch
@@ -22,7 +22,8 @@ from moewright.engine.kernels.delta_rule import (
     scan_flops,
 )
 
-_PACKAGE = "fla"
+# What brings the package fla, newer releases first.
+_DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
 
 
 class ScanKernels(Protocol):
@@ -214,11 +215,16 @@ def _fla_rule(
     return out.view(*rows, *out.shape[2:])
 
 
-def has_fla() -> bool:
-    """Tell whether fla-org's kernels are installed."""
-    return find_spec(_PACKAGE) is not None
+def fla_version() -> str:
+    """Return the version of fla-org's kernels, empty where they are not installed."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
 
 
 def build_fast_scans() -> ScanKernels:
     """Build the scans of a CUDA device, by fla where it is installed."""
-    return FlaScans() if has_fla() else TorchScans()
+    return FlaScans() if fla_version() else TorchScans()

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from moewright.engine.kernels.fused.compiled import CompiledKernels, compile_backend
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.scans import fla_version
 from moewright.rules.row_blocks import CACHED_NUMEL
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind
@@ -41,7 +42,8 @@ def implementation_name(choice: FusedKernels, device: DeviceKind) -> str:
     must send them to the same experts.
     """
     if _uses_triton(choice, device):
-        return f"triton {version('triton')}"
+        scans = fla_version()
+        return f"triton {version('triton')}" + (f", fla {scans}" if scans else "")
     if choice is FusedKernels.COMPILED:
         return f"compiled {compile_backend(is_cpu=device is DeviceKind.CPU)} {version('torch')}"
     return FusedKernels.PLAIN.value
