@@ -23,7 +23,7 @@ PLANNED_FAMILIES = frozenset(hf.FAMILIES) - {
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
     *("kimi_k2", "llama", "mistral", "qwen2", "qwen3", "gpt2", "glm4_moe", "dots1", "minimax_m2"),
     *("glm4_moe_lite", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared"),
-    "llama4_text",
+    *("llama4_text", "qwen3_next", "qwen3_5_moe_text"),
 }
 
 QWEN: dict[str, Any] = {
