@@ -20,6 +20,9 @@ def test_names_with_and_without_organisation() -> None:
     full = catalogue.model("Qwen/Qwen3-235B-A22B")
     assert full == catalogue.model("qwen3-235b-a22b") == catalogue.model(" QWEN/qwen3-235B-A22B ")
     assert full.name == "Qwen/Qwen3-235B-A22B"
+    mixtral = catalogue.model("mistralai/Mixtral-8x7B-v0.1")
+    for name in ("Mixtral-8x7B", "mistralai/Mixtral-8x7B-Instruct-v0.1"):
+        assert catalogue.model(name) == mixtral
 
 
 def test_every_name_gives_a_model_with_its_source() -> None:
@@ -43,7 +46,8 @@ def test_every_device_is_listed_with_its_source() -> None:
         ("Qwen3-235B", "nearest legal value: Qwen/Qwen3-235B-A22B"),
         ("qwen3-30b", "nearest legal value: Qwen/Qwen3-30B-A3B"),
         ("llama3-70b", "nearest legal value: meta-llama/Meta-Llama-3-70B"),
-        ("mixtral-8x7b", "nearest legal value: mistralai/Mixtral-8x7B-v0.1"),
+        ("mixtral-8x8b", "nearest legal value: mistralai/Mixtral-8x7B-v0.1"),
+        ("DeepSeek-V3.9", "nearest legal value: deepseek-ai/DeepSeek-V3"),
         ("zzzzzzzzzzzzzzz", "known: "),
         ("", "no model name"),
         ("missing/config.json", "no such file"),

@@ -13,11 +13,11 @@ from moewright.api.requests import (
     PlanRequest,
     Purpose,
     WorkloadOptions,
+    change_training,
     read_plan_request,
     to_job_keys,
     to_options,
     translate_fields,
-    with_length,
 )
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
 from moewright.rules.engine_limits import unsupported_layout
@@ -482,7 +482,7 @@ def replan_request(plan: Plan, on: str | Hardware, options: WorkloadOptions) -> 
         value = getattr(options, field)
         if value is not None:
             workload = replace(workload, **{field: value})
-    workload = with_length(workload, options)
+    workload = change_training(workload, options)
     if options.load is not None:
         histogram = request.workload.load_histogram
         workload = replace(workload, routing=Routing.MEASURED, load_histogram=histogram)

@@ -22,7 +22,14 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import BatchRampSpec, DocumentMasking, Dtype, Routing, Workload
+from moewright.spec.workload import (
+    BatchRampSpec,
+    DocumentMasking,
+    Dtype,
+    Routing,
+    Task,
+    Workload,
+)
 
 DEFAULT_SEQ_LEN = 4096
 DEFAULT_SEQUENCES_PER_DEVICE = 16  # as in the published 256-GPU measurements: global batch 4096
@@ -63,6 +70,8 @@ class WorkloadOptions:
     ramp: BatchRampSpec | None = None
     steps: int | None = None
     tokens: int | None = None  # over the whole training
+    task: Task | None = None
+    lora_rank: int | None = None  # only beside the task LoRA, which it implies
 
 
 def read_plan_request(
@@ -81,9 +90,7 @@ def read_plan_request(
         request = _read_job_request(Path(str(model)), on, options)
     else:
         request = _read_model_request(model, on, options)
-    request = replace(request, workload=with_length(request.workload, options))
-    if options.ramp is not None:
-        request = replace(request, workload=_add_ramp(request.workload, options.ramp))
+    request = replace(request, workload=change_training(request.workload, options))
     if options.load is None:
         return request
     return replace(request, workload=_add_measured_load(request, options.load))
@@ -97,7 +104,44 @@ def read_ramp(numbers: Sequence[int] | None) -> BatchRampSpec | None:
     return BatchRampSpec(ramp_start=start, ramp_increment=increment, ramp_samples=samples)
 
 
-def with_length(workload: Workload, options: WorkloadOptions) -> Workload:
+def read_lora_rank(text: str) -> int | None:
+    """Return the rank of "r=16" or "16"; None for "".
+
+    Raises:
+        BadInput: it is no rank.
+    """
+    digits = text.removeprefix("r=")
+    if not text:
+        return None
+    if not digits.isdecimal() or int(digits) < 1:
+        raise BadInput(Reason(field="--lora", value=text, rule="must be a rank", nearest="r=16"))
+    return int(digits)
+
+
+def change_training(workload: Workload, options: WorkloadOptions) -> Workload:
+    """Return the workload with the length, the ramp and the task that the caller says.
+
+    Raises:
+        BadInput: they cannot be, or contradict each other.
+    """
+    workload = _set_length(workload, options)
+    if options.ramp is not None:
+        workload = _add_ramp(workload, options.ramp)
+    task = options.task
+    if options.lora_rank is not None:
+        if task not in (None, Task.LORA):
+            rule = f"is the rank of LoRA's adapters, and --task is {task}"
+            raise BadInput(Reason(field="--lora", rule=rule, nearest="--task lora"))
+        task = Task.LORA
+    if task is None:
+        return workload
+    fine_tuning = replace(workload.fine_tuning, task=task)
+    if options.lora_rank is not None:
+        fine_tuning = replace(fine_tuning, lora_rank=options.lora_rank)
+    return replace(workload, fine_tuning=fine_tuning)
+
+
+def _set_length(workload: Workload, options: WorkloadOptions) -> Workload:
     """Return the workload with the steps that the caller says, or that its tokens take.
 
     Raises:

@@ -119,6 +119,8 @@ def _refuse_options_of_script(layout: str, workload: PlanningOptions) -> None:
         "--steps": workload.steps,
         "--tokens": workload.tokens,
         "--load": workload.load,
+        "--task": workload.task,
+        "--lora": workload.lora,
     }
     for option, value in values.items():
         if value:

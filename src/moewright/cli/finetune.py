@@ -41,6 +41,7 @@ def finetune(
     """
     from moewright.api.finetuning import finetune as run_finetuning
     from moewright.api.finetuning_job import FineTuningRequest
+    from moewright.api.requests import read_lora_rank
     from moewright.api.training import is_first_rank
 
     if base is not None and chats is None:
@@ -56,19 +57,9 @@ def finetune(
         seq_len=options.seq_len,
         global_batch=options.global_batch,
         lr=options.lr,
-        lora_rank=_read_rank(options.lora),
+        lora_rank=read_lora_rank(options.lora) or 0,
         heldout=options.heldout,
         template=options.chat_template,
         overrides=tuple(set_ or ()),
     )
     return run_finetuning(request, print_now if is_first_rank() else print_nothing)
-
-
-def _read_rank(text: str) -> int:
-    """Return the rank of "r=16" or "16"; 0 for none."""
-    digits = text.removeprefix("r=")
-    if not text:
-        return 0
-    if not digits.isdecimal() or int(digits) < 1:
-        raise BadInput(Reason(field="--lora", value=text, rule="must be a rank", nearest="r=16"))
-    return int(digits)

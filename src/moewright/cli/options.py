@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter, Token
 
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, Task
 
 if TYPE_CHECKING:
     from moewright.api.launched_trials import TrialPlace
@@ -76,6 +76,11 @@ class BatchOptions:
         nvlink, nvl36, nvl72 or pcie inside them; two joined by +, such as nvl36+efa.
     rampup_batch_size
         A global batch that grows: START INCREMENT SAMPLES, as Megatron-LM takes them.
+    task
+        What the model is trained for: pretrain, sft or lora; pretrain when neither this nor a job
+        says it. Under LoRA the weights are frozen: without gradients and moments.
+    lora
+        The rank of LoRA's adapters, such as r=16; it implies --task lora.
     """
 
     seq_len: OptionalCount = None
@@ -83,10 +88,12 @@ class BatchOptions:
     precision: Dtype | None = None
     network: str = ""
     rampup_batch_size: tuple[int, int, int] | None = None
+    task: Task | None = None
+    lora: str = ""
 
     def to_workload_options(self) -> WorkloadOptions:
         """Return the options as the face of the package takes them."""
-        from moewright.api.requests import WorkloadOptions, read_ramp
+        from moewright.api.requests import WorkloadOptions, read_lora_rank, read_ramp
 
         return WorkloadOptions(
             seq_len=self.seq_len,
@@ -94,6 +101,8 @@ class BatchOptions:
             precision=self.precision,
             network=self.network,
             ramp=read_ramp(self.rampup_batch_size),
+            task=self.task,
+            lora_rank=read_lora_rank(self.lora),
         )
 
 

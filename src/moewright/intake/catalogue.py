@@ -31,6 +31,8 @@ from moewright.spec.model import ModelSpec
 _VARIANT = re.compile(
     r"(-(base|instruct|thinking|chat|it|pt|hf|bf16|fp8|17b-16e|[0-9]{4}))+$", re.IGNORECASE
 )
+# Mistral's first releases: Mixtral-8x7B-v0.1. Other versions are models of their own.
+_VERSION = re.compile(r"-v0\.[0-9]+(?=-|$)")
 _CUT = re.compile(r"(?P<name>.+) \((?P<layers>[0-9]{1,6}) layers\)")
 
 
@@ -174,20 +176,27 @@ def _find_model(name: str) -> str | None:
     """Return the catalogue's key of a name with or without its organisation; None if unknown."""
     folded = name.strip().casefold()
     keys = _keys_by_spelling()
-    return keys.get(folded) or keys.get(_VARIANT.sub("", folded))
+    spellings = (folded, _VARIANT.sub("", folded), _VARIANT.sub("", _VERSION.sub("", folded)))
+    return next((keys[spelling] for spelling in spellings if spelling in keys), None)
 
 
 @cache
 def _keys_by_spelling() -> Mapping[str, str]:
     """Return the catalogue's key of each name it knows, case folded, with and without organisation.
 
-    The first entry of a spelling has it.
+    The first entry of a spelling has it. A version "-v0.1" may be left out.
     """
     keys: dict[str, str] = {}
-    for key, entry in _read_models().items():
-        for alias in (key, *entry.get("also", ())):
-            keys.setdefault(alias.casefold(), key)
-            keys.setdefault(_without_organisation(alias).casefold(), key)
+    names = [
+        (alias.casefold(), key)
+        for key, entry in _read_models().items()
+        for alias in (key, *entry.get("also", ()))
+    ]
+    for name, key in names:
+        keys.setdefault(name, key)
+        keys.setdefault(_without_organisation(name), key)
+    for spelling, key in tuple(keys.items()):
+        keys.setdefault(_VERSION.sub("", spelling), key)
     return MappingProxyType(keys)
 
 
