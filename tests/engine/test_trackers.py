@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,38 @@ def write_records(run_dir: Path, *trackers: Tracker) -> None:
     writer.write_step(STEP)
     writer.write_evaluation(EVALUATION)
     writer.close()
+
+
+def test_tensorboard_reads_what_is_written_and_hides_what_was_taken_back(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for _ in range(2):  # the second begins anew at step 1
+        write_records(tmp_path / "run")
+    files = tmp_path / "run" / "tensorboard"
+    assert len(list(files.iterdir())) == 2
+    events = accumulator.EventAccumulator(str(files))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 2.5)]
+    assert events.Scalars("eval/heldout_loss")[0].value == pytest.approx(2.4)
+
+
+def test_a_full_disk_ends_tensorboard_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    workload = tiny_jobs.build_workload(DataSpec())
+    plan = tiny_jobs.build_plan(workload, "", world_size=1)
+    writer = open_trackers(plan, tmp_path, first_step=1)
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    with Path("/dev/full").open("wb") as full:
+        writer._trackers["tensorboard"]._records._writer = full  # type: ignore[attr-defined]
+        for _ in range(2):
+            writer.write_step(STEP)
+        writer.close()
+        with suppress(OSError):
+            full.close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "tensorboard takes no more of this run: [Errno 28] No space left on device"
+    assert path.stat().st_size > 0
 
 
 class StandInWandb:

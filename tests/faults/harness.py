@@ -351,7 +351,11 @@ def make_read_only(run: SupervisedRun, rng: random.Random) -> None:
     if subprocess.run(["mount", "--bind", str(folder), str(folder)], check=False).returncode:
         raise FaultNotPossible("needs to mount a file system")
     try:
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        # A mount with a file that is open for writing is busy.
+        remount = ["mount", "-o", "remount,ro,bind", str(folder)]
+        run.wait_for(
+            lambda: subprocess.run(remount, check=False).returncode == 0, "a moment without a save"
+        )
         run.process.join(PATIENCE_S)
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -14,6 +14,7 @@ import contextlib
 import multiprocessing
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -112,7 +113,7 @@ class Bench:
                 run = SupervisedRun(plan, folder, own_network=own_network)
             try:
                 return self._watch(run, case, random.Random(f"{case.fault} {seed}"))
-            except AssertionError as error:
+            except (AssertionError, subprocess.SubprocessError) as error:
                 return Outcome(broken=str(error) or "an assertion")
             finally:
                 run.process.kill()
@@ -144,7 +145,7 @@ class Bench:
         elif not case.exit and kinds != expected_kinds:
             broken = f"incidents {sorted(kinds)}"
         elif case.exit and "Traceback" in run.log.read_text():
-            broken = "a traceback"
+            broken = f"a traceback: {_last_line(run)}"
         if case.exit or not incidents:
             return Outcome(broken=broken)
         notice_s = incidents[0].unix_s - run.injected_s

@@ -5,7 +5,10 @@ One writer makes scalars of the records, and hands them to every tracker alike.
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -97,20 +100,38 @@ def open_trackers(plan: Plan, run_dir: Path, *, first_step: int) -> ScalarWriter
 
 
 class TensorBoardTracker:
-    """A tracker that writes TensorBoard's event files into the run folder."""
+    """A tracker that writes a TensorBoard event file into the run folder.
+
+    It writes in line: the thread of TensorBoard's own writer dies of a full disk with a traceback.
+    """
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # purge_step hides what an interrupted session logged past its last checkpoint.
-        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+        folder = run_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        host = socket.gethostname()
+        path = folder / f"events.out.tfevents.{time.time_ns()}.{host}.{os.getpid()}"
+        self._records = RecordWriter(path.open("wb"))
+        self._write(Event(file_version="brain.Event:2"))
+        # A start hides what an interrupted session logged past its last checkpoint.
+        self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._write(Event(step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._records.flush()
 
 
 class WandbTracker:
