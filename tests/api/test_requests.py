@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,35 @@ def test_a_rank_is_of_lora() -> None:
     options = WorkloadOptions(task=Task.SFT, lora_rank=8)
     with pytest.raises(mw.BadInput, match=r"--lora: .* --task is sft; .* --task lora"):
         change_training(Workload(seq_len=16, global_batch=1), options)
+
+
+def test_a_histogram_of_samples_is_packed(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("tokens,samples\n1000,30\n3000,10\n")
+    whole = estimate(WorkloadOptions())
+    packed, lines = estimate_request(
+        "Mixtral-8x7B", "tp2,ep4", on="8xH100", options=WorkloadOptions(lengths=path)
+    )
+    assert any("40 samples of up to 3,000 tokens, packed into 15 sequences" in at for at in lines)
+    assert packed.estimate.model_flops_per_step < whole.estimate.model_flops_per_step
+    assert packed.estimate.step_s < whole.estimate.step_s
+    short = WorkloadOptions(lengths=path, seq_len=2048)
+    with pytest.raises(mw.BadInput, match=r"--seq-len=2048: .* 3,000 tokens; .* 4096"):
+        estimate(short)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "must begin with the header tokens,samples"),
+        ("tokens,samples\n", "must have from 1 to 10,000,000 samples"),
+        ("tokens,samples\n5\n", "lengths.csv:2=5: must be two whole numbers"),
+        ("tokens,samples\n5,-1\n", "must be two whole numbers from 1"),
+        ("tokens,samples\n5,999999999\n", "counts divided by a power of ten"),
+    ],
+)
+def test_a_file_that_is_no_histogram_is_named(text: str, rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(mw.BadInput, match=re.escape(rule)):
+        estimate(WorkloadOptions(lengths=path))

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from chat_folders import CHATML, MARKED, THINKING, write_chat_folder, write_chats
 from moewright.engine.data.build_chats import build_chats
@@ -20,11 +18,10 @@ from moewright.engine.data.corpus import read_corpus
 from moewright.engine.data.packing import (
     open_chats,
     pack_chats,
-    pack_lengths,
-    packed_share,
     read_packed,
 )
 from moewright.engine.data.tokenizer import load_tokenizer
+from moewright.rules.packing import packed_share
 from moewright.spec.errors import BadInput
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
@@ -128,17 +125,6 @@ def test_spans_mark_every_token_that_has_a_character_in_them() -> None:
     assert mark_spans(offsets, []).tolist() == [0] * 5
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 32), min_size=1, max_size=60))
-def test_packing_keeps_every_sample_whole_and_wastes_little(lengths: list[int]) -> None:
-    packs = pack_lengths(np.array(lengths), 32)
-    assert sorted(packs.samples.tolist()) == list(range(len(lengths)))
-    filled = [sum(lengths[s] for s in packs.sequence(i)) for i in range(packs.count)]
-    assert max(filled) <= 32
-    # Johnson 1973: at most 11/9 of the best number, and 4 more.
-    assert packs.count <= 11 / 9 * -(-sum(lengths) // 32) + 4 or min(lengths) > 10
-
-
 def test_a_corpus_of_chats_is_read_back_packed(tmp_path: Path) -> None:
     folder = write_chat_folder(tmp_path / "hf", CHATML)
     source = write_chats(tmp_path / "chats.jsonl")
@@ -159,7 +145,9 @@ def test_a_corpus_of_chats_is_read_back_packed(tmp_path: Path) -> None:
         assert sum(lengths) == 256
         assert tuple(row[: lengths[0]]) in samples
     pairs = sum(length**2 for lengths in rows.lengths for length in lengths)
-    assert packed_share(chats, packs) == pytest.approx(pairs / (packs.count * 256**2))
+    assert packed_share(chats.tokens.lengths, packs) == pytest.approx(
+        pairs / (packs.count * 256**2)
+    )
     assert build_chats(source, tmp_path / "out", options).outcome is BuildOutcome.REUSED
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"]
 

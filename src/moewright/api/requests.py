@@ -14,8 +14,10 @@ from moewright.intake.expert_load import read_expert_load
 from moewright.intake.job import JobFile, read_job
 from moewright.intake.job_workload import MAX_BATCH, MAX_SEQ_LEN
 from moewright.intake.networks import apply_network
+from moewright.intake.sample_lengths import Int64s, read_sample_lengths
 from moewright.rules.batch_rampup import check_ramp
 from moewright.rules.job import Job
+from moewright.rules.packing import filled_share, pack_lengths, packed_share
 from moewright.rules.routing import check_load_histogram
 from moewright.rules.trainers import TargetTrainer
 from moewright.spec.errors import BadInput, Reason
@@ -72,6 +74,7 @@ class WorkloadOptions:
     tokens: int | None = None  # over the whole training
     task: Task | None = None
     lora_rank: int | None = None  # only beside the task LoRA, which it implies
+    lengths: Path | None = None  # a histogram of samples, which are packed into sequences
 
 
 def read_plan_request(
@@ -91,6 +94,8 @@ def read_plan_request(
     else:
         request = _read_model_request(model, on, options)
     request = replace(request, workload=change_training(request.workload, options))
+    if options.lengths is not None:
+        request = _pack_samples(request, read_sample_lengths(options.lengths), options.lengths)
     if options.load is None:
         return request
     return replace(request, workload=_add_measured_load(request, options.load))
@@ -177,6 +182,35 @@ def _add_ramp(workload: Workload, ramp: BatchRampSpec) -> Workload:
     if reasons:
         raise BadInput(*(replace(reason, field="--rampup-batch-size") for reason in reasons))
     return workload
+
+
+def _pack_samples(request: PlanRequest, lengths: Int64s, path: Path) -> PlanRequest:
+    """Return the request with sequences into which samples of these lengths are packed.
+
+    Raises:
+        BadInput: a sequence is too short for the longest sample.
+    """
+    seq_len, longest = request.workload.seq_len, int(lengths.max())
+    if longest > seq_len:
+        rule = f"is too short for the longest sample of {path}, which has {longest:,} tokens"
+        nearest = str(1 << (longest - 1).bit_length())
+        raise BadInput(Reason(field="--seq-len", value=str(seq_len), rule=rule, nearest=nearest))
+    packs = pack_lengths(lengths, seq_len)
+    data = replace(
+        request.workload.data,
+        documents=DocumentMasking.RESTARTED,
+        attended_share=packed_share(lengths, packs),
+    )
+    line = (
+        f"{len(lengths):,} samples of up to {longest:,} tokens, packed into {packs.count:,} "
+        f"sequences: {filled_share(lengths, packs):.1%} of their tokens are samples', and "
+        f"attention takes {data.attended_share:.1%} of their pairs (--lengths)"
+    )
+    return replace(
+        request,
+        workload=replace(request.workload, data=data),
+        defaults=(*request.defaults, line),
+    )
 
 
 def _add_measured_load(request: PlanRequest, path: Path) -> Workload:

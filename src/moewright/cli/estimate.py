@@ -119,6 +119,7 @@ def _refuse_options_of_script(layout: str, workload: PlanningOptions) -> None:
         "--steps": workload.steps,
         "--tokens": workload.tokens,
         "--load": workload.load,
+        "--lengths": workload.lengths,
         "--task": workload.task,
         "--lora": workload.lora,
     }

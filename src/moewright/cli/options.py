@@ -121,16 +121,26 @@ class PlanningOptions(BatchOptions):
         Tokens an expert of each layer, measured: a .json list of layers, a .csv with a line of
         counts a layer (or the columns layer,expert,tokens), or the folder of a run. Memory and
         time are then those of the hottest rank.
+    lengths
+        A histogram of the samples that are packed into sequences: a .csv with the columns
+        tokens,samples. What packing leaves empty is told; attention stays within a sample.
     """
 
     steps: OptionalCount = None
     tokens: OptionalCount = None
     load: Path | None = None
+    lengths: Path | None = None
 
     def to_workload_options(self) -> WorkloadOptions:
         """Return the options as the face of the package takes them."""
         options = BatchOptions.to_workload_options(self)
-        return replace(options, load=self.load, steps=self.steps, tokens=self.tokens)
+        return replace(
+            options,
+            load=self.load,
+            steps=self.steps,
+            tokens=self.tokens,
+            lengths=self.lengths,
+        )
 
 
 @Parameter(name="*")

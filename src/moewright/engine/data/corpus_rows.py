@@ -17,12 +17,10 @@ from moewright.engine.data.corpus import corpus_entropy
 from moewright.engine.data.indexed import IndexedDataset, open_indexed
 from moewright.engine.data.packing import (
     ChatDataset,
-    PackedSequences,
     build_pack_sampler,
     is_chat_pair,
     open_chats,
     pack_chats,
-    packed_share,
     read_packed,
 )
 from moewright.engine.data.sampler import (
@@ -35,6 +33,7 @@ from moewright.engine.data.sampler import (
     read_samples,
 )
 from moewright.engine.data.unigram import sum_token_counts, unigram_nats
+from moewright.rules.packing import PackedSequences, packed_share
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import DocumentMasking, Workload
 
@@ -146,7 +145,7 @@ class ChatCorpus:
 
     def attended_share(self, workload: Workload) -> float:
         del workload
-        return packed_share(self.chats, self.packs)
+        return packed_share(self.chats.tokens.lengths, self.packs)
 
     def read(self, ids: Int64s, workload: Workload, vocab_size: int) -> SampleRows:
         del workload
