@@ -97,7 +97,7 @@ def fsdp_buffer_bytes(sym: Symbols) -> int:
     Where ranks share them, embedding and head stand in the buffer of their gather too. In the
     backward of attention the gradients of queries, keys and values stand in 16 bits, those that
     FlashAttention sums up in 32 beside them, and what undoes the rotation: 16 bytes an element of
-    the queries and 20 of the keys.
+    the queries and 20 of the keys. Experts with adapters hold results of their products.
     """
     if not sym.is_fused or sym.layout.zero != 3:
         return 0
@@ -106,10 +106,24 @@ def fsdp_buffer_bytes(sym: Symbols) -> int:
     if grid.group_size(layout, fsdp.state_group(layout, "dp_cp")) > 1:
         tables = 1 if model.tie_embeddings else 2
         ends = sym.c * tables * model.vocab_size * model.hidden_size // layout.tp
+    ends += _adapted_experts_bytes(sym)
     if spec.kind is not AttentionKind.GQA:
         return ends
     elements = _QUERY_GRADIENT_BYTES * spec.q_width + _KEY_GRADIENT_BYTES * spec.kv_width
     return ends + sym.T * elements // layout.tp
+
+
+def _adapted_experts_bytes(sym: Symbols) -> int:
+    """Return the bytes that an eager function of experts with adapters holds until it returns.
+
+    It names its results: the frozen product and the adapter's beside their sum, of gate and up and
+    of down, and the scaled one of down (prime-rl, trainer/models/layers/lora/multi_moe.py).
+    """
+    moe = sym.model.moe
+    if moe is None or not sym.is_frozen or not sym.workload.fine_tuning.lora_experts:
+        return 0
+    first_width = (2 if sym.model.gated else 1) * moe.ffn_size // sym.layout.etp
+    return sym.c * sym.R * (2 * first_width + 3 * sym.model.expert_width)
 
 
 def rank_layer_numel(model: ModelSpec, layout: Layout, pp_rank: int) -> Array:
