@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 from moewright.calibration.cells import parse_task
+from moewright.codec import parse_layout
 from moewright.cost.elementwise import adapter_rows
 from moewright.cost.estimate import estimate
 from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
 from moewright.rules import engine_limits, flops
-from moewright.rules.adapters import adapter_parameters, trained_share
+from moewright.rules.adapters import adapter_parameters, is_trained, trained_share
 from moewright.rules.job import Job
 from moewright.rules.parameters import count_parameters
+from moewright.rules.shards import local_shape, stage_parameters
 from moewright.search.search import search
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Constant, DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Estimate
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import FineTuningSpec, Task, Workload
+from moewright.spec.workload import FineTuningSpec, FrozenPart, Task, Workload
 
 MODEL = catalogue.model("Meta-Llama-3-8B")
 LAYOUT = Layout(world_size=8, tp=2, sp=True, zero=1)
@@ -120,6 +123,32 @@ def test_adapters_of_experts_are_searched_and_cost_time() -> None:
         again = estimate(model, job, hardware, result.plans[0].layout)
         assert again.step_s == pytest.approx(steps[has_experts])
     assert steps[True] > 1.03 * steps[False]
+
+
+def test_frozen_parts_take_their_weights_alone() -> None:
+    """Neither gradients nor states, and less work."""
+    model = catalogue.model("Qwen3-30B-A3B")
+    hardware = catalogue.hardware("256xH100")
+    whole = Workload(seq_len=4096, global_batch=512, fine_tuning=FineTuningSpec(task=Task.SFT))
+    parts = (FrozenPart.EXPERTS, FrozenPart.EMBEDDINGS, FrozenPart.ROUTER)
+    frozen = replace(whole, fine_tuning=replace(whole.fine_tuning, freeze=parts))
+    layout = parse_layout("ep32,tp1,pp4,recompute=full", world_size=256)
+    before = estimate(model, whole, hardware, layout)
+    after = estimate(model, frozen, hardware, layout)
+    held = max(
+        sum(
+            prod(local_shape(param, layout))
+            for param in stage_parameters(model, layout, pp_rank)
+            if not is_trained(frozen.fine_tuning, param.name)
+        )
+        for pp_rank in range(layout.pp)
+    )
+    assert before.peak_bytes - after.peak_bytes > 0.8 * 4 * held  # gradients in fp32
+    assert after.step_s < before.step_s
+    assert model.moe is not None
+    experts = model.layers * model.moe.router.top_k * 3 * model.moe.ffn_size
+    macs = model.hidden_size * (experts + model.vocab_size) * frozen.tokens_per_step
+    assert before.model_flops_per_step - after.model_flops_per_step == 2 * macs
 
 
 def test_frozen_weights_in_fp32_take_twice_the_bytes() -> None:

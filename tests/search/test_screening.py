@@ -29,6 +29,7 @@ from moewright.spec.workload import (
     Dtype,
     ExpertKernels,
     FineTuningSpec,
+    FrozenPart,
     MatrixUpdate,
     OptimizerSpec,
     SaveMode,
@@ -74,6 +75,12 @@ def _work(seq_len: int, batch: int, dtype: Dtype = Dtype.BF16) -> Workload:
 
 
 LARGE = _work(4096, 2048)
+FROZEN = replace(
+    _work(4096, 256),
+    fine_tuning=FineTuningSpec(
+        freeze=(FrozenPart.EXPERTS, FrozenPart.EMBEDDINGS, FrozenPart.ATTENTION)
+    ),
+)
 LORA = replace(_work(4096, 256), fine_tuning=FineTuningSpec(task=Task.LORA))
 SAVES_BESIDE = replace(LARGE, checkpoint=replace(CheckpointSpec(), mode=SaveMode.ASYNC))
 OTHER_TRAINER = replace(
@@ -102,6 +109,7 @@ CASES = (
     Case("DeepSeek-V3", "256xH800", _work(4096, 2048, Dtype.FP8), "zero3,offload=moe_act"),
     Case("gpt-oss-120b", "64xB200", _work(4096, 512)),
     Case("Qwen3-30B-A3B", "32xH100", LORA),
+    Case("Qwen3-30B-A3B", "32xH100", FROZEN),
     Case("Nemotron-3-Super-120B-A12B", "64xB200", _work(8192, 512)),
     Case("Qwen3-Next-80B-A3B", "64xH100", _work(4096, 512)),
     Case("DeepSeek-V4-Flash", "128xH200", _work(4096, 1024)),

@@ -33,6 +33,7 @@ from moewright.spec.workload import (
     DocumentMasking,
     Dtype,
     FineTuningSpec,
+    FrozenPart,
     LossSpec,
     MatrixUpdate,
     Task,
@@ -352,6 +353,12 @@ LATENT = AttentionSpec(
     rope=RopeSpec(interleaved=True),
 )
 ADAPTERS = FineTuningSpec(task=Task.LORA, lora_rank=4)
+FROZEN_EXPERTS = FineTuningSpec(
+    task=Task.SFT, freeze=(FrozenPart.ROUTER, FrozenPart.EMBEDDINGS, FrozenPart.EXPERTS)
+)
+FROZEN_ATTENTION = FineTuningSpec(
+    freeze=(FrozenPart.ATTENTION, FrozenPart.MLP, FrozenPart.SHARED_EXPERTS)
+)
 ADAPTERS_EVERYWHERE = replace(ADAPTERS, lora_experts=True, lora_router=True)
 
 
@@ -359,6 +366,12 @@ ADAPTERS_EVERYWHERE = replace(ADAPTERS, lora_experts=True, lora_router=True)
     ("layout", "fine_tuning", "attention"),
     [
         ("tp2,ep2,mbs2", ADAPTERS_EVERYWHERE, None),
+        ("tp2,ep2,mbs2", FROZEN_EXPERTS, None),
+        thorough("ep2,overlap=grad+param,recompute=moe", FROZEN_EXPERTS, LATENT),
+        thorough("pp2,schedule=zb-h1,layout='Et|ttL'", FROZEN_EXPERTS, None),
+        thorough("pp2,schedule=zb-h1,layout='Et|ttL'", FROZEN_ATTENTION, None),
+        thorough("tp2,ep2,recompute=core_attn+mlp+layernorm", FROZEN_ATTENTION, LATENT),
+        thorough("cp2,cp_comm=a2a,recompute=shared_experts+loss", FROZEN_ATTENTION, None),
         thorough("ep2,recompute=core_attn", ADAPTERS, None),
         thorough("tp2,ep2,recompute=full", ADAPTERS_EVERYWHERE, LATENT),
         thorough("etp2,zero0,recompute=mla_up_proj+shared_experts", ADAPTERS, LATENT),
@@ -367,7 +380,7 @@ ADAPTERS_EVERYWHERE = replace(ADAPTERS, lora_experts=True, lora_router=True)
         thorough("cp2,ep2,cp_comm=a2a,recompute=moe+mlp", ADAPTERS_EVERYWHERE, None),
     ],
 )
-def test_ledgers_of_adapters_are_equal(
+def test_ledgers_of_adapters_and_frozen_parts_are_equal(
     layout: str,
     fine_tuning: FineTuningSpec,
     attention: AttentionSpec | None,

@@ -6,17 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny_jobs
 from moewright.codec import read_json
 from moewright.cost.ledger import predict_ledger
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
-from moewright.rules.adapters import adapter_parameters
+from moewright.rules.adapters import adapter_parameters, frozen_part, is_trained
+from moewright.rules.parameters import parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, FineTuningSpec, Task
+from moewright.spec.workload import DataSpec, Dtype, FineTuningSpec, FrozenPart, Task
 from selection import thorough
 from tiny_jobs import read_state, read_steps
 
@@ -71,6 +73,79 @@ def test_adapters_train_as_in_one_process(
         assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
+FROZEN = FineTuningSpec(freeze=(FrozenPart.ROUTER, FrozenPart.EMBEDDINGS, FrozenPart.ATTENTION))
+FROZEN_MLPS = FineTuningSpec(task=Task.SFT, freeze=(FrozenPart.EXPERTS, FrozenPart.MLP))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "fine_tuning"),
+    [
+        (2, "tp2,ep2", FROZEN),
+        thorough(2, "pp2,layout='Et|ttL'", FROZEN),
+        thorough(2, "pp2,schedule=zb-h1,layout='Et|ttL'", FROZEN_MLPS),
+        thorough(2, "ep2,zero0,recompute=full", FROZEN_MLPS),
+        thorough(4, "tp2,ep4,overlap=grad+param", FROZEN_MLPS),
+    ],
+)
+def test_models_with_frozen_parts_train_as_in_one_process(
+    world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
+) -> None:
+    """Frozen weights are the initial ones to the last bit, and have no state; the others move."""
+    for name, plan in (
+        ("one", build_plan(data, "", 1, fine_tuning)),
+        ("cut", build_plan(data, layout, world_size, fine_tuning)),
+    ):
+        assert train(plan, tmp_path / name) is ExitCode.DONE
+    expected, actual = (read_state(tmp_path / name, STEPS) for name in ("one", "cut"))
+    first = read_state(tmp_path / "one", 1)
+    assert expected.keys() == actual.keys()
+    names = {param.name for param in parameters(tiny_jobs.MODEL)}
+    frozen = {name for name in names if not is_trained(fine_tuning, name)}
+    assert frozen
+    assert {frozen_part(name) for name in frozen} == set(fine_tuning.freeze)
+    for name in names:
+        has_state = f"optim/exp_avg/{name}" in expected
+        assert has_state == (name not in frozen)
+        assert torch.equal(expected[name], first[name]) == (name in frozen)
+        if name in frozen:
+            assert torch.equal(expected[name], actual[name])
+        else:
+            moment = expected[f"optim/exp_avg/{name}"]
+            error = float((actual[f"optim/exp_avg/{name}"] - moment).norm() / moment.norm())
+            assert error <= 2e-4, (name, error)
+
+
+def test_a_run_with_frozen_parts_goes_on_with_the_same_parts_alone(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    plan = build_plan(data, "", 1, FROZEN)
+    optimizer = replace(plan.workload.optimizer, decay_steps=STEPS)
+    whole = replace(plan, workload=replace(plan.workload, optimizer=optimizer))
+    half = replace(whole, workload=replace(whole.workload, steps=2))
+    for folder, plans in (("whole", [whole]), ("halves", [half, whole])):
+        for part in plans:
+            assert train(part, tmp_path / folder) is ExitCode.DONE
+    expected, actual = (read_state(tmp_path / name, STEPS) for name in ("whole", "halves"))
+    assert all(actual[name].equal(value) for name, value in expected.items())
+    wrong = replace(whole, workload=replace(whole.workload, fine_tuning=FROZEN_MLPS))
+    with pytest.raises(BadInput, match="fine_tuning"):
+        train(wrong, tmp_path / "whole")
+
+
+def test_frozen_parts_begin_from_a_checkpoint_of_wider_weights(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    whole = build_plan(data, "", 1, FineTuningSpec())
+    whole = replace(whole, workload=replace(whole.workload, steps=1, precision=Dtype.BF16))
+    assert train(whole, tmp_path / "whole") is ExitCode.DONE
+    weights = str(tmp_path / "whole" / "checkpoints" / "step-00000001")
+    narrow = replace(whole.workload, weights=weights, fine_tuning=FROZEN)
+    assert train(replace(whole, workload=narrow), tmp_path / "frozen") is ExitCode.DONE
+    expected, actual = (read_state(tmp_path / name, 1) for name in ("whole", "frozen"))
+    assert expected["embedding.weight"].dtype == torch.float32
+    assert torch.equal(actual["embedding.weight"], expected["embedding.weight"].bfloat16())
+
+
 def test_a_run_of_adapters_goes_on_with_its_own_choices_alone(
     data: DataSpec, tmp_path: Path
 ) -> None:
@@ -115,6 +190,8 @@ def test_states_of_adapters_and_frozen_weights_are_those_of_the_plan(
     [
         ("zero3", ATTENTION, "layout.zero"),
         ("etp2", EXPERTS, "layout.etp"),
+        ("zero3", FROZEN, "layout.zero"),
+        ("", replace(ATTENTION, freeze=(FrozenPart.ROUTER,)), "train.freeze"),
         ("ep2", replace(EXPERTS, lora_rank=3), "train.lora_rank"),
     ],
 )

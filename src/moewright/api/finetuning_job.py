@@ -41,7 +41,7 @@ class FineTuningRequest:
 
     `base` and `chats` are None for the model and the chats that moewright brings. `on` names the
     hardware as count x device, "" this machine. None elsewhere leaves a number to the data; a
-    `lora_rank` of 0 trains whole weights.
+    `lora_rank` of 0 trains whole weights, but for the parts in `freeze`.
     """
 
     base: Path | None
@@ -54,6 +54,7 @@ class FineTuningRequest:
     global_batch: int | None = None
     lr: float | None = None
     lora_rank: int = 0
+    freeze: Sequence[str] = ()
     heldout: float = 0.05
     template: Path | None = None
     overrides: Sequence[str] = ()
@@ -153,8 +154,10 @@ def _format_job(
         default_lr = _LORA_LR if request.lora_rank else _LR
         lr = _FRESH_LR if request.base is None else default_lr
     task: dict[str, Any] = {"task": "sft"}
+    if request.freeze:
+        task["freeze"] = list(request.freeze)
     if request.lora_rank:
-        task = {
+        task |= {
             "task": "lora",
             "lora_rank": request.lora_rank,
             "lora_alpha": 2.0 * request.lora_rank,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
 from moewright.cli.options import FineTuningOptions, SetOption
+from moewright.codec import closest_match
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import FrozenPart
 
 _NO_OPTIONS = FineTuningOptions()
 
@@ -58,8 +60,20 @@ def finetune(
         global_batch=options.global_batch,
         lr=options.lr,
         lora_rank=read_lora_rank(options.lora) or 0,
+        freeze=_read_parts(options.freeze),
         heldout=options.heldout,
         template=options.chat_template,
         overrides=tuple(set_ or ()),
     )
     return run_finetuning(request, print_now if is_first_rank() else print_nothing)
+
+
+def _read_parts(text: str) -> tuple[FrozenPart, ...]:
+    """Return the parts of "router,embeddings"."""
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in set(FrozenPart):
+            rule = f"must be parts, by commas, of {', '.join(FrozenPart)}"
+            nearest = closest_match(name, list(FrozenPart))
+            raise BadInput(Reason(field="--freeze", value=name, rule=rule, nearest=nearest))
+    return tuple(FrozenPart(name) for name in names)

@@ -163,6 +163,9 @@ class FineTuningOptions:
         Peak learning rate; when not given 1e-5, or 2e-4 with --lora.
     lora
         Train low-rank adapters beside frozen weights, of this rank, such as r=16.
+    freeze
+        Parts that do not train, such as router,embeddings: embeddings, attention, mlp, router,
+        experts, shared_experts.
     heldout
         Share of the chats that is held out of training.
     chat_template
@@ -175,6 +178,7 @@ class FineTuningOptions:
     global_batch: OptionalCount = None
     lr: float | None = None
     lora: str = ""
+    freeze: str = ""
     heldout: float = 0.05
     chat_template: Path | None = None
 

@@ -11,9 +11,10 @@ from moewright.cost.constants import Constants
 from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, micro_batches, recompute, shards
-from moewright.rules.adapters import is_frozen
+from moewright.rules.adapters import is_frozen, trains_module
 from moewright.rules.job import Job
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
+from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import AttentionBackend, ExpertKernels, Fusion, Workload
 
@@ -161,7 +162,8 @@ def head_placeholder_bytes(constants: Constants, sym: Symbols) -> int:
     """
     is_unfused = Fusion.WEIGHT_GRAD in sym.workload.trainer.unfused
     is_older = constants["stack_age_years"] > constants["head_placeholder_years"]
-    if not sym.is_fused or is_unfused or is_older or sym.is_frozen:
+    is_trained = trains_module(sym.workload.fine_tuning, Module.HEAD)
+    if not sym.is_fused or is_unfused or is_older or not is_trained:
         return 0
     model = sym.model
     joined = 2 * model.hidden_size if model.mtp_layers else 0
@@ -198,14 +200,21 @@ def score_count(sym: Symbols) -> int:
 def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
     """Return the gradient placeholders that fused linear layers cache, in bf16.
 
-    There is one for each distinct weight shape, in CUDA stacks only. `has_experts` tells which
-    kinds of layer a rank holds: with experts, without, or both.
+    There is one for each distinct shape of a weight that trains, in CUDA stacks only. `has_experts`
+    tells which kinds of layer a rank holds: with experts, without, or both.
     """
     is_unfused = Fusion.WEIGHT_GRAD in sym.workload.trainer.unfused
-    if not sym.is_fused or not has_experts or is_unfused or sym.is_frozen:
+    if not sym.is_fused or not has_experts or is_unfused:
         return 0
+    shapes = _mlp_shapes(sym, has_experts)
+    if trains_module(sym.workload.fine_tuning, Module.ATTENTION):
+        shapes |= _mixer_shapes(sym)
+    return _BF16_BYTES * sum(rows * columns for rows, columns in shapes)
+
+
+def _mixer_shapes(sym: Symbols) -> set[tuple[int, int]]:
+    """Return the shapes of a rank's weights that mix tokens."""
     model, layout, spec, h = sym.model, sym.layout, sym.model.attention, sym.model.hidden_size
-    wide = 2 if model.gated else 1
     shapes = {(h, spec.out_width // layout.tp)}
     if spec.kind is AttentionKind.GQA:
         gates = spec.q_width if spec.output_gate else 0
@@ -224,14 +233,26 @@ def placeholder_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
         wide_rows = model.recurrent.conv_width + model.recurrent.value_width + model.recurrent.heads
         value_columns = model.recurrent.value_width // layout.tp
         shapes |= {(wide_rows // layout.tp, h), (h, value_columns)}
+    return shapes
+
+
+def _mlp_shapes(sym: Symbols, has_experts: Collection[bool]) -> set[tuple[int, int]]:
+    """Return the shapes of a rank's weights of MLPs and experts that train."""
+    model, layout, h = sym.model, sym.layout, sym.model.hidden_size
+    fine_tuning = sym.workload.fine_tuning
+    wide = 2 if model.gated else 1
+    shapes: set[tuple[int, int]] = set()
     widths = set()
-    if False in has_experts and model.dense_layer_count:
+    has_dense = False in has_experts and model.dense_layer_count
+    if has_dense and trains_module(fine_tuning, Module.DENSE_MLP):
         widths.add(model.dense_ffn_size // layout.tp)
-    if model.moe is not None and True in has_experts:
+    has_moe = model.moe is not None and True in has_experts
+    if model.moe is not None and has_moe and trains_module(fine_tuning, Module.SHARED_EXPERTS):
         widths.add(model.moe.shared_ffn_size // layout.tp)
+    if model.moe is not None and has_moe and trains_module(fine_tuning, Module.EXPERTS):
         width, inner = model.moe.ffn_size // layout.etp, model.expert_width
         shapes |= {(wide * width, inner), (inner, width)}
         shapes |= {(inner, h), (h, inner)} if model.moe.latent_size else set()
     for width in widths:
         shapes |= {(wide * width, h), (h, width)}
-    return _BF16_BYTES * sum(rows * columns for rows, columns in shapes)
+    return shapes

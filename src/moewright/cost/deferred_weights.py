@@ -85,6 +85,8 @@ def head_owed_bytes(job: Job) -> tuple[Booking, ...]:
 
 
 def _attention(job: Job, inputs: dict[tuple[Module, str], int]) -> Iterator[Booking]:
+    if not trains_module(job.workload.fine_tuning, Module.ATTENTION):
+        return
     spec = job.model.attention
     names = ["input_norm_out", "attention_out"]
     width = spec.q_width + 2 * spec.kv_width
@@ -97,6 +99,8 @@ def _attention(job: Job, inputs: dict[tuple[Module, str], int]) -> Iterator[Book
 
 
 def _mlp(job: Job, inputs: dict[tuple[Module, str], int]) -> Iterator[Booking]:
+    if not trains_module(job.workload.fine_tuning, Module.DENSE_MLP):
+        return
     width = (2 if job.model.gated else 1) * job.model.dense_ffn_size
     kept = sum(inputs.get((Module.DENSE_MLP, name), 0) for name in ("post_norm_out", "activation"))
     yield Module.DENSE_MLP, kept + _output_gradients(job, width)
@@ -108,14 +112,16 @@ def _experts(
     load: float,
 ) -> Iterator[Booking]:
     assert job.model.moe is not None  # the layer has experts
+    fine_tuning = job.workload.fine_tuning
     wide = 2 if job.model.gated else 1
     rows = routed_rows(job.model, job.workload, job.layout, load)
     row_width = wide * job.model.moe.ffn_size // job.layout.etp + job.model.expert_width
     kept = sum(
         inputs.get((Module.EXPERTS, name), 0) for name in ("permuted", "activation", "row_ends")
     )
-    yield Module.EXPERTS, kept + recompute.activation_nbytes(job.workload) * rows * row_width
-    if job.model.moe.shared_ffn_size:
+    if trains_module(fine_tuning, Module.EXPERTS):
+        yield Module.EXPERTS, kept + recompute.activation_nbytes(job.workload) * rows * row_width
+    if job.model.moe.shared_ffn_size and trains_module(fine_tuning, Module.SHARED_EXPERTS):
         kept = inputs[Module.ROUTER, "post_norm_out"] + inputs[Module.SHARED_EXPERTS, "activation"]
         width = wide * job.model.moe.shared_ffn_size
         yield Module.SHARED_EXPERTS, kept + _output_gradients(job, width)

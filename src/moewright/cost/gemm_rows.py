@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moewright.cost.op_time import OpRow
 from moewright.cost.symbols import Symbols
+from moewright.rules.adapters import trains_module
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Recompute
+from moewright.spec.ledger import Module
 from moewright.spec.plan import TimePart
 
 # How the name of a backward row ends whose weight gradient is never delayed.
 NEVER_DELAYED = "at_once"
+# The module of a product, by how the name of its row begins.
+_ROW_MODULES: Mapping[str, Module] = MappingProxyType(
+    {
+        "attention": Module.ATTENTION,
+        "mixer": Module.ATTENTION,
+        "indexer": Module.ATTENTION,
+        "mlp": Module.DENSE_MLP,
+        "shared": Module.SHARED_EXPERTS,
+        "router": Module.ROUTER,
+        "latent": Module.EXPERTS,
+        "experts": Module.EXPERTS,
+        "head": Module.HEAD,
+        "mtp": Module.MTP,
+    }
+)
 _BACKWARD_PRODUCTS = 2.0  # a product's gradients are two products of its size
 
 
@@ -50,12 +69,14 @@ def backward_gemms(row: OpRow, sym: Symbols) -> OpRow:
 
     A frozen weight has no gradient, and nothing of its backward can be delayed.
     """
+    module = _ROW_MODULES[row.name.partition(".")[0]]
+    is_frozen = not trains_module(sym.workload.fine_tuning, module)
     # Written out, since dataclasses.replace takes five times as long and a search makes many.
     return OpRow(
-        name=f"{row.name}.{NEVER_DELAYED}" if sym.is_frozen else row.name,
+        name=f"{row.name}.{NEVER_DELAYED}" if is_frozen else row.name,
         part=row.part,
         op=row.op,
-        amount=row.amount if sym.is_frozen else row.amount * _BACKWARD_PRODUCTS,
+        amount=row.amount if is_frozen else row.amount * _BACKWARD_PRODUCTS,
         x=row.x,
         dtype=row.dtype,
         efficiency=row.efficiency,

@@ -10,10 +10,12 @@ from moewright.cost.op_time import OpRow
 from moewright.cost.ops import gradient_sum_bytes
 from moewright.cost.quantise import weight_quantise_bytes
 from moewright.cost.symbols import Symbols
+from moewright.rules.adapters import trains_module
 from moewright.rules.recompute import loss_chunk_columns
 from moewright.rules.row_blocks import CACHED_NUMEL, MAX_LOSS_ROWS, rows_per_block
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Recompute
+from moewright.spec.ledger import Module
 from moewright.spec.plan import TimePart
 
 _HEAD = TimePart.HEAD
@@ -27,6 +29,9 @@ def embedding_ops(sym: Symbols) -> LayerOps:
     """
     elements = sym.t * sym.model.hidden_size
     table_elements = sym.model.vocab_size * sym.model.hidden_size / sym.layout.tp
+    forward = (elementwise_row("embedding", sym, 2 * sym.c * elements, part=_HEAD),)
+    if not trains_module(sym.workload.fine_tuning, Module.EMBEDDING):
+        return LayerOps(forward=forward, backward=())
     backward_bytes = float(3 * sym.c * elements)
     calls = 1
     if not sym.is_fused:
@@ -34,7 +39,7 @@ def embedding_ops(sym: Symbols) -> LayerOps:
         backward_bytes += (8 + sym.c + gradient_sum_bytes(sym)) * table_elements
         calls = 5
     return LayerOps(
-        forward=(elementwise_row("embedding", sym, 2 * sym.c * elements, part=_HEAD),),
+        forward=forward,
         backward=(elementwise_row("embedding", sym, backward_bytes, part=_HEAD, calls=calls),),
     )
 
@@ -59,6 +64,7 @@ def head_ops(sym: Symbols) -> LayerOps:
     )
     logits = gemm_row("head.logits", sym, sym.T, vocab, h, _HEAD)
     logits = replace(logits, dtype=sym.wide_dtype)
+    is_trained = trains_module(sym.workload.fine_tuning, Module.HEAD)
     gradient_sum = "head.gradient_sum"
     if Recompute.LOSS in sym.layout.recompute:
         gradient_sum += f".{NEVER_DELAYED}"
@@ -68,7 +74,7 @@ def head_ops(sym: Symbols) -> LayerOps:
             replace(
                 logits,
                 name=f"head.logits.{NEVER_DELAYED}",
-                amount=3 * logits.amount,
+                amount=(2 + is_trained) * logits.amount,
                 recomputed_by=(),
             ),
             norm_backward,
@@ -83,7 +89,7 @@ def head_ops(sym: Symbols) -> LayerOps:
         ]
     else:
         backward = [backward_gemms(logits, sym), norm_backward, loss_backward]
-    if not sym.is_fused:
+    if not sym.is_fused and is_trained:
         sum_bytes = gradient_sum_bytes(sym) * h * vocab
         backward.append(elementwise_row(gradient_sum, sym, sum_bytes, part=_HEAD, calls=2))
     return LayerOps(forward=(logits, norm, loss), backward=tuple(backward))

@@ -39,6 +39,7 @@ from moewright.cost.model_states import (
     LINEAR_MODULES,
     BucketSet,
     checkpoint_copy_bytes,
+    frozen_rows,
     state_rows,
     step_gradient_bytes,
 )
@@ -47,7 +48,8 @@ from moewright.cost.routed_rows import is_moe_layer
 from moewright.cost.snapshots import RankTable, take_snapshots
 from moewright.cost.stage_parts import Array, LayerPart, StageParts
 from moewright.cost.symbols import Symbols
-from moewright.rules import capacity, recompute, routing, schedule
+from moewright.rules import capacity, grid, recompute, routing, schedule
+from moewright.rules.adapters import trains_module
 from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
@@ -285,6 +287,8 @@ def rank_memory(
     states = list(
         state_rows(workload, layout, sets, trained=sym.trained_share, frozen_nbytes=frozen_nbytes)
     )
+    if workload.fine_tuning.freeze:
+        states += frozen_rows(sym.job, grid.stage_rank(layout, pp_rank))
     on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
     states += replica_rows(sym.job, pp_rank)
@@ -410,7 +414,8 @@ def head_bytes(constants: Constants, sym: Symbols) -> HeadBytes:
     logits = sym.T * sym.model.vocab_size // layout.tp
     head_input = sym.c * sym.T * sym.model.hidden_size
     head_weight = _BF16_BYTES * sym.model.vocab_size * sym.model.hidden_size // layout.tp
-    if head_placeholder_bytes(constants, sym) or sym.is_frozen:
+    is_trained = trains_module(sym.workload.fine_tuning, Module.HEAD)
+    if head_placeholder_bytes(constants, sym) or not is_trained:
         head_weight = 0  # it stays (cost.buffers), or there is none
     if Recompute.LOSS in layout.recompute:
         piece = sym.T * recompute.loss_chunk_columns(sym.model, layout)

@@ -11,7 +11,7 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, fsdp, grid, shards
-from moewright.rules.adapters import adapter_parameters, is_frozen
+from moewright.rules.adapters import adapter_parameters, is_frozen, is_trained, trains_all
 from moewright.rules.job import Job
 from moewright.rules.muon import is_muon_matrix
 from moewright.rules.param import Param
@@ -68,13 +68,18 @@ def bucket_sets(job: Job, rank: int) -> tuple[BucketSet, ...]:
             if shards.holds_parameter(param, job.layout, job.model, pp_rank)
         ]
     else:
-        params = shards.stage_parameters(job.model, job.layout, pp_rank)
+        params = _trained(shards.stage_parameters(job.model, job.layout, pp_rank), job)
     return _sets(params, job, rank)
+
+
+def _trained(params: Sequence[Param], job: Job) -> list[Param]:
+    return [param for param in params if is_trained(job.workload.fine_tuning, param.name)]
 
 
 def frozen_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
     """Return the memory rows of frozen weights, of which every rank holds its whole shard."""
-    if not is_frozen(job.workload):
+    fine_tuning = job.workload.fine_tuning
+    if trains_all(fine_tuning):
         return ()
     pp_rank = grid.coordinate(job.layout, rank, "pp")
     nbytes = activation_nbytes(job.workload)
@@ -85,12 +90,18 @@ def frozen_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
             bytes=nbytes * prod(shards.local_shape(param, job.layout)),
         )
         for param in shards.stage_parameters(job.model, job.layout, pp_rank)
+        if not is_trained(fine_tuning, param.name)
     )
 
 
 def stage_bucket_sets(job: Job) -> tuple[tuple[BucketSet, ...], ...]:
-    """Return `bucket_sets` of the first rank of every pipeline stage."""
+    """Return the bucket sets of the first rank of every pipeline stage, without frozen parts.
+
+    Where adapters train, they are those of the weights beside them.
+    """
     params = shards.parameters_by_stage(job.model, job.layout)
+    if job.workload.fine_tuning.freeze:
+        params = tuple(tuple(_trained(stage_params, job)) for stage_params in params)
     return tuple(
         _sets(stage_params, job, grid.stage_rank(job.layout, pp_rank))
         for pp_rank, stage_params in enumerate(params)

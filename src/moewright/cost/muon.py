@@ -16,6 +16,7 @@ from moewright.cost.model_states import (
 from moewright.cost.op_time import OpRow
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, shards
+from moewright.rules.adapters import is_trained
 from moewright.rules.job import Job
 from moewright.rules.muon import deal_matrices, list_matrices
 from moewright.rules.parameters import parameters
@@ -42,6 +43,7 @@ def muon_calls(
             param
             for param in shards.stage_parameters(model, layout, pp_rank)
             if is_updated_by_muon(job.workload, param)
+            and is_trained(job.workload.fine_tuning, param.name)
             and shards.gradient_group(param.sharded_dims, layout) == group
         ]
         if not params:

@@ -24,9 +24,11 @@ from moewright.cost.mixers import (
 )
 from moewright.cost.op_time import OpRow
 from moewright.cost.symbols import Symbols
+from moewright.rules.adapters import trains_module
 from moewright.rules.mixer_flops import mixer_macs
 from moewright.spec.hardware import Op
 from moewright.spec.layout import Layout, Recompute
+from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, MixerKind, ModelSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import Dtype
@@ -214,10 +216,10 @@ def _gradient_accumulation(sym: Symbols, layer: int, moe: bool) -> Iterator[OpRo
     A fused accumulation is part of the product and moves only the sum; for experts alone it is
     exposed beside the products. An eager one is a pass of its own over all weights of the layer.
     """
-    if sym.is_frozen:
-        return
     if not sym.is_fused:
         moved_bytes = gradient_sum_bytes(sym) * _layer_numel(sym, layer, moe)
+        if not moved_bytes:
+            return
         yield elementwise_row("gradient_sum", sym, moved_bytes, calls=2)
     elif moe:
         yield from _expert_gradient_sum(sym)
@@ -225,7 +227,7 @@ def _gradient_accumulation(sym: Symbols, layer: int, moe: bool) -> Iterator[OpRo
 
 def _expert_gradient_sum(sym: Symbols) -> Iterator[OpRow]:
     """Yield the accumulation of the experts' gradients on a fused stack: a read and a write."""
-    if sym.is_frozen:
+    if not trains_module(sym.workload.fine_tuning, Module.EXPERTS):
         return
     sum_bytes = 2 * sym.workload.grad_dtype.nbytes * expert_numel(sym.model, sym.layout)
     row = elementwise_row("experts.gradient_sum", sym, sum_bytes, part=TimePart.EXPERTS)
@@ -233,17 +235,19 @@ def _expert_gradient_sum(sym: Symbols) -> Iterator[OpRow]:
 
 
 def _layer_numel(sym: Symbols, layer: int, moe: bool) -> int:
-    """Return the elements of one layer's matrices on one rank."""
+    """Return the elements of one layer's matrices on one rank that train."""
     model = sym.model
     tp = sym.layout.tp
     h = model.hidden_size
     sharded, replicated = mixer_macs(model, layer)
-    numel = sharded // tp + replicated
+    by_module = {Module.ATTENTION: sharded // tp + replicated}
     matrices = _first_linears(model) + 1
     if not moe and model.has_mlp(layer):
-        numel += matrices * h * model.dense_ffn_size // tp
+        by_module[Module.DENSE_MLP] = matrices * h * model.dense_ffn_size // tp
     elif moe and model.moe is not None:
-        numel += h * (model.moe.experts + 2 * model.moe.latent_size)
-        numel += expert_numel(model, sym.layout)
-        numel += matrices * h * model.moe.shared_ffn_size // tp
-    return numel
+        latents = 2 * h * model.moe.latent_size
+        by_module[Module.ROUTER] = h * model.moe.experts
+        by_module[Module.EXPERTS] = latents + expert_numel(model, sym.layout)
+        by_module[Module.SHARED_EXPERTS] = matrices * h * model.moe.shared_ffn_size // tp
+    fine_tuning = sym.workload.fine_tuning
+    return sum(numel for module, numel in by_module.items() if trains_module(fine_tuning, module))

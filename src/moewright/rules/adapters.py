@@ -6,21 +6,43 @@ product is added to the weight (Hu et al. 2021). TP, EP and ETP shard them as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from types import MappingProxyType
 
 from moewright.rules.param import Param, ShardedDims, name_in_layer
 from moewright.rules.parameters import parameters, parameters_by_layer
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import FineTuningSpec, Task, Workload
+from moewright.spec.workload import FineTuningSpec, FrozenPart, Task, Workload
 
 # The modules whose linears have an adapter: the targets that trainers choose by default.
 _TARGETS = frozenset({Module.ATTENTION, Module.DENSE_MLP, Module.SHARED_EXPERTS})
 # The products that recompute=mla_up_proj repeats; it goes with latent attention alone.
 MLA_UP_LINEARS = ("attention.q", "attention.q_up", "attention.kv_up")
+_MODULE_PARTS: Mapping[Module, FrozenPart] = MappingProxyType(
+    {
+        Module.EMBEDDING: FrozenPart.EMBEDDINGS,
+        Module.HEAD: FrozenPart.EMBEDDINGS,
+        Module.ATTENTION: FrozenPart.ATTENTION,
+        Module.DENSE_MLP: FrozenPart.MLP,
+        Module.ROUTER: FrozenPart.ROUTER,
+        Module.EXPERTS: FrozenPart.EXPERTS,
+        Module.SHARED_EXPERTS: FrozenPart.SHARED_EXPERTS,
+    }
+)
+_TABLES = ("embedding.", "position.", "head.")
+# How the names of a part's parameters begin within a layer.
+_NAME_PARTS = (
+    ("attention.", FrozenPart.ATTENTION),
+    ("mlp.", FrozenPart.MLP),
+    ("moe.router", FrozenPart.ROUTER),
+    ("moe.experts.", FrozenPart.EXPERTS),
+    ("moe.latent.", FrozenPart.EXPERTS),
+    ("moe.shared.", FrozenPart.SHARED_EXPERTS),
+)
 ADAPTER_PARTS = ("lora_a", "lora_b")
 
 
@@ -29,14 +51,31 @@ def is_frozen(workload: Workload) -> bool:
     return workload.fine_tuning.task is Task.LORA
 
 
+def trains_all(fine_tuning: FineTuningSpec) -> bool:
+    """Return whether every parameter of the model trains."""
+    return fine_tuning.task is not Task.LORA and not fine_tuning.freeze
+
+
 def is_trained(fine_tuning: FineTuningSpec, name: str) -> bool:
     """Return whether a parameter of the model trains, by its name; adapters apart."""
-    return fine_tuning.task is not Task.LORA
+    if trains_all(fine_tuning):
+        return True
+    return fine_tuning.task is not Task.LORA and frozen_part(name) not in fine_tuning.freeze
 
 
 def trains_module(fine_tuning: FineTuningSpec, module: Module) -> bool:
     """Return whether the weights of a module train; adapters apart."""
-    return fine_tuning.task is not Task.LORA
+    if trains_all(fine_tuning):
+        return True
+    return fine_tuning.task is not Task.LORA and _MODULE_PARTS.get(module) not in fine_tuning.freeze
+
+
+def frozen_part(name: str) -> FrozenPart | None:
+    """Return the part that a parameter belongs to; norms between blocks belong to none."""
+    if name.startswith(_TABLES) and not name.startswith("head.streams"):
+        return FrozenPart.EMBEDDINGS
+    in_layer = name_in_layer(name)
+    return next((part for start, part in _NAME_PARTS if in_layer.startswith(start)), None)
 
 
 def is_adapter(name: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
 
-from moewright.rules.adapters import is_frozen
+from moewright.rules.adapters import is_frozen, trains_all, trains_module
 from moewright.rules.engine_features import unsupported_features
 from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
@@ -15,6 +15,7 @@ from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap, Schedule
+from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import (
     AttentionBackend,
@@ -54,7 +55,7 @@ def unsupported_layout(
         *_unsupported_choices(layout),
         *_check_library(layout, workload),
         *_check_replicas(layout),
-        *_check_adapters(layout, workload),
+        *_check_frozen(layout, workload),
         *_check_recurrence(layout, model),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
@@ -141,21 +142,26 @@ def _check_replicas(layout: Layout) -> Iterator[Reason]:
             yield Reason(field=f"layout.{name}", value=value, rule=rule, nearest=nearest)
 
 
-def _check_adapters(layout: Layout, workload: Workload) -> Iterator[Reason]:
-    """Yield what adapters beside frozen weights do not go with."""
-    if not is_frozen(workload):
+def _check_frozen(layout: Layout, workload: Workload) -> Iterator[Reason]:
+    """Yield what frozen weights, and adapters beside them, do not go with."""
+    fine_tuning = workload.fine_tuning
+    if trains_all(fine_tuning):
         return
+    if is_frozen(workload) and fine_tuning.freeze:
+        rule = "task=lora freezes all weights"
+        value = "+".join(fine_tuning.freeze)
+        yield Reason(field="train.freeze", value=value, rule=rule, nearest="[]")
     if layout.zero >= 2:
-        rule = "the engine shards what trains, and adapters train alone under task=lora"
+        rule = "the engine holds frozen weights whole on every rank"
         yield Reason(field="layout.zero", value=str(layout.zero), rule=rule, nearest="1")
-    if layout.spare:
+    if layout.spare and not trains_module(fine_tuning, Module.EXPERTS):
         rule = "the engine has no replicas of frozen experts"
         yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
     if workload.precision.is_narrow:
         rule = "the engine multiplies frozen weights and adapters in 16 bits or more"
         value = str(workload.precision)
         yield Reason(field="train.precision", value=value, rule=rule, nearest="bf16")
-    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+    if is_frozen(workload) and workload.optimizer.matrix_update is MatrixUpdate.MUON:
         rule = "the engine updates adapters by AdamW"
         yield Reason(field="train.matrix_update", value="muon", rule=rule, nearest="adamw")
     if workload.fine_tuning.lora_experts and layout.etp > 1:

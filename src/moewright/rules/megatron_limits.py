@@ -280,6 +280,9 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if task is not Task.PRETRAIN:
         rule = "export writes pre-training alone"
         yield _refusal("workload.task", task, rule, Task.PRETRAIN)
+    if workload.fine_tuning.freeze:
+        frozen = "+".join(workload.fine_tuning.freeze)
+        yield _refusal("workload.freeze", frozen, "export freezes nothing", "none")
     if workload.weights:
         rule = "starts from checkpoints of its own; convert them first"
         yield _refusal("workload.weights", workload.weights, rule, "none")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moewright.rules import expert_placement, routing
-from moewright.rules.adapters import is_frozen
+from moewright.rules.adapters import trains_all
 from moewright.rules.capacity import routed_rows
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
@@ -120,7 +120,7 @@ def saved_tensors(
         rows += _dense(job.model, symbols)
     if is_mtp:
         rows = [*_mtp_inputs(job.model, symbols), *rows]
-    if is_frozen(job.workload):
+    if not trains_all(job.workload.fine_tuning):
         rows = _change_for_adapters(job, rows, layer, symbols, load)
     if is_mtp:
         rows = [_book_to_mtp(row) for row in rows]

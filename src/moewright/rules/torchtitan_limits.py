@@ -258,6 +258,9 @@ def _check_workload(workload: Workload) -> Iterator[Reason]:
     if workload.fine_tuning.task is not Task.PRETRAIN:
         rule = "export writes pre-training alone"
         yield _refusal("workload.task", workload.fine_tuning.task, rule, Task.PRETRAIN)
+    if workload.fine_tuning.freeze:
+        frozen = "+".join(workload.fine_tuning.freeze)
+        yield _refusal("workload.freeze", frozen, "export freezes nothing", "none")
     if optimizer.matrix_update is not MatrixUpdate.ADAMW or workload.trainer != TrainerSpec():
         rule = "export writes AdamW and torchtitan's own kernels, without dropout"
         yield _refusal("workload.trainer", "", rule, "its defaults")

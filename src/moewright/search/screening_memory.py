@@ -26,7 +26,9 @@ from moewright.cost.replicas import replica_rows
 from moewright.cost.stage_parts import Array, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, shards
+from moewright.rules.adapters import is_trained
 from moewright.rules.param import Param
+from moewright.rules.recompute import activation_nbytes
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.space import SearchSpace, StatePolicy
 from moewright.spec.hardware import DeviceKind
@@ -180,11 +182,45 @@ class ScreeningMemory:
                 is_marked = partial(model_states.is_updated_by_muon, workload)
             self._fills[key] = BucketFill(
                 self.tree,
-                lambda params: local_params(params, cut, group, is_marked),
+                lambda params: local_params(self._trained(params), cut, group, is_marked),
                 bucket_elements=workload.optimizer.bucket_elements,
                 follows_marked=marks_matrices or self._follows_linear,
             )
         return self._fills[key]
+
+    def _trained(self, params: Sequence[Param]) -> Sequence[Param]:
+        """Return the parameters without frozen parts; beside adapters, all of them."""
+        fine_tuning = self._space.workload.fine_tuning
+        if not fine_tuning.freeze:
+            return params
+        return [param for param in params if is_trained(fine_tuning, param.name)]
+
+    def _frozen_numel(self, cut: Layout, batch: PipelineBatch) -> Array | None:
+        """Return the elements of the frozen parts of every rank; None where there are none."""
+        fine_tuning = self._space.workload.fine_tuning
+        if not fine_tuning.freeze:
+            return None
+        total = np.zeros(len(batch.ranks))
+        for group in shards.GRADIENT_GROUPS:
+            cuts = (cut.ep, cut.etp) if group == "edp" else (cut.tp, 1)
+            key = f"frozen {group}", *cuts, False
+            if key not in self._fills:
+                self._fills[key] = BucketFill(
+                    self.tree,
+                    partial(self._mark_frozen, cut, group),
+                    bucket_elements=self._space.workload.optimizer.bucket_elements,
+                    follows_marked=False,
+                )
+            total += self._fills[key].totals(1).marked[batch.nodes].sum(axis=1)
+        return total
+
+    def _mark_frozen(
+        self, cut: Layout, group: str, params: Sequence[Param]
+    ) -> list[tuple[int, bool]]:
+        fine_tuning = self._space.workload.fine_tuning
+        return local_params(
+            params, cut, group, lambda param: not is_trained(fine_tuning, param.name)
+        )
 
     def _count_elements(self, layouts: Sequence[Layout], batch: PipelineBatch) -> RankElements:
         """Count the elements of every rank; `layouts` has one layout for each of batch.degrees."""
@@ -273,6 +309,9 @@ class ScreeningMemory:
             (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),
             start=np.zeros(len(ranks)),
         )
+        frozen = self._frozen_numel(cut, batch)
+        if frozen is not None:
+            total += activation_nbytes(workload) * frozen[ranks]
         if sym.is_low_precision:
             copies = self._constants.low_precision_bytes("weight_copies", sym.dtype)
             is_sharded = Component.WEIGHTS in model_states.sharded_states(policy.zero)

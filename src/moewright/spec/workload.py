@@ -278,10 +278,22 @@ class Task(StrEnum):
     LORA = "lora"  # low-rank adapters beside frozen weights (Hu et al. 2021)
 
 
+class FrozenPart(StrEnum):
+    """The parts of a model that may be left as they are while the others train."""
+
+    EMBEDDINGS = "embeddings"  # tables of tokens and positions, and the output head
+    ATTENTION = "attention"  # what mixes tokens, with the norms inside
+    MLP = "mlp"  # dense MLPs
+    ROUTER = "router"
+    EXPERTS = "experts"  # routed experts
+    SHARED_EXPERTS = "shared_experts"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FineTuningSpec:
     """What of a model is trained.
 
+    Parts in `freeze` have no gradients and no optimizer state; norms between blocks always train.
     Under LoRA every weight is frozen, and linears of attention and of dense and shared MLPs have an
     adapter: two matrices of a low rank, whose product times `lora_alpha` / `lora_rank` is added to
     the weight.
@@ -292,6 +304,7 @@ class FineTuningSpec:
     lora_alpha: float = 32.0  # factor of the adapters' product, over their rank
     lora_experts: bool = False  # whether routed experts have adapters too
     lora_router: bool = False  # whether routers have adapters too
+    freeze: tuple[FrozenPart, ...] = ()  # parts that do not train
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

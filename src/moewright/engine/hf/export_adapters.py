@@ -30,7 +30,7 @@ from moewright.rules.adapters import ADAPTER_PARTS, adapter_parameters
 from moewright.rules.param import Param
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import FineTuningSpec
+from moewright.spec.workload import FineTuningSpec, Task
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -57,11 +57,14 @@ def find_adapters(checkpoint: Path) -> StoredAdapters | None:
     train = index.extra.get("train", {})
     if not isinstance(train, dict) or "fine_tuning" not in train:
         return None
+    fine_tuning = from_data(FineTuningSpec, train["fine_tuning"], where=f"{checkpoint}: train")
+    if fine_tuning.task is not Task.LORA:
+        return None
     return StoredAdapters(
         checkpoint=checkpoint,
         index=index,
         model=parse_stored_model(index, checkpoint),
-        fine_tuning=from_data(FineTuningSpec, train["fine_tuning"], where=f"{checkpoint}: train"),
+        fine_tuning=fine_tuning,
         base=str(train.get("base", "")),
     )
 

@@ -1,4 +1,4 @@
-"""What of a model trains: all of it, or adapters beside frozen weights."""
+"""What of a model trains: all of it, some parts, or adapters beside frozen weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 from moewright.engine.model.layers import Weight, list_parameters
 from moewright.engine.runtime import Runtime
-from moewright.rules.adapters import adapter_shapes, has_adapter, is_frozen
+from moewright.rules.adapters import adapter_shapes, has_adapter, is_trained, trains_all
 
 
 def apply_fine_tuning(runtime: Runtime, model: torch.nn.Module) -> None:
     """Freeze the weights that the workload does not train, and make their adapters."""
-    if not is_frozen(runtime.workload):
-        return
     fine_tuning = runtime.workload.fine_tuning
+    if trains_all(fine_tuning):
+        return
     for parameter in list_parameters(model):
         weight = parameter.owner
-        weight.is_trained = False
+        weight.is_trained = is_trained(fine_tuning, parameter.name)
         placement = weight.placement
         if not has_adapter(parameter.module, placement.global_shape, fine_tuning):
             continue

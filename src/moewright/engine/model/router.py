@@ -29,7 +29,14 @@ from moewright.engine.runtime import Runtime
 from moewright.rules.parameters import selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec, ScoreFunction
-from moewright.spec.workload import DropPolicy, LossSpec, RouterAssignment, RouterDtype, RouterForce
+from moewright.spec.workload import (
+    DropPolicy,
+    FrozenPart,
+    LossSpec,
+    RouterAssignment,
+    RouterDtype,
+    RouterForce,
+)
 
 _MIN_COLUMN_SUM = 1e-290  # added to sums of fp64 exponentials, which may all have underflowed
 _SINKHORN_TOLERANCE = 1e-4  # mean relative change of converged scales (Megatron-LM)
@@ -225,9 +232,11 @@ class Router(Weight):
     def update_selection_bias(self, counts_E: torch.Tensor) -> None:
         """Move the selection bias towards an even load (docs/formulas.md 4).
 
-        `counts_E` [E] are the rows of each expert on all ranks in a global batch.
+        `counts_E` [E] are the rows of each expert on all ranks in a global batch. The bias of a
+        frozen router stays.
         """
-        if self.selection_bias is not None:
+        is_frozen = FrozenPart.ROUTER in self._runtime.workload.fine_tuning.freeze
+        if self.selection_bias is not None and not is_frozen:
             load = counts_E.to(self.selection_bias)
             self.selection_bias += self._training.bias_update_rate * (load.mean() - load).sign()
 

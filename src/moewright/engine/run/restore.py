@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from moewright.engine.checkpoint import (
     refuse_mismatch,
     run_on_all_ranks,
 )
+from moewright.engine.checkpoint.local_shard import SAFETENSORS_DTYPES
 from moewright.engine.hf.folder import (
     HfReader,
     fingerprint_hf_folder,
@@ -74,6 +76,8 @@ def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
         base = Path(workload.weights)
         train["fine_tuning"] = to_data(workload.fine_tuning)
         train["base"] = fingerprint_hf_folder(base) if is_hf_folder(base) else workload.weights
+    elif workload.fine_tuning.freeze:
+        train["fine_tuning"] = to_data(workload.fine_tuning)
     data: dict[str, Any] = {"fingerprint": data_fingerprint}
     if workload.data.documents is not DocumentMasking.JOINED:
         data["documents"] = to_data(workload.data.documents)
@@ -220,8 +224,25 @@ def _load_initial_weights(state: TrainState, weights: Path, comm: Coordinator) -
         shards = state.weight_shards()
         run_on_all_ranks(comm, lambda: _fill_from_hf(shards, weights, state.runtime.model))
     else:
-        load_checkpoint(find_checkpoint(weights), shards=state.weight_shards(), comm=comm)
+        _load_in_any_dtype(find_checkpoint(weights), state.weight_shards(), comm)
     state.optimizer.all_gather_params()
+
+
+def _load_in_any_dtype(checkpoint: Path, shards: Sequence[LocalShard], comm: Coordinator) -> None:
+    """Load shards from a checkpoint that may hold them in another dtype.
+
+    Weights that trained are stored in fp32, frozen ones in the compute dtype.
+    """
+    entries = read_index_on_all_ranks(checkpoint, comm).tensors
+    dtypes = {entry.name: SAFETENSORS_DTYPES[entry.dtype] for entry in entries}
+    stored = [
+        replace(shard, tensor=shard.tensor.to(dtypes.get(shard.name, shard.tensor.dtype)))
+        for shard in shards
+    ]
+    load_checkpoint(checkpoint, shards=stored, comm=comm)
+    for shard, loaded in zip(shards, stored, strict=True):
+        if loaded.tensor is not shard.tensor:
+            shard.tensor.copy_(loaded.tensor)
 
 
 def _fill_from_hf(shards: Sequence[LocalShard], weights: Path, model: ModelSpec) -> None:

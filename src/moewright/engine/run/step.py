@@ -29,7 +29,7 @@ from moewright.engine.pipeline.executor import ChunkResult, Key
 from moewright.engine.pipeline.run_batch import evaluate_batch, train_batch
 from moewright.engine.run.corpus_loader import BatchSource, local_rows
 from moewright.engine.runtime import Runtime
-from moewright.rules.adapters import is_adapter
+from moewright.rules.adapters import is_adapter, is_frozen
 from moewright.rules.batch_rampup import step_samples, workload_at_step
 from moewright.rules.context_parallel import (
     rank_positions,
@@ -145,8 +145,12 @@ class TrainState:
     train_data: BatchSource
 
     def local_shards(self) -> list[LocalShard]:
-        """Return everything that a checkpoint holds of this rank."""
-        return [*self.optimizer.local_shards(), *selection_bias_shards(self.model)]
+        """Return everything that a checkpoint holds of this rank.
+
+        Frozen parts are among it; of a model whose adapters alone train, the adapters.
+        """
+        frozen = [] if is_frozen(self.runtime.workload) else self.optimizer.frozen.local_shards()
+        return [*self.optimizer.local_shards(), *frozen, *selection_bias_shards(self.model)]
 
     def weight_shards(self) -> list[LocalShard]:
         """Return the shards that make the model: parameters, and the routers' selection biases.
@@ -154,8 +158,10 @@ class TrainState:
         Frozen weights are among them, adapters are not.
         """
         saved = [shard for shard in self.local_shards() if not shard.name.startswith("optim/")]
-        trained = [shard for shard in saved if not is_adapter(shard.name)]
-        return [*self.optimizer.frozen.local_shards(), *trained]
+        if not is_frozen(self.runtime.workload):
+            return saved
+        biases = [shard for shard in saved if not is_adapter(shard.name)]
+        return [*self.optimizer.frozen.local_shards(), *biases]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
