@@ -401,7 +401,8 @@ def draw_test_weight(slot: NamedParameter, runtime: Runtime) -> torch.Tensor:
         return draw_initial_value(slot, runtime)
     phases = torch.arange(prod(placement.global_shape)) + len(slot.name)
     values = 0.5 * torch.sin(phases).view(placement.global_shape)
-    if slot.name.endswith(".weight"):
+    is_centered = runtime.model.zero_centered_norms and ".attention.norm." not in slot.name
+    if slot.name.endswith(".weight") and not is_centered:
         values = values + 1
     boxes = [
         tuple(map(slice, part.offsets, map(add, part.offsets, part.local_shape)))

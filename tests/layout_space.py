@@ -34,10 +34,13 @@ from moewright.spec.layout import (
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
+    MixerKind,
     ModelSpec,
     MoeSpec,
     PositionKind,
     QkNorm,
+    RecurrentKind,
+    RecurrentSpec,
     RopeSpec,
     RouterSpec,
     ScoreFunction,
@@ -168,11 +171,36 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             vocab_size=101,
             mtp_layers=1,
         ),
+        # Gated delta nets around gated attention, and one more token predicted ahead. A larger
+        # epsilon, for a first token reads what it wrote under a key nearly across its query.
+        "delta": replace(
+            MODEL,
+            family="qwen3_next",
+            layers=4,
+            moe_layers=_THREE_OF_FOUR_MOE,
+            norm_eps=1e-3,
+            vocab_size=97,
+            mtp_layers=1,
+            mixers=(
+                MixerKind.RECURRENT,
+                MixerKind.RECURRENT,
+                MixerKind.ATTENTION,
+                MixerKind.RECURRENT,
+            ),
+            recurrent=RecurrentSpec(
+                kind=RecurrentKind.GATED_DELTA, heads=8, head_dim=6, key_heads=4, key_dim=8
+            ),
+            attention=replace(
+                _gqa(4, 2, QkNorm.PER_HEAD), output_gate=True, rope=RopeSpec(rotary_share=0.5)
+            ),
+            moe=_moe(8, 2, shared_ffn_size=16, shared_gate=True),
+            zero_centered_norms=True,
+        ),
     }
 )
 
-# The shape "latent" is like the others apart from its corners, and is not drawn.
-DRAWN_SHAPES = tuple(name for name in SHAPES if name not in ("latent", "biased"))
+# These shapes are like the others apart from their corners, and are not drawn.
+DRAWN_SHAPES = tuple(name for name in SHAPES if name not in ("latent", "biased", "delta"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,6 +329,29 @@ CORNERS = (
         "latent",
         8,
         "tp4,sp=false,pp2,mbs4,schedule=zb-h1",
+    ),
+    _corner("delta nets cut by heads", "delta", 2, "tp2,ep2,mbs2"),
+    _corner("delta nets of a key head a rank", "delta", 4, "tp4,ep2,etp2,mbs4"),
+    _corner(
+        "delta nets in documents, replayed in part",
+        "delta",
+        2,
+        "ep2,mbs4,recompute=core_attn+moe_act+layernorm",
+        DocumentMasking.RESTARTED,
+    ),
+    _corner(
+        "delta nets in stages, weight gradients later",
+        "delta",
+        4,
+        "pp2,tp2,ep2,schedule=zb-h1,mbs2",
+        DocumentMasking.BOUNDED,
+    ),
+    _corner("delta nets in shards", "delta", 2, "ep2,zero3,mbs2,recompute=full"),
+    _corner(
+        "delta nets beside offloaded activations",
+        "delta",
+        2,
+        "pp2,zero0,mbs2,offload=attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm",
     ),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
     _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),

@@ -1,8 +1,9 @@
 """The tensors that mixers beside plain and latent attention save for backward.
 
 Sources: mamba_ssm's fused scan, which keeps the projection's output and its own and makes the
-states again; fla's chunked delta rule, which keeps its inputs and the matrix of each chunk;
-Megatron-LM's sparse attention over latents; DeepSeek-V4's compressors.
+states again; fla's chunked delta rule, which keeps its inputs and the matrix of each chunk (our
+engine makes both again: engine.model.delta_net); Megatron-LM's sparse attention over latents;
+DeepSeek-V4's compressors.
 """
 
 from __future__ import annotations
@@ -36,8 +37,13 @@ class MixerSymbols:
     seq_len: int
 
 
-def recurrent_saved(spec: RecurrentSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:
-    """Yield what a recurrent mixer saves behind its input norm."""
+def recurrent_saved(
+    spec: RecurrentSpec, symbols: MixerSymbols, *, is_fused_stack: bool
+) -> Iterator[SavedTensor]:
+    """Yield what a recurrent mixer saves behind its input norm.
+
+    A fused stack is one of other trainers, by the kernels' own autograd functions.
+    """
     c, T, tp = symbols.c, symbols.T, symbols.tp
     value, conv = spec.value_width, spec.conv_width
     if spec.kind is RecurrentKind.MAMBA2:
@@ -50,9 +56,10 @@ def recurrent_saved(spec: RecurrentSpec, symbols: MixerSymbols) -> Iterator[Save
     rates = spec.heads * (1 if spec.kind is RecurrentKind.GATED_DELTA else spec.key_dim)
     yield _row("mixer_in", c * T * (conv + value) // tp)
     yield _row("conv_out", c * T * conv // tp)
-    yield _row("scan_in", c * T * (2 * keys + value) // tp)
     yield _row("rates", _FP32_BYTES * T * (rates + spec.heads) // tp)
-    yield _row("chunk_matrix", c * T * spec.heads * spec.chunk_size // tp)
+    if is_fused_stack:
+        yield _row("scan_in", c * T * (2 * keys + value) // tp)
+        yield _row("chunk_matrix", c * T * spec.heads * spec.chunk_size // tp)
     yield _row("scan_out", c * T * value // tp)
     yield _row("mixer_norm_rstd", _FP32_BYTES * T * spec.heads // tp)
     yield _row("mixer_out", c * T * value // tp)

@@ -216,7 +216,7 @@ def _mixer(
     shared = MixerSymbols(c=c, T=symbols.T, t=t, tp=symbols.tp, seq_len=symbols.seq_len)
     if mixer is MixerKind.RECURRENT:
         assert model.recurrent is not None  # what a recurrent layer needs
-        yield from recurrent_saved(model.recurrent, shared)
+        yield from recurrent_saved(model.recurrent, shared, is_fused_stack=repeats_exchange)
     elif model.attention.kind is AttentionKind.COMPRESSED:
         yield from compressed_saved(model, mixer, shared)
         yield from _scores(model, symbols)

@@ -204,7 +204,9 @@ def _delta_rule(
     def run(mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> _Tensors:
         inputs = _split_inputs(mixed, decay.shape[2], key_dim)
         outputs, _, _ = _scan(_build_chunks(inputs, decay, beta))
-        return (_from_chunks(outputs, mixed.shape[1]).to(mixed.dtype),)
+        # A copy, so that no chunk's padding is kept with it.
+        out = mixed.new_empty(_out_shape(mixed, decay, key_dim))
+        return (out.copy_(_from_chunks(outputs, mixed.shape[1])),)
 
     return _map_documents(run, lengths, mixed, decay, beta)[0]
 
