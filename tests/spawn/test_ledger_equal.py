@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tiny_jobs
+from layout_space import SHAPES
 from moewright.codec import read_json
 from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
@@ -402,6 +403,30 @@ def test_ledgers_of_adapters_and_frozen_parts_are_equal(
     assert_ledgers_equal(
         tiny_jobs.build_plan(workload, layout, world_size=2, model=model), tmp_path
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "fine_tuning"),
+    [
+        ("ep2,mbs2", Dtype.BF16, FineTuningSpec()),
+        thorough("tp2,ep2,recompute=select,overlap=tp", Dtype.BF16, FineTuningSpec()),
+        thorough("ep2,mbs2,overlap=ep", Dtype.BF16, FineTuningSpec()),
+        thorough("tp2,ep2,mbs2", Dtype.FP8, FineTuningSpec()),
+        thorough("tp2,ep2,mbs2", Dtype.BF16, ADAPTERS_EVERYWHERE),
+        thorough("pp2,schedule=zb-h1,mbs2", Dtype.BF16, ADAPTERS),
+    ],
+)
+def test_ledgers_of_delta_nets_are_equal(
+    layout: str, precision: Dtype, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
+) -> None:
+    workload = tiny_jobs.build_workload(data, steps=2, precision=precision)
+    if fine_tuning.lora_experts:  # grouped products need a rank of whole 16 bytes
+        fine_tuning = replace(fine_tuning, lora_rank=8)
+    model = replace(SHAPES["delta"], vocab_size=tiny_jobs.VOCABULARY, mtp_layers=0)
+    plan = tiny_jobs.build_plan(
+        replace(workload, fine_tuning=fine_tuning), layout, world_size=2, model=model
+    )
+    assert_ledgers_equal(plan, tmp_path)
 
 
 @pytest.mark.turns

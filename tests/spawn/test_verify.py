@@ -102,7 +102,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # Families without mathematics of their own.
-ALIKE = ("dots1", "minimax_m2", "glm4_moe_lite", "granitemoe")
+ALIKE = ("dots1", "minimax_m2", "glm4_moe_lite", "granitemoe", "qwen3_5_moe_text")
 CASES = [thorough(family) if family in ALIKE else family for family in (*FAMILIES, "fused")]
 
 
@@ -217,6 +217,10 @@ LAYOUTS = [
     ("ernie4_5_moe", 2, "ep2,zero3"),
     thorough("ernie4_5_moe", 4, "tp2,pp2"),
     thorough("glm4_moe_lite", 4, "tp2,ep2,cp2"),
+    ("qwen3_next", 2, "tp2,ep2,mbs2"),  # a key head, and the value heads that share it, a rank
+    thorough("qwen3_next", 4, "pp2,ep2,zero0,recompute=moe_act+core_attn"),
+    thorough("qwen3_5_moe_text", 4, "tp2,pp2,mbs4"),
+    thorough("qwen3_5_moe_text", 4, "ep4,zero3,recompute=full"),
     ("llama", 8, "tp4,sp0,pp2"),
     thorough("llama", 4, "tp2,zero0,recompute=mlp"),
 ]

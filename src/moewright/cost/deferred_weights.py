@@ -17,11 +17,12 @@ from moewright.rules.adapters import adapted_linears, is_frozen, trains_module
 from moewright.rules.capacity import routed_rows
 from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batch_tokens, tp_group_tokens
+from moewright.rules.mixer_flops import recurrent_macs
 from moewright.rules.shards import shard_size
 from moewright.rules.trained_saved import adapter_tensor
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind
+from moewright.spec.model import AttentionKind, MixerKind
 
 Booking = tuple[Module, int]
 
@@ -56,7 +57,7 @@ def layer_owed_bytes(
     is_mtp = layer > job.model.layers
     if is_frozen(job.workload):
         return tuple(_adapters(job, layer, inputs, load))
-    bookings = [*_attention(job, inputs)]
+    bookings = [*_mixer(job, layer, inputs)]
     if is_moe_layer(job.model, layer):
         bookings += _experts(job, inputs, load)
     else:
@@ -84,13 +85,18 @@ def head_owed_bytes(job: Job) -> tuple[Booking, ...]:
     return ((Module.HEAD, recompute.activation_nbytes(job.workload) * (head_input + logits)),)
 
 
-def _attention(job: Job, inputs: dict[tuple[Module, str], int]) -> Iterator[Booking]:
+def _mixer(job: Job, layer: int, inputs: dict[tuple[Module, str], int]) -> Iterator[Booking]:
     if not trains_module(job.workload.fine_tuning, Module.ATTENTION):
         return
     spec = job.model.attention
     names = ["input_norm_out", "attention_out"]
-    width = spec.q_width + 2 * spec.kv_width
-    if spec.kind is AttentionKind.MLA:
+    width = spec.q_width * (2 if spec.output_gate else 1) + 2 * spec.kv_width
+    recurrent = job.model.recurrent
+    if recurrent is not None and job.model.mixer(layer) is MixerKind.RECURRENT:
+        names = ["input_norm_out", "mixer_out"]
+        sharded, _ = recurrent_macs(recurrent, job.model.hidden_size)
+        width = sharded // job.model.hidden_size - recurrent.value_width
+    elif spec.kind is AttentionKind.MLA:
         # The projections to the latents are replicated, and their gradients are not deferred.
         names = ["q_latent" if spec.q_lora_rank else "input_norm_out", "kv_latent", "attention_out"]
         width = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
@@ -140,11 +146,14 @@ def _adapters(
     tokens, tp = tp_group_tokens(job.workload, job.layout), job.layout.tp
     rows = routed_rows(job.model, job.workload, job.layout, load)
     is_grouped = False
+    names = dict(_INPUT_NAMES)
+    if (Module.ATTENTION, "mixer_out") in inputs:
+        names["attention.o"] = "mixer_out"
     for linear in adapted_linears(job.model, job.workload.fine_tuning, layer):
         waiting = 0
         count, parts = (rows, 1) if linear.is_expert else (tokens, tp)
         if linear.is_expert or linear.cut == "columns":
-            waiting += inputs[linear.module, _INPUT_NAMES[linear.name]]
+            waiting += inputs[linear.module, names[linear.name]]
             waiting += c * count * linear.stack * rank
         if linear.is_expert or linear.cut == "rows":
             waiting += inputs[linear.module, adapter_tensor(linear)]

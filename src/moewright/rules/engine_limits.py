@@ -56,7 +56,7 @@ def unsupported_layout(
         *_check_library(layout, workload),
         *_check_replicas(layout),
         *_check_frozen(layout, workload),
-        *_check_recurrence(layout, model),
+        *_check_recurrence(layout, model, workload),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
 
@@ -175,9 +175,15 @@ def _check_frozen(layout: Layout, workload: Workload) -> Iterator[Reason]:
         yield Reason(field="train.lora_rank", value=str(rank), rule=rule, nearest=nearest)
 
 
-def _check_recurrence(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
-    """Yield context parallelism of layers that carry a state along the sequence."""
-    if model.recurrent is not None and layout.cp > 1:
+def _check_recurrence(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """Yield what layers that carry a state along the sequence do not go with."""
+    if model.recurrent is None:
+        return
+    taps, rank = model.recurrent.short_conv, workload.fine_tuning.lora_rank
+    if is_frozen(workload) and rank < taps:
+        rule = f"would give adapters to convolutions of {taps} tokens, which are no linears"
+        yield Reason(field="train.lora_rank", value=str(rank), rule=rule, nearest=str(taps))
+    if layout.cp > 1:
         rule = "the engine has the state of a recurrent layer pass over whole sequences"
         yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
 

@@ -96,10 +96,11 @@ def indexer_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedT
     yield saved_tensor(Module.ATTENTION, "index_chosen", _INT32_BYTES * t * chosen, core)
 
 
-def gate_saved(spec: AttentionSpec, symbols: MixerSymbols) -> SavedTensor:
-    """Return the gate of attention's output; the gated product is `attention_out` once more."""
-    width = 2 * spec.q_width if spec.output_gate else 0
-    return _row("output_gate", symbols.c * symbols.T * width // symbols.tp)
+def gate_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:
+    """Yield the gate of attention's output, and the gated output, which its projection takes."""
+    width = spec.q_width if spec.output_gate else 0
+    for name in ("output_gate", "gated_out"):
+        yield _row(name, symbols.c * symbols.T * width // symbols.tp)
 
 
 def _row(name: str, size_bytes: int) -> SavedTensor:

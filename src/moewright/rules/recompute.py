@@ -222,7 +222,7 @@ def _mixer(
         yield from _scores(model, symbols)
     else:
         yield from _attention(model, symbols, repeats_exchange=repeats_exchange)
-        yield gate_saved(model.attention, shared)
+        yield from gate_saved(model.attention, shared)
         if mixer is not MixerKind.SHARED_INDEX:
             yield from indexer_saved(model.attention, shared)
 

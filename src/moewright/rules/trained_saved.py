@@ -26,6 +26,8 @@ _READERS: Mapping[tuple[Module, str], tuple[str, ...]] = MappingProxyType(
     {
         (Module.ATTENTION, "q_latent"): ("attention.q_up",),
         (Module.ATTENTION, "kv_latent"): ("attention.kv_up",),
+        (Module.ATTENTION, "gated_out"): ("attention.o",),
+        (Module.ATTENTION, "mixer_out"): ("attention.o",),
         (Module.DENSE_MLP, "post_norm_out"): ("mlp.gate_up", "mlp.up"),
         (Module.DENSE_MLP, "activation"): ("mlp.down",),
         (Module.EXPERTS, "permuted"): ("moe.experts.gate_up", "moe.experts.up"),
@@ -70,7 +72,8 @@ def drop_unread(
 ) -> list[SavedTensor]:
     """Return what a layer saves without the inputs that no product of it keeps."""
     readers = reading_linears(model, fine_tuning, layer)
-    keeps_output = "attention.o" in readers
+    # A gate keeps the output that it scales, whoever takes the product.
+    keeps_output = "attention.o" in readers or any(row.name == "output_gate" for row in rows)
     # The output stands twice where ranks exchange heads: for attention, and for its projection.
     outputs = sum((row.owner, row.name) == _OUTPUT for row in rows)
     kept = []
