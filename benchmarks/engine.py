@@ -6,7 +6,7 @@ from benchmarks.command import run_command
 
 
 def measure_engine(*, nproc: int = 2) -> int:
-    """Time the engine beside a plain PyTorch loop, and ZeRO-1 with overlap beside without.
+    """Time the engine beside a plain PyTorch loop, overlap beside none, saves beside none.
 
     Parameters
     ----------
@@ -18,7 +18,11 @@ def measure_engine(*, nproc: int = 2) -> int:
     refuse_too_many_processes(nproc, field="--nproc")
     import torch
 
-    from benchmarks.overhead import measure_overhead, measure_overlap_ratio
+    from benchmarks.overhead import (
+        measure_overhead,
+        measure_overlap_ratio,
+        measure_save_cost,
+    )
     from benchmarks.workloads import QUICKSTART_WORKLOAD
     from moewright.spec.hardware import DeviceKind
 
@@ -31,6 +35,7 @@ def measure_engine(*, nproc: int = 2) -> int:
             nproc = 1
     # The ranks come first: they are forked, and this process has not started a thread of torch's.
     overlap_ratio = measure_overlap_ratio(kind, nproc) if nproc > 1 else None
+    save_cost = measure_save_cost(kind, nproc) if nproc > 1 else None
     overhead = measure_overhead(device)
     tokens = QUICKSTART_WORKLOAD.tokens_per_step
     print(f"{'one process, TP 1':<26}{'step':>10}{'tokens/s':>11}{'host outside torch ops':>25}")
@@ -45,6 +50,11 @@ def measure_engine(*, nproc: int = 2) -> int:
         print(
             f"ZeRO-1 over {nproc} processes: overlap=grad+param gives {overlap_ratio:.3f} of the "
             "tokens/s without"
+        )
+    if save_cost is not None:
+        print(
+            f"an asynchronous save at every 10 steps of {nproc} processes: {save_cost:+.1%} of "
+            "their time"
         )
     return 0
 

@@ -20,11 +20,16 @@ import torch
 
 from benchmarks.workloads import QUICKSTART_MODEL as MODEL
 from benchmarks.workloads import QUICKSTART_WORKLOAD as WORKLOAD
+from moewright.engine.checkpoint import CheckpointSaver
 from moewright.engine.comm import collectives
 from moewright.engine.model.layers import list_parameters
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
-from moewright.engine.run.build_state import build_train_state, init_distributed
+from moewright.engine.run.build_state import (
+    build_coordinator,
+    build_train_state,
+    init_distributed,
+)
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import TrainState, train_step
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
@@ -33,10 +38,13 @@ from moewright.rules.job import Job
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Overlap
+from moewright.spec.workload import CheckpointSpec, SaveMode
 
 WARM_UP = 3
 REPEATS = 15
 PROFILED = 3
+SAVES = 7  # pairs of which the cost of a save is the median
+STEPS_A_SAVE = 10
 LAYOUT = Layout(world_size=1, mbs=2)
 _MICRO_BATCHES = WORKLOAD.global_batch // LAYOUT.mbs
 
@@ -204,10 +212,33 @@ def measure_overlap_ratio(device: DeviceKind, ranks: int) -> float:
     Raises:
         BadInput: A rank failed.
     """
+    return measure_on_ranks(_compare_overlap, device, ranks)
+
+
+def measure_save_cost(device: DeviceKind, ranks: int) -> float:
+    """Return the share by which an asynchronous save at every ten steps lengthens them.
+
+    Ten steps with a save at their start and ten without it run in turn on `ranks` data-parallel
+    ranks; the share is the median of pairs of wall times. What is left of a save after its ten
+    steps counts.
+
+    Raises:
+        BadInput: A rank failed.
+    """
+    return measure_on_ranks(_compare_saves, device, ranks)
+
+
+def measure_on_ranks(
+    compare: Callable[[Path, RankContext], RankOutcome], device: DeviceKind, ranks: int
+) -> float:
+    """Return the number that rank 0 writes into the file which `compare` gets.
+
+    Raises:
+        BadInput: A rank failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ratio"
-        run_rank = partial(_compare_overlap, path)
-        code = launch(run_rank, nproc=ranks, run_dir=Path(folder), device=device)
+        path = Path(folder) / "figure"
+        code = launch(partial(compare, path), nproc=ranks, run_dir=Path(folder), device=device)
         if code is not ExitCode.DONE:
             raise BadInput(Reason(field="benchmarks.engine", rule="a rank failed: see above"))
         return float(path.read_text())
@@ -236,5 +267,41 @@ def _compare_overlap(path: Path, context: RankContext) -> RankOutcome:
         state.optimizer.finish_pending()
     if context.rank == 0:
         path.write_text(str(statistics.median(ratios)))
+    collectives.leave_world()
+    return RankOutcome.DONE
+
+
+def _compare_saves(path: Path, context: RankContext) -> RankOutcome:
+    """Run the pairs of ten steps on one rank; rank 0 writes the cost of a save to `path`."""
+    device = init_distributed(context)
+    layout = Layout(world_size=context.world_size, mbs=LAYOUT.mbs)
+    state = build_state(device, layout, context.rank)
+    saver = CheckpointSaver(
+        path.parent / "checkpoints",
+        spec=CheckpointSpec(mode=SaveMode.ASYNC, keep=1),
+        extra={},
+        comm=build_coordinator(context),
+        build_background_comm=partial(build_coordinator, context, in_background=True),
+    )
+    run_step = _engine_step(state)
+    step = 0
+    costs = []
+    for pair in range(1 + SAVES):
+        seconds = {}
+        # The order of the two changes, for a machine that becomes faster or slower.
+        for saves in (True, False) if pair % 2 else (False, True):
+            started = time.perf_counter()
+            if saves:
+                saver.save(step, state.local_shards())
+            for _ in range(STEPS_A_SAVE):
+                step += 1
+                context.beat(step)
+                run_step(step)
+            saver.wait()
+            seconds[saves] = time.perf_counter() - started
+        if pair:  # the first warms up
+            costs.append(seconds[True] / seconds[False] - 1)
+    if context.rank == 0:
+        path.write_text(str(statistics.median(costs)))
     collectives.leave_world()
     return RankOutcome.DONE

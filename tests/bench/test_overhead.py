@@ -13,7 +13,8 @@ pytestmark = pytest.mark.serial
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, count in (("WARM_UP", 1), ("REPEATS", 3), ("PROFILED", 1)):
+    counts = {"WARM_UP": 1, "REPEATS": 3, "PROFILED": 1, "SAVES": 1, "STEPS_A_SAVE": 1}
+    for name, count in counts.items():
         monkeypatch.setattr(overhead, name, count)
 
 
@@ -29,3 +30,9 @@ def test_the_engine_keeps_up_with_a_plain_loop() -> None:
 @pytest.mark.spawn
 def test_overlap_is_timed_beside_none() -> None:
     assert 0.2 < overhead.measure_overlap_ratio(DeviceKind.CPU, 2) < 5
+
+
+@pytest.mark.turns
+@pytest.mark.spawn
+def test_saves_are_timed_beside_none() -> None:
+    assert -0.9 < overhead.measure_save_cost(DeviceKind.CPU, 2) < 20

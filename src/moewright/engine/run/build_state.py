@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from moewright.engine.checkpoint import Coordinator
 from moewright.engine.comm import collectives
 from moewright.engine.comm.mesh import Mesh, build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
@@ -64,6 +65,26 @@ def init_distributed(context: RankContext) -> torch.device:
             timeout_s=context.timeouts.collective_s,
         )
     return device
+
+
+def build_coordinator(context: RankContext, *, in_background: bool = False) -> Coordinator:
+    """Build what checkpoints need of the other ranks, all of which call this.
+
+    That of a thread `in_background` has a process group of its own.
+    """
+    if not in_background:
+        return Coordinator(
+            rank=context.rank,
+            world_size=context.world_size,
+            gather=collectives.gather_json,
+            note=context.note,
+        )
+    group = collectives.new_control_group()
+    return Coordinator(
+        rank=context.rank,
+        world_size=context.world_size,
+        gather=lambda value: collectives.gather_json(value, group),
+    )
 
 
 def build_train_state(

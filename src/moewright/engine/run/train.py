@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
-from moewright.engine.checkpoint import CheckpointSaver, Coordinator, require_space
+from moewright.engine.checkpoint import CheckpointSaver, require_space
 from moewright.engine.comm import collectives
 from moewright.engine.data.corpus_rows import CorpusBlend, blend_entropy, open_corpora
 from moewright.engine.data.preflight import check_data
@@ -31,7 +31,11 @@ from moewright.engine.observe.profile import ProfilerWindow, merge_traces
 from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
 from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
 from moewright.engine.optim.lr_schedule import learning_rate
-from moewright.engine.run.build_state import build_train_state, init_distributed
+from moewright.engine.run.build_state import (
+    build_coordinator,
+    build_train_state,
+    init_distributed,
+)
 from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData
 from moewright.engine.run.corruption import StateGuard
 from moewright.engine.run.env import (
@@ -212,9 +216,7 @@ def _train_rank(
     workload = plan.workload
     rank = context.rank
     device = init_distributed(context)
-    comm = Coordinator(
-        rank=rank, world_size=context.world_size, gather=collectives.gather_json, note=context.note
-    )
+    comm = build_coordinator(context)
     refuse_different_ranks(plan, comm)
     corpora = open_corpora(workload.data.train, workload, SampleOrder.SHUFFLED)
     train_data = CorpusLoader(data=corpora, follows_rampup=True)
@@ -235,7 +237,7 @@ def _train_rank(
         spec=workload.checkpoint,
         extra=identity,
         comm=comm,
-        build_background_comm=partial(_build_background_comm, context),
+        build_background_comm=partial(build_coordinator, context, in_background=True),
     )
     repeated = count_repeated_steps(run_dir, first_step) if rank == 0 else None
     if rank == 0 and context.attempt:
@@ -329,15 +331,6 @@ def _open_heldout(plan: Plan, train: CorpusBlend) -> HeldoutData | None:
     entropy = blend_entropy(train, data, plan.model.vocab_size)
     loader = CorpusLoader(data=data, follows_rampup=False)
     return HeldoutData(loader=loader, unigram_entropy=entropy)
-
-
-def _build_background_comm(context: RankContext) -> Coordinator:
-    group = collectives.new_control_group()
-    return Coordinator(
-        rank=context.rank,
-        world_size=context.world_size,
-        gather=lambda value: collectives.gather_json(value, group),
-    )
 
 
 def _disable_automatic_gc() -> None:
