@@ -28,6 +28,7 @@ from moewright.spec.workload import (
     OptimizerSpec,
     ProfileSpec,
     RouterTraining,
+    RoutesSpec,
     TrainerSpec,
     Workload,
 )
@@ -103,6 +104,7 @@ SECTIONS = (
             RouterTraining,
             TrainerSpec,
             FineTuningSpec,
+            RoutesSpec,
             LossScalingSpec,
             BatchRampSpec,
         ),
@@ -114,6 +116,7 @@ SECTIONS = (
             "router",
             "trainer",
             "fine_tuning",
+            "routes",
             "scaling",
             "ramp",
             "data",

@@ -24,6 +24,7 @@ from moewright.spec.workload import (
     OptimizerSpec,
     ProfileSpec,
     RouterTraining,
+    RoutesSpec,
     TrainerSpec,
     Workload,
 )
@@ -43,6 +44,7 @@ _FLAT_RECORDS: Mapping[str, type] = {
     "router": RouterTraining,
     "trainer": TrainerSpec,
     "fine_tuning": FineTuningSpec,
+    "routes": RoutesSpec,
     "scaling": LossScalingSpec,
     "ramp": BatchRampSpec,
 }
@@ -76,6 +78,9 @@ def read_workload(
     values = _pick(train, top_keys) | {"weights": weights}
     for name, record in _FLAT_RECORDS.items():
         values[name] = _as_fields(from_data(record, _pick(train, keys[name]), where=train_where))
+    values["routes"] = {
+        key: resolve_beside(path, folder) for key, folder in values["routes"].items()
+    }
     values["data"] = _read_data(tables["data"], path, where)
     profile = from_data(ProfileSpec, train.get("profile", {}), where=f"{train_where}.profile")
     values["profile"] = _as_fields(profile)

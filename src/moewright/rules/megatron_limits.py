@@ -283,6 +283,10 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if workload.fine_tuning.freeze:
         frozen = "+".join(workload.fine_tuning.freeze)
         yield _refusal("workload.freeze", frozen, "export freezes nothing", "none")
+    for folder in (workload.routes.record_routes, workload.routes.replay_routes):
+        if folder:
+            rule = "export records and replays no routes"
+            yield _refusal("workload.routes", folder, rule, "none")
     if workload.weights:
         rule = "starts from checkpoints of its own; convert them first"
         yield _refusal("workload.weights", workload.weights, rule, "none")

@@ -261,6 +261,10 @@ def _check_workload(workload: Workload) -> Iterator[Reason]:
     if workload.fine_tuning.freeze:
         frozen = "+".join(workload.fine_tuning.freeze)
         yield _refusal("workload.freeze", frozen, "export freezes nothing", "none")
+    for folder in (workload.routes.record_routes, workload.routes.replay_routes):
+        if folder:
+            rule = "export records and replays no routes"
+            yield _refusal("workload.routes", folder, rule, "none")
     if optimizer.matrix_update is not MatrixUpdate.ADAMW or workload.trainer != TrainerSpec():
         rule = "export writes AdamW and torchtitan's own kernels, without dropout"
         yield _refusal("workload.trainer", "", rule, "its defaults")

@@ -308,6 +308,15 @@ class FineTuningSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutesSpec:
+    """Folders of routes, the experts that every token of a run took; "" for none."""
+
+    record_routes: str = ""  # a folder that gets the routes of this run
+    # a folder whose routes this run takes, in place of what its routers choose
+    replay_routes: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossScalingSpec:
     """Dynamic loss scaling (Micikevicius et al. 2018), for fp16 only.
 
@@ -434,6 +443,7 @@ class Workload(Record):
     router: RouterTraining = RouterTraining()
     trainer: TrainerSpec = TrainerSpec()
     fine_tuning: FineTuningSpec = FineTuningSpec()
+    routes: RoutesSpec = RoutesSpec()
     scaling: LossScalingSpec = LossScalingSpec()
     ramp: BatchRampSpec = BatchRampSpec()
     data: DataSpec = DataSpec()

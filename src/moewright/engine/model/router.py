@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ from moewright.engine.model.micro_batch import CountedTokens
 from moewright.engine.model.parallel_linear import RouterLinear
 from moewright.engine.model.router_jitter import uniform_noise
 from moewright.engine.model.router_losses import balance_loss, count_counted, z_loss
+from moewright.engine.model.routes import LayerRoutes
 from moewright.engine.runtime import Runtime
 from moewright.rules.parameters import selection_bias_name
 from moewright.spec.ledger import Module
@@ -152,9 +154,18 @@ class Router(Weight):
         self._step_counts = torch.zeros(experts, dtype=torch.int64, device=device)
         # The rows of this rank's tokens that count, where not all do, in this step.
         self.counted_loads = torch.zeros(experts, dtype=torch.int64, device=device)
+        self._recorded = self._open_routes(runtime.workload.routes.record_routes, experts)
+        self._replayed = self._open_routes(runtime.workload.routes.replay_routes, experts)
         self.selection_bias: torch.Tensor | None = None
         if self._spec.selection_bias:
             self.selection_bias = torch.zeros(experts, device=device)
+
+    def _open_routes(self, folder: str, experts: int) -> LayerRoutes | None:
+        """Return this layer's routes in a folder; None where that is not given."""
+        if not folder:
+            return None
+        top_k = self._spec.top_k
+        return LayerRoutes(Path(folder), self.layer_number, experts=experts, top_k=top_k)
 
     def forward(
         self,
@@ -176,14 +187,20 @@ class Router(Weight):
         logits = add_router_adapter(runtime, self, logits, x_TH, noise)
         logits = self.add_bias(logits)
         experts = decisions.experts if decisions else None
+        is_first = experts is None and first_sequence is not None
         if experts is None:
             experts = self._force_experts(*logits.shape)
+        if is_first and first_sequence is not None and self._replayed is not None:
+            numbers = self._number_tokens(first_sequence, len(x_TH))
+            experts = self._replayed.read(numbers).to(x_TH.device)
         is_sinkhorn = self._training.assignment is RouterAssignment.SINKHORN
         if experts is None and is_sinkhorn and first_sequence is not None:
             experts = self._assign_by_sinkhorn(logits)
         selection = select_experts(
             logits, self._spec, runtime.kernels, self.selection_bias, experts
         )
+        if is_first and first_sequence is not None and self._recorded is not None:
+            self._recorded.write(self._number_tokens(first_sequence, len(x_TH)), selection.experts)
         shares = decisions.shares if decisions else None
         if shares is None:
             shares = self._compute_shares(selection, counted)
@@ -199,17 +216,22 @@ class Router(Weight):
         A token's factors depend on its number over all of training, not on the layout.
         """
         runtime = self._runtime
-        layout = runtime.mesh.layout
         eps = self._training.jitter_eps
+        numbers = self._number_tokens(first_sequence, tokens).to(runtime.device)
+        noise = uniform_noise(numbers, width, seed=runtime.workload.seed, stream=self.layer_number)
+        return noise.mul_(2 * eps).add_(1 - eps)
+
+    def _number_tokens(self, first_sequence: int, tokens: int) -> torch.Tensor:
+        """Return the numbers [tokens] of this rank's tokens over all of training, on the host."""
+        runtime = self._runtime
+        layout = runtime.mesh.layout
         positions = runtime.positions
         # With sequence parallelism the ranks of a TP group split one list of tokens.
         group_tokens = tokens * (layout.tp if layout.sp else 1)
         start = runtime.mesh.coordinate("tp") * tokens if layout.sp else 0
         sequences = first_sequence + torch.arange(group_tokens // len(positions))
         numbers = sequences[:, None] * runtime.workload.seq_len + positions
-        numbers = numbers.flatten()[start : start + tokens].to(runtime.device)
-        noise = uniform_noise(numbers, width, seed=runtime.workload.seed, stream=self.layer_number)
-        return noise.mul_(2 * eps).add_(1 - eps)
+        return numbers.flatten()[start : start + tokens]
 
     @torch.no_grad()
     def _assign_by_sinkhorn(self, logits: torch.Tensor) -> torch.Tensor:

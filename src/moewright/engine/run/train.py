@@ -26,6 +26,7 @@ from moewright.engine.data.preflight import check_data
 from moewright.engine.data.sampler import SampleOrder, count_whole_batches
 from moewright.engine.kernels.fused.select import unavailable_reasons
 from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.routes import prepare_routes
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.profile import ProfilerWindow, merge_traces
 from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
@@ -125,6 +126,7 @@ def train(
     if reasons:
         raise BadInput(*reasons)
     identity = build_identity(plan, check_data(plan.model, plan.workload))
+    prepare_routes(plan.model, plan.workload, identity["data"]["fingerprint"])
     fetch_remote_checkpoint(plan, run_dir, identity)
     steps_done = read_steps_done(plan, run_dir, identity, falls_back=falls_back)
     last_step = _find_last_step(plan.workload, steps_done, extend)
