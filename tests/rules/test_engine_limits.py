@@ -63,8 +63,17 @@ def test_passes_beside_each_other_need_whole_weights() -> None:
 
 def test_what_is_not_built_is_refused() -> None:
     assert refusals("graphs=attn")[0].startswith(
-        "layout.graphs=attn: the engine does not run this yet"
+        "layout.graphs=attn: the engine captures whole steps"
     )
+
+
+def test_a_captured_step_differs_from_others_in_its_tokens_alone() -> None:
+    assert refusals("ep4,graphs=full,rank_capacity=2") == []
+    fields = [
+        reason.partition("=")[0]
+        for reason in refusals("pp2,ep2,graphs=full,capacity=1,overlap=grad", precision=Dtype.FP16)
+    ]
+    assert fields == ["layout.rank_capacity", "layout.pp", "layout.overlap", "train.precision"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from moewright.rules.adapters import is_frozen, trains_all, trains_module
 from moewright.rules.engine_features import unsupported_features
+from moewright.rules.engine_graphs import check_graphs
 from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
@@ -57,6 +58,7 @@ def unsupported_layout(
         *_check_replicas(layout),
         *_check_frozen(layout, workload),
         *_check_recurrence(layout, model, workload),
+        *check_graphs(Job(model=model, workload=workload, layout=layout)),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
 
@@ -74,9 +76,6 @@ def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
         others = (o for o in layout.overlap if o not in (Overlap.EP, Overlap.WGRAD))
         nearest = "+".join(others) or "none"
         yield Reason(field="layout.overlap", value="ep", rule=rule, nearest=nearest)
-    if layout.graphs:
-        graphs = "+".join(layout.graphs)
-        yield Reason(field="layout.graphs", value=graphs, rule=_NOT_YET, nearest="none")
     if layout.zero >= 2 and layout.pp > 1 and layout.schedule.splits_backward:
         rule = (
             "the engine reduces gradients as a backward ends, and leaves weight gradients of "

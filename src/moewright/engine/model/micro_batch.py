@@ -50,6 +50,14 @@ class MicroBatch:
         """Return the micro-batch on a device; copies of pinned memory are not waited for."""
         return self._convert(lambda x: x.to(device, non_blocking=True))
 
+    def clone(self) -> MicroBatch:
+        """Return a copy."""
+        return self._convert(torch.clone)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the inputs and targets, those of the MTP depths after them."""
+        return (self.inputs, self.targets, *(tensor for pair in self.mtp for tensor in pair))
+
     def pin(self) -> MicroBatch:
         """Return the micro-batch in pinned memory of the host."""
         return self._convert(torch.Tensor.pin_memory)

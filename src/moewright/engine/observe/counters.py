@@ -143,6 +143,11 @@ class Counters:
         finally:
             self._counts_flops = True
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether what runs now is counted."""
+        return self._is_counting
+
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the collectives, FLOPs and storages of everything inside, from zero."""

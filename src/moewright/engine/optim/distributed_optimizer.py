@@ -193,6 +193,15 @@ class DistributedOptimizer:
         if self.fsdp is not None:
             self.fsdp.begin_step()
 
+    @property
+    def unwritten_gradients(self) -> frozenset[str]:
+        """The parameters that have no gradient of this step yet; set after a graph has written."""
+        return frozenset(self._stale)
+
+    @unwritten_gradients.setter
+    def unwritten_gradients(self, names: frozenset[str]) -> None:
+        self._stale = set(names)
+
     def _reduce_bucket(self, index: int) -> None:
         """Start to reduce a bucket; a parameter that no micro-batch used has a zero gradient."""
         for parameter, grad_view in self.buckets[index].grad_views:

@@ -26,6 +26,7 @@ from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.run.corpus_loader import BatchSource
 from moewright.engine.run.step import TrainState
+from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.grid import axis_size
@@ -34,6 +35,7 @@ from moewright.rules.low_precision import find_recipe
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.shards import shared_table_ranks
 from moewright.spec.hardware import DeviceKind
+from moewright.spec.layout import CudaGraphScope
 
 InitialValue = Callable[[NamedParameter, Runtime], torch.Tensor]
 
@@ -133,7 +135,10 @@ def build_train_state(
     optimizer = DistributedOptimizer(
         runtime, model, lambda parameter: initial_value(parameter, runtime), update_rule
     )
-    return TrainState(runtime=runtime, model=model, optimizer=optimizer, train_data=train_data)
+    graph = StepGraph(device) if CudaGraphScope.FULL in layout.graphs else None
+    return TrainState(
+        runtime=runtime, model=model, optimizer=optimizer, train_data=train_data, graph=graph
+    )
 
 
 def _open_library(job: Job, mesh: Mesh, device: torch.device) -> DispatchLibrary:

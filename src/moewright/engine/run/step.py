@@ -28,6 +28,7 @@ from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.pipeline.executor import ChunkResult, Key
 from moewright.engine.pipeline.run_batch import evaluate_batch, train_batch
 from moewright.engine.run.corpus_loader import BatchSource, local_rows
+from moewright.engine.run.step_graph import GraphTensors, StepGraph
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter, is_frozen
 from moewright.rules.batch_rampup import step_samples, workload_at_step
@@ -143,6 +144,7 @@ class TrainState:
     model: Transformer
     optimizer: DistributedOptimizer
     train_data: BatchSource
+    graph: StepGraph | None = None  # where the layout captures whole steps
 
     def local_shards(self) -> list[LocalShard]:
         """Return everything that a checkpoint holds of this rank.
@@ -338,14 +340,7 @@ def _run_passes(passes: _MicroBatchPasses, stop_requested: bool) -> BackwardResu
     state.optimizer.begin_step(len(batches))
     for router in list_routers(state.model):
         router.begin_step()
-    train_batch(
-        runtime,
-        batches,
-        forward=passes.forward,
-        backward=passes.backward,
-        weight_grad=passes.weight_grad,
-        note_turn=passes.note_turn,
-    )
+    _run_micro_batches(passes)
     sums = passes.sums
     with clock.phase(StepPhase.GRAD_REDUCE):
         squared_norm = state.optimizer.reduce_gradients()
@@ -379,6 +374,50 @@ def _run_passes(passes: _MicroBatchPasses, stop_requested: bool) -> BackwardResu
         counts_all_tokens=all(batch.counted is None for batch in batches),
         is_repeated=passes.is_repeated,
     )
+
+
+def _run_micro_batches(passes: _MicroBatchPasses) -> None:
+    """Run the micro-batches of a step, by its graph where the layout captures one.
+
+    A step that is counted for the ledger runs as it is, as does one that is run again.
+    """
+    state = passes.state
+    graph = state.graph
+    count = len(passes.batches)
+    is_plain = passes.is_repeated or state.runtime.counters.is_counting
+    if graph is None or is_plain or not graph.is_warm(count):
+        passes.run()
+        return
+
+    def build() -> tuple[GraphTensors, Callable[[], frozenset[str]]]:
+        own = replace(
+            passes,
+            clock=PhaseClock(HostStamps()),  # a graph has no moments inside
+            batches=[batch.clone() for batch in passes.batches],
+            valid_targets=_to_tensor(passes.valid_targets, state.runtime.device),
+            sums=_zero_sums(state.runtime, count),
+        )
+
+        def body() -> frozenset[str]:
+            own.run()
+            return state.optimizer.unwritten_gradients
+
+        return own.graph_tensors(), body
+
+    with passes.clock.phase(StepPhase.BACKWARD):
+        outer = replace(
+            passes, valid_targets=_to_tensor(passes.valid_targets, state.runtime.device)
+        )
+        state.optimizer.unwritten_gradients = graph.run(count, outer.graph_tensors(), build)
+
+
+def _to_tensor(number: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(number, dtype=torch.float64, device=device)
+
+
+def _round_like(number: float | torch.Tensor, like: torch.Tensor) -> float | torch.Tensor:
+    """Return a factor as an operation with `like` rounds it: a number is rounded to its dtype."""
+    return number.to(like.dtype) if isinstance(number, torch.Tensor) else number
 
 
 def apply_update(
@@ -438,9 +477,28 @@ class _MicroBatchPasses:
     clock: PhaseClock
     batches: Sequence[MicroBatch]
     step: int
-    valid_targets: int
+    valid_targets: int | torch.Tensor  # fp64 inside a graph
     sums: _StepSums
     is_repeated: bool = False
+
+    def run(self) -> None:
+        """Run every forward and backward of the step."""
+        train_batch(
+            self.state.runtime,
+            self.batches,
+            forward=self.forward,
+            backward=self.backward,
+            weight_grad=self.weight_grad,
+            note_turn=self.note_turn,
+        )
+
+    def graph_tensors(self) -> GraphTensors:
+        """Return what differs between two steps of the same shapes, and the sums of the step."""
+        assert isinstance(self.valid_targets, torch.Tensor)
+        inputs = [tensor for batch in self.batches for tensor in batch.tensors()]
+        sums = self.sums
+        outputs = (sums.expert_counts, sums.router_losses, sums.nll, sums.mtp_loss)
+        return GraphTensors(inputs=(*inputs, self.valid_targets), outputs=outputs)
 
     def forward(self, key: Key, hidden: torch.Tensor | None) -> ChunkResult:
         """Run a micro-batch through a chunk; its loss is what backward starts from."""
@@ -531,10 +589,10 @@ class _MicroBatchPasses:
         if chunk.has_loss:
             nll = out.nll.sum()
             self.sums.nll += nll.detach()
-            loss = nll / self.valid_targets + loss
+            loss = nll / _round_like(self.valid_targets, nll) + loss
         if chunk.mtp_layers:
             weight = runtime.workload.loss.mtp_coeff / chunk.mtp_layers / self.valid_targets
-            mtp_loss = out.mtp_nll * weight
+            mtp_loss = out.mtp_nll * _round_like(weight, out.mtp_nll)
             self.sums.mtp_loss += mtp_loss.detach().sum()
             loss = loss + mtp_loss
         return loss * self.state.optimizer.loss_scale
@@ -547,10 +605,14 @@ class _MicroBatchPasses:
         self.sums.router_losses[layers] += out.aux_losses.detach() / self._aux_divisor
 
 
-def _routed_layer_indices(runtime: Runtime, chunk: Chunk) -> list[int]:
-    """Return where a chunk's MoE layers stand among those of the model; MTP depths come last."""
+def _routed_layer_indices(runtime: Runtime, chunk: Chunk) -> slice:
+    """Return where a chunk's MoE layers stand among those of the model; MTP depths come last.
+
+    They follow each other, as the layers of a chunk do.
+    """
     layers = chunk_layers(runtime.model, chunk)
-    return [i for i, layer in enumerate(runtime.model.routed_layers) if layer in layers]
+    indices = [i for i, layer in enumerate(runtime.model.routed_layers) if layer in layers]
+    return slice(indices[0], indices[-1] + 1)
 
 
 def _count_targets(batch: MicroBatch) -> torch.Tensor:
