@@ -7,34 +7,57 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tiny_jobs
-from layout_proof import draw_batches, draw_test_weight
+from layout_proof import BATCH, LENGTH, draw_batches, draw_test_weight
 from moewright.codec import parse_layout
+from moewright.engine.comm import collectives
+from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.model.layers import NamedParameter
+from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.observe.host_answers import HostAnswers
+from moewright.engine.observe.storage_census import freeze_older_objects
 from moewright.engine.pipeline import run_batch
 from moewright.engine.run import step as step_module
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import TrainState, build_phase_clock, forward_backward, train_step
 from moewright.engine.run.step_graph import WARMUP_STEPS, OperationList
+from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
 from moewright.spec.workload import DataSpec
 
 
-def build_state(layout: str) -> TrainState:
-    workload = tiny_jobs.build_workload(DataSpec(), global_batch=4)
+class BlankBatches:
+    """A source of micro-batches without content."""
+
+    def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        tokens = torch.zeros((runtime.mesh.layout.mbs, LENGTH), dtype=torch.int64)
+        return build_micro_batch(runtime, tokens, tokens, None)
+
+
+def build_state(layout: str, world_size: int = 1) -> TrainState:
+    workload = tiny_jobs.build_workload(DataSpec(), seq_len=LENGTH, global_batch=BATCH)
     model = replace(tiny_jobs.MODEL, mtp_layers=1)
     return build_train_state(
-        Job(model=model, workload=workload, layout=parse_layout(layout, world_size=1)),
-        draw_batches(model),
+        Job(model=model, workload=workload, layout=parse_layout(layout, world_size=world_size)),
+        draw_batches(model) if world_size == 1 else BlankBatches(),
         rank=0,
         device=torch.device("cpu"),
-        initial_value=draw_test_weight,
+        initial_value=draw_test_weight if world_size == 1 else draw_blank,
+        kernels=TorchKernels(),
     )
 
 
-def record_batches(state: TrainState, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def draw_blank(parameter: NamedParameter, runtime: Runtime) -> torch.Tensor:
+    return torch.empty(parameter.placement.local_shape)
+
+
+def record_batches(
+    state: TrainState, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> list[list[object]]:
     """Run steps, and list the operations of each one's micro-batches with their shapes."""
-    lists: list[object] = []
+    lists: list[list[object]] = []
 
     def train_batch(*args: Any, **kwargs: Any) -> None:
         recorded = OperationList()
@@ -54,9 +77,31 @@ def test_a_budget_fixes_every_operation_and_shape(monkeypatch: pytest.MonkeyPatc
     assert first == second == third
 
 
-def test_rows_without_a_budget_are_counted_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="host reads a number"):
-        record_batches(build_state("mbs2"), 1, monkeypatch)
+@pytest.mark.parametrize(
+    ("layout", "is_static"),
+    [
+        ("ep2,mbs2,rank_capacity=1.5", True),
+        ("ep2,mbs2,capacity=1,capacity_fill=padded", True),
+        ("ep2,mbs2", False),
+        ("ep2,mbs2,capacity=1", False),
+    ],
+)
+def test_tensors_without_data_show_whether_the_host_reads_a_size(
+    layout: str, is_static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of two whose other does not exist, and whose routing nothing dictates."""
+    collectives.join_fake_world(rank=0, world_size=2)
+    try:
+        with freeze_older_objects(), FakeTensorMode(), HostAnswers():
+            state = build_state(layout, world_size=2)
+            if is_static:
+                (operations,) = record_batches(state, 1, monkeypatch)
+                assert len(operations) > 500
+            else:
+                with pytest.raises(RuntimeError, match="host reads a number"):
+                    record_batches(state, 1, monkeypatch)
+    finally:
+        collectives.leave_world()
 
 
 def test_steps_are_replayed_once_they_are_warm() -> None:

@@ -301,6 +301,7 @@ def test_fp8_without_a_recipe_has_delayed_scales(tmp_path):
     for more, scaling in (
         ("--fp8-format hybrid", TensorScaling.DELAYED),
         ("--fp8-format hybrid --fp8-recipe tensorwise", TensorScaling.CURRENT),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", TensorScaling.BLOCKWISE),
     ):
         workload = back(QWEN, tmp_path, MORE=more).workload
         assert (workload.precision, workload.tensor_scaling) == (Dtype.FP8, scaling)

@@ -71,7 +71,9 @@ def test_a_captured_step_differs_from_others_in_its_tokens_alone() -> None:
     assert refusals("ep4,graphs=full,rank_capacity=2") == []
     fields = [
         reason.partition("=")[0]
-        for reason in refusals("pp2,ep2,graphs=full,capacity=1,overlap=grad", precision=Dtype.FP16)
+        for reason in refusals(
+            "pp2,ep2,graphs=full,capacity=1,overlap=grad,layout='Et|ttL'", precision=Dtype.FP16
+        )
     ]
     assert fields == ["layout.rank_capacity", "layout.pp", "layout.overlap", "train.precision"]
 

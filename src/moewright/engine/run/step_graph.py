@@ -17,6 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moewright.engine.observe.storage_census import storage_id
+
 # Steps that run as they are before one is captured, as Megatron-LM has it: libraries choose their
 # kernels and take their workspaces.
 WARMUP_STEPS = 3
@@ -72,6 +74,8 @@ class Operation:
 class OperationList(TorchDispatchMode):
     """A list of the operations inside, which `replay` runs again.
 
+    On a CPU `tolist` passes no dispatcher; on tensors without data every number that is read does.
+
     Raises:
         RuntimeError: where the host reads a number of a tensor, which a graph cannot.
     """
@@ -92,8 +96,8 @@ class OperationList(TorchDispatchMode):
         arguments = _list_tensors((args, kwargs))
         if func.overloadpacket is torch.ops.aten.copy_ and self._is_late_copy(*arguments):
             return result
-        taken = {_storage_address(tensor) for tensor in arguments}
-        self._made |= {_storage_address(tensor) for tensor in _list_tensors(results)} - taken
+        taken = {storage_id(tensor) for tensor in arguments}
+        self._made |= {storage_id(tensor) for tensor in _list_tensors(results)} - taken
         if func.namespace == "c10d":
             self._received |= taken
         self.operations.append(Operation(function=func, args=args, kwargs=kwargs, results=results))
@@ -104,8 +108,8 @@ class OperationList(TorchDispatchMode):
 
         It belongs to the collective, which makes it again.
         """
-        is_own = _storage_address(source) not in self._made | self._received
-        return is_own and _storage_address(target) in self._received
+        is_own = storage_id(source) not in self._made | self._received
+        return is_own and storage_id(target) in self._received
 
     def record(self, body: Callable[[], None]) -> None:
         """Run `body` and record it."""
@@ -124,10 +128,10 @@ class OperationList(TorchDispatchMode):
             results = tree_leaves(operation.function(*operation.args, **operation.kwargs))
             _wait_for(results)
             arguments = _list_tensors((operation.args, operation.kwargs))
-            taken = {_storage_address(tensor) for tensor in arguments}
+            taken = {storage_id(tensor) for tensor in arguments}
             for old, new in zip(operation.results, results, strict=True):
                 is_tensor = isinstance(new, torch.Tensor)
-                if is_tensor and _storage_address(old) not in taken:
+                if is_tensor and storage_id(old) not in taken:
                     old.copy_(new)
 
 
@@ -136,10 +140,6 @@ def _wait_for(results: Iterable[Any]) -> None:
     for result in results:
         if not isinstance(result, torch.Tensor) and hasattr(result, "wait"):
             result.wait()
-
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _list_tensors(values: Any) -> list[torch.Tensor]:

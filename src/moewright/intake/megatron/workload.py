@@ -165,16 +165,16 @@ def _read_precision(arguments: Arguments) -> tuple[Dtype, Dtype]:
         return Dtype.NVFP4, grad_dtype
     if not fp8_format:
         return Dtype.BF16, grad_dtype
-    has_block_scales = fp8_recipe in ("mxfp8", "blockwise")
-    return Dtype.MXFP8 if has_block_scales else Dtype.FP8, grad_dtype
+    return Dtype.MXFP8 if fp8_recipe == "mxfp8" else Dtype.FP8, grad_dtype
 
 
 def _read_tensor_scaling(arguments: Arguments, precision: Dtype) -> TensorScaling:
     """Return where FP8 takes its scales from: Megatron-LM's default are earlier tensors."""
     recipe = arguments.text("--fp8-recipe", "delayed")
-    if precision is Dtype.FP8 and recipe == "delayed":
-        return TensorScaling.DELAYED
-    return TensorScaling.CURRENT
+    if precision is not Dtype.FP8:
+        return TensorScaling.CURRENT
+    scalings = {"delayed": TensorScaling.DELAYED, "blockwise": TensorScaling.BLOCKWISE}
+    return scalings.get(recipe, TensorScaling.CURRENT)
 
 
 def _note_decay_style(arguments: Arguments) -> tuple[str, ...]:
