@@ -165,7 +165,10 @@ def layouts(draw, experts: bool):
         f"etp{etp}",
         f"mbs{draw_choice(draw, 1, 1, 2, 4)}",
     ]
-    terms.append(f"zero{draw_choice(draw, 1, 1, 1, 0, 3)}")
+    terms.append(f"zero{draw_choice(draw, 1, 1, 1, 0, 2, 3)}")
+    order = draw_choice(draw, "tp-cp-ep-dp-pp", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+    if pp > 1:
+        terms.append(f"order={order}")
     if cp > 1:
         terms.append(f"cp_comm={draw_choice(draw, 'p2p', 'allgather', 'a2a', 'a2a+p2p')}")
     modules = ("moe_act", "moe", "shared_experts") if experts else ("mlp",)
@@ -195,7 +198,10 @@ def layouts(draw, experts: bool):
     if experts:
         dispatcher = draw_choice(draw, "alltoall", "alltoall", "allgather", "deepep", "hybridep")
         terms.append(f"dispatcher={dispatcher}")
-        terms.append(f"capacity={draw_choice(draw, 0, 0, 0, 1.25)}")
+        capacity = draw_choice(draw, 0, 0, 0, 1.25)
+        terms.append(f"capacity={capacity}")
+        if dispatcher == "hybridep" and not capacity:
+            terms.append(f"rank_capacity={draw_choice(draw, 0, 1.5)}")
         overlap = draw_choice(draw, overlap, overlap, "ep+p2p", "ep+grad")
     terms.append(f"overlap={overlap}")
     routed_graph = "attn+moe_router" if experts else "attn"
