@@ -25,6 +25,7 @@ from moewright.engine.observe.counters import Counters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.run.corpus_loader import BatchSource
+from moewright.engine.run.cpu_binding import bind_to_gpu
 from moewright.engine.run.step import TrainState
 from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.run.worker import RankContext
@@ -53,6 +54,7 @@ def init_distributed(context: RankContext) -> torch.device:
         device = torch.device("cuda", context.local_rank)
         backend = "nccl"
         torch.cuda.set_device(device)
+        bind_to_gpu(device)
     else:
         device = torch.device("cpu")
         backend = "gloo"

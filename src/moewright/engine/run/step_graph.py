@@ -30,7 +30,7 @@ _FACTORIES = frozenset(
 )
 
 
-class Capture(Protocol):
+class StepCapture(Protocol):
     """A way to do and record what a body does, and to do it again on the same tensors."""
 
     def record(self, body: Callable[[], None]) -> None: ...
@@ -160,7 +160,7 @@ class GraphTensors:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CapturedStep:
     tensors: GraphTensors
-    capture: Capture
+    capture: StepCapture
     unwritten: frozenset[str]
 
 
@@ -205,7 +205,7 @@ class StepGraph:
 
     def _capture(self, build: BuildBody) -> _CapturedStep:
         own, body = build()
-        capture: Capture = CudaCapture() if self._device.type == "cuda" else OperationList()
+        capture: StepCapture = CudaCapture() if self._device.type == "cuda" else OperationList()
         unwritten: list[frozenset[str]] = []
         capture.record(lambda: unwritten.append(body()))
         return _CapturedStep(tensors=own, capture=capture, unwritten=unwritten[0])
