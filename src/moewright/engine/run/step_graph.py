@@ -193,14 +193,14 @@ class StepGraph:
             captured = self._capture(build)
             self._captured[micro_batches] = captured
         else:
-            for own, given in zip(captured.tensors.inputs, tensors.inputs, strict=True):
-                own.copy_(given)
+            for own, outer in zip(captured.tensors.inputs, tensors.inputs, strict=True):
+                own.copy_(outer)
             for own in captured.tensors.outputs:
                 own.zero_()
             captured.capture.replay()
             self.replays += 1
-        for own, given in zip(captured.tensors.outputs, tensors.outputs, strict=True):
-            given.copy_(own)
+        for own, outer in zip(captured.tensors.outputs, tensors.outputs, strict=True):
+            outer.copy_(own)
         return captured.unwritten
 
     def _capture(self, build: BuildBody) -> _CapturedStep:
