@@ -26,6 +26,11 @@ SCRIPTS = {
     ),
     "an arithmetic command": ("TP=1\n((TP*=4))", ()),
     "let": ("let TP=2*2", ()),
+    "printf into a variable": ('a=(4)\nprintf -v TP "%s" "${a[*]}"', ()),
+    "joined by IFS": (
+        'a=(4 4)\nT="$(IFS=\', \'; echo "${a[*]}")"\nif [ "$T" = 4,4 ]; then TP=4; fi',
+        (),
+    ),
     "counting up": ("TP=3\n((TP++))", ()),
     "powers": ("TP=$((2**2))", ()),
     "a choice": ("N=3\nTP=$(( N > 2 ? 4 : 1 ))", ()),
@@ -134,11 +139,12 @@ def test_a_script_is_read_as_bash_runs_it(text, arguments, folder):
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("if grep -q H100 /proc/x; then TP=4; else TP=8; fi", "whether `grep` succeeds"),
+        ("if grep -q H100 /proc/x; then torchrun p.py; fi", "whether `grep` succeeds"),
+        ("if grep -q H100 /proc/x; then A+=(--bf16); fi", "whether `grep` succeeds"),
         ("source other.sh", "reads other.sh, which is not beside the script"),
         ("for x in $(nvidia-smi -L); do TP=$x; done", "loops over output-of-nvidia-smi"),
         ("while read x; do TP=$x; done < list", "loops while `read` succeeds"),
-        ('if [ "$(nvidia-smi -L)" = 8 ]; then TP=4; fi', "depends on the output-of-nvidia-smi"),
+        ('if [ "$(nvidia-smi -L)" = 8 ]; then f; fi', "depends on the output-of-nvidia-smi"),
         ("while true; do TP=4; done", "loops more than 10000 times"),
         ("f() { f; }\nf", "deep"),
         ("cat <<EOF\nTP=4\n", "the here-document EOF is not closed"),
@@ -179,3 +185,31 @@ def test_a_refusal_inside_another_file_names_it(folder):
     (folder / "env.sh").write_text("X=1\nfor x in $(hostnames); do Y=$x; done\n")
     with pytest.raises(BadInput, match=r"line 2: of \./env\.sh: loops over output-of-hostnames"):
         read_commands("source ./env.sh\n", {}, script=Path(folder / "run.sh"))
+
+
+def test_what_an_undecided_branch_sets_is_unknown_until_the_command_needs_it(folder):
+    text = (
+        'if [ "$(nvidia-smi -L | wc -l)" -gt 0 ]; then HAS_NVLINK=1; else HAS_NVLINK=0; fi\n'
+        "if grep -q H100 /proc/x; then TP=4; elif grep -q H800 /proc/x; then export TP=8; fi\n"
+        "torchrun p.py --pp 4\n"
+        'torchrun p.py --tp "$TP"\n'
+    )
+    first, second = read_commands(text, {}, script=folder / "run.sh").commands[-2:]
+    assert first.words == ("torchrun", "p.py", "--pp", "4")
+    assert second.words[-1] == "\0output-of-grep\0"
+
+
+def test_the_folder_of_a_script_is_told_by_its_own_name(folder):
+    """`dirname -- run.sh` starts no run.sh."""
+    script = folder / "run.sh"
+    script.write_text("torchrun p.py\n")
+    text = 'D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\ntorchrun $D\n'
+    (command,) = read_commands(text, {}, script=script).commands
+    assert command.words == ("torchrun", str(folder))
+
+
+def test_a_script_that_starts_itself_is_refused(folder):
+    script = folder / "run.sh"
+    script.write_text("bash run.sh\n")
+    with pytest.raises(BadInput, match="starts itself"):
+        read_commands(script.read_text(), {}, script=script)

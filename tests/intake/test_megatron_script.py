@@ -433,9 +433,10 @@ def test_of_several_training_commands_the_first_is_read_and_a_note_says_so(tmp_p
 
 SCRIPTS = [
     ("echo hello\n", "no command here starts pretrain_gpt.py"),
+    ("echo hello\nexit 1\n", "the script leaves at line 2"),
     ("for x in $(ls); do torchrun p.py --num-layers 4; done\n", "loops over output-of-ls"),
     ('torchrun pretrain_gpt.py --num-layers "4\n', "is not closed"),
-    ("if [ $(hostname) = a ]; then X=1; fi\n", "which only running tells"),
+    ("if [ $(hostname) = a ]; then X+=(1); fi\n", "which only running tells"),
     ("if true; then\n", "`fi` is missing"),
     (
         "torchrun --nnodes 1:4 --nproc-per-node 8 pretrain_gpt.py --num-layers 4\n",

@@ -85,10 +85,12 @@ def read_flags(
     """Read a Megatron-LM launch script into a plan, estimated on some hardware.
 
     Args:
-        script: the file; variables that it does not set are taken from the environment.
+        script: the file, or a configuration in YAML of Megatron-LM, Megatron Bridge, NeMo, NeMo-RL,
+            verl or Primus; variables that it does not set are taken from the environment.
         on: count x device, or the device alone: the script states the count.
         model: stands in where the script gives no sizes.
-        arguments: what stands behind the script's name, as a shell reads it.
+        arguments: what stands behind the script's name, as a shell reads it; behind a
+            configuration settings such as model.num_layers=4, or options.
         network: kinds of network in place of the hardware's own.
         strict: refuse options that are not Megatron-LM's, which are left out with a note.
 
@@ -156,7 +158,8 @@ def plan_launch(
                 nearest=f"{command.world_size}x...",
             )
         )
-    named = catalogue.model(model) if model else None
+    name = model or command.model
+    named = catalogue.model(name) if name else None
     job = interpret_launch(
         command, world_size=hardware.count, folder=script.parent, named_model=named
     )

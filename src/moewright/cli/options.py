@@ -225,12 +225,15 @@ class LaunchScriptOptions:
     Parameters
     ----------
     from_flags
-        A launch script of Megatron-LM: it says layout, batches and precision. Variables that it
-        does not set are taken from the environment.
+        A launch script of Megatron-LM: it says layout, batches and precision. Or a configuration in
+        YAML: Megatron-LM's MODEL_ARGS, Megatron Bridge, NeMo, NeMo-RL, verl, Primus. Variables that
+        it does not set are taken from the environment.
     script_args
-        What stands behind the script's name, in quotes: "dlc A22B 1 2048".
+        What stands behind the script's name, in quotes: "dlc A22B 1 2048"; behind a configuration
+        settings such as "model.num_layers=4".
     strict
-        Refuse options that are not Megatron-LM's; else they are left out with a note.
+        Refuse options that are not Megatron-LM's, and settings that are not read; else they are
+        left out with a note.
     verbose
         Print memory, time and assumptions of the script's job too.
     """

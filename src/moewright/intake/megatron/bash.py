@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS, print_text
+from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX
 from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE as UNKNOWN_VALUE
 from moewright.intake.megatron.bash_grammar import ShellGrammar
 from moewright.intake.megatron.bash_session import (
@@ -56,12 +57,14 @@ def read_commands(
     """
     commands: list[Command] = []
     interpreter = _Interpreter(environment, arguments, script)
+    exit_line = 0
     try:
         for command in interpreter.run(text, first_line=1):
             commands.append(command)
-    except ScriptExit:
-        pass
-    return ShellReading(commands=tuple(commands), notes=tuple(dict.fromkeys(interpreter.notes)))
+    except ScriptExit as leaving:
+        exit_line = leaving.line
+    notes = tuple(dict.fromkeys(interpreter.notes))
+    return ShellReading(commands=tuple(commands), notes=notes, exit_line=exit_line)
 
 
 class _Interpreter(ShellGrammar):
@@ -84,7 +87,7 @@ class _Interpreter(ShellGrammar):
             operands = [word for word in words[1:] if word.text != "]"]
             self.status = self.condition(operands, words[0].line, has_patterns=False)
         elif first == "exit":
-            raise ScriptExit
+            raise ScriptExit(words[0].line)
         elif first == "return":
             value = " ".join(self.variables.expand(words[1])) if len(words) > 1 else "0"
             self.status = value == "0"
@@ -124,6 +127,10 @@ class _Interpreter(ShellGrammar):
         handler = self.builtins().get(expanded[0])
         if expanded[0] in self.functions:
             yield from self._call(expanded, line)
+        elif expanded[:2] == ["printf", "-v"] and len(expanded) > 3:
+            printed = print_text([["printf", *expanded[3:]]], self.folder)
+            unknown = f"\0{OUTPUT_PREFIX}printf\0"
+            self.variables.arrays[expanded[2]] = (unknown if printed is None else printed,)
         elif handler is not None:
             handler(expanded, line, heredoc)
         elif expanded[0] in ("source", ".", "eval"):
@@ -207,9 +214,12 @@ class _Interpreter(ShellGrammar):
                 return
             text = file_text
             script = self.folder / called.path
+            if (script, called.arguments) in self.started:
+                raise syntax_refusal(command.line, f"{called.path[:60]} starts itself")
         environment = {name: values[0] for name, values in self.inherited().items() if values}
         inner = _Interpreter(environment | dict(command.exported), called.arguments, script)
         inner.depth = self.depth
+        inner.started = {*self.started, (script, called.arguments)}
         inner.folder = self.folder
         inner.files = self.files
         inner.exported = dict.fromkeys(name for name, _ in command.exported)

@@ -10,23 +10,33 @@ from pathlib import Path
 
 from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX, UNKNOWN_VALUE, ShellVariables
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
+from moewright.spec.errors import BadInput, Reason
 
 _FILE_TESTS = ("-a", "-b", "-c", "-d", "-e", "-f", "-h", "-L", "-p", "-r", "-s", "-w", "-x")
 _NUMBER_TESTS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
+
+
+class OutputNeeded(BadInput):
+    """A text that decides what runs next depends on what `program` prints."""
+
+    def __init__(self, program: str, reason: Reason) -> None:
+        super().__init__(reason)
+        self.program = program
 
 
 def require_known(text: str, line: int) -> str:
     """Return a text that decides which commands run next; unset variables are empty in it.
 
     Raises:
-        BadInput: the text depends on what a program prints.
+        OutputNeeded: the text depends on what a program prints.
     """
     text = UNKNOWN_VALUE.sub(
         lambda match: match[0] if match[1].startswith(OUTPUT_PREFIX) else "", text
     )
     if output := UNKNOWN_VALUE.search(text):
         rule = f"what follows depends on the {output[1]}, which only running tells"
-        raise syntax_refusal(line, rule)
+        program = output[1].removeprefix(OUTPUT_PREFIX)
+        raise OutputNeeded(program, syntax_refusal(line, rule).reasons[0])
     return text
 
 

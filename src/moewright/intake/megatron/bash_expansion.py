@@ -303,7 +303,8 @@ class ShellVariables:
         if values is None:
             return None
         if name in ("@", "*") or (index is not None and index in "@*"):
-            return " ".join(values)
+            is_star = "*" in (name, index)
+            return (self.first("IFS")[:1] if is_star and "IFS" in self.arrays else " ").join(values)
         place = self.integer(index, line) if index is not None else 0
         return values[place] if -len(values) <= place < len(values) else ""
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS
-from moewright.intake.megatron.bash_conditions import require_known
-from moewright.intake.megatron.bash_expansion import UNKNOWN_VALUE
+from moewright.intake.megatron.bash_conditions import OutputNeeded, require_known
+from moewright.intake.megatron.bash_expansion import NAME, OUTPUT_PREFIX, UNKNOWN_VALUE
 from moewright.intake.megatron.bash_session import (
     MAX_DEPTH,
     Command,
@@ -182,14 +182,11 @@ class ShellGrammar(ShellSession):
         reader.take()
         is_open = live  # no branch has been taken yet
         while True:
-            # A condition counts by its status, not by what it would start.
-            for _ in self.block(reader, ("then",), is_open):
-                pass
-            status = self.status
+            status, rule = self._read_condition(reader, is_open)
             reader.expect("then")
             if is_open and status is None:
-                self._refuse_unless_harmless(reader)
-                status = False
+                self._skip_undecided(reader, rule)
+                is_open = False
             is_taken = is_open and bool(status)
             yield from self.block(reader, ("elif", "else", "fi"), is_taken)
             is_open = is_open and not is_taken
@@ -201,18 +198,42 @@ class ShellGrammar(ShellSession):
                 reader.expect("fi")
                 return
 
-    def _refuse_unless_harmless(self, reader: TokenReader) -> None:
-        """Refuse a branch that changes the job and whose condition only running tells."""
+    def _read_condition(self, reader: TokenReader, live: bool) -> tuple[bool | None, str]:
+        """Run a condition up to `then`; return whether it holds, and what else only running tells.
+
+        It counts by its status, not by what it would start.
+        """
         begin = reader.position
+        try:
+            for _ in self.block(reader, ("then",), live):
+                pass
+        except OutputNeeded as error:
+            reader.position = begin
+            for _ in self.block(reader, ("then",), False):
+                pass
+            self.status_source = error.program
+            return None, error.reasons[0].rule
         source = self.status_source
+        rule = f"what follows depends on whether `{source}` succeeds, which only running tells"
+        return self.status, rule
+
+    def _skip_undecided(self, reader: TokenReader, rule: str) -> None:
+        """Leave what the branches set unknown, where only running tells which one is taken.
+
+        Raises:
+            BadInput: `rule`, where a branch does more than set plain variables.
+        """
+        begin = reader.position
         for _ in self.block(reader, ("fi",), False):
             pass
         branches = reader.tokens[begin : reader.position]
         line = reader.tokens[begin].line if begin < len(reader.tokens) else reader.line
         reader.position = begin
-        if not _is_harmless(branches):
-            rule = f"what follows depends on whether `{source}` succeeds, which only running tells"
+        names = _assigned_names(branches)
+        if names is None:
             raise syntax_refusal(line, rule)
+        for name in names:
+            self.variables.arrays[name] = (f"\0{OUTPUT_PREFIX}{self.status_source}\0",)
 
     def _loop(self, reader: TokenReader, live: bool) -> Iterator[Command]:
         """Run a loop over words or under a condition."""
@@ -347,19 +368,36 @@ class ShellGrammar(ShellSession):
                 live = live and not matches
 
 
-def _is_harmless(tokens: Sequence[ShellToken]) -> bool:
-    """Whether nothing in skipped branches changes the job: they print, make folders or leave."""
+def _assigned_names(tokens: Sequence[ShellToken]) -> tuple[str, ...] | None:
+    """Return the plain variables that skipped branches set; None where these do more.
+
+    To print, to make folders and to leave the script changes no job.
+    """
     keywords = ("then", "else", "elif", "fi", "if", "do", "done")
     harmless = (*PLAIN_PROGRAMS, *keywords, "exit", "return", "sleep", "wget", "pip", "rm", "cp")
+    names: list[str] = []
     begins = True
+    is_test = False  # between `elif` and `then`
     for token in tokens:
         if token.is_operator:
             begins = True
             continue
-        if begins and token.unquoted not in harmless:
-            return False
+        if begins and token.unquoted == "export":
+            continue
+        if begins and token.unquoted in ("if", "elif", "then"):
+            is_test = token.unquoted != "then"
+        elif is_test:
+            continue
+        elif begins and token.is_assignment:
+            name, _, value = token.text.partition("=")
+            if not NAME.fullmatch(name) or value.startswith("("):
+                return None
+            names.append(name)
+            continue
+        elif begins and token.unquoted not in harmless:
+            return None
         begins = begins and token.unquoted in keywords
-    return True
+    return tuple(names)
 
 
 def _sets_variables(tokens: Sequence[ShellToken]) -> bool:

@@ -29,14 +29,21 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShellReading:
-    """The commands that a script starts, and notes on what was taken for granted."""
+    """The commands that a script starts, and notes on what was taken for granted.
+
+    `exit_line` is the line at which the script leaves before its end, 0 where it does not.
+    """
 
     commands: tuple[Command, ...]
     notes: tuple[str, ...] = ()
+    exit_line: int = 0
 
 
+@dataclass(slots=True)
 class ScriptExit(Exception):
-    """The script has reached `exit`."""
+    """The script has reached `exit` in a line."""
+
+    line: int
 
 
 class FunctionReturn(Exception):
@@ -79,6 +86,7 @@ class ShellSession:
         self.scopes: list[FunctionScope] = []
         self.notes: list[str] = []
         self.depth = 0
+        self.started: set[tuple[Path | None, tuple[str, ...]]] = {(script, tuple(arguments))}
         if script is not None:
             self.variables.arrays |= {"0": (str(script),), "BASH_SOURCE": (str(script),)}
 

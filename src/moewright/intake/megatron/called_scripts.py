@@ -11,7 +11,12 @@ from moewright.spec.errors import BadInput, Reason
 
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _SUBMITTERS = ("sbatch", "qsub", "bsub")
-_PRINTERS = ("echo", "printf", "which", "cat", "ls", "chmod", "cp")
+# Programs whose words may be scripts that they do not start.
+_PRINTERS = (
+    *("echo", "printf", "which", "cat", "ls", "chmod", "cp", "mv", "rm", "ln", "cd", "touch"),
+    *("dirname", "basename", "realpath", "readlink", "sed", "awk", "grep", "head", "tail", "wc"),
+    *("mkdir", "stat", "du", "tar", "rsync", "scp", "dos2unix", "tee", "diff", "cmp"),
+)
 _TRAINERS = ("torchrun", "python", "python3", "deepspeed")
 # Scripts of an installation, which set no sizes of a job.
 _ENVIRONMENT_SCRIPTS = (

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 
+from moewright.codec import parse_json
 from moewright.intake.megatron.bash import UNKNOWN_VALUE, Command, ShellReading
 from moewright.intake.megatron.called_scripts import find_called_script
+from moewright.intake.megatron.config_files import (
+    ConfiguredCommand,
+    configure_words,
+    is_configured,
+)
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS
-from moewright.intake.megatron.options import check_values, option_table, take_values
+from moewright.intake.megatron.options import (
+    check_values,
+    may_matter,
+    option_table,
+    take_values,
+)
+from moewright.intake.megatron.post_training import is_slime, slime_words
 from moewright.spec.errors import BadInput, Reason
 
 _PROGRAMS = ("torchrun", "python", "python3", "deepspeed")
@@ -41,11 +54,6 @@ _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _ELLIPSIS = "..."
 # Nearer to an option than this, a name is a typing error and not an option of a fork.
 _SIMILAR = 0.88
-# Words in the names of options that change what is held or computed.
-_MATTERS = re.compile(
-    r"recomp|offload|fp8|fp4|parallel|moe|expert|attn|attention|hidden|layer|batch|seq|fus|optim"
-    r"|dtype|precision|checkpoint|memory|cache|overlap|dispatch|rope|vocab|mla|mtp|zero|shard"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +62,8 @@ class LaunchCommand:
 
     Nodes and ranks are 0 where they are only known when the script runs; `foreign_options` are
     those that Megatron-LM's parser does not have and that are known here, `unknown_options` are
-    those of forks.
+    those of forks and settings that nothing here reads. `model` is the name of the model, where a
+    configuration gives no sizes.
     """
 
     nodes: int
@@ -64,35 +73,94 @@ class LaunchCommand:
     foreign_options: Mapping[str, tuple[str, ...]]
     unknown_options: tuple[str, ...]
     notes: tuple[str, ...]
+    model: str = ""
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
 
-def find_launch(reading: ShellReading) -> LaunchCommand:
+def find_launch(reading: ShellReading, folder: Path | None = None) -> LaunchCommand:
     """Return the command that trains, out of all commands of a script.
+
+    Configurations that it names are looked for in `folder`.
 
     Raises:
         BadInput: no command does, or one of its options is not legal.
     """
     training = [command for command in reading.commands if _trains(command)]
     if training:
-        parser = _LaunchParser(_program_arguments(training[0].words) or [])
-        parser.notes += reading.notes
+        words = _program_arguments(training[0].words) or []
+        notes = list(reading.notes)
+        if is_slime(words):
+            words, slime_notes = slime_words(words)
+            notes += slime_notes
         others = len({command.words for command in training}) - 1
         if others:
-            parser.notes.append(
+            notes.append(
                 f"the first of {others + 1} training commands is read, that of line "
                 f"{training[0].line}"
             )
-        parser.parse()
-        return parser.build(dict(training[0].exported))
+        return _parse_command(words, _environment(training[0]), notes)
+    for command in reading.commands:
+        words = _program_arguments(command.words) or []
+        if is_configured(words):
+            environment = _environment(command)
+            configured = configure_words(words, environment, folder or Path())
+            return parse_configured(configured, environment, reading.notes)
     rule = "no command here starts pretrain_gpt.py: torchrun or python with Megatron-LM's options"
     missing = next(filter(None, map(_missing_script, reading.commands)), "")
     if missing:
         rule += f"; {missing} is started, and is not beside the script"
+    if reading.exit_line:
+        rule += f"; the script leaves at line {reading.exit_line}"
     raise BadInput(Reason(field="script", rule=rule, nearest="moewright capture -- bash SCRIPT"))
+
+
+def parse_configured(
+    configured: ConfiguredCommand, environment: Mapping[str, str], notes: Sequence[str] = ()
+) -> LaunchCommand:
+    """Return the command of a configuration, with what it sets and what is not read in it.
+
+    Raises:
+        BadInput: one of its options is not legal.
+    """
+    unread = configured.unread
+    mattering = [name for name in unread if may_matter(name)]
+    harmless = [name for name in unread if not may_matter(name)]
+    told = [*notes, *configured.notes]
+    if mattering:
+        told.append(f"not read, and may change memory or time: {', '.join(mattering)}")
+    if harmless:
+        told.append(f"not read, and look harmless: {', '.join(harmless)}")
+    command = _parse_command(list(configured.words), {**environment, **configured.exported}, told)
+    unknown = (*command.unknown_options, *unread)
+    return replace(command, unknown_options=unknown, model=configured.model)
+
+
+def _parse_command(
+    words: list[str], exported: Mapping[str, str], notes: Sequence[str]
+) -> LaunchCommand:
+    parser = _LaunchParser(words)
+    parser.notes += notes
+    parser.parse()
+    return parser.build(exported)
+
+
+def _environment(command: Command) -> dict[str, str]:
+    """Return what a command is started in, with what Ray is told to set."""
+    environment = dict(command.exported)
+    for word in command.words:
+        name, _, text = word.partition("=")
+        if name == "--runtime-env-json":
+            try:
+                data = parse_json(UNKNOWN_VALUE.sub("", text), where=name)
+            except BadInput:
+                continue
+            variables = data.get("env_vars") if isinstance(data, dict) else None
+            if isinstance(variables, dict):
+                environment |= {key: str(value) for key, value in variables.items()}
+    return environment
 
 
 def _trains(command: Command) -> bool:
@@ -204,7 +272,7 @@ class _LaunchParser:
             self.faults.append(Reason(field=name[:60], rule=rule, nearest=misspelt[0]))
             return
         self.unknown_options.append(name)
-        effect = "it may change memory or time" if _MATTERS.search(name) else "it looks harmless"
+        effect = "it may change memory or time" if may_matter(name) else "it looks harmless"
         self.notes.append(f"{name[:60]} is no option of Megatron-LM and is left out; {effect}")
 
     def _take_launcher_option(self, name: str, inline: str | None) -> None:

@@ -66,6 +66,8 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
     arguments.refuse_unplanned(_NOT_PLANNED)
     if not arguments.has("--num-layers"):
         return _use_named_model(named_model)
+    if named_model is None:
+        _refuse_own_layers(arguments)
     shaped = _read_shape(arguments)
     if named_model is not None:
         _check_sizes(arguments, named_model)
@@ -87,6 +89,16 @@ def read_model(arguments: Arguments, named_model: ModelSpec | None) -> ScriptMod
     if vocabulary_note:
         note = f"{note}; {vocabulary_note}"
     return ScriptModel(model=replace(shaped, vocab_size=padded), note=note)
+
+
+def _refuse_own_layers(arguments: Arguments) -> None:
+    """Refuse layers that a module outside Megatron-LM builds, whatever the options say."""
+    name = "--spec"
+    module = arguments.text(name, "")
+    if module and not module.startswith("megatron."):
+        rule = "builds layers that the options do not say: name the model in front"
+        nearest = "estimate Qwen3-Next-80B-A3B --from-flags ..."
+        raise BadInput(Reason(field=name, value=module[:60], rule=rule, nearest=nearest))
 
 
 def _use_named_model(named_model: ModelSpec | None) -> ScriptModel:

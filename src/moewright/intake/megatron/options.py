@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,6 +18,12 @@ _VALUE_RULES = {
         "pads no batches: pack documents (--reset-attention-mask --eod-mask-loss)"
     ),
 }
+# Words in the names of options that change what is held or computed.
+_MATTERS = re.compile(
+    r"recomp|offload|fp8|fp4|parallel|moe|expert|attn|attention|hidden|layer|batch|seq|fus|optim"
+    r"|dtype|precision|rotary|norm|head|bias|activ|window|position"
+    r"|checkpoint|memory|cache|overlap|dispatch|rope|vocab|mla|mtp|zero|shard"
+)
 _COUNT_RULES = {"+": "one or more values", "*": "values", "1": "a value", "0": "no value"}
 
 
@@ -58,6 +65,11 @@ def take_values(option: MegatronOption, following: list[str]) -> list[str]:
         set_words = [word for word in following if UNKNOWN_VALUE.sub("", word)]
         return set_words or following[:1]
     return following[: int(option.value_count)]
+
+
+def may_matter(name: str) -> bool:
+    """Whether the name of an option sounds as if it changed memory or time."""
+    return _MATTERS.search(name) is not None
 
 
 def check_values(option: MegatronOption, values: Sequence[str]) -> Iterator[Reason]:

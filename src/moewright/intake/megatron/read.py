@@ -11,8 +11,9 @@ from moewright.codec.megatron_options import LAYOUT_OPTIONS, OVERLAP_OPTIONS, WO
 from moewright.intake.megatron.arguments import Arguments
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.batch_schedule import SCHEDULE, read_batch_schedule
+from moewright.intake.megatron.config_files import SUFFIXES, configure_file
 from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, Treatment
-from moewright.intake.megatron.launch import LaunchCommand, find_launch
+from moewright.intake.megatron.launch import LaunchCommand, find_launch, parse_configured
 from moewright.intake.megatron.layout import read_layout
 from moewright.intake.megatron.model import read_model
 from moewright.intake.megatron.workload import read_workload
@@ -40,16 +41,18 @@ class ScriptJob:
 def read_launch(
     script: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> LaunchCommand:
-    """Return the training command of a script.
+    """Return the training command of a script, or of a configuration in YAML.
 
     Variables come from the script, then from `environment`; `arguments` are the words that would
-    stand behind the script's name on the command line.
+    stand behind the script's name on the command line, or settings such as model.num_layers=4.
 
     Raises:
         BadInput: the script cannot be read, or starts no training.
     """
+    if script.suffix.lower() in SUFFIXES:
+        return parse_configured(configure_file(script, environment, arguments), {})
     text = read_text(script)
-    return find_launch(read_commands(text, environment, arguments, script=script))
+    return find_launch(read_commands(text, environment, arguments, script=script), script.parent)
 
 
 def interpret_launch(

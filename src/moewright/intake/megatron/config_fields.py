@@ -1,0 +1,208 @@
+"""Options of Megatron-LM for the names that configurations use: its arguments and core's fields."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+
+from moewright.intake.megatron.options import (
+    MegatronOption,
+    check_values,
+    may_matter,
+    option_table,
+)
+from moewright.intake.megatron.settings import Value, is_unset
+from moewright.spec.errors import BadInput, Reason
+
+_DTYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "uint8": "fp8",
+}
+# The options of a gate and of an activation, by what a configuration calls them.
+_ACTIVATIONS = {
+    "silu": "",
+    "swish": "",
+    "gelu": "",
+    "quick_gelu": "--quick-geglu",
+    "squared_relu": "--squared-relu",
+}
+_GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
+_GRADS_IN_BF16 = "--grad-reduce-in-bf16"
+# Options whose list is one value, written with brackets.
+_PATTERNS = ("--moe-layer-freq", "--window-attn-skip-freq", "--linear-attention-freq")
+_WHOLE_NUMBER = re.compile(r"-?\d+\.0*|\d+e\+?\d")
+_SWITCHES = ("true", "false", "1", "0", "yes", "no")
+_QUERY_GROUPS = "--num-query-groups"
+
+
+@dataclass(slots=True)
+class ChosenOptions:
+    """The options of a configuration, and the names in it that nothing here reads."""
+
+    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+
+    def words(self) -> list[str]:
+        """Return the options as words of a command."""
+        groups = self.options.get(_QUERY_GROUPS)
+        if groups and groups != self.options.get("--num-attention-heads"):
+            self.options["--group-query-attention"] = ()
+        return [word for name, values in self.options.items() for word in (name, *values)]
+
+
+class FieldReader:
+    """A reader of names and values, which knows Megatron-LM's arguments and core's fields."""
+
+    def __init__(self) -> None:
+        self.table = option_table()
+        self.by_dest: dict[str, list[MegatronOption]] = {}
+        for option in self.table.values():
+            self.by_dest.setdefault(option.dest, []).append(option)
+        self.fields = _read_fields()
+
+    def take(self, name: str, value: Value, chosen: ChosenOptions) -> None:
+        """Set the option that `name` stands for; what is not set here says nothing.
+
+        Raises:
+            BadInput: the value is none that the option takes.
+        """
+        spelled = name.rpartition(".")[2].replace("-", "_")
+        option, rule = self.fields.get(spelled, ("", ""))
+        if rule == "skip" or spelled.startswith("_"):
+            return
+        if rule == "activation":
+            self._take_activation(name, value, chosen)
+        elif rule in ("switch", "off"):
+            if not is_unset(value):
+                self._set_switch(option, _is_true(name, value) == (rule == "switch"), chosen)
+        elif rule == "grads":
+            if not is_unset(value):
+                is_fp32 = _is_true(name, value)
+                self._set_switch(_GRADS_IN_FP32, is_fp32, chosen)
+                self._set_switch(_GRADS_IN_BF16, not is_fp32, chosen)
+        elif rule == "graphs":
+            if value != "full" and not is_unset(value):
+                self.set_values(option, value, chosen)
+        elif rule == "value":
+            if not is_unset(value):
+                self.set_values(option, value, chosen)
+        elif spelled in self.by_dest or f"--{spelled.replace('_', '-')}" in self.table:
+            self._take_argument(name, spelled, value, chosen)
+        elif not _says_nothing(value):
+            chosen.unread.append(name)
+
+    def _take_argument(self, name: str, spelled: str, value: Value, chosen: ChosenOptions) -> None:
+        spelling = f"--{spelled.replace('_', '-')}"
+        options = self.by_dest.get(spelled) or [self.table[spelling]]
+        options = sorted(options, key=lambda option: option.name != spelling)
+        if is_unset(value):
+            return
+        if options[0].value_count != "0":
+            values = self._values(options[0], value)
+            if may_matter(spelled) or not any(check_values(options[0], values)):
+                chosen.options[options[0].name] = values
+            else:
+                chosen.unread.append(name)
+            return
+        if not _is_switch(value):
+            chosen.unread.append(name)
+            return
+        is_on = _is_true(name, value)
+        for option in options:
+            is_negative = option.name.startswith(("--no-", "--disable-"))
+            if is_on == is_negative:
+                chosen.options.pop(option.name, None)
+        for option in options:
+            is_negative = option.name.startswith(("--no-", "--disable-"))
+            if is_on != is_negative:
+                chosen.options[option.name] = ()
+                return
+
+    def set_values(self, name: str, value: Value, chosen: ChosenOptions) -> None:
+        """Set an option to a text, or to the items of a list."""
+        chosen.options[name] = self._values(self.table[name], value)
+
+    def _values(self, option: MegatronOption, value: Value) -> tuple[str, ...]:
+        items = value if isinstance(value, tuple) else _split_list(option, value)
+        items = tuple(_shorten(option, item.strip()) for item in items)
+        if option.value_count == "1" and isinstance(value, tuple):
+            joined = ",".join(items)
+            return (f"[{joined}]" if option.name in _PATTERNS else joined,)
+        return items
+
+    def _set_switch(self, name: str, is_on: bool, chosen: ChosenOptions) -> None:
+        if is_on:
+            chosen.options[name] = ()
+        else:
+            chosen.options.pop(name, None)
+
+    def _take_activation(self, name: str, value: Value, chosen: ChosenOptions) -> None:
+        spelled = value.rpartition(".")[2] if isinstance(value, str) else ""
+        if spelled not in _ACTIVATIONS:
+            chosen.unread.append(name)
+        elif option := _ACTIVATIONS[spelled]:
+            chosen.options.pop("--swiglu", None)
+            chosen.options[option] = ()
+
+
+def _read_fields() -> Mapping[str, tuple[str, str]]:
+    file = resources.files("moewright.intake.megatron").joinpath("data/config_fields.csv")
+    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    return {row["field"]: (row["option"], row["rule"]) for row in rows}
+
+
+def _is_switch(value: Value) -> bool:
+    """Whether a value switches something, or is known only where a variable is set."""
+    text = value.strip().lower() if isinstance(value, str) else ""
+    return text in _SWITCHES or "\0" in text
+
+
+def _is_true(name: str, value: Value) -> bool:
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text not in _SWITCHES:
+        shown = str(value)[:60].replace("\0", "$")
+        raise BadInput(Reason(field=name, value=shown, rule="must be true or false"))
+    return text in ("true", "1", "yes")
+
+
+def _says_nothing(value: Value) -> bool:
+    """Whether a value is what a whole dump holds for things that are off."""
+    return is_unset(value) or (isinstance(value, str) and value.lower() in ("false", "0", "0.0"))
+
+
+def _split_list(option: MegatronOption, text: str) -> tuple[str, ...]:
+    """Return the items of an option that takes several, written [a, b] or with spaces."""
+    if option.value_count not in ("+", "*"):
+        return (text,)
+    inner = text.strip().removeprefix("[").removesuffix("]").replace(",", " ")
+    return tuple(_unquote(item) for item in inner.split())
+
+
+def _unquote(item: str) -> str:
+    try:
+        return str(ast.literal_eval(item)) if item[:1] in "'\"" else item
+    except (ValueError, SyntaxError):
+        return item.strip("'\"")
+
+
+def _shorten(option: MegatronOption, item: str) -> str:
+    """Return a dtype by its short name, and a whole number without a fraction."""
+    if "fp32" in option.choices:
+        return _DTYPES.get(item.rpartition(".")[2], item)
+    if option.type == "int" and _WHOLE_NUMBER.fullmatch(item):
+        return str(int(float(item)))
+    return item
+
+
+def options_with_dashes(settings: Mapping[str, Value], section: str) -> Iterator[tuple[str, Value]]:
+    """Yield the settings of a section whose names are options, --as-they-are-written."""
+    for name, value in settings.items():
+        prefix, _, option = name.rpartition(".")
+        if prefix == section and option.startswith("--"):
+            yield option, value

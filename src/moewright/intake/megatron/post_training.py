@@ -1,0 +1,132 @@
+"""The batches of reinforcement learning as those of a pre-training: verl's and slime's settings.
+
+Their micro-batches are packed up to a number of tokens. A plan takes such a pack for one sequence,
+and every generated text for as long as it may get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from moewright.intake.megatron.settings import Value, is_unset
+from moewright.spec.errors import BadInput, Reason
+
+_ACTOR = "actor_rollout_ref.actor."
+_PACKED_TOKENS = 16384  # verl's default of ppo_max_token_len_per_gpu
+_SLIME_NODES = "--actor-num-nodes"
+_SLIME_RANKS = "--actor-num-gpus-per-node"
+_SLIME_TOKENS = "--max-tokens-per-gpu"
+_SLIME_SEQ_LEN = "4096"  # its default
+_SLIME_DEFAULTS = ("--bf16", "--use-distributed-optimizer")
+
+
+def verl_batches(
+    settings: Mapping[str, Value], options: dict[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Set lengths and batches of an actor's update; return a note on them, none for others.
+
+    Raises:
+        BadInput: a size is no whole number above 0.
+    """
+    if not any(name.startswith(_ACTOR) for name in settings):
+        return _supervised_batches(settings, options)
+    text = _size(settings, "data.max_prompt_length", 512)
+    text += _size(settings, "data.max_response_length", 512)
+    texts = _size(settings, f"{_ACTOR}ppo_mini_batch_size", 256)
+    texts *= _size(settings, "actor_rollout_ref.rollout.n", 1)
+    if str(settings.get(f"{_ACTOR}use_dynamic_bsz", "")).lower() != "true":
+        micro = _size(settings, f"{_ACTOR}ppo_micro_batch_size_per_gpu", 1)
+        _set_batches(options, text, micro, texts)
+        return (f"an update is planned on {texts} texts of {text} tokens, their full length",)
+    pack = _size(settings, f"{_ACTOR}ppo_max_token_len_per_gpu", _PACKED_TOKENS)
+    return _pack(settings, options, texts=texts, text=text, pack=pack)
+
+
+def _supervised_batches(
+    settings: Mapping[str, Value], options: dict[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    if not any(name.startswith("engine.") for name in settings):
+        return ()
+    text = _size(settings, "data.max_length", 1024)
+    if str(settings.get("data.use_dynamic_bsz", "true")).lower() != "true":
+        options["--seq-length"] = (str(text),)
+        return ()
+    texts = _size(settings, "data.train_batch_size", 256)
+    pack = _size(settings, "data.max_token_len_per_gpu", 8192)
+    return _pack(settings, options, texts=texts, text=text, pack=pack)
+
+
+def _pack(
+    settings: Mapping[str, Value],
+    options: dict[str, tuple[str, ...]],
+    *,
+    texts: int,
+    text: int,
+    pack: int,
+) -> tuple[str, ...]:
+    """Set packs of at most `pack` tokens a rank for sequences, and return a note on them."""
+    ranks = _size(settings, "trainer.nnodes", 1) * _size(settings, "trainer.n_gpus_per_node", 8)
+    degrees = {name: _degree(options, name) for name in ("tensor", "pipeline", "context")}
+    tokens = pack * degrees["context"]
+    in_pack = max(1, tokens // text)
+    packs = -(-texts // in_pack)
+    replicas = max(1, ranks // (degrees["tensor"] * degrees["pipeline"] * degrees["context"]))
+    batch = -(-packs // replicas) * replicas
+    _set_batches(options, tokens, 1, batch)
+    note = (
+        f"an update of {texts} texts is planned as {batch} packs of {tokens} tokens, {in_pack} "
+        f"texts of {text} tokens, their full length, in each"
+    )
+    return (note,)
+
+
+def is_slime(words: Sequence[str]) -> bool:
+    """Whether a command is slime's: it says the actor's ranks."""
+    return _SLIME_NODES in words
+
+
+def slime_words(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return slime's command as one of Megatron-LM, and a note on its batches."""
+    values = dict(pairwise(words))
+    launcher = [
+        f"--nnodes={values[_SLIME_NODES]}",
+        f"--nproc_per_node={values.get(_SLIME_RANKS, '8')}",
+    ]
+    added = [name for name in _SLIME_DEFAULTS if name not in words]
+    note = ""
+    tokens = values.get(_SLIME_TOKENS, "")
+    pack = int(_SLIME_SEQ_LEN)
+    if tokens.isdigit():
+        context = values.get("--context-parallel-size", "1")
+        pack = int(tokens) * (int(context) if context.isdigit() else 1)
+        added += ["--micro-batch-size", "1", "--seq-length", str(pack)]
+        note = f"packs of {pack} tokens stand for sequences; each text is taken for one pack"
+    else:
+        for name, value in (("--seq-length", _SLIME_SEQ_LEN), ("--micro-batch-size", "1")):
+            added += [] if name in words else [name, value]
+    if "--max-position-embeddings" not in words:
+        added += ["--max-position-embeddings", str(pack)]
+    return [*launcher, *words, *added], (note,) if note else ()
+
+
+def _set_batches(options: dict[str, tuple[str, ...]], seq_len: int, micro: int, batch: int) -> None:
+    options["--seq-length"] = (str(seq_len),)
+    options["--micro-batch-size"] = (str(micro),)
+    options["--global-batch-size"] = (str(batch),)
+
+
+def _degree(options: Mapping[str, tuple[str, ...]], axis: str) -> int:
+    name = f"--{axis}-parallel-size" if axis == "context" else f"--{axis}-model-parallel-size"
+    text = next(iter(options.get(name, ())), "1")
+    return int(text) if text.isdigit() and int(text) else 1
+
+
+def _size(settings: Mapping[str, Value], name: str, default: int) -> int:
+    value = settings.get(name, "")
+    if is_unset(value):
+        return default
+    if not isinstance(value, str) or not value.isdigit() or not int(value):
+        shown = str(value)[:60].replace("\0", "$")
+        raise BadInput(Reason(field=name, value=shown, rule="must be a whole number above 0"))
+    return int(value)
