@@ -21,7 +21,7 @@ _VALUE_RULES = {
 # Words in the names of options that change what is held or computed.
 _MATTERS = re.compile(
     r"recomp|offload|fp8|fp4|parallel|moe|expert|attn|attention|hidden|layer|batch|seq|fus|optim"
-    r"|dtype|precision|rotary|norm|head|bias|activ|window|position"
+    r"|dtype|precision|rotary|norm|head|bias|activation|window|position"
     r"|checkpoint|memory|cache|overlap|dispatch|rope|vocab|mla|mtp|zero|shard"
 )
 _COUNT_RULES = {"+": "one or more values", "*": "values", "1": "a value", "0": "no value"}
