@@ -56,7 +56,7 @@ class ChosenOptions:
         return [word for name, values in self.options.items() for word in (name, *values)]
 
 
-class FieldReader:
+class SettingReader:
     """A reader of names and values, which knows Megatron-LM's arguments and core's fields."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from moewright.intake import catalogue
 from moewright.intake.megatron.bash import UNKNOWN_VALUE
 from moewright.intake.megatron.config_fields import (
     ChosenOptions,
-    FieldReader,
+    SettingReader,
     options_with_dashes,
 )
 from moewright.intake.megatron.post_training import verl_batches
@@ -166,8 +166,8 @@ def configure(settings: Mapping[str, Value]) -> ConfiguredCommand:
     for section in _OPTION_SECTIONS:
         if any(options_with_dashes(settings, section)):
             return _configure_options(settings, section)
-    dialect = next(filter(lambda one: _speaks(one, settings), _list_dialects()))
-    reader = FieldReader()
+    dialect = next(filter(lambda entry: _speaks(entry, settings), _list_dialects()))
+    reader = SettingReader()
     defaults = _default_options(reader, dialect)
     chosen = ChosenOptions(options=dict(defaults))
     read = _read_sections(reader, dialect, settings, chosen)
@@ -202,7 +202,7 @@ def _configure_options(settings: Mapping[str, Value], section: str) -> Configure
 
     A switch that is false is left out, as the tools do that start them.
     """
-    reader = FieldReader()
+    reader = SettingReader()
     chosen = ChosenOptions()
     words: list[str] = []
     for name, value in options_with_dashes(settings, section):
@@ -247,7 +247,7 @@ def _speaks(dialect: ConfigDialect, settings: Mapping[str, Value]) -> bool:
     return any(name.startswith(dialect.marker) for name in settings)
 
 
-def _default_options(reader: FieldReader, dialect: ConfigDialect) -> dict[str, tuple[str, ...]]:
+def _default_options(reader: SettingReader, dialect: ConfigDialect) -> dict[str, tuple[str, ...]]:
     """Return what a framework sets by itself."""
     options: dict[str, tuple[str, ...]] = {}
     name = ""
@@ -261,7 +261,7 @@ def _default_options(reader: FieldReader, dialect: ConfigDialect) -> dict[str, t
 
 
 def _read_sections(
-    reader: FieldReader,
+    reader: SettingReader,
     dialect: ConfigDialect,
     settings: Mapping[str, Value],
     chosen: ChosenOptions,
@@ -304,7 +304,7 @@ def _settle(settings: Mapping[str, Value], options: dict[str, tuple[str, ...]]) 
 
 
 def _take_precision(
-    reader: FieldReader, settings: Mapping[str, Value], chosen: ChosenOptions
+    reader: SettingReader, settings: Mapping[str, Value], chosen: ChosenOptions
 ) -> Iterator[str]:
     """Read a precision that is a name, as Bridge and NeMo have them; yield a note on another."""
     name = str(settings.get("mixed_precision", "") or settings.get("trainer.precision", ""))
@@ -336,8 +336,8 @@ def _name_model(dialect: ConfigDialect, settings: Mapping[str, Value]) -> str:
 def _find_model(text: str) -> str:
     plain = UNKNOWN_VALUE.sub("", text).rstrip("/").rpartition("/")[2].removesuffix(".yaml")
     plain = _RECIPE_TAIL.sub("", plain)
-    known = {_squeeze(name.rpartition("/")[2]): name for name in catalogue.model_names()}
-    return known.get(_squeeze(plain), plain)
+    names = {_squeeze(name.rpartition("/")[2]): name for name in catalogue.model_names()}
+    return names.get(_squeeze(plain), plain)
 
 
 def _squeeze(name: str) -> str:
