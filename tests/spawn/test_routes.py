@@ -112,4 +112,8 @@ def test_routes_of_another_job_are_refused(recorded: Path, data: DataSpec, tmp_p
         train(dense, tmp_path / "run")
     with pytest.raises(BadInput, match="holds no routes"):
         train(build_plan(data, "", 1, replay=tmp_path / "nothing"), tmp_path / "run")
+    captured = build_plan(data, "graphs=full", 1, replay=recorded / "routes")
+    with pytest.raises(BadInput) as caught:
+        train(captured, tmp_path / "run")
+    assert "train.replay_routes" in [reason.field for reason in caught.value.reasons]
     assert not (tmp_path / "run").exists()

@@ -75,5 +75,10 @@ def _workload_choices(job: Job) -> Iterator[_Choice]:
     is_sinkhorn = router.assignment is RouterAssignment.SINKHORN
     yield "train.assignment", router.assignment, is_sinkhorn, RouterAssignment.TOP_K
     yield "train.task", task, task is not Task.PRETRAIN, Task.PRETRAIN
+    frozen = "+".join(workload.fine_tuning.freeze)
+    yield "train.freeze", frozen, bool(frozen), "[]"
+    for key in ("record_routes", "replay_routes"):
+        folder = getattr(workload.routes, key)
+        yield f"train.{key}", folder, bool(folder), "no routes"
     is_bounded = documents is not DocumentMasking.JOINED
     yield "data.documents", documents, is_bounded, DocumentMasking.JOINED
