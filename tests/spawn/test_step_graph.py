@@ -39,9 +39,13 @@ def test_replayed_steps_have_the_bits_of_others(
 ) -> None:
     workload = tiny_jobs.build_workload(data, steps=7, loss=EVERY_LOSS)
     states = []
+    curves = []
     for name, text in (("plain", layout), ("captured", f"{layout},graphs=full")):
         plan = tiny_jobs.build_plan(workload, text, world_size=world_size, model=SHARED)
         assert train(plan, tmp_path / name) is ExitCode.DONE
         states.append(tiny_jobs.read_state(tmp_path / name, 7))
+        steps = tiny_jobs.read_steps(tmp_path / name)
+        curves.append([(step["loss"], step["aux_loss"], step["grad_norm"]) for step in steps])
+    assert curves[0] == curves[1]
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name
