@@ -346,6 +346,7 @@ CORNERS = (
         "pp2,tp2,ep2,schedule=zb-h1,mbs2",
         DocumentMasking.BOUNDED,
     ),
+    _corner("delta nets of two passes", "delta", 2, "ep2,mbs1,overlap=ep+wgrad"),
     _corner("delta nets in shards", "delta", 2, "ep2,zero3,mbs2,recompute=full"),
     _corner(
         "delta nets beside offloaded activations",

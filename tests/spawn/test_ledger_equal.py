@@ -410,7 +410,6 @@ def test_ledgers_of_adapters_and_frozen_parts_are_equal(
     [
         ("ep2,mbs2", Dtype.BF16, FineTuningSpec()),
         thorough("tp2,ep2,recompute=select,overlap=tp", Dtype.BF16, FineTuningSpec()),
-        thorough("ep2,mbs2,overlap=ep", Dtype.BF16, FineTuningSpec()),
         thorough("tp2,ep2,mbs2", Dtype.FP8, FineTuningSpec()),
         thorough("tp2,ep2,mbs2", Dtype.BF16, ADAPTERS_EVERYWHERE),
         thorough("pp2,schedule=zb-h1,mbs2", Dtype.BF16, ADAPTERS),

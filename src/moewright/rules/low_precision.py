@@ -163,6 +163,8 @@ def kept_width(model: ModelSpec, layout: Layout, tensor: SavedTensor) -> int:
         (Module.DENSE_MLP, "post_norm_out"): model.hidden_size,
         (Module.DENSE_MLP, "activation"): model.dense_ffn_size // layout.tp,
     }
+    if model.recurrent is not None:
+        widths[Module.ATTENTION, "mixer_out"] = model.recurrent.value_width // layout.tp
     if model.moe is not None:
         widths |= {
             (Module.EXPERTS, "permuted"): model.expert_width,
