@@ -1,0 +1,52 @@
+"""fla-org's kernels of gated delta nets against torch's, on a device that has them.
+
+Skipped without a device, or without fla.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moewright.engine.kernels.attention import Segments, build_segments
+from moewright.engine.kernels.fused.scans import FlaScans, ScanKernels, TorchScans
+
+pytest.importorskip("fla", reason="needs fla-core")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Two sequences of Qwen3-Next's heads, a quarter of them.
+ROWS, TOKENS, KEY_HEADS, HEADS, WIDTH, TAPS = 2, 1024, 4, 8, 128, 4
+LENGTHS = (5, 1000, 1043)
+
+
+def run(scans: ScanKernels, segments: Segments | None) -> list[torch.Tensor]:
+    dice = torch.Generator("cuda").manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=dice, device="cuda")
+
+    columns = 2 * WIDTH + HEADS // KEY_HEADS * WIDTH
+    x = draw(ROWS, TOKENS, KEY_HEADS, columns).bfloat16()
+    weight = 0.5 * draw(KEY_HEADS * columns, TAPS).bfloat16()
+    decay = -draw(ROWS, TOKENS, HEADS).exp()
+    beta = torch.sigmoid(draw(ROWS, TOKENS, HEADS))
+    grad = draw(ROWS, TOKENS, HEADS, WIDTH).bfloat16()
+    return [
+        scans.causal_conv(x, weight, segments),
+        *scans.causal_conv_backward(x, x, weight, segments),
+        scans.delta_rule(x, decay, beta, WIDTH, segments),
+        *scans.delta_rule_backward(grad, x, decay, beta, WIDTH, segments),
+    ]
+
+
+@pytest.mark.parametrize("lengths", [(), LENGTHS])
+def test_fla_computes_what_torch_computes(lengths: tuple[int, ...]) -> None:
+    segments = build_segments(lengths, torch.device("cuda")) if lengths else None
+    for own, fast in zip(run(TorchScans(), segments), run(FlaScans(), segments), strict=True):
+        assert fast.dtype == own.dtype
+        # fla multiplies in 16 bits what the reference multiplies in 32.
+        error = (fast.float() - own.float()).norm() / own.float().norm()
+        assert error < 2e-2
