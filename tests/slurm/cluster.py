@@ -15,9 +15,11 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
 _START_S = 15.0
-# The nodes meet under their names, which only this machine knows; the line goes with `stop`.
+# The nodes meet under their names, which only processes of a mount namespace of their own know:
+# whatever kills the run, the machine's own file is as it was.
 _HOSTS = Path("/etc/hosts")
 _NAMES = "127.0.0.1 node1 node2 # moewright's two nodes"
+_MARK = "MOEWRIGHT_SLURM_NAMESPACE"
 _CONFIG = """
 ClusterName=two
 SlurmctldHost={host}(127.0.0.1)
@@ -53,6 +55,13 @@ PartitionName=trials Nodes=node[1-2] Default=YES MaxTime=60 State=UP
 """
 
 
+def enter_namespace() -> None:
+    """Start this program again where its mounts are its own."""
+    if os.environ.get(_MARK) != "1":
+        words = ("unshare", "--mount", "--propagation", "private", sys.executable, *sys.argv)
+        os.execvpe(words[0], words, os.environ | {_MARK: "1"})
+
+
 class Cluster:
     """A Slurm whose daemons end with `stop`; `environment` lets its commands find it."""
 
@@ -82,7 +91,9 @@ class Cluster:
     def start(self) -> None:
         """Start every daemon and wait until both nodes are idle."""
         folder = self._folder
-        _HOSTS.write_text(f"{_HOSTS.read_text().rstrip()}\n{_NAMES}\n")
+        hosts = folder / "hosts"
+        hosts.write_text(f"{_HOSTS.read_text().rstrip()}\n{_NAMES}\n")
+        subprocess.run(("mount", "--bind", hosts, _HOSTS), check=True)
         self._start(
             "munged",
             *("munged", "--foreground", "--force", f"--key-file={folder}/munge.key"),
@@ -125,8 +136,7 @@ class Cluster:
         self._wait(is_true, what)
 
     def stop(self) -> None:
-        lines = _HOSTS.read_text().splitlines()
-        _HOSTS.write_text("\n".join(line for line in lines if line != _NAMES) + "\n")
+        subprocess.run(("umount", _HOSTS), check=False)
         for name in ("node1", "node2", "slurmctld", "munged"):
             if (daemon := self._daemons.pop(name, None)) is not None:
                 daemon.terminate()

@@ -27,7 +27,7 @@ from moewright.intake.hf_write import build_config
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
 from moewright.tuning.journal import read_journal
-from slurm.cluster import Cluster
+from slurm.cluster import Cluster, enter_namespace
 from tiny_jobs import MODEL, write_corpus
 
 TESTS = Path(__file__).parents[1]
@@ -203,4 +203,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    enter_namespace()
     sys.exit(main())
