@@ -217,7 +217,8 @@ LAYOUTS = [
     ("ernie4_5_moe", 2, "ep2,zero3"),
     thorough("ernie4_5_moe", 4, "tp2,pp2"),
     thorough("glm4_moe_lite", 4, "tp2,ep2,cp2"),
-    ("qwen3_next", 2, "tp2,ep2,mbs2"),  # a key head, and the value heads that share it, a rank
+    ("qwen3_5_moe_text", 2, "tp2,ep2,mbs2"),  # a key head, and those that share it, a rank
+    thorough("qwen3_next", 2, "tp2,ep2,mbs4"),
     thorough("qwen3_next", 4, "pp2,ep2,zero0,recompute=moe_act+core_attn"),
     thorough("qwen3_5_moe_text", 4, "tp2,pp2,mbs4"),
     thorough("qwen3_5_moe_text", 4, "ep4,zero3,recompute=full"),
