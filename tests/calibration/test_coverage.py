@@ -37,6 +37,16 @@ def test_a_large_group_does_not_decide_alone() -> None:
     assert widths_without([*large, *small], "c").width_80 > 1.5
 
 
+def test_rows_of_a_kind_decide_among_themselves_where_there_are_enough() -> None:
+    complete = [Residual(group="a", score=2.0, kind="complete") for _ in range(30)]
+    unstated = [Residual(group="a", score=1.0, kind="unstated") for _ in range(30)]
+    natural = [Residual(group="a", score=9.0, kind="natural") for _ in range(5)]
+    everything = [*complete, *unstated, *natural]
+    assert widths_without(everything, "b", "complete").width_80 == 2.0
+    assert widths_without(everything, "b", "unstated").width_80 == 1.0
+    assert widths_without(everything, "b", "natural") == widths_without(everything, "b", "other")
+
+
 def test_few_residuals_say_nothing() -> None:
     assert widths_without([Residual(group="a", score=5.0)], "b") == HEAVY_TAILS
 

@@ -261,3 +261,18 @@ def test_four_bit_linears_keep_less_and_multiply_faster_where_the_part_can() -> 
                 model, replace(work, precision=dtype), catalogue.hardware(f"256x{part}"), layout
             )
         assert refused.value.reasons[0].nearest == legal
+
+
+def test_collectives_hide_no_longer_than_the_micro_batches_beside_them_take() -> None:
+    model = catalogue.model("Mixtral-8x22B-v0.1")
+    workload = Workload(seq_len=1024, global_batch=256)
+    hardware = catalogue.hardware("256xH100")
+    layout = parse_layout("zero3,mbs1", world_size=256)
+    shares = {share.part: share for share in estimate(model, workload, hardware, layout).shares}
+    exchange = shares.pop(TimePart.DP_COMM)
+    optimizer = shares.pop(TimePart.OPTIMIZER)
+    assert optimizer.seconds > 0
+    beside_s = sum(share.seconds for share in shares.values())
+    # All weights of 141 billion parameters cross the network for 1,024 tokens a device.
+    assert exchange.hidden_s == pytest.approx(beside_s)
+    assert exchange.seconds > exchange.hidden_s

@@ -8,6 +8,8 @@ import pytest
 
 from moewright.codec import parse_layout
 from moewright.cost.constants import Constants
+from moewright.cost.elementwise import elementwise_row
+from moewright.cost.estimate import estimate
 from moewright.cost.host_time import layer_host_s
 from moewright.cost.mixers import mixer_core
 from moewright.cost.op_time import DeviceRates
@@ -17,6 +19,7 @@ from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, Hardware, Op
 from moewright.spec.layout import CudaGraphScope
+from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import AttentionBackend, ExpertKernels, TrainerSpec, Workload
 
@@ -56,6 +59,32 @@ def test_kernels_of_an_older_generation_take_longer() -> None:
     )
     hardware = replace(HARDWARE, constants=(*HARDWARE.constants, older))
     assert attention_s(symbols(), hardware) == pytest.approx(3 * attention_s(symbols()))
+
+
+def slower(name: str, value: float) -> Hardware:
+    sourced = Sourced(value=value, kind=SourceKind.ASSUMED, source="test")
+    return replace(HARDWARE, constants=(*HARDWARE.constants, Constant(name=name, value=sourced)))
+
+
+def step_parts(hardware: Hardware) -> dict[TimePart, float]:
+    workload = Workload(seq_len=4096, global_batch=1024)
+    layout = parse_layout("ep8,cp2", world_size=HARDWARE.count)
+    prediction = estimate(catalogue.model("Qwen3-30B-A3B"), workload, hardware, layout)
+    return {share.part: share.seconds for share in prediction.shares}
+
+
+def test_a_loop_over_tokens_on_the_host_holds_the_device_up() -> None:
+    plain, looped = step_parts(HARDWARE), step_parts(slower("host_s_per_token", 2e-5))
+    # 1,024 sequences over 32 data-parallel ranks; a rank of a context group loops over all tokens.
+    assert looped[TimePart.HOST] - plain[TimePart.HOST] == pytest.approx(32 * 4096 * 2e-5)
+    assert looped[TimePart.HEAD] == plain[TimePart.HEAD]
+
+
+def test_an_unfused_loss_moves_more_bytes() -> None:
+    plain, unfused = step_parts(HARDWARE), step_parts(slower("eager_loss_bytes", 102.0))
+    rates = DeviceRates(HARDWARE)
+    row = elementwise_row("loss", symbols(), 102.0 * 2048 * 151936, part=TimePart.HEAD)
+    assert unfused[TimePart.HEAD] - plain[TimePart.HEAD] == pytest.approx(32 * rates.seconds(row))
 
 
 def host_s(sym: Symbols, graphs: tuple[CudaGraphScope, ...] = ()) -> float:

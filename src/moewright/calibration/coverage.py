@@ -36,18 +36,27 @@ HEAVY_TAILS = Widths(width_80=tail_width(0.8), width_95=tail_width(0.95))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """A residual over its standard deviation, of a row of a group of rows left out together."""
+    """A residual over its standard deviation, of a row of a group of rows left out together.
+
+    `kind` tells rows apart whose deviations are of other things, such as complete statements and
+    those that leave switches open.
+    """
 
     group: Hashable
     score: float
+    kind: Hashable = None
 
 
-def widths_without(residuals: Sequence[Residual], group: Hashable) -> Widths:
+def widths_without(residuals: Sequence[Residual], group: Hashable, kind: Hashable = None) -> Widths:
     """Return the widths that the residuals of all other groups ask for.
 
-    Groups weigh as the square root of their rows, since rows of one share their error.
+    They are those of the same kind where there are enough of them. Groups weigh as the square root
+    of their rows, since rows of one share their error.
     """
     others = [residual for residual in residuals if residual.group != group]
+    alike = [residual for residual in others if residual.kind == kind]
+    if len(alike) >= _FEWEST:
+        others = alike
     if len(others) < _FEWEST:
         return HEAVY_TAILS
     counts: dict[Hashable, int] = {}

@@ -165,10 +165,14 @@ def score_table(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PredictedRow:
-    """A row with its predictions, before it has intervals."""
+    """A row with its predictions, before it has intervals.
+
+    `kind` says what its source states, and whether its model has experts.
+    """
 
     scored: ScoredRow
     group: Hashable
+    kind: Hashable
     log_sd: float
     peak_log_sd: float
 
@@ -177,15 +181,18 @@ def _add_intervals(points: Sequence[_PredictedRow]) -> Iterator[ScoredRow]:
     """Yield the rows with intervals, as wide as residuals of other groups ask for."""
     speeds = [residual for point in points for residual in _speed_residuals(point)]
     peaks = [residual for point in points for residual in _peak_residuals(point)]
-    widths: dict[Hashable, tuple[Widths, Widths]] = {None: (HEAVY_TAILS, HEAVY_TAILS)}
+    widths: dict[Hashable, tuple[Widths, Widths]] = {}
     for point in points:
-        if point.group not in widths:
-            widths[point.group] = (
-                widths_without(speeds, point.group),
+        key = point.group, point.kind
+        if point.group is None:
+            widths[key] = HEAVY_TAILS, HEAVY_TAILS
+        elif key not in widths:
+            widths[key] = (
+                widths_without(speeds, point.group, point.kind),
                 widths_without(peaks, point.group),
             )
         scored = point.scored
-        speed_widths, peak_widths = widths[point.group]
+        speed_widths, peak_widths = widths[key]
         tokens = scored.predicted_tokens_per_s_per_gpu or 0.0
         peak = scored.predicted_peak_memory_gb or 0.0
         interval_80, interval_95 = speed_widths.intervals(tokens, point.log_sd)
@@ -203,7 +210,8 @@ def _speed_residuals(point: _PredictedRow) -> Iterator[Residual]:
     measured = point.scored.measured_tokens_per_s_per_gpu
     predicted = point.scored.predicted_tokens_per_s_per_gpu
     if measured and predicted:
-        yield Residual(group=point.group, score=log(predicted / measured) / point.log_sd)
+        score = log(predicted / measured) / point.log_sd
+        yield Residual(group=point.group, score=score, kind=point.kind)
 
 
 def _peak_residuals(point: _PredictedRow) -> Iterator[Residual]:
@@ -225,6 +233,7 @@ def _predict(row: MeasuredRow, calibration: Calibration) -> _PredictedRow:
     return _PredictedRow(
         scored=_score_row(row, calibration, at_peak, tokens_per_s),
         group=calibration.group,
+        kind=(row.kind, row.model.moe is not None),
         log_sd=calibration.log_sd or prediction.step_sd,
         peak_log_sd=_peak_log_sd(row, at_peak),
     )

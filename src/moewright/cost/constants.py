@@ -20,6 +20,8 @@ FITTED_DEVICES = 256
 OFFLOAD_CONSTANTS = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_per_parameter")
 NVFP4_CONSTANTS = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
 LORA_CONSTANTS = ("frozen_weight_bytes",)
+# Nothing in most trainers.
+EAGER_CONSTANTS = ("eager_loss_bytes", "host_s_per_token")
 EFA_CONSTANTS = (
     "efa_alltoall_share",
     "proxy_message_s",
@@ -56,6 +58,8 @@ _LIBRARY_CALL = (
     " 142 us on 1, 2, 4 nodes"
 )
 _OWN_KERNELS = "kernels made for the part; more where a run names older ones"
+_NO_TOKEN_LOOP = "trainers that read no token on the host; the device waits while one does"
+_FUSED_LOSS = "bytes a logit that an unfused loss moves beyond the fused one"
 _LOOPED_PRODUCT = "experts one by one: ten launches of about 12 us a product, forward and backward"
 _WEIGHT_TRAFFIC = "expert weights and their sums, the rest under products"
 _RECOMPUTED_MOE = "a MoE block launches about this share of its layer's forward; docs/findings.md 2"
@@ -159,6 +163,8 @@ _CUDA = (
     _fitted("host_s_per_narrow_expert", 0.000124, _fit_source(0.21, "casts of an expert")),
     _assumed("host_s_per_expert_product", 1.2e-4, _LOOPED_PRODUCT),
     _assumed("host_s_per_recompute_module", 1e-4, TIME_FINDINGS),
+    _assumed("host_s_per_token", 0.0, _NO_TOKEN_LOOP),
+    _assumed("eager_loss_bytes", 0.0, _FUSED_LOSS),
     _measured("delayed_gradient_share", 0.35, _DELAYED_GRADIENTS),
     _fitted("ep_overlap_hidden", 0.678, _fit_source(0.08)),
     _fitted("tp_host", 1.26, _fit_source(0.08, "its collectives are launched too")),
@@ -260,6 +266,8 @@ _CPU = (
     _assumed("host_recomputed_moe_share", 0.6, _RECOMPUTED_MOE),
     _assumed("host_s_per_expert_product", 1.2e-4, _LOOPED_PRODUCT),
     _assumed("host_s_per_recompute_module", 1e-4, "a few launches"),
+    _assumed("host_s_per_token", 0.0, _NO_TOKEN_LOOP),
+    _assumed("eager_loss_bytes", 0.0, _FUSED_LOSS),
     _fitted("sync_s_alltoall", 2e-3, "ranks wait for each other: step less CPU time, 2 ranks"),
     _assumed("sync_s_fused", 2e-3, "no such dispatcher on a CPU: as all-to-all"),
     _assumed("host_s_full_graph", 0.0, _NO_GRAPHS),

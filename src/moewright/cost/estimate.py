@@ -10,6 +10,7 @@ from moewright.cost.activations import policy_of
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import (
+    EAGER_CONSTANTS,
     EFA_CONSTANTS,
     LORA_CONSTANTS,
     NVFP4_CONSTANTS,
@@ -436,6 +437,7 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
         unused |= frozenset(NVFP4_CONSTANTS)
     if fabric.network is not NetworkKind.EFA:
         unused |= frozenset(EFA_CONSTANTS)
+    unused |= frozenset(name for name in EAGER_CONSTANTS if not rates.constants[name])
     for constant in rates.constants.list_all():
         if rates.uses_constant(constant.name) and constant.name not in unused:
             yield constant.name, constant.value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moewright.cost.constants import Constants
 from moewright.cost.elementwise import CROSS_ENTROPY, RMS_NORM, elementwise_row, kernel_rows
 from moewright.cost.gemm_rows import NEVER_DELAYED, LayerOps, backward_gemms, gemm_row
 from moewright.cost.op_time import OpRow
@@ -93,6 +94,15 @@ def head_ops(sym: Symbols) -> LayerOps:
         sum_bytes = gradient_sum_bytes(sym) * h * vocab
         backward.append(elementwise_row(gradient_sum, sym, sum_bytes, part=_HEAD, calls=2))
     return LayerOps(forward=(logits, norm, loss), backward=tuple(backward))
+
+
+def add_eager_loss(constants: Constants, sym: Symbols, head: LayerOps) -> LayerOps:
+    """Return the head with what an unfused loss moves beyond the fused one: half of it forward."""
+    extra_bytes = constants["eager_loss_bytes"] * sym.T * sym.model.vocab_size / sym.layout.tp
+    if not extra_bytes:
+        return head
+    row = elementwise_row("head.eager_loss", sym, extra_bytes / 2, part=_HEAD)
+    return LayerOps(forward=(*head.forward, row), backward=(*head.backward, row))
 
 
 def mtp_ops(sym: Symbols) -> LayerOps:

@@ -15,6 +15,7 @@ import numpy as np
 
 from moewright.cost.activations import OffloadedActivations
 from moewright.cost.collective_time import CollectiveModel
+from moewright.cost.constants import Constants
 from moewright.cost.ep_overlap import EXPERT_ROW_NAMES, covered_exchange, weight_gradient_s
 from moewright.cost.gemm_rows import LayerOps
 from moewright.cost.host_time import host_exponent, layer_host_s
@@ -530,3 +531,13 @@ def outside_layers_time(
         forward_s=forward_s,
         weight_grad_s=weight_gradient_s(priced.backward),
     )
+
+
+def token_loop_time(constants: Constants, sym: Symbols) -> MicroBatchTime:
+    """Return the time of a trainer's own loop over the tokens of a micro-batch, before backward.
+
+    It reads them from the device one by one, which stands still meanwhile.
+    """
+    seconds = constants["host_s_per_token"] * sym.T * sym.layout.cp
+    exposed = {TimePart.HOST: seconds} if seconds else {}
+    return MicroBatchTime(exposed=exposed, hidden={}, forward_s=seconds, weight_grad_s=0.0)

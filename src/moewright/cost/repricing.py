@@ -86,14 +86,17 @@ class RepriceableStep:
         hardware's own constants.
         """
         rates, collectives, times = self._priced(constants)
-        tail_s = max(
-            step_tail(rates, collectives, self._sym, parameters).total_s
-            for parameters in self._rank_parameters
+        last = max(
+            (
+                step_tail(rates, collectives, self._sym, parameters)
+                for parameters in self._rank_parameters
+            ),
+            key=lambda tail: tail.total_s,
         )
         pipeline_s = self._pipeline.total_s(
             self._counts @ times.forward_s, self._counts @ times.backward_s
         )
-        return pipeline_s + self._transfers * times.transfer_s + tail_s
+        return max(pipeline_s + self._transfers * times.transfer_s, last.hidden_s) + last.total_s
 
     def _priced(
         self, constants: tuple[Constant, ...]

@@ -18,7 +18,13 @@ from moewright.cost.activations import (
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import Constants
 from moewright.cost.gemm_rows import LayerOps
-from moewright.cost.head_ops import embedding_ops, head_ops, mtp_ops, optimizer_ops
+from moewright.cost.head_ops import (
+    add_eager_loss,
+    embedding_ops,
+    head_ops,
+    mtp_ops,
+    optimizer_ops,
+)
 from moewright.cost.host_time import layer_host_s
 from moewright.cost.layer_time import (
     DeviceTime,
@@ -40,6 +46,7 @@ from moewright.cost.layer_time import (
     replace_expert_rows,
     replay_cost,
     stage_transfer_s,
+    token_loop_time,
 )
 from moewright.cost.model_states import MOMENTUM_BYTES
 from moewright.cost.muon import muon_ops
@@ -98,7 +105,8 @@ class RankParameters:
 class StepTail:
     """Seconds of the work that a step does once, after its micro-batches.
 
-    `hidden_s` are the seconds of collectives that other work hides; the other fields are exposed.
+    `hidden_s` are the seconds of collectives that run beside micro-batches, and are hidden as far
+    as these take as long; the other fields are exposed.
     """
 
     reduce_s: float
@@ -168,14 +176,13 @@ def price_model_ops(
 ) -> PricedModelOps:
     """Price the rows; an MTP depth is priced with its embedding and its pass through the head."""
     embedding = outside_layers_time(collectives, sym, price_ops(rates, ops.embedding), gathers=2)
-    head = outside_layers_time(
-        collectives, sym, price_ops(rates, ops.head), gathers=3, sums=_LOSS_SUMS
-    )
+    head_priced = price_ops(rates, add_eager_loss(rates.constants, sym, ops.head))
+    head = outside_layers_time(collectives, sym, head_priced, gathers=3, sums=_LOSS_SUMS)
     projection = outside_layers_time(collectives, sym, price_ops(rates, ops.mtp), gathers=5)
     return PricedModelOps(
         layers={kind: price_ops(rates, layer) for kind, layer in ops.layers.items()},
         embedding=embedding,
-        head=head,
+        head=add_times([(head, 1.0), (token_loop_time(rates.constants, sym), 1.0)]),
         mtp=add_times([(head, 1.0), (projection, 1.0), (embedding, 1.0)]),
     )
 
@@ -202,7 +209,7 @@ class Pricer:
     overlaps.
     """
 
-    __slots__ = ("_collectives", "_device", "_priced", "_replays", "_shared", "sym")
+    __slots__ = ("_collectives", "_device", "_exchanges", "_priced", "_replays", "_shared", "sym")
 
     def __init__(
         self,
@@ -213,6 +220,7 @@ class Pricer:
     ) -> None:
         self.sym, self._collectives, self._priced = sym, collectives, priced
         self._shared = shared  # prices the layers without experts, which are the same
+        self._exchanges: dict[tuple[object, ...], tuple[LayerCollectives, float]] = {}
         self._device: dict[tuple[object, ...], tuple[LayerCollectives, DeviceTime]] = {}
         self._replays: dict[tuple[object, ...], ReplayCost] = {}
 
@@ -223,6 +231,16 @@ class Pricer:
         """
         priced = reprice_experts(rates, self._priced, sym)
         return Pricer(self._collectives, sym, priced, shared=self)
+
+    def with_micro_batches(self, sym: Symbols) -> Pricer:
+        """Return the prices of layouts with another number of micro-batches, on a fused stack.
+
+        Nothing but the overlap of host and device depends on it, so what is known is shared.
+        """
+        pricer = Pricer(self._collectives, sym, self._priced, shared=self._shared)
+        pricer._exchanges, pricer._device = self._exchanges, self._device
+        pricer._replays = self._replays
+        return pricer
 
     def part_times(self, layout: Layout, parts: StageParts) -> PartTimes:
         """Price the parts of a layout with the degrees and micro-batch of the priced one."""
@@ -318,16 +336,28 @@ class Pricer:
             return self._shared._device_time(layout, kind)
         key = kind, layout.overlap, layout.dispatcher, layout.cp_comm
         if key not in self._device:
-            sym = replace(self.sym, job=replace(self.sym.job, layout=layout))
-            moved = price_collectives(self._collectives, sym, kind)
+            moved, host_s = self._exchange(layout, kind)
             rows = self._priced.layers[kind]
-            alone = replace(layout, overlap=())  # as long whatever else overlaps
-            host_s = layer_host_s(self._collectives.constants, alone, (), sym, kind)
             self._device[key] = (
                 moved,
                 device_time(self._collectives, layout, rows, moved, host_s=host_s),
             )
         return self._device[key]
+
+    def _exchange(self, layout: Layout, kind: LayerKind) -> tuple[LayerCollectives, float]:
+        """Return the collectives of a layer, and its eager host time where nothing overlaps.
+
+        Of all overlaps that of tensor-parallel collectives alone changes them.
+        """
+        key = kind, Overlap.TP in layout.overlap, layout.dispatcher, layout.cp_comm
+        if key not in self._exchanges:
+            sym = replace(self.sym, job=replace(self.sym.job, layout=layout))
+            alone = replace(layout, overlap=())
+            self._exchanges[key] = (
+                price_collectives(self._collectives, sym, kind),
+                layer_host_s(self._collectives.constants, alone, (), sym, kind),
+            )
+        return self._exchanges[key]
 
     def _replay_cost(self, layout: Layout, kind: LayerKind, policy: ReplayPolicy) -> ReplayCost:
         if self._shared and not kind.is_moe:
@@ -558,15 +588,16 @@ def step_time(
     own = add_times([(stages[slowest], sym.m)])
     still_s, sending_s = pipeline_s(sym, times, counts)
     waiting_s = still_s - sym.m * totals[slowest] if sym.layout.pp > 1 else 0.0
+    uncovered_s = max(0.0, last.hidden_s - still_s - sending_s)
     parts = {
         **own.exposed,
         TimePart.PP_COMM: sending_s,
         TimePart.BUBBLE: waiting_s,
-        TimePart.DP_COMM: last.reduce_s + last.gather_s,
+        TimePart.DP_COMM: last.reduce_s + last.gather_s + uncovered_s,
         TimePart.OPTIMIZER: last.optimizer_s,
     }
     exposed = {part: seconds for part, seconds in parts.items() if seconds > 0}
-    hidden = {**own.hidden, TimePart.DP_COMM: last.hidden_s}
+    hidden = {**own.hidden, TimePart.DP_COMM: last.hidden_s - uncovered_s}
     return StepTime(
         step_s=sum(exposed.values()), slowest_rank=slowest, exposed=exposed, hidden=hidden
     )

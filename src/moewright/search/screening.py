@@ -288,7 +288,7 @@ class Screener:
         """
         if layout.schedule.splits_backward:
             return 0.0
-        pricer = self.times.pricer(layout)
+        pricer = self.times.pricer(layout, self.times.symbols(layout))
         model = self._space.model
         times = pricer.part_times(layout, self._parts)
         chunks = stages.pipeline_chunks(model, layout)
@@ -433,8 +433,8 @@ class Screener:
         for place, base in enumerate(variants):
             variant = replace(priced, base=base)
             pipeline_s = self._pipeline_s(variant, needed)
-            tail_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
-            total = pipeline_s[:, :, None] + tail_s[:, None, :]
+            tail_s, hidden_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
+            total = np.maximum(pipeline_s[:, :, None], hidden_s[:, None, :]) + tail_s[:, None, :]
             total_s = np.where(is_worth_pricing[:, needed], total, np.inf)
             factors = np.broadcast_to(self._risk.factors(base, priced.batch.pipelines), step.shape)
             total_bound_s = total_s * factors[:, needed]

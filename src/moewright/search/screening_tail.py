@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from moewright.cost.stage_parts import Array
-from moewright.cost.step_time import RankParameters, step_tail
+from moewright.cost.step_time import RankParameters, StepTail, step_tail
 from moewright.cost.symbols import Symbols
 from moewright.rules import shards
 from moewright.search.pipeline_arrays import PipelineBatch
@@ -27,27 +27,30 @@ class ScreeningTails:
         self, times: ScreeningTimes, memory: ScreeningMemory, states: Sequence[StatePolicy]
     ) -> None:
         self._times, self._memory, self._states = times, memory, states
-        self._tails: dict[tuple[object, ...], float] = {}
+        self._tails: dict[tuple[object, ...], StepTail] = {}
 
-    def seconds(self, base: Layout, batch: PipelineBatch, is_needed: Array) -> Array:
+    def seconds(self, base: Layout, batch: PipelineBatch, is_needed: Array) -> tuple[Array, Array]:
         """Return the seconds of what a step does once, on the rank that takes longest.
 
-        These are gradient reduction, weight gathers and the optimizer [pipelines, state policies];
-        0 where `is_needed` asks for nothing.
+        These are gradient reduction, weight gathers and the optimizer [pipelines, state policies],
+        and what of them runs beside micro-batches; 0 where `is_needed` asks for nothing.
         """
         tails = np.zeros((len(batch.pp), len(self._states)))
+        hidden = np.zeros_like(tails)
         for column, policy in enumerate(self._states):
             pipelines = np.asarray(is_needed[:, :, column].any(axis=1))
             ranks = np.flatnonzero(pipelines[batch.pipeline_of_rank])
             if len(ranks):
-                seconds = self._rank_tails_s(base, policy, batch, ranks)
-                np.maximum.at(tails[:, column], batch.pipeline_of_rank[ranks], seconds)
-        return tails
+                of_ranks = self._rank_tails(base, policy, batch, ranks)
+                places = batch.pipeline_of_rank[ranks]
+                np.maximum.at(tails[:, column], places, [tail.total_s for tail in of_ranks])
+                np.maximum.at(hidden[:, column], places, [tail.hidden_s for tail in of_ranks])
+        return tails, hidden
 
-    def _rank_tails_s(
+    def _rank_tails(
         self, base: Layout, policy: StatePolicy, batch: PipelineBatch, ranks: Array
-    ) -> list[float]:
-        """Return the seconds that each of these ranks takes once a step."""
+    ) -> list[StepTail]:
+        """Return what each of these ranks does once a step."""
         base = replace(
             base, zero=policy.zero, offload=tuple(sorted({*base.offload, *policy.offload}))
         )
@@ -71,7 +74,7 @@ class ScreeningTails:
         )
         pp = batch.pp[batch.pipeline_of_rank]
         symbols: dict[int, Symbols] = {}
-        seconds = []
+        of_ranks = []
         for rank_pp, numbers in zip(
             pp[ranks].tolist(), parameters[ranks].astype(np.int64).tolist(), strict=True
         ):
@@ -79,11 +82,11 @@ class ScreeningTails:
             if key not in self._tails:
                 if rank_pp not in symbols:
                     symbols[rank_pp] = self._times.symbols(replace(base, pp=rank_pp))
-                self._tails[key] = self._one_tail_s(symbols[rank_pp], numbers)
-            seconds.append(self._tails[key])
-        return seconds
+                self._tails[key] = self._one_tail(symbols[rank_pp], numbers)
+            of_ranks.append(self._tails[key])
+        return of_ranks
 
-    def _one_tail_s(self, sym: Symbols, numbers: Sequence[int]) -> float:
+    def _one_tail(self, sym: Symbols, numbers: Sequence[int]) -> StepTail:
         dense, expert, dense_calls, expert_calls = numbers
         parameters = RankParameters(
             dense=dense,
@@ -92,5 +95,4 @@ class ScreeningTails:
             expert_calls=max(1, expert_calls),
         )
         times = self._times
-        tail = step_tail(times.rates, times.collectives, sym, parameters)
-        return tail.total_s
+        return step_tail(times.rates, times.collectives, sym, parameters)

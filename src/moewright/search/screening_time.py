@@ -82,9 +82,11 @@ class ScreeningTimes:
             self.rates.constants,
         )
 
-    def pricer(self, layout: Layout) -> Pricer:
-        """Return the prices of layouts with these degrees, micro-batch and dispatcher."""
-        sym = self.symbols(layout)
+    def pricer(self, layout: Layout, sym: Symbols) -> Pricer:
+        """Return the prices of layouts with these degrees, micro-batch and dispatcher.
+
+        `sym` are the layout's symbols.
+        """
         # An eager stack prices the sum of a layer's gradients, experts' included, as one row of
         # the layer, so groups have no prices in common; a fused stack sums them once a step.
         if not sym.is_fused:
@@ -191,6 +193,7 @@ class GroupTimes:
             for kind, offloaded in sent.items()
         }
         self._known: dict[tuple[DispatcherKind, tuple[int, int]], Pricer] = {}
+        self._of_dispatcher: dict[DispatcherKind, Pricer] = {}
 
     def seconds(
         self,
@@ -279,7 +282,14 @@ class GroupTimes:
     def _pricer(self, layout: Layout, timing: TimingClass) -> Pricer:
         key = layout.dispatcher, timing.like
         if key not in self._known:
-            self._known[key] = self._times.pricer(replace(layout, pp=timing.pp))
+            staged = replace(layout, pp=timing.pp)
+            sym = self._times.symbols(staged)
+            alike = self._of_dispatcher.get(layout.dispatcher)
+            if alike is None or not sym.is_fused:
+                alike = self._of_dispatcher[layout.dispatcher] = self._times.pricer(staged, sym)
+            else:
+                alike = alike.with_micro_batches(sym)
+            self._known[key] = alike
         return self._known[key]
 
     def _staged(self, layout: Layout, timing: TimingClass) -> Layout:

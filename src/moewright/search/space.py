@@ -5,7 +5,7 @@ Degrees and pipelines follow from divisors; groups are yielded lazily.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -162,6 +162,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
     world = space.hardware.count
     shapes = tuple(_pipeline_shapes(space))
     by_shapes: dict[tuple[PipelineShape, ...], PipelineShapes] = {}
+    batches = deciding_batches(space.workload)
     for cut in _degrees(space):
         dense, expert = cut.tp * cut.cp, cut.etp * cut.ep
         fitting = [shape for shape in shapes if _fits(world, shape.pp, dense, expert)]
@@ -169,7 +170,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
             kept = tuple(
                 shape
                 for shape in fitting
-                if _has_timetable(space, shape, mbs * world // (dense * shape.pp))
+                if _has_timetable(space, shape, mbs * world // (dense * shape.pp), batches)
             )
             if kept:
                 pipelines = by_shapes.setdefault(kept, PipelineShapes(shapes=kept))
@@ -431,12 +432,14 @@ def _fits(world: int, pp: int, dense: int, expert: int) -> bool:
     return world % (pp * dense) == 0 and world % (pp * expert) == 0
 
 
-def _has_timetable(space: SearchSpace, shape: PipelineShape, pass_sequences: int) -> bool:
+def _has_timetable(
+    space: SearchSpace, shape: PipelineShape, pass_sequences: int, batches: Sequence[int]
+) -> bool:
     """Return whether the batch divides into micro-batches, and their number has a timetable.
 
-    `pass_sequences` are the sequences of one micro-batch over all data-parallel ranks.
+    `pass_sequences` are the sequences of one micro-batch over all data-parallel ranks, `batches`
+    the batch sizes that decide.
     """
-    batches = deciding_batches(space.workload)
     if not pass_sequences or any(size % pass_sequences for size in batches):
         return False
     counts = [size // pass_sequences for size in batches]
