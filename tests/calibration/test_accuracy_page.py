@@ -27,7 +27,7 @@ MEMORY = {
     "ran_fits": 2,
     "ran_uncertain": 1,
 }
-SPLIT = {
+SPLIT: dict[str, Any] = {
     "by": "moe",
     "name": "all",
     "speeds": {"rows": 3, "median_error": 0.1, "p90_error": 0.2, "bias": -0.01},
@@ -41,12 +41,19 @@ REPORT = {
     "rows": [row("a-1", 100, 105), row("b-1", 1000, 500), row("b-2", 1000, None)],
 }
 
+OWN_SPLIT: dict[str, Any] = {**SPLIT, "speeds": {**SPLIT["speeds"], "median_error": 0.05}}
+OWN_REPORT = {"summary": {"splits": [OWN_SPLIT, {**OWN_SPLIT, "name": "publisher a"}]}}
+
 
 def test_the_page_has_every_timed_run() -> None:
-    page = render_page(REPORT, {"a-1": {"model": "org/M", "num_gpus": "8", "hardware": "H100"}})
+    cells = {"a-1": {"model": "org/M", "num_gpus": "8", "hardware": "H100"}}
+    page = render_page(REPORT, OWN_REPORT, cells)
     assert "| a-1 | M | 8 H100 |  | 100 | 105 | 90-110 | +5.0 % |" in page
     assert "b-2" not in page
     assert "| moe | all | 3 | 10.0 % | 20.0 % | -1.0 % | 80.0 % | 95.0 % | 0.90 | 1.0 % |" in page
+    own_rows = page[page.index("own rows") : page.index("## Peaks")]
+    assert "| moe | all | 3 | 5.0 % |" in own_rows
+    assert "publisher a" not in own_rows
     unexplained = page[page.index("not explained") : page.index("## Every run")]
     assert "b-1" in unexplained
     assert "a-1" not in unexplained
