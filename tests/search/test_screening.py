@@ -17,7 +17,14 @@ from moewright.intake import catalogue
 from moewright.rules.legality import check_legality
 from moewright.search import ranking
 from moewright.search.screening import GroupScores, Screener
-from moewright.search.space import DegreeGroup, SearchSpace, build_search_space, degree_groups
+from moewright.search.screening_risk import ScreeningRisk
+from moewright.search.space import (
+    DegreeGroup,
+    PipelineShapes,
+    SearchSpace,
+    build_search_space,
+    degree_groups,
+)
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase
@@ -281,3 +288,27 @@ def test_zero_0_and_recompute_without_need_are_never_faster() -> None:
     for group in case.groups:
         for scores in _screen_all(case, group):
             assert (scores.step_s >= scores.step_s[:, :1]).all()
+
+
+def test_a_heavier_policy_is_left_out_only_where_a_lighter_one_is_as_sure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More memory then never raises the bound: what becomes safe replaces nothing surer."""
+    case = Case("Qwen3-30B-A3B", "64xH100", _work(4096, 512), "tp1,cp1,pp1,ep8,etp1,mbs1")
+    (group,) = case.groups
+
+    def count_priced() -> int:
+        return sum(int(np.isfinite(scores.step_s).sum()) for scores in _screen_all(case, group))
+
+    usual = count_priced()
+    factors = ScreeningRisk.factors
+
+    def doubt_the_lightest(
+        risk: ScreeningRisk, base: Layout, pipelines: PipelineShapes
+    ) -> np.ndarray:
+        doubts = np.array(factors(risk, base, pipelines))
+        doubts[:, 0] *= 1.5
+        return doubts
+
+    monkeypatch.setattr(ScreeningRisk, "factors", doubt_the_lightest)
+    assert count_priced() > usual

@@ -131,7 +131,7 @@ class Screener:
                 [_does_less(light, heavy) for heavy in self.activation_policies]
                 for light in self.activation_policies
             ],
-            dtype=np.float32,
+            dtype=bool,
         )
         self._searches_dp_overlap = (
             space.hardware.device.kind is DeviceKind.CUDA
@@ -209,7 +209,8 @@ class Screener:
         dp_overlap = np.broadcast_to(False, peak.shape)
         if is_worth_pricing.any():
             is_worth_pricing &= is_fast[:, :, None]
-            is_worth_pricing &= ~self._is_needless(bounded.legal, peak, sd)
+            has_room = bounded.legal & (peak <= self.safe_bytes(sd))
+            is_worth_pricing &= ~self._is_needless(has_room, base, group.pipelines)
             sent = self.times.sent_activations(memory)
             step, bound, dp_overlap = self._price(replace(priced, sent=sent), is_worth_pricing)
         # The bytes above are those of the group's own dispatcher.
@@ -263,22 +264,35 @@ class Screener:
             return [base, _with_dp_overlap(base)]
         return [base]
 
+    def _variants(self, base: Layout) -> list[Layout]:
+        """Return a layout without and with overlapped gradient sums, where both are searched."""
+        # Graphs of attention would lose delayed weight gradients of biases under overlapped sums.
+        loses_biases = self._space.model.attention.qkv_bias and Overlap.WGRAD in base.overlap
+        if self._searches_dp_overlap and not loses_biases:
+            return [base, _with_dp_overlap(base)]
+        return [base]
+
     def _least_factors(self, base: Layout, pipelines: PipelineShapes) -> Array:
         """Return the least factor of each pipeline [pipelines, 1]."""
         factors = self._risk.factors(base, pipelines)
         return np.asarray(factors.min(axis=(1, 2))[:, None])
 
-    def _is_needless(self, legal: Array, peak: Array, sd: Array) -> Array:
+    def _is_needless(self, has_room: Array, base: Layout, pipelines: PipelineShapes) -> Array:
         """Return the mask of candidates that a lighter policy makes needless.
 
         That is where less recompute or offload of activations, or the first state policy instead of
-        this one, is safe.
+        this one, is safe (`has_room`), and its bound lies no further above its step.
         """
-        has_room = legal & (peak <= self.safe_bytes(sd))
-        has_room = has_room.transpose(0, 2, 1)
-        needless = has_room.astype(np.float32) @ self._lighter > 0
-        needless[:, 1:] |= has_room[:, :1]
-        return np.asarray(needless.transpose(0, 2, 1))
+        needless = np.full(has_room.shape, True)
+        for variant in self._variants(base):
+            factors = np.broadcast_to(self._risk.factors(variant, pipelines), has_room.shape)
+            is_surer = factors[:, :, None] <= factors[:, None]
+            by_activations = has_room[:, :, None] & self._lighter[:, :, None] & is_surer
+            is_beaten = by_activations.any(axis=1)
+            is_surer = factors[:, :, :1] <= factors[:, :, 1:]
+            is_beaten[:, :, 1:] |= has_room[:, :, :1] & is_surer
+            needless &= is_beaten
+        return needless
 
     def stall_s(self, layout: Layout) -> float:
         """Return the seconds that the simulated timetable takes beyond the closed form of scores.
@@ -419,18 +433,13 @@ class Screener:
         Seconds are infinite outside `is_worth_pricing`. All shapes are [pipelines, activation
         policies, state policies].
         """
-        variants = [priced.base]
-        # Graphs of attention would lose delayed weight gradients of biases under overlapped sums.
-        loses_biases = self._space.model.attention.qkv_bias and Overlap.WGRAD in priced.base.overlap
-        if self._searches_dp_overlap and not loses_biases:
-            variants.append(_with_dp_overlap(priced.base))
         step = np.full(is_worth_pricing.shape, np.inf)
         bound = np.full(is_worth_pricing.shape, np.inf)
         overlapped = np.zeros(is_worth_pricing.shape, dtype=bool)
         needed = np.flatnonzero(is_worth_pricing.any(axis=(0, 2)))
         if not len(needed):
             return step, bound, overlapped
-        for place, base in enumerate(variants):
+        for place, base in enumerate(self._variants(priced.base)):
             variant = replace(priced, base=base)
             pipeline_s = self._pipeline_s(variant, needed)
             tail_s, hidden_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
