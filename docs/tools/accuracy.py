@@ -60,8 +60,8 @@ Row = Mapping[str, Any]
 
 def render_page(
     report: Mapping[str, Any],
-    own_report: Mapping[str, Any],
     cells: Mapping[str, Mapping[str, str]],
+    own_report: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of the page for reports of validate and the cells of their rows.
 
@@ -73,9 +73,7 @@ def render_page(
         "![Predicted and measured tokens/s a device](accuracy.svg)\n",
         "## Summary\n",
         "\n".join(_summary_lines(report["summary"])),
-        f"\n## With {_OWN_ROWS} of a publisher's own rows\n",
-        _OWN_ROWS_TEXT,
-        "\n".join(_summary_lines(own_report["summary"], names=("all", *_STATEMENTS))),
+        *_own_row_parts(own_report),
         "\n## Peaks\n",
         _peak_text(report["summary"]["memory"]),
         "\n## What is not explained\n",
@@ -87,6 +85,13 @@ def render_page(
         own = [row for row in timed if row["publisher"] == publisher]
         parts.append("\n".join(_row_lines(own, cells)) + "\n")
     return "\n".join(parts)
+
+
+def _own_row_parts(report: Mapping[str, Any] | None) -> Iterator[str]:
+    if report:
+        yield f"\n## With {_OWN_ROWS} of a publisher's own rows\n"
+        yield _OWN_ROWS_TEXT
+        yield "\n".join(_summary_lines(report["summary"], names=("all", *_STATEMENTS)))
 
 
 def _summary_lines(summary: Mapping[str, Any], names: Collection[str] = ()) -> Iterator[str]:
@@ -251,9 +256,8 @@ def main(arguments: Sequence[str]) -> None:
         reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments]
     else:
         reports = [_compute_report(own_rows) for own_rows in (0, _OWN_ROWS)]
-    report, own_report = reports
-    PAGE.write_text(render_page(report, own_report, _read_cells()), encoding="utf-8")
-    PICTURE.write_text(render_picture(report), encoding="utf-8")
+    PAGE.write_text(render_page(reports[0], _read_cells(), *reports[1:]), encoding="utf-8")
+    PICTURE.write_text(render_picture(reports[0]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ OWN_REPORT = {"summary": {"splits": [OWN_SPLIT, {**OWN_SPLIT, "name": "publisher
 
 def test_the_page_has_every_timed_run() -> None:
     cells = {"a-1": {"model": "org/M", "num_gpus": "8", "hardware": "H100"}}
-    page = render_page(REPORT, OWN_REPORT, cells)
+    page = render_page(REPORT, cells, OWN_REPORT)
     assert "| a-1 | M | 8 H100 |  | 100 | 105 | 90-110 | +5.0 % |" in page
     assert "b-2" not in page
     assert "| moe | all | 3 | 10.0 % | 20.0 % | -1.0 % | 80.0 % | 95.0 % | 0.90 | 1.0 % |" in page
