@@ -156,6 +156,24 @@ def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
         )
 
 
+def test_depths_that_no_config_names_are_left_as_transformers_leaves_them(tmp_path: Path) -> None:
+    write_model("qwen3_next", tmp_path / "hf", dtype=torch.bfloat16, shard_bytes=20_000)
+    index_path = tmp_path / "hf" / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    weight_map = dict(index["weight_map"])
+    path = tmp_path / "hf" / sorted(weight_map.values())[0]
+    stored = load_file(path)
+    extra = {"mtp.norm.weight": torch.ones(8), "mtp.layers.0.mlp.gate.weight": torch.ones(2, 8)}
+    save_file({**stored, **extra}, path, metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(extra, path.name)
+    index_path.write_text(json.dumps(index))
+    back = round_trip(tmp_path / "hf", tmp_path)
+    assert json.loads((back / index_path.name).read_text())["weight_map"] == weight_map
+    again = load_file(back / path.name)
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
+
+
 def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
     """As DeepSeek-V3 is published: one layer more, with copies of embedding and head."""
     write_model("deepseek_v3", tmp_path / "hf")

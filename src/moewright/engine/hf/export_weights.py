@@ -132,12 +132,15 @@ def plan_export(
         sources = _map_imported(model, origin, checkpoint)
         if dtype is None:
             files = _original_headers(origin, sources)
+            texts = dict(origin.texts)
+            if len(files) > 1 and INDEX_FILE not in texts:
+                texts[INDEX_FILE] = _index_text(files)
             return ExportPlan(
                 checkpoint=checkpoint,
                 index=index,
                 sources=sources,
                 files=_sort_headers(files),
-                texts=origin.texts,
+                texts=texts,
             )
     else:
         mtp_duplicates = {

@@ -32,6 +32,7 @@ from moewright.engine.hf.names import (
     NameTable,
     build_name_table,
     drop_absent_mtp,
+    is_unread,
     list_model_tensors,
     read_parameter_box,
 )
@@ -81,7 +82,7 @@ def plan_import(source: Path, model: ModelSpec, out: Path) -> ImportPlan:
     request = SaveRequest(
         path=checkpoint_path(out, 0),
         step=0,
-        extra={"model": to_data(model), **_describe_origin(folder)},
+        extra={"model": to_data(model), **_describe_origin(model, folder)},
         tensors=tuple(plan_shards(list_model_tensors(model))),
         shards=(),
         retention=CheckpointSpec(),
@@ -89,15 +90,17 @@ def plan_import(source: Path, model: ModelSpec, out: Path) -> ImportPlan:
     return ImportPlan(source=source, model=model, table=table, request=request)
 
 
-def _describe_origin(folder: HfFolder) -> dict[str, Any]:
+def _describe_origin(model: ModelSpec, folder: HfFolder) -> dict[str, Any]:
     """Return what an export needs to give the same bytes; packed weights are not packed again."""
     if any(stored.dtype in PACKED_DTYPES for stored in folder.tensors.values()):
         return {"unpacked_to": Dtype.BF16.value}
     texts = {
         name: read_text(folder.path / name) for name in TEXT_FILES if (folder.path / name).is_file()
     }
+    if any(is_unread(model, name) for name in folder.tensors):
+        texts.pop(INDEX_FILE, "")  # it names tensors that will not be there
     files = {
-        file: [[name, folder.tensors[name].dtype] for name in names]
+        file: [[name, folder.tensors[name].dtype] for name in names if not is_unread(model, name)]
         for file, names in folder.files.items()
     }
     return {"hf": {"texts": texts, "files": files}}

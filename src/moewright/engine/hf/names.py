@@ -211,6 +211,15 @@ def drop_absent_mtp(model: ModelSpec, names: Collection[str]) -> ModelSpec:
     return replace(model, mtp_layers=0)
 
 
+def is_unread(model: ModelSpec, name: str) -> bool:
+    """Return whether a folder's tensor is of an MTP depth that its config.json does not name.
+
+    Published folders of Qwen3-Next hold some. transformers reads none of them either
+    (`_keys_to_ignore_on_load_unexpected` of its models).
+    """
+    return model.recurrent is not None and name.startswith("mtp.")
+
+
 def build_name_table(model: ModelSpec, folder: HfFolder) -> NameTable:
     """Build the table of how a folder names each tensor of `model`.
 
@@ -228,6 +237,8 @@ def build_name_table(model: ModelSpec, folder: HfFolder) -> NameTable:
             shape = shapes[name]
         elif name in originals:
             shape = folder.tensors[originals[name]].shape
+        elif is_unread(model, name):
+            continue
         else:
             raise tensor_error(folder.path, name, "is not a tensor of this model")
         if stored.shape != shape:
