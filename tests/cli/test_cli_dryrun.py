@@ -81,7 +81,7 @@ def test_progress_goes_from_the_first_pass_to_the_last(job: str) -> None:
         (("--rank", "0", "--set", "train.global_batch=100"), "job.toml: train.global_batch=100: "),
         (
             ("--rank", "0", "--set", "layout.text=graphs=attn"),
-            "job.toml: layout.graphs=attn: the engine does not run",
+            "job.toml: layout.graphs=attn: the engine captures whole steps",
         ),
         ((), "--rank"),
     ],

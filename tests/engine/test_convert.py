@@ -461,6 +461,7 @@ print(*measure_peaks(folder / "hf", folder))
 """
 
 
+@pytest.mark.turns
 def test_memory_holds_about_one_file(tmp_path: Path) -> None:
     """Thirteen files of 8.4 MB, of bf16 weights, are imported and exported."""
     config = transformers.LlamaConfig(

@@ -88,6 +88,7 @@ def compile_all() -> None:
     print(*sorted(compiled))
 
 
+@pytest.mark.turns
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs the package triton")
     settings = {

@@ -35,7 +35,7 @@ MODULES = {
     "megatron.bridge.training.comm_overlap": ("CommOverlapConfig",),
     "megatron.bridge.training.config": (
         *("CheckpointConfig", "ConfigContainer", "GPTDatasetConfig", "LoggerConfig", "RNGConfig"),
-        "RerunStateMachineConfig",
+        *("DistributedInitConfig", "RerunStateMachineConfig"),
         *("SchedulerConfig", "TokenizerConfig", "TrainingConfig", "ValidationConfig"),
     ),
     "megatron.bridge.training.gpt_step": ("forward_step",),
@@ -168,7 +168,7 @@ def test_narrows_data_and_checkpoints():
     assert cfg.model.moe_router_force_load_balancing is True
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_flag_of_any_plan_has_a_place(data):
     names = [name for name in catalogue.model_names() if "/" in name and name not in REFUSED_MODELS]
@@ -184,6 +184,11 @@ def test_every_flag_of_any_plan_has_a_place(data):
     assert cfg.model.tensor_model_parallel_size == layout.tp
     assert (cfg.model.virtual_pipeline_model_parallel_size or 1) == layout.vpp
     assert cfg.train.global_batch_size == workload.global_batch
+
+
+def test_the_other_order_of_ranks_has_a_place():
+    recipe = render_bridge_recipe(planned("pp2,order=tp-cp-ep-pp-dp", name="Qwen/Qwen2.5-32B"))
+    assert "use_tp_pp_dp_mapping=True" in recipe
 
 
 def test_a_shared_expert_beside_the_exchange_has_a_place():

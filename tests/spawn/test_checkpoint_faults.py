@@ -55,6 +55,7 @@ def uninterrupted(data: DataSpec, tmp_path_factory: pytest.TempPathFactory) -> P
     return run_dir
 
 
+@pytest.mark.turns
 def test_saves_beside_training_store_what_saves_in_line_do(
     data: DataSpec, uninterrupted: Path, tmp_path: Path
 ) -> None:

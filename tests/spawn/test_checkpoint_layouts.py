@@ -35,7 +35,7 @@ pytestmark = pytest.mark.spawn
 
 STEPS = 6
 SAVED = 3
-_PAIRS_IN_EVERY_TEST = 2
+_PAIRS_IN_EVERY_TEST = 1
 _MAX_RANKS = 4  # of those in every test
 
 # Latent attention, a moving expert bias, a shared expert, a padded vocabulary.

@@ -17,7 +17,7 @@ from selection import rotate_cases
 
 pytestmark = pytest.mark.spawn
 
-_CORNERS_IN_EVERY_TEST = 2
+_CORNERS_IN_EVERY_TEST = 1
 _DRAWN_IN_EVERY_TEST = 1
 _MAX_RANKS = 4  # of those in every test: eight ranks on two cores take a minute
 

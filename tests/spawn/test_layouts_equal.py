@@ -104,6 +104,7 @@ def assert_same_training(run_dir: Path, reference_run: Path) -> None:
     ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(2, "tp2,sp0"), thorough(4, "tp2,sp0,zero0"), thorough(8, "tp4,sp0,recompute=full")],

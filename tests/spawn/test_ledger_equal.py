@@ -322,6 +322,7 @@ def test_ledgers_of_narrow_products_are_equal(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -363,6 +364,7 @@ FROZEN_ATTENTION = FineTuningSpec(
 ADAPTERS_EVERYWHERE = replace(ADAPTERS, lora_experts=True, lora_router=True)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("layout", "fine_tuning", "attention"),
     [

@@ -22,6 +22,7 @@ MACHINE = Path(__file__).parent.parent / "golden" / "machine_2cpu.toml"
 CONFIG = Path(__file__).parents[2] / "recipes" / "quickstart" / "config.json"
 
 
+@pytest.mark.turns
 def test_a_window_of_steps_is_written_with_modules_and_a_track_for_each_rank(
     tmp_path: Path,
 ) -> None:

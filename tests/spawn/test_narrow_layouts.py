@@ -25,6 +25,7 @@ LAYOUTS = (
 _IN_EVERY_TEST = LAYOUTS[:1]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "text",
     [

@@ -39,6 +39,7 @@ def build_plan(data: DataSpec, layout: str, world_size: int, fine_tuning: FineTu
     return tiny_jobs.build_plan(workload, layout, world_size=world_size)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "fine_tuning"),
     [
@@ -77,6 +78,7 @@ FROZEN = FineTuningSpec(freeze=(FrozenPart.ROUTER, FrozenPart.EMBEDDINGS, Frozen
 FROZEN_MLPS = FineTuningSpec(task=Task.SFT, freeze=(FrozenPart.EXPERTS, FrozenPart.MLP))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "fine_tuning"),
     [
@@ -165,6 +167,7 @@ def test_a_run_of_adapters_goes_on_with_its_own_choices_alone(
         train(wrong, tmp_path / "whole")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("layout", ["tp2,ep2", thorough("pp2,zero0,layout='Et|ttL'")])
 def test_states_of_adapters_and_frozen_weights_are_those_of_the_plan(
     layout: str, data: DataSpec, tmp_path: Path

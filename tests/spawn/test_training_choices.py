@@ -71,6 +71,7 @@ def read_exact_ledgers(plan: Plan, run_dir: Path) -> list[Ledger]:
     return ledgers
 
 
+@pytest.mark.turns
 def test_an_offloaded_optimizer_is_on_the_host_and_changes_no_bit(
     data: DataSpec, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_an_offloaded_optimizer_is_on_the_host_and_changes_no_bit(
         assert components.isdisjoint({Component.MASTER, Component.MOMENTS})
 
 
+@pytest.mark.turns
 def test_bf16_moments_halve_their_bytes_and_follow_fp32(data: DataSpec, tmp_path: Path) -> None:
     """The update is made in fp32: the first weights equal those of fp32 moments to the bit."""
     workload = tiny_jobs.build_workload(data, steps=3)
@@ -192,6 +194,7 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
             assert (narrow[name] - value).norm() <= 16 * 2**-11 * value.norm(), name
 
 
+@pytest.mark.turns
 def test_growing_batches_are_the_same_in_every_layout_and_resumed(
     data: DataSpec, tmp_path: Path
 ) -> None:

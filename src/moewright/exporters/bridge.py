@@ -140,6 +140,7 @@ _SECTIONS = {
         "log-interval",
         "log-throughput",
     ),
+    "dist": ("use-tp-pp-dp-mapping",),
 }
 _RENAMED = {
     "--num-virtual-stages-per-pipeline-rank": ("model", "virtual_pipeline_model_parallel_size"),
@@ -190,6 +191,7 @@ _CLASSES = {
     "logger": "LoggerConfig",
     "tokenizer": "TokenizerConfig",
     "rerun_state_machine": "RerunStateMachineConfig",
+    "dist": "DistributedInitConfig",
 }
 _CORE = {
     "optimizer": "OptimizerConfig",
