@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from moewright.codec import parse_layout
 from moewright.report.console import format_flops, make_console, print_estimate
 from moewright.report.plan_text import print_plans
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -56,6 +57,18 @@ def test_piped_plans_are_plain_text_of_at_most_120_columns(out):
         assert assumption.source in row
     kinds = [line.split()[0] for line in lines if "short runs" in line or "job file" in line]
     assert kinds == ["assumed", "fitted"]  # the least certain first
+
+
+def test_long_layouts_have_lines_of_their_own_and_one_gamble_is_shown(out):
+    long = "tp1,pp1,ep2,mbs2,dispatcher=allgather,recompute=full,overlap=grad+param"
+    base = plan(1.25)
+    plans = [replace(base, layout=parse_layout(long, world_size=2)), base]
+    print_plans(make_console(out), plans, gambles=(plan(1.0), plan(1.1)))
+    lines = out.getvalue().splitlines()
+    place = lines.index(f"    {long}")
+    assert lines[place - 1].split()[:3] == [">", "1", "1.25"]
+    assert lines[place + 1].split()[:2] == ["2", "1.25"]
+    assert sum(line.startswith("Gamble: tp") for line in lines) == 1
 
 
 def test_constants_of_one_source_share_a_row(out):

@@ -37,6 +37,7 @@ _RANKING_COLUMNS = (
     "verdict",
 )
 _NAMES_SHOWN = 3  # of choices without evidence
+_WIDEST_LAYOUT = 40  # characters of a layout that a column of the table holds
 _GRADES = {
     EvidenceGrade.MEASURED: "runs made all choices of the plan together",
     EvidenceGrade.COMBINED: "runs made every pair of its choices, but none all together",
@@ -59,8 +60,8 @@ def print_plans(
 
     The first is marked. `own` is the best plan that keeps the keys of a job file, `gambles` are
     faster plans that may not fit, `why` says in lines why the first wins, and `rejected` counts the
-    layouts that each rule rejected. Only `verbose` lists departures from guidelines, every constant
-    and every rule.
+    layouts that each rule rejected. Only `verbose` lists departures from guidelines, every gamble,
+    every constant and every rule.
     """
     if not plans:
         console.print(Text("No legal layout fits.", style="red"))
@@ -68,8 +69,13 @@ def print_plans(
             console.print(_rejection_table(rejected))
         return
     console.print(job_title(plans[0]), soft_wrap=True)
-    console.print(_ranking_table(console, plans, plans[:1]))
-    for line in (*why, *_extra_lines(plans, own, gambles)):
+    if verbose or max(len(format_layout(plan.layout)) for plan in plans) <= _WIDEST_LAYOUT:
+        console.print(_ranking_table(console, plans, plans[:1]))
+    else:
+        for text in _ranking_lines(plans):
+            console.print(text)
+    extra_lines = _extra_lines(plans, own, gambles if verbose else gambles[:1])
+    for line in (*why, *extra_lines):
         if verbose or not line.startswith(DEPARTURE):
             console.print(Text(line))
     if verbose:
@@ -159,6 +165,22 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
             Text(verdict, style=STYLES[estimate.verdict]),
         )
     return table
+
+
+def _ranking_lines(plans: Sequence[Plan]) -> Iterable[Text]:
+    """Yield two lines a plan, its figures and its layout, for layouts that no column holds."""
+    yield Text(f"{'':3}{'step':>10}{'tok/s/dev':>12}{'MFU':>8}{'peak':>11}   verdict", style="bold")
+    for rank, plan in enumerate(plans, 1):
+        estimate = plan.estimate
+        mark = f"> {rank}" if rank == 1 else str(rank)
+        figures = Text(
+            f"{mark:>3}{format_seconds(estimate.step_s):>10}"
+            f"{format_rate(estimate.tokens_per_s_per_device):>12}{estimate.mfu:>8.1%}"
+            f"{format_bytes(estimate.peak_bytes):>11}   "
+        )
+        verdict = f"{estimate.verdict.value} {estimate.fit_probability:.0%}"
+        yield figures.append(verdict, style=STYLES[estimate.verdict])
+        yield Text(f"    {format_layout(plan.layout)}", style="bold" if rank == 1 else "")
 
 
 def _rejection_table(rejected: Iterable[tuple[str, int]]) -> Table:
