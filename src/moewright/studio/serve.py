@@ -32,6 +32,7 @@ def serve(folder: Path, port: int, tell: Callable[[str], None]) -> None:
         rule = f"cannot be used: {error.strerror}"
         reason = Reason(field="--port", value=str(port), rule=rule, nearest="0 for a free one")
         raise BadInput(reason) from None
+    listener.listen()  # whoever comes once the address is told waits, and is not refused
     port = listener.getsockname()[1]
     config = uvicorn.Config(
         build_app(folder, port), log_level="warning", access_log=False, timeout_graceful_shutdown=1
