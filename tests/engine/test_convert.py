@@ -463,16 +463,19 @@ print(*measure_peaks(folder / "hf", folder))
 
 @pytest.mark.turns
 def test_memory_holds_about_one_file(tmp_path: Path) -> None:
-    """Thirteen files of 8.4 MB, of bf16 weights, are imported and exported."""
+    """Files of 17 MB, of bf16 weights, are imported and exported.
+
+    They are large beside the megabyte or two that Python's own objects come and go by.
+    """
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=512,
         intermediate_size=2048,
-        num_hidden_layers=12,
+        num_hidden_layers=24,
         num_attention_heads=8,
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(
-        tmp_path / "hf", max_shard_size=8_600_000
+        tmp_path / "hf", max_shard_size=17_200_000
     )
     shard = max(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
     assert sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors")) > 10 * shard
@@ -483,5 +486,5 @@ def test_memory_holds_about_one_file(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     into, back = (int(peak) / shard for peak in run.stdout.splitlines()[-1].split())
     # A file as it is read and as it is written; on the way back tensors one by one.
-    assert into < 2.2
+    assert into < 2.2, into
     assert back < 1.5
