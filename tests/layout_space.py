@@ -64,7 +64,7 @@ def _moe(experts: int, top_k: int, **more: object) -> MoeSpec:
     return replace(spec, **more)  # type: ignore[arg-type]
 
 
-_LATENT = AttentionSpec(
+LATENT = AttentionSpec(
     kind=AttentionKind.MLA,
     heads=4,
     kv_heads=4,
@@ -105,7 +105,7 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             MODEL,
             layers=4,
             moe_layers=(False, True, True, True),
-            attention=_LATENT,
+            attention=LATENT,
             vocab_size=101,
             moe=replace(_moe(8, 2, shared_ffn_size=24), router=_GROUPED),
         ),
@@ -167,7 +167,7 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             DENSE,
             layers=4,
             moe_layers=(False,) * 4,
-            attention=_LATENT,
+            attention=LATENT,
             vocab_size=101,
             mtp_layers=1,
         ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tiny_jobs
-from layout_space import SHAPES
+from layout_space import LATENT, SHAPES
 from moewright.codec import read_json
 from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
@@ -342,18 +342,6 @@ def test_ledgers_with_muon_are_equal(
     assert_ledgers_equal(tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path)
 
 
-LATENT = AttentionSpec(
-    kind=AttentionKind.MLA,
-    heads=4,
-    kv_heads=4,
-    head_dim=16,
-    v_head_dim=12,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    rope=RopeSpec(interleaved=True),
-)
 ADAPTERS = FineTuningSpec(task=Task.LORA, lora_rank=4)
 FROZEN_EXPERTS = FineTuningSpec(
     task=Task.SFT, freeze=(FrozenPart.ROUTER, FrozenPart.EMBEDDINGS, FrozenPart.EXPERTS)

@@ -39,6 +39,25 @@ def build_plan(data: DataSpec, layout: str, world_size: int, fine_tuning: FineTu
     return tiny_jobs.build_plan(workload, layout, world_size=world_size)
 
 
+def train_whole_and_cut(
+    data: DataSpec, layout: str, world_size: int, fine_tuning: FineTuningSpec, folder: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train in one process and over a layout, in folder/one and folder/cut; return the states."""
+    for name, plan in (
+        ("one", build_plan(data, "", 1, fine_tuning)),
+        ("cut", build_plan(data, layout, world_size, fine_tuning)),
+    ):
+        assert train(plan, folder / name) is ExitCode.DONE
+    expected, actual = (read_state(folder / name, STEPS) for name in ("one", "cut"))
+    assert expected.keys() == actual.keys()
+    return expected, actual
+
+
+def assert_near(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    error = float((actual - expected).norm() / expected.norm())
+    assert error <= 2e-4, (name, error)
+
+
 @pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "fine_tuning"),
@@ -54,19 +73,12 @@ def build_plan(data: DataSpec, layout: str, world_size: int, fine_tuning: FineTu
 def test_adapters_train_as_in_one_process(
     world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
-    for name, plan in (
-        ("one", build_plan(data, "", 1, fine_tuning)),
-        ("cut", build_plan(data, layout, world_size, fine_tuning)),
-    ):
-        assert train(plan, tmp_path / name) is ExitCode.DONE
+    expected, actual = train_whole_and_cut(data, layout, world_size, fine_tuning, tmp_path)
     names = {param.name for param in adapter_parameters(tiny_jobs.MODEL, fine_tuning)}
-    expected, actual = (read_state(tmp_path / name, STEPS) for name in ("one", "cut"))
-    assert expected.keys() == actual.keys()
     assert {name for name in expected if not name.startswith("optim/")} == names
     for name, value in expected.items():
         if name.startswith("optim/exp_avg/"):
-            error = float((actual[name] - value).norm() / value.norm())
-            assert error <= 2e-4, (name, error)
+            assert_near(name, actual[name], value)
     for step, reference in zip(
         read_steps(tmp_path / "cut"), read_steps(tmp_path / "one"), strict=True
     ):
@@ -93,14 +105,8 @@ def test_models_with_frozen_parts_train_as_in_one_process(
     world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
     """Frozen weights are the initial ones to the last bit, and have no state; the others move."""
-    for name, plan in (
-        ("one", build_plan(data, "", 1, fine_tuning)),
-        ("cut", build_plan(data, layout, world_size, fine_tuning)),
-    ):
-        assert train(plan, tmp_path / name) is ExitCode.DONE
-    expected, actual = (read_state(tmp_path / name, STEPS) for name in ("one", "cut"))
+    expected, actual = train_whole_and_cut(data, layout, world_size, fine_tuning, tmp_path)
     first = read_state(tmp_path / "one", 1)
-    assert expected.keys() == actual.keys()
     names = {param.name for param in parameters(tiny_jobs.MODEL)}
     frozen = {name for name in names if not is_trained(fine_tuning, name)}
     assert frozen
@@ -112,9 +118,8 @@ def test_models_with_frozen_parts_train_as_in_one_process(
         if name in frozen:
             assert torch.equal(expected[name], actual[name])
         else:
-            moment = expected[f"optim/exp_avg/{name}"]
-            error = float((actual[f"optim/exp_avg/{name}"] - moment).norm() / moment.norm())
-            assert error <= 2e-4, (name, error)
+            moment = f"optim/exp_avg/{name}"
+            assert_near(moment, actual[moment], expected[moment])
 
 
 def test_a_run_with_frozen_parts_goes_on_with_the_same_parts_alone(
