@@ -16,6 +16,7 @@ from moewright.intake import hf
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.job import DEFAULT_HARDWARE, read_job
 from moewright.rules.engine_limits import unsupported_model
+from moewright.rules.packing import filled_share
 from moewright.spec.errors import BadInput, Reason
 
 if TYPE_CHECKING:
@@ -111,8 +112,9 @@ def write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell:
     seq_len = request.seq_len
     if seq_len is None:
         seq_len = max(_MIN_SEQ_LEN, 1 << (report.corpus.longest.tokens - 1).bit_length())
-    packs = pack_chats(open_chats(Path(report.data.train)), seq_len=seq_len)
-    filled = report.corpus.train.tokens / (packs.count * seq_len)
+    chats = open_chats(Path(report.data.train))
+    packs = pack_chats(chats, seq_len=seq_len)
+    filled = filled_share(chats.tokens.lengths, packs)
     batch = request.global_batch or _choose_batch(packs.count, nproc)
     default_epochs = _FRESH_EPOCHS if request.base is None else _EPOCHS
     epochs = default_epochs if request.epochs is None else request.epochs

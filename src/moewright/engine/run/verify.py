@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import save_file
 
 from moewright.engine.checkpoint import (
-    Coordinator,
     LocalShard,
     load_checkpoint,
     read_index,
@@ -45,7 +44,11 @@ from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_up
 from moewright.engine.pipeline.executor import Key
 from moewright.engine.pipeline.run_batch import evaluate_batch
 from moewright.engine.run.batch_file import read_batch_workload
-from moewright.engine.run.build_state import build_train_state, init_distributed
+from moewright.engine.run.build_state import (
+    build_coordinator,
+    build_train_state,
+    init_distributed,
+)
 from moewright.engine.run.corpus_loader import BatchSource, local_rows
 from moewright.engine.run.launch import launch
 from moewright.engine.run.step import (
@@ -174,9 +177,7 @@ def _verify_rank(
         update_rule=sgd_update if job.update_kind is UpdateKind.SGD else adamw_update,
     )
     outputs = _compute_outputs(state, batches)
-    comm = Coordinator(
-        rank=context.rank, world_size=context.world_size, gather=collectives.gather_json
-    )
+    comm = build_coordinator(context)
     curve: list[tuple[float, float]] = []
     for step in range(1, job.steps + 1):
         context.beat(step)

@@ -6,6 +6,7 @@ their public functions alone, so that no release of theirs changes what a layer 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -137,10 +138,9 @@ class FlaScans:
         segments: Segments | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         SCAN_WORK(x_BSGW, 2 * conv_flops(x_BSGW, weight))
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (x_BSGW, weight)]
-            out = _fla_conv(inputs[0], inputs[1], segments)
-        grad_x, grad_weight = torch.autograd.grad(out, inputs, grad)
+        grad_x, grad_weight = _differentiate(
+            lambda x, taps: _fla_conv(x, taps, segments), grad, x_BSGW, weight
+        )
         return grad_x, grad_weight
 
     def delta_rule(
@@ -164,12 +164,24 @@ class FlaScans:
         segments: Segments | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         SCAN_WORK(mixed_BSGW, 2 * scan_flops(mixed_BSGW, decay_BSH, key_dim))
-        with torch.enable_grad():
-            tensors = (mixed_BSGW, decay_BSH, beta_BSH)
-            inputs = [x.detach().requires_grad_() for x in tensors]
-            out = _fla_rule(inputs[0], inputs[1], inputs[2], key_dim, segments)
-        grad_mixed, grad_decay, grad_beta = torch.autograd.grad(out, inputs, grad)
+        grad_mixed, grad_decay, grad_beta = _differentiate(
+            lambda mixed, decay, beta: _fla_rule(mixed, decay, beta, key_dim, segments),
+            grad,
+            mixed_BSGW,
+            decay_BSH,
+            beta_BSH,
+        )
         return grad_mixed, grad_decay, grad_beta
+
+
+def _differentiate(
+    compute: Callable[..., torch.Tensor], grad: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Run `compute` again and return the gradients of its inputs."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        out = compute(*inputs)
+    return torch.autograd.grad(out, inputs, grad)
 
 
 def _fla_conv(
