@@ -64,6 +64,12 @@ def test_a_histogram_of_samples_is_packed(tmp_path: Path) -> None:
     short = WorkloadOptions(lengths=path, seq_len=2048)
     with pytest.raises(mw.BadInput, match=r"--seq-len=2048: .* 3,000 tokens; .* 4096"):
         estimate(short)
+    again, lines = estimate_request(whole, "", on="", options=WorkloadOptions(lengths=path))
+    assert again.workload == packed.workload
+    assert again.estimate == packed.estimate
+    assert len(lines) == 1
+    with pytest.raises(mw.BadInput, match=r"--seq-len=0: must be in 1\.\."):
+        estimate_request(whole, "", on="", options=WorkloadOptions(seq_len=0))
 
 
 @pytest.mark.parametrize(

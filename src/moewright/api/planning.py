@@ -13,8 +13,8 @@ from moewright.api.requests import (
     PlanRequest,
     Purpose,
     WorkloadOptions,
-    change_training,
     read_plan_request,
+    replan_request,
     to_job_keys,
     to_options,
     translate_fields,
@@ -443,14 +443,17 @@ def estimate_request(
     if isinstance(model, str | Path) and is_plan_file(Path(model)):
         model = read_json(Plan, Path(model))
     if isinstance(model, Plan):
-        return _estimate_plan_again(model, layout, on=on, options=options), ()
-    request = read_plan_request(model, on, options)
-    if layout or not request.layout_text:
+        request = replan_request(model, on, options)
+        chosen = layout or model.layout
         spell = to_options("--layout")
     else:
-        spell = to_job_keys(Path(_file_name(model)))
+        request = read_plan_request(model, on, options)
+        chosen = layout or request.layout_text
+        spell = to_options("--layout")
+        if request.layout_text and not layout:
+            spell = to_job_keys(Path(_file_name(model)))
     with translate_fields(spell):
-        chosen = _as_layout(layout or request.layout_text, world_size=request.hardware.count)
+        chosen = _as_layout(chosen, world_size=request.hardware.count)
         return (
             build_plan(request.model, request.workload, request.hardware, chosen),
             request.defaults,
@@ -468,36 +471,6 @@ def is_plan_file(path: Path) -> bool:
     if path.suffix != ".json" or path.name == "config.json" or not path.is_file():
         return False
     return b'"fingerprint"' in read_bytes(path)
-
-
-def replan_request(plan: Plan, on: str | Hardware, options: WorkloadOptions) -> PlanRequest:
-    """Return the request that a plan answers, with what the caller gives in place of its own.
-
-    Raises:
-        BadInput: something cannot be used.
-    """
-    request = read_plan_request(plan.model, on or plan.hardware, options)
-    workload = plan.workload
-    for field in ("seq_len", "global_batch", "precision"):
-        value = getattr(options, field)
-        if value is not None:
-            workload = replace(workload, **{field: value})
-    workload = change_training(workload, options)
-    if options.load is not None:
-        histogram = request.workload.load_histogram
-        workload = replace(workload, routing=Routing.MEASURED, load_histogram=histogram)
-    return replace(request, workload=workload, defaults=())
-
-
-def _estimate_plan_again(
-    plan: Plan, layout: str | Layout, *, on: str | Hardware, options: WorkloadOptions
-) -> Plan:
-    """Estimate the job of a plan, with what the caller gives in place of the plan's own."""
-    request = replan_request(plan, on, options)
-    chosen = layout or plan.layout
-    with translate_fields(to_options("--layout")):
-        chosen = _as_layout(chosen, world_size=request.hardware.count)
-        return build_plan(request.model, request.workload, request.hardware, chosen)
 
 
 def why_not(plans: Plans, layout: str) -> WhyNot:

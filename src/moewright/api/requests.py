@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from moewright.codec.data_paths import parse_data_paths
 from moewright.intake import catalogue
@@ -24,6 +25,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
+from moewright.spec.plan import Plan
 from moewright.spec.workload import (
     BatchRampSpec,
     DocumentMasking,
@@ -93,6 +95,28 @@ def read_plan_request(
         request = _read_job_request(Path(str(model)), on, options)
     else:
         request = _read_model_request(model, on, options)
+    return _change_workload(request, options)
+
+
+def replan_request(plan: Plan, on: str | Hardware, options: WorkloadOptions) -> PlanRequest:
+    """Return the request that a plan answers, with what the caller gives in place of its own.
+
+    Raises:
+        BadInput: something cannot be used; fields are named as options.
+    """
+    values = {
+        "seq_len": options.seq_len,
+        "global_batch": options.global_batch,
+        "precision": options.precision,
+    }
+    changes: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+    hardware = read_hardware(on or plan.hardware, options.network)
+    request = _request_model(plan.model, replace(plan.workload, **changes), hardware)
+    return _change_workload(request, options)
+
+
+def _change_workload(request: PlanRequest, options: WorkloadOptions) -> PlanRequest:
+    """Return the request with length, ramp, task, samples and load as the caller says."""
     request = replace(request, workload=change_training(request.workload, options))
     if options.lengths is not None:
         request = _pack_samples(request, read_sample_lengths(options.lengths), options.lengths)
@@ -260,16 +284,20 @@ def _read_model_request(
     if precision is None:
         precision = Dtype.BF16
         defaults.append(f"precision {precision} (default; --precision)")
-    _check_range("--seq-len", seq_len, MAX_SEQ_LEN)
-    _check_range("--global-batch", global_batch, MAX_BATCH)
     workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=precision)
+    return replace(_request_model(spec, workload, hardware), defaults=tuple(defaults))
+
+
+def _request_model(model: ModelSpec, workload: Workload, hardware: Hardware) -> PlanRequest:
+    _check_range("--seq-len", workload.seq_len, MAX_SEQ_LEN)
+    _check_range("--global-batch", workload.global_batch, MAX_BATCH)
     return PlanRequest(
-        model=spec,
+        model=model,
         workload=workload,
         hardware=hardware,
         layout_text="",
         purpose=Purpose.PLAN,
-        defaults=tuple(defaults),
+        defaults=(),
     )
 
 

@@ -13,7 +13,6 @@ from moewright.api.planning import (
     SearchOptions,
     explain_empty_search,
     is_plan_file,
-    replan_request,
     search_request,
     workload_options,
 )
@@ -21,6 +20,7 @@ from moewright.api.requests import (
     PlanRequest,
     WorkloadOptions,
     read_plan_request,
+    replan_request,
     to_options,
     translate_fields,
 )
