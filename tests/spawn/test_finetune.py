@@ -130,6 +130,7 @@ def test_a_model_without_chats_and_a_sample_too_long_are_refused(
         ([str(base), str(chats), "--set", "train.lr=-1"], "train.lr=-1: must be in"),
         ([str(base), str(chats), "--heldout", "0.9"], "heldout_fraction=0.9: must be"),
         ([str(base), str(chats), "--seq-len", "64", "--heldout", "0"], "chats.jsonl:1: gives a"),
+        (["--set", "train.lr=-1"], "train.lr=-1: must be in"),
         (["--freeze", "rooter"], "--freeze=rooter: must be parts, by commas, of embeddings,"),
         ([str(base), str(chats), "--epochs", "-1", "--heldout", "0"], "--epochs=-1: must be"),
         ([str(tmp_path), str(chats)], "config.json: no such file"),

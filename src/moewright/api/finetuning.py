@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from moewright.api.exporting_weights import ExportForm, holds_adapters, plan_export
@@ -48,14 +49,16 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
     Raises:
         BadInput: for a folder, a record or a number that cannot be trained.
     """
-    base = request.base
-    if base is None:
-        base = request.out / _BASE_FOLDER
-        if is_first_rank() and not (base / "model.safetensors").is_file():
+    base = request.base or request.out / _BASE_FOLDER
+    if is_first_rank():
+        if request.base is None and not (base / "model.safetensors").is_file():
+            with TemporaryDirectory() as folder:  # a refusal leaves nothing behind
+                _write_starter(Path(folder))
+                check_request(request, Path(folder))
             _write_starter(base)
             tell(f"{base}: a fresh model of {_describe_size(base)} to begin with")
-    elif is_first_rank():
-        check_request(request, base)
+        else:
+            check_request(request, base)
     with _open_chats(request) as chats:
         report = _build_data(request, base, chats)
     corpus = report.corpus
