@@ -10,6 +10,7 @@ import pytest
 
 import sample_run
 from moewright.cli.main import main
+from moewright.report import console
 from moewright.view.page import render_page
 from sample_run import write_run
 
@@ -45,6 +46,20 @@ def test_a_diagnosis_and_a_score_are_pages_too(
     assert main(["validate", table, "--html", str(page)]) == 0
     assert read_kinds(page) == ["TableView"]
     assert len(capsys.readouterr().out.splitlines()) <= 40
+
+
+def test_a_plan_takes_forty_lines_of_eighty_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layouts are long; what changes beside the first is told by the keys that differ."""
+    monkeypatch.setattr(console, "PIPED_WIDTH", 80)
+    assert main(["plan", "Qwen3-30B-A3B", "--on", "8xH100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(-(-len(line) // 80) for line in lines) <= 40
+    layouts = [line.strip() for line in lines if line.startswith("    ")]
+    assert all(line.count("'") in (0, 2) for line in layouts)  # lines end between keys
+    better = next(line for line in lines if line.startswith("With 1 GiB more memory"))
+    assert "dispatcher" not in better
 
 
 @pytest.mark.parametrize(

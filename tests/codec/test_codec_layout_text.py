@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moewright.codec import explicit_fields, format_layout, parse_layout
+from moewright.codec import explicit_fields, format_layout, format_layout_changes, parse_layout
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import (
     CpComm,
@@ -181,3 +181,11 @@ def test_every_fault_is_reported() -> None:
 def test_explicit_fields_leave_defaults_out() -> None:
     assert explicit_fields("tp2, vpp=2, layout='E|t|L', dp4") == {"tp", "vpp", "stages"}
     assert explicit_fields("") == frozenset()
+
+
+def test_a_change_of_layout_is_told_by_keys() -> None:
+    base = parse_layout("tp2,ep4,pp2,mbs1,recompute=moe_act,layout='Et|tL'", world_size=16)
+    other = parse_layout("tp4,ep4,pp2,mbs1,zero3,layout='E|ttL'", world_size=16)
+    changes = format_layout_changes(other, base)
+    assert changes == "tp4, zero3, layout='E|ttL', without recompute"
+    assert format_layout_changes(base, base) == ""

@@ -51,7 +51,7 @@ def test_a_plan_is_made_without_torch(moewright: Run, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "tp" in done.stdout
-    assert "sequence length 4096 (default; --seq-len)" in done.stdout
+    assert "by default --seq-len 4096" in done.stdout
     plan = json.loads(path.read_text())
     assert plan["layout"]["world_size"] == 256
     assert plan["estimate"]["verdict"] in ("fits", "uncertain")

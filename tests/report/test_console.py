@@ -63,12 +63,13 @@ def test_long_layouts_have_lines_of_their_own_and_one_gamble_is_shown(out):
     long = "tp1,pp1,ep2,mbs2,dispatcher=allgather,recompute=full,overlap=grad+param"
     base = plan(1.25)
     plans = [replace(base, layout=parse_layout(long, world_size=2)), base]
-    print_plans(make_console(out), plans, gambles=(plan(1.0), plan(1.1)))
+    print_plans(make_console(out), plans, gambles=(plan(1.3), plan(1.0), plan(1.1)))
     lines = out.getvalue().splitlines()
     place = lines.index(f"    {long}")
     assert lines[place - 1].split()[:3] == [">", "1", "1.25"]
     assert lines[place + 1].split()[:2] == ["2", "1.25"]
-    assert sum(line.startswith("Gamble: tp") for line in lines) == 1
+    (gamble,) = (line for line in lines if line.startswith("Gamble: 1"))
+    assert gamble.startswith("Gamble: 1 s a step, -20.0%")
 
 
 def test_constants_of_one_source_share_a_row(out):

@@ -84,7 +84,7 @@ class Plans(Record):
     search: SearchResult
 
     def title(self) -> str:
-        """Return what was planned, and the first reason for the best plan."""
+        """Return what was planned, and what the best plan spends its step on."""
         request = self.request
         subject = f"{request.model.name} on {request.hardware.count} x {request.hardware.name}"
         return "\n".join([subject, *self.why[:1]])

@@ -271,19 +271,21 @@ def _read_model_request(
         if skipped := catalogue.skipped_fields(str(model)):
             defaults.append(f"skipped in {model}, not known here: {', '.join(skipped)}")
     hardware = read_hardware(on, options.network)
+    values = []
     seq_len = options.seq_len
     if seq_len is None:
         seq_len = DEFAULT_SEQ_LEN
-        defaults.append(f"sequence length {seq_len} (default; --seq-len)")
+        values.append(f"--seq-len {seq_len}")
     global_batch = options.global_batch
     if global_batch is None:
         global_batch = DEFAULT_SEQUENCES_PER_DEVICE * hardware.count
-        rule = f"{DEFAULT_SEQUENCES_PER_DEVICE} sequences a device"
-        defaults.append(f"global batch {global_batch} ({rule}; --global-batch)")
+        values.append(f"--global-batch {global_batch} ({DEFAULT_SEQUENCES_PER_DEVICE} a device)")
     precision = options.precision
     if precision is None:
         precision = Dtype.BF16
-        defaults.append(f"precision {precision} (default; --precision)")
+        values.append(f"--precision {precision}")
+    if values:
+        defaults.append(f"by default {', '.join(values)}")
     workload = Workload(seq_len=seq_len, global_batch=global_batch, precision=precision)
     return replace(_request_model(spec, workload, hardware), defaults=tuple(defaults))
 
@@ -333,7 +335,7 @@ def _read_job_request(path: Path, on: str | Hardware, options: WorkloadOptions) 
     else:
         text = f"{job.nproc}x{job.hardware}"
         hardware = read_hardware(catalogue.hardware(text, job.network), options.network)
-        defaults = (f"hardware {job.nproc}x{job.hardware} (from {path}; --on)",)
+        defaults = (f"hardware {job.nproc}x{job.hardware} (from {path}, --on)",)
     job = replace(job, workload=fill_attended_share(job.workload))
     return request_training(job, hardware, defaults)
 

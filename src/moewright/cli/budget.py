@@ -43,13 +43,13 @@ def budget(
         Write the budget to this file; "-": to standard output, and the table to standard error.
     """
     from moewright.api.budgets import compute_budget
+    from moewright.report.console import print_defaults
     from moewright.report.plan_text import print_rows
 
     options = workload.to_workload_options()
     answer = compute_budget(model, on, options, tokens=tokens, price=price, counts=devices)
     console = open_console(json)
-    for line in answer.request.defaults:
-        console.print(line, soft_wrap=True)
+    print_defaults(console, answer.request.defaults)
     notes = ["Days hold steps alone: restarts and evaluations are not counted."]
     if answer.without_layout:
         counts = ", ".join(map(str, answer.without_layout))

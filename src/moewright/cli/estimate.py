@@ -54,7 +54,7 @@ def estimate(
     from moewright.api.launch_scripts import read_flags
     from moewright.api.planning import estimate_even_routing, estimate_request
     from moewright.api.views import view_estimate
-    from moewright.report.console import print_estimate, print_measured_load
+    from moewright.report.console import print_defaults, print_estimate, print_measured_load
     from moewright.report.trace import write_trace
     from moewright.spec.plan import Verdict
 
@@ -75,8 +75,7 @@ def estimate(
     else:
         options = workload.to_workload_options()
         plan, notes = estimate_request(model, layout, on=on, options=options)
-        for line in notes:
-            console.print(line, soft_wrap=True)
+        print_defaults(console, notes)
         print_estimate(console, plan, verbose=script.verbose)
     print_measured_load(console, plan, estimate_even_routing(plan))
     write_answer(console, json, plan)

@@ -43,7 +43,7 @@ def plan(
     from moewright.api.running import list_trainers
     from moewright.api.views import view_plans
     from moewright.codec import parse_layout
-    from moewright.report.console import print_measured_load
+    from moewright.report.console import print_defaults, print_measured_load
     from moewright.report.plan_text import print_plans
 
     request = read_plan_request(model, on, workload.to_workload_options())
@@ -60,8 +60,7 @@ def plan(
     )
     plans = search_request(request, Path(model), options)
     console = open_console(json)
-    for line in request.defaults:
-        console.print(line, soft_wrap=True)
+    print_defaults(console, request.defaults)
     print_plans(
         console,
         plans.plans,

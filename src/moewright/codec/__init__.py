@@ -22,7 +22,12 @@ from moewright.codec.files import (
     write_text,
     write_toml,
 )
-from moewright.codec.layout_text import explicit_fields, format_layout, parse_layout
+from moewright.codec.layout_text import (
+    explicit_fields,
+    format_layout,
+    format_layout_changes,
+    parse_layout,
+)
 from moewright.codec.names import closest_match
 from moewright.codec.numbers import parse_count
 from moewright.codec.run_files import (
@@ -48,6 +53,7 @@ __all__ = [
     "explicit_fields",
     "fingerprint",
     "format_layout",
+    "format_layout_changes",
     "format_record",
     "format_value",
     "from_data",

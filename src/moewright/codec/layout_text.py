@@ -158,6 +158,14 @@ def format_layout(layout: Layout) -> str:
     return ",".join(parts)
 
 
+def format_layout_changes(layout: Layout, base: Layout) -> str:
+    """Return the keys of a layout whose values another does not have, and those that it lacks."""
+    parts = {_parse_item(part).key: part for part in _split_parts(format_layout(layout))}
+    base_parts = {_parse_item(part).key: part for part in _split_parts(format_layout(base))}
+    changes = [part for key, part in parts.items() if part != base_parts.get(key)]
+    return ", ".join([*changes, *(f"without {key}" for key in base_parts if key not in parts)])
+
+
 def _parse_fields(text: str) -> tuple[dict[str, Any], int | None]:
     """Return the fields of Layout given in `text`, and dp where it is given.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import TextIO
 
@@ -47,6 +47,12 @@ def print_estimate(console: Console, plan: Plan, *, verbose: bool = False) -> No
     """
     print_verdict(console, plan)
     print_estimate_parts(console, plan, verbose=verbose)
+
+
+def print_defaults(console: Console, defaults: Sequence[str]) -> None:
+    """Print the values that nobody gave, and what was noted while reading, as one paragraph."""
+    if defaults:
+        console.print(Text("; ".join(defaults)))
 
 
 def print_verdict(console: Console, plan: Plan) -> None:
@@ -228,7 +234,7 @@ def summarise_sources(assumptions: Iterable[Assumption]) -> str:
     """Count what went into an estimate, by kind of source."""
     counts = Counter(assumption.kind for assumption in assumptions)
     kinds = ", ".join(f"{counts[kind]} {kind.value}" for kind in SourceKind if counts[kind])
-    return f"Constants and rates: {kinds}; -v lists them with their sources."
+    return f"Constants: {kinds} (-v: sources)."
 
 
 def _time_table(console: Console, estimate: Estimate, *, verbose: bool) -> Table:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moewright.codec import format_layout
+from moewright.codec import format_layout, format_layout_changes
 from moewright.cost.evidence import OWN_RATES
 from moewright.report.console import (
     STYLES,
@@ -21,7 +22,7 @@ from moewright.report.console import (
     summarise_sources,
 )
 from moewright.search.explain import DEPARTURE
-from moewright.spec.plan import Evidence, EvidenceGrade, Plan
+from moewright.spec.plan import Estimate, Evidence, EvidenceGrade, Plan
 from moewright.spec.record import Record, format_cell, list_columns
 from moewright.spec.units import format_bytes, format_seconds
 
@@ -36,7 +37,8 @@ _RANKING_COLUMNS = (
     "margin",
     "verdict",
 )
-_NAMES_SHOWN = 3  # of choices without evidence
+_NAMES_SHOWN = 2  # of choices without evidence
+_INDENT = "    "  # of a layout under its figures
 _WIDEST_LAYOUT = 40  # characters of a layout that a column of the table holds
 _GRADES = {
     EvidenceGrade.MEASURED: "runs made all choices of the plan together",
@@ -60,8 +62,8 @@ def print_plans(
 
     The first is marked. `own` is the best plan that keeps the keys of a job file, `gambles` are
     faster plans that may not fit, `why` says in lines why the first wins, and `rejected` counts the
-    layouts that each rule rejected. Only `verbose` lists departures from guidelines, every gamble,
-    every constant and every rule.
+    layouts that each rule rejected. Only `verbose` lists departures from guidelines, more than one
+    gamble, every constant and every rule.
     """
     if not plans:
         console.print(Text("No legal layout fits.", style="red"))
@@ -72,9 +74,12 @@ def print_plans(
     if verbose or max(len(format_layout(plan.layout)) for plan in plans) <= _WIDEST_LAYOUT:
         console.print(_ranking_table(console, plans, plans[:1]))
     else:
-        for text in _ranking_lines(plans):
+        for text in _ranking_lines(plans, console.width):
             console.print(text)
-    extra_lines = _extra_lines(plans, own, gambles if verbose else gambles[:1])
+    if not verbose:
+        step_s = plans[0].estimate.step_s
+        gambles = [plan for plan in gambles if plan.estimate.step_s < step_s][:1]
+    extra_lines = _extra_lines(plans, own, gambles)
     for line in (*why, *extra_lines):
         if verbose or not line.startswith(DEPARTURE):
             console.print(Text(line))
@@ -84,8 +89,6 @@ def print_plans(
         console.print(_rejection_table(rejected))
     else:
         console.print(Text(summarise_sources(plans[0].estimate.assumptions)))
-        if rejected:
-            console.print(Text(_summarise_rejections(rejected)))
 
 
 def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[Plan]) -> None:
@@ -109,8 +112,9 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
         estimate = plan.estimate
         change = estimate.step_s / first.estimate.step_s - 1
         yield (
-            f"Gamble: {format_layout(plan.layout)}: {format_seconds(estimate.step_s)} a step, "
-            f"{change:+.1%}, fits with {estimate.fit_probability:.0%}."
+            f"Gamble: {format_seconds(estimate.step_s)} a step, {change:+.1%}, fits with "
+            f"{estimate.fit_probability:.0%}, with "
+            f"{format_layout_changes(plan.layout, first.layout)}."
         )
     if own is not None and own.layout != first.layout:
         estimate = own.estimate
@@ -138,12 +142,6 @@ def describe_evidence(evidence: Evidence) -> str:
     return text
 
 
-def _summarise_rejections(rejected: Iterable[tuple[str, int]]) -> str:
-    """Say which rules rejected how many layouts, the commonest first."""
-    ordered = sorted(rejected, key=lambda pair: (-pair[1], pair[0]))
-    return "Rejected: " + "; ".join(f"{count:,} {rule}" for rule, count in ordered) + "."
-
-
 def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) -> Table:
     table = make_table(*_RANKING_COLUMNS, text_columns=("layout",))
     for rank, plan in enumerate(plans, 1):
@@ -152,7 +150,6 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
         # A space behind each comma is where a long layout may wrap.
         layout = format_layout(plan.layout).replace(",", ", ")
         used = estimate.peak_bytes / estimate.capacity_bytes
-        verdict = f"{estimate.verdict.value} {estimate.fit_probability:.0%}"
         table.add_row(
             f"> {rank}" if is_picked else str(rank),
             Text(layout, style="bold" if is_picked else ""),
@@ -162,13 +159,13 @@ def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Pla
             f"{estimate.mfu:.1%}",
             f"{format_bytes(estimate.peak_bytes)} {draw_bar(console, used)}",
             format_bytes(estimate.margin_bytes),
-            Text(verdict, style=STYLES[estimate.verdict]),
+            _verdict_cell(estimate),
         )
     return table
 
 
-def _ranking_lines(plans: Sequence[Plan]) -> Iterable[Text]:
-    """Yield two lines a plan, its figures and its layout, for layouts that no column holds."""
+def _ranking_lines(plans: Sequence[Plan], width: int) -> Iterable[Text]:
+    """Yield a line of figures a plan, and its layout below, for layouts that no column holds."""
     yield Text(f"{'':3}{'step':>10}{'tok/s/dev':>12}{'MFU':>8}{'peak':>11}   verdict", style="bold")
     for rank, plan in enumerate(plans, 1):
         estimate = plan.estimate
@@ -178,9 +175,25 @@ def _ranking_lines(plans: Sequence[Plan]) -> Iterable[Text]:
             f"{format_rate(estimate.tokens_per_s_per_device):>12}{estimate.mfu:>8.1%}"
             f"{format_bytes(estimate.peak_bytes):>11}   "
         )
-        verdict = f"{estimate.verdict.value} {estimate.fit_probability:.0%}"
-        yield figures.append(verdict, style=STYLES[estimate.verdict])
-        yield Text(f"    {format_layout(plan.layout)}", style="bold" if rank == 1 else "")
+        yield figures.append_text(_verdict_cell(estimate))
+        for line in _break_at_commas(format_layout(plan.layout), width - len(_INDENT)):
+            yield Text(f"{_INDENT}{line}", style="bold" if rank == 1 else "")
+
+
+def _break_at_commas(text: str, width: int) -> Iterable[str]:
+    """Yield the text in lines of at most `width` characters that end with commas."""
+    line = ""
+    for part in re.findall("[^,]+,?", text):
+        if line and len(line) + len(part) > width:
+            yield line
+            line = ""
+        line += part
+    yield line
+
+
+def _verdict_cell(estimate: Estimate) -> Text:
+    verdict = f"{estimate.verdict.value} {estimate.fit_probability:.0%}"
+    return Text(verdict, style=STYLES[estimate.verdict])
 
 
 def _rejection_table(rejected: Iterable[tuple[str, int]]) -> Table:

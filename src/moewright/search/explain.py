@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from moewright.codec import format_layout, parse_layout
+from moewright.codec import format_layout, format_layout_changes, parse_layout
 from moewright.cost.estimate import estimate
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
@@ -35,11 +35,9 @@ def explain_first(plans: Sequence[Plan]) -> tuple[str, ...]:
     first = plans[0].estimate
     shares = sorted(first.shares, key=lambda share: -share.seconds)[:_PARTS_SHOWN]
     spent = ", ".join(f"{_part(share)} {share.seconds / first.step_s:.0%}" for share in shares)
-    name = format_layout(plans[0].layout)
-    lines = [f"{name}: {format_seconds(first.step_s)} a step, mostly {spent}."]
+    lines = [f"The first takes {format_seconds(first.step_s)} a step, mostly {spent}."]
     if len(plans) > 1:
-        second = format_layout(plans[1].layout)
-        lines.append(f"Second, {second}: {_compare(plans[1].estimate, first)}.")
+        lines.append(f"The second takes {_compare(plans[1].estimate, first)}.")
     return tuple(lines)
 
 
@@ -82,10 +80,12 @@ def explain_bound(plan: Plan) -> tuple[str, ...]:
 
 def _explain_gain(gain: WhatIf, plan: Plan) -> str:
     change = _relation(gain.step_s / plan.estimate.step_s - 1)
-    layout = format_layout(gain.layout)
+    line = f"With {gain.change}: {format_seconds(gain.step_s)} a step, {change}"
+    if gain.step_s > plan.estimate.step_s:
+        return f"{line}."
     if gain.layout == plan.layout:
-        layout = "the same layout"
-    return f"With {gain.change}: {format_seconds(gain.step_s)} a step, {change}, {layout}."
+        return f"{line}, the same layout."
+    return f"{line}, with {format_layout_changes(gain.layout, plan.layout)}."
 
 
 def _relation(change: float) -> str:

@@ -68,8 +68,8 @@ class SearchView(Record):
     is_final: bool
 
     def title(self) -> str:
-        """Return the first reason."""
-        return self.why[0] if self.why else "no layout fits"
+        """Return the first layout."""
+        return self.ranked[0].layout if self.why else "no layout fits"
 
     def to_rows(self) -> list[Row]:
         """Return a row for each layout that was estimated in full."""
