@@ -170,13 +170,11 @@ def test_a_part_of_the_optimizer_on_the_host(share: float) -> None:
     before = estimate_layout(DEGREES)
     after = estimate_layout(f"{DEGREES},offload=optimizer{share if share < 1 else ''}")
     parts = Component.MASTER, Component.MOMENTS
-    assert memory_bytes(after, *parts) == pytest.approx(
-        (1 - share) * memory_bytes(before, *parts), abs=64
-    )
+    total = memory_bytes(before, *parts)
+    # Whole blocks of 64 elements of 12 bytes go to the host.
+    assert 0 <= memory_bytes(after, Component.HOST) - share * total < 64 * 12
+    assert memory_bytes(after, *parts) == total - memory_bytes(after, Component.HOST)
     assert memory_bytes(after, Component.GRADIENTS) == memory_bytes(before, Component.GRADIENTS)
-    assert memory_bytes(after, Component.HOST) == pytest.approx(
-        share * memory_bytes(before, *parts), abs=64
-    )
 
 
 def test_a_checkpoint_beside_training_is_copied_to_the_host() -> None:

@@ -155,10 +155,17 @@ def _note_addresses(folder: Path) -> None:
 
     def note_and_reduce(self: DistributedOptimizer) -> torch.Tensor:
         bucket = self.buckets[0]
-        names = ("weights", "grads", "master", "exp_avg", "exp_avg_sq")
-        text = " ".join(f"{name}={getattr(bucket, name).data_ptr()}" for name in names)
+        (segment,) = bucket.segments
+        tensors = {
+            "weights": bucket.weights,
+            "grads": bucket.grads,
+            "master": segment.master,
+            "exp_avg": segment.exp_avg,
+            "exp_avg_sq": segment.exp_avg_sq,
+        }
+        text = " ".join(f"{name}={tensor.data_ptr()}" for name, tensor in tensors.items())
         path = folder.with_suffix(f".addresses-{os.getpid()}")
-        path.write_text(f"{text} bytes={bucket.master.nbytes}")
+        path.write_text(f"{text} bytes={segment.master.nbytes}")
         DistributedOptimizer.reduce_gradients = reduce  # type: ignore[method-assign]
         return reduce(self)
 

@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found_before_the_next_update(
         begun["steps"] += 1
         if begun["steps"] == 3 and self._runtime.mesh.rank == 1:
             bucket = self.buckets[0]
-            tensor = bucket.owned[0].parameter.owner.weight.detach()
+            tensor = bucket.segments[0].owned[0].parameter.owner.weight.detach()
             if part != "weight":
                 tensor = getattr(bucket, part)
             tensor.view(-1).view(torch.int32)[3] ^= 1 << 7

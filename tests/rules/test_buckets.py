@@ -1,7 +1,14 @@
+import numpy as np
 import pytest
 
-from moewright.rules.buckets import Bucket, BucketEntry, plan_buckets, shard_range
+from moewright.rules.buckets import Bucket, BucketEntry, offloaded_numel, plan_buckets, shard_range
 from moewright.spec.errors import BadInput
+
+
+def test_whole_blocks_of_a_shard_are_offloaded() -> None:
+    numels = [offloaded_numel(1000, fraction) for fraction in (1e-6, 0.25, 0.5, 0.999, 1.0)]
+    assert numels == [64, 256, 512, 1000, 1000]
+    assert offloaded_numel(np.array([1000, 64]), 0.5).tolist() == [512, 64]
 
 
 def test_starts_are_aligned_and_the_end_is_padded() -> None:

@@ -120,8 +120,9 @@ def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
     )
 
 
-def test_a_part_of_the_optimizer_is_not_offloaded_yet() -> None:
-    assert refusals("offload=optimizer0.5") == [
-        "layout.offload=optimizer0.5: the engine does not run this yet; "
+def test_fully_shard_offloads_all_of_the_optimizer_or_none() -> None:
+    assert refusals("offload=optimizer0.5") == []
+    assert refusals("zero3,offload=optimizer0.5") == [
+        "layout.offload=optimizer0.5: the engine moves all of a unit's state or none with zero=3; "
         "nearest legal value: optimizer1"
     ]

@@ -10,7 +10,8 @@ import torch
 
 import tiny_jobs
 from moewright.engine.optim import distributed_optimizer
-from moewright.engine.optim.flat_buffers import FlatBucket, copy_to_state_device
+from moewright.engine.optim.flat_buffers import FlatBucket
+from moewright.engine.optim.optimizer_states import copy_to_state_device
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.spec.workload import DataSpec, OptimizerSpec

@@ -285,10 +285,13 @@ def test_a_weight_or_loss_that_is_not_finite_ends_the_job_and_is_named(
         begun["steps"] += 1
         if begun["steps"] == 2 and self._runtime.mesh.rank == 1:
             # An expert of this rank alone: all ranks get what they share.
-            bucket = next(
-                bucket for bucket in self.buckets if ".experts." in bucket.owned[0].parameter.name
+            segment = next(
+                segment
+                for bucket in self.buckets
+                for segment in bucket.segments
+                if ".experts." in segment.owned[0].parameter.name
             )
-            bucket.master[bucket.owned[0].shard_slice][0] = float("nan")
+            segment.master[segment.owned[0].shard_slice][0] = float("nan")
         begin(self, *arguments)
 
     def begin_and_count(self: DistributedOptimizer, *arguments: int) -> None:

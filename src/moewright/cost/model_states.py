@@ -231,46 +231,59 @@ def fsdp_rows(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateElements:
+    """The elements of a rank's model states, in arrays of one shape.
+
+    `whole` are those of its parameters before ZeRO shards them, `own` those of its shards, and
+    `matrices` those of the shards that Muon updates. Of the last two `hosted` and `hosted_matrices`
+    lie in host memory.
+    """
+
+    whole: Array
+    own: Array
+    matrices: Array
+    hosted: Array
+    hosted_matrices: Array
+
+
 def state_bytes(
     workload: Workload,
     layout: Layout,
-    whole: Array,
-    own: Array,
-    own_matrices: Array,
+    elements: StateElements,
     *,
     trained: float = 1.0,
     frozen_nbytes: float = 0.0,
 ) -> dict[Component, Array]:
     """Return the bytes of all states; those of an offloaded optimizer are in host memory.
 
-    `whole` are the elements of the rank's parameters before ZeRO shards them, `own` those of the
-    rank's shards, and `own_matrices` those of what Muon updates, all in arrays of one shape.
     Where adapters train, `trained` is their share, frozen weights of `frozen_nbytes` an element (at
     least an activation's) have no other state, and every rank holds them whole but under ZeRO-3.
     """
     sharded = sharded_states(layout.zero)
+    per_parameter = state_bytes_per_parameter(workload)
     sizes = {
-        component: nbytes * (own if component in sharded else whole)
-        for component, nbytes in state_bytes_per_parameter(workload).items()
+        component: nbytes * (elements.own if component in sharded else elements.whole)
+        for component, nbytes in per_parameter.items()
     }
     if trained != 1:
         adapters = {component: trained * nbytes for component, nbytes in sizes.items()}
         widened = max(1.0, frozen_nbytes / activation_nbytes(workload))
         weights = widened * sizes[Component.WEIGHTS] + adapters[Component.WEIGHTS]
         sizes = {**adapters, Component.WEIGHTS: weights}
+    saved_bytes = per_parameter[Component.MOMENTS] - MOMENTUM_BYTES  # by Muon's one momentum
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
-        adam_bytes = 2 * workload.optimizer.moment_dtype.nbytes
-        sizes[Component.MOMENTS] = sizes[Component.MOMENTS] - own_matrices * (
-            adam_bytes - MOMENTUM_BYTES
-        )
+        sizes[Component.MOMENTS] = sizes[Component.MOMENTS] - elements.matrices * saved_bytes
     if Offload.OPTIMIZER not in layout.offload:
         return sizes
-    on_host = np.zeros_like(whole)
-    for component in _OFFLOADED:
-        on_device = np.rint((1 - layout.offload_fraction) * sizes[component])
-        on_host = on_host + sizes[component] - on_device
-        sizes[component] = on_device
-    return {**sizes, Component.HOST: on_host}
+    on_host = {
+        component: trained * elements.hosted * per_parameter[component] for component in _OFFLOADED
+    }
+    if workload.optimizer.matrix_update is MatrixUpdate.MUON:
+        on_host[Component.MOMENTS] -= elements.hosted_matrices * saved_bytes
+    for component, nbytes in on_host.items():
+        sizes[component] = sizes[component] - nbytes
+    return {**sizes, Component.HOST: sum(on_host.values(), start=np.zeros_like(elements.own))}
 
 
 def step_gradient_bytes(workload: Workload, layout: Layout, own: Any) -> Any:
@@ -282,8 +295,14 @@ def step_gradient_bytes(workload: Workload, layout: Layout, own: Any) -> Any:
     """
     if workload.grad_dtype is Dtype.FP32 or layout.zero >= 2:
         return 0 * own
-    share = 1 - layout.offload_fraction if Offload.OPTIMIZER in layout.offload else 1
-    return np.rint(MASTER_BYTES * share * own)
+    return MASTER_BYTES * (own - hosted_elements(layout, own))
+
+
+def hosted_elements(layout: Layout, own: Any) -> Any:
+    """Return how many elements of a rank's shards are updated in host memory."""
+    if Offload.OPTIMIZER not in layout.offload:
+        return 0 * own
+    return buckets.offloaded_numel(own, layout.offload_fraction)
 
 
 def state_rows(
@@ -295,23 +314,15 @@ def state_rows(
     frozen_nbytes: float = 0.0,
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
-    modules = tuple(Module)
-    whole, own, own_matrices = np.zeros((3, len(modules)))
-    for bucket_set in sets:
-        for elements, is_whole in ((whole, True), (own, False)):
-            for module, numel in _overlaps(bucket_set, whole=is_whole):
-                elements[modules.index(module)] += numel
-        for module, numel in _own_matrices(bucket_set):
-            own_matrices[modules.index(module)] += numel
+    own_numel = sum(bucket_set.numel // bucket_set.shards for bucket_set in sets)
     states = state_bytes(
         workload,
         layout,
-        whole,
-        own,
-        own_matrices,
+        _state_elements(sets, int(hosted_elements(layout, own_numel))),
         trained=trained,
         frozen_nbytes=frozen_nbytes,
     )
+    modules = tuple(Module)
     return tuple(
         MemoryRow(component=component, module=module, bytes=int(nbytes))
         for component, sizes in sorted(states.items())
@@ -320,18 +331,45 @@ def state_rows(
     )
 
 
-def _own_matrices(bucket_set: BucketSet) -> Iterator[tuple[Module, int]]:
-    """Yield the elements of the rank's slices that Muon updates, by module."""
-    modules = dict(bucket_set.modules)
-    for name, numel in own_elements(bucket_set):
-        if name in bucket_set.matrices:
-            yield modules[name], numel
+def _state_elements(sets: Sequence[BucketSet], hosted: int) -> StateElements:
+    """Count elements [modules], of which the first `hosted` of the rank's shards are offloaded."""
+    modules = tuple(Module)
+    counts = {name: np.zeros(len(modules)) for name in StateElements.__slots__}
+    for bucket_set in sets:
+        wholes = [(0, bucket.numel) for bucket in bucket_set.buckets]
+        slices = _own_slices(bucket_set)
+        hosted_slices = []
+        for start, stop in slices:
+            count = min(hosted, stop - start)
+            hosted_slices.append((start, start + count))
+            hosted -= count
+        for prefix, spans in (("whole", wholes), ("own", slices), ("hosted", hosted_slices)):
+            for module, numel, is_matrix in _overlaps(bucket_set, spans):
+                counts[prefix][modules.index(module)] += numel
+                if is_matrix and prefix != "whole":
+                    name = "matrices" if prefix == "own" else "hosted_matrices"
+                    counts[name][modules.index(module)] += numel
+    return StateElements(**counts)
+
+
+def _own_slices(bucket_set: BucketSet) -> list[tuple[int, int]]:
+    """Return the elements [start, stop) of each bucket that the rank owns."""
+    return [
+        buckets.shard_range(bucket, bucket_set.shards, bucket_set.index)
+        for bucket in bucket_set.buckets
+    ]
 
 
 def own_elements(bucket_set: BucketSet) -> Iterator[tuple[str, int]]:
     """Yield the elements of the rank's slices by parameter."""
-    for bucket in bucket_set.buckets:
-        start, stop = buckets.shard_range(bucket, bucket_set.shards, bucket_set.index)
+    yield from _elements_in(bucket_set, _own_slices(bucket_set))
+
+
+def _elements_in(
+    bucket_set: BucketSet, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, int]]:
+    """Yield by parameter how many elements lie in a span of each bucket."""
+    for bucket, (start, stop) in zip(bucket_set.buckets, spans, strict=True):
         for entry in bucket.entries:
             inside = min(stop, entry.start + entry.numel) - max(start, entry.start)
             if inside > 0:
@@ -363,20 +401,16 @@ def checkpoint_bytes(workload: Workload, elements: Any) -> Any:
     return elements * (MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes)
 
 
-def _overlaps(bucket_set: BucketSet, *, whole: bool) -> Iterator[tuple[Module, int]]:
-    """Yield elements by module: of all buckets, or of the rank's slices."""
+def _overlaps(
+    bucket_set: BucketSet, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Module, int, bool]]:
+    """Yield the elements in a span of each bucket by module, and whether Muon updates them.
+
+    Padding is OTHER.
+    """
     modules = dict(bucket_set.modules)
-    sums: dict[Module, int] = {}
-    total = 0
-    for bucket in bucket_set.buckets:
-        start, stop = (0, bucket.numel)
-        if not whole:
-            start, stop = buckets.shard_range(bucket, bucket_set.shards, bucket_set.index)
-        total += stop - start
-        for entry in bucket.entries:
-            inside = min(stop, entry.start + entry.numel) - max(start, entry.start)
-            if inside > 0:
-                module = modules[entry.name]
-                sums[module] = sums.get(module, 0) + inside
-    yield from sums.items()
-    yield Module.OTHER, total - sum(sums.values())
+    padding = sum(stop - start for start, stop in spans)
+    for name, numel in _elements_in(bucket_set, spans):
+        padding -= numel
+        yield modules[name], numel, name in bucket_set.matrices
+    yield Module.OTHER, padding, False

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+import numpy as np
+
 from moewright.spec.errors import BadInput, Reason
 
 # Shards of a multiple of 128 elements keep every slice's bytes aligned for the collectives.
@@ -109,3 +111,12 @@ def shard_range(bucket: Bucket, shards: int, index: int) -> tuple[int, int]:
     if remainder or not 0 <= index < shards:
         raise ValueError(f"shard {index} of {shards} of a bucket of {bucket.numel} elements")
     return index * size, (index + 1) * size
+
+
+def offloaded_numel(own: Any, fraction: float) -> Any:
+    """Return how many of a rank's `own` elements of optimizer state are offloaded: its first.
+
+    They end where blocks of 64 elements do, so that a vector unit updates the same elements
+    together whatever the fraction is. `own` may be an array.
+    """
+    return np.minimum(own, np.ceil(fraction * own / _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS)

@@ -296,12 +296,19 @@ class ScreeningMemory:
         cut = sym.layout
         layout = replace(cut, zero=policy.zero, offload=policy.offload)
         elements = self.elements(cut, policy.zero, batch)
+        own, matrices = elements.own[ranks], elements.own_matrices[ranks]
+        hosted = model_states.hosted_elements(layout, own)
         sizes = model_states.state_bytes(
             workload,
             layout,
-            elements.numel[ranks].sum(axis=1),
-            elements.own[ranks],
-            elements.own_matrices[ranks],
+            model_states.StateElements(
+                whole=elements.numel[ranks].sum(axis=1),
+                own=own,
+                matrices=matrices,
+                hosted=hosted,
+                # in proportion: what lies where in a shard is not counted here
+                hosted_matrices=np.rint(matrices * hosted / own),
+            ),
             trained=sym.trained_share,
             frozen_nbytes=self._constants["frozen_weight_bytes"],
         )

@@ -14,27 +14,19 @@ from moewright.engine.comm.collectives import AsyncCollective, all_reduce
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.observe.storage_census import storage_id
-from moewright.engine.optim.flat_buffers import (
-    BucketGroups,
-    FlatBucket,
-    build_buckets,
-    build_local_shards,
-    copy_to_state_device,
-)
+from moewright.engine.optim.flat_buffers import FlatBucket, build_buckets
 from moewright.engine.optim.frozen_weights import FrozenWeights
 from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
 from moewright.engine.optim.grad_ready import GradReadyTracker
 from moewright.engine.optim.loss_scale import LossScaler
 from moewright.engine.optim.muon import MuonUpdate
+from moewright.engine.optim.optimizer_states import build_local_shards, copy_to_state_device
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.runtime import Runtime
 from moewright.rules.fsdp import (
-    flat_buffer_layout,
-    fsdp_groups,
     is_fsdp_sharded,
-    state_group,
 )
-from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, holding_pp_ranks
+from moewright.rules.shards import gradient_group
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import MatrixUpdate
@@ -72,7 +64,7 @@ class DistributedOptimizer:
             [parameter for parameter in all_parameters if not parameter.owner.is_trained],
             initial_value,
         )
-        self.buckets = _build_all_buckets(runtime, parameters, initial_value)
+        self.buckets = build_buckets(runtime, parameters, initial_value)
         self._replicas = [
             module.replicas
             for module in model.modules()
@@ -267,26 +259,27 @@ class DistributedOptimizer:
         others = range(len(self.buckets), len(self._state_holders))
         for index in (*self._gather_order, *others):
             holder = self._state_holders[index]
-            grads = self._grad_shards[index].float()
-            if scale != 1.0:
-                grads.mul_(scale)
-            local_grads = copy_to_state_device(grads, holder.master.device)
-            self._muon.add_gradients(holder, local_grads)
-            for decays in (True, False):
-                owned = [
-                    part
-                    for part in holder.owned
-                    if part.parameter.has_weight_decay == decays and not part.has_momentum
-                ]
-                self._update_rule(
-                    holder,
-                    local_grads,
-                    owned,
-                    spec,
-                    lr=lr,
-                    weight_decay=spec.weight_decay if decays else 0.0,
-                    updates_done=updates_done,
-                )
+            for segment in holder.segments:
+                shard_grads = self._grad_shards[index][segment.shard_slice]
+                grads = copy_to_state_device(shard_grads, segment.master.device).float()
+                if scale != 1.0:
+                    grads.mul_(scale)
+                self._muon.add_gradients(segment, grads)
+                for decays in (True, False):
+                    owned = [
+                        part
+                        for part in segment.owned
+                        if part.parameter.has_weight_decay == decays and not part.has_momentum
+                    ]
+                    self._update_rule(
+                        segment,
+                        grads,
+                        owned,
+                        spec,
+                        lr=lr,
+                        weight_decay=spec.weight_decay if decays else 0.0,
+                        updates_done=updates_done,
+                    )
             if self._gathers_in_update and index not in others:
                 self._start_param_gather(index)
         self._grad_shards = []
@@ -301,7 +294,10 @@ class DistributedOptimizer:
         return [
             shard
             for holder, grads in pairs
-            for shard in build_local_shards(holder.owned, "grad/", grads.float())
+            for segment in holder.segments
+            for shard in build_local_shards(
+                segment.owned, "grad/", grads[segment.shard_slice].float()
+            )
         ]
 
     def all_gather_params(self) -> None:
@@ -379,40 +375,6 @@ def _gradient_group(runtime: Runtime, parameter: NamedParameter) -> str:
 
 def _uses_fsdp(runtime: Runtime, parameter: NamedParameter) -> bool:
     return is_fsdp_sharded(runtime.mesh.layout, _gradient_group(runtime, parameter))
-
-
-def _build_all_buckets(
-    runtime: Runtime,
-    parameters: Sequence[NamedParameter],
-    initial_value: Callable[[NamedParameter], torch.Tensor],
-) -> list[FlatBucket]:
-    """Build the buckets of all parameters that fully_shard does not cut.
-
-    A bucket's parameters are summed over the same group and held by the same pipeline ranks.
-    """
-    mesh = runtime.mesh
-    layout = mesh.layout
-    flat_layout = flat_buffer_layout(layout)
-    buckets: list[FlatBucket] = []
-    for group in GRADIENT_GROUPS:
-        if is_fsdp_sharded(layout, group):
-            continue
-        replica_group = None
-        if flat_layout.shard:
-            replica_group = mesh.group(fsdp_groups(flat_layout, group).replica_group)
-        by_holders: dict[tuple[int, ...], list[NamedParameter]] = defaultdict(list)
-        for parameter in parameters:
-            if _gradient_group(runtime, parameter) == group:
-                holders = holding_pp_ranks(parameter.name, runtime.model, layout)
-                by_holders[holders].append(parameter)
-        for holders, members in sorted(by_holders.items(), key=lambda item: item[0]):
-            groups = BucketGroups(
-                group=mesh.group(state_group(flat_layout, group)),
-                replica_group=replica_group,
-                holder_group=mesh.shared_table_groups.get(holders),
-            )
-            buckets += build_buckets(runtime, members, groups, initial_value)
-    return buckets
 
 
 def _squared_norm(flat: torch.Tensor) -> torch.Tensor:

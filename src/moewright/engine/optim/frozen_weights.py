@@ -10,7 +10,7 @@ from torch import nn
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.observe.storage_census import storage_id
-from moewright.engine.optim.flat_buffers import OwnedRange, build_local_shards
+from moewright.engine.optim.optimizer_states import OwnedRange, build_local_shards
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Component, MemoryRow
 

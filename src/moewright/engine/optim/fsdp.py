@@ -41,7 +41,7 @@ from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.storage_census import storage_id
-from moewright.engine.optim.flat_buffers import (
+from moewright.engine.optim.optimizer_states import (
     OwnedRange,
     build_state_shards,
     split_by_module,
@@ -71,6 +71,19 @@ class ShardedParameter:
     exp_avg_sq: torch.Tensor
     momentum: torch.Tensor
     owned: tuple[OwnedRange, ...]
+
+    @property
+    def first(self) -> int:
+        return 0
+
+    @property
+    def shard_slice(self) -> slice:
+        return slice(0, self.master.numel())
+
+    @property
+    def segments(self) -> tuple[ShardedParameter, ...]:
+        """The state of the rows, all of it in one memory."""
+        return (self,)
 
     @property
     def replica_count(self) -> int:

@@ -18,14 +18,14 @@ import torch
 from moewright.engine.comm.collectives import Group, all_gather_rows, all_to_all
 from moewright.engine.comm.tensor_placement import TensorPlacement
 from moewright.engine.model.layers import NamedParameter
-from moewright.engine.optim.flat_buffers import (
-    FlatBucket,
+from moewright.engine.optim.flat_buffers import FlatBucket
+from moewright.engine.optim.fsdp import ShardedParameter
+from moewright.engine.optim.optimizer_states import (
     OptimizerStates,
     OwnedRange,
     copy_to_state_device,
     uses_muon,
 )
-from moewright.engine.optim.fsdp import ShardedParameter
 from moewright.engine.runtime import Runtime
 from moewright.rules.fsdp import momentum_group
 from moewright.rules.grid import axis_size
@@ -78,6 +78,21 @@ class _MatrixExchange:
                 yield matrix, first, last
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Direction:
+    """The way that the owned elements of a parameter go, before it is made orthogonal."""
+
+    states: OptimizerStates
+    owned: OwnedRange
+    flat: torch.Tensor
+
+    def span(self, first: int, last: int) -> _Span:
+        """Return where elements [first, last) of the parameter lie in `flat`; maybe nowhere."""
+        start = min(max(first, self.owned.first), self.owned.last)
+        stop = min(max(last, start), self.owned.last)
+        return start - self.owned.first, stop - self.owned.first
+
+
 class MuonUpdate:
     """The update of all matrices of a rank, from gradients to master weights.
 
@@ -101,8 +116,7 @@ class MuonUpdate:
             if (exchange := _plan_exchange(runtime, matrices, group, buckets, sharded))
         ]
         # What add_gradients left for update: the pieces of a parameter, and where they belong.
-        self._directions: dict[str, torch.Tensor] = {}
-        self._targets: dict[str, tuple[OptimizerStates, OwnedRange]] = {}
+        self._directions: dict[str, list[_Direction]] = defaultdict(list)
 
     def add_gradients(self, states: OptimizerStates, grads: torch.Tensor) -> None:
         """Add the gradients of a shard to its momentum."""
@@ -113,15 +127,15 @@ class MuonUpdate:
             grad = grads[owned.shard_slice]
             momentum = states.momentum[owned.moment_slice].lerp_(grad, 1 - decay)
             direction = grad.lerp(momentum, decay) if self._spec.muon_nesterov else momentum
-            self._directions[owned.parameter.name] = direction
-            self._targets[owned.parameter.name] = states, owned
+            self._directions[owned.parameter.name].append(
+                _Direction(states=states, owned=owned, flat=direction)
+            )
 
     def update(self, *, lr: float) -> None:
         """Update the master weights of the shards whose gradients were added."""
         for exchange in self._exchanges:
             self._update_group(exchange, lr)
-        self._directions = {}
-        self._targets = {}
+        self._directions.clear()
 
     def _update_group(self, exchange: _MatrixExchange, lr: float) -> None:
         ranks = range(len(exchange.spans))
@@ -145,13 +159,13 @@ class MuonUpdate:
 
     def _join(self, pieces: Sequence[tuple[Matrix, int, int]]) -> torch.Tensor:
         """Return the directions of pieces one after the other, on the device."""
-        parts = []
-        for matrix, first, last in pieces:
-            _, owned = self._targets[matrix.name]
-            parts.append(self._directions[matrix.name][first - owned.first : last - owned.first])
-        if not parts:
-            return torch.zeros(0, device=self._runtime.device)
-        return torch.cat(parts).to(self._runtime.device)
+        device = self._runtime.device
+        parts = [
+            direction.flat[slice(*direction.span(first, last))].to(device)
+            for matrix, first, last in pieces
+            for direction in self._directions[matrix.name]
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, device=device)
 
     def _apply(
         self, flat: torch.Tensor, pieces: Sequence[tuple[Matrix, int, int]], lr: float
@@ -160,11 +174,14 @@ class MuonUpdate:
         weight_decay = self._runtime.workload.optimizer.weight_decay
         parts = flat.split([last - first for _, first, last in pieces]) if pieces else ()
         for (matrix, first, last), update in zip(pieces, parts, strict=True):
-            states, owned = self._targets[matrix.name]
-            start = owned.start - owned.first
-            master = states.master[start + first : start + last]
-            master.mul_(1 - lr * weight_decay)
-            master.sub_(copy_to_state_device(update, master.device), alpha=lr)
+            done = 0
+            for direction in self._directions[matrix.name]:
+                start, stop = direction.span(first, last)
+                master = direction.states.master[direction.owned.shard_slice][start:stop]
+                part = update[done : done + len(master)]
+                done += len(master)
+                master.mul_(1 - lr * weight_decay)
+                master.sub_(copy_to_state_device(part, master.device), alpha=lr)
 
     def _orthogonalize(self, flat: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
         """Return the updates of matrices, each this rank's part of it, one after the other."""
@@ -333,12 +350,12 @@ def _flat_spans(
     names = {parameter.name for parameter in members}
     spans = {}
     for bucket in buckets:
-        start = rank * len(bucket.master)
+        start = rank * bucket.shard_numel
         for parameter, view in bucket.grad_views:
             if parameter.name in names:
                 offset = int(view.storage_offset())
                 first = max(0, start - offset)
-                last = min(view.numel(), start + len(bucket.master) - offset)
+                last = min(view.numel(), start + bucket.shard_numel - offset)
                 spans[parameter.name] = first, last
     return spans
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch.optim.adamw import adamw
 
-from moewright.engine.optim.flat_buffers import OptimizerStates, OwnedRange
+from moewright.engine.optim.optimizer_states import OptimizerStates, OwnedRange
 from moewright.spec.workload import OptimizerSpec
 
 # Narrow moments are updated so many elements at a time, so that their fp32 copies stay small.
