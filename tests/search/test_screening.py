@@ -17,7 +17,7 @@ from moewright.intake import catalogue
 from moewright.rules.legality import check_legality
 from moewright.search import ranking
 from moewright.search.screening import GroupScores, Screener
-from moewright.search.screening_risk import ScreeningRisk
+from moewright.search.screening_risk import PolicyFactors, ScreeningRisk
 from moewright.search.space import (
     DegreeGroup,
     PipelineShapes,
@@ -305,10 +305,11 @@ def test_a_heavier_policy_is_left_out_only_where_a_lighter_one_is_as_sure(
 
     def doubt_the_lightest(
         risk: ScreeningRisk, base: Layout, pipelines: PipelineShapes
-    ) -> np.ndarray:
-        doubts = np.array(factors(risk, base, pipelines))
+    ) -> PolicyFactors:
+        usual_factors = factors(risk, base, pipelines)
+        doubts = np.array(usual_factors.of_class)
         doubts[:, 0] *= 1.5
-        return doubts
+        return replace(usual_factors, of_class=doubts)
 
     monkeypatch.setattr(ScreeningRisk, "factors", doubt_the_lightest)
     assert count_priced() > usual

@@ -286,7 +286,7 @@ class CandidatePool:
             spare = np.where(mask, (self._limit - scores.peak_bytes) / sd, -np.inf)
             likeliest = np.unravel_index(int(spare.argmax()), spare.shape)
             places.append(tuple(map(int, likeliest)))
-        added = {self._candidate(scores, place, is_safe=False) for place in places}
+        added = [self._candidate(scores, place, is_safe=False) for place in dict.fromkeys(places)]
         gambles = sorted((*self._gambles, *added), key=_bound_s)
         kept: dict[tuple[int, ...], Candidate] = {}
         for candidate in gambles:

@@ -46,8 +46,6 @@ from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import RankingRule
 
-_LIGHTEST = np.array([0])  # the activation policy that recomputes and offloads least
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BoundedGroup:
@@ -158,7 +156,7 @@ class Screener:
             timings = self._timing_classes(group)
             base = self.times.choose_exchanges(cut, times, timings[0])
             floor_s = min(times.floor_s(variant, timings) for variant in self._quickest(base))
-            least_factor = float(self._risk.factors(base, group.pipelines).min())
+            least_factor = float(self._risk.factors(base, group.pipelines).of_class.min())
             yield BoundedGroup(
                 group=group,
                 base=base,
@@ -182,27 +180,17 @@ class Screener:
         if bounded.floor_bound_s >= below_s:
             return None
         group, base = bounded.group, bounded.base
-        priced = _PricedGroup(
-            base=base,
-            batch=self._pipelines.batch(group, is_paired=Overlap.EP in base.overlap),
-            timings=bounded.timings,
-            times=bounded.times,
-            sent=self.times.sent_activations(self._always_sent(group)),
-        )
-        least_s = np.minimum.reduce(
-            [
-                self._pipeline_s(replace(priced, base=variant), _LIGHTEST)
-                for variant in self._quickest(base)
-            ]
-        )
-        is_fast = least_s * self._least_factors(base, group.pipelines) < below_s
+        batch = self._pipelines.batch(group, is_paired=Overlap.EP in base.overlap)
+        least_s = self._least_s(bounded, batch)
+        least_factors = self._risk.factors(base, group.pipelines).least_by_pipeline()
+        is_fast = least_s * least_factors[:, None] < below_s
         if not is_fast.any():
             return None
         memory = self._model_memory(group)
         parts_memory = memory
         if Overlap.WGRAD in base.overlap:
             parts_memory = self._memory.delay_weight_gradients(memory)
-        peak, sd = self._memory.device_bytes(parts_memory, priced.batch, bounded.is_searched)
+        peak, sd = self._memory.device_bytes(parts_memory, batch, bounded.is_searched)
         is_worth_pricing = bounded.legal & (peak <= room_bytes + sd)
         step = np.broadcast_to(np.inf, peak.shape)
         bound = step
@@ -211,8 +199,14 @@ class Screener:
             is_worth_pricing &= is_fast[:, :, None]
             has_room = bounded.legal & (peak <= self.safe_bytes(sd))
             is_worth_pricing &= ~self._is_needless(has_room, base, group.pipelines)
-            sent = self.times.sent_activations(memory)
-            step, bound, dp_overlap = self._price(replace(priced, sent=sent), is_worth_pricing)
+            priced = _PricedGroup(
+                base=base,
+                batch=batch,
+                timings=bounded.timings,
+                times=bounded.times,
+                sent=self.times.sent_activations(memory),
+            )
+            step, bound, dp_overlap = self._price(priced, is_worth_pricing)
         # The bytes above are those of the group's own dispatcher.
         peak = peak + dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
         return GroupScores(
@@ -272,11 +266,6 @@ class Screener:
             return [base, _with_dp_overlap(base)]
         return [base]
 
-    def _least_factors(self, base: Layout, pipelines: PipelineShapes) -> Array:
-        """Return the least factor of each pipeline [pipelines, 1]."""
-        factors = self._risk.factors(base, pipelines)
-        return np.asarray(factors.min(axis=(1, 2))[:, None])
-
     def _is_needless(self, has_room: Array, base: Layout, pipelines: PipelineShapes) -> Array:
         """Return the mask of candidates that a lighter policy makes needless.
 
@@ -285,14 +274,29 @@ class Screener:
         """
         needless = np.full(has_room.shape, True)
         for variant in self._variants(base):
-            factors = np.broadcast_to(self._risk.factors(variant, pipelines), has_room.shape)
-            is_surer = factors[:, :, None] <= factors[:, None]
-            by_activations = has_room[:, :, None] & self._lighter[:, :, None] & is_surer
-            is_beaten = by_activations.any(axis=1)
-            is_surer = factors[:, :, :1] <= factors[:, :, 1:]
-            is_beaten[:, :, 1:] |= has_room[:, :, :1] & is_surer
-            needless &= is_beaten
+            factors = self._risk.factors(variant, pipelines)
+            for place, row in enumerate(factors.of_class):
+                members = factors.class_of_pipeline == place
+                if members.any():
+                    needless[members] &= self._is_beaten(has_room[members], row)
         return needless
+
+    def _is_beaten(self, has_room: Array, factors: Array) -> Array:
+        """Return which candidates of pipelines with the same factors are beaten by a lighter one.
+
+        `has_room` and the result are [pipelines, activation policies, state policies]; `factors`
+        broadcasts to [activation policies, state policies].
+        """
+        by_state = np.broadcast_to(factors, has_room.shape[1:]).T
+        # [state policies, light, heavy] and [state policies, pipelines, light]: a product of
+        # matrices counts the lighter policies that are safe.
+        beats = self._lighter & (by_state[:, :, None] <= by_state[:, None, :])
+        safe = has_room.transpose(2, 0, 1)
+        counts = np.matmul(safe.astype(np.float32), beats.astype(np.float32))
+        is_beaten = (counts > 0).transpose(1, 2, 0)
+        is_surer = by_state[0] <= by_state[1:]
+        is_beaten[:, :, 1:] |= has_room[:, :, :1] & is_surer.T
+        return np.asarray(is_beaten)
 
     def stall_s(self, layout: Layout) -> float:
         """Return the seconds that the simulated timetable takes beyond the closed form of scores.
@@ -445,7 +449,8 @@ class Screener:
             tail_s, hidden_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
             total = np.maximum(pipeline_s[:, :, None], hidden_s[:, None, :]) + tail_s[:, None, :]
             total_s = np.where(is_worth_pricing[:, needed], total, np.inf)
-            factors = np.broadcast_to(self._risk.factors(base, priced.batch.pipelines), step.shape)
+            factors = self._risk.factors(base, priced.batch.pipelines).spread()
+            factors = np.broadcast_to(factors, step.shape)
             total_bound_s = total_s * factors[:, needed]
             better = total_bound_s < bound[:, needed]
             bound[:, needed] = np.where(better, total_bound_s, bound[:, needed])
@@ -453,15 +458,45 @@ class Screener:
             overlapped[:, needed] = np.where(better, place > 0, overlapped[:, needed])
         return step, bound, overlapped
 
+    def _least_s(self, bounded: BoundedGroup, batch: PipelineBatch) -> Array:
+        """Return the seconds of all micro-batches without recompute [pipelines, 1]."""
+        of_variants = [
+            self._join_pipelines(
+                variant,
+                batch,
+                [
+                    bounded.times.lightest_seconds(timing, variant)[:, None]
+                    for timing in bounded.timings
+                ],
+                bounded.timings,
+            )
+            for variant in self._quickest(bounded.base)
+        ]
+        return np.asarray(np.minimum.reduce(of_variants))
+
     def _pipeline_s(self, priced: _PricedGroup, policies: Array) -> Array:
         """Return the seconds of all micro-batches under these policies [pipelines, policies]."""
-        batch = priced.batch
-        base = priced.base
-        by_rank = np.empty((len(batch.ranks), len(policies)))
-        for timing in priced.timings:
-            seconds = priced.times.seconds(timing, base, policies, priced.sent)
+        seconds = [
+            priced.times.seconds(timing, priced.base, policies, priced.sent)
+            for timing in priced.timings
+        ]
+        return self._join_pipelines(priced.base, priced.batch, seconds, priced.timings)
+
+    def _join_pipelines(
+        self,
+        base: Layout,
+        batch: PipelineBatch,
+        seconds: Sequence[Array],
+        timings: Sequence[TimingClass],
+    ) -> Array:
+        """Return the seconds of all micro-batches [pipelines, policies].
+
+        `seconds` [parts, policies] are of one micro-batch, in each class of `timings`.
+        """
+        by_rank = np.empty((len(batch.ranks), seconds[0].shape[1]))
+        for timing, of_parts in zip(timings, seconds, strict=True):
             ranks = timing.pipelines[batch.pipeline_of_rank]
-            by_rank[ranks] = batch.ranks[ranks] @ seconds
+            by_rank[ranks] = batch.ranks[ranks] @ of_parts
         transfers = np.array([self._transfer_s(base, pp) for pp in batch.degrees])
         slowest, total = batch.slowest_and_all(by_rank)
         return closed_form_s(

@@ -33,6 +33,26 @@ class ChoiceRows:
     missing: Array
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PolicyFactors:
+    """The factors of bounds over steps, which pipelines of the same choices share.
+
+    `of_class` broadcasts to [classes, activation policies, state policies]; `class_of_pipeline`
+    [pipelines] are indices of classes.
+    """
+
+    of_class: Array
+    class_of_pipeline: Array
+
+    def spread(self) -> Array:
+        """Return the factors [pipelines, activation policies, state policies], to broadcast."""
+        return np.asarray(self.of_class[self.class_of_pipeline])
+
+    def least_by_pipeline(self) -> Array:
+        """Return the least factor of each pipeline [pipelines]."""
+        return np.asarray(self.of_class.min(axis=(1, 2))[self.class_of_pipeline])
+
+
 class ScreeningRisk:
     """A calculator of the factors by which bounds exceed predicted steps in one space."""
 
@@ -61,15 +81,15 @@ class ScreeningRisk:
             for policy in states
         )
         self._classes: dict[PipelineShapes, tuple[ChoiceRows, Array]] = {}
-        self._factors: dict[tuple[PipelineShapes, frozenset[str]], Array] = {}
+        self._factors: dict[tuple[PipelineShapes, frozenset[str]], PolicyFactors] = {}
 
-    def factors(self, base: Layout, pipelines: PipelineShapes) -> Array:
-        """Return bound over step of a group's candidates.
-
-        The result broadcasts to [pipelines, activation policies, state policies].
-        """
+    def factors(self, base: Layout, pipelines: PipelineShapes) -> PolicyFactors:
+        """Return bound over step of a group's candidates."""
         if not self._counts_evidence:
-            return np.full((1, 1, 1), step_bound(1.0, self._deviation(0, 0), self._risk))
+            return PolicyFactors(
+                of_class=np.full((1, 1, 1), step_bound(1.0, self._deviation(0, 0), self._risk)),
+                class_of_pipeline=np.zeros(len(pipelines.shapes), dtype=int),
+            )
         names = self._names(
             replace(
                 base,
@@ -87,7 +107,7 @@ class ScreeningRisk:
             self._factors[key] = self._count(names, pipelines)
         return self._factors[key]
 
-    def _count(self, names: frozenset[str], pipelines: PipelineShapes) -> Array:
+    def _count(self, names: frozenset[str], pipelines: PipelineShapes) -> PolicyFactors:
         if pipelines not in self._classes:
             self._classes[pipelines] = self._classify(pipelines)
         classes, class_of_pipeline = self._classes[pipelines]
@@ -110,7 +130,9 @@ class ScreeningRisk:
         pairs = pairs + (between @ self._states.made.T)[shape[1]]
         pairs = pairs + (self._activations.made @ self._apart @ self._states.made.T)[None]
         deviation = self._deviation(missing, pairs)
-        return np.asarray(step_bound(1.0, deviation, self._risk)[class_of_pipeline])
+        return PolicyFactors(
+            of_class=step_bound(1.0, deviation, self._risk), class_of_pipeline=class_of_pipeline
+        )
 
     def _deviation(self, missing: Array | int, pairs: Array | int) -> Array:
         return step_deviation(self._constants, missing, pairs)

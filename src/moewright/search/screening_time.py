@@ -194,6 +194,7 @@ class GroupTimes:
         }
         self._known: dict[tuple[DispatcherKind, tuple[int, int]], Pricer] = {}
         self._of_dispatcher: dict[DispatcherKind, Pricer] = {}
+        self._lightest: dict[tuple[object, ...], Array] = {}
 
     def seconds(
         self,
@@ -267,17 +268,24 @@ class GroupTimes:
             dedup.ep_forward_s <= plain.ep_forward_s and dedup.ep_backward_s <= plain.ep_backward_s
         )
 
+    def lightest_seconds(self, timing: TimingClass, layout: Layout) -> Array:
+        """Return the seconds of each part for one micro-batch under the first policy [parts]."""
+        key = layout.overlap, layout.dispatcher, layout.cp_comm, timing.like, timing.synced
+        if key not in self._lightest:
+            pricer = self._pricer(layout, timing)
+            times = self._times
+            layers = pricer.layer_total_s(
+                self._staged(layout, timing),
+                times.policies.members[0],
+                self._first_sent,
+                synced=timing.synced,
+            )
+            self._lightest[key] = np.array(pricer.part_seconds(times.parts, layers))
+        return self._lightest[key]
+
     def _least_s(self, layout: Layout, timing: TimingClass) -> float:
         """Return the seconds of one micro-batch through the model, under the first policy."""
-        pricer = self._pricer(layout, timing)
-        times = self._times
-        layers = pricer.layer_total_s(
-            self._staged(layout, timing),
-            times.policies.members[0],
-            self._first_sent,
-            synced=timing.synced,
-        )
-        return float(times.model_counts @ np.array(pricer.part_seconds(times.parts, layers)))
+        return float(self._times.model_counts @ self.lightest_seconds(timing, layout))
 
     def _pricer(self, layout: Layout, timing: TimingClass) -> Pricer:
         key = layout.dispatcher, timing.like
