@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,8 +38,24 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5_moe_text",
 )
+# Model types of folders that see too, whose language model lies below a prefix.
+NESTED = ("qwen3_vl_moe", "qwen3_5_moe", "llama4")
+# Families that compute what Ling computes with these shapes, Ling 2.0 and Ling-lite.
+LING_SOURCES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "glm4_moe": {"attention_bias": False, "n_group": 4, "topk_group": 2},
+        "granitemoeshared": {
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 8**-0.5,
+            "logits_scaling": 1.0,
+            "tie_word_embeddings": False,
+            "shared_intermediate_size": 16,
+        },
+    }
+)
 # Families whose norms have weights around zero.
-ZERO_CENTERED = ("qwen3_next", "qwen3_5_moe_text")
+_ZERO_CENTERED_TYPES = ("qwen3_next", "qwen3_5_moe")
 
 
 def _model(family: str, **more: Any) -> nn.Module:
@@ -128,9 +146,8 @@ def _model(family: str, **more: Any) -> nn.Module:
             config = transformers.Dots1Config(**sparse, n_group=4, topk_group=2)
             return transformers.Dots1ForCausalLM(config).float()
         config = transformers.Glm4MoeConfig(
-            **sparse,
+            **{"attention_bias": True, **sparse},
             use_qk_norm=True,
-            attention_bias=True,
             rope_parameters={
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -191,11 +208,13 @@ def _model(family: str, **more: Any) -> nn.Module:
             "attention_multiplier": 0.25,
             "logits_scaling": 6.0,
             "tie_word_embeddings": True,
+            **more,
         }
         if family == "granitemoe":
             config = transformers.GraniteMoeConfig(**granite)
             return transformers.GraniteMoeForCausalLM(config).float()
-        config = transformers.GraniteMoeSharedConfig(**granite, shared_intermediate_size=24)
+        granite = {"shared_intermediate_size": 24, **granite}
+        config = transformers.GraniteMoeSharedConfig(**granite)
         return transformers.GraniteMoeSharedForCausalLM(config).float()
     if family == "llama4_text":
         config = transformers.Llama4TextConfig(
@@ -295,6 +314,138 @@ def _model(family: str, **more: Any) -> nn.Module:
     return transformers.Qwen3ForCausalLM(config).float()
 
 
+def _nested_model(family: str, **more: Any) -> nn.Module:
+    """Return a tiny random model that sees, and whose language model is one of `_model`."""
+    text = _model("qwen3_moe" if family == "qwen3_vl_moe" else f"{family}_text", **more).config
+    fields = text.to_dict()
+    fields.pop("model_type")
+    vision: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "patch_size": 4,
+    }
+    torch.manual_seed(11)
+    if family == "qwen3_vl_moe":
+        # Twice as wide as long, so that the order of an expert's dims shows.
+        fields |= {"moe_intermediate_size": 12, "tie_word_embeddings": True}
+        fields["rope_parameters"] |= {"mrope_section": [4, 2, 2]}
+        vision["deepstack_visual_indexes"] = [0]
+        config = transformers.Qwen3VLMoeConfig(text_config=fields, vision_config=vision)
+        return transformers.Qwen3VLMoeForConditionalGeneration(config).float()
+    if family == "qwen3_5_moe":
+        config = transformers.Qwen3_5MoeConfig(text_config=fields, vision_config=vision)
+        return transformers.Qwen3_5MoeForConditionalGeneration(config).float()
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    }
+    config = transformers.Llama4Config(text_config=fields, vision_config=vision)
+    return transformers.Llama4ForConditionalGeneration(config).float()
+
+
+def transpose_experts(folder: Path) -> None:
+    """Write a folder's experts as Qwen3-VL is published: an input's row, an output's column."""
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    for name in stored:
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = stored[name].transpose(1, 2).contiguous()
+    save_file(stored, path, {"format": "pt"})
+
+
+def write_ling(source: Path, folder: Path) -> None:
+    """Write the GLM-4.5 of `source`, or the Granite, in the names and the fields of Ling.
+
+    Ling 2.0 computes what GLM-4.5 computes, and Ling-lite what Granite with shared experts does,
+    as their published modelling files show (inclusionAI/Ling and Ling-V2, models/); transformers
+    has no class of theirs.
+    """
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    is_first = config["model_type"] == "granitemoeshared"
+    stored = load_file(source / "model.safetensors")
+    tensors = {}
+    for name, tensor in stored.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            continue
+        new = name.replace("self_attn.o_proj", "attention.dense")
+        if name.endswith("q_proj.weight"):
+            parts = [stored[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            new, tensor = (
+                name.replace("self_attn.q_proj", "attention.query_key_value"),
+                torch.cat(parts),
+            )
+        for old, own in (
+            ("embed_tokens", "word_embeddings"),
+            ("self_attn.q_norm", "attention.query_layernorm"),
+            ("self_attn.k_norm", "attention.key_layernorm"),
+            ("e_score_correction_bias", "expert_bias"),
+            ("block_sparse_moe.router.layer", "mlp.gate"),
+        ):
+            new = new.replace(old, own)
+        if "input_linear" in new:
+            base = new.replace("block_sparse_moe.input_linear", "mlp.experts.{}")
+            base = base.replace("shared_mlp.input_linear", "mlp.shared_experts")
+            for index, expert in enumerate(tensor if tensor.dim() == 3 else tensor[None]):
+                for part, rows in zip(("gate", "up"), expert.chunk(2), strict=True):
+                    part_name = base.format(index).replace(".weight", f".{part}_proj.weight")
+                    tensors[part_name] = rows.contiguous()
+            continue
+        if "output_linear" in new:
+            base = new.replace("block_sparse_moe.output_linear", "mlp.experts.{}.down_proj")
+            base = base.replace("shared_mlp.output_linear", "mlp.shared_experts.down_proj")
+            for index, expert in enumerate(tensor if tensor.dim() == 3 else tensor[None]):
+                tensors[base.format(index)] = expert.contiguous()
+            continue
+        tensors[new] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    kept = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    kept += ("vocab_size", "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok")
+    kept += ("initializer_range", "tie_word_embeddings", "hidden_act")
+    ling = {name: config[name] for name in kept}
+    ling |= {"rope_theta": 10000.0, "rope_scaling": None, "use_bias": False, "use_qkv_bias": False}
+    ling |= {"norm_topk_prob": True, "num_shared_experts": 1}
+    if is_first:
+        ling |= {
+            "model_type": "bailing_moe",
+            "architectures": ["BailingMoeForCausalLM"],
+            "num_experts": config["num_local_experts"],
+            "intermediate_size": 48,
+            "moe_intermediate_size": config["intermediate_size"],
+            "first_k_dense_replace": 0,
+        }
+    else:
+        ling |= {
+            "model_type": "bailing_moe_v2",
+            "architectures": ["BailingMoeV2ForCausalLM"],
+            "head_dim": config["head_dim"],
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+            "num_experts": config["n_routed_experts"],
+            "intermediate_size": config["intermediate_size"],
+            "moe_intermediate_size": config["moe_intermediate_size"],
+            "first_k_dense_replace": config["first_k_dense_replace"],
+            "n_group": config["n_group"],
+            "topk_group": config["topk_group"],
+            "routed_scaling_factor": config["routed_scaling_factor"],
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "num_nextn_predict_layers": 0,
+        }
+    (folder / "config.json").write_text(json.dumps(ling, indent=2))
+
+
 def write_model(
     family: str,
     folder: Path,
@@ -307,7 +458,7 @@ def write_model(
 
     None of its weights is a one or a zero: those would hide one that is left out.
     """
-    model = _model(family, **more)
+    model = _nested_model(family, **more) if family in NESTED else _model(family, **more)
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
             nn.init.normal_(parameter, 0.0, 0.2)
@@ -315,7 +466,8 @@ def write_model(
             nn.init.normal_(parameter, 0.0, 0.6)
         if "norm" in name:
             # The norms of these families, but for those of delta nets, add 1 to their weights.
-            is_centered = family in ZERO_CENTERED and "linear_attn" not in name
+            is_centered = family.removesuffix("_text") in _ZERO_CENTERED_TYPES
+            is_centered &= not any(part in name for part in ("linear_attn", "visual"))
             nn.init.uniform_(parameter, 0.5 - is_centered, 1.5 - is_centered)
     for name, bias in model.named_buffers():
         if "correction_bias" in name:

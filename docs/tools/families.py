@@ -24,8 +24,9 @@ _INTRODUCTION = """# Families of models
 By the `model_type` of config.json. *Plan*: `plan`, `estimate` and `search` know its parameters,
 memory and time. *Engine*: all of its parts train here, or what is missing. *Weights*: Hugging Face
 weights go in, and out again byte for byte; tiny models of these families equal transformers' in
-logits, losses and every gradient (`tests/spawn/test_verify.py`, `tests/engine/test_convert.py`).
-Where weights do not go in, the engine trains from fresh ones, and nobody else's code was compared.
+logits, losses and every gradient (`spawn/test_verify.py`, `spawn/test_verify_families.py`). Ling
+and Ring, of which transformers has no class, equal its GLM-4.5 and Granite under other names. Where
+weights do not go in, the engine trains from fresh ones, and nobody else's code was compared.
 This page is made from the code.
 
 | model_type | published sizes | plan | engine | weights |

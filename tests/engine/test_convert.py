@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from docs.tools import families
-from hf_families import FAMILIES, write_fused_experts, write_model
+from hf_families import (
+    FAMILIES,
+    LING_SOURCES,
+    NESTED,
+    transpose_experts,
+    write_fused_experts,
+    write_ling,
+    write_model,
+)
 from moewright.cli.main import main
 from moewright.engine.checkpoint import read_index
 from moewright.engine.hf import import_weights, name_patterns, names
@@ -48,10 +57,15 @@ def test_there_and_back_is_the_same_bytes(family: str, tmp_path: Path) -> None:
 
 
 def test_every_family_whose_weights_go_out_is_compared_with_transformers() -> None:
-    """Kimi-K2 is DeepSeek-V3, Mistral is Llama with a window, and Qwen2 is Qwen3 without norms."""
+    """Kimi-K2 is DeepSeek-V3, Mistral is Llama with a window, and Qwen2 is Qwen3 without norms.
+
+    Ling and Qwen3-VL are compared in tests/spawn/test_verify_families.py.
+    """
     rows = families.list_families()
     written = {row.family for row in rows if row.has_weights}
-    assert written - {"kimi_k2", "mistral", "qwen2"} == {*FAMILIES} - {"granitemoeshared"}
+    elsewhere = {"bailing_moe", "bailing_moe_v2", "qwen3_vl_moe_text"}
+    compared = {*FAMILIES, *elsewhere} - {"granitemoeshared"}
+    assert written - {"kimi_k2", "mistral", "qwen2"} == compared
     assert not any(row.missing for row in rows if row.family in FAMILIES)
 
 
@@ -156,22 +170,54 @@ def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
         )
 
 
-def test_depths_that_no_config_names_are_left_as_transformers_leaves_them(tmp_path: Path) -> None:
-    write_model("qwen3_next", tmp_path / "hf", dtype=torch.bfloat16, shard_bytes=20_000)
-    index_path = tmp_path / "hf" / "model.safetensors.index.json"
-    index = json.loads(index_path.read_text())
-    weight_map = dict(index["weight_map"])
-    path = tmp_path / "hf" / sorted(weight_map.values())[0]
-    stored = load_file(path)
+def test_depths_that_no_config_names_go_there_and_back(tmp_path: Path) -> None:
+    """Published folders of Qwen3-Next hold an MTP depth that transformers does not read."""
+    write_model("qwen3_next", tmp_path / "hf", dtype=torch.bfloat16)
+    path = tmp_path / "hf" / "model.safetensors"
     extra = {"mtp.norm.weight": torch.ones(8), "mtp.layers.0.mlp.gate.weight": torch.ones(2, 8)}
-    save_file({**stored, **extra}, path, metadata={"format": "pt"})
-    index["weight_map"] |= dict.fromkeys(extra, path.name)
-    index_path.write_text(json.dumps(index))
-    back = round_trip(tmp_path / "hf", tmp_path)
-    assert json.loads((back / index_path.name).read_text())["weight_map"] == weight_map
-    again = load_file(back / path.name)
-    assert again.keys() == stored.keys()
+    save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
+    assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_folders_that_see_come_back_whole(family: str, tmp_path: Path) -> None:
+    """What sees lies beside the language model, in the checkpoint and in another dtype too."""
+    hf_dir = tmp_path / "hf"
+    write_model(family, hf_dir, dtype=torch.bfloat16, shard_bytes=20_000)
+    assert_same_bytes(round_trip(hf_dir, tmp_path), hf_dir)
+    wide = ("--out", str(tmp_path / "new"), "--dtype", "fp32")
+    assert main(("convert", "export", str(tmp_path / "ours"), *wide)) == 0
+    models = []
+    for folder in (hf_dir, tmp_path / "new"):
+        model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        models.append(model.state_dict())
+    assert all(torch.equal(models[1][name], tensor) for name, tensor in models[0].items())
+
+
+def test_experts_as_qwen3_vl_is_published_come_back(tmp_path: Path) -> None:
+    """Their inputs are rows; transformers writes those that it made itself the other way round."""
+    write_model("qwen3_vl_moe", tmp_path / "hf")
+    transpose_experts(tmp_path / "hf")
+    assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("source", ["glm4_moe", "granitemoeshared"])
+def test_ling_goes_there_and_back(source: str, tmp_path: Path) -> None:
+    """Its queries, keys and values are one tensor; made anew, names and fields are the same."""
+    write_model(source, tmp_path / "source", **LING_SOURCES[source])
+    write_ling(tmp_path / "source", tmp_path / "hf")
+    assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
+    wide = ("--out", str(tmp_path / "new"), "--dtype", "fp32")
+    assert main(("convert", "export", str(tmp_path / "ours"), *wide)) == 0
+    stored, again = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "new"))
+    assert stored.keys() == again.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
+    new, old = (replace(read_config(tmp_path / name), name="") for name in ("new", "hf"))
+    assert new == old
 
 
 def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ PLANNED_FAMILIES = frozenset(hf.FAMILIES) - {
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
     *("kimi_k2", "llama", "mistral", "qwen2", "qwen3", "gpt2", "glm4_moe", "dots1", "minimax_m2"),
     *("glm4_moe_lite", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared"),
-    *("llama4_text", "qwen3_next", "qwen3_5_moe_text"),
+    *("llama4_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_vl_moe_text"),
+    *("bailing_moe", "bailing_moe_v2"),
 }
 
 QWEN: dict[str, Any] = {
@@ -183,9 +185,10 @@ def test_written_configs_read_back(name: str) -> None:
         with pytest.raises(BadInput, match="has no HF form"):
             build_config(model)
         return
-    assert (
-        hf.parse_config(json.loads(json.dumps(build_config(model))), where="c", name=name) == model
-    )
+    read = hf.parse_config(json.loads(json.dumps(build_config(model))), where="c", name=name)
+    if model.family == "qwen3_vl_moe_text":
+        model = replace(model, family="qwen3_moe")
+    assert read == model
 
 
 def test_transformers_configs_read_and_come_back() -> None:

@@ -20,6 +20,7 @@ from moewright.intake.job import read_job
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, LossSpec, OptimizerSpec, RouterTraining
+from selection import thorough
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.spawn
@@ -61,6 +62,9 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
         ("deepseek_v3", "tp2,ep2,pp2,mbs2", 4),
         ("gpt_oss", "ep2,etp2,tp2,mbs2", 4),
         ("llama", "tp2,pp2,mbs2", 4),
+        ("qwen3_vl_moe", "ep2,mbs2", 2),  # what sees comes from the folder that it started from
+        thorough("llama4", "tp2,mbs2", 2),
+        thorough("qwen3_5_moe", "ep2,mbs2", 2),
     ],
 )
 def test_a_run_that_learns_nothing_returns_the_weights_that_it_read(

@@ -84,7 +84,7 @@ FAMILIES: Mapping[str, Callable[[FieldReader, int], MoeLayers] | None] = Mapping
         "mixtral": read_mixtral,
         "qwen2_moe": read_qwen_moe,
         "qwen3_moe": read_qwen_moe,
-        "qwen3_vl_moe_text": read_qwen_moe,
+        "qwen3_vl_moe_text": read_qwen_hybrid,
         "olmoe": read_olmoe,
         "gpt_oss": read_gpt_oss,
         "deepseek_v2": read_deepseek_v2,
@@ -210,6 +210,10 @@ def _enter_text_config(
     if text is None:
         raise fields.refusal("text_config", "is missing: it holds the language model")
     other_parts = (field for field in fields.unread_names() if _is_beside_text(field))
+    if fields.has_value("tie_word_embeddings"):  # transformers ties by that of the outer table
+        inner = dict(fields.raw_value("text_config"))
+        inner["tie_word_embeddings"] = fields.raw_value("tie_word_embeddings")
+        text = FieldReader(inner, text.where)
     fields.ignore("model_type", "tie_word_embeddings", *other_parts)
     family = text.raw_value("model_type") or _NESTED[outer_family]
     text.ignore("model_type")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,8 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "granitemoeshared": "GraniteMoeSharedForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "bailing_moe": "BailingMoeForCausalLM",
+        "bailing_moe_v2": "BailingMoeV2ForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
@@ -48,14 +51,20 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 )
 
 
+# Families whose language model alone is written as another one, which has no class of its own.
+_WRITTEN_AS: Mapping[str, str] = MappingProxyType({"qwen3_vl_moe_text": "qwen3_moe"})
+_BAILING = ("bailing_moe", "bailing_moe_v2")
+
+
 def build_config(model: ModelSpec) -> dict[str, Any]:
     """Build the fields of a config.json that `hf.parse_config` reads back to `model`.
 
-    Only the name is not among them.
+    Only the name is not among them. The language model of Qwen3-VL is that of a Qwen3-MoE.
 
     Raises:
         BadInput: transformers has no such model.
     """
+    model = replace(model, family=_WRITTEN_AS.get(model.family, model.family))
     if model.family not in _ARCHITECTURES:
         rule = f"has no HF form; families: {', '.join(_ARCHITECTURES)}"
         raise BadInput(Reason(field="model.family", value=model.family or '""', rule=rule))
@@ -108,6 +117,8 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
     config: dict[str, Any] = {"head_dim": attention.head_dim}
     if family == "qwen2_moe":
         config["qkv_bias"] = attention.qkv_bias
+    elif family in _BAILING:
+        config |= _bailing_attention_fields(model)
     elif family not in ("qwen2", "ernie4_5_moe"):
         config["attention_bias"] = attention.qkv_bias
     if family == "hunyuan_v1_moe":
@@ -130,6 +141,16 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
     elif windows_every_layer:
         config["sliding_window"] = None
     return config
+
+
+def _bailing_attention_fields(model: ModelSpec) -> dict[str, Any]:
+    attention = model.attention
+    return {
+        "use_qkv_bias": attention.qkv_bias,
+        "use_bias": attention.out_bias,
+        "use_qk_norm": attention.qk_norm is not QkNorm.NONE,
+        "partial_rotary_factor": attention.rope.rotary_share,
+    }
 
 
 def _delta_net_fields(model: ModelSpec, spec: RecurrentSpec) -> dict[str, Any]:
@@ -187,6 +208,8 @@ def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         return config | _llama4_fields(model, moe)
     if family == "ernie4_5_moe":
         return _ernie_fields(model, moe)
+    if family in _BAILING:
+        return config | _bailing_fields(model, moe)
     config |= {"moe_intermediate_size": moe.ffn_size, "norm_topk_prob": router.renormalize}
     if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         dense = [i for i, is_moe in enumerate(model.moe_layers) if not is_moe]
@@ -247,6 +270,27 @@ def _ernie_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         "moe_layer_end_index": numbers[-1],
         "moe_layer_interval": interval,
         "moe_use_aux_free": moe.router.selection_bias,
+    }
+
+
+def _bailing_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    router = moe.router
+    config: dict[str, Any] = {
+        "num_experts": moe.experts,
+        "moe_intermediate_size": moe.ffn_size,
+        "num_shared_experts": moe.shared_ffn_size // moe.ffn_size,
+        "norm_topk_prob": router.renormalize,
+        "first_k_dense_replace": model.moe_layers.index(True),
+    }
+    if model.family == "bailing_moe":
+        return config
+    return config | {
+        "score_function": router.score.value,
+        "moe_router_enable_expert_bias": router.selection_bias,
+        "n_group": router.groups,
+        "topk_group": router.top_groups,
+        "routed_scaling_factor": router.scaling_factor,
+        "num_nextn_predict_layers": model.mtp_layers,
     }
 
 

@@ -22,9 +22,15 @@ from moewright.engine.checkpoint import (
     write_tensors,
     write_text,
 )
+from moewright.engine.hf.candidates import HfTensor
 from moewright.engine.hf.export_weights import Companions, parse_stored_model, write_folder
-from moewright.engine.hf.folder import HfReader, fingerprint_hf_folder, open_hf_folder
-from moewright.engine.hf.names import HfTensor, NameTable, build_name_table, family_name_table
+from moewright.engine.hf.folder import HfReader, fingerprint_hf_folder, is_hf_folder, open_hf_folder
+from moewright.engine.hf.names import (
+    NameTable,
+    build_name_table,
+    family_name_table,
+    find_nesting,
+)
 from moewright.engine.hf.packed import PACKED_DTYPES
 from moewright.rules.adapters import ADAPTER_PARTS, adapter_parameters
 from moewright.rules.param import Param
@@ -75,7 +81,7 @@ def export_peft(adapters: StoredAdapters, out: Path, *, base: str) -> None:
     Raises:
         BadInput: when `out` holds something, or the model has weights that PEFT has no name for.
     """
-    table = family_name_table(adapters.model)
+    table = _find_names(adapters.model, Path(base))
     headers = []
     sources = []
     for param, part in _iterate_parts(adapters):
@@ -115,6 +121,15 @@ def export_peft(adapters: StoredAdapters, out: Path, *, base: str) -> None:
         write_text(working / _CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
+def _find_names(model: ModelSpec, base: Path) -> NameTable:
+    """Return the names of a base whose language model is nested; else those of the family."""
+    if is_hf_folder(base):
+        folder = open_hf_folder(base)
+        if find_nesting(folder.tensors):
+            return build_name_table(model, folder)
+    return family_name_table(model)
+
+
 def export_merged(
     adapters: StoredAdapters,
     base: Path,
@@ -147,7 +162,8 @@ def export_merged(
             for name in names:
                 value = hf_reader.read(name)
                 if name in deltas:
-                    value = (value.float() + _read_delta(adapters, reader, deltas[name])).to(
+                    parts = [_read_delta(adapters, reader, *source) for source in deltas[name]]
+                    value = (value.float() + torch.cat(parts)).to(
                         SAFETENSORS_DTYPES[folder.tensors[name].dtype]
                     )
                 yield value
@@ -171,13 +187,15 @@ def export_merged(
             shutil.copyfile(path, working / name)
 
 
-def _map_deltas(adapters: StoredAdapters, table: NameTable) -> Mapping[str, tuple[str, HfTensor]]:
-    """Map the tensors of a base that have an adapter to the weight of ours that they are part of.
+def _map_deltas(
+    adapters: StoredAdapters, table: NameTable
+) -> Mapping[str, Sequence[tuple[str, HfTensor]]]:
+    """Map the tensors of a base that have an adapter to the weights of ours that they are part of.
 
     Raises:
         BadInput: for experts that a tensor holds together.
     """
-    deltas = {}
+    deltas: dict[str, list[tuple[str, HfTensor]]] = {}
     for param, part in _iterate_parts(adapters):
         if part:
             continue
@@ -186,15 +204,14 @@ def _map_deltas(adapters: StoredAdapters, table: NameTable) -> Mapping[str, tupl
             if hf_tensor.dim_order:
                 rule = "holds all experts, into which the engine merges no adapters yet"
                 raise BadInput(Reason(field=hf_tensor.name, rule=rule))
-            deltas[hf_tensor.name] = (name, hf_tensor)
+            deltas.setdefault(hf_tensor.name, []).append((name, hf_tensor))
     return deltas
 
 
 def _read_delta(
-    adapters: StoredAdapters, reader: PayloadReader, source: tuple[str, HfTensor]
+    adapters: StoredAdapters, reader: PayloadReader, name: str, hf_tensor: HfTensor
 ) -> torch.Tensor:
-    """Return what an adapter adds to a tensor of the base, in fp32."""
-    name, hf_tensor = source
+    """Return what an adapter adds to a tensor of the base, or to rows of it, in fp32."""
     stem = name.removesuffix("weight")
     a, b = (
         _read_part(adapters.index, reader, f"{stem}{part}.weight", hf_tensor.index)
@@ -217,7 +234,8 @@ def _base_name(param: Param) -> str:
 
 def _module_name(hf_tensor: HfTensor) -> str:
     module = hf_tensor.name.removesuffix(".weight")
-    if hf_tensor.dim_order or hf_tensor.whole_shape or module == hf_tensor.name:
+    is_part = bool(hf_tensor.dim_order or hf_tensor.whole_shape or hf_tensor.fused_shape)
+    if is_part or module == hf_tensor.name:
         rule = "is no module of its own, so PEFT has no name for its adapter"
         nearest = "train.lora_experts = false, or the merged weights"
         raise BadInput(Reason(field=hf_tensor.name, rule=rule, nearest=nearest))

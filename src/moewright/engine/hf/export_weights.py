@@ -6,7 +6,6 @@ One tensor is in memory at a time.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +15,12 @@ from types import MappingProxyType
 
 import torch
 
-from moewright.codec import from_data
+from moewright.codec import from_data, parse_json, read_text
 from moewright.engine.checkpoint import (
     SAFETENSORS_DTYPES,
     CheckpointIndex,
     PayloadReader,
+    TensorEntry,
     TensorHeader,
     fsync_directory,
     read_index,
@@ -31,17 +31,21 @@ from moewright.engine.checkpoint import (
     write_tensors,
     write_text,
 )
-from moewright.engine.hf.folder import INDEX_FILE, SINGLE_FILE
-from moewright.engine.hf.import_weights import TEXT_FILES, ReportProgress
+from moewright.engine.hf.candidates import HfTensor, list_model_tensors
+from moewright.engine.hf.folder import INDEX_FILE, SINGLE_FILE, HfReader, open_hf_folder
+from moewright.engine.hf.import_weights import ReportProgress
+from moewright.engine.hf.name_patterns import BESIDE_PREFIX
 from moewright.engine.hf.names import (
-    HfTensor,
     NameTable,
+    beside_tensors,
+    build_name_table,
     duplicate_tensors,
     family_name_table,
-    list_model_tensors,
+    find_nesting,
     match_names,
 )
-from moewright.engine.hf.packed import tensor_error
+from moewright.engine.hf.origin import DTYPE_ORDER, HfOrigin, parse_origin
+from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype
@@ -51,49 +55,39 @@ _FILE_BYTES = 5 * 10**9
 _DTYPE_NAMES: Mapping[Dtype, str] = MappingProxyType(
     {Dtype.FP32: "F32", Dtype.BF16: "BF16", Dtype.FP16: "F16"}
 )
-# The order of dtypes in a file, as safetensors has it.
-_DTYPE_ORDER = ("F32", "BF16", "F16")
-
-# The names that a checkpoint may give files of weights: no folders, nothing hidden.
-_WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 HeadersByFile = Mapping[str, Sequence[TensorHeader]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HfOrigin:
-    """The folder that a checkpoint was imported from, as its `extra` describes it.
-
-    `texts` are small files, word for word; `files` has the name and the dtype of each tensor of
-    every file of weights, in order.
-    """
-
-    texts: Mapping[str, str]
-    files: Mapping[str, tuple[tuple[str, str], ...]]
+# What each tensor of the files is made of, row after row: a tensor of ours, and which part of it.
+Sources = Mapping[str, tuple[tuple[str, HfTensor], ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Companions:
-    """Files that go beside weights: by name, what is copied from where, and what is written."""
+    """Files that go beside weights: by name, what is copied from where, and what is written.
+
+    `base` is the folder of Hugging Face that a run started from, if it was one.
+    """
 
     copies: Mapping[str, Path] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    base: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportPlan:
     """A checkpoint, and the files that it will be.
 
-    `sources` maps the name of each tensor in the files to the name of the checkpoint's tensor that
-    it is made of, and to the part of it. `texts` are written and `copies` copied beside them.
+    `texts` are written and `copies` copied beside them. What lies beside the language model and is
+    not in the checkpoint is read from `base`.
     """
 
     checkpoint: Path
     index: CheckpointIndex
-    sources: Mapping[str, tuple[str, HfTensor]]
+    sources: Sources
     files: HeadersByFile
     texts: Mapping[str, str]
     copies: Mapping[str, Path] = field(default_factory=dict)
+    base: Path | None = None
 
     @property
     def nbytes(self) -> int:
@@ -118,8 +112,9 @@ def plan_export(
 
     A checkpoint that was imported is written as it came, unless a `dtype` is given. One of a run is
     written in the names of its family, in the precision that it was trained in, with the
-    config.json that `config` makes; so is one that was imported from packed weights, in bf16. The
-    `companions` lie beside weights that do not go back as they came.
+    config.json that `config` makes; so is one that was imported from packed weights, in bf16. Where
+    it started from a folder that sees or hears too, it becomes such a folder. The `companions` lie
+    beside weights that do not go back as they came.
 
     Raises:
         BadInput: for a model with a tensor that Hugging Face has no name for.
@@ -127,9 +122,13 @@ def plan_export(
     index = read_index(checkpoint)
     model = parse_stored_model(index, checkpoint)
     _check_shapes(index, model)
-    origin = _parse_origin(index, checkpoint)
+    origin = parse_origin(index, checkpoint)
+    config_text = ""
+    base = None
     if origin is not None:
-        sources = _map_imported(model, origin, checkpoint)
+        sources = _map_imported(model, origin, index, checkpoint)
+        if find_nesting(sources):
+            config_text = origin.texts.get("config.json", "")
         if dtype is None:
             files = _original_headers(origin, sources)
             texts = dict(origin.texts)
@@ -142,6 +141,9 @@ def plan_export(
                 files=_sort_headers(files),
                 texts=texts,
             )
+    elif (nested := _map_nested_base(model, companions.base)) is not None:
+        base = companions.base
+        sources, config_text = nested
     else:
         mtp_duplicates = {
             hf_name: name
@@ -152,7 +154,8 @@ def plan_export(
     if dtype is None:
         dtype = _stored_precision(index, checkpoint)
     files = _split_into_files(_build_headers(model, sources, dtype))
-    texts = {**companions.texts, "config.json": config(model, dtype)}
+    config_text = _set_dtype(config_text, dtype) if config_text else config(model, dtype)
+    texts = {**companions.texts, "config.json": config_text}
     if len(files) > 1:
         texts[INDEX_FILE] = _index_text(files)
     return ExportPlan(
@@ -162,7 +165,36 @@ def plan_export(
         files=_sort_headers(files),
         texts=texts,
         copies=companions.copies,
+        base=base,
     )
+
+
+def _map_nested_base(model: ModelSpec, base: Path | None) -> tuple[Sources, str] | None:
+    """Return the sources of a folder like `base`, and its config.json.
+
+    None where its language model is all of it, or where it is packed.
+    """
+    if base is None:
+        return None
+    folder = open_hf_folder(base)
+    is_packed = any(stored.dtype in PACKED_DTYPES for stored in folder.tensors.values())
+    if is_packed or find_nesting(folder.tensors) is None:
+        return None
+    shapes = {name: stored.shape for name, stored in folder.tensors.items()}
+    table = dict(build_name_table(model, folder))
+    table |= {tensor.name: parts for tensor, parts in beside_tensors(model, shapes)}
+    return _map_sources(table, {}), read_text(base / "config.json")
+
+
+def _set_dtype(config_text: str, dtype: Dtype) -> str:
+    """Return a config.json that says this dtype of its weights, wherever it said one."""
+    config = parse_json(config_text, where="config.json")
+    name = {Dtype.FP32: "float32", Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}[dtype]
+    for table in (config, config.get("text_config"), config.get("vision_config")):
+        if isinstance(table, dict):
+            table.update({key: name for key in ("dtype", "torch_dtype") if key in table})
+    config.setdefault("dtype", name)
+    return json.dumps(config, indent=2) + "\n"
 
 
 def _check_shapes(index: CheckpointIndex, model: ModelSpec) -> None:
@@ -173,49 +205,6 @@ def _check_shapes(index: CheckpointIndex, model: ModelSpec) -> None:
         if entry.shape != expected:
             rule = f"has shape {list(entry.shape)}, its model says {list(expected)}"
             raise BadInput(Reason(field=entry.name, rule=rule))
-
-
-def _parse_origin(index: CheckpointIndex, checkpoint: Path) -> HfOrigin | None:
-    """Return the folder that a checkpoint was imported from; None where there was none.
-
-    A checkpoint may come from anybody, and its names become files.
-
-    Raises:
-        BadInput: naming the entry that is no plain file name, or names a tensor twice.
-    """
-    data = index.extra.get("hf")
-    if data is None:
-        return None
-    where = f"{checkpoint}: hf"
-    origin = from_data(HfOrigin, data, where=where)
-    for name in origin.texts:
-        if name not in TEXT_FILES:
-            rule = "is not a file that an import keeps"
-            raise BadInput(
-                Reason(
-                    field=f"{where}.texts",
-                    value=ascii(name),
-                    rule=rule,
-                    nearest=", ".join(TEXT_FILES),
-                )
-            )
-    seen: set[str] = set()
-    for file, entries in origin.files.items():
-        if not _WEIGHT_FILE.fullmatch(file):
-            rule = "is not the plain name of a safetensors file"
-            raise BadInput(
-                Reason(field=f"{where}.files", value=ascii(file), rule=rule, nearest=SINGLE_FILE)
-            )
-        for name, dtype in entries:
-            field = f"{where}.files.{file}"
-            if dtype not in _DTYPE_ORDER:
-                legal = ", ".join(_DTYPE_ORDER)
-                rule = f"{name} is of {dtype}; known are {legal}"
-                raise BadInput(Reason(field=field, rule=rule))
-            if name in seen:
-                raise BadInput(Reason(field=field, rule=f"names {name} twice"))
-            seen.add(name)
-    return origin
 
 
 def _stored_precision(index: CheckpointIndex, checkpoint: Path) -> Dtype:
@@ -237,58 +226,57 @@ def _stored_precision(index: CheckpointIndex, checkpoint: Path) -> Dtype:
 
 
 def _map_imported(
-    model: ModelSpec, origin: HfOrigin, checkpoint: Path
-) -> dict[str, tuple[str, HfTensor]]:
+    model: ModelSpec, origin: HfOrigin, index: CheckpointIndex, checkpoint: Path
+) -> Sources:
     """Map the tensors that were imported to ours."""
-    names = {name for entries in origin.files.values() for name, _ in entries}
+    names = [name for entries in origin.files.values() for name, _ in entries]
+    stored = {tensor.name.removeprefix(BESIDE_PREFIX): tensor.shape for tensor in index.tensors}
+    shapes = {name: origin.shapes.get(name, stored.get(name, ())) for name in names}
     duplicates = {
-        hf_name: name for hf_name, name in duplicate_tensors(model).items() if hf_name in names
+        hf_name: name
+        for hf_name, name in duplicate_tensors(model, find_nesting(names)).items()
+        if hf_name in shapes
     }
-    sources = _map_sources(match_names(model, names, checkpoint), duplicates)
-    unknown = next(iter(sorted(names - sources.keys())), None)
+    table = dict(match_names(model, shapes, checkpoint))
+    table |= {tensor.name: parts for tensor, parts in beside_tensors(model, shapes)}
+    sources = _map_sources(table, duplicates)
+    unknown = next(iter(sorted(shapes.keys() - sources.keys())), None)
     if unknown is not None:
         raise tensor_error(checkpoint, unknown, "is not a tensor of this model")
     return sources
 
 
-def _map_sources(
-    table: NameTable, duplicates: Mapping[str, str]
-) -> dict[str, tuple[str, HfTensor]]:
-    sources = {
-        hf_tensor.name: (name, hf_tensor)
-        for name, hf_tensors in table.items()
-        for hf_tensor in hf_tensors
-    }
+def _map_sources(table: NameTable, duplicates: Mapping[str, str]) -> Sources:
+    parts: dict[str, list[tuple[str, HfTensor]]] = {}
+    for name, hf_tensors in table.items():
+        for hf_tensor in hf_tensors:
+            parts.setdefault(hf_tensor.name, []).append((name, hf_tensor))
     for hf_name, name in duplicates.items():
-        sources[hf_name] = (name, table[name][0])
-    return sources
+        parts[hf_name] = [(name, table[name][0])]
+    return {hf_name: tuple(rows) for hf_name, rows in parts.items()}
 
 
-def _original_headers(
-    origin: HfOrigin, sources: Mapping[str, tuple[str, HfTensor]]
-) -> dict[str, list[TensorHeader]]:
+def _original_headers(origin: HfOrigin, sources: Sources) -> dict[str, list[TensorHeader]]:
     """Return the headers of the files that were imported."""
     return {
         file: [
-            TensorHeader(name=hf_name, dtype=dtype, shape=sources[hf_name][1].shape)
+            TensorHeader(name=hf_name, dtype=dtype, shape=sources[hf_name][0][1].stored_shape)
             for hf_name, dtype in entries
         ]
         for file, entries in origin.files.items()
     }
 
 
-def _build_headers(
-    model: ModelSpec, sources: Mapping[str, tuple[str, HfTensor]], dtype: Dtype
-) -> list[TensorHeader]:
-    """Return the headers of all tensors; what is not trained stays in fp32."""
-    trained = {tensor.name for tensor in list_model_tensors(model) if tensor.trained}
+def _build_headers(model: ModelSpec, sources: Sources, dtype: Dtype) -> list[TensorHeader]:
+    """Return the headers of all tensors; selection biases stay in fp32."""
+    biases = {tensor.name for tensor in list_model_tensors(model) if not tensor.trained}
     return [
         TensorHeader(
             name=hf_name,
-            dtype=_DTYPE_NAMES[dtype] if name in trained else "F32",
-            shape=hf_tensor.shape,
+            dtype="F32" if parts[0][0] in biases else _DTYPE_NAMES[dtype],
+            shape=parts[0][1].stored_shape,
         )
-        for hf_name, (name, hf_tensor) in sources.items()
+        for hf_name, parts in sources.items()
     ]
 
 
@@ -346,16 +334,33 @@ def _read_tensors(
 ) -> Iterator[torch.Tensor]:
     entries = {entry.name: entry for entry in plan.index.tensors}
     for header in headers:
-        name, hf_tensor = plan.sources[header.name]
-        entry = entries.get(name)
-        if entry is None:
-            raise BadInput(Reason(field=name, rule=f"is not in the checkpoint {plan.checkpoint}"))
-        lead = len(hf_tensor.index)
-        part_shape = entry.shape[lead:]
-        offsets = (*hf_tensor.index, *(0,) * len(part_shape))
-        box = read_tensor_box(reader, entry, offsets, (*(1,) * lead, *part_shape))
-        yield hf_tensor.to_hf(box.view(part_shape)).to(SAFETENSORS_DTYPES[header.dtype])
+        dtype = SAFETENSORS_DTYPES[header.dtype]
+        rows = [
+            _read_part(plan, reader, entries.get(name), name, hf_tensor).to(dtype)
+            for name, hf_tensor in plan.sources[header.name]
+        ]
+        yield rows[0] if len(rows) == 1 else torch.cat(rows)
         on_progress(header.nbytes)
+
+
+def _read_part(
+    plan: ExportPlan,
+    reader: PayloadReader,
+    entry: TensorEntry | None,
+    name: str,
+    hf_tensor: HfTensor,
+) -> torch.Tensor:
+    """Read a tensor of the files, or rows of it."""
+    if entry is None and plan.base is not None and name.startswith(BESIDE_PREFIX):
+        with HfReader(open_hf_folder(plan.base)) as base_reader:
+            return base_reader.read(hf_tensor.name)
+    if entry is None:
+        raise BadInput(Reason(field=name, rule=f"is not in the checkpoint {plan.checkpoint}"))
+    lead = len(hf_tensor.index)
+    part_shape = entry.shape[lead:]
+    offsets = (*hf_tensor.index, *(0,) * len(part_shape))
+    box = read_tensor_box(reader, entry, offsets, (*(1,) * lead, *part_shape))
+    return hf_tensor.to_hf(box.view(part_shape))
 
 
 def _split_into_files(headers: Sequence[TensorHeader]) -> dict[str, list[TensorHeader]]:
@@ -383,6 +388,6 @@ def _index_text(files: HeadersByFile) -> str:
 
 def _sort_headers(files: HeadersByFile) -> HeadersByFile:
     def position(header: TensorHeader) -> tuple[int, str]:
-        return _DTYPE_ORDER.index(header.dtype), header.name
+        return DTYPE_ORDER.index(header.dtype), header.name
 
     return {file: tuple(sorted(headers, key=position)) for file, headers in files.items()}

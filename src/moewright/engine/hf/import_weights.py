@@ -2,7 +2,8 @@
 
 One box of a tensor is in memory at a time, and one file mapped. Weights become fp32, as all
 checkpoints of ours hold them; what they were, in which files, and the texts beside them are kept,
-so that the way back (hf.export_weights) gives the same bytes. Scales of packed weights are
+so that the way back (hf.export_weights) gives the same bytes; what lies beside the language model
+goes with it. Scales of packed weights are
 multiplied in and not kept: such weights are exported in bf16, in which software computes that
 cannot multiply packed weights.
 """
@@ -26,17 +27,16 @@ from moewright.engine.checkpoint import (
     payload_file_name,
     write_single_process,
 )
+from moewright.engine.hf.candidates import ModelTensor, list_model_tensors
 from moewright.engine.hf.folder import INDEX_FILE, HfFolder, HfReader, open_hf_folder
 from moewright.engine.hf.names import (
-    ModelTensor,
     NameTable,
+    beside_tensors,
     build_name_table,
     drop_absent_mtp,
-    is_unread,
-    list_model_tensors,
-    read_parameter_box,
 )
 from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
+from moewright.engine.hf.read_parts import read_parameter_box
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import CheckpointSpec, Dtype
 
@@ -45,6 +45,8 @@ TEXT_FILES = ("config.json", "generation_config.json", INDEX_FILE)
 _FILE_BYTES = 4 * 2**30
 # Experts are moved in groups of about this many bytes.
 _BOX_BYTES = 256 * 2**20
+# Tensors of all experts have so many dims; families differ in their order.
+_FUSED_DIMS = 3
 # The dtypes whose values fp32 holds bit for bit.
 _EXACT_DTYPES = ("F32", "BF16", "F16")
 
@@ -75,35 +77,43 @@ def plan_import(source: Path, model: ModelSpec, out: Path) -> ImportPlan:
     """
     folder = open_hf_folder(source)
     model = drop_absent_mtp(model, folder.tensors.keys())
-    table = build_name_table(model, folder)
+    table = dict(build_name_table(model, folder))
+    tensors = list(list_model_tensors(model))
+    shapes = {name: stored.shape for name, stored in folder.tensors.items()}
+    for tensor, hf_tensors in beside_tensors(model, shapes):
+        table[tensor.name] = hf_tensors
+        tensors.append(tensor)
     for name, stored in folder.tensors.items():
         if stored.dtype not in (*_EXACT_DTYPES, *PACKED_DTYPES):
             raise tensor_error(source, name, f"is of {stored.dtype}; checkpoints hold fp32")
     request = SaveRequest(
         path=checkpoint_path(out, 0),
         step=0,
-        extra={"model": to_data(model), **_describe_origin(model, folder)},
-        tensors=tuple(plan_shards(list_model_tensors(model))),
+        extra={"model": to_data(model), **_describe_origin(folder)},
+        tensors=tuple(plan_shards(tensors)),
         shards=(),
         retention=CheckpointSpec(),
     )
     return ImportPlan(source=source, model=model, table=table, request=request)
 
 
-def _describe_origin(model: ModelSpec, folder: HfFolder) -> dict[str, Any]:
+def _describe_origin(folder: HfFolder) -> dict[str, Any]:
     """Return what an export needs to give the same bytes; packed weights are not packed again."""
     if any(stored.dtype in PACKED_DTYPES for stored in folder.tensors.values()):
         return {"unpacked_to": Dtype.BF16.value}
     texts = {
         name: read_text(folder.path / name) for name in TEXT_FILES if (folder.path / name).is_file()
     }
-    if any(is_unread(model, name) for name in folder.tensors):
-        texts.pop(INDEX_FILE, "")  # it names tensors that will not be there
     files = {
-        file: [[name, folder.tensors[name].dtype] for name in names if not is_unread(model, name)]
+        file: [[name, folder.tensors[name].dtype] for name in names]
         for file, names in folder.files.items()
     }
-    return {"hf": {"texts": texts, "files": files}}
+    shapes = {
+        name: list(stored.shape)
+        for name, stored in folder.tensors.items()
+        if len(stored.shape) == _FUSED_DIMS
+    }
+    return {"hf": {"texts": texts, "files": files, "shapes": shapes}}
 
 
 def run_import(plan: ImportPlan, on_progress: ReportProgress) -> Path:
@@ -124,7 +134,7 @@ def plan_shards(tensors: Iterable[ModelTensor]) -> Iterator[TensorEntry]:
     file_bytes = 0
     for tensor in tensors:
         shards = []
-        rows, *row_shape = tensor.shape
+        rows, *row_shape = tensor.shape or (1,)
         row_bytes = 4 * prod(row_shape)
         box_rows = rows
         if len(tensor.shape) > 2:
@@ -135,7 +145,7 @@ def plan_shards(tensors: Iterable[ModelTensor]) -> Iterator[TensorEntry]:
                 file_bytes = 0
             count = min(box_rows, rows - first)
             offsets = (first, *(0,) * len(row_shape))
-            box = (offsets, (count, *row_shape))
+            box = (offsets, (count, *row_shape)) if tensor.shape else ((), ())
             shards.append(StoredShard(box=box, file=payload_file_name(file_number)))
             file_bytes += count * row_bytes
         yield TensorEntry(name=tensor.name, dtype="F32", shape=tensor.shape, shards=tuple(shards))

@@ -8,6 +8,10 @@ from types import MappingProxyType
 
 HF_HEAD = "lm_head.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
+_MODEL_PREFIX = "model."
+_HEAD_PREFIX = "lm_head."
+# Our names of tensors that are kept as they are, and are of no part of the language model.
+BESIDE_PREFIX = "beside."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +23,8 @@ class NamePattern:
     `families`, the names are of these families alone, and are tried before those of every family.
     `recurrent` names are those of recurrent layers. Our rows lie key head by key head; with
     `head_parts`, which has letters for the parts of a head, a tensor has those of its own letters,
-    each over all heads.
+    each over all heads. With `fused_part`, the tensor has queries, keys and values one after the
+    other, and ours is that part of it.
     """
 
     names: tuple[str, ...]
@@ -29,6 +34,21 @@ class NamePattern:
     families: tuple[str, ...] = ()
     recurrent: bool = False
     head_parts: tuple[str, ...] = ()
+    fused_part: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nesting:
+    """Where a folder that sees or hears too has its language model: prefixes of its names."""
+
+    model: str
+    head: str
+
+    def rename(self, name: str) -> str:
+        """Return the name in such a folder of a tensor of a language model alone."""
+        if name.startswith(_MODEL_PREFIX):
+            return self.model + name.removeprefix(_MODEL_PREFIX)
+        return self.head + name.removeprefix(_HEAD_PREFIX)
 
 
 def _patterns(
@@ -45,6 +65,8 @@ _HUNYUAN = ("hunyuan_v1_moe",)
 _GRANITE = ("granitemoe", "granitemoeshared")
 _LLAMA4 = ("llama4_text",)
 _QWEN35 = ("qwen3_5_moe_text",)
+_QWEN_VL = ("qwen3_vl_moe_text",)
+_BAILING = ("bailing_moe", "bailing_moe_v2")
 _ONE_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", *_QWEN35)
 # Names of the tensors that are of no layer.
 TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
@@ -54,15 +76,33 @@ TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
         "head.weight": HF_HEAD,
     }
 )
+# Those of families that name some in a way of their own.
+TOP_LEVEL_FAMILY_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {key: {"embedding.weight": "model.word_embeddings.weight"} for key in _BAILING}
+)
+NESTINGS = (
+    Nesting(model="model.language_model.", head=_HEAD_PREFIX),  # Qwen3-VL, Qwen3.5
+    Nesting(model="language_model.model.", head="language_model.lm_head."),  # Llama 4, Kimi K2.5
+)
 # Names of the tensors of a layer: ours below "layers.N.", theirs below "model.layers.N.".
 LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
     {
         "input_norm.weight": _patterns("input_layernorm.weight"),
         "post_norm.weight": _patterns("post_attention_layernorm.weight"),
         **{
-            f"attention.{part}.weight": _patterns(f"self_attn.{part}_proj.weight") for part in "qkv"
+            f"attention.{part}.{kind}": (
+                NamePattern(
+                    names=(f"attention.query_key_value.{kind}",),
+                    families=_BAILING,
+                    fused_part=part,
+                ),
+                *_patterns(f"self_attn.{part}_proj.{kind}"),
+            )
+            for part in "qkv"
+            for kind in ("weight", "bias")
         },
         "attention.o.weight": (
+            *_patterns("attention.dense.weight", families=_BAILING),
             *_patterns("self_attn.o_proj.weight"),
             *_patterns("linear_attn.out_proj.weight", recurrent=True),
         ),
@@ -95,7 +135,10 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "attention.dt_bias": _patterns("linear_attn.dt_bias", recurrent=True),
         "attention.A_log": _patterns("linear_attn.A_log", recurrent=True),
         "attention.norm.weight": _patterns("linear_attn.norm.weight", recurrent=True),
-        **{f"attention.{part}.bias": _patterns(f"self_attn.{part}_proj.bias") for part in "qkvo"},
+        "attention.o.bias": (
+            *_patterns("attention.dense.bias", families=_BAILING),
+            *_patterns("self_attn.o_proj.bias"),
+        ),
         "attention.q_down.weight": _patterns("self_attn.q_a_proj.weight"),
         "attention.q_down_norm.weight": _patterns("self_attn.q_a_layernorm.weight"),
         "attention.q_up.weight": _patterns("self_attn.q_b_proj.weight"),
@@ -104,10 +147,12 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "attention.kv_up.weight": _patterns("self_attn.kv_b_proj.weight"),
         "attention.q_norm.weight": (
             *_patterns("self_attn.query_layernorm.weight", families=_HUNYUAN),
+            *_patterns("attention.query_layernorm.weight", families=_BAILING),
             *_patterns("self_attn.q_norm.weight"),
         ),
         "attention.k_norm.weight": (
             *_patterns("self_attn.key_layernorm.weight", families=_HUNYUAN),
+            *_patterns("attention.key_layernorm.weight", families=_BAILING),
             *_patterns("self_attn.k_norm.weight"),
         ),
         "attention.sinks": _patterns("self_attn.sinks"),
@@ -142,6 +187,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
                 unit_dim=0,
                 families=("ernie4_5_moe",),
             ),
+            *_patterns("mlp.gate.expert_bias", families=_BAILING),
             *_patterns("mlp.gate.e_score_correction_bias"),
         ),
         "moe.shared.gate_up.weight": (
@@ -201,6 +247,13 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
                 merged_dim=2,
                 families=_LLAMA4,
             ),
+            # as published; transformers writes those that it made itself in the usual order
+            NamePattern(
+                names=("mlp.experts.gate_up_proj",),
+                dim_order=(0, 3, 1, 2),
+                merged_dim=2,
+                families=_QWEN_VL,
+            ),
             NamePattern(names=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
             NamePattern(names=("mlp.experts.gate_up_proj",), dim_order=(0, 1, 2, 3), merged_dim=1),
         ),
@@ -211,6 +264,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             NamePattern(
                 names=("feed_forward.experts.down_proj",), dim_order=(0, 2, 1), families=_LLAMA4
             ),
+            NamePattern(names=("mlp.experts.down_proj",), dim_order=(0, 2, 1), families=_QWEN_VL),
             NamePattern(names=("mlp.experts.{}.down_proj.weight",)),
             NamePattern(names=("mlp.experts.down_proj",)),
         ),
@@ -233,6 +287,10 @@ MTP_NAMES: Mapping[str, str] = MappingProxyType(
         "proj.weight": "eh_proj.weight",
         "final_norm.weight": "shared_head.norm.weight",
     }
+)
+# What families call the last norm of a depth otherwise.
+MTP_FINAL_NORMS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(_BAILING, "final_layernorm.weight")
 )
 # Names of tensors of an MTP depth that are copies of tensors of ours.
 MTP_DUPLICATES: Mapping[str, str] = MappingProxyType(

@@ -17,6 +17,7 @@ from moewright.engine.data.tokenizer import (
     read_eos_token,
 )
 from moewright.engine.hf.export_weights import Companions
+from moewright.engine.hf.folder import is_hf_folder
 from moewright.spec.plan import Plan
 from moewright.version import __version__
 
@@ -50,10 +51,13 @@ def plan_companions(checkpoint: Path, tokenizer: Path | None = None) -> Companio
     if plan is not None:
         folders += [Path(plan.workload.weights)] if plan.workload.weights else []
         folders += [Path(plan.workload.data.tokenizer).parent] if _has_tokenizer(plan) else []
+    base = None
+    if plan is not None and plan.workload.weights and is_hf_folder(Path(plan.workload.weights)):
+        base = Path(plan.workload.weights)
     folder = next((path for path in folders if (path / TOKENIZER_FILE).is_file()), None)
     texts = {} if plan is None else {CARD_FILE: _write_card(plan, checkpoint)}
     if folder is None:
-        return Companions(texts=texts)
+        return Companions(texts=texts, base=base)
     copies = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
     eos_token = _find_eos(folder)
     if TOKENIZER_CONFIG_FILE not in copies:
@@ -64,7 +68,7 @@ def plan_companions(checkpoint: Path, tokenizer: Path | None = None) -> Companio
         copies[GENERATION_FILE] = generation
     else:
         texts[GENERATION_FILE] = _write_generation(folder, eos_token)
-    return Companions(copies=copies, texts=texts)
+    return Companions(copies=copies, texts=texts, base=base)
 
 
 def _has_tokenizer(plan: Plan) -> bool:

@@ -18,7 +18,7 @@ from moewright.engine.data.tokenizer import (
     train_bpe,
 )
 from moewright.engine.hf.folder import SINGLE_FILE
-from moewright.engine.hf.names import family_name_table, to_hf_tensors
+from moewright.engine.hf.names import family_name_table, join_hf_tensors, to_hf_tensors
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.corpus_loader import NoBatches
@@ -58,9 +58,9 @@ def write_fresh_model(
         initial_value=draw_initial_value,
     )
     table = family_name_table(model)
-    tensors = {
-        name: tensor
+    tensors = join_hf_tensors(
+        part
         for shard in state.weight_shards()
-        for name, tensor in to_hf_tensors(shard.tensor, table[shard.name])
-    }
+        for part in to_hf_tensors(shard.tensor, table[shard.name])
+    )
     save_file(tensors, str(out / SINGLE_FILE), metadata={"format": "pt"})

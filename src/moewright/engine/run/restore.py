@@ -34,7 +34,8 @@ from moewright.engine.hf.folder import (
     is_hf_folder,
     open_hf_folder,
 )
-from moewright.engine.hf.names import build_name_table, read_parameter_box
+from moewright.engine.hf.names import build_name_table
+from moewright.engine.hf.read_parts import read_parameter_box
 from moewright.engine.run.step import TrainState
 from moewright.rules.adapters import is_frozen
 from moewright.spec.errors import BadInput

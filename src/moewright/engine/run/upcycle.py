@@ -33,6 +33,7 @@ from moewright.engine.checkpoint import (
 )
 from moewright.engine.hf import names
 from moewright.engine.hf.folder import HfReader, open_hf_folder
+from moewright.engine.hf.read_parts import read_parameter_box
 from moewright.engine.model.transformer import draw_normal
 from moewright.rules.param import Param
 from moewright.rules.parameters import parameters
@@ -95,7 +96,7 @@ def open_hf_parameters(model: ModelSpec, path: Path) -> Iterator[ReadParameter]:
 
         def read_parameter(param: Param) -> torch.Tensor:
             offsets = (0,) * len(param.shape)
-            return names.read_parameter_box(reader, table[param.name], offsets, param.shape)
+            return read_parameter_box(reader, table[param.name], offsets, param.shape)
 
         yield read_parameter
 

@@ -31,10 +31,10 @@ from moewright.engine.hf.folder import HfFolder, HfReader, open_hf_folder, open_
 from moewright.engine.hf.names import (
     build_name_table,
     drop_absent_mtp,
-    read_local_part,
-    read_parameter_box,
+    join_hf_tensors,
     to_hf_tensors,
 )
+from moewright.engine.hf.read_parts import read_local_part, read_parameter_box
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.router import list_routers
@@ -309,10 +309,11 @@ def _write_results(
     load_checkpoint(gathered, shards=shards, comm=single_process())
     results = {"logits": tensors["logits"], "nll": tensors["nll"][:, :-1].contiguous()}
     table = build_name_table(job.model, open_hf_folder(job.weights))
+    parts: list[tuple[str, torch.Tensor]] = []
     for parameter in parameters(job.model):
         gradient = tensors[f"grad/{parameter.name}"]
-        for name, part in to_hf_tensors(gradient, table[parameter.name]):
-            results[f"grad/{name}"] = part
+        parts += to_hf_tensors(gradient, table[parameter.name])
+    results |= {f"grad/{name}": part for name, part in join_hf_tensors(parts).items()}
     temporary = out / "tensors.safetensors.part"
     save_file(results, str(temporary))
     temporary.rename(out / "tensors.safetensors")

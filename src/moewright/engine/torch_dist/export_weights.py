@@ -36,8 +36,8 @@ from moewright.engine.checkpoint import (
     read_tensor_box,
     verify_file,
 )
+from moewright.engine.hf.candidates import list_model_tensors
 from moewright.engine.hf.export_weights import parse_stored_model, write_folder
-from moewright.engine.hf.names import list_model_tensors
 from moewright.engine.torch_dist.import_weights import TRACKER_FILE
 from moewright.engine.torch_dist.names import list_written_names, split_name
 from moewright.spec.errors import BadInput, Reason

@@ -22,8 +22,8 @@ from moewright.engine.checkpoint import (
     checkpoint_path,
     write_single_process,
 )
+from moewright.engine.hf.candidates import ModelTensor, list_model_tensors
 from moewright.engine.hf.import_weights import plan_shards
-from moewright.engine.hf.names import ModelTensor, list_model_tensors
 from moewright.engine.torch_dist.metadata import METADATA_FILE, ChunkedTensor, TorchDistReader
 from moewright.engine.torch_dist.names import PADDED, MegatronPlace, find_places
 from moewright.spec.errors import BadInput, Reason

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from moewright.engine.hf.names import ModelTensor
+from moewright.engine.hf.candidates import ModelTensor
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import AttentionKind, ModelSpec
 
