@@ -28,7 +28,7 @@ from hf_families import (
 )
 from moewright.cli.main import main
 from moewright.engine.checkpoint import read_index
-from moewright.engine.hf import import_weights, name_patterns, names
+from moewright.engine.hf import candidates, import_weights, name_patterns
 from moewright.intake.hf import read_config
 from moewright.spec.errors import BadInput
 
@@ -466,7 +466,7 @@ def test_a_table_that_writes_a_tensor_twice_fails_by_name(
             "would not be written exactly once",
         ),
     ):
-        monkeypatch.setattr(names, "LAYER_PATTERNS", good | {part: wrong})
+        monkeypatch.setattr(candidates, "LAYER_PATTERNS", good | {part: wrong})
         with pytest.raises(BadInput, match=message):
             import_weights.plan_import(tmp_path / "hf", model, tmp_path / "ours")
 

@@ -21,6 +21,8 @@ from moewright.engine.data.build_corpus import (
 from moewright.engine.data.census import find_heldout_limit
 from moewright.engine.data.corpus import read_corpus
 from moewright.engine.data.indexed import open_indexed
+from moewright.engine.data.sampler import read_samples
+from moewright.engine.data.sharded import open_stream
 from moewright.engine.data.source import STDLIB_EXCLUDED, DocumentReader, SkipReason, find_source
 from moewright.engine.data.tokenizer import TokenizerKind, load_tokenizer, train_bpe
 from moewright.engine.data.unigram import unigram_entropy
@@ -346,3 +348,60 @@ def test_an_interrupted_build_goes_on_where_it_flushed(
     assert {path.name for path in out.iterdir()} == names
     for name in names - {"lock"}:
         assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_shards_are_the_stream_of_one_pair(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples, documents and entropy are those of one pair, and each shard is a pair of its own."""
+    monkeypatch.setattr(build_module, "_BATCH_DOCUMENTS", 4)
+    whole = build_corpus(folder, tmp_path / "whole")
+    out = tmp_path / "out"
+    report = build_corpus(folder, out, CorpusOptions(shard_bytes=4000))
+    pair, stream = open_indexed(Path(whole.data.train)), open_stream(Path(report.data.train))
+    assert len(stream.shards) > 3
+    assert all(2 * shard.token_count >= 4000 for shard in stream.shards[:-1])
+    for name in ("lengths", "document_marks", "document_starts"):
+        assert np.array_equal(getattr(stream, name), getattr(pair, name))
+    ids = np.array([5, 0, 3, 17])
+    for seq_len in (16, 100):
+        read = [
+            read_samples(data, ids, seq_len=seq_len, vocab_size=4096) for data in (pair, stream)
+        ]
+        assert np.array_equal(*read)
+    assert np.array_equal(stream.tokens[1500:4711], pair.tokens[1500:4711])
+    assert report.corpus.unigram_entropy == whole.corpus.unigram_entropy
+    assert report.corpus.train.tokens == whole.corpus.train.tokens
+    assert build_corpus(folder, out, CorpusOptions(shard_bytes=4000)).outcome is BuildOutcome.REUSED
+    open_indexed(out / "train-00001")
+    (out / "train-00001.bin").unlink()
+    with pytest.raises(BadInput, match=r"train-00001.bin: does not exist"):
+        open_stream(out / "train")
+    build_corpus(folder, out)
+    assert not list(out.glob("*-0000*"))
+    assert open_stream(out / "train").fingerprint == pair.fingerprint
+
+
+def test_interrupted_shards_go_on_where_they_were_flushed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written after the last flush, whole shards of it too, is written again."""
+    monkeypatch.setattr(build_module, "_FLUSH_BYTES", 20_000)
+    monkeypatch.setattr(build_module, "_BATCH_DOCUMENTS", 2)
+    options = CorpusOptions(shard_bytes=3000, tokenizer=TokenizerKind.BYTES)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    build_corpus(folder, whole, options)
+
+    for share in (0.4, 0.9):
+
+        def interrupt(what: str, done: int, total: int, share: float = share) -> None:
+            if what == "encoding" and done > share * total:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            build_corpus(folder, out, options, report_progress=interrupt)
+    assert build_corpus(folder, out, options).resumed_documents > 0
+    names = {path.name for path in whole.iterdir()}
+    assert {path.name for path in out.iterdir()} == names
+    for name in names - {"lock"}:
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name

@@ -365,7 +365,7 @@ def fill_attended_share(workload: Workload) -> Workload:
         data.documents is DocumentMasking.JOINED
         or data.attended_share != 1
         or not parts
-        or not all(Path(f"{part.path}.idx").is_file() for part in parts)
+        or not all(_is_corpus(part.path) for part in parts)
     ):
         return workload
     # This needs no torch, but takes a moment.
@@ -373,6 +373,11 @@ def fill_attended_share(workload: Workload) -> Workload:
 
     share = count_attended_share(parts, workload)
     return replace(workload, data=replace(data, attended_share=share))
+
+
+def _is_corpus(prefix: str) -> bool:
+    """Tell whether there is a pair of this prefix, or the list of its shards."""
+    return any(Path(prefix + suffix).is_file() for suffix in (".idx", ".shards.json"))
 
 
 @contextmanager

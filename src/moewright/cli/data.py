@@ -43,6 +43,9 @@ class CorpusFlags:
     limit
         Text to read at most, such as 16MB or 2GB, a fair sample of the files; all of it when not
         given.
+    shard_size
+        Bytes of tokens after which a pair of files ends and the next begins, such as 2GB; one pair
+        when not given. What is read does not depend on it.
     chats
         The records are chats: messages, conversations (ShareGPT), or prompt and completion. They
         are written by the chat template of the folder that --tokenizer names, and the assistant's
@@ -56,6 +59,7 @@ class CorpusFlags:
     vocab_size: Count = 4096
     heldout: float = 0.05
     limit: str = ""
+    shard_size: str = ""
     chats: Flag = False
     chat_template: Path | None = None
 
@@ -73,8 +77,9 @@ class CorpusFlags:
             raise BadInput(
                 Reason(field="--tokenizer", value=self.tokenizer, rule=rule, nearest=nearest)
             )
-        if self.limit:
-            raise BadInput(Reason(field="--limit", value=self.limit, rule="is not for --chats"))
+        for option, value in (("--limit", self.limit), ("--shard-size", self.shard_size)):
+            if value:
+                raise BadInput(Reason(field=option, value=value, rule="is not for --chats"))
         return ChatOptions(
             tokenizer=_find_tokenizer(self.tokenizer),
             template=self.chat_template,
@@ -109,6 +114,7 @@ class CorpusFlags:
             vocab_size=self.vocab_size,
             heldout_fraction=self.heldout,
             limit_bytes=parse_bytes(self.limit, "--limit") if self.limit else None,
+            shard_bytes=(parse_bytes(self.shard_size, "--shard-size") if self.shard_size else None),
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -36,6 +37,7 @@ from moewright.engine.data.corpus import (
     read_corpus,
 )
 from moewright.engine.data.indexed import IndexedDataset, IndexedWriter, open_indexed, token_dtype
+from moewright.engine.data.sharded import ShardedWriter, open_stream, remove_shards
 from moewright.engine.data.source import DocumentReader, SkipReason, TextSource, find_source
 from moewright.engine.data.tokenizer import (
     TOKENIZER_CONFIG_FILE,
@@ -62,6 +64,8 @@ _FLUSH_BYTES = 64_000_000
 _BPE_BYTES = 256_000_000
 _HASHES = 1 << 64
 
+StreamWriter = IndexedWriter | ShardedWriter
+
 Progress = Callable[[str, int, int], None]  # what is done, bytes on disk so far, and in all
 
 
@@ -86,7 +90,8 @@ class CorpusOptions:
     `field` is the field of text of JSON lines, Parquet and Arrow files. `tokenizer_path` names the
     tokenizer.json, or its folder, of TokenizerKind.PUBLISHED. `heldout_fraction` is the share of
     the text that is held out, 0 for none. `limit_bytes` is the text that is read at most, a fair
-    sample of the files; None reads all.
+    sample of the files; None reads all. `shard_bytes` are the bytes of tokens after which a pair
+    ends and the next begins; None writes one pair.
     """
 
     field: str = "text"
@@ -95,6 +100,7 @@ class CorpusOptions:
     vocab_size: int = 4096
     heldout_fraction: float = 0.05
     limit_bytes: int | None = None
+    shard_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,9 +287,7 @@ class _CorpusBuild:
         started = time.monotonic()
         dtype = token_dtype(tokenizer.vocab_size)
         train, heldout = (
-            IndexedWriter(
-                self._out / name, dtype=dtype, documents=split.documents, tokens=split.tokens
-            )
+            self._open_writer(name, dtype, split)
             for name, split in (("train", progress.train), ("heldout", progress.heldout))
         )
         reader = self._open_reader()
@@ -308,7 +312,18 @@ class _CorpusBuild:
             heldout.discard()
         self.encode_s = time.monotonic() - started
 
-    def _flush(self, train: IndexedWriter, heldout: IndexedWriter) -> None:
+    def _open_writer(self, name: str, dtype: np.dtype[Any], split: CorpusSplit) -> StreamWriter:
+        """Open the writer of a split, which goes on after what an earlier one flushed."""
+        prefix = self._out / name
+        shard_bytes = self._options.shard_bytes
+        if shard_bytes is not None:
+            return ShardedWriter(
+                prefix, dtype=dtype, shard_bytes=shard_bytes, documents=split.documents
+            )
+        remove_shards(prefix)
+        return IndexedWriter(prefix, dtype=dtype, documents=split.documents, tokens=split.tokens)
+
+    def _flush(self, train: StreamWriter, heldout: StreamWriter) -> None:
         train.flush()
         heldout.flush()
         progress = _BuildProgress(
@@ -321,8 +336,8 @@ class _CorpusBuild:
     def _describe(
         self, census: DocumentCensus, tokenizer: Tokenizer, *, has_heldout: bool
     ) -> Corpus:
-        train = open_indexed(self._out / "train")
-        heldout = open_indexed(self._out / "heldout") if has_heldout else None
+        train = open_stream(self._out / "train")
+        heldout = open_stream(self._out / "heldout") if has_heldout else None
         entropy = 0.0
         if heldout is not None:
             entropy = unigram_entropy(train, heldout, tokenizer.vocab_size)
@@ -348,7 +363,7 @@ def _stamp(source: TextSource, options: CorpusOptions) -> str:
     if options.tokenizer is TokenizerKind.PUBLISHED:
         inner = load_tokenizer(_require_tokenizer_path(options)).inner
         tokenizer_digest = hashlib.sha256(inner.to_str().encode()).hexdigest()
-    parameters = (
+    parameters: tuple[object, ...] = (
         source.stamp,
         options.field,
         options.vocab_size,
@@ -360,6 +375,8 @@ def _stamp(source: TextSource, options: CorpusOptions) -> str:
         tokenizers.__version__,
         np.__version__,
     )
+    if options.shard_bytes is not None:
+        parameters += (options.shard_bytes,)
     return hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
 
 
@@ -376,6 +393,10 @@ def _check_options(options: CorpusOptions, out: Path) -> None:
         rule = "must be positive"
         value = str(options.limit_bytes)
         raise BadInput(Reason(field="limit_bytes", rule=rule, value=value, nearest="1"))
+    if options.shard_bytes is not None and options.shard_bytes < 1:
+        value = str(options.shard_bytes)
+        reason = Reason(field="shard_bytes", rule="must be positive", value=value, nearest="1")
+        raise BadInput(reason)
     if options.tokenizer is TokenizerKind.BPE:
         check_vocab_size(options.vocab_size)
     if out.exists() and not out.is_dir():
@@ -404,7 +425,7 @@ def read_intact_corpus(out: Path, stamp: str) -> Corpus | None:
         if corpus.kind is CorpusKind.CHATS:
             for prefix, _ in splits:
                 open_indexed(learnt_prefix(prefix))
-        fingerprints = [open_indexed(prefix).fingerprint for prefix, _ in splits]
+        fingerprints = [open_stream(prefix).fingerprint for prefix, _ in splits]
     except BadInput:
         return None
     return corpus if fingerprints == [split.fingerprint for _, split in splits] else None

@@ -14,7 +14,7 @@ import numpy as np
 from moewright.codec.data_paths import WeightedPath, parse_data_paths
 from moewright.engine.data.blend import Blend, build_blend
 from moewright.engine.data.corpus import corpus_entropy
-from moewright.engine.data.indexed import IndexedDataset, open_indexed
+from moewright.engine.data.indexed import IndexedDataset
 from moewright.engine.data.packing import (
     ChatDataset,
     build_pack_sampler,
@@ -32,6 +32,7 @@ from moewright.engine.data.sampler import (
     document_ends,
     read_samples,
 )
+from moewright.engine.data.sharded import open_stream
 from moewright.engine.data.unigram import sum_token_counts, unigram_nats
 from moewright.rules.packing import PackedSequences, packed_share
 from moewright.spec.errors import BadInput, Reason
@@ -247,7 +248,7 @@ def join_lengths(lengths: Iterable[Sequence[int]]) -> list[int]:
 
 def _open_corpus(prefix: Path, workload: Workload) -> CorpusReader:
     if not is_chat_pair(prefix):
-        return TextCorpus(pair=open_indexed(prefix))
+        return TextCorpus(pair=open_stream(prefix))
     if workload.data.documents is not DocumentMasking.RESTARTED:
         rule = f"{prefix} holds chats, which are packed and never attend each other"
         raise BadInput(

@@ -60,7 +60,7 @@ class IndexedDataset:
 
     `tokens` is the whole stream [token_count], memory-mapped read-only. `document_starts` are the
     positions in the stream of the documents' first tokens, rising. `fingerprint` covers the sizes
-    and the content of both files (see fingerprint_files).
+    and the content of both files (see fingerprint_files). With `shards`, the stream lies in those.
     """
 
     prefix: Path
@@ -69,6 +69,7 @@ class IndexedDataset:
     document_marks: Int64s  # [documents + 1], numbers of sequences
     document_starts: Int64s  # [documents]
     fingerprint: str
+    shards: tuple[IndexedDataset, ...] = ()
 
     @property
     def token_count(self) -> int:
@@ -118,8 +119,7 @@ class IndexedWriter:
         self._dtype = dtype
         self._prefix = prefix
         self._parts = {
-            name: prefix.with_name(f".{prefix.name}.{name}.part")
-            for name in ("bin", "lengths", "idx", "seal.json")
+            name: _part_path(prefix, name) for name in ("bin", "lengths", "idx", "seal.json")
         }
         self.documents = documents
         self.tokens = tokens
@@ -137,6 +137,12 @@ class IndexedWriter:
         for file in (self._bin, self._lengths):
             file.flush()
             os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Leave what was written to a later writer."""
+        self.flush()
+        self._bin.close()
+        self._lengths.close()
 
     def finish(self) -> None:
         """Write the index and the seal, and put the pair in its place."""
@@ -159,6 +165,15 @@ class IndexedWriter:
         self._lengths.close()
         for path in self._parts.values():
             path.unlink(missing_ok=True)
+
+
+def count_flushed(prefix: Path, *, limit: int) -> tuple[int, int]:
+    """Return the documents, at most `limit`, that a writer of a pair left, and their tokens."""
+    path = _part_path(prefix, "lengths")
+    if not limit or not path.is_file():
+        return 0, 0
+    lengths = np.fromfile(path, dtype=_LENGTH, count=limit)
+    return len(lengths), int(lengths.sum(dtype=np.int64))
 
 
 def write_indexed(prefix: Path, documents: Iterable[Tokens], *, dtype: np.dtype[Any]) -> None:
@@ -229,6 +244,10 @@ def refuse_if_shrunk(dataset: IndexedDataset) -> None:
 
     Reading past its end would kill the process.
     """
+    for shard in dataset.shards:
+        refuse_if_shrunk(shard)
+    if dataset.shards:
+        return
     opened_bytes = dataset.token_count * dataset.tokens.dtype.itemsize
     try:
         current_bytes = dataset.bin_path.stat().st_size
@@ -257,6 +276,10 @@ def fingerprint_files(bin_path: Path, idx_path: Path) -> str:
                 file.seek((size - SAMPLE_BYTES) * block // 63)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def _part_path(prefix: Path, name: str) -> Path:
+    return prefix.with_name(f".{prefix.name}.{name}.part")
 
 
 def _with_suffix(prefix: Path, suffix: str) -> Path:

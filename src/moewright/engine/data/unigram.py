@@ -54,7 +54,9 @@ def sum_token_counts(parts: Sequence[tuple[IndexedDataset, float]], vocab_size: 
 def _sample(dataset: IndexedDataset, vocab_size: int) -> Tokens:
     """Return the tokens of a stream, or of blocks that are evenly spaced over a long one."""
     tokens = dataset.tokens
-    if len(tokens) > _MAX_TOKENS:
+    if len(tokens) <= _MAX_TOKENS:
+        tokens = tokens[:]
+    else:
         starts = np.linspace(0, len(tokens) - _BLOCK_TOKENS, _MAX_TOKENS // _BLOCK_TOKENS)
         tokens = np.concatenate(
             [tokens[start : start + _BLOCK_TOKENS] for start in starts.astype(np.int64)]
