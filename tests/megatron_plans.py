@@ -105,6 +105,13 @@ PLANS = {
             plan().workload, grad_dtype=Dtype.BF16, optimizer=OptimizerSpec(moment_dtype=Dtype.BF16)
         ),
     ),
+    "8-bit first moments": replace(
+        on_gpus("", 1),
+        workload=replace(
+            plan().workload,
+            optimizer=OptimizerSpec(moment_dtype=Dtype.FP8, second_moment_dtype=Dtype.BF16),
+        ),
+    ),
     "no data": replace(on_gpus("", 1), workload=replace(plan().workload, data=DataSpec())),
     "training data only": replace(
         on_gpus("", 1), workload=replace(plan().workload, data=DataSpec(train="a"))

@@ -239,16 +239,17 @@ def test_offloaded_activations(offload: Offload, mib: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moments", "share"), [(Dtype.FP32, 1.0), (Dtype.BF16, 0.5), (Dtype.FP8, 0.25)]
+    ("moments", "share"),
+    # An 8-bit scale for 32 elements.
+    [(Dtype.FP32, 1.0), (Dtype.BF16, 0.5), (Dtype.FP8, 0.25 * 33 / 32)],
 )
 def test_moments_in_fewer_bits(moments: Dtype, share: float) -> None:
     hardware = catalogue.hardware("256xH800")
     layout = parse_layout(DEGREES, world_size=256)
     work = replace(WORK, optimizer=OptimizerSpec(moment_dtype=moments))
     result = estimate(QWEN, work, hardware, layout)
-    assert memory_bytes(result, Component.MOMENTS) == share * memory_bytes(
-        estimate_layout(DEGREES), Component.MOMENTS
-    )
-    assert memory_bytes(result, Component.MASTER) == memory_bytes(
-        estimate_layout(DEGREES), Component.MASTER
-    )
+    master = memory_bytes(result, Component.MASTER)
+    assert memory_bytes(result, Component.MOMENTS) == share * 2 * master
+    # Shards of 8-bit moments are of multiples of 64 elements.
+    padding = master - memory_bytes(estimate_layout(DEGREES), Component.MASTER)
+    assert 0 <= padding <= (1024 if moments is Dtype.FP8 else 0)

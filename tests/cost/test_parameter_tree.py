@@ -37,6 +37,7 @@ def test_buckets_of_a_tree_are_those_of_a_plan(model: str, text: str) -> None:
             lambda params, group=group: local_params(
                 params, layout, group, lambda param: param.module in LINEAR_MODULES
             ),
+            shard_multiple=1,
             bucket_elements=WORK.optimizer.bucket_elements,
             follows_marked=True,
         )

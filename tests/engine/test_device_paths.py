@@ -11,7 +11,7 @@ import tiny_jobs
 from layout_proof import WORKLOAD, draw_test_weight
 from moewright.codec import parse_layout
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
-from moewright.engine.optim import distributed_optimizer, optimizer_states, update_rules
+from moewright.engine.optim import distributed_optimizer, moments, update_rules
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.rank_checks import describe_device_queues
 from moewright.engine.run.step import PhaseClock, TrainState, compute_heldout_loss, train_step
@@ -158,5 +158,5 @@ def test_offloaded_state_lies_in_page_locked_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "zeros", zeros)
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     for state_device, device in ((cpu, cuda), (cpu, cpu), (cuda, cuda)):
-        optimizer_states.new_state(4, torch.float32, state_device, device)
+        moments.new_state(4, torch.float32, state_device, device)
     assert pinned == [True, False, False]

@@ -160,8 +160,8 @@ def _note_addresses(folder: Path) -> None:
             "weights": bucket.weights,
             "grads": bucket.grads,
             "master": segment.master,
-            "exp_avg": segment.exp_avg,
-            "exp_avg_sq": segment.exp_avg_sq,
+            "exp_avg": segment.exp_avg.tensors[0],
+            "exp_avg_sq": segment.exp_avg_sq.tensors[0],
         }
         text = " ".join(f"{name}={tensor.data_ptr()}" for name, tensor in tensors.items())
         path = folder.with_suffix(f".addresses-{os.getpid()}")

@@ -89,6 +89,7 @@ FROZEN = replace(
     ),
 )
 LORA = replace(_work(4096, 256), fine_tuning=FineTuningSpec(task=Task.LORA))
+NARROW_MOMENTS = replace(_work(4096, 256), optimizer=OptimizerSpec(moment_dtype=Dtype.FP8))
 SAVES_BESIDE = replace(LARGE, checkpoint=replace(CheckpointSpec(), mode=SaveMode.ASYNC))
 OTHER_TRAINER = replace(
     _work(4096, 256),
@@ -106,7 +107,7 @@ CASES = (
     Case("Moonlight-16B-A3B", "32xH100", OTHER_TRAINER),
     Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256)),
     Case("Qwen3-30B-A3B", "64xH100", _work(16384, 128), "cp4"),
-    Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256), "offload=optimizer0.5,capacity=1.25"),
+    Case("Qwen3-30B-A3B", "32xH100", NARROW_MOMENTS, "offload=optimizer0.5,capacity=1.25"),
     Case("Qwen3-30B-A3B", "16xH100", SAVES_BESIDE, "etp1", on_cpu=True),
     Case("Qwen3-235B-A22B", "256xH800", LARGE),
     Case("Qwen3-235B-A22B", "256xH800", LARGE, "offload=optimizer+core_attn"),

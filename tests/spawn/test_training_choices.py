@@ -142,6 +142,49 @@ def test_bf16_moments_halve_their_bytes_and_follow_fp32(data: DataSpec, tmp_path
         assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "whole", "resumed"),
+    [
+        (Dtype.FP8, None, "ep2,mbs2,zero0", "ep2,mbs2,offload=optimizer0.3"),
+        thorough(Dtype.FP8, Dtype.BF16, "ep2,mbs2,zero0", "ep2,mbs2,overlap=grad+param"),
+        thorough(Dtype.FP8, Dtype.FP32, "ep2,mbs2,zero3", "ep2,mbs2,zero3"),
+        thorough(Dtype.BF16, Dtype.FP8, "ep2,mbs2,zero2", "ep2,mbs2,zero2,offload=optimizer"),
+    ],
+)
+def test_8_bit_moments_have_the_same_bits_however_they_are_sharded_and_resumed(
+    first: Dtype, second: Dtype | None, whole: str, resumed: str, data: DataSpec, tmp_path: Path
+) -> None:
+    """Blocks begin with parameters and shards; a checkpoint in bf16 makes the same blocks again."""
+    workload = tiny_jobs.build_workload(data, steps=3)
+    optimizer = replace(workload.optimizer, moment_dtype=first, second_moment_dtype=second)
+    workload = replace(workload, optimizer=optimizer)
+    train_layout(workload, whole, 2, tmp_path / "whole")
+    expected = read_state(tmp_path / "whole", 3)
+    stored = {Dtype.FP8: torch.bfloat16, Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
+    for prefix, dtype in (("exp_avg", first), ("exp_avg_sq", second or first)):
+        moments = [x for name, x in expected.items() if name.startswith(f"optim/{prefix}/")]
+        assert {x.dtype for x in moments} == {stored[dtype]}
+    train_layout(replace(workload, steps=1), resumed, 2, tmp_path / "parts")
+    plan = train_layout(workload, resumed, 2, tmp_path / "parts")
+    assert same_bits(expected, read_state(tmp_path / "parts", 3))
+    read_exact_ledgers(plan, tmp_path / "parts")
+
+
+@pytest.mark.thorough
+def test_8_bit_moments_follow_fp32(data: DataSpec, tmp_path: Path) -> None:
+    workload = tiny_jobs.build_workload(data, steps=3)
+    train_layout(workload, "mbs2", 1, tmp_path / "wide")
+    optimizer = replace(workload.optimizer, moment_dtype=Dtype.FP8)
+    train_layout(replace(workload, optimizer=optimizer), "tp2,ep2,mbs2", 4, tmp_path / "narrow")
+    wide, narrow = (read_state(tmp_path / run, 1) for run in ("wide", "narrow"))
+    for name, value in wide.items():
+        # E4M3 has three bits behind its first one: half of the last is a 16th of a number at most.
+        tolerance = 1 / 16 if name.startswith("optim/exp") else 1e-4
+        assert (narrow[name].float() - value).norm() <= tolerance * value.norm() + 1e-12, name
+    losses = [[step["loss"] for step in read_steps(tmp_path / run)] for run in ("wide", "narrow")]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
 @pytest.mark.parametrize("layout", ["ep2,mbs2,overlap=grad+param", "mbs2,zero0"])
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
     layout: str, data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

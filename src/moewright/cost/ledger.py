@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from moewright.cost.activations import ActivationContext, ledger_saved_rows
 from moewright.cost.collective_bytes import comm_rows
-from moewright.cost.model_states import bucket_sets, frozen_rows, fsdp_rows, state_rows
+from moewright.cost.fsdp_states import fsdp_rows
+from moewright.cost.model_states import bucket_sets, frozen_rows, state_rows
 from moewright.cost.paired_memory import paired_saved_rows
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers

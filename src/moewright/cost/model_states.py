@@ -13,6 +13,12 @@ from moewright.cost.stage_parts import Array
 from moewright.rules import buckets, fsdp, grid, shards
 from moewright.rules.adapters import adapter_parameters, is_frozen, is_trained, trains_all
 from moewright.rules.job import Job
+from moewright.rules.moments import (
+    moment_nbytes,
+    scale_nbytes,
+    shard_multiple,
+    stored_nbytes,
+)
 from moewright.rules.muon import is_muon_matrix
 from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
@@ -146,6 +152,7 @@ def _bucket_set(
             [(param.name, prod(shards.local_shape(param, layout))) for param in params],
             shards=count,
             bucket_elements=workload.optimizer.bucket_elements,
+            shard_multiple=shard_multiple(workload.optimizer),
         ),
         modules=tuple((param.name, param.module) for param in params),
         matrices=frozenset(param.name for param in params if is_updated_by_muon(workload, param)),
@@ -164,7 +171,7 @@ def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
         Component.WEIGHTS: activation_nbytes(workload),
         Component.GRADIENTS: workload.grad_dtype.nbytes,
         Component.MASTER: MASTER_BYTES,
-        Component.MOMENTS: 2 * workload.optimizer.moment_dtype.nbytes,
+        Component.MOMENTS: moment_nbytes(workload.optimizer),
     }
 
 
@@ -184,53 +191,6 @@ def sharded_states(zero: int) -> frozenset[Component]:
     )
 
 
-def fsdp_rows(
-    workload: Workload, layout: Layout, units: Sequence[fsdp.FsdpUnit]
-) -> tuple[MemoryRow, ...]:
-    """Return the memory rows of what fully_shard shards: a rank's part is the fp32 master.
-
-    Gradients are added in fp32. Under zero=2 whole weights stay beside it, in the compute dtype.
-    Padding is booked to OTHER. With an offloaded optimizer all of it is in host memory, gradients
-    too, but for whole weights.
-    """
-    sums: dict[tuple[Component, Module], int] = {}
-    is_offloaded = Offload.OPTIMIZER in layout.offload
-    if layout.zero == 2:
-        for unit in units:
-            for shard in unit.shards:
-                whole = {
-                    shard.module: shard.whole_numel,
-                    Module.OTHER: unit.ranks * shard.padded_numel - shard.whole_numel,
-                }
-                for module, numel in whole.items():
-                    key = Component.WEIGHTS, module
-                    sums[key] = sums.get(key, 0) + numel * activation_nbytes(workload)
-    for shard in (shard for unit in units for shard in unit.shards):
-        moment_bytes = 2 * workload.optimizer.moment_dtype.nbytes
-        if is_updated_by_muon(workload, shard.param):
-            moment_bytes = MOMENTUM_BYTES
-        # component, bytes of an element, and whether the padding is allocated too
-        sizes = (
-            (Component.MASTER, MASTER_BYTES, True),
-            (Component.GRADIENTS, MASTER_BYTES, True),
-            (Component.MOMENTS, moment_bytes, False),
-        )
-        padding = shard.padded_numel - shard.own_numel
-        for component, nbytes, is_padded in sizes:
-            booked_to = Component.HOST if is_offloaded else component
-            for module, numel in (
-                (shard.module, shard.own_numel),
-                (Module.OTHER, padding if is_padded else 0),
-            ):
-                key = booked_to, module
-                sums[key] = sums.get(key, 0) + numel * nbytes
-    return tuple(
-        MemoryRow(component=component, module=module, bytes=nbytes)
-        for (component, module), nbytes in sorted(sums.items())
-        if nbytes
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateElements:
     """The elements of a rank's model states, in arrays of one shape.
@@ -245,6 +205,31 @@ class StateElements:
     matrices: Array
     hosted: Array
     hosted_matrices: Array
+
+    def total(self) -> StateElements:
+        """Return their sums."""
+        return StateElements(
+            whole=self.whole.sum(),
+            own=self.own.sum(),
+            matrices=self.matrices.sum(),
+            hosted=self.hosted.sum(),
+            hosted_matrices=self.hosted_matrices.sum(),
+        )
+
+
+def scale_bytes(
+    workload: Workload, elements: StateElements, *, trained: float = 1.0
+) -> dict[Component, Any]:
+    """Return the bytes of the scales of 8-bit moments, on the device and in host memory.
+
+    `elements` are those of whole ranks.
+    """
+    hosted = elements.hosted - elements.hosted_matrices
+    on_device = elements.own - elements.matrices - hosted
+    return {
+        component: trained * scale_nbytes(workload.optimizer, numel)
+        for component, numel in ((Component.MOMENTS, on_device), (Component.HOST, hosted))
+    }
 
 
 def state_bytes(
@@ -315,14 +300,14 @@ def state_rows(
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
     own_numel = sum(bucket_set.numel // bucket_set.shards for bucket_set in sets)
-    states = state_bytes(
-        workload,
-        layout,
-        _state_elements(sets, int(hosted_elements(layout, own_numel))),
-        trained=trained,
-        frozen_nbytes=frozen_nbytes,
-    )
+    elements = _state_elements(sets, int(hosted_elements(layout, own_numel)))
+    states = state_bytes(workload, layout, elements, trained=trained, frozen_nbytes=frozen_nbytes)
     modules = tuple(Module)
+    scales = scale_bytes(workload, elements.total(), trained=trained)
+    for component, nbytes in scales.items():
+        states[component] = states.get(component, np.zeros(len(modules))) + np.where(
+            np.array(modules) == Module.OTHER, nbytes, 0
+        )
     return tuple(
         MemoryRow(component=component, module=module, bytes=int(nbytes))
         for component, sizes in sorted(states.items())
@@ -398,7 +383,7 @@ def checkpoint_bytes(workload: Workload, elements: Any) -> Any:
     """Return the bytes of the host copy of so many elements; 0 for synchronous checkpoints."""
     if workload.checkpoint.mode is SaveMode.SYNC:
         return 0 * elements
-    return elements * (MASTER_BYTES + 2 * workload.optimizer.moment_dtype.nbytes)
+    return elements * (MASTER_BYTES + stored_nbytes(workload.optimizer))
 
 
 def _overlaps(

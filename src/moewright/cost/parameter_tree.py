@@ -154,11 +154,13 @@ class BucketFill:
         local: Callable[[Sequence[Param]], list[_LocalParam]],
         *,
         bucket_elements: int,
+        shard_multiple: int,
         follows_marked: bool,
     ) -> None:
         self._tree = tree
         self._local = local
         self._bucket_elements = bucket_elements
+        self._shard_multiple = shard_multiple
         self._follows_marked = follows_marked
         self._blocks: list[list[_LocalParam]] = []
         # For every node: where its last, open bucket ends; its marked elements; and (start,
@@ -204,10 +206,10 @@ class BucketFill:
     def _sum(self, shard_count: int) -> BucketTotals:
         count = len(self._ends)
         closed_node = np.array([node for node, _, _ in self._closed], dtype=int)
-        closed = buckets.padded_numel(
-            np.array([end for _, end, _ in self._closed], dtype=float), shard_count
+        closed, still_open = (
+            buckets.padded_numel(np.array(ends, dtype=float), shard_count, self._shard_multiple)
+            for ends in ([end for _, end, _ in self._closed], self._ends)
         )
-        still_open = buckets.padded_numel(np.array(self._ends, dtype=float), shard_count)
         numel = np.bincount(closed_node, closed, minlength=count)
         calls = np.bincount(closed_node, minlength=count)
         own_marked = np.zeros(count)

@@ -249,6 +249,7 @@ def _dtype_faults(workload: Workload, where: str) -> Iterator[Reason]:
     accumulators = (
         ("grad_dtype", workload.grad_dtype),
         ("moment_dtype", workload.optimizer.moment_dtype),
+        ("second_moment_dtype", workload.optimizer.second_moment_dtype),
     )
     for key, dtype in accumulators:
         if dtype is Dtype.FP16:

@@ -43,12 +43,12 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def padded_numel(end: Any, shards: int) -> Any:
+def padded_numel(end: Any, shards: int, shard_multiple: int = 1) -> Any:
     """Return the elements of a bucket that ends at `end`, padded so that it splits into shards.
 
-    `end` may be an array.
+    A shard is of a multiple of `shard_multiple` elements. `end` may be an array.
     """
-    multiple = lcm(shards, _PAD_ELEMENTS)
+    multiple = lcm(shards * shard_multiple, _PAD_ELEMENTS)
     return -(-end // multiple) * multiple
 
 
@@ -70,11 +70,12 @@ def plan_buckets(
     shards: int,
     bucket_elements: int,
     align: int = _ALIGN_ELEMENTS,
+    shard_multiple: int = 1,
 ) -> tuple[Bucket, ...]:
     """Lay (name, numel) pairs out in order, each start a multiple of `align` elements.
 
     A bucket closes when it holds `bucket_elements` or more, alignment gaps included; this is
-    checked after each parameter.
+    checked after each parameter. Its end is padded (padded_numel).
 
     Raises:
         BadInput: A count is below 1.
@@ -97,11 +98,15 @@ def plan_buckets(
         start, end, closes = lay_parameter(end, numel, bucket_elements=bucket_elements, align=align)
         entries.append(BucketEntry(name=name, start=start, numel=numel))
         if closes:
-            buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))
+            buckets.append(
+                Bucket(entries=tuple(entries), numel=padded_numel(end, shards, shard_multiple))
+            )
             entries = []
             end = 0
     if entries:
-        buckets.append(Bucket(entries=tuple(entries), numel=padded_numel(end, shards)))
+        buckets.append(
+            Bucket(entries=tuple(entries), numel=padded_numel(end, shards, shard_multiple))
+        )
     return tuple(buckets)
 
 

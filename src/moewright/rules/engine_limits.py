@@ -12,6 +12,7 @@ from moewright.rules.engine_graphs import check_graphs
 from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
+from moewright.rules.moments import MOMENT_DTYPES, is_scaled
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
@@ -215,9 +216,11 @@ def _check_shard_sizes(job: Job) -> Iterator[Reason]:
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:
     """Return the features of a model or workload that the engine cannot run yet."""
+    second = workload.optimizer.second_moment_dtype
     dtypes = (
         ("train.grad_dtype", workload.grad_dtype, (Dtype.FP32, Dtype.BF16)),
-        ("train.moment_dtype", workload.optimizer.moment_dtype, (Dtype.FP32, Dtype.BF16)),
+        ("train.moment_dtype", workload.optimizer.moment_dtype, MOMENT_DTYPES),
+        ("train.second_moment_dtype", second or Dtype.FP32, MOMENT_DTYPES),
     )
     trainer = workload.trainer
     choices = (
@@ -243,6 +246,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
             for field, value, own in choices
             if value != own
         ),
+        *_check_muon_moments(workload),
         *(
             Reason(field="train.tensor_scaling", value=scaling, rule=_NOT_YET, nearest="current")
             for scaling in (workload.tensor_scaling,)
@@ -259,3 +263,12 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
             if dtype not in supported
         ),
     )
+
+
+def _check_muon_moments(workload: Workload) -> Iterator[Reason]:
+    """Yield 8-bit moments beside Muon, whose momenta lie where their blocks would begin."""
+    optimizer = workload.optimizer
+    is_muon = optimizer.matrix_update is MatrixUpdate.MUON
+    if is_muon and any(map(is_scaled, optimizer.moment_dtypes)):
+        rule = "blocks of 8-bit moments begin where shards do, which Muon's momenta share"
+        yield Reason(field="train.moment_dtype", value=Dtype.FP8, rule=rule, nearest=Dtype.BF16)

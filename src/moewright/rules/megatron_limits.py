@@ -110,8 +110,8 @@ def broken_rules(job: Job) -> Iterator[Reason]:
     ):
         rule = "predicts further tokens with plain rotary positions"
         yield _refusal("model.mtp_layers", job.model.mtp_layers, rule, 0)
-    moments = job.workload.optimizer.moment_dtype
-    is_precision_aware = Offload.OPTIMIZER in job.layout.offload or moments is not Dtype.FP32
+    has_wide_moments = job.workload.optimizer.moment_dtypes == (Dtype.FP32, Dtype.FP32)
+    is_precision_aware = Offload.OPTIMIZER in job.layout.offload or not has_wide_moments
     if job.workload.optimizer.matrix_update is MatrixUpdate.MUON:
         rule = "moves and narrows the moments of adam alone, and shards adam's weights alone"
         if is_precision_aware or job.layout.zero >= 2:

@@ -214,13 +214,10 @@ def _check_workload(workload: Workload) -> Iterator[Reason]:
         yield _refusal(
             "workload.grad_dtype", workload.grad_dtype, "reduces gradients in fp32", Dtype.FP32
         )
-    if optimizer.moment_dtype is not Dtype.FP32:
-        yield _refusal(
-            "workload.moment_dtype",
-            optimizer.moment_dtype,
-            "keeps moments like weights",
-            Dtype.FP32,
-        )
+    narrow_moments = [dtype for dtype in optimizer.moment_dtypes if dtype is not Dtype.FP32]
+    if narrow_moments:
+        rule = "keeps moments like weights"
+        yield _refusal("workload.moment_dtype", narrow_moments[0], rule, Dtype.FP32)
     if not optimizer.clip_norm:
         yield _refusal("workload.clip_norm", 0, "always clips", 1)
     if optimizer.decay_steps not in (0, workload.steps):

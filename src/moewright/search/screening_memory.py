@@ -27,6 +27,7 @@ from moewright.cost.stage_parts import Array, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, shards
 from moewright.rules.adapters import is_trained
+from moewright.rules.moments import shard_multiple
 from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
 from moewright.search.pipeline_arrays import PipelineBatch
@@ -184,6 +185,7 @@ class ScreeningMemory:
                 self.tree,
                 lambda params: local_params(self._trained(params), cut, group, is_marked),
                 bucket_elements=workload.optimizer.bucket_elements,
+                shard_multiple=shard_multiple(workload.optimizer),
                 follows_marked=marks_matrices or self._follows_linear,
             )
         return self._fills[key]
@@ -209,6 +211,7 @@ class ScreeningMemory:
                     self.tree,
                     partial(self._mark_frozen, cut, group),
                     bucket_elements=self._space.workload.optimizer.bucket_elements,
+                    shard_multiple=1,
                     follows_marked=False,
                 )
             total += self._fills[key].totals(1).marked[batch.nodes].sum(axis=1)
@@ -298,23 +301,25 @@ class ScreeningMemory:
         elements = self.elements(cut, policy.zero, batch)
         own, matrices = elements.own[ranks], elements.own_matrices[ranks]
         hosted = model_states.hosted_elements(layout, own)
+        state_elements = model_states.StateElements(
+            whole=elements.numel[ranks].sum(axis=1),
+            own=own,
+            matrices=matrices,
+            hosted=hosted,
+            # in proportion: what lies where in a shard is not counted here
+            hosted_matrices=np.rint(matrices * hosted / own),
+        )
+        scales = model_states.scale_bytes(workload, state_elements, trained=sym.trained_share)
         sizes = model_states.state_bytes(
             workload,
             layout,
-            model_states.StateElements(
-                whole=elements.numel[ranks].sum(axis=1),
-                own=own,
-                matrices=matrices,
-                hosted=hosted,
-                # in proportion: what lies where in a shard is not counted here
-                hosted_matrices=np.rint(matrices * hosted / own),
-            ),
+            state_elements,
             trained=sym.trained_share,
             frozen_nbytes=self._constants["frozen_weight_bytes"],
         )
         total = sum(
             (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),
-            start=np.zeros(len(ranks)),
+            start=scales[Component.MOMENTS],
         )
         frozen = self._frozen_numel(cut, batch)
         if frozen is not None:

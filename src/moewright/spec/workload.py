@@ -96,9 +96,15 @@ class OptimizerSpec:
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled decay of matrices; norms and biases never decay
     clip_norm: float = 1.0  # 0: no clipping
-    moment_dtype: Dtype = Dtype.FP32  # number format of the two moments
+    moment_dtype: Dtype = Dtype.FP32  # number format of the moments, in memory
+    second_moment_dtype: Dtype | None = None  # of the second, where it has another
     matrix_update: MatrixUpdate = MatrixUpdate.ADAMW  # what updates the matrices of layers
     bucket_elements: int = 40_000_000  # a gradient bucket closes when it holds this many
+
+    @property
+    def moment_dtypes(self) -> tuple[Dtype, Dtype]:
+        """The number formats of the first and the second moment."""
+        return self.moment_dtype, self.second_moment_dtype or self.moment_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

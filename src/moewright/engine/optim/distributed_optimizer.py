@@ -20,7 +20,11 @@ from moewright.engine.optim.fsdp import ShardedParameter, apply_fsdp
 from moewright.engine.optim.grad_ready import GradReadyTracker
 from moewright.engine.optim.loss_scale import LossScaler
 from moewright.engine.optim.muon import MuonUpdate
-from moewright.engine.optim.optimizer_states import build_local_shards, copy_to_state_device
+from moewright.engine.optim.optimizer_states import (
+    StoredStates,
+    build_local_shards,
+    copy_to_state_device,
+)
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.runtime import Runtime
 from moewright.rules.fsdp import (
@@ -350,12 +354,31 @@ class DistributedOptimizer:
             yield from self.fsdp.memory_rows()
 
     def local_shards(self) -> list[LocalShard]:
-        """Return all that a checkpoint holds of parameters and optimizer state, by global name."""
+        """Return all that a checkpoint holds of parameters and optimizer state, by global name.
+
+        8-bit moments are copies in bf16.
+        """
+        states = [shard for stored in self._store_states() for shard in stored.shards]
+        return [*self._scalar_shards(), *states]
+
+    def load(
+        self, others: Sequence[LocalShard], load: Callable[[Sequence[LocalShard]], None]
+    ) -> None:
+        """Have `load` read the shards of a checkpoint, `others` with those of the optimizer."""
+        states = self._store_states()
+        shards = [shard for stored in states for shard in stored.shards]
+        load([*self._scalar_shards(), *shards, *others])
+        for stored in states:
+            stored.take()
+
+    def _store_states(self) -> list[StoredStates]:
+        return [stored for holder in self._state_holders for stored in holder.stored_states()]
+
+    def _scalar_shards(self) -> list[LocalShard]:
         updates = LocalShard(
             name="optim/updates", global_shape=(1,), offsets=(0,), tensor=self._updates
         )
-        states = [shard for holder in self._state_holders for shard in holder.local_shards()]
-        return [updates, *self._loss_scaler.local_shards(), *states]
+        return [updates, *self._loss_scaler.local_shards()]
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor lies in the weight buffers."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import (
     AsyncCollective,
     Group,
@@ -26,12 +25,14 @@ from moewright.engine.model.layers import NamedParameter
 from moewright.engine.optim.optimizer_states import (
     SegmentBuilder,
     StateSegment,
-    build_state_shards,
+    StoredStates,
     split_by_module,
+    store_states,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.buckets import Bucket, offloaded_numel, plan_buckets, shard_range
 from moewright.rules.fsdp import flat_buffer_layout, fsdp_groups, is_fsdp_sharded, state_group
+from moewright.rules.moments import shard_multiple
 from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, holding_pp_ranks
 from moewright.spec.layout import Offload
 from moewright.spec.ledger import Component, MemoryRow
@@ -118,9 +119,9 @@ class FlatBucket:
             *(row for segment in self.segments for row in segment.memory_rows()),
         ]
 
-    def local_shards(self) -> list[LocalShard]:
-        """Return the master copy and the moments as boxes of the global tensors."""
-        return [shard for segment in self.segments for shard in build_state_shards(segment)]
+    def stored_states(self) -> list[StoredStates]:
+        """Return the master copy and the moments as checkpoints hold them."""
+        return [store_states(segment) for segment in self.segments]
 
 
 def build_buckets(
@@ -183,6 +184,7 @@ def _plan_buckets(
         [(parameter.name, parameter.parameter.numel()) for parameter in reversed(parameters)],
         shards=_shard_count(runtime, group),
         bucket_elements=runtime.workload.optimizer.bucket_elements,
+        shard_multiple=shard_multiple(runtime.workload.optimizer),
     )
 
 

@@ -29,7 +29,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import (
     Group,
     all_reduce,
@@ -41,10 +40,14 @@ from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.storage_census import storage_id
+from moewright.engine.optim.moments import Moment
 from moewright.engine.optim.optimizer_states import (
     OwnedRange,
-    build_state_shards,
+    StoredStates,
+    build_moments,
     split_by_module,
+    split_moment_by_module,
+    store_states,
     uses_muon,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
@@ -67,8 +70,8 @@ class ShardedParameter:
     replica_group: Group
     holder_group: Group | None
     master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    exp_avg: Moment
+    exp_avg_sq: Moment
     momentum: torch.Tensor
     owned: tuple[OwnedRange, ...]
 
@@ -95,9 +98,9 @@ class ShardedParameter:
         grad = self.parameter.grad
         return torch.zeros_like(self.master) if grad is None else _local_tensor(grad).view(-1)
 
-    def local_shards(self) -> list[LocalShard]:
-        """Return the master copy and the moments as boxes of the global tensors."""
-        return build_state_shards(self)
+    def stored_states(self) -> list[StoredStates]:
+        """Return the master copy and the moments as checkpoints hold them."""
+        return [store_states(self)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,9 +190,12 @@ class FsdpParams:
             storage_bytes = _local_tensor(parameter.parameter).untyped_storage().nbytes()
             master = self._component(Component.MASTER)
             rows += split_by_module(master, parameter.master, spans, storage_bytes)
-            for moment in (parameter.exp_avg, parameter.exp_avg_sq, parameter.momentum):
-                moment_spans = [(parameter.named.module, moment.numel())]
-                rows += split_by_module(self._component(Component.MOMENTS), moment, moment_spans)
+            moments = self._component(Component.MOMENTS)
+            momentum_spans = [(parameter.named.module, parameter.momentum.numel())]
+            rows += split_by_module(moments, parameter.momentum, momentum_spans)
+            for moment in (parameter.exp_avg, parameter.exp_avg_sq):
+                moment_spans = [(parameter.named.module, len(moment.tensors[0]))]
+                rows += split_moment_by_module(moments, moment, moment_spans)
         grads = [
             (parameter.named.module, _local_tensor(parameter.parameter.grad))
             for parameter in self.parameters
@@ -380,15 +386,15 @@ def _build_sharded_parameter(
     layout = runtime.mesh.layout
     replica_group = _find_groups(layout, parameter).replica_group
     holders = holding_pp_ranks(parameter.name, runtime.model, layout)
-    moment_dtype = torch_dtype(runtime.workload.optimizer.moment_dtype)
+    exp_avg, exp_avg_sq = build_moments(runtime, moments_numel, local.device)
     return ShardedParameter(
         named=parameter,
         parameter=parameter.parameter,
         replica_group=runtime.mesh.group(replica_group),
         holder_group=runtime.mesh.shared_table_groups.get(holders),
         master=local.view(-1),
-        exp_avg=torch.zeros(moments_numel, dtype=moment_dtype, device=local.device),
-        exp_avg_sq=torch.zeros(moments_numel, dtype=moment_dtype, device=local.device),
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
         momentum=torch.zeros(momentum_numel, dtype=torch.float32, device=local.device),
         owned=(owned,),
     )

@@ -1,7 +1,7 @@
 """Optimizer state of a rank: master weights and moments in flat tensors, and what lies in them.
 
-The fp32 master copy and the two moments (fp32 or bf16) live in host memory where they are
-offloaded. Matrices that Muon updates have one fp32 momentum in place of the moments.
+The fp32 master copy and the two moments live in host memory where they are offloaded. Matrices that
+Muon updates have one fp32 momentum in place of the moments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 from moewright.engine.checkpoint import LocalShard, flat_range_shards
 from moewright.engine.model.layers import NamedParameter
-from moewright.engine.runtime import Runtime, torch_dtype
+from moewright.engine.optim.moments import Moment, build_moment, new_state
+from moewright.engine.runtime import Runtime
 from moewright.rules.buckets import BucketEntry
 from moewright.rules.muon import is_muon_matrix
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -62,9 +63,9 @@ class OptimizerStates(Protocol):
     @property
     def master(self) -> torch.Tensor: ...
     @property
-    def exp_avg(self) -> torch.Tensor: ...
+    def exp_avg(self) -> Moment: ...
     @property
-    def exp_avg_sq(self) -> torch.Tensor: ...
+    def exp_avg_sq(self) -> Moment: ...
     @property
     def momentum(self) -> torch.Tensor: ...
 
@@ -84,8 +85,8 @@ class StateSegment:
     first: int
     on_host: bool  # master and moments live in host memory, and are updated there
     master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    exp_avg: Moment
+    exp_avg_sq: Moment
     momentum: torch.Tensor
     owned: tuple[OwnedRange, ...]
 
@@ -108,23 +109,43 @@ class StateSegment:
         moments = Component.HOST if self.on_host else Component.MOMENTS
         return [
             *split_by_module(master, self.master, owned_spans),
-            *split_by_module(moments, self.exp_avg, moment_spans),
-            *split_by_module(moments, self.exp_avg_sq, moment_spans),
+            *split_moment_by_module(moments, self.exp_avg, moment_spans),
+            *split_moment_by_module(moments, self.exp_avg_sq, moment_spans),
             *split_by_module(moments, self.momentum, momentum_spans),
         ]
 
 
-def build_state_shards(states: OptimizerStates) -> list[LocalShard]:
-    """Return the optimizer state of the owned ranges as boxes of the global tensors."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredStates:
+    """Optimizer state as boxes of the global tensors, and moments with what checkpoints hold.
+
+    What is read into the boxes is read into the state itself, but for 8-bit moments.
+    """
+
+    shards: tuple[LocalShard, ...]
+    moments: tuple[tuple[Moment, torch.Tensor], ...]
+
+    def take(self) -> None:
+        """Take what a checkpoint held, once it has been read into the boxes."""
+        for moment, stored in self.moments:
+            moment.take_stored(stored)
+
+
+def store_states(states: OptimizerStates) -> StoredStates:
+    """Return the optimizer state of the owned ranges as checkpoints hold it."""
     moved = [replace(owned, start=owned.moment_start) for owned in states.owned]
     adamw = [owned for owned in moved if not owned.has_momentum]
     muon = [owned for owned in moved if owned.has_momentum]
-    return [
-        *build_local_shards(states.owned, "", states.master),
-        *build_local_shards(adamw, "optim/exp_avg/", states.exp_avg),
-        *build_local_shards(adamw, "optim/exp_avg_sq/", states.exp_avg_sq),
-        *build_local_shards(muon, "optim/momentum/", states.momentum),
-    ]
+    exp_avg, exp_avg_sq = states.exp_avg.to_stored(), states.exp_avg_sq.to_stored()
+    return StoredStates(
+        shards=(
+            *build_local_shards(states.owned, "", states.master),
+            *build_local_shards(adamw, "optim/exp_avg/", exp_avg),
+            *build_local_shards(adamw, "optim/exp_avg_sq/", exp_avg_sq),
+            *build_local_shards(muon, "optim/momentum/", states.momentum),
+        ),
+        moments=((states.exp_avg, exp_avg), (states.exp_avg_sq, exp_avg_sq)),
+    )
 
 
 def build_local_shards(
@@ -194,31 +215,20 @@ class SegmentBuilder:
 
     def build(self) -> StateSegment:
         """Return the state, with moments of zero."""
-        moment_dtype = torch_dtype(self._runtime.workload.optimizer.moment_dtype)
         moments_numel = self._stop - self._start - self._momentum_numel
+        exp_avg, exp_avg_sq = build_moments(self._runtime, moments_numel, self._state_device)
         return StateSegment(
             first=self._first,
             on_host=self._on_host,
             master=self._master,
-            exp_avg=self._new_state(moments_numel, moment_dtype),
-            exp_avg_sq=self._new_state(moments_numel, moment_dtype),
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
             momentum=self._new_state(self._momentum_numel, torch.float32),
             owned=tuple(self._owned),
         )
 
     def _new_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return new_state(numel, dtype, self._state_device, self._runtime.device)
-
-
-def new_state(
-    numel: int, dtype: torch.dtype, state_device: torch.device, device: torch.device
-) -> torch.Tensor:
-    """Return zeros for optimizer state; what a GPU offloads lies in page-locked host memory.
-
-    Copies to and from other memory are staged, and wait.
-    """
-    is_offloaded = device.type == "cuda" and state_device.type == "cpu"
-    return torch.zeros(numel, dtype=dtype, device=state_device, pin_memory=is_offloaded)
 
 
 def copy_to_state_device(grads: torch.Tensor, state_device: torch.device) -> torch.Tensor:
@@ -229,6 +239,28 @@ def copy_to_state_device(grads: torch.Tensor, state_device: torch.device) -> tor
     host.copy_(grads, non_blocking=True)
     torch.cuda.current_stream(grads.device).synchronize()
     return host
+
+
+def build_moments(
+    runtime: Runtime, numel: int, state_device: torch.device
+) -> tuple[Moment, Moment]:
+    """Return the first and the second moment of so many elements, of zeros."""
+    first, second = runtime.workload.optimizer.moment_dtypes
+    return (
+        build_moment(numel, first, state_device, runtime.device, is_second=False),
+        build_moment(numel, second, state_device, runtime.device, is_second=True),
+    )
+
+
+def split_moment_by_module(
+    component: Component, moment: Moment, spans: Sequence[tuple[Module, int]]
+) -> list[MemoryRow]:
+    """Return memory rows of spans of a moment's elements; scales of blocks are OTHER."""
+    elements, *scales = moment.tensors
+    return [
+        *split_by_module(component, elements, spans),
+        *(row for tensor in scales for row in split_by_module(component, tensor, ())),
+    ]
 
 
 def split_by_module(

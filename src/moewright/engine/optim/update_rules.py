@@ -8,11 +8,9 @@ from typing import Protocol
 import torch
 from torch.optim.adamw import adamw
 
+from moewright.engine.optim.moments import split_into_pieces
 from moewright.engine.optim.optimizer_states import OptimizerStates, OwnedRange
 from moewright.spec.workload import OptimizerSpec
-
-# Narrow moments are updated so many elements at a time, so that their fp32 copies stay small.
-_BLOCK_NUMEL = 1 << 20
 
 
 class UpdateRule(Protocol):
@@ -45,15 +43,13 @@ def adamw_update(
 
     It computes in fp32, whatever the moments are stored in.
     """
-    is_narrow = states.exp_avg.dtype != torch.float32
+    is_narrow = states.exp_avg.is_narrow or states.exp_avg_sq.is_narrow
     batches = [[(part.shard_slice, part.moment_slice) for part in owned]]
     if is_narrow:
         batches = [[block] for block in _split(owned)]
     for batch in batches:
-        stored_avgs = [states.exp_avg[moments] for _, moments in batch]
-        stored_avg_sqs = [states.exp_avg_sq[moments] for _, moments in batch]
-        exp_avgs = [stored.float() for stored in stored_avgs]
-        exp_avg_sqs = [stored.float() for stored in stored_avg_sqs]
+        exp_avgs = [states.exp_avg.read(moments) for _, moments in batch]
+        exp_avg_sqs = [states.exp_avg_sq.read(moments) for _, moments in batch]
         adamw(
             [states.master[block] for block, _ in batch],
             [grads[block] for block, _ in batch],
@@ -71,22 +67,19 @@ def adamw_update(
             eps=spec.eps,
             maximize=False,
         )
-        if is_narrow:
-            for stored, moment in zip(
-                (*stored_avgs, *stored_avg_sqs), (*exp_avgs, *exp_avg_sqs), strict=True
-            ):
-                stored.copy_(moment)
+        for (_, moments), exp_avg, exp_avg_sq in zip(batch, exp_avgs, exp_avg_sqs, strict=True):
+            states.exp_avg.write(moments, exp_avg)
+            states.exp_avg_sq.write(moments, exp_avg_sq)
 
 
 def _split(owned: Sequence[OwnedRange]) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of the ranges, each with where its moments are."""
     for part in owned:
-        for first in range(0, part.numel, _BLOCK_NUMEL):
-            last = min(first + _BLOCK_NUMEL, part.numel)
-            yield (
-                slice(part.start + first, part.start + last),
-                slice(part.moment_start + first, part.moment_start + last),
-            )
+        yield from zip(
+            split_into_pieces(part.start, part.numel),
+            split_into_pieces(part.moment_start, part.numel),
+            strict=True,
+        )
 
 
 def sgd_update(

@@ -214,9 +214,13 @@ def _load_newest(
     index = read_index_on_all_ranks(checkpoint, comm)
     defaults = _identity_defaults(runtime.model, runtime.workload)
     _refuse_other_job(index.extra, identity, defaults)
-    offer_older(checkpoint, partial(load_checkpoint, shards=state.local_shards(), comm=comm))
+    offer_older(checkpoint, lambda path: state.load(partial(_load_shards, path, comm)))
     state.optimizer.all_gather_params()
     return index.step
+
+
+def _load_shards(checkpoint: Path, comm: Coordinator, shards: Sequence[LocalShard]) -> None:
+    load_checkpoint(checkpoint, shards=shards, comm=comm)
 
 
 def _load_initial_weights(state: TrainState, weights: Path, comm: Coordinator) -> None:

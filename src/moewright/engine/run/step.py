@@ -151,8 +151,15 @@ class TrainState:
 
         Frozen parts are among it; of a model whose adapters alone train, the adapters.
         """
+        return [*self.optimizer.local_shards(), *self._other_shards()]
+
+    def load(self, load: Callable[[Sequence[LocalShard]], None]) -> None:
+        """Have `load` read everything that a checkpoint holds of this rank."""
+        self.optimizer.load(self._other_shards(), load)
+
+    def _other_shards(self) -> list[LocalShard]:
         frozen = [] if is_frozen(self.runtime.workload) else self.optimizer.frozen.local_shards()
-        return [*self.optimizer.local_shards(), *frozen, *selection_bias_shards(self.model)]
+        return [*frozen, *selection_bias_shards(self.model)]
 
     def weight_shards(self) -> list[LocalShard]:
         """Return the shards that make the model: parameters, and the routers' selection biases.

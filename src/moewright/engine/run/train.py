@@ -79,6 +79,7 @@ from moewright.engine.run.worker import (
 from moewright.engine.runtime import Runtime
 from moewright.rules.engine_limits import require_runnable
 from moewright.rules.job import plan_job
+from moewright.rules.moments import stored_nbytes
 from moewright.rules.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Overlap
@@ -137,7 +138,7 @@ def train(
     if note:
         print(note, file=sys.stderr, flush=True)
     # A checkpoint holds the master weight (fp32) and two moments of every parameter.
-    bytes_per_parameter = 4 + 2 * plan.workload.optimizer.moment_dtype.nbytes
+    bytes_per_parameter = 4 + stored_nbytes(plan.workload.optimizer)
     require_space(run_dir, bytes_per_parameter * count_parameters(plan.model).total)
     hooks = hooks or LaunchHooks()
     report_failure = partial(_report_failure, plan, run_dir, hooks.report_failure)

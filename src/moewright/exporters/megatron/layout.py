@@ -252,7 +252,7 @@ def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
 def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
     optimizer = workload.optimizer
     is_offloaded = Offload.OPTIMIZER in layout.offload
-    moments = optimizer.moment_dtype
+    first, second = optimizer.moment_dtypes
     if optimizer.matrix_update is MatrixUpdate.MUON:
         yield "--optimizer", "muon"
         yield from _muon_flags(workload.muon)
@@ -260,10 +260,10 @@ def _optimizer_flags(workload: Workload, layout: Layout) -> Iterator[Flag]:
         yield ("--optimizer-cpu-offload",)
         if layout.offload_fraction < 1:
             yield LAYOUT_OPTIONS["offload_fraction"], format_number(layout.offload_fraction)
-    if is_offloaded or moments is not Dtype.FP32:
+    if is_offloaded or (first, second) != (Dtype.FP32, Dtype.FP32):
         yield ("--use-precision-aware-optimizer",)
-        yield "--exp-avg-dtype", moments.value
-        yield "--exp-avg-sq-dtype", moments.value
+        yield "--exp-avg-dtype", first.value
+        yield "--exp-avg-sq-dtype", second.value
     yield "--lr", format_number(optimizer.lr)
     yield "--min-lr", format_number(optimizer.lr * optimizer.min_lr_fraction)
     if optimizer.lr_decay is LrDecay.WSD:

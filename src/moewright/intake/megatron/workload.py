@@ -211,6 +211,8 @@ def _read_optimizer(
         warmup = int(arguments.number("--lr-warmup-fraction") * (decay or steps))
     lr_decay, wsd_decay = _read_decay(arguments, timed, decay)
     default_bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * layout.dp * layout.cp)
+    first_moment = _read_moment_dtype(arguments, "--exp-avg-dtype")
+    second_moment = _read_moment_dtype(arguments, "--exp-avg-sq-dtype")
     return OptimizerSpec(
         lr=lr,
         min_lr_fraction=float(f"{arguments.number('--min-lr') / lr:.10g}") if lr else 0.0,
@@ -223,7 +225,8 @@ def _read_optimizer(
         eps=arguments.number("--adam-eps", 1e-8),
         weight_decay=arguments.number("--weight-decay", 0.01),
         clip_norm=arguments.number("--clip-grad", 1.0),
-        moment_dtype=_read_moment_dtype(arguments),
+        moment_dtype=first_moment,
+        second_moment_dtype=None if second_moment is first_moment else second_moment,
         matrix_update=_MATRIX_UPDATES[kind],
         bucket_elements=arguments.integer("--ddp-bucket-size") or default_bucket,
     )
@@ -241,16 +244,12 @@ def _read_decay(arguments: Arguments, timed: Workload, decay: int) -> tuple[LrDe
     return LrDecay.WSD, steps
 
 
-def _read_moment_dtype(arguments: Arguments) -> Dtype:
-    first = arguments.text("--exp-avg-dtype", "fp32")
-    if first != arguments.text("--exp-avg-sq-dtype", "fp32"):
-        rule = "both moments are planned in one type"
-        raise BadInput(Reason(field="--exp-avg-sq-dtype", rule=rule, nearest=first))
-    is_precision_aware = arguments.has("--use-precision-aware-optimizer")
-    if first != "fp32" and not is_precision_aware:
+def _read_moment_dtype(arguments: Arguments, flag: str) -> Dtype:
+    dtype = arguments.text(flag, "fp32")
+    if dtype != "fp32" and not arguments.has("--use-precision-aware-optimizer"):
         rule = "goes with --use-precision-aware-optimizer"
-        raise BadInput(Reason(field="--exp-avg-dtype", value=first, rule=rule, nearest="fp32"))
-    return Dtype(first)
+        raise BadInput(Reason(field=flag, value=dtype, rule=rule, nearest="fp32"))
+    return Dtype(dtype)
 
 
 def _read_losses(arguments: Arguments) -> LossSpec:

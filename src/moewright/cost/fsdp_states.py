@@ -1,0 +1,63 @@
+"""Bytes of the model states that torch's fully_shard shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moewright.cost.model_states import MASTER_BYTES, MOMENTUM_BYTES, is_updated_by_muon
+from moewright.rules import fsdp
+from moewright.rules.moments import moment_nbytes, scale_nbytes
+from moewright.rules.recompute import activation_nbytes
+from moewright.spec.layout import Layout, Offload
+from moewright.spec.ledger import Component, MemoryRow, Module
+from moewright.spec.workload import Workload
+
+
+def fsdp_rows(
+    workload: Workload, layout: Layout, units: Sequence[fsdp.FsdpUnit]
+) -> tuple[MemoryRow, ...]:
+    """Return the memory rows of what fully_shard shards: a rank's part is the fp32 master.
+
+    Gradients are added in fp32. Under zero=2 whole weights stay beside it, in the compute dtype.
+    Padding is booked to OTHER. With an offloaded optimizer all of it is in host memory, gradients
+    too, but for whole weights.
+    """
+    sums: dict[tuple[Component, Module], int] = {}
+    is_offloaded = Offload.OPTIMIZER in layout.offload
+    if layout.zero == 2:
+        for unit in units:
+            for shard in unit.shards:
+                whole = {
+                    shard.module: shard.whole_numel,
+                    Module.OTHER: unit.ranks * shard.padded_numel - shard.whole_numel,
+                }
+                for module, numel in whole.items():
+                    key = Component.WEIGHTS, module
+                    sums[key] = sums.get(key, 0) + numel * activation_nbytes(workload)
+    for shard in (shard for unit in units for shard in unit.shards):
+        moment_bytes = moment_nbytes(workload.optimizer)
+        scale_bytes = scale_nbytes(workload.optimizer, shard.own_numel)
+        if is_updated_by_muon(workload, shard.param):
+            moment_bytes, scale_bytes = MOMENTUM_BYTES, 0
+        # component, bytes of an element, and whether the padding is allocated too
+        sizes = (
+            (Component.MASTER, MASTER_BYTES, True),
+            (Component.GRADIENTS, MASTER_BYTES, True),
+            (Component.MOMENTS, moment_bytes, False),
+        )
+        padding = shard.padded_numel - shard.own_numel
+        for component, nbytes, is_padded in sizes:
+            booked_to = Component.HOST if is_offloaded else component
+            for module, numel in (
+                (shard.module, shard.own_numel),
+                (Module.OTHER, padding if is_padded else 0),
+            ):
+                key = booked_to, module
+                sums[key] = sums.get(key, 0) + numel * nbytes
+        key = (Component.HOST if is_offloaded else Component.MOMENTS), Module.OTHER
+        sums[key] = sums.get(key, 0) + scale_bytes
+    return tuple(
+        MemoryRow(component=component, module=module, bytes=nbytes)
+        for (component, module), nbytes in sorted(sums.items())
+        if nbytes
+    )
