@@ -22,7 +22,7 @@ settings.register_profile(
 )
 settings.load_profile("unhurried")
 
-# Two workers of pytest share two cores: a second thread of each would wait for its turn in every
+# The workers of pytest share the cores: a second thread of each would wait for its turn in every
 # small operation. The variable must be set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -74,6 +74,7 @@ def test_a_peers_environment_finds_our_code(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("module", ["engine", "peers", "tuning"])
 def test_a_benchmark_is_a_command_that_explains_itself_and_refuses_in_one_line(
     module: str,

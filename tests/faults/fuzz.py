@@ -208,10 +208,10 @@ def _make_trace() -> dict[str, Any]:
 _MODELS = json.loads(resources.files("moewright.intake").joinpath("data/models.json").read_text())
 _CONFIGS = [entry["config"] for entry in _MODELS.values() if "config" in entry]
 _TRACE = _make_trace()
-_PLAN = mw.plan("Qwen3-30B-A3B", on="8xH100", top=1).best
-assert _PLAN is not None
 _SCRIPTS = [
-    render_megatron_script(_PLAN),
+    render_megatron_script(
+        mw.estimate("Qwen3-30B-A3B", "tp2,pp2,vpp2,ep4,mbs1,recompute=full", on="8xH100")
+    ),
     "TP=${TP:-2}\nif [ $TP -gt 1 ]; then SP=--sequence-parallel; fi\n"
     'for i in 1 2; do A="$A x"; done\n'
     "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 $SP "

@@ -142,6 +142,7 @@ def test_a_run_survives_fifty_kills(mode: SaveMode, data: DataSpec, tmp_path: Pa
     assert losses(tmp_path / "killed") == losses(whole)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("mode", list(SaveMode))
 def test_a_full_disk_ends_the_run_with_its_cause_and_costs_one_save(
     mode: SaveMode,
