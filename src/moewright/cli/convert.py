@@ -12,7 +12,9 @@ from moewright.cli.progress import show_bytes
 from moewright.spec.errors import BadInput, Reason
 
 
-def convert_import(hf_dir: Path, /, *, out: Path, config: Path | None = None) -> int:
+def convert_import(
+    hf_dir: Path, /, *, out: Path, config: Path | None = None, job: Path | None = None
+) -> int:
     """Write the weights of a folder as a checkpoint, for `weights` in a job's [model].
 
     The folder is of Hugging Face, or a checkpoint of Megatron-LM in its format torch_dist, saved in
@@ -29,7 +31,11 @@ def convert_import(hf_dir: Path, /, *, out: Path, config: Path | None = None) ->
         The folder in which the checkpoint is to lie.
     config
         The config.json, or its folder, of the model of a checkpoint of Megatron-LM.
+    job
+        The job that is to go on with a checkpoint of Megatron-LM: main weights, moments of AdamW
+        and the number of steps come along, and `out` is the folder of its run.
     """
+    from moewright.api.resuming import read_resumed_job
     from moewright.engine.hf.import_weights import plan_import, run_import
     from moewright.engine.torch_dist.import_weights import (
         find_megatron_checkpoint,
@@ -39,18 +45,27 @@ def convert_import(hf_dir: Path, /, *, out: Path, config: Path | None = None) ->
     from moewright.intake.hf import read_config
 
     megatron = find_megatron_checkpoint(hf_dir)
+    if config is not None and job is not None:
+        rule = "is of no use beside --job, which says the model"
+        raise BadInput(Reason(field="--config", value=str(config), rule=rule))
     if megatron is not None:
-        if config is None:
+        resumed = None
+        if job is not None:
+            model, resumed = read_resumed_job(job)
+        elif config is not None:
+            model = read_config(config)
+        else:
             rule = "is needed: a checkpoint of Megatron-LM does not say its model"
             raise BadInput(Reason(field="--config", rule=rule, nearest="--config HF_DIR"))
-        megatron_plan = plan_megatron_import(megatron, read_config(config), out)
+        megatron_plan = plan_megatron_import(megatron, model, out, resumed)
         with _progress_bar(f"import {megatron}", megatron_plan.nbytes) as advance:
             checkpoint = run_megatron_import(megatron_plan, advance)
         print(f"wrote {checkpoint}")
         return 0
-    if config is not None:
-        rule = "is of no use: the folder has its own, or is no checkpoint of Megatron-LM"
-        raise BadInput(Reason(field="--config", value=str(config), rule=rule))
+    for option, path in (("--config", config), ("--job", job)):
+        if path is not None:
+            rule = "is of no use: the folder has its own config.json, or is not of Megatron-LM"
+            raise BadInput(Reason(field=option, value=str(path), rule=rule))
     plan = plan_import(hf_dir, read_config(hf_dir), out)
     with _progress_bar(f"import {hf_dir}", plan.nbytes) as advance:
         checkpoint = run_import(plan, advance)
@@ -67,6 +82,7 @@ def convert_export(
     tokenizer: Path | None = None,
     adapters: Flag = False,
     to: Literal["hf", "megatron"] = "hf",
+    optimizer: Literal["joint", "split"] | None = None,
 ) -> int:
     """Write a checkpoint of any layout as a Hugging Face folder that transformers loads.
 
@@ -92,24 +108,35 @@ def convert_export(
         that they were trained beside when not given.
     to
         hf: a folder of Hugging Face. megatron: a folder as Megatron-LM saves to, in bf16 when no
-        dtype is given; weights alone.
+        dtype is given; weights alone, if not told otherwise.
+    optimizer
+        Write to Megatron-LM the main weights, the moments of AdamW and the schedule too, for a run
+        with expert parallelism (split) or without (joint) that has --use-distributed-optimizer.
     """
     from moewright.api.exporting_weights import ExportForm, plan_export
     from moewright.engine.checkpoint import find_checkpoint
     from moewright.spec.workload import Dtype
 
+    if optimizer is not None and to != "megatron":
+        rule = "says nothing to Hugging Face, whose folders hold weights alone"
+        raise BadInput(
+            Reason(field="--optimizer", value=optimizer, rule=rule, nearest="--to megatron")
+        )
     if to == "megatron":
         from moewright.engine.torch_dist.export_weights import (
             plan_megatron_export,
             run_megatron_export,
         )
+        from moewright.engine.torch_dist.optimizer_state import ChainedOptimizers
 
         if adapters or tokenizer is not None:
             option = "--adapters" if adapters else "--tokenizer"
             rule = "says nothing to a checkpoint of Megatron-LM"
             raise BadInput(Reason(field=option, rule=rule, nearest="leave it out"))
         weights = plan_megatron_export(
-            find_checkpoint(checkpoint), dtype=Dtype(dtype) if dtype else None
+            find_checkpoint(checkpoint),
+            dtype=Dtype(dtype) if dtype else None,
+            optimizer=ChainedOptimizers(optimizer) if optimizer else None,
         )
         with _progress_bar(f"export {weights.checkpoint}", weights.nbytes) as advance:
             run_megatron_export(weights, out, advance)

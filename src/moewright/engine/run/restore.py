@@ -45,12 +45,16 @@ from moewright.spec.workload import DocumentMasking, Dtype, MatrixUpdate, Worklo
 
 
 def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
+    """Return what a checkpoint and the plan that continues it must share."""
+    return describe_job(plan.model, plan.workload, data_fingerprint)
+
+
+def describe_job(model: ModelSpec, workload: Workload, data_fingerprint: str) -> Mapping[str, Any]:
     """Return what a checkpoint and the job that continues it must share.
 
     That is everything that decides the next update. The layout is not part of it: any layout
     continues any other.
     """
-    workload = plan.workload
     optimizer = dict(to_data(workload.optimizer))
     del optimizer["decay_steps"]
     del optimizer["bucket_elements"]
@@ -82,7 +86,7 @@ def build_identity(plan: Plan, data_fingerprint: str) -> Mapping[str, Any]:
     data: dict[str, Any] = {"fingerprint": data_fingerprint}
     if workload.data.documents is not DocumentMasking.JOINED:
         data["documents"] = to_data(workload.data.documents)
-    return {"model": to_data(plan.model), "train": train, "data": data}
+    return {"model": to_data(model), "train": train, "data": data}
 
 
 def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,14 @@ from moewright.engine.checkpoint import (
 from moewright.engine.hf.candidates import list_model_tensors
 from moewright.engine.hf.export_weights import parse_stored_model, write_folder
 from moewright.engine.torch_dist.import_weights import TRACKER_FILE
-from moewright.engine.torch_dist.names import list_written_names, split_name
+from moewright.engine.torch_dist.names import is_stacked, list_written_names, split_name
+from moewright.engine.torch_dist.optimizer_state import (
+    OWN_PREFIXES,
+    STATE_PREFIX,
+    ChainedOptimizers,
+    describe_optimizer,
+    describe_weights,
+)
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import Dtype
@@ -60,63 +67,107 @@ class _WrittenChunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _WrittenTensor:
+    """A tensor that is written: its shape, its dtype, and its chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[_WrittenChunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronExportPlan:
     """A checkpoint of ours, and the tensors that Megatron-LM's will have."""
 
     checkpoint: Path
     index: CheckpointIndex
     model: ModelSpec
-    dtype: torch.dtype
-    shapes: Mapping[str, tuple[int, ...]]
-    chunks: Mapping[str, tuple[_WrittenChunk, ...]]
+    tensors: Mapping[str, _WrittenTensor]
+    common: Mapping[str, Any]  # what is no tensor
 
     @property
     def nbytes(self) -> int:
-        sizes = (torch.Size(shape).numel() for shape in self.shapes.values())
-        return sum(sizes) * self.dtype.itemsize
+        return sum(
+            torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+            for tensor in self.tensors.values()
+        )
 
 
-def plan_megatron_export(checkpoint: Path, dtype: Dtype | None) -> MegatronExportPlan:
+def plan_megatron_export(
+    checkpoint: Path, dtype: Dtype | None, optimizer: ChainedOptimizers | None = None
+) -> MegatronExportPlan:
     """Plan the tensors of a checkpoint, in bf16 when no `dtype` is given.
 
+    With `optimizer`, main weights and moments in fp32 are among them.
+
     Raises:
-        BadInput: a tensor of the model has no name in Megatron-LM's checkpoints.
+        BadInput: a tensor of the model has no name in Megatron-LM's checkpoints, or the checkpoint
+            has no state of AdamW where that is asked for.
     """
     index = read_index(checkpoint)
     model = parse_stored_model(index, checkpoint)
-    tensors = list_model_tensors(model)
+    model_tensors = list_model_tensors(model)
     entries = {entry.name: entry for entry in index.tensors}
-    for tensor in tensors:
+    for tensor in model_tensors:
         if tensor.name not in entries:
             rule = f"is not in the checkpoint {checkpoint}"
             raise BadInput(Reason(field=tensor.name, rule=rule))
-    shapes = {}
-    chunks = {}
-    for name, sources in list_written_names(model, tensors).items():
-        shapes[name], chunks[name] = _plan_tensor(sources, entries, model)
+    tensors = {
+        name: _plan_tensor(name, sources, entries, model, _choose_dtype(name, dtype))
+        for name, sources in list_written_names(model, model_tensors).items()
+    }
+    common: Mapping[str, Any] = describe_weights(index.step)
+    if optimizer is not None:
+        common = describe_optimizer(index, checkpoint, optimizer, is_moe=model.moe is not None)
+        trained = [tensor for tensor in model_tensors if tensor.trained]
+        for name, sources in list_written_names(model, trained).items():
+            weights = tensors[name]
+            for state, prefix in OWN_PREFIXES.items():
+                tensors[f"{STATE_PREFIX}{state}.{name}"] = _move(weights, prefix, sources, entries)
     return MegatronExportPlan(
-        checkpoint=checkpoint,
-        index=index,
-        model=model,
-        dtype=_DTYPES[dtype or Dtype.BF16],
-        shapes=shapes,
-        chunks=chunks,
+        checkpoint=checkpoint, index=index, model=model, tensors=tensors, common=common
     )
 
 
+def _choose_dtype(name: str, dtype: Dtype | None) -> torch.dtype:
+    """Return the dtype of a weight; biases that move with the load are kept in fp32."""
+    return torch.float32 if name.endswith(".expert_bias") else _DTYPES[dtype or Dtype.BF16]
+
+
+def _move(
+    weights: _WrittenTensor,
+    prefix: str,
+    sources: Sequence[str],
+    entries: Mapping[str, TensorEntry],
+) -> _WrittenTensor:
+    """Return the tensor of a state of the optimizer, cut as the weights are."""
+    for source in sources:
+        if prefix + source not in entries:
+            rule = "is not in the checkpoint: it is not of a run, or of one that Muon updates"
+            nearest = "leave --optimizer out"
+            raise BadInput(Reason(field=prefix + source, rule=rule, nearest=nearest))
+    chunks = tuple(
+        replace(chunk, sources=tuple(prefix + source for source in chunk.sources))
+        for chunk in weights.chunks
+    )
+    return replace(weights, dtype=torch.float32, chunks=chunks)
+
+
 def _plan_tensor(
-    sources: Sequence[str], entries: Mapping[str, TensorEntry], model: ModelSpec
-) -> tuple[tuple[int, ...], tuple[_WrittenChunk, ...]]:
-    """Return the shape of a tensor that is written, and its chunks."""
+    name: str,
+    sources: Sequence[str],
+    entries: Mapping[str, TensorEntry],
+    model: ModelSpec,
+    dtype: torch.dtype,
+) -> _WrittenTensor:
+    """Return a tensor that is written from some of ours."""
     by_layer: dict[int, list[str]] = {}
     for source in sources:
-        by_layer.setdefault(split_name(source)[0], []).append(source)
-    is_stacked = len(by_layer) == model.layers and len(by_layer) > 1
+        by_layer.setdefault(split_name(model, source)[0], []).append(source)
     chunks = []
-    lead: tuple[int, ...] = ()
-    inner: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
     for layer, names in by_layer.items():
-        lead = (layer,) if is_stacked else ()
+        lead = (layer,) if is_stacked(name) else ()
         inner, experts = _inner_shape(names, entries)
         for expert in range(experts) if experts else (-1,):
             index = lead if expert < 0 else (*lead, expert)
@@ -129,7 +180,9 @@ def _plan_tensor(
                 )
             )
         shape = (experts, *inner) if experts else inner
-    return ((model.layers, *shape) if is_stacked else shape), tuple(chunks)
+    if is_stacked(name):
+        shape = (model.layers, *shape)
+    return _WrittenTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
 
 
 def _inner_shape(
@@ -165,7 +218,7 @@ def run_megatron_export(
             planner = _Planner(plan, reader, on_progress)
             storage = FileSystemWriter(str(folder), thread_count=1)
             save({}, storage_writer=storage, planner=planner, no_dist=True)
-        torch.save({"iteration": plan.index.step, "checkpoint_version": 3.0}, folder / "common.pt")
+        torch.save(dict(plan.common), folder / "common.pt")
         facts = {
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,
@@ -191,15 +244,15 @@ class _Planner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = []
-        properties = TensorProperties(dtype=self._plan.dtype)
-        for name, chunks in self._plan.chunks.items():
-            for number, chunk in enumerate(chunks):
+        for name, tensor in self._plan.tensors.items():
+            properties = TensorProperties(dtype=tensor.dtype)
+            for number, chunk in enumerate(tensor.chunks):
                 index = MetadataIndex(name, torch.Size(chunk.offsets), number)
                 self._chunks[index] = chunk
                 stored = ChunkStorageMetadata(
                     offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes)
                 )
-                size = torch.Size(self._plan.shapes[name])
+                size = torch.Size(tensor.shape)
                 data = TensorWriteData(chunk=stored, properties=properties, size=size)
                 items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items, planner_data={})
@@ -207,7 +260,8 @@ class _Planner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         chunk = self._chunks[write_item.index]
-        value = self._read(chunk).reshape(chunk.sizes).to(self._plan.dtype).contiguous()
+        dtype = self._plan.tensors[write_item.index.fqn].dtype
+        value = self._read(chunk).reshape(chunk.sizes).to(dtype).contiguous()
         self._on_progress(value.nbytes)
         return value
 

@@ -1,8 +1,8 @@
 """A torch_dist checkpoint of Megatron-LM becomes a checkpoint of ours.
 
 It may have been saved in any TP, PP and EP: its tensors are whole, in chunks. One box is in memory
-at a time. Weights become fp32, as all checkpoints of ours hold them. The state of the optimizer
-stays behind.
+at a time. Weights become fp32, as all checkpoints of ours hold them. Where a job is to go on with
+them, the main weights and the moments of AdamW come along, under that job's identity.
 """
 
 from __future__ import annotations
@@ -11,24 +11,29 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moewright.codec import to_data
 from moewright.engine.checkpoint import (
+    SAFETENSORS_DTYPES,
     SaveRequest,
     StoredShard,
     TensorEntry,
     checkpoint_path,
+    payload_file_name,
     write_single_process,
 )
 from moewright.engine.hf.candidates import ModelTensor, list_model_tensors
 from moewright.engine.hf.import_weights import plan_shards
+from moewright.engine.torch_dist.common_state import COMMON_FILE, find_counts, read_common
 from moewright.engine.torch_dist.metadata import METADATA_FILE, ChunkedTensor, TorchDistReader
 from moewright.engine.torch_dist.names import PADDED, MegatronPlace, find_places
+from moewright.engine.torch_dist.optimizer_state import LOSS_SCALE, UPDATES, find_states
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import CheckpointSpec
+from moewright.spec.workload import CheckpointSpec, Dtype, Workload
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # What is no weight: the optimizer, random states, the position in the data, and extra states.
@@ -36,6 +41,8 @@ _NO_WEIGHTS = re.compile(
     r"optimizer\.|rng_state|rerun_state|opt_param_scheduler|num_floating_point|"
     r".*_extra_state|chained_\d+\.|.*\.local_tokens_per_expert$"
 )
+
+_MOMENT_DTYPES = {Dtype.FP32: "F32", Dtype.BF16: "BF16", Dtype.FP16: "F16"}
 
 
 def find_megatron_checkpoint(folder: Path) -> Path | None:
@@ -52,12 +59,24 @@ def find_megatron_checkpoint(folder: Path) -> Path | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResumedJob:
+    """The job that goes on with a checkpoint: what must be its own, and its numerics.
+
+    `identity` is that of its checkpoints (run.restore).
+    """
+
+    identity: Mapping[str, Any]
+    workload: Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronImportPlan:
     """A checkpoint of Megatron-LM that is known to be of a model, and what it becomes."""
 
     reader: TorchDistReader
     model: ModelSpec
     places: Mapping[str, tuple[MegatronPlace, ...]]
+    counts: Mapping[str, torch.Tensor]  # small tensors of ours that are there as they stand
     request: SaveRequest
 
     @property
@@ -65,45 +84,120 @@ class MegatronImportPlan:
         return self.request.required_bytes
 
 
-def plan_megatron_import(folder: Path, model: ModelSpec, out: Path) -> MegatronImportPlan:
+def plan_megatron_import(
+    folder: Path, model: ModelSpec, out: Path, resumed: ResumedJob | None = None
+) -> MegatronImportPlan:
     """Check that a checkpoint is of `model`, and plan what is written to `out`.
+
+    With `resumed`, the state of the optimizer is read too, and `out` is the folder of its run.
 
     Raises:
         BadInput: naming the tensor that is missing, unknown, or of another shape.
     """
     reader = TorchDistReader(folder)
     names = {name for name in reader.tensors if not _NO_WEIGHTS.match(name)}
-    if model.mtp_layers and not any(name.startswith("mtp.") for name in names):
+    has_depths = any(name.startswith("mtp.") for name in names)
+    if model.mtp_layers and not has_depths and resumed is None:
         model = replace(model, mtp_layers=0)
     tensors = list_model_tensors(model)
     places = {tensor.name: find_places(model, tensor, names) for tensor in tensors}
-    for tensor in tensors:
-        for place in places[tensor.name]:
-            _check_shape(model, tensor, place, reader.tensors)
     used = {name for part in places.values() for place in part for name in place.names}
     unknown = next(iter(sorted(names - used)), None)
     if unknown is not None:
         raise BadInput(
             Reason(field=f"{folder}: {unknown}", rule="is not a tensor of the model of config.json")
         )
+    entries = list(plan_shards(tensors))
+    counts: Mapping[str, torch.Tensor] = {}
+    step = 0
+    if resumed is not None:
+        states = find_states(folder, (*reader.tensors, *reader.others))
+        common = read_common(folder)
+        step = _read_iteration(folder, common)
+        updates = max(find_counts(common.get("optimizer"), "step"), default=step)
+        counts = _build_counts(updates, resumed.workload)
+        moments = []
+        for tensor in tensors:
+            if tensor.trained:
+                own = _find_state_places(model, tensor, states)
+                places |= own
+                moments += [replace(tensor, name=name) for name in own if name != tensor.name]
+        dtype = _MOMENT_DTYPES[resumed.workload.optimizer.moment_dtype]
+        entries = list(plan_shards((*tensors, *moments)))
+        entries = [
+            replace(entry, dtype=dtype) if entry.name.startswith("optim/") else entry
+            for entry in entries
+        ]
+        entries += [_plan_count(name, count) for name, count in counts.items()]
+    for entry in entries:
+        for place in places.get(entry.name, ()):
+            _check_shape(model, entry, place, reader.tensors)
     request = SaveRequest(
-        path=checkpoint_path(out, 0),
-        step=0,
-        extra={"model": to_data(model)},
-        tensors=tuple(plan_shards(tensors)),
+        path=checkpoint_path(out if resumed is None else out / "checkpoints", step),
+        step=step,
+        extra={"model": to_data(model)} if resumed is None else resumed.identity,
+        tensors=tuple(entries),
         shards=(),
         retention=CheckpointSpec(),
     )
-    return MegatronImportPlan(reader=reader, model=model, places=places, request=request)
+    return MegatronImportPlan(
+        reader=reader, model=model, places=places, counts=counts, request=request
+    )
+
+
+def _read_iteration(folder: Path, common: Mapping[str, Any]) -> int:
+    """Return the number of steps after which a checkpoint was saved."""
+    iteration = common.get("iteration")
+    if not isinstance(iteration, int) or iteration < 0:
+        rule = "says no iteration, with which the schedule and the data go on"
+        raise BadInput(Reason(field=str(folder / COMMON_FILE), rule=rule))
+    return iteration
+
+
+def _build_counts(updates: int, workload: Workload) -> Mapping[str, torch.Tensor]:
+    """Return what checkpoints hold beside the tensors of parameters; losses are scaled anew."""
+    counts = {UPDATES: torch.tensor([updates])}
+    if workload.precision is Dtype.FP16:
+        counts[LOSS_SCALE] = torch.tensor([workload.scaling.initial_loss_scale, 0.0])
+    return counts
+
+
+def _plan_count(name: str, count: torch.Tensor) -> TensorEntry:
+    dtype = next(key for key, value in SAFETENSORS_DTYPES.items() if value == count.dtype)
+    shard = StoredShard(box=((0,), tuple(count.shape)), file=payload_file_name(0))
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(count.shape), shards=(shard,))
+
+
+def _find_state_places(
+    model: ModelSpec, tensor: ModelTensor, states: Mapping[str, Mapping[str, str]]
+) -> Mapping[str, tuple[MegatronPlace, ...]]:
+    """Return the places of a parameter's main weight and moments, by our names.
+
+    A weight in fp32 is its own main weight, and may have no other.
+    """
+    own = {}
+    for prefix, names in states.items():
+        try:
+            places = find_places(model, tensor, names)
+        except BadInput:
+            if prefix:
+                raise
+            continue
+        own[prefix + tensor.name] = tuple(
+            replace(place, names=tuple(names[name] for name in place.names)) for place in places
+        )
+    return own
 
 
 def run_megatron_import(plan: MegatronImportPlan, on_progress: Callable[[int], None]) -> Path:
     """Write the checkpoint and return its path; all of it is committed, or nothing."""
 
     def build_box(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
+        if tensor.name in plan.counts:
+            return plan.counts[tensor.name]
         box = read_model_box(plan, tensor.name, tensor.shape, shard)
         on_progress(box.nbytes)
-        return box
+        return box.to(SAFETENSORS_DTYPES[tensor.dtype])
 
     return write_single_process(plan.request, build_box)
 
@@ -117,7 +211,7 @@ def read_model_box(
     if len(places) > 1 or "moe.experts." in name:
         experts = [_read_part(plan, place, shape[1:]) for place in places[first : first + count]]
         return torch.stack(experts)
-    rows = shape[0] if name in PADDED else 0
+    rows = shape[0] if name.rpartition("/")[2] in PADDED else 0
     whole = _read_part(plan, places[0], shape, rows)
     return whole[first : first + count].contiguous()
 
@@ -155,7 +249,7 @@ def _split_heads(model: ModelSpec, merged: torch.Tensor) -> Mapping[str, torch.T
 
 def _check_shape(
     model: ModelSpec,
-    tensor: ModelTensor,
+    tensor: TensorEntry,
     place: MegatronPlace,
     stored: Mapping[str, ChunkedTensor],
 ) -> None:
@@ -168,7 +262,7 @@ def _check_shape(
         attention = model.attention
         rows = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
         numel = rows * (expected[1] if len(expected) > 1 else 1)
-    if place.names[0] in ("embedding.word_embeddings.weight", "output_layer.weight"):
+    if tensor.name.rpartition("/")[2] in PADDED:
         shape = stored[place.names[0]].shape
         if len(shape) == 2 and shape[0] >= expected[0] and shape[1] == expected[1]:
             return

@@ -3,7 +3,7 @@
 Layers lie in one tensor with a leading dim for all of them, or in tensors of their own; so do the
 experts of a layer. The two halves of a gated product lie one above the other, or in tensors whose
 names end in _w and _v. Query, key and value lie in one tensor, group by group: the group's query
-heads, its key head, its value head.
+heads, its key head, its value head. Each MTP depth has tensors of its own.
 """
 
 from __future__ import annotations
@@ -67,6 +67,14 @@ _QKV = {
 }
 _EXPERTS = "mlp.experts.experts."
 _LAYERS = "decoder.layers."
+_DEPTHS = "mtp.layers."
+_IN_DEPTH = {
+    "embed_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "proj.weight": "eh_proj.weight",
+    "final_norm.weight": "final_layernorm.weight",
+}
+_DEPTH_LAYERS = ("transformer_layer", "mtp_model_layer")  # the latter in models of other layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,21 +89,19 @@ class MegatronPlace:
     part: str = ""
 
 
-def split_name(name: str) -> tuple[int, str]:
+def split_name(model: ModelSpec, name: str) -> tuple[int, str]:
     """Return the layer of one of our tensors and its name there; -1 outside of layers.
 
-    Raises:
-        BadInput: it is of an MTP depth.
+    MTP depths come after the layers.
     """
-    if name.startswith("mtp."):
-        rule = "is of an MTP depth, which conversion from and to Megatron-LM leaves out"
-        raise BadInput(
-            Reason(field=name, rule=rule, nearest="num_nextn_predict_layers 0 in config.json")
-        )
-    if not name.startswith("layers."):
+    kind, _, rest = name.partition(".")
+    if kind not in ("layers", "mtp"):
         return -1, name
-    _, layer, suffix = name.split(".", 2)
-    return int(layer), suffix
+    number, suffix = rest.split(".", 1)
+    if kind == "mtp":
+        return model.layers + int(number), suffix.removeprefix("layer.")
+    layer = int(number)  # a depth's selection bias leaves out the number of the head
+    return (layer - 1 if layer > model.layers else layer), suffix
 
 
 def candidate_suffixes(model: ModelSpec, layer: int, suffix: str) -> tuple[str, ...]:
@@ -108,12 +114,31 @@ def candidate_suffixes(model: ModelSpec, layer: int, suffix: str) -> tuple[str, 
         return (_QKV[suffix],)
     if suffix == "input_norm.weight" and model.attention.kind is AttentionKind.MLA:
         return _MLA_NORM
-    if suffix == "post_norm.weight" and not model.moe_layers[layer]:
+    if suffix == "post_norm.weight" and not model.moe_layers[min(layer, model.layers - 1)]:
         return _DENSE_NORM
     if suffix not in _IN_LAYER:
-        rule = "has no name in checkpoints of Megatron-LM that is known here"
-        raise BadInput(Reason(field=f"layers.{layer}.{suffix}", rule=rule))
+        raise _unnamed(f"layers.{layer}.{suffix}")
     return _IN_LAYER[suffix]
+
+
+def _list_candidates(
+    model: ModelSpec, layer: int, suffix: str
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the names that a tensor of a layer may have, each with the first indices of it."""
+    if layer < model.layers:
+        return tuple(
+            (prefix + candidate, index)
+            for candidate in candidate_suffixes(model, layer, suffix)
+            for prefix, index in ((_LAYERS, (layer,)), (f"{_LAYERS}{layer}.", ()))
+        )
+    depth = f"{_DEPTHS}{layer - model.layers}."
+    if suffix in _IN_DEPTH:
+        return ((depth + _IN_DEPTH[suffix], ()),)
+    return tuple(
+        (f"{depth}{part}.{candidate}", ())
+        for candidate in candidate_suffixes(model, layer, suffix)
+        for part in _DEPTH_LAYERS
+    )
 
 
 def find_places(
@@ -124,23 +149,24 @@ def find_places(
     Raises:
         BadInput: it does not hold it.
     """
-    layer, suffix = split_name(tensor.name)
+    layer, suffix = split_name(model, tensor.name)
     if layer < 0:
+        if suffix not in _TOP_LEVEL:
+            raise _unnamed(tensor.name)
         name = _TOP_LEVEL[suffix]
         if name not in names:
             raise _missing(tensor.name, name)
         return (MegatronPlace(names=(name,)),)
-    suffixes = candidate_suffixes(model, layer, suffix)
-    for candidate in suffixes:
-        for prefix, index in ((_LAYERS, (layer,)), (f"{_LAYERS}{layer}.", ())):
-            places = _expand(prefix + candidate, index, tensor, names)
-            if places:
-                part = suffix.split(".")[1] if suffix in _QKV else ""
-                return tuple(
-                    MegatronPlace(names=place.names, index=place.index, part=part)
-                    for place in places
-                )
-    raise _missing(tensor.name, f"{_LAYERS}{layer}.{suffixes[0]}")
+    candidates = _list_candidates(model, layer, suffix)
+    for candidate, index in candidates:
+        places = _expand(candidate, index, tensor, names)
+        if places:
+            part = suffix.split(".")[1] if suffix in _QKV else ""
+            return tuple(
+                MegatronPlace(names=place.names, index=place.index, part=part) for place in places
+            )
+    usual = candidates[1] if layer < model.layers else candidates[0]
+    raise _missing(tensor.name, usual[0])
 
 
 def _expand(
@@ -174,6 +200,16 @@ def _missing(own: str, name: str) -> BadInput:
     return BadInput(Reason(field=own, rule=f"is missing: the checkpoint has no {name}"))
 
 
+def _unnamed(own: str) -> BadInput:
+    rule = "has no name in checkpoints of Megatron-LM that is known here"
+    return BadInput(Reason(field=own, rule=rule))
+
+
+def is_stacked(name: str) -> bool:
+    """Tell whether a tensor of Megatron-LM holds all layers, one after the other."""
+    return name.startswith(_LAYERS) and not name.removeprefix(_LAYERS)[0].isdecimal()
+
+
 def list_written_names(model: ModelSpec, tensors: Collection[ModelTensor]) -> dict[str, list[str]]:
     """Return the names that are written, each with our tensors that it is made of.
 
@@ -185,11 +221,14 @@ def list_written_names(model: ModelSpec, tensors: Collection[ModelTensor]) -> di
     is_alike = len(set(model.moe_layers)) == 1
     written: dict[str, list[str]] = {}
     for tensor in tensors:
-        layer, suffix = split_name(tensor.name)
+        layer, suffix = split_name(model, tensor.name)
         if layer < 0:
+            if suffix not in _TOP_LEVEL:
+                raise _unnamed(tensor.name)
             name = _TOP_LEVEL[suffix]
         else:
-            candidate = candidate_suffixes(model, layer, suffix)[0]
-            name = f"{_LAYERS}{candidate}" if is_alike else f"{_LAYERS}{layer}.{candidate}"
+            candidates = _list_candidates(model, layer, suffix)
+            is_own = layer < model.layers and not is_alike
+            name, _ = candidates[1] if is_own else candidates[0]
         written.setdefault(name, []).append(tensor.name)
     return written
