@@ -49,7 +49,7 @@ def build_model(
         num_query_groups=config["num_key_value_heads"],
         kv_channels=config["head_dim"],
         ffn_hidden_size=config["intermediate_size"],
-        num_moe_experts=config.get("num_experts") or config["n_routed_experts"],
+        num_moe_experts=config["n_routed_experts" if is_glm else "num_local_experts"],
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         moe_router_topk=config["num_experts_per_tok"],
         moe_shared_expert_intermediate_size=config.get("n_shared_experts", 0)

@@ -180,6 +180,29 @@ def test_damaged_checkpoints_are_refused_in_one_line(tmp_path: Path) -> None:
             TorchDistReader(folder)
 
 
+def test_flattened_boxes_of_older_releases_are_read_in_their_shape(tmp_path: Path) -> None:
+    """A [4, 6] tensor that TP cut in rows and columns, each box flattened and cut once more."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    boxes = [[whole[r : r + 2, c : c + 3].flatten() for c in (0, 3)] for r in (0, 2)]
+    stored = torch.stack([torch.stack(row) for row in boxes])
+    save({"optimizer.state.exp_avg.a": stored}, checkpoint_id=str(tmp_path), no_dist=True)
+    metadata = pickle.loads((tmp_path / METADATA_FILE).read_bytes())
+    shape = {"nd_reformulated_orig_global_shape": (4, 6)}
+    metadata.mcore_data = {"optimizer.state.exp_avg.a": shape}
+    (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    reader = TorchDistReader(tmp_path)
+    (name,) = reader.tensors
+    assert reader.tensors[name].shape == (4, 6)
+    assert torch.equal(reader.read_box(name, (0, 0), (4, 6)), whole)
+    assert torch.equal(reader.read_box(name, (1, 2), (2, 3)), whole[1:3, 2:5])
+    metadata.mcore_data[next(iter(metadata.mcore_data))] = {
+        "nd_reformulated_orig_global_shape": (5, 6)
+    }
+    (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BadInput, match=r"are no boxes of \[5, 6\]"):
+        TorchDistReader(tmp_path)
+
+
 @pytest.mark.thorough
 @pytest.mark.spawn
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (2, 1, 2)])

@@ -11,8 +11,9 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -59,12 +60,21 @@ class StoredChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkedTensor:
-    """A tensor that its chunks cover exactly once."""
+    """A tensor that its chunks cover exactly once.
+
+    With `fragments`, it is cut into so many equal boxes along each dim, and what is stored has the
+    shape [*fragments, values of a box]: older releases of the distributed optimizer wrote these.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
+    fragments: tuple[int, ...] = ()
+
+    @property
+    def fragment_shape(self) -> tuple[int, ...]:
+        return tuple(size // count for size, count in zip(self.shape, self.fragments, strict=True))
 
 
 class _Inert:
@@ -128,11 +138,14 @@ def read_metadata(folder: Path) -> tuple[Mapping[str, ChunkedTensor], tuple[str,
             (index.get("fqn"), _sizes(index.get("offset"))): info
             for index, info in data.get("storage_data").items()
         }
+        flattened = data.get("mcore_data") or {}
         tensors: dict[str, ChunkedTensor] = {}
         others = []
         for name, entry in described.items():
             if type(entry).__name__ == "TensorStorageMetadata":
-                tensors[name] = _read_tensor(name, entry, places, folder, refuse)
+                stored = _read_tensor(name, entry, places, folder, refuse)
+                whole = _sizes(flattened.get(name, {}).get("nd_reformulated_orig_global_shape"))
+                tensors[name] = _unflatten(stored, whole, refuse) if whole else stored
             else:
                 others.append(str(name))
     except BadInput:
@@ -194,6 +207,19 @@ def _read_tensor(
     return ChunkedTensor(name=name, dtype=dtype, shape=shape, chunks=tuple(chunks))
 
 
+def _unflatten(
+    stored: ChunkedTensor, shape: tuple[int, ...], refuse: Callable[[str], NoReturn]
+) -> ChunkedTensor:
+    """Return a tensor of flattened boxes in its own shape."""
+    *fragments, numel = stored.shape
+    is_cut = len(fragments) == len(shape) and all(
+        count > 0 and size % count == 0 for size, count in zip(shape, fragments, strict=True)
+    )
+    if not is_cut or prod(shape) != prod(fragments) * numel:
+        refuse(f"{stored.name}: {list(stored.shape)} are no boxes of {list(shape)}")
+    return replace(stored, shape=shape, fragments=tuple(fragments))
+
+
 def _check_cover(
     name: str,
     shape: tuple[int, ...],
@@ -221,7 +247,6 @@ class TorchDistReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors, self.others = read_metadata(folder)
-        self.read_names: set[str] = set()
 
     def read_box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """Read a box of a tensor in fp32.
@@ -230,17 +255,29 @@ class TorchDistReader:
             BadInput: a chunk is damaged, or chunks overlap there.
         """
         stored = self.tensors[name]
-        self.read_names.add(name)
+        if not stored.fragments:
+            return self._read_stored_box(stored, offsets, sizes)
+        box = torch.empty(sizes)
+        lengths = stored.fragment_shape
+        touched = (
+            range(first // length, -(-(first + size) // length))
+            for first, size, length in zip(offsets, sizes, lengths, strict=True)
+        )
+        for index in product(*touched):
+            flat = self._read_stored_box(stored, (*index, 0), (*(1,) * len(index), prod(lengths)))
+            starts = tuple(number * length for number, length in zip(index, lengths, strict=True))
+            common = _intersect(starts, lengths, offsets, sizes)
+            box[_slices(*common, offsets)] = flat.reshape(lengths)[_slices(*common, starts)]
+        return box
+
+    def _read_stored_box(
+        self, stored: ChunkedTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Read a box of what is stored of a tensor."""
         box = torch.empty(sizes)
         filled = 0
         for chunk in stored.chunks:
-            firsts = tuple(map(max, chunk.offsets, offsets))
-            ends = tuple(
-                min(start + size, other + other_size)
-                for start, size, other, other_size in zip(
-                    chunk.offsets, chunk.sizes, offsets, sizes, strict=True
-                )
-            )
+            firsts, ends = _intersect(chunk.offsets, chunk.sizes, offsets, sizes)
             if any(first >= end for first, end in zip(firsts, ends, strict=True)):
                 continue
             value = self._read_chunk(stored, chunk)
@@ -248,7 +285,8 @@ class TorchDistReader:
             box[_slices(firsts, ends, offsets)] = value[inside].float()
             filled += prod(end - first for first, end in zip(firsts, ends, strict=True))
         if filled != prod(sizes):
-            _refuse(self.folder / METADATA_FILE, f"{name}: its chunks overlap or leave a hole")
+            rule = f"{stored.name}: its chunks overlap or leave a hole"
+            _refuse(self.folder / METADATA_FILE, rule)
         return box
 
     def _read_chunk(self, stored: ChunkedTensor, chunk: StoredChunk) -> torch.Tensor:
@@ -264,6 +302,21 @@ class TorchDistReader:
         if not is_expected or value.dtype != stored.dtype:
             _refuse(path, f"{stored.name}: holds something else than {list(chunk.sizes)}")
         return value.detach().reshape(chunk.sizes)
+
+
+def _intersect(
+    starts: tuple[int, ...],
+    lengths: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where two boxes begin and end together."""
+    firsts = tuple(map(max, starts, offsets))
+    ends = tuple(
+        min(start + length, other + size)
+        for start, length, other, size in zip(starts, lengths, offsets, sizes, strict=True)
+    )
+    return firsts, ends
 
 
 def _slices(

@@ -1,8 +1,8 @@
 """The state of the optimizer in Megatron-LM's checkpoints: its names, and what is no tensor of it.
 
 Main weights and moments have the names and shapes of the weights, behind `optimizer.state.`: so
-write --dist-ckpt-optim-fully-reshardable, the optimizer that is not distributed, and releases of
-before 2025. What --use-distributed-optimizer writes without that option are buckets of one layout,
+write --dist-ckpt-optim-fully-reshardable, the optimizer that is not distributed, and releases up to
+0.14. What --use-distributed-optimizer writes without that option are buckets of one layout,
 which say nothing of the tensors in them.
 """
 
