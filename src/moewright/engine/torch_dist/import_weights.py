@@ -42,8 +42,6 @@ _NO_WEIGHTS = re.compile(
     r".*_extra_state|chained_\d+\.|.*\.local_tokens_per_expert$"
 )
 
-_MOMENT_DTYPES = {Dtype.FP32: "F32", Dtype.BF16: "BF16", Dtype.FP16: "F16"}
-
 
 def find_megatron_checkpoint(folder: Path) -> Path | None:
     """Return the torch_dist checkpoint that a folder is, or its newest one; None for neither."""
@@ -122,11 +120,9 @@ def plan_megatron_import(
                 own = _find_state_places(model, tensor, states)
                 places |= own
                 moments += [replace(tensor, name=name) for name in own if name != tensor.name]
-        dtype = _MOMENT_DTYPES[resumed.workload.optimizer.moment_dtype]
-        entries = list(plan_shards((*tensors, *moments)))
         entries = [
-            replace(entry, dtype=dtype) if entry.name.startswith("optim/") else entry
-            for entry in entries
+            replace(entry, dtype=_stored_dtype(entry.name, resumed.workload))
+            for entry in plan_shards((*tensors, *moments))
         ]
         entries += [_plan_count(name, count) for name, count in counts.items()]
     for entry in entries:
@@ -160,6 +156,14 @@ def _build_counts(updates: int, workload: Workload) -> Mapping[str, torch.Tensor
     if workload.precision is Dtype.FP16:
         counts[LOSS_SCALE] = torch.tensor([workload.scaling.initial_loss_scale, 0.0])
     return counts
+
+
+def _stored_dtype(name: str, workload: Workload) -> str:
+    """Return the dtype in which the checkpoints of a job hold a tensor; narrow moments in bf16."""
+    first, second = workload.optimizer.moment_dtypes
+    moments = {"optim/exp_avg": first, "optim/exp_avg_sq": second}
+    dtype = moments.get(name.rpartition("/")[0], Dtype.FP32)
+    return "F32" if dtype is Dtype.FP32 else "BF16"
 
 
 def _plan_count(name: str, count: torch.Tensor) -> TensorEntry:
