@@ -31,7 +31,8 @@ from moewright.engine.run.build_state import (
     init_distributed,
 )
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import TrainState, train_step
+from moewright.engine.run.step import train_step
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job

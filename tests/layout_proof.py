@@ -34,18 +34,14 @@ from moewright.engine.model import router
 from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.corpus_loader import local_rows
 from moewright.engine.run.launch import launch
 from moewright.engine.run.ledger_record import record_ledger
-from moewright.engine.run.step import (
-    TrainState,
-    apply_update,
-    build_phase_clock,
-    forward_backward,
-    train_step,
-)
+from moewright.engine.run.step import apply_update, forward_backward, train_step
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.verify import FixedBatches, _compute_outputs
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime

@@ -13,7 +13,7 @@ from benchmarks.workloads import QUICKSTART_MODEL
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.run.step import TrainState
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.intake import catalogue
 from moewright.rules.job import Job

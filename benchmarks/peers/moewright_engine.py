@@ -24,7 +24,8 @@ from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.run.step import TrainState, train_step
+from moewright.engine.run.step import train_step
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout

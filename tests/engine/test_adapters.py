@@ -12,7 +12,7 @@ from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.model.transformer import Transformer, draw_initial_value
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.corpus_loader import NoBatches
-from moewright.engine.run.step import TrainState
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import ADAPTER_PARTS, adapter_parameters, is_adapter
 from moewright.rules.job import Job

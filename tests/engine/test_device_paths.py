@@ -11,10 +11,12 @@ import tiny_jobs
 from layout_proof import WORKLOAD, draw_test_weight
 from moewright.codec import parse_layout
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.observe.phase_clock import PhaseClock
 from moewright.engine.optim import distributed_optimizer, moments, update_rules
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.rank_checks import describe_device_queues
-from moewright.engine.run.step import PhaseClock, TrainState, compute_heldout_loss, train_step
+from moewright.engine.run.step import compute_heldout_loss, train_step
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import plan_job
 from moewright.spec.hardware import DeviceKind

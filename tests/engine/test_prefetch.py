@@ -14,7 +14,8 @@ from moewright.engine.kernels.attention import Segments
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.prefetch import PrefetchedBatches
-from moewright.engine.run.step import TrainState, train_step
+from moewright.engine.run.step import train_step
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import plan_job
 from moewright.spec.errors import BadInput, Reason

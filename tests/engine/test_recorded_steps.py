@@ -17,12 +17,14 @@ from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.observe.host_answers import HostAnswers
+from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.observe.storage_census import freeze_older_objects
 from moewright.engine.pipeline import run_batch
-from moewright.engine.run import step as step_module
+from moewright.engine.run import micro_batch_passes
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.run.step import TrainState, build_phase_clock, forward_backward, train_step
+from moewright.engine.run.step import forward_backward, train_step
 from moewright.engine.run.step_graph import WARMUP_STEPS, OperationList
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
 from moewright.spec.workload import DataSpec
@@ -64,7 +66,7 @@ def record_batches(
         recorded.record(lambda: run_batch.train_batch(*args, **kwargs))
         lists.append([operation.shapes for operation in recorded.operations])
 
-    monkeypatch.setattr(step_module, "train_batch", train_batch)
+    monkeypatch.setattr(micro_batch_passes, "train_batch", train_batch)
     for step in range(1, steps + 1):
         forward_backward(state, build_phase_clock(torch.device("cpu")), step=step)
     return lists

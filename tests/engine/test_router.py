@@ -25,8 +25,9 @@ from moewright.engine.model.router import Router, select_experts, sinkhorn
 from moewright.engine.model.router_jitter import uniform_noise
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.counters import Counters
+from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.run.build_state import build_train_state
-from moewright.engine.run.step import build_phase_clock, forward_backward
+from moewright.engine.run.step import forward_backward
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
 from moewright.spec.layout import Layout

@@ -22,9 +22,10 @@ from moewright.engine.kernels.attention import AttentionMask
 from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.counters import Counters
+from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import build_phase_clock, forward_backward, train_step
+from moewright.engine.run.step import forward_backward, train_step
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.rules.job import plan_job
 from moewright.spec.hardware import DeviceKind

@@ -23,7 +23,7 @@ from moewright.codec import parse_layout
 from moewright.engine.checkpoint import Coordinator, save_checkpoint
 from moewright.engine.run import train
 from moewright.engine.run.restore import restore
-from moewright.engine.run.step import TrainState
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import ExitCode
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan

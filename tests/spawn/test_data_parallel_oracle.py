@@ -25,9 +25,11 @@ from moewright.engine.comm import collectives
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import list_parameters
 from moewright.engine.model.transformer import draw_initial_value
+from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.run.build_state import build_train_state, init_distributed
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import TrainState, build_phase_clock, forward_backward
+from moewright.engine.run.step import forward_backward
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.verify import FixedBatches
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.rules.job import Job

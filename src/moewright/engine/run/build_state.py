@@ -26,8 +26,8 @@ from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.run.corpus_loader import BatchSource
 from moewright.engine.run.cpu_binding import bind_to_gpu
-from moewright.engine.run.step import TrainState
 from moewright.engine.run.step_graph import StepGraph
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.grid import axis_size

@@ -19,14 +19,11 @@ from typing import Any
 import torch
 
 from moewright.engine.model.layers import list_parameters
+from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.optim.flat_buffers import FlatBucket
 from moewright.engine.optim.fsdp import is_fully_sharded, local_weight
-from moewright.engine.run.step import (
-    BackwardResult,
-    TrainState,
-    build_phase_clock,
-    forward_backward,
-)
+from moewright.engine.run.step import BackwardResult, forward_backward
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import CorruptionError
 
 _WEIGHT = "weight "

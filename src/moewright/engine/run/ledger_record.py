@@ -11,7 +11,8 @@ from moewright.engine.comm import collectives
 from moewright.engine.kernels.fused.compiled import describe_compilation
 from moewright.engine.kernels.matmul import has_native_bf16
 from moewright.engine.observe.record import write_ledger
-from moewright.engine.run.step import StepResult, TrainState
+from moewright.engine.run.step import StepResult
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime
 from moewright.rules.grid import coordinate, stage_index

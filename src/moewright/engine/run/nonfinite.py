@@ -11,7 +11,8 @@ import torch
 from moewright.engine.comm import collectives
 from moewright.engine.model.layers import list_parameters
 from moewright.engine.optim.fsdp import local_weight
-from moewright.engine.run.step import StepResult, TrainState
+from moewright.engine.run.step import StepResult
+from moewright.engine.run.train_state import TrainState
 
 # More than a dynamic loss scale takes to come down from its start.
 _MAX_CONSECUTIVE_SKIPS = 50

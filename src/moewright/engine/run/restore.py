@@ -36,7 +36,7 @@ from moewright.engine.hf.folder import (
 )
 from moewright.engine.hf.names import build_name_table
 from moewright.engine.hf.read_parts import read_parameter_box
-from moewright.engine.run.step import TrainState
+from moewright.engine.run.train_state import TrainState
 from moewright.rules.adapters import is_frozen
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec

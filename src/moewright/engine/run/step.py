@@ -6,171 +6,31 @@ The held-out loss is here too, since it runs the same micro-batches forward.
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any, Protocol
 
 import torch
-from torch.autograd import profiler
-from torch.autograd.graph import GradientEdge
-from torch.profiler import record_function
 
-from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import all_reduce
-from moewright.engine.memory.weight_gradients import Operands
 from moewright.engine.model.micro_batch import MicroBatch
-from moewright.engine.model.router import aux_loss_coefficients, list_routers, selection_bias_shards
-from moewright.engine.model.transformer import ModelOutput, Transformer
-from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
-from moewright.engine.pipeline.executor import ChunkResult, Key
-from moewright.engine.pipeline.run_batch import evaluate_batch, train_batch
-from moewright.engine.run.corpus_loader import BatchSource, local_rows
-from moewright.engine.run.step_graph import GraphTensors, StepGraph
-from moewright.engine.runtime import Runtime
-from moewright.rules.adapters import is_adapter, is_frozen
-from moewright.rules.batch_rampup import step_samples, workload_at_step
-from moewright.rules.context_parallel import (
-    rank_positions,
-    split_at_chunks,
-    twice_attended_pairs,
+from moewright.engine.model.router import list_routers
+from moewright.engine.model.transformer import ModelOutput
+from moewright.engine.observe.phase_clock import HostStamps, PhaseClock, build_phase_clock
+from moewright.engine.pipeline.executor import Key
+from moewright.engine.pipeline.run_batch import evaluate_batch
+from moewright.engine.run.corpus_loader import BatchSource
+from moewright.engine.run.micro_batch_passes import (
+    MicroBatchPasses,
+    count_attended_pairs,
+    zero_sums,
 )
+from moewright.engine.run.step_graph import GraphTensors
+from moewright.engine.run.train_state import TrainState
+from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.micro_batches import micro_batches
-from moewright.rules.routing import counts_copies, dispatch_nodes
-from moewright.rules.stages import Chunk, chunk_layers
-from moewright.rules.timetable_row import RowKind
-from moewright.spec.layout import Overlap
 from moewright.spec.ledger import StepPhase, TimeRow
-from moewright.spec.workload import DocumentMasking
-
-
-class Stamps(Protocol):
-    """A source of moments, between which a clock counts seconds once all have passed."""
-
-    def take(self) -> Any: ...
-    def seconds(self, start: Any, stop: Any) -> float: ...
-    def wait(self, last: Any) -> None: ...
-
-
-class HostStamps:
-    """The moments of the host, which are those of a CPU's work."""
-
-    def take(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, stop: float) -> float:
-        return stop - start
-
-    def wait(self, last: float) -> None:
-        pass
-
-
-class DeviceStamps:
-    """The moments at which a GPU comes to a place of its stream.
-
-    The host only launches its work: by the host's clock a phase would last as long as its launches.
-    """
-
-    def take(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        return 1e-3 * float(start.elapsed_time(stop))
-
-    def wait(self, last: torch.cuda.Event) -> None:
-        last.synchronize()
-
-
-def build_phase_clock(device: torch.device) -> PhaseClock:
-    """Build the clock of a step on a device."""
-    return PhaseClock(DeviceStamps() if device.type == "cuda" else HostStamps())
-
-
-class PhaseClock:
-    """A clock that splits the time since it was made into phases, which do not nest.
-
-    Where two passes take turns, `change_to` says which phase goes on.
-    """
-
-    def __init__(self, stamps: Stamps) -> None:
-        self._stamps = stamps
-        self._spans: list[tuple[StepPhase, Any, Any]] = []
-        self._started = stamps.take()
-        self._phase: StepPhase | None = None
-        self._phase_started = self._started
-
-    def change_to(self, phase: StepPhase | None) -> None:
-        """Count the time from now on to a phase; None: to none."""
-        now = self._stamps.take()
-        if self._phase is not None:
-            self._spans.append((self._phase, self._phase_started, now))
-        self._phase = phase
-        self._phase_started = now
-
-    @contextmanager
-    def phase(self, phase: StepPhase) -> Iterator[None]:
-        """Count the time inside to a phase, and name it in a profile."""
-        self.change_to(phase)
-        try:
-            with record_function(phase) if profiler._is_profiler_enabled else nullcontext():
-                yield
-        finally:
-            self.change_to(None)
-
-    def time_rows(self) -> tuple[TimeRow, ...]:
-        """Return the seconds of each phase, which sum to the time since the start.
-
-        Time outside of every phase is OTHER. It waits for the device's work.
-        """
-        stopped = self._stamps.take()
-        self._stamps.wait(stopped)
-        spent = dict.fromkeys(StepPhase, 0.0)
-        for phase, start, stop in self._spans:
-            spent[phase] += self._stamps.seconds(start, stop)
-        elapsed = self._stamps.seconds(self._started, stopped)
-        spent[StepPhase.OTHER] = elapsed - sum(spent.values())
-        return tuple(TimeRow(phase=phase, seconds=seconds) for phase, seconds in spent.items())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainState:
-    """The state of this rank: its part of the model, and what trains it."""
-
-    runtime: Runtime
-    model: Transformer
-    optimizer: DistributedOptimizer
-    train_data: BatchSource
-    graph: StepGraph | None = None  # where the layout captures whole steps
-
-    def local_shards(self) -> list[LocalShard]:
-        """Return everything that a checkpoint holds of this rank.
-
-        Frozen parts are among it; of a model whose adapters alone train, the adapters.
-        """
-        return [*self.optimizer.local_shards(), *self._other_shards()]
-
-    def load(self, load: Callable[[Sequence[LocalShard]], None]) -> None:
-        """Have `load` read everything that a checkpoint holds of this rank."""
-        self.optimizer.load(self._other_shards(), load)
-
-    def _other_shards(self) -> list[LocalShard]:
-        frozen = [] if is_frozen(self.runtime.workload) else self.optimizer.frozen.local_shards()
-        return [*frozen, *selection_bias_shards(self.model)]
-
-    def weight_shards(self) -> list[LocalShard]:
-        """Return the shards that make the model: parameters, and the routers' selection biases.
-
-        Frozen weights are among them, adapters are not.
-        """
-        saved = [shard for shard in self.local_shards() if not shard.name.startswith("optim/")]
-        if not is_frozen(self.runtime.workload):
-            return saved
-        biases = [shard for shard in saved if not is_adapter(shard.name)]
-        return [*self.optimizer.frozen.local_shards(), *biases]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,13 +172,13 @@ def forward_backward(
         local_targets = torch.stack([_count_targets(batch) for batch in batches]).sum()
         # A step without a target has no loss to divide; its gradients are those of other losses.
         valid_targets = max(1, int(all_reduce(local_targets[None], mesh.group("dp_cp"))))
-    passes = _MicroBatchPasses(
+    passes = MicroBatchPasses(
         state=state,
         clock=clock,
         batches=batches,
         step=step,
         valid_targets=valid_targets,
-        sums=_zero_sums(runtime, count),
+        sums=zero_sums(runtime, count),
     )
     if runtime.row_budget is not None:
         with runtime.row_budget.enforce():
@@ -326,13 +186,13 @@ def forward_backward(
         if result is not None:
             return result
         runtime.counters.note("the step again, with all rows")
-        passes = replace(passes, sums=_zero_sums(runtime, count), is_repeated=True)
+        passes = replace(passes, sums=zero_sums(runtime, count), is_repeated=True)
     result = _run_passes(passes, stop_requested)
     assert result is not None  # nothing was over a budget
     return result
 
 
-def _run_passes(passes: _MicroBatchPasses, stop_requested: bool) -> BackwardResult | None:
+def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResult | None:
     """Run the micro-batches of a step and reduce its gradients.
 
     Return None where some rank had more rows for another than an enforced budget.
@@ -366,7 +226,7 @@ def _run_passes(passes: _MicroBatchPasses, stop_requested: bool) -> BackwardResu
     if sum(excess) > 1:
         return None
     grad_norm = squares**0.5 / state.optimizer.loss_scale
-    attended_pairs, window_pairs = _count_attended_pairs(runtime, batches)
+    attended_pairs, window_pairs = count_attended_pairs(runtime, batches)
     return BackwardResult(
         loss=nll / valid_targets,
         aux_loss=mtp_loss + float(router_losses.sum()),
@@ -383,7 +243,7 @@ def _run_passes(passes: _MicroBatchPasses, stop_requested: bool) -> BackwardResu
     )
 
 
-def _run_micro_batches(passes: _MicroBatchPasses) -> None:
+def _run_micro_batches(passes: MicroBatchPasses) -> None:
     """Run the micro-batches of a step, by its graph where the layout captures one.
 
     A step that is counted for the ledger runs as it is, as does one that is run again.
@@ -402,7 +262,7 @@ def _run_micro_batches(passes: _MicroBatchPasses) -> None:
             clock=PhaseClock(HostStamps()),  # a graph has no moments inside
             batches=[batch.clone() for batch in passes.batches],
             valid_targets=_to_tensor(passes.valid_targets, state.runtime.device),
-            sums=_zero_sums(state.runtime, count),
+            sums=zero_sums(state.runtime, count),
         )
 
         def body() -> frozenset[str]:
@@ -420,11 +280,6 @@ def _run_micro_batches(passes: _MicroBatchPasses) -> None:
 
 def _to_tensor(number: float | torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(number, dtype=torch.float64, device=device)
-
-
-def _round_like(number: float | torch.Tensor, like: torch.Tensor) -> float | torch.Tensor:
-    """Return a factor as an operation with `like` rounds it: a number is rounded to its dtype."""
-    return number.to(like.dtype) if isinstance(number, torch.Tensor) else number
 
 
 def apply_update(
@@ -445,213 +300,8 @@ def apply_update(
         state.optimizer.all_gather_params()
 
 
-@dataclass(kw_only=True, slots=True)
-class _StepSums:
-    """The sums over the micro-batches of a step on this rank."""
-
-    expert_counts: torch.Tensor  # as in StepResult
-    router_losses: torch.Tensor
-    nll: torch.Tensor  # fp64, on the device like all sums: the host waits once a step
-    mtp_loss: torch.Tensor  # of all MTP depths, weighted; fp64
-
-
-def _zero_sums(runtime: Runtime, micro_batch_count: int) -> _StepSums:
-    moe = runtime.model.moe
-    layout = runtime.mesh.layout
-    layers = len(runtime.model.routed_layers)
-    width = 0
-    if moe is not None:
-        width = moe.experts
-        if counts_copies(layout):
-            width += layout.ep + dispatch_nodes(layout)
-    losses = len(aux_loss_coefficients(runtime.workload.loss))
-    device = runtime.device
-    return _StepSums(
-        expert_counts=torch.zeros(
-            micro_batch_count, layers, width, dtype=torch.int64, device=device
-        ),
-        router_losses=torch.zeros(layers, losses, dtype=torch.float64, device=device),
-        nll=torch.zeros((), dtype=torch.float64, device=device),
-        mtp_loss=torch.zeros((), dtype=torch.float64, device=device),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _MicroBatchPasses:
-    """The forward and backward of a step's micro-batches, as the timetable calls them."""
-
-    state: TrainState
-    clock: PhaseClock
-    batches: Sequence[MicroBatch]
-    step: int
-    valid_targets: int | torch.Tensor  # fp64 inside a graph
-    sums: _StepSums
-    is_repeated: bool = False
-
-    def run(self) -> None:
-        """Run every forward and backward of the step."""
-        train_batch(
-            self.state.runtime,
-            self.batches,
-            forward=self.forward,
-            backward=self.backward,
-            weight_grad=self.weight_grad,
-            note_turn=self.note_turn,
-        )
-
-    def graph_tensors(self) -> GraphTensors:
-        """Return what differs between two steps of the same shapes, and the sums of the step."""
-        assert isinstance(self.valid_targets, torch.Tensor)
-        inputs = [tensor for batch in self.batches for tensor in batch.tensors()]
-        sums = self.sums
-        outputs = (sums.expert_counts, sums.router_losses, sums.nll, sums.mtp_loss)
-        return GraphTensors(inputs=(*inputs, self.valid_targets), outputs=outputs)
-
-    def forward(self, key: Key, hidden: torch.Tensor | None) -> ChunkResult:
-        """Run a micro-batch through a chunk; its loss is what backward starts from."""
-        micro_batch, chunk_number = key
-        state = self.state
-        runtime = state.runtime
-        runtime.counters.note(f"forward of micro-batch {micro_batch}, chunk {chunk_number}")
-        chunk = state.model.chunks[chunk_number]
-        with (
-            self.clock.phase(StepPhase.FORWARD),
-            runtime.saved_tensors.track_forward(key, state.optimizer.is_weight),
-        ):
-            out: ModelOutput = state.model(
-                self.batches[micro_batch],
-                chunk=chunk_number,
-                hidden_tH=hidden,
-                first_sequence=_first_sequence_number(runtime, self.step, micro_batch),
-            )
-            loss = self._sum_losses(chunk, out)
-            self._add_router_results(chunk, micro_batch, out)
-        return ChunkResult(
-            hidden=None if chunk.has_loss else out.hidden_tH,
-            loss=loss if loss.requires_grad else None,
-        )
-
-    def backward(
-        self,
-        key: Key,
-        roots: Sequence[GradientEdge],
-        grads: Sequence[torch.Tensor | None],
-        split: bool,
-    ) -> None:
-        """Run the backward of a chunk; with `split`, weight gradients are left to `weight_grad`."""
-        runtime = self.state.runtime
-        runtime.counters.note(f"backward of micro-batch {key[0]}, chunk {key[1]}")
-        if split:
-            self._backward_inputs(key, roots, grads)
-            return
-        with self.clock.phase(StepPhase.BACKWARD):
-            if Overlap.WGRAD in runtime.mesh.layout.overlap:
-                with runtime.weight_grads.defer_for(key):
-                    torch.autograd.backward(roots, grads)
-                runtime.weight_grads.run_deferred(key)
-            else:
-                torch.autograd.backward(roots, grads)
-        runtime.counters.release(key)
-
-    def note_turn(self, kind: RowKind | None) -> None:
-        """Count the time from now on to the pass of a pair that goes on."""
-        phases = {RowKind.F: StepPhase.FORWARD, RowKind.B: StepPhase.BACKWARD}
-        self.clock.change_to(phases.get(kind) if kind else None)
-
-    def _backward_inputs(
-        self, key: Key, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Run a backward without weight gradients; what these wait with is counted for the key."""
-        runtime = self.state.runtime
-        with (
-            self.clock.phase(StepPhase.BACKWARD),
-            runtime.counters.count_saved(key, self.state.optimizer.is_weight) as count,
-        ):
-
-            def count_operands(operands: Operands) -> None:
-                for tensor in operands:
-                    if count is not None:
-                        count(tensor)
-
-            with runtime.weight_grads.defer_for(key, count_operands):
-                torch.autograd.backward(roots, grads)
-
-    def weight_grad(self, key: Key) -> None:
-        """Compute the weight gradients that `backward` left."""
-        runtime = self.state.runtime
-        runtime.counters.note(f"weight gradients of micro-batch {key[0]}, chunk {key[1]}")
-        with self.clock.phase(StepPhase.BACKWARD):
-            runtime.weight_grads.run_deferred(key)
-        runtime.counters.release(key)
-
-    @property
-    def _aux_divisor(self) -> int:
-        # A mean over micro-batches and DP ranks; the auxiliary losses of the ranks that share
-        # tokens (TP, CP) add up.
-        return len(self.batches) * self.state.runtime.mesh.layout.dp
-
-    def _sum_losses(self, chunk: Chunk, out: ModelOutput) -> torch.Tensor:
-        runtime = self.state.runtime
-        loss = out.aux_losses.sum() / self._aux_divisor
-        if chunk.has_loss:
-            nll = out.nll.sum()
-            self.sums.nll += nll.detach()
-            loss = nll / _round_like(self.valid_targets, nll) + loss
-        if chunk.mtp_layers:
-            weight = runtime.workload.loss.mtp_coeff / chunk.mtp_layers / self.valid_targets
-            mtp_loss = out.mtp_nll * _round_like(weight, out.mtp_nll)
-            self.sums.mtp_loss += mtp_loss.detach().sum()
-            loss = loss + mtp_loss
-        return loss * self.state.optimizer.loss_scale
-
-    def _add_router_results(self, chunk: Chunk, micro_batch: int, out: ModelOutput) -> None:
-        if not len(out.expert_counts):
-            return
-        layers = _routed_layer_indices(self.state.runtime, chunk)
-        self.sums.expert_counts[micro_batch, layers] = out.expert_counts
-        self.sums.router_losses[layers] += out.aux_losses.detach() / self._aux_divisor
-
-
-def _routed_layer_indices(runtime: Runtime, chunk: Chunk) -> slice:
-    """Return where a chunk's MoE layers stand among those of the model; MTP depths come last.
-
-    They follow each other, as the layers of a chunk do.
-    """
-    layers = chunk_layers(runtime.model, chunk)
-    indices = [i for i, layer in enumerate(runtime.model.routed_layers) if layer in layers]
-    return slice(indices[0], indices[-1] + 1)
-
-
 def _count_targets(batch: MicroBatch) -> torch.Tensor:
     return (batch.targets >= 0).sum()
-
-
-def _count_attended_pairs(runtime: Runtime, batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Return attended_pairs and window_pairs of StepResult."""
-    group = runtime.mesh.group("cp_kv")
-    seq_len = runtime.workload.seq_len
-    positions = rank_positions(seq_len, group.size, group.index)
-    window = runtime.model.max_window
-    attended = 0
-    within_window = 0
-    for batch in batches:
-        if not batch.segments:
-            continue
-        lengths = batch.segments.lengths
-        attended += twice_attended_pairs(lengths, seq_len, positions, 0)
-        if window and runtime.model.attention.chunked:
-            restarts = runtime.workload.data.documents is DocumentMasking.RESTARTED
-            lengths = split_at_chunks(lengths, seq_len, window, restarts=restarts)
-            within_window += twice_attended_pairs(lengths, seq_len, positions, 0)
-        elif window:
-            within_window += twice_attended_pairs(lengths, seq_len, positions, window)
-    return attended, within_window
-
-
-def _first_sequence_number(runtime: Runtime, step: int, micro_batch: int) -> int:
-    """Return the number, over all of training, of a micro-batch's first sequence on this rank."""
-    samples = step_samples(runtime.workload, step - 1)
-    return samples.first + local_rows(runtime, micro_batch, global_batch=samples.size).start
 
 
 def compute_heldout_loss(

@@ -66,8 +66,9 @@ from moewright.engine.run.restore import (
     restore,
 )
 from moewright.engine.run.run_records import build_session, build_step_record, open_recorder
-from moewright.engine.run.step import TrainState, compute_heldout_loss, train_step
+from moewright.engine.run.step import compute_heldout_loss, train_step
 from moewright.engine.run.stragglers import StragglerWatch
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import (
     ExitCode,
     FailureKind,

@@ -39,6 +39,7 @@ from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.model.router import list_routers
 from moewright.engine.model.transformer import ModelOutput
+from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.observe.record import clamp_to_finite
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update, sgd_update
 from moewright.engine.pipeline.executor import Key
@@ -51,12 +52,8 @@ from moewright.engine.run.build_state import (
 )
 from moewright.engine.run.corpus_loader import BatchSource, local_rows
 from moewright.engine.run.launch import launch
-from moewright.engine.run.step import (
-    TrainState,
-    apply_update,
-    build_phase_clock,
-    forward_backward,
-)
+from moewright.engine.run.step import apply_update, forward_backward
+from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.engine.runtime import Runtime
 from moewright.rules.context_parallel import rank_positions

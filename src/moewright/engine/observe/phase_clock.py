@@ -1,0 +1,104 @@
+"""The clock of a step: the seconds of each phase, by the host or by a GPU's stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+from moewright.spec.ledger import StepPhase, TimeRow
+
+
+class Stamps(Protocol):
+    """A source of moments, between which a clock counts seconds once all have passed."""
+
+    def take(self) -> Any: ...
+    def seconds(self, start: Any, stop: Any) -> float: ...
+    def wait(self, last: Any) -> None: ...
+
+
+class HostStamps:
+    """The moments of the host, which are those of a CPU's work."""
+
+    def take(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, stop: float) -> float:
+        return stop - start
+
+    def wait(self, last: float) -> None:
+        pass
+
+
+class DeviceStamps:
+    """The moments at which a GPU comes to a place of its stream.
+
+    The host only launches its work: by the host's clock a phase would last as long as its launches.
+    """
+
+    def take(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        return 1e-3 * float(start.elapsed_time(stop))
+
+    def wait(self, last: torch.cuda.Event) -> None:
+        last.synchronize()
+
+
+def build_phase_clock(device: torch.device) -> PhaseClock:
+    """Build the clock of a step on a device."""
+    return PhaseClock(DeviceStamps() if device.type == "cuda" else HostStamps())
+
+
+class PhaseClock:
+    """A clock that splits the time since it was made into phases, which do not nest.
+
+    Where two passes take turns, `change_to` says which phase goes on.
+    """
+
+    def __init__(self, stamps: Stamps) -> None:
+        self._stamps = stamps
+        self._spans: list[tuple[StepPhase, Any, Any]] = []
+        self._started = stamps.take()
+        self._phase: StepPhase | None = None
+        self._phase_started = self._started
+
+    def change_to(self, phase: StepPhase | None) -> None:
+        """Count the time from now on to a phase; None: to none."""
+        now = self._stamps.take()
+        if self._phase is not None:
+            self._spans.append((self._phase, self._phase_started, now))
+        self._phase = phase
+        self._phase_started = now
+
+    @contextmanager
+    def phase(self, phase: StepPhase) -> Iterator[None]:
+        """Count the time inside to a phase, and name it in a profile."""
+        self.change_to(phase)
+        try:
+            with record_function(phase) if profiler._is_profiler_enabled else nullcontext():
+                yield
+        finally:
+            self.change_to(None)
+
+    def time_rows(self) -> tuple[TimeRow, ...]:
+        """Return the seconds of each phase, which sum to the time since the start.
+
+        Time outside of every phase is OTHER. It waits for the device's work.
+        """
+        stopped = self._stamps.take()
+        self._stamps.wait(stopped)
+        spent = dict.fromkeys(StepPhase, 0.0)
+        for phase, start, stop in self._spans:
+            spent[phase] += self._stamps.seconds(start, stop)
+        elapsed = self._stamps.seconds(self._started, stopped)
+        spent[StepPhase.OTHER] = elapsed - sum(spent.values())
+        return tuple(TimeRow(phase=phase, seconds=seconds) for phase, seconds in spent.items())
