@@ -1,8 +1,8 @@
 """Write docs/accuracy.md and docs/accuracy.svg: every published run, predicted beside measured.
 
 `make accuracy` runs it. Each run is predicted by constants fitted without its publisher. JSON
-reports of `moewright validate ... --leave-out publisher`, without and with `--own-rows 3`, may be
-given instead of computing them anew.
+reports of `moewright validate ... --leave-out publisher`, without `--own-rows 3`, with it, and with
+`--own-columns model,hardware` too, may be given instead of computing them anew.
 """
 
 from __future__ import annotations
@@ -49,9 +49,15 @@ more. Nothing here was measured by us on a GPU.
 """
 
 _OWN_ROWS = 3
-_OWN_ROWS_TEXT = """As a user's own first runs would be: three rows of the publisher, spread over
-its rows, are fitted with all others' and not scored (`--own-rows 3`). Publishers of three rows or
-fewer are predicted without.
+_OWN_COLUMNS = ("model", "hardware")
+_OWN_ALIKE_TEXT = """As a user's own first runs would be: of each model on each part of a publisher,
+three rows, spread over them, are fitted with all other publishers' and not scored; the publisher's
+rows of other models and parts are left out as before (`--own-rows 3 --own-columns model,hardware`).
+What the fitted constants leave open of the three is carried over to runs that make the same choices
+(`moewright fit` does the same). Rows of three or fewer are predicted without.
+"""
+_OWN_ROWS_TEXT = """Three rows of all that the publisher ran, whatever model and part
+(`--own-rows 3`).
 """
 _STATEMENTS = ("complete", "switches unstated", "natural routing")
 
@@ -62,10 +68,12 @@ def render_page(
     report: Mapping[str, Any],
     cells: Mapping[str, Mapping[str, str]],
     own_report: Mapping[str, Any] | None = None,
+    alike_report: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of the page for reports of validate and the cells of their rows.
 
-    `own_report` is the one whose fits have some rows of the publisher itself.
+    `own_report` is the one whose fits have some rows of the publisher itself, `alike_report` the
+    one whose fits have some of the same model and part.
     """
     timed = [row for row in report["rows"] if _error(row) is not None]
     parts = [
@@ -73,7 +81,10 @@ def render_page(
         "![Predicted and measured tokens/s a device](accuracy.svg)\n",
         "## Summary\n",
         "\n".join(_summary_lines(report["summary"])),
-        *_own_row_parts(own_report),
+        *_own_row_parts(
+            alike_report, f"With {_OWN_ROWS} own runs of the same model and part", _OWN_ALIKE_TEXT
+        ),
+        *_own_row_parts(own_report, f"With {_OWN_ROWS} of a publisher's own rows", _OWN_ROWS_TEXT),
         "\n## Peaks\n",
         _peak_text(report["summary"]["memory"]),
         "\n## What is not explained\n",
@@ -87,10 +98,10 @@ def render_page(
     return "\n".join(parts)
 
 
-def _own_row_parts(report: Mapping[str, Any] | None) -> Iterator[str]:
+def _own_row_parts(report: Mapping[str, Any] | None, title: str, text: str) -> Iterator[str]:
     if report:
-        yield f"\n## With {_OWN_ROWS} of a publisher's own rows\n"
-        yield _OWN_ROWS_TEXT
+        yield f"\n## {title}\n"
+        yield text
         yield "\n".join(_summary_lines(report["summary"], names=("all", *_STATEMENTS)))
 
 
@@ -244,18 +255,20 @@ def _read_cells() -> dict[str, dict[str, str]]:
     return cells
 
 
-def _compute_report(own_rows: int) -> dict[str, Any]:
+def _compute_report(own_rows: int, own_columns: Sequence[str]) -> dict[str, Any]:
     from moewright.api.measuring import validate
 
-    return asdict(validate(*TABLES, leave_out=["publisher"], own_rows=own_rows))
+    score = validate(*TABLES, leave_out=["publisher"], own_rows=own_rows, own_columns=own_columns)
+    return asdict(score)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the page and its picture, from two reports of validate where they are given."""
+    """Write the page and its picture, from three reports of validate where they are given."""
     if arguments:
         reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments]
     else:
-        reports = [_compute_report(own_rows) for own_rows in (0, _OWN_ROWS)]
+        asked = ((0, ()), (_OWN_ROWS, ()), (_OWN_ROWS, _OWN_COLUMNS))
+        reports = [_compute_report(own_rows, columns) for own_rows, columns in asked]
     PAGE.write_text(render_page(reports[0], _read_cells(), *reports[1:]), encoding="utf-8")
     PICTURE.write_text(render_picture(reports[0]), encoding="utf-8")
 

@@ -25,10 +25,11 @@ from moewright.search.space import (
     build_search_space,
     degree_groups,
 )
-from moewright.spec.hardware import DeviceKind
+from moewright.spec.hardware import DeviceKind, OwnRun
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import Estimate, TimePart
+from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import (
     AttentionBackend,
     CheckpointSpec,
@@ -59,10 +60,11 @@ class Case:
     workload: Workload
     fixed: str = ""
     on_cpu: bool = False
+    own_runs: tuple[OwnRun, ...] = ()
 
     @cached_property
     def space(self) -> SearchSpace:
-        hardware = catalogue.hardware(self.on)
+        hardware = replace(catalogue.hardware(self.on), own_runs=self.own_runs)
         if self.on_cpu:
             device = replace(hardware.device, kind=DeviceKind.CPU)
             hardware = replace(hardware, device=device)
@@ -81,6 +83,21 @@ def _work(seq_len: int, batch: int, dtype: Dtype = Dtype.BF16) -> Workload:
     return Workload(seq_len=seq_len, global_batch=batch, precision=dtype)
 
 
+def _own_runs(*texts: str) -> tuple[OwnRun, ...]:
+    """Return own runs that took 1.3, 0.7, 1.3, ... of their predicted time."""
+    weights = (
+        Sourced(value=0.3 * (-1) ** place, kind=SourceKind.FITTED, source="test")
+        for place in range(len(texts))
+    )
+    return tuple(
+        OwnRun(choices=tuple(text.split()), weight=weight)
+        for text, weight in zip(texts, weights, strict=True)
+    )
+
+
+OWN = _own_runs(
+    "moe attention=gqa tp recompute=full zero=0", "moe ep dispatcher=deepep overlap=grad"
+)
 LARGE = _work(4096, 2048)
 FROZEN = replace(
     _work(4096, 256),
@@ -109,6 +126,8 @@ CASES = (
     Case("Qwen3-30B-A3B", "64xH100", _work(16384, 128), "cp4"),
     Case("Qwen3-30B-A3B", "32xH100", NARROW_MOMENTS, "offload=optimizer0.5,capacity=1.25"),
     Case("Qwen3-30B-A3B", "16xH100", SAVES_BESIDE, "etp1", on_cpu=True),
+    Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256), own_runs=OWN),
+    Case("Qwen3-30B-A3B", "16xH100", _work(4096, 128), "etp1", on_cpu=True, own_runs=OWN),
     Case("Qwen3-235B-A22B", "256xH800", LARGE),
     Case("Qwen3-235B-A22B", "256xH800", LARGE, "offload=optimizer+core_attn"),
     Case("Qwen3-235B-A22B", "256xH800", LARGE, "recompute=block2"),
@@ -201,6 +220,17 @@ def _closed_step_s(full: Estimate, layout: Layout) -> float:
         max(totals), sum(totals), pp=layout.pp, vpp=layout.vpp, micro_batches=count, transfer_s=0.0
     )
     return full.step_s - shares.get(TimePart.BUBBLE, 0.0) + float(closed_s) - count * max(totals)
+
+
+def test_no_bound_of_a_group_is_below_its_floor_whatever_own_runs_say() -> None:
+    case = Case("Qwen3-30B-A3B", "32xH100", _work(4096, 256), own_runs=OWN)
+    factors = []
+    for group in case.groups[::7]:
+        for bounded in case.screener.bound(group):
+            scores = case.screener.score(bounded, room_bytes=ALL, below_s=ALL)
+            if scores is not None and np.isfinite(scores.step_s).any():
+                factors.append(float(scores.bound_s.min() / bounded.floor_bound_s))
+    assert min(factors) >= 1
 
 
 def test_what_pricing_settles_is_the_fastest_way() -> None:

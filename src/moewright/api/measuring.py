@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moewright.api.comparison import summarize_plan
@@ -14,7 +14,7 @@ from moewright.calibration.cross_validate import (
     calibrate_on,
 )
 from moewright.calibration.engine_runs import read_engine_runs
-from moewright.calibration.fit import FittedConstant, PriorCentre, fit_constants, predict_left_out
+from moewright.calibration.fit import FittedConstant, PriorCentre, fit_constants
 from moewright.calibration.fit_inputs import (
     NextRun,
     apply_fit,
@@ -26,6 +26,7 @@ from moewright.calibration.fit_inputs import (
     suggest_next_run,
 )
 from moewright.calibration.measured_row import MeasuredRow
+from moewright.calibration.own_runs import carry_over, predict_own_runs, weigh_own_runs
 from moewright.calibration.score import Score, score_table
 from moewright.calibration.table import read_table
 from moewright.rules.engine_limits import unsupported_layout
@@ -134,6 +135,7 @@ def validate(
     fit_on: Path | str | None = None,
     leave_out: Sequence[str] = (),
     own_rows: int = 0,
+    own_columns: Sequence[str] = (),
 ) -> Score:
     """Score the planner on tables of measured runs: errors, order of layouts, memory, verdicts.
 
@@ -144,6 +146,7 @@ def validate(
             values in these columns.
         own_rows: with `leave_out`, so many of the rows that share its values are fitted
             nevertheless, and not scored: what a user's first runs teach.
+        own_columns: with `own_rows`, those rows share the values of a row in these columns too.
 
     Raises:
         BadInput: a table or a column cannot be read.
@@ -167,13 +170,18 @@ def validate(
         calibrate = calibrate_on(read_table(source).rows, table_name=source.name)
         return score_table(rows, calibrate)
     if leave_out:
-        calibrate = calibrate_leaving_out(rows.rows, list(leave_out), own_rows=own_rows)
+        calibrate = calibrate_leaving_out(
+            rows.rows, list(leave_out), own_rows=own_rows, own_columns=list(own_columns)
+        )
         return score_table(rows, calibrate)
     return score_table(rows, calibrate_as_shipped)
 
 
 def fit(table: Path | str, *, on: str | Hardware) -> FitResult:
     """Refit the constants of a hardware to measured runs.
+
+    What they leave open of each run is carried over to runs that make the same choices, as
+    `own_runs` of the hardware.
 
     Args:
         table: a CSV of measured runs, or a folder of runs of this engine; one will do.
@@ -201,8 +209,10 @@ def fit(table: Path | str, *, on: str | Hardware) -> FitResult:
     result = fit_constants(runs, centre=PriorCentre.HARDWARE)
     fitted, learnt = apply_fit(hardware, result, source=path.name)
     before = [run.prepared.step_s(()) for run in runs]
-    after = [run.prepared.step_s(result.constants_for(run.hardware)) for run in runs]
-    without_it = predict_left_out(runs, lambda run: run.id, centre=PriorCentre.HARDWARE)
+    fitted_s = [run.prepared.step_s(fitted.constants) for run in runs]
+    own_runs = weigh_own_runs(runs, fitted_s, source=path.name)
+    after = [step_s * carry_over(own_runs, run) for run, step_s in zip(runs, fitted_s, strict=True)]
+    without_it = predict_own_runs(runs, centre=PriorCentre.HARDWARE)
     # On a CPU, and for runs of this engine, only what the engine runs can be measured next.
     if path.is_dir() or hardware.device.kind is DeviceKind.CPU:
         next_run = suggest_next_run(result, rows, hardware, can_run=_runs_here)
@@ -211,7 +221,7 @@ def fit(table: Path | str, *, on: str | Hardware) -> FitResult:
     skipped = [(row.id, row.reason) for row in measurements.skipped]
     unused = [(row_id, reason) for row_id, reason in reasons.items() if reason]
     return FitResult(
-        hardware=fitted,
+        hardware=replace(fitted, own_runs=own_runs),
         constants=tuple(learnt),
         kept_count=len(result.free_constants) - len(learnt),
         errors_before=tuple(relative_errors(runs, before)),

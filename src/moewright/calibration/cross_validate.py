@@ -6,7 +6,7 @@ They are fitted on all rows of a table, or for each scored row on those outside 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import hypot, sqrt
 from statistics import median
 
@@ -14,11 +14,12 @@ from moewright.calibration.cells import PeakKind
 from moewright.calibration.fit import RUN_NOISE, Fit, MeasuredRun, fit_constants
 from moewright.calibration.fit_inputs import is_priced_in_full, run_from_row, runs_from_rows
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
+from moewright.calibration.own_runs import carry_over, weigh_own_runs
 from moewright.calibration.score import Calibration, predict_peak
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import Constant
+from moewright.spec.hardware import Constant, OwnRun
 from moewright.spec.sourced import Sourced, SourceKind
 
 MIN_TIMED_ROWS = 3
@@ -84,12 +85,14 @@ class _Fold:
     """Constants fitted without some rows, which they predict.
 
     `key` has the values that the left-out rows share; `own_rows` are the ids of some of them that
-    were fitted nevertheless.
+    were fitted nevertheless. `own_runs` holds what the constants leave open of the rows that were
+    fitted, by publisher.
     """
 
     fit: Fit
     stack_constants: Mapping[str, Constant]
     source: str
+    own_runs: Mapping[str, tuple[OwnRun, ...]] = field(default_factory=dict)
     key: Hashable = None
     own_rows: frozenset[str] = frozenset()
 
@@ -106,7 +109,8 @@ class _Fold:
         return Calibration(
             constants=with_stack,
             source=self.source,
-            step_s=run.prepared.step_s(constants),
+            step_s=run.prepared.step_s(constants)
+            * carry_over(self.own_runs.get(row.publisher, ()), run),
             log_sd=hypot(run.noise, self.fit.log_time_sd(run)),
             group=self.key,
             skipped="one of the publisher's own rows, which were fitted" if is_own else "",
@@ -114,18 +118,23 @@ class _Fold:
 
 
 def calibrate_leaving_out(
-    rows: Sequence[MeasuredRow], columns: Sequence[str], *, own_rows: int = 0
+    rows: Sequence[MeasuredRow],
+    columns: Sequence[str],
+    *,
+    own_rows: int = 0,
+    own_columns: Sequence[str] = (),
 ) -> Calibrator:
     """Fit the constants for each row without the rows that share its values in `columns`.
 
     The columns are those of the table; "id" leaves out one row at a time. So many `own_rows` of
-    those that share its values are fitted nevertheless, as a user's own first runs would be, and
-    not scored.
+    those that share its values, in `own_columns` too, are fitted nevertheless, as a user's own
+    first runs would be, and not scored. What the constants leave open of fitted rows of the
+    publisher is carried over to rows that make the same choices.
 
     Raises:
         BadInput: the table does not have a column, or too few rows are left.
     """
-    for column in columns:
+    for column in (*columns, *own_columns):
         if rows and column not in rows[0].cells:
             raise _leave_out_error(column, "is no column of the table")
     timed = select_timed_rows(rows)
@@ -138,11 +147,14 @@ def calibrate_leaving_out(
     run_of_row = {run.id: run for run in runs}
     fit_of_all = fit_constants(runs)
     peaks = _unexplained_peaks(rows)
+    own_key = tuple(dict.fromkeys((*columns, *own_columns)))
     folds: dict[tuple[str, ...], _Fold] = {}
 
     def build_fold(key: tuple[str, ...], row: MeasuredRow) -> _Fold:
-        inside = [index for index, other in enumerate(timed) if _key(other, columns) == key]
-        own = _choose_own_rows([timed[index] for index in inside], own_rows)
+        outer = _key(row, columns)
+        inside = [index for index, other in enumerate(timed) if _key(other, columns) == outer]
+        alike = [timed[index] for index in inside if _key(timed[index], own_key) == key]
+        own = _choose_own_rows(alike, own_rows)
         kept = [
             index for index, other in enumerate(timed) if index not in inside or other.id in own
         ]
@@ -155,25 +167,40 @@ def calibrate_leaving_out(
             start = fit_of_all.restrict_to_runs(kept)
             kept_runs = [own_runs[i] if timed[i].id in own else runs[i] for i in kept]
             fit = fit_constants(kept_runs, start=start)
-        pairs = zip(columns, key, strict=True)
+        pairs = zip(own_key, key, strict=True)
         group = ", ".join(f"{column}={value}" for column, value in pairs)
         return _Fold(
             fit=fit,
             stack_constants=_stack_constants(
-                [peak for peak in peaks if _key(peak.row, columns) != key]
+                [peak for peak in peaks if _key(peak.row, columns) != outer]
             ),
             source=f"constants fitted on {len(kept)} rows, without {group}",
-            key=key,
+            key=outer,
             own_rows=own,
+            own_runs={
+                publisher: _weigh_rows_of(fit, [runs[i] for i in kept], publisher)
+                for publisher in {timed[index].publisher for index in inside}
+            },
         )
 
     def calibrate(row: MeasuredRow) -> Calibration:
-        key = _key(row, columns)
+        key = _key(row, own_key)
         if key not in folds:
             folds[key] = build_fold(key, row)
         return folds[key].calibrate(row, run_of_row.get(row.id))
 
     return calibrate
+
+
+def _weigh_rows_of(fit: Fit, runs: Sequence[MeasuredRun], publisher: str) -> tuple[OwnRun, ...]:
+    """Return the runs of a publisher, weighed by what a fit leaves open of them."""
+    own = [run for run in runs if run.publisher == publisher]
+    constants_of = {
+        run.groups: fit.constants_for(run.hardware, publisher=run.publisher, network=run.network)
+        for run in own
+    }
+    predicted = [run.prepared.step_s(constants_of[run.groups]) for run in own]
+    return weigh_own_runs(own, predicted, source=publisher)
 
 
 def _choose_own_rows(rows: Sequence[MeasuredRow], count: int) -> frozenset[str]:

@@ -176,12 +176,14 @@ class MeasuredRun:
     """A measured step; `weight` is below 1 for a run that repeats another.
 
     `noise` is the standard deviation of the logarithm of its seconds that no constant explains.
+    `choices` are those that its layout and job made (cost.evidence).
     """
 
     id: str
     prepared: PricedStep
     hardware: Hardware
     measured_s: float
+    choices: tuple[str, ...] = ()
     weight: float = 1.0
     publisher: str = ""
     network: str = ""

@@ -23,6 +23,7 @@ from moewright.calibration.software_facts import natural_load_factor
 from moewright.codec import format_layout
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
+from moewright.cost.evidence import list_choices
 from moewright.cost.repricing import RepriceableStep
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
@@ -147,6 +148,9 @@ def run_from_row(
         prepared=prepared,
         hardware=row_hardware,
         measured_s=measured_step_s(row),
+        choices=list_choices(
+            Job(model=row.model, workload=row.workload, layout=row.layout), row_hardware
+        ),
         weight=weight,
         publisher=row.publisher if row.cells else "",
         network=row.cells.get("network", ""),

@@ -17,6 +17,7 @@ def validate(
     fit_on: Path | None = None,
     leave_out: str = "",
     own_rows: int = 0,
+    own_columns: str = "",
     answer: AnswerOptions = _SHORT,
 ) -> int:
     """Score the planner on measured runs: errors, order of layouts, memory, verdicts.
@@ -39,17 +40,29 @@ def validate(
     own_rows
         With --leave-out, fit so many of the left-out rows nevertheless and score the others: what a
         user's first runs teach.
+    own_columns
+        Take the --own-rows from those that share a row's values in these columns as well, such as
+        "model,hardware": runs of the same model on the same part.
     """
     from moewright.api.measuring import validate as score_planner
     from moewright.report.score_text import print_score
     from moewright.view.score_view import view_score
 
-    columns = [column.strip() for column in leave_out.split(",") if column.strip()]
     with show_elapsed("scoring every row"):
-        score = score_planner(*tables, fit_on=fit_on, leave_out=columns, own_rows=own_rows)
+        score = score_planner(
+            *tables,
+            fit_on=fit_on,
+            leave_out=_split_columns(leave_out),
+            own_rows=own_rows,
+            own_columns=_split_columns(own_columns),
+        )
     console = open_console(json)
     print_score(console, score, verbose=answer.verbose)
     write_answer(console, json, score)
     if answer.html is not None:
         write_html(console, answer.html, [view_score(score)])
     return 0
+
+
+def _split_columns(text: str) -> list[str]:
+    return [column.strip() for column in text.split(",") if column.strip()]

@@ -24,6 +24,7 @@ from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_lo
 from moewright.cost.model_states import BucketSet, stage_bucket_sets
 from moewright.cost.muon import muon_ops
 from moewright.cost.op_time import DeviceRates, find_uncovered_rates
+from moewright.cost.own_runs import job_factor
 from moewright.cost.routed_rows import (
     count_expert_rows,
     is_moe_layer,
@@ -90,15 +91,17 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     rank_parameters = [count_rank_parameters(rank_sets) for rank_sets in sets]
     tails = [step_tail(rates, collectives, sym, parameters) for parameters in rank_parameters]
     slowest_tail = max(tails, key=lambda tail: tail.total_s)
-    step = step_time(sym, part_times, counts, times, slowest_tail)
+    factor = job_factor(job, hardware)
+    step = step_time(sym, part_times, counts, times, slowest_tail).scale(factor)
     peaks, bytes_per_load = _memory(rates.constants, sym, parts, sets, rank_counts)
     ledgers = tuple(
         _ledger(sym, pp_rank, sets[pp_rank], peaks[pp_rank].rows, phases)
-        for pp_rank, phases in enumerate(_phases(sym, step, tails, times))
+        for pp_rank, phases in enumerate(_phases(sym, step, tails, times, factor))
     )
     assumptions = (
         *_assumptions(hardware, rates, sym),
         *_rate_assumptions(rates, sym, rank_parameters[0]),
+        *_own_run_assumptions(hardware, factor),
     )
     joined = _join(hardware, rates, sym, ledgers, peaks, step, assumptions)
     return replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
@@ -135,6 +138,17 @@ def _rate_assumptions(
         *muon_ops(sym, owned_dense=owned_dense, owned_expert=owned_expert),
     )
     yield from find_uncovered_rates(rates, (*list_op_rows(sym), *optimizer))
+
+
+def _own_run_assumptions(hardware: Hardware, factor: float) -> Iterator[Assumption]:
+    """Yield what own runs say of the step, where the hardware has any."""
+    if hardware.own_runs:
+        yield Assumption(
+            name="own_runs",
+            value=f"{100 * (factor - 1):+.1f} % of the step",
+            kind=SourceKind.FITTED,
+            source=f"{len(hardware.own_runs)} own runs, by the choices that this one shares",
+        )
 
 
 def _load_limit(sym: Symbols, margin_bytes: int, bytes_per_load: float) -> float:
@@ -238,16 +252,21 @@ def _phases(
     step: StepTime,
     tails: Sequence[StepTail],
     times: Sequence[MicroBatchTime],
+    factor: float,
 ) -> Iterator[tuple[TimeRow, ...]]:
-    """Yield the step of each pipeline rank by phase; its waits for other ranks are OTHER."""
+    """Yield the step of each pipeline rank by phase; its waits for other ranks are OTHER.
+
+    All of a rank's seconds are `factor` times as long, as those of `step` are already.
+    """
     for tail, stage in zip(tails, times, strict=True):
-        seconds = {
+        unscaled = {
             StepPhase.FORWARD: sym.m * stage.forward_s,
             StepPhase.BACKWARD: sym.m * (stage.total_s - stage.forward_s),
             StepPhase.GRAD_REDUCE: tail.reduce_s,
             StepPhase.OPTIMIZER: tail.optimizer_s,
             StepPhase.PARAM_GATHER: tail.gather_s,
         }
+        seconds = {phase: factor * phase_s for phase, phase_s in unscaled.items()}
         seconds[StepPhase.OTHER] = step.step_s - sum(seconds.values())
         yield tuple(
             TimeRow(phase=phase, seconds=phase_s)

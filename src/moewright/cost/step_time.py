@@ -128,6 +128,15 @@ class StepTime:
     exposed: PartSeconds
     hidden: PartSeconds
 
+    def scale(self, factor: float) -> StepTime:
+        """Return the step with all of its seconds so many times as long."""
+        return StepTime(
+            step_s=factor * self.step_s,
+            slowest_rank=self.slowest_rank,
+            exposed={part: factor * seconds for part, seconds in self.exposed.items()},
+            hidden={part: factor * seconds for part, seconds in self.hidden.items()},
+        )
+
 
 def list_op_rows(sym: Symbols) -> tuple[OpRow, ...]:
     """List every row that enters an estimate but the optimizer's."""

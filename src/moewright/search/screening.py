@@ -21,6 +21,7 @@ from moewright.cost.activations import (
 from moewright.cost.buffers import dispatcher_bytes
 from moewright.cost.layer_time import stage_transfer_s
 from moewright.cost.memory import ModelMemory
+from moewright.cost.own_runs import job_factor
 from moewright.cost.pipeline_time import build_pipeline, closed_form_s
 from moewright.cost.stage_parts import Array, LayerKind, count_parts, list_parts
 from moewright.cost.uncertainty import needed_margin
@@ -30,7 +31,7 @@ from moewright.rules.megatron_limits import paired_pass_limits
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.pipelines import PipelineCache
 from moewright.search.screening_memory import ScreeningMemory
-from moewright.search.screening_risk import ScreeningRisk
+from moewright.search.screening_risk import PolicyFactors, ScreeningRisk
 from moewright.search.screening_tail import ScreeningTails
 from moewright.search.screening_time import GroupTimes, ScreeningTimes, TimingClass
 from moewright.search.space import (
@@ -156,7 +157,7 @@ class Screener:
             timings = self._timing_classes(group)
             base = self.times.choose_exchanges(cut, times, timings[0])
             floor_s = min(times.floor_s(variant, timings) for variant in self._quickest(base))
-            least_factor = float(self._risk.factors(base, group.pipelines).of_class.min())
+            factors = self._list_factors(base, group.pipelines)
             yield BoundedGroup(
                 group=group,
                 base=base,
@@ -164,8 +165,8 @@ class Screener:
                 times=times,
                 legal=legal,
                 is_searched=is_searched,
-                floor_s=floor_s,
-                floor_bound_s=floor_s * least_factor,
+                floor_s=floor_s * min(float(some.own.min()) for some in factors),
+                floor_bound_s=floor_s * min(float(some.of_class.min()) for some in factors),
             )
 
     def score(
@@ -182,7 +183,9 @@ class Screener:
         group, base = bounded.group, bounded.base
         batch = self._pipelines.batch(group, is_paired=Overlap.EP in base.overlap)
         least_s = self._least_s(bounded, batch)
-        least_factors = self._risk.factors(base, group.pipelines).least_by_pipeline()
+        least_factors = np.minimum.reduce(
+            [factors.least_by_pipeline() for factors in self._list_factors(base, group.pipelines)]
+        )
         is_fast = least_s * least_factors[:, None] < below_s
         if not is_fast.any():
             return None
@@ -266,6 +269,14 @@ class Screener:
             return [base, _with_dp_overlap(base)]
         return [base]
 
+    def _list_factors(self, base: Layout, pipelines: PipelineShapes) -> list[PolicyFactors]:
+        """Return the factors of a group's variants, some of which has the least.
+
+        Overlapped gradient sums are one more choice, surer only where own runs made it.
+        """
+        variants = self._variants(base) if self._space.hardware.own_runs else [base]
+        return [self._risk.factors(variant, pipelines) for variant in variants]
+
     def _is_needless(self, has_room: Array, base: Layout, pipelines: PipelineShapes) -> Array:
         """Return the mask of candidates that a lighter policy makes needless.
 
@@ -321,7 +332,8 @@ class Screener:
             micro_batches=pricer.sym.m,
             transfer_s=0.0,
         )
-        return build_pipeline(layout, pricer.sym.m).total_s(forward, backward) - float(closed)
+        stalled_s = build_pipeline(layout, pricer.sym.m).total_s(forward, backward) - float(closed)
+        return stalled_s * job_factor(self._space.job(layout), self._space.hardware)
 
     def layout(self, scores: GroupScores, pipeline: int, activations: int, states: int) -> Layout:
         """Return the layout of the candidate at these indices of the scores' arrays."""
@@ -449,9 +461,9 @@ class Screener:
             tail_s, hidden_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
             total = np.maximum(pipeline_s[:, :, None], hidden_s[:, None, :]) + tail_s[:, None, :]
             total_s = np.where(is_worth_pricing[:, needed], total, np.inf)
-            factors = self._risk.factors(base, priced.batch.pipelines).spread()
-            factors = np.broadcast_to(factors, step.shape)
-            total_bound_s = total_s * factors[:, needed]
+            factors = self._risk.factors(base, priced.batch.pipelines)
+            total_bound_s = total_s * np.broadcast_to(factors.spread(), step.shape)[:, needed]
+            total_s = total_s * np.broadcast_to(factors.spread_own(), step.shape)[:, needed]
             better = total_bound_s < bound[:, needed]
             bound[:, needed] = np.where(better, total_bound_s, bound[:, needed])
             step[:, needed] = np.where(better, total_s, step[:, needed])

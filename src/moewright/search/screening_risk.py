@@ -14,11 +14,14 @@ import numpy as np
 from moewright.cost.activations import ActivationPolicy
 from moewright.cost.constants import Constants
 from moewright.cost.evidence import job_choices, layout_choices, read_measured_choices
+from moewright.cost.own_runs import own_run_factor
 from moewright.cost.stage_parts import Array
 from moewright.cost.uncertainty import step_bound, step_deviation
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy, with_pipeline
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Schedule
+
+Place = tuple[slice | None, ...]  # where the rows of a block stand among three axes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,27 +29,36 @@ class ChoiceRows:
     """Sets of choices as rows.
 
     `made` [rows, measured choices] is 1 where a set holds a choice that runs made; `missing` [rows]
-    counts the choices of a set that no run made.
+    counts the choices of a set that no run made. `count` [rows] are all choices of a set, `shared`
+    [rows, own runs] those that each of one's own runs made too.
     """
 
     made: Array
     missing: Array
+    count: Array
+    shared: Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyFactors:
     """The factors of bounds over steps, which pipelines of the same choices share.
 
-    `of_class` broadcasts to [classes, activation policies, state policies]; `class_of_pipeline`
-    [pipelines] are indices of classes.
+    `of_class` broadcasts to [classes, activation policies, state policies]; it is of the bound over
+    the seconds that constants predict, and `own` of the step, which own runs move (cost.own_runs).
+    `class_of_pipeline` [pipelines] are indices of classes.
     """
 
     of_class: Array
+    own: Array
     class_of_pipeline: Array
 
     def spread(self) -> Array:
         """Return the factors [pipelines, activation policies, state policies], to broadcast."""
         return np.asarray(self.of_class[self.class_of_pipeline])
+
+    def spread_own(self) -> Array:
+        """Return `own` likewise."""
+        return np.asarray(self.own[self.class_of_pipeline])
 
     def least_by_pipeline(self) -> Array:
         """Return the least factor of each pipeline [pipelines]."""
@@ -66,7 +78,9 @@ class ScreeningRisk:
     ) -> None:
         self._space, self._constants, self._risk = space, constants, risk
         self._counts_evidence = space.hardware.device.kind is DeviceKind.CUDA
-        if not self._counts_evidence:
+        self._own_runs = space.hardware.own_runs
+        self._own_choices = [frozenset(run.choices) for run in self._own_runs]
+        if not self._counts_evidence and not self._own_runs:
             return
         measured = read_measured_choices()
         self._column = {name: column for column, name in enumerate(measured.list_names())}
@@ -85,9 +99,10 @@ class ScreeningRisk:
 
     def factors(self, base: Layout, pipelines: PipelineShapes) -> PolicyFactors:
         """Return bound over step of a group's candidates."""
-        if not self._counts_evidence:
+        if not self._counts_evidence and not self._own_runs:
             return PolicyFactors(
                 of_class=np.full((1, 1, 1), step_bound(1.0, self._deviation(0, 0), self._risk)),
+                own=np.ones((1, 1, 1)),
                 class_of_pipeline=np.zeros(len(pipelines.shapes), dtype=int),
             )
         names = self._names(
@@ -112,7 +127,7 @@ class ScreeningRisk:
             self._classes[pipelines] = self._classify(pipelines)
         classes, class_of_pipeline = self._classes[pipelines]
         group = self._encode([self._job | names])
-        blocks = (
+        blocks: tuple[tuple[ChoiceRows, Place], ...] = (
             (classes, (slice(None), None, None)),
             (self._activations, (None, slice(None), None)),
             (self._states, (None, None, slice(None))),
@@ -130,9 +145,30 @@ class ScreeningRisk:
         pairs = pairs + (between @ self._states.made.T)[shape[1]]
         pairs = pairs + (self._activations.made @ self._apart @ self._states.made.T)[None]
         deviation = self._deviation(missing, pairs)
+        if not self._counts_evidence:
+            deviation = self._deviation(0 * missing, 0)
+        own = self._own_factors(group, blocks)
         return PolicyFactors(
-            of_class=step_bound(1.0, deviation, self._risk), class_of_pipeline=class_of_pipeline
+            of_class=own * step_bound(1.0, deviation, self._risk),
+            own=own,
+            class_of_pipeline=class_of_pipeline,
         )
+
+    def _own_factors(self, group: ChoiceRows, blocks: Sequence[tuple[ChoiceRows, Place]]) -> Array:
+        """Return what own runs make of a group's steps, to broadcast as `of_class`.
+
+        The choices of a layout are those of its group and of a row of each block, none in two.
+        """
+        classes, _ = blocks[0]
+        if not self._own_runs:
+            return np.ones((len(classes.count), 1, 1))
+        count: Array = group.count[0]
+        shared: Array = group.shared[0]
+        for rows, place in blocks:
+            count = count + rows.count[place]
+            shared = shared + rows.shared[place]
+        of_runs = np.array([len(choices) for choices in self._own_choices])
+        return own_run_factor(self._own_runs, count[..., None] + of_runs - 2 * shared)
 
     def _deviation(self, missing: Array | int, pairs: Array | int) -> Array:
         return step_deviation(self._constants, missing, pairs)
@@ -157,4 +193,12 @@ class ScreeningRisk:
             columns = [self._column[name] for name in names if name in self._column]
             made[place, columns] = 1
             missing[place] = len(names) - len(columns)
-        return ChoiceRows(made=made, missing=missing)
+        return ChoiceRows(
+            made=made,
+            missing=missing,
+            count=np.array([len(set(names)) for names in rows], dtype=float),
+            shared=np.array(
+                [[len(own.intersection(names)) for own in self._own_choices] for names in rows],
+                dtype=float,
+            ).reshape(len(rows), len(self._own_choices)),
+        )

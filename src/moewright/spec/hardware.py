@@ -171,11 +171,24 @@ class Constant:
     value: Sourced
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnRun:
+    """A run measured on this hardware, by the choices that it made.
+
+    `weight` moves the logarithm of the predicted seconds of runs with the same choices, and less
+    the more choices differ (cost.own_runs). `moewright fit` writes it.
+    """
+
+    choices: tuple[str, ...]
+    weight: Sourced
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Hardware(Record):
     """A number of equal devices and the fabric that joins them.
 
-    `fingerprint` tells one measured machine from another; "" for parts of the catalogue.
+    `fingerprint` tells one measured machine from another; "" for parts of the catalogue. `own_runs`
+    say what its constants leave open of runs that were measured.
     """
 
     name: str
@@ -184,6 +197,7 @@ class Hardware(Record):
     fabric: Fabric
     constants: tuple[Constant, ...] = ()
     fingerprint: str = ""
+    own_runs: tuple[OwnRun, ...] = ()
 
     def title(self) -> str:
         """Return count and name."""

@@ -1,0 +1,72 @@
+"""What a fit leaves open of measured runs, carried over to runs that make the same choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+
+import numpy as np
+
+from moewright.calibration.fit import RUN_NOISE, MeasuredRun, PriorCentre, fit_constants
+from moewright.cost.own_runs import LEFT_OPEN_SD, count_differing, likeness, own_run_factor
+from moewright.spec.hardware import OwnRun
+from moewright.spec.sourced import Sourced, SourceKind
+
+_LARGEST = 0.6  # of |log(measured / predicted)|: what is beyond is taken for a run's own
+
+
+def weigh_own_runs(
+    runs: Sequence[MeasuredRun], predicted: Sequence[float], *, source: str
+) -> tuple[OwnRun, ...]:
+    """Return runs as a hardware keeps them, given the seconds that constants predict of each.
+
+    Each run has noise of its own (RUN_NOISE) beside what it shares with runs alike.
+    """
+    choices = [run.choices for run in runs]
+    left_open = np.array(
+        [log(run.measured_s / step_s) for run, step_s in zip(runs, predicted, strict=True)]
+    )
+    covariance = LEFT_OPEN_SD**2 * likeness(count_differing(choices, choices))
+    covariance += RUN_NOISE**2 * np.eye(len(runs))
+    solved = np.linalg.solve(covariance, np.clip(left_open, -_LARGEST, _LARGEST))
+    return tuple(
+        OwnRun(
+            choices=tuple(run.choices),
+            weight=Sourced(
+                value=LEFT_OPEN_SD**2 * float(weight),
+                kind=SourceKind.FITTED,
+                source=f"{run.id}, {source}",
+            ),
+        )
+        for run, weight in zip(runs, solved, strict=True)
+    )
+
+
+def carry_over(own_runs: Sequence[OwnRun], run: MeasuredRun) -> float:
+    """Return the factor of a run's predicted seconds that own runs speak for."""
+    if not own_runs:
+        return 1.0
+    differing = count_differing([run.choices], [own.choices for own in own_runs])
+    return float(own_run_factor(own_runs, differing)[0])
+
+
+def predict_own_runs(
+    runs: Sequence[MeasuredRun], *, centre: PriorCentre = PriorCentre.HARDWARE
+) -> tuple[float, ...]:
+    """Predict the seconds of each run by all others: constants, and what these leave open.
+
+    A single run is predicted by the hardware's own constants.
+    """
+    if len(runs) == 1:
+        return (runs[0].prepared.step_s(()),)
+    fit_of_all = fit_constants(runs, centre=centre)
+    predicted = []
+    for index, run in enumerate(runs):
+        kept = [place for place in range(len(runs)) if place != index]
+        others = [runs[place] for place in kept]
+        fit = fit_constants(others, centre=centre, start=fit_of_all.restrict_to_runs(kept))
+        constants = fit.constants_for(run.hardware, publisher=run.publisher, network=run.network)
+        steps = [other.prepared.step_s(constants) for other in others]
+        own_runs = weigh_own_runs(others, steps, source="")
+        predicted.append(run.prepared.step_s(constants) * carry_over(own_runs, run))
+    return tuple(predicted)
