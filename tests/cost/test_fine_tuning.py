@@ -16,15 +16,17 @@ from moewright.intake import catalogue
 from moewright.rules import engine_limits, flops
 from moewright.rules.adapters import adapter_parameters, is_trained, trained_share
 from moewright.rules.job import Job
+from moewright.rules.packed_base import is_packed
 from moewright.rules.parameters import count_parameters
 from moewright.rules.shards import local_shape, stage_parameters
 from moewright.search.search import search
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Constant, DeviceKind
 from moewright.spec.layout import Layout
+from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate
 from moewright.spec.sourced import Sourced, SourceKind
-from moewright.spec.workload import FineTuningSpec, FrozenPart, Task, Workload
+from moewright.spec.workload import BaseQuantization, FineTuningSpec, FrozenPart, Task, Workload
 
 MODEL = catalogue.model("Meta-Llama-3-8B")
 LAYOUT = Layout(world_size=8, tp=2, sp=True, zero=1)
@@ -163,3 +165,28 @@ def test_frozen_weights_in_fp32_take_twice_the_bytes() -> None:
     )
     total = count_parameters(MODEL).total
     assert wide_bytes - narrow_bytes == pytest.approx(2 * total / 8, rel=0.06)
+
+
+def test_a_packed_base_takes_half_a_byte_and_its_scales() -> None:
+    """QLoRA's 0.5 + 8/64/8 + 32/(64 * 256)/8 bytes a number, in linears alone."""
+    plain = workload(Task.LORA)
+    tuning = replace(plain.fine_tuning, quantize_base=BaseQuantization.NF4)
+    packed = replace(plain, fine_tuning=tuning)
+    layout = replace(LAYOUT, recompute=(), zero=1)
+    hardware = catalogue.hardware("8xH100")
+    rows = [estimate(MODEL, work, hardware, layout) for work in (plain, packed)]
+    numel = sum(
+        prod(local_shape(param, layout))
+        for param in stage_parameters(MODEL, layout, 0)
+        if is_packed(param.module, param.shape, tuning)
+    )
+    table = 2 * MODEL.vocab_size * MODEL.hidden_size // layout.tp
+    norms = (2 * MODEL.layers + 1) * MODEL.hidden_size
+    assert numel == count_parameters(MODEL).total // layout.tp - table - norms // 2
+    weights = [
+        sum(row.bytes for row in own.ledgers[0].memory if row.component is Component.WEIGHTS)
+        for own in rows
+    ]
+    saved = (2 - 0.5 - 1 / 64 - 4 / 64 / 256) * numel
+    assert weights[0] - weights[1] == pytest.approx(saved, rel=1e-6)
+    assert rows[0].step_s < rows[1].step_s < 1.3 * rows[0].step_s

@@ -32,6 +32,7 @@ from moewright.spec.plan import Estimate, TimePart
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import (
     AttentionBackend,
+    BaseQuantization,
     CheckpointSpec,
     CrossEntropyKernel,
     Dtype,
@@ -107,6 +108,10 @@ FROZEN = replace(
 )
 LORA = replace(_work(4096, 256), fine_tuning=FineTuningSpec(task=Task.LORA))
 NARROW_MOMENTS = replace(_work(4096, 256), optimizer=OptimizerSpec(moment_dtype=Dtype.FP8))
+QLORA = replace(
+    LORA,
+    fine_tuning=FineTuningSpec(task=Task.LORA, quantize_base=BaseQuantization.NF4),
+)
 SAVES_BESIDE = replace(LARGE, checkpoint=replace(CheckpointSpec(), mode=SaveMode.ASYNC))
 OTHER_TRAINER = replace(
     _work(4096, 256),
@@ -137,6 +142,7 @@ CASES = (
     Case("gpt-oss-120b", "64xB200", _work(4096, 512)),
     Case("Qwen3-30B-A3B", "32xH100", LORA),
     Case("Qwen3-30B-A3B", "32xH100", FROZEN),
+    Case("Qwen3-30B-A3B", "32xH100", QLORA),
     Case("Nemotron-3-Super-120B-A12B", "64xB200", _work(8192, 512)),
     Case("Qwen3-Next-80B-A3B", "64xH100", _work(4096, 512)),
     Case("DeepSeek-V4-Flash", "128xH200", _work(4096, 1024)),

@@ -18,6 +18,7 @@ from moewright.intake.job import DEFAULT_HARDWARE, read_job
 from moewright.rules.engine_limits import unsupported_model
 from moewright.rules.packing import filled_share
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.workload import BaseQuantization
 
 if TYPE_CHECKING:
     from moewright.engine.data.build_corpus import BuildReport
@@ -55,6 +56,7 @@ class FineTuningRequest:
     global_batch: int | None = None
     lr: float | None = None
     lora_rank: int = 0
+    quantize_base: BaseQuantization = BaseQuantization.NONE
     freeze: Sequence[str] = ()
     heldout: float = 0.05
     template: Path | None = None
@@ -164,6 +166,8 @@ def _format_job(
             "lora_rank": request.lora_rank,
             "lora_alpha": 2.0 * request.lora_rank,
         }
+    if request.quantize_base is not BaseQuantization.NONE:
+        task["quantize_base"] = request.quantize_base.value
     steps = numbers.steps
     job = {
         "model": {"weights": os.path.relpath(base, folder)},

@@ -27,6 +27,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import (
+    BaseQuantization,
     BatchRampSpec,
     DocumentMasking,
     Dtype,
@@ -76,6 +77,7 @@ class WorkloadOptions:
     tokens: int | None = None  # over the whole training
     task: Task | None = None
     lora_rank: int | None = None  # only beside the task LoRA, which it implies
+    quantize_base: BaseQuantization | None = None  # only beside the task LoRA
     lengths: Path | None = None  # a histogram of samples, which are packed into sequences
 
 
@@ -162,9 +164,14 @@ def change_training(workload: Workload, options: WorkloadOptions) -> Workload:
             rule = f"is the rank of LoRA's adapters, and --task is {task}"
             raise BadInput(Reason(field="--lora", rule=rule, nearest="--task lora"))
         task = Task.LORA
-    if task is None:
+    if options.quantize_base is not None and (task or workload.fine_tuning.task) is not Task.LORA:
+        rule = "is of the frozen weights under adapters"
+        raise BadInput(Reason(field="--quantize-base", rule=rule, nearest="--lora r=16"))
+    if task is None and options.quantize_base is None:
         return workload
-    fine_tuning = replace(workload.fine_tuning, task=task)
+    fine_tuning = replace(workload.fine_tuning, task=task or workload.fine_tuning.task)
+    if options.quantize_base is not None:
+        fine_tuning = replace(fine_tuning, quantize_base=options.quantize_base)
     if options.lora_rank is not None:
         fine_tuning = replace(fine_tuning, lora_rank=options.lora_rank)
     return replace(workload, fine_tuning=fine_tuning)

@@ -60,6 +60,7 @@ def finetune(
         global_batch=options.global_batch,
         lr=options.lr,
         lora_rank=read_lora_rank(options.lora) or 0,
+        quantize_base=options.quantize_base,
         freeze=_read_parts(options.freeze),
         heldout=options.heldout,
         template=options.chat_template,

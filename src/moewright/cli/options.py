@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter, Token
 
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.workload import Dtype, Task
+from moewright.spec.workload import BaseQuantization, Dtype, Task
 
 if TYPE_CHECKING:
     from moewright.api.launched_trials import TrialPlace
@@ -81,6 +81,9 @@ class BatchOptions:
         says it. Under LoRA the weights are frozen: without gradients and moments.
     lora
         The rank of LoRA's adapters, such as r=16; it implies --task lora.
+    quantize_base
+        The form of the frozen linears under LoRA's adapters: nf4 for 4 bits (QLoRA), none for the
+        precision.
     """
 
     seq_len: OptionalCount = None
@@ -90,6 +93,7 @@ class BatchOptions:
     rampup_batch_size: tuple[int, int, int] | None = None
     task: Task | None = None
     lora: str = ""
+    quantize_base: BaseQuantization | None = None
 
     def to_workload_options(self) -> WorkloadOptions:
         """Return the options as the face of the package takes them."""
@@ -103,6 +107,7 @@ class BatchOptions:
             ramp=read_ramp(self.rampup_batch_size),
             task=self.task,
             lora_rank=read_lora_rank(self.lora),
+            quantize_base=self.quantize_base,
         )
 
 
@@ -163,6 +168,8 @@ class FineTuningOptions:
         Peak learning rate; when not given 1e-5, or 2e-4 with --lora.
     lora
         Train low-rank adapters beside frozen weights, of this rank, such as r=16.
+    quantize_base
+        The form of the frozen linears under the adapters: nf4 for 4 bits (QLoRA), none for bf16.
     freeze
         Parts that do not train, such as router,embeddings: embeddings, attention, mlp, router,
         experts, shared_experts.
@@ -178,6 +185,7 @@ class FineTuningOptions:
     global_batch: OptionalCount = None
     lr: float | None = None
     lora: str = ""
+    quantize_base: BaseQuantization = BaseQuantization.NONE
     freeze: str = ""
     heldout: float = 0.05
     chat_template: Path | None = None

@@ -13,6 +13,7 @@ from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, micro_batches, recompute, shards
 from moewright.rules.adapters import is_frozen, trains_module
 from moewright.rules.job import Job
+from moewright.rules.packed_base import packed_elements
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -143,7 +144,8 @@ def resident_bytes(
 ) -> int:
     """Return the bytes that stay all step long on a rank besides model states and activations.
 
-    They are gradient placeholders, the workspaces of libraries, and the buffer that gathers share.
+    They are gradient placeholders, the workspaces of libraries, the buffer that gathers share, and
+    a packed weight that is widened.
     `has_experts` tells which kinds of layer a rank holds: with experts, without, or both.
     """
     grouped = sym.workload.trainer.expert_kernels is ExpertKernels.GROUPED and True in has_experts
@@ -152,7 +154,22 @@ def resident_bytes(
     workspaces = _HANDLES * cublas_bytes + streams * constants["gemm_workspace_bytes"]
     gather = gather_buffer_bytes(sym, has_experts, has_head=has_head)
     head = head_placeholder_bytes(constants, sym) if has_head else 0
-    return placeholder_bytes(sym, has_experts) + head + round(workspaces) + gather
+    own = placeholder_bytes(sym, has_experts) + unpacked_bytes(sym, has_experts)
+    return own + head + round(workspaces) + gather
+
+
+def unpacked_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
+    """Return the bytes of the largest packed weight of a rank's layers, widened for a product."""
+    moe_layers = sym.model.moe_layers
+    firsts = [moe_layers.index(kind) for kind in set(has_experts) if kind in moe_layers]
+    return sym.c * max(
+        (
+            elements
+            for layer in firsts
+            for elements in packed_elements(sym.model, sym.workload, sym.layout, layer)
+        ),
+        default=0,
+    )
 
 
 def head_placeholder_bytes(constants: Constants, sym: Symbols) -> int:

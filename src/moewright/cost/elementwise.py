@@ -17,6 +17,7 @@ from moewright.cost.op_time import OpRow
 from moewright.cost.quantise import Operands, mixer_operands, mlp_operands, quantise_bytes
 from moewright.cost.symbols import Symbols
 from moewright.rules.adapters import adapted_widths
+from moewright.rules.packed_base import packed_bytes_per_element, packed_elements
 from moewright.spec.hardware import Op
 from moewright.spec.layout import DispatcherKind, Recompute
 from moewright.spec.model import AttentionKind, MixerKind, NormPlacement, QkNorm
@@ -275,6 +276,16 @@ def adapter_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
     if sym.is_frozen:
         inputs, outputs = adapted_widths(sym.model, sym.workload, layer)
         yield _adapter_rows("adapters", sym, sym.T / sym.layout.tp, inputs, outputs)
+        yield from _unpack_rows(sym, layer)
+
+
+def _unpack_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
+    """Yield the rows that widen a layer's packed weights, before each of their two products."""
+    elements = sum(packed_elements(sym.model, sym.workload, sym.layout, layer))
+    if elements:
+        nbytes = elements * (packed_bytes_per_element() + sym.c)
+        row = elementwise_row("unpack_weights", sym, nbytes)
+        yield row, elementwise_row("unpack_weights", sym, nbytes)
 
 
 def _adapter_rows(

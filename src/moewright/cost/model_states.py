@@ -20,6 +20,12 @@ from moewright.rules.moments import (
     stored_nbytes,
 )
 from moewright.rules.muon import is_muon_matrix
+from moewright.rules.packed_base import (
+    holds_packed,
+    is_packed,
+    packed_bytes_per_element,
+    packed_nbytes,
+)
 from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout, Offload
@@ -88,16 +94,23 @@ def frozen_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
     if trains_all(fine_tuning):
         return ()
     pp_rank = grid.coordinate(job.layout, rank, "pp")
-    nbytes = activation_nbytes(job.workload)
     return tuple(
         MemoryRow(
             component=Component.WEIGHTS,
             module=param.module,
-            bytes=nbytes * prod(shards.local_shape(param, job.layout)),
+            bytes=_frozen_nbytes(param, job),
         )
         for param in shards.stage_parameters(job.model, job.layout, pp_rank)
         if not is_trained(fine_tuning, param.name)
     )
+
+
+def _frozen_nbytes(param: Param, job: Job) -> int:
+    """Return the bytes of a rank's part of a frozen weight."""
+    local_shape = shards.local_shape(param, job.layout)
+    if is_packed(param.module, param.shape, job.workload.fine_tuning):
+        return packed_nbytes(param.shape, local_shape)
+    return activation_nbytes(job.workload) * prod(local_shape)
 
 
 def stage_bucket_sets(job: Job) -> tuple[tuple[BucketSet, ...], ...]:
@@ -239,11 +252,13 @@ def state_bytes(
     *,
     trained: float = 1.0,
     frozen_nbytes: float = 0.0,
+    packed: Array | float = 0.0,
 ) -> dict[Component, Array]:
     """Return the bytes of all states; those of an offloaded optimizer are in host memory.
 
     Where adapters train, `trained` is their share, frozen weights of `frozen_nbytes` an element (at
     least an activation's) have no other state, and every rank holds them whole but under ZeRO-3.
+    Of them `packed` elements are held in fewer bits.
     """
     sharded = sharded_states(layout.zero)
     per_parameter = state_bytes_per_parameter(workload)
@@ -255,6 +270,8 @@ def state_bytes(
         adapters = {component: trained * nbytes for component, nbytes in sizes.items()}
         widened = max(1.0, frozen_nbytes / activation_nbytes(workload))
         weights = widened * sizes[Component.WEIGHTS] + adapters[Component.WEIGHTS]
+        saving = widened * activation_nbytes(workload) - packed_bytes_per_element()
+        weights = weights - saving * packed
         sizes = {**adapters, Component.WEIGHTS: weights}
     saved_bytes = per_parameter[Component.MOMENTS] - MOMENTUM_BYTES  # by Muon's one momentum
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
@@ -300,9 +317,21 @@ def state_rows(
 ) -> tuple[MemoryRow, ...]:
     """Return the memory rows of all states, booked to modules; padding is booked to OTHER."""
     own_numel = sum(bucket_set.numel // bucket_set.shards for bucket_set in sets)
-    elements = _state_elements(sets, int(hosted_elements(layout, own_numel)))
-    states = state_bytes(workload, layout, elements, trained=trained, frozen_nbytes=frozen_nbytes)
     modules = tuple(Module)
+    elements = _state_elements(sets, int(hosted_elements(layout, own_numel)))
+    packed = np.zeros(len(modules))
+    if holds_packed(workload):
+        is_sharded = Component.WEIGHTS in sharded_states(layout.zero)
+        is_linear = np.array([module in LINEAR_MODULES for module in modules])
+        packed = is_linear * (elements.own if is_sharded else elements.whole)
+    states = state_bytes(
+        workload,
+        layout,
+        elements,
+        trained=trained,
+        frozen_nbytes=frozen_nbytes,
+        packed=packed,
+    )
     scales = scale_bytes(workload, elements.total(), trained=trained)
     for component, nbytes in scales.items():
         states[component] = states.get(component, np.zeros(len(modules))) + np.where(

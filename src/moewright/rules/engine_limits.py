@@ -13,6 +13,8 @@ from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.moments import MOMENT_DTYPES, is_scaled
+from moewright.rules.packed_base import NF4_BLOCK, cuts_blocks, is_packed
+from moewright.rules.parameters import parameters
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
@@ -21,6 +23,7 @@ from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import (
     AttentionBackend,
+    BaseQuantization,
     CrossEntropyKernel,
     Dtype,
     ExpertKernels,
@@ -58,6 +61,7 @@ def unsupported_layout(
         *_check_library(layout, workload),
         *_check_replicas(layout),
         *_check_frozen(layout, workload),
+        *_check_packed(layout, model, workload),
         *_check_recurrence(layout, model, workload),
         *check_graphs(Job(model=model, workload=workload, layout=layout)),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
@@ -174,6 +178,30 @@ def _check_frozen(layout: Layout, workload: Workload) -> Iterator[Reason]:
         rule = f"must be a multiple of {step} for the grouped products of experts"
         nearest = str(max(step, rank // step * step))
         yield Reason(field="train.lora_rank", value=str(rank), rule=rule, nearest=nearest)
+
+
+def _check_packed(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """Yield what a base in fewer bits does not go with."""
+    fine_tuning = workload.fine_tuning
+    if fine_tuning.quantize_base is BaseQuantization.NONE:
+        return
+    value = str(fine_tuning.quantize_base)
+    if not is_frozen(workload):
+        rule = "is of the frozen weights under adapters: task=lora"
+        yield Reason(field="train.quantize_base", value=value, rule=rule, nearest="none")
+        return
+    if layout.spare:
+        rule = f"the engine has no replicas of weights in {value}"
+        yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
+    for param in parameters(model):
+        if not is_packed(param.module, param.shape, fine_tuning):
+            continue
+        if cuts_blocks(param, layout):
+            rule = f"cuts {param.name} {list(param.shape)} inside of blocks of {NF4_BLOCK} numbers"
+            axis = "etp" if param.is_expert else "tp"
+            degree = layout.etp if param.is_expert else layout.tp
+            yield Reason(field=f"layout.{axis}", value=str(degree), rule=rule, nearest="1")
+            return
 
 
 def _check_recurrence(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:

@@ -28,6 +28,7 @@ from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, shards
 from moewright.rules.adapters import is_trained
 from moewright.rules.moments import shard_multiple
+from moewright.rules.packed_base import holds_packed
 from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
 from moewright.search.pipeline_arrays import PipelineBatch
@@ -310,12 +311,17 @@ class ScreeningMemory:
             hosted_matrices=np.rint(matrices * hosted / own),
         )
         scales = model_states.scale_bytes(workload, state_elements, trained=sym.trained_share)
+        packed: Array | float = 0.0
+        if holds_packed(workload):
+            is_sharded = Component.WEIGHTS in model_states.sharded_states(policy.zero)
+            packed = (elements.own_linear if is_sharded else elements.linear)[ranks]
         sizes = model_states.state_bytes(
             workload,
             layout,
             state_elements,
             trained=sym.trained_share,
             frozen_nbytes=self._constants["frozen_weight_bytes"],
+            packed=packed,
         )
         total = sum(
             (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),

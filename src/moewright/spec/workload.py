@@ -295,6 +295,13 @@ class FrozenPart(StrEnum):
     SHARED_EXPERTS = "shared_experts"
 
 
+class BaseQuantization(StrEnum):
+    """The forms in which the frozen weights under adapters are held."""
+
+    NONE = "none"  # in the precision of the job
+    NF4 = "nf4"  # in 4 bits, with scales of blocks that are quantised too (QLoRA)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FineTuningSpec:
     """What of a model is trained.
@@ -310,6 +317,8 @@ class FineTuningSpec:
     lora_alpha: float = 32.0  # factor of the adapters' product, over their rank
     lora_experts: bool = False  # whether routed experts have adapters too
     lora_router: bool = False  # whether routers have adapters too
+    # the form of the frozen linears of attention, MLPs and experts under adapters
+    quantize_base: BaseQuantization = BaseQuantization.NONE
     freeze: tuple[FrozenPart, ...] = ()  # parts that do not train
 
 

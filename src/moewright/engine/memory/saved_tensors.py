@@ -16,6 +16,7 @@ nothing, but what a rank's device would hold is still counted and tested.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,7 @@ class SavedTensorManager:
 
     def __init__(self, counters: Counters, *, replaces_tensors: bool) -> None:
         self._counters = counters
+        self.holds_packed = False  # whether weights are held in fewer bits
         self._replaces_tensors = replaces_tensors
         self._count: Callable[[torch.Tensor], None] | None = None
         self._replacements: dict[int, _Replacement] = {}  # by the storage they stand for
@@ -73,6 +75,21 @@ class SavedTensorManager:
         # Every saved tensor with this number of dims is offloaded; 0: none.
         self._offloaded_dims = 0
         self._offloaded: list[torch.Tensor] = []
+        # What makes a tensor that was made of packed weights, by its storage, while it lives.
+        self._unpacked: dict[int, Callable[[], torch.Tensor]] = {}
+
+    def note_unpacked(
+        self, tensor: torch.Tensor, unpack: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a tensor that `unpack` made of weights that stay in memory.
+
+        Where an operation saves it, backward unpacks it again.
+        """
+        key = storage_id(tensor)
+        self._unpacked[key] = unpack
+        finalizer = weakref.finalize(tensor.untyped_storage(), self._unpacked.pop, key, None)
+        finalizer.atexit = False
+        return tensor
 
     @contextmanager
     def track_forward(self, key: tuple[int, int], is_resident: IsResident) -> Iterator[None]:
@@ -81,7 +98,7 @@ class SavedTensorManager:
         `is_resident` tells the tensors that stay in memory anyway (weights, caches).
         """
         with self._counters.count_saved(key, is_resident) as count:
-            if count is None and not self._replaces_tensors:
+            if count is None and not self._replaces_tensors and not self.holds_packed:
                 yield
                 return
             self._count = count or (lambda tensor: None)
@@ -234,6 +251,14 @@ class SavedTensorManager:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView:
         key = storage_id(tensor)
+        unpack = self._unpacked.get(key)
+        if unpack is not None:
+            return _SavedView(
+                base=_Unpacked(unpack),
+                size=tensor.size(),
+                stride=tensor.stride(),
+                offset=tensor.storage_offset(),
+            )
         is_offloaded = self._offloaded_dims and tensor.dim() == self._offloaded_dims
         if is_offloaded and key not in self._replacements:
             self._replacements[key] = self._new_offloaded(tensor)
@@ -276,6 +301,17 @@ class _Replacement:
         if not self._pending_views:
             self._value = None
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """A stand-in for a weight that every operation unpacks for itself."""
+
+    unpack: Callable[[], torch.Tensor]
+
+    def take(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.unpack()
 
 
 class _Recomputed(_Replacement):
@@ -367,7 +403,7 @@ class _Offloaded(_Replacement):
 class _SavedView:
     """The view of a replaced tensor that one operation would have saved."""
 
-    base: _Replacement
+    base: _Replacement | _Unpacked
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt

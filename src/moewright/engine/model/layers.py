@@ -74,8 +74,8 @@ class Weight(nn.Module):
     """This rank's part of a named tensor `weight` of a global `shape`.
 
     It is on the meta device until the flat buffers own it. Reading `weight` calls
-    `ensure_ready` first: its values may still be on their way from other ranks. `row_indices` as in
-    TensorPlacement.
+    `ensure_ready` first: its values may still be on their way from other ranks. A weight that is
+    held in fewer bits is made anew by every reading. `row_indices` as in TensorPlacement.
     """
 
     suffix = "weight"
@@ -95,6 +95,8 @@ class Weight(nn.Module):
         self.lora_a: Weight | None = None
         self.lora_b: Weight | None = None
         self.lora_factor = 0.0
+        # Makes the weight where it is held in fewer bits (optim.frozen_weights).
+        self.unpack: Callable[[], torch.Tensor] | None = None
         placement = place_tensor(runtime.mesh, shape, sharding)
         self.placement = replace(placement, row_indices=row_indices)
         self.weight = nn.Parameter(
@@ -104,6 +106,8 @@ class Weight(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and self.ensure_ready is not None:
             self.ensure_ready()
+        if name == "weight" and self.unpack is not None:
+            return self.unpack()
         return super().__getattr__(name)
 
     def add_bias(self, y: torch.Tensor, replica_group: Group | None = None) -> torch.Tensor:

@@ -35,7 +35,8 @@ from moewright.engine.hf.folder import (
     open_hf_folder,
 )
 from moewright.engine.hf.names import build_name_table
-from moewright.engine.hf.read_parts import read_parameter_box
+from moewright.engine.hf.read_parts import read_local_part, read_parameter_box
+from moewright.engine.optim.frozen_weights import FrozenWeights, build_frozen_shards
 from moewright.engine.run.train_state import TrainState
 from moewright.rules.adapters import is_frozen
 from moewright.spec.errors import BadInput
@@ -229,12 +230,30 @@ def _load_shards(checkpoint: Path, comm: Coordinator, shards: Sequence[LocalShar
 
 def _load_initial_weights(state: TrainState, weights: Path, comm: Coordinator) -> None:
     """Load weights: each rank reads its part of a Hugging Face folder or of a checkpoint."""
+    frozen = state.optimizer.frozen
+    shards = state.weight_shards()
     if is_hf_folder(weights):
-        shards = state.weight_shards()
         run_on_all_ranks(comm, lambda: _fill_from_hf(shards, weights, state.runtime.model))
+        _pack_from_hf(frozen, weights, state.runtime.model)
     else:
-        _load_in_any_dtype(find_checkpoint(weights), state.weight_shards(), comm)
+        unpacked = frozen.unpack_all()
+        shards += build_frozen_shards(unpacked)
+        _load_in_any_dtype(find_checkpoint(weights), shards, comm)
+        for parameter, value in unpacked:
+            frozen.pack(parameter, value)
     state.optimizer.all_gather_params()
+
+
+def _pack_from_hf(frozen: FrozenWeights, weights: Path, model: ModelSpec) -> None:
+    """Pack the weights of a folder one after the other, so that one at a time is whole."""
+    if not frozen.packed_parameters:
+        return
+    folder = open_hf_folder(weights)
+    table = build_name_table(model, folder)
+    with HfReader(folder) as reader:
+        for parameter in frozen.packed_parameters:
+            part = read_local_part(reader, table[parameter.name], parameter.placement)
+            frozen.pack(parameter, part)
 
 
 def _load_in_any_dtype(checkpoint: Path, shards: Sequence[LocalShard], comm: Coordinator) -> None:

@@ -1,0 +1,174 @@
+"""Weights in 4 bits: NF4 with scales that are quantised too (QLoRA, Dettmers et al. 2023).
+
+A matrix is cut, row after row, into blocks of 64 numbers. A block is divided by its largest
+magnitude, and each of its numbers becomes the nearest of 16 levels, the quantiles of a normal
+distribution. What the blocks are divided by, less its mean over the matrix, becomes 8 bits in
+groups of 256: the nearest level of a dynamic map (Dettmers 2016), times the group's largest
+magnitude. bitsandbytes' quantizer gives the same bits of a whole matrix. The parts that tensor
+parallelism cuts a matrix into have the blocks, the mean and the groups of the whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moewright.rules.packed_base import NF4_BLOCK, NF4_GROUP
+
+# Appendix E of the paper.
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_EXPONENTS = 7
+_TINY = 1e-38  # a block of zeros is divided by it
+
+# Puts the parts of a dim, this rank's among them, one after the other: part, dim -> whole.
+GatherDim = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nf4Weight:
+    """A rank's part of a stack of matrices [M,N,K], in NF4.
+
+    `codes` [M * N * K / 2] has two numbers in a byte, the first in the upper half; `scale_codes`
+    [M,B] one byte for each of this rank's blocks. Of the whole matrices are `group_scales` [M,G]
+    and `means` [M,1], fp32. `first_block`, `row_blocks` and `row_stride` say which blocks of the
+    whole matrix these are: runs of `row_blocks`, every `row_stride`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codes: torch.Tensor
+    scale_codes: torch.Tensor
+    group_scales: torch.Tensor
+    means: torch.Tensor
+    first_block: int
+    row_blocks: int
+    row_stride: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.scale_codes, self.group_scales, self.means
+
+    def unpack(self) -> torch.Tensor:
+        """Return the numbers that it stands for, rounded once to the dtype that it was made of."""
+        device = self.codes.device
+        blocks = self.scale_codes.shape[1]
+        numbers = torch.arange(blocks, device=device)
+        runs = numbers // self.row_blocks
+        places = self.first_block + runs * self.row_stride + numbers % self.row_blocks
+        scales = dynamic_levels(device)[self.scale_codes.int()]
+        scales = scales * self.group_scales[:, places // NF4_GROUP] + self.means
+        halves = torch.stack((self.codes >> 4, self.codes & 15), -1)
+        values = torch.tensor(LEVELS, device=device)[halves.int()]
+        matrices = len(self.scale_codes)
+        numel = values.numel() // matrices
+        values = values.view(matrices, numel)
+        padding = blocks * NF4_BLOCK - numel
+        if padding:
+            values = torch.nn.functional.pad(values, (0, padding))
+        wide = values.view(matrices, blocks, NF4_BLOCK) * scales[:, :, None]
+        return wide.view(matrices, -1)[:, :numel].reshape(self.shape).to(self.dtype)
+
+
+def pack_nf4(
+    weight: torch.Tensor,
+    whole_shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    gather: GatherDim,
+) -> Nf4Weight:
+    """Pack a rank's part of a weight, whose last two dims are those of a matrix.
+
+    The part is a box at `offsets` of the tensor of `whole_shape`. `gather` joins the parts of a dim
+    that a tensor-parallel axis cuts (rules.packed_base says where it may).
+    """
+    last = weight.dim() - 1
+    sizes = zip(whole_shape, weight.shape, strict=True)
+    cut_dims = {dim for dim, (whole, local) in enumerate(sizes) if whole != local}
+    rows, columns = weight.shape[-2:]
+    parts = weight.reshape(-1, rows * columns).float()
+    matrices, numel = parts.shape
+    blocks = -(-numel // NF4_BLOCK)
+    if numel % NF4_BLOCK:
+        parts = torch.nn.functional.pad(parts, (0, blocks * NF4_BLOCK - numel))
+    values = parts.view(matrices, blocks, NF4_BLOCK)
+    own_scales = values.abs().amax(-1)
+    scaled = values * (1.0 / own_scales.clamp(min=_TINY))[:, :, None]
+    bounds = _midpoints(torch.tensor(LEVELS, device=weight.device))
+    levels = torch.bucketize(scaled.clamp(-1, 1).view(matrices, -1)[:, :numel], bounds)
+    pairs = levels.to(torch.uint8).flatten().view(-1, 2)
+
+    whole_rows, whole_columns = whole_shape[-2:]
+    first_block, row_blocks, row_stride = 0, blocks, blocks
+    scales = own_scales
+    if last in cut_dims:
+        row_blocks, row_stride = columns // NF4_BLOCK, whole_columns // NF4_BLOCK
+        first_block = offsets[last] // NF4_BLOCK
+        scales = gather(scales.view(matrices, rows, row_blocks), 2).reshape(matrices, -1)
+    elif last - 1 in cut_dims:
+        first_block = offsets[last - 1] * columns // NF4_BLOCK
+        scales = gather(scales, 1)
+        scales = scales[:, : whole_rows * whole_columns // NF4_BLOCK]
+    means = scales.mean(1, keepdim=True)
+    group_scales = _group_maxima((scales - means).abs())
+    numbers = torch.arange(blocks, device=weight.device)
+    places = first_block + numbers // row_blocks * row_stride + numbers % row_blocks
+    # What lies beyond the whole matrix is padding.
+    groups = (places // NF4_GROUP).clamp(max=group_scales.shape[1] - 1)
+    centred = (own_scales - means) * (1.0 / group_scales.clamp(min=_TINY))[:, groups]
+    scale_codes = torch.bucketize(
+        centred.clamp(-1, 1), _midpoints(dynamic_levels(weight.device))
+    ).to(torch.uint8)
+    return Nf4Weight(
+        shape=tuple(weight.shape),
+        dtype=weight.dtype,
+        codes=(pairs[:, 0] << 4) | pairs[:, 1],
+        scale_codes=scale_codes,
+        group_scales=group_scales,
+        means=means,
+        first_block=first_block,
+        row_blocks=row_blocks,
+        row_stride=row_stride,
+    )
+
+
+def dynamic_levels(device: torch.device) -> torch.Tensor:
+    """Return the 256 levels of the signed dynamic map of 8 bits, rising.
+
+    Seven powers of ten have 1, 2, 4 and so on to 64 levels on either side, in the middles of equal
+    parts of 0.1 to 1; zero and one complete them.
+    """
+    levels = [0.0, 1.0]
+    for exponent in range(_EXPONENTS):
+        bounds = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        middles = (bounds[:-1] + bounds[1:]) / 2.0
+        part = (10 ** (exponent + 1 - _EXPONENTS) * middles).tolist()
+        levels += part + [-level for level in part]
+    return torch.tensor(sorted(levels), dtype=torch.float32).to(device)
+
+
+def _midpoints(levels: torch.Tensor) -> torch.Tensor:
+    return (levels[:-1] + levels[1:]) / 2
+
+
+def _group_maxima(values: torch.Tensor) -> torch.Tensor:
+    """Return the largest of every group [M,G] of values [M,B]; the last group may be shorter."""
+    short = -values.shape[1] % NF4_GROUP
+    return torch.nn.functional.pad(values, (0, short)).unflatten(1, (-1, NF4_GROUP)).amax(-1)

@@ -1,0 +1,89 @@
+"""Frozen weights in fewer bits under adapters (QLoRA, Dettmers et al. 2023).
+
+What is packed are the linears of attention and of MLPs, experts among them. Embeddings, head,
+norms, routers and what is too narrow to be worth it stay in the precision.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+
+from moewright.rules.param import Param, ShardedDims
+from moewright.rules.parameters import parameters_by_layer
+from moewright.rules.shards import local_shape
+from moewright.spec.layout import Layout
+from moewright.spec.ledger import Module
+from moewright.spec.model import ModelSpec
+from moewright.spec.workload import BaseQuantization, FineTuningSpec, Task, Workload
+
+NF4_BLOCK = 64  # numbers that share a scale
+NF4_GROUP = 256  # scales that share a scale
+_SCALE_BYTES = 4
+_PACKED_MODULES = frozenset(
+    {Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS}
+)
+_MIN_SIDE = 16  # of a linear; convolutions and gates of one column are narrower
+
+
+def is_packed(module: Module, shape: tuple[int, ...], fine_tuning: FineTuningSpec) -> bool:
+    """Return whether a weight of a module is held in fewer bits, by its global shape."""
+    if fine_tuning.quantize_base is BaseQuantization.NONE or fine_tuning.task is not Task.LORA:
+        return False
+    is_linear = len(shape) > 1 and min(shape[-2:]) >= _MIN_SIDE and not prod(shape[-2:]) % 2
+    return module in _PACKED_MODULES and is_linear
+
+
+def packed_nbytes(shape: tuple[int, ...], local_shape: tuple[int, ...]) -> int:
+    """Return the bytes of a rank's part of a packed weight of a global shape.
+
+    They are half a byte a number, a byte a block, and in fp32 a scale for each group of the whole
+    matrices and their mean.
+    """
+    *lead, rows, columns = local_shape
+    matrices = prod(lead)
+    blocks = -(-rows * columns // NF4_BLOCK)
+    groups = ceil(ceil(prod(shape[-2:]) / NF4_BLOCK) / NF4_GROUP)
+    return matrices * (rows * columns // 2 + blocks + _SCALE_BYTES * (groups + 1))
+
+
+def holds_packed(workload: Workload) -> bool:
+    """Return whether the linears of a job's base are held in fewer bits."""
+    fine_tuning = workload.fine_tuning
+    is_lora = fine_tuning.task is Task.LORA
+    return is_lora and fine_tuning.quantize_base is not BaseQuantization.NONE
+
+
+def packed_elements(
+    model: ModelSpec, workload: Workload, layout: Layout, layer: int
+) -> tuple[int, ...]:
+    """Return the elements of a rank's part of every packed weight of a layer."""
+    if not holds_packed(workload):
+        return ()
+    return tuple(
+        prod(local_shape(param, layout))
+        for param in parameters_by_layer(model).get(layer, ())
+        if is_packed(param.module, param.shape, workload.fine_tuning)
+    )
+
+
+def packed_bytes_per_element() -> float:
+    """Return the bytes that a number of a large packed weight takes."""
+    return 0.5 + 1 / NF4_BLOCK + _SCALE_BYTES / (NF4_BLOCK * NF4_GROUP)
+
+
+def cuts_blocks(param: Param, layout: Layout) -> bool:
+    """Return whether a layout cuts a packed weight inside of its blocks."""
+    cut = _cut_dims(param.sharded_dims, layout)
+    last = len(param.shape) - 1
+    rows, columns = local_shape(param, layout)[-2:]
+    if last in cut:
+        return bool(columns % NF4_BLOCK)
+    if last - 1 in cut:
+        is_cut = bool(rows * columns % NF4_BLOCK)
+        return is_cut or bool(prod(param.shape[-2:]) % NF4_BLOCK)
+    return False
+
+
+def _cut_dims(sharded_dims: ShardedDims, layout: Layout) -> set[int]:
+    degrees = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
+    return {dim for axis, dim in sharded_dims if degrees.get(axis, 1) > 1}

@@ -1,0 +1,116 @@
+"""NF4: what a matrix stands for, whole and in the parts that layouts cut, and what it holds."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+from moewright.engine.kernels.nf4 import LEVELS, Nf4Weight, dynamic_levels, pack_nf4
+from moewright.rules.packed_base import NF4_BLOCK, packed_bytes_per_element, packed_nbytes
+
+
+def locate(shape: tuple[int, ...], *, dim: int, rank: int) -> tuple[int, ...]:
+    """Return where a half of a tensor begins."""
+    return tuple(rank * size // 2 if place == dim else 0 for place, size in enumerate(shape))
+
+
+def pack(weight: torch.Tensor) -> Nf4Weight:
+    shape = tuple(weight.shape)
+    return pack_nf4(weight, shape, (0,) * len(shape), lambda part, _: part)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 128), (48, 40), (37, 50), (512, 768), (2048, 96)])
+def test_codes_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Codes, scales of groups and the mean are its own bits; so is all, where no tie is near.
+
+    Of scales that lie within 1e-4 of the middle of two levels its CPU kernel takes either.
+    """
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = draw(*shape, dtype=dtype)
+    codes, state = functional.quantize_4bit(
+        weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    own = pack(weight)
+    assert torch.equal(own.codes, codes.flatten())
+    assert torch.equal(own.group_scales.flatten(), state.state2.absmax)
+    assert torch.equal(own.means.flatten(), state.offset.view(1))
+    steps = (own.scale_codes.flatten().int() - state.absmax.flatten().int()).abs()
+    assert steps.max() <= 1
+    assert steps.float().mean() < 0.005
+    # Its CPU kernel ends blocks with their rows where it reads them, and not where it writes them.
+    if not steps.any() and not shape[1] % NF4_BLOCK:
+        assert torch.equal(own.unpack(), functional.dequantize_4bit(codes, state))
+
+
+def test_levels_are_quantiles_of_a_normal_distribution() -> None:
+    """As the paper has them: 8 of the positive and 9 of the negative half, zero in both."""
+    offset = 0.5 * ((1 - 1 / 30) + (1 - 1 / 32))
+    normal = torch.distributions.Normal(0.0, 1.0)
+    positive = normal.icdf(torch.linspace(offset, 0.5, 9)[:-1])
+    negative = -normal.icdf(torch.linspace(offset, 0.5, 8)[:-1])
+    expected = torch.cat((positive, negative, torch.zeros(1))).sort().values
+    torch.testing.assert_close(torch.tensor(LEVELS), expected / expected.max(), atol=1e-5, rtol=0)
+    assert len(dynamic_levels(torch.device("cpu")).unique()) == 256
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((256, 384), 0), ((256, 384), 1), ((3, 2, 128, 256), 3), ((3, 2, 128, 256), 2)],
+)
+def test_parts_stand_for_the_numbers_of_the_whole(shape: tuple[int, ...], dim: int) -> None:
+    """Rows and columns of two ranks; the first round hears the scales, the second packs."""
+    weight = draw(*shape, dtype=torch.bfloat16)
+    whole = pack(weight)
+    heard: list[torch.Tensor] = []
+
+    def listen(part: torch.Tensor, gathered: int) -> torch.Tensor:
+        heard.append(part)
+        return torch.cat((part, part), gathered)
+
+    parts = [part.contiguous() for part in weight.chunk(2, dim)]
+    for rank, part in enumerate(parts):
+        pack_nf4(part, shape, locate(shape, dim=dim, rank=rank), listen)
+    packed: list[Nf4Weight] = [
+        pack_nf4(
+            part,
+            shape,
+            locate(shape, dim=dim, rank=rank),
+            lambda _, gathered: torch.cat(heard[:2], gathered),
+        )
+        for rank, part in enumerate(parts)
+    ]
+    joined = torch.cat([part.unpack() for part in packed], dim)
+    assert torch.equal(joined, whole.unpack())
+    for own in packed:
+        assert sum(tensor.nbytes for tensor in own.tensors) == packed_nbytes(shape, own.shape)
+
+
+def test_a_stack_is_its_matrices() -> None:
+    weight = draw(3, 2, 40, 48)
+    stack = pack(weight).unpack()
+    for expert in range(3):
+        for part in range(2):
+            assert torch.equal(stack[expert, part], pack(weight[expert, part]).unpack())
+
+
+def test_bytes_and_errors_are_those_of_four_bits() -> None:
+    weight = draw(1024, 1024)
+    own = pack(weight)
+    nbytes = sum(tensor.nbytes for tensor in own.tensors)
+    assert nbytes == packed_nbytes((1024, 1024), (1024, 1024))
+    assert nbytes / weight.numel() == pytest.approx(packed_bytes_per_element(), abs=1e-5)
+    error = (own.unpack() - weight).norm() / weight.norm()
+    assert 0.08 < error < 0.1
+    blocks = weight.view(-1, NF4_BLOCK)
+    largest = blocks.abs().amax(1)
+    assert ((own.unpack().view(-1, NF4_BLOCK) - blocks).abs().amax(1) <= 0.16 * largest).all()
+    assert prod(own.shape) == weight.numel()
+    assert torch.equal(pack(torch.zeros(16, 64)).unpack(), torch.zeros(16, 64))
