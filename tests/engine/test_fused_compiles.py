@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.spec.model import RouterSpec, ScoreFunction
 
 TOKENS, WIDTH, HEADS, HEAD, EXPERTS, VOCABULARY = 24, 96, 3, 64, 8, 5000
@@ -56,6 +58,17 @@ def call_all() -> None:
         top_k=2, score=ScoreFunction.SIGMOID, groups=4, top_groups=2, group_scores=2
     )
     kernels.route_tokens(torch.zeros(TOKENS, EXPERTS), grouped, torch.zeros(EXPERTS), None)
+    logits, scores = torch.zeros(2, TOKENS, EXPERTS, requires_grad=True)
+    share, weights = torch.zeros(EXPERTS), torch.zeros(TOKENS)
+    terms = RouterLossTerms(
+        coefficients=(1.0, 1.0, 1.0, 1.0),
+        shares=(share, torch.zeros(TOKENS, EXPERTS), share),
+        is_normalized=True,
+        ranks=1,
+    )
+    masked = replace(terms, mask=weights, sequence_weights=weights, total=1, sequences=1)
+    for some in (terms, masked):
+        kernels.router_losses(logits, scores, some).sum().backward()
 
 
 def compile_all() -> None:
@@ -113,6 +126,8 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "_rotate",
         "_route",
         "_route_backward",
+        "_router_losses",
+        "_router_losses_backward",
         "_sum_exp",
         "_swiglu",
         "_swiglu_backward",

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.engine.run.env import is_triton_interpreted
 from moewright.spec.model import RouterSpec, ScoreFunction
 
@@ -271,6 +273,65 @@ def test_router(spec: RouterSpec, dtype: torch.dtype, case: str) -> None:
     for result, expected in zip(fused[1:], plain[1:], strict=True):
         assert_close(result, expected, CLOSE if dtype is torch.float32 else CLOSE * 2.0**-29)
     assert saved_bytes[0] == saved_bytes[1]
+
+
+def build_terms(losses: str, tokens: int, experts: int, *, is_masked: bool) -> RouterLossTerms:
+    """Build the terms of the losses whose letters are in `losses`: b, s, g and z."""
+    generator = build_generator(3)
+    shapes = {"b": (experts,), "s": (tokens, experts), "g": (experts,)}
+    first, second, third = (
+        torch.rand(shape, generator=generator) if name in losses else None
+        for name, shape in shapes.items()
+    )
+    terms = RouterLossTerms(
+        coefficients=(
+            0.5 * ("b" in losses),
+            2.0 * ("s" in losses),
+            0.3 * ("g" in losses),
+            0.1 * ("z" in losses),
+        ),
+        shares=(first, second, third),
+        is_normalized="n" in losses,
+        ranks=2,
+    )
+    if not is_masked:
+        return terms
+    mask = (torch.rand(tokens, generator=generator) > 0.3).float()
+    return replace(terms, mask=mask, sequence_weights=mask / 7, total=2 * tokens, sequences=3)
+
+
+@pytest.mark.parametrize("losses", ["b", "sn", "gz", "bsgzn", "z", ""])
+@pytest.mark.parametrize(("tokens", "experts"), [(150, 12), (3, 256)])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_router_losses(losses: str, tokens: int, experts: int, is_masked: bool) -> None:
+    """The four losses, the gradients of logits and scores, and what is kept of sums agree."""
+    generator = build_generator(11)
+    logits = 4 * torch.randn(tokens, experts, generator=generator)
+    scores = torch.rand(tokens, experts, generator=generator)
+    terms = build_terms(losses, tokens, experts, is_masked=is_masked)
+    factors = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    results = []
+    kept_sums = []
+    for kernels in (FUSED, PLAIN):
+        leaves = [x.clone().requires_grad_() for x in (logits, scores)]
+        kept: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            if x.numel() == tokens:
+                kept[x.data_ptr()] = x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            parts = kernels.router_losses(leaves[0], leaves[1], terms)
+        assert parts.shape == (4,)
+        if losses:
+            (parts * factors).sum().backward()
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        results.append((parts.detach(), *gradients))
+        kept_sums.append(sum(kept.values()))
+    for result, expected in zip(*results, strict=True):
+        assert_close(result, expected)
+    assert kept_sums[0] == kept_sums[1] == 4 * tokens * (("n" in losses) + ("z" in losses))
 
 
 def test_no_token_is_routed() -> None:

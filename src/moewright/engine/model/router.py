@@ -25,16 +25,15 @@ from moewright.engine.model.layers import Vector, Weight
 from moewright.engine.model.micro_batch import CountedTokens
 from moewright.engine.model.parallel_linear import RouterLinear
 from moewright.engine.model.router_jitter import uniform_noise
-from moewright.engine.model.router_losses import balance_loss, count_counted, z_loss
+from moewright.engine.model.router_losses import count_counted, loss_terms
 from moewright.engine.model.routes import LayerRoutes
 from moewright.engine.runtime import Runtime
 from moewright.rules.parameters import selection_bias_name
 from moewright.spec.ledger import Module
-from moewright.spec.model import RouterSpec, ScoreFunction
+from moewright.spec.model import RouterSpec
 from moewright.spec.workload import (
     DropPolicy,
     FrozenPart,
-    LossSpec,
     RouterAssignment,
     RouterDtype,
     RouterForce,
@@ -117,15 +116,6 @@ def sinkhorn(logits_TE: torch.Tensor, iterations: int) -> torch.Tensor:
         if not iterations and bool(moved <= _SINKHORN_TOLERANCE):
             break
     return kernel * expert_scales / (kernel @ expert_scales)[:, None]
-
-
-def aux_loss_coefficients(loss: LossSpec) -> tuple[float, float, float, float]:
-    """Return the coefficients of a router's auxiliary losses, in the order of these losses.
-
-    They are of the balance losses over the micro-batch, each sequence and the global batch, then of
-    the z-loss.
-    """
-    return loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff, loss.z_coeff
 
 
 class Router(Weight):
@@ -269,21 +259,15 @@ class Router(Weight):
         shares: tuple[torch.Tensor, ...],
         counted: CountedTokens | None,
     ) -> torch.Tensor:
-        loss = self._runtime.workload.loss
-        token_group = self._runtime.mesh.group("tp_cp")
-        *balance_coefficients, z_coefficient = aux_loss_coefficients(loss)
-        scores = selection.scores
-        if shares and self._spec.score is not ScoreFunction.SOFTMAX:
-            scores = scores / (scores.sum(-1, keepdim=True) + reference.SCORE_SUM_EPS)
-        next_share = iter(shares)
-        zero = logits.new_zeros(())
-        losses = [
-            c * balance_loss(next(next_share), scores, token_group, counted) if c else zero
-            for c in balance_coefficients
-        ]
-        z_part = z_loss(logits, token_group, counted) if z_coefficient else zero
-        losses.append(z_coefficient * z_part)
-        return torch.stack(losses).float()
+        runtime = self._runtime
+        terms = loss_terms(
+            runtime.workload.loss,
+            self._spec.score,
+            shares,
+            ranks=runtime.mesh.group("tp_cp").size,
+            counted=counted,
+        )
+        return runtime.kernels.router_losses(logits, selection.scores, terms)
 
     @torch.no_grad()
     def _compute_shares(

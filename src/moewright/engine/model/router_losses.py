@@ -1,4 +1,4 @@
-"""The auxiliary losses of a router (docs/formulas.md 4), over all tokens or those that count.
+"""What the losses and statistics of a router count: all tokens, or those that count.
 
 Tokens that do not count are padding, and tokens whose target is masked: they take their experts,
 and no loss or statistic of the router knows them. Shapes: T tokens of this rank, E experts.
@@ -6,61 +6,55 @@ and no loss or statistic of the router knows them. Shapes: T tokens of this rank
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from moewright.engine.comm.collectives import Group
+from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.engine.model.micro_batch import CountedTokens
+from moewright.spec.model import ScoreFunction
+from moewright.spec.workload import LossSpec
 
 
-class WeightedSum(torch.autograd.Function):
-    """The sum of rows [T,N] times weights [T]; keeps the weights, which a micro-batch shares."""
+def aux_loss_coefficients(loss: LossSpec) -> tuple[float, float, float, float]:
+    """Return the coefficients of a router's auxiliary losses, in the order of these losses.
 
-    @staticmethod
-    def forward(ctx: Any, rows_TN: torch.Tensor, weights_T: torch.Tensor) -> torch.Tensor:
-        ctx.weights = weights_T
-        return (rows_TN * weights_T[:, None]).sum(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad_N * ctx.weights[:, None].to(grad_N.dtype), None
-
-
-def balance_loss(
-    share: torch.Tensor,
-    scores_TE: torch.Tensor,
-    token_group: Group,
-    counted: CountedTokens | None = None,
-) -> torch.Tensor:
-    """Return this rank's part of E * sum_i f_i P_i (docs/formulas.md 4).
-
-    The ranks of `token_group` hold its tokens in equal numbers. f is the `share` of routed rows, of
-    all tokens together [E] or of each token's sequence [T,E]; P the mean score.
+    They are of the balance losses over the micro-batch, each sequence and the global batch, then of
+    the z loss.
     """
-    tokens, experts = scores_TE.shape
-    if counted is None:
-        if share.dim() == 1:
-            return experts * (share * scores_TE.mean(0)).sum() / token_group.size
-        return experts * (share * scores_TE).sum() / (tokens * token_group.size)
-    if share.dim() == 1:
-        sums_E = WeightedSum.apply(scores_TE, counted.mask)
-        return experts * (share * sums_E).sum() / counted.total
-    sums_E = WeightedSum.apply(share * scores_TE, counted.sequence_weights)
-    return experts * sums_E.sum() / counted.sequences
+    return loss.aux_coeff, loss.seq_aux_coeff, loss.global_aux_coeff, loss.z_coeff
 
 
-def z_loss(
-    logits_TE: torch.Tensor, token_group: Group, counted: CountedTokens | None = None
-) -> torch.Tensor:
-    """Return this rank's part of the mean squared log-sum-exp of the router logits.
+def loss_terms(
+    loss: LossSpec,
+    score: ScoreFunction,
+    shares: tuple[torch.Tensor, ...],
+    *,
+    ranks: int,
+    counted: CountedTokens | None,
+) -> RouterLossTerms:
+    """Return what a router's losses are made of; `shares` are those of the losses that are on.
 
-    See docs/formulas.md 4.
+    `ranks` hold the micro-batch in equal numbers of tokens.
     """
-    squares_T = torch.logsumexp(logits_TE, -1).square()
+    coefficients = aux_loss_coefficients(loss)
+    rest = iter(shares)
+    first, second, third = (next(rest) if c else None for c in coefficients[:3])
+    terms = RouterLossTerms(
+        coefficients=coefficients,
+        shares=(first, second, third),
+        is_normalized=score is not ScoreFunction.SOFTMAX,
+        ranks=ranks,
+    )
     if counted is None:
-        return squares_T.mean() / token_group.size
-    return WeightedSum.apply(squares_T[:, None], counted.mask).sum() / counted.total
+        return terms
+    return replace(
+        terms,
+        mask=counted.mask,
+        sequence_weights=counted.sequence_weights,
+        total=counted.total,
+        sequences=counted.sequences,
+    )
 
 
 def count_counted(experts_Tk: torch.Tensor, experts: int, counted: CountedTokens) -> torch.Tensor:

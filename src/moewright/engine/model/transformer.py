@@ -28,7 +28,7 @@ from moewright.engine.model.layers import (
 )
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.mtp import MtpDepth
-from moewright.engine.model.router import aux_loss_coefficients
+from moewright.engine.model.router_losses import aux_loss_coefficients
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter
 from moewright.rules.recompute import layer_recompute

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from moewright.engine.memory.weight_gradients import Operands
 from moewright.engine.model.micro_batch import MicroBatch
-from moewright.engine.model.router import aux_loss_coefficients
+from moewright.engine.model.router_losses import aux_loss_coefficients
 from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.observe.phase_clock import PhaseClock
 from moewright.engine.pipeline.executor import ChunkResult, Key

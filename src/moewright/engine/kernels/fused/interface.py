@@ -1,10 +1,11 @@
 """The interface of the kernels between the model's products and attention.
 
 Implementations give the same numbers up to rounding, and the model keeps the same tensors for
-backward with each, so the ledger does not ask which one ran. But for `route_tokens`, nothing here
-is differentiated: the model's autograd functions call one method forward and one backward. Shapes:
-T tokens, k experts a token, E experts, R routed rows, H hidden, F expert width, K any width, V
-vocabulary, B batch, S sequence, D head dim.
+backward with each, so the ledger does not ask which one ran. But for those of the router, nothing
+here is differentiated: the model's autograd functions call one method forward and one backward.
+
+Shapes: T tokens, k experts a token, E experts, R routed rows, H hidden, F expert width, K any
+width, V vocabulary, B batch, S sequence, D head dim.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from moewright.engine.kernels.fused.router_losses import RouterLossTerms
 from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.spec.model import RouterSpec
 
@@ -117,4 +119,13 @@ class KernelSet(Protocol):
         Returns experts [T,k] int64, their weights [T,k] and all scores [T,E], the last two
         differentiable. Kept for backward are scores and experts, two numbers a weight and sum where
         weights are renormalised, and the logits of a score that needs them (rules.recompute).
+        """
+
+    def router_losses(
+        self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, terms: RouterLossTerms
+    ) -> torch.Tensor:
+        """Return this rank's parts of a router's four losses, fp32 [4], differentiable.
+
+        Kept for backward are what rules.recompute says: scores, shares, sums of scores where they
+        are divided by them, and for the z loss logits with their log-sum-exp.
         """

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS, router_losses
 from moewright.engine.kernels.fused.scans import TorchScans
 from moewright.rules.row_blocks import MAX_LOSS_ROWS, rows_per_block
 from moewright.spec.model import RouterSpec, ScoreFunction
@@ -15,7 +16,6 @@ from moewright.spec.model import RouterSpec, ScoreFunction
 # clamped to.
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
-SCORE_SUM_EPS = 1e-20  # added to a sum of independent scores, which may all be zero
 
 
 class TorchKernels:
@@ -210,6 +210,8 @@ class TorchKernels:
         if spec.scaling_factor != 1.0:
             weights = weights * spec.scaling_factor
         return experts, weights, scores
+
+    router_losses = staticmethod(router_losses)
 
 
 def compute_scores(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moewright.engine.kernels.fused import triton_loss, triton_norm, triton_rows
+from moewright.engine.kernels.fused import (
+    triton_loss,
+    triton_norm,
+    triton_router_losses,
+    triton_rows,
+)
 from moewright.engine.kernels.fused.scans import build_fast_scans
 from moewright.engine.kernels.fused.triton_router import RouteTokens
 from moewright.spec.model import RouterSpec
@@ -31,6 +36,7 @@ class TritonKernels:
     cross_entropy = staticmethod(triton_loss.cross_entropy)
     sum_exp = staticmethod(triton_loss.sum_exp)
     cross_entropy_backward = staticmethod(triton_loss.cross_entropy_backward)
+    router_losses = staticmethod(triton_router_losses.router_losses)
 
     def route_tokens(
         self,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moewright.engine.kernels.fused.reference import SCORE_SUM_EPS
+from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS
 from moewright.engine.kernels.fused.triton_rows import pointer_or
 from moewright.spec.model import RouterSpec, ScoreFunction
 
@@ -182,7 +182,7 @@ class RouteTokens(torch.autograd.Function):
         scores = torch.empty_like(logits)
         sum_eps = 0.0 if spec.score is ScoreFunction.SOFTMAX else SCORE_SUM_EPS
         if tokens:
-            _route[_grid(tokens, num_experts)](
+            _route[program_grid(tokens, num_experts)](
                 logits,
                 pointer_or(bias_E, logits),
                 pointer_or(forced_Tk, experts),
@@ -227,7 +227,7 @@ class RouteTokens(torch.autograd.Function):
         if grad_weights is None:
             grad_weights = scores.new_zeros(experts.shape)
         if tokens:
-            _route_backward[_grid(tokens, num_experts)](
+            _route_backward[program_grid(tokens, num_experts)](
                 grad_weights.contiguous(),
                 pointer_or(grad_scores, scores),
                 pointer_or(logits, scores),
@@ -248,17 +248,19 @@ class RouteTokens(torch.autograd.Function):
         return out, None, None, None
 
 
-def _grid(tokens: int, experts: int) -> tuple[int]:
-    return (triton.cdiv(tokens, _tokens_per_program(experts)),)
+def program_grid(tokens: int, experts: int) -> tuple[int]:
+    """Return the programs that the scores of tokens take."""
+    return (triton.cdiv(tokens, tokens_per_program(experts)),)
 
 
-def _tokens_per_program(experts: int) -> int:
+def tokens_per_program(experts: int) -> int:
+    """Return how many tokens a program holds, with the scores of all experts."""
     return max(1, _PROGRAM_SCORES // triton.next_power_of_2(experts))
 
 
 def _blocks(experts: int, top_k: int) -> dict[str, int]:
     return {
-        "TOKENS": _tokens_per_program(experts),
+        "TOKENS": tokens_per_program(experts),
         "WIDE": triton.next_power_of_2(experts),
         "SLOTS": triton.next_power_of_2(top_k),
     }
