@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny_jobs
 from moewright.codec import parse_layout, read_json
@@ -17,7 +18,7 @@ from moewright.diagnosis.compare_ledgers import compare_ledgers
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.rules.engine_limits import unsupported_layout
-from moewright.spec.ledger import Ledger, Selection
+from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype, LossSpec, Workload
@@ -100,6 +101,36 @@ def test_sharded_states_equal_one_process_and_their_prediction(
     plan = train_layout(workload, layout, world_size, tmp_path)
     assert_same_training(tmp_path, one_process)
     assert_ledgers_exact(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "zero3,mbs2",
+        pytest.param("pp2,zero2,mbs2,layout='Et|ttL'", marks=pytest.mark.thorough),
+    ],
+)
+def test_units_are_offloaded_until_they_make_up_the_fraction_and_change_no_bit(
+    layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    world_size = 4 if "pp2" in layout else 2
+    workload = tiny_jobs.build_workload(data, steps=2)
+    train_layout(workload, layout, world_size, tmp_path / "device")
+    plan = train_layout(workload, f"{layout},offload=optimizer0.4", world_size, tmp_path / "host")
+    device, host = (read_state(tmp_path / run, 2) for run in ("device", "host"))
+    assert all(torch.equal(device[name], host[name]) for name in device)
+    assert_ledgers_exact(plan, tmp_path / "host")
+    for rank in range(world_size):
+        ledger = read_json(Ledger, tmp_path / "host" / "ledger" / f"rank{rank:05d}.json")
+        hosted, on_device = (
+            sum(row.bytes for row in ledger.memory if row.component in components)
+            for components in (
+                {Component.HOST},
+                {Component.MASTER, Component.MOMENTS, Component.GRADIENTS},
+            )
+        )
+        assert on_device
+        assert hosted >= 0.39 * (hosted + on_device)
 
 
 def test_ranks_without_an_expert_and_a_tied_table_equal_zero1_in_bf16(

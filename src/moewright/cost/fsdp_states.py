@@ -8,7 +8,7 @@ from moewright.cost.model_states import MASTER_BYTES, MOMENTUM_BYTES, is_updated
 from moewright.rules import fsdp
 from moewright.rules.moments import moment_nbytes, scale_nbytes
 from moewright.rules.recompute import activation_nbytes
-from moewright.spec.layout import Layout, Offload
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import Workload
 
@@ -19,11 +19,11 @@ def fsdp_rows(
     """Return the memory rows of what fully_shard shards: a rank's part is the fp32 master.
 
     Gradients are added in fp32. Under zero=2 whole weights stay beside it, in the compute dtype.
-    Padding is booked to OTHER. With an offloaded optimizer all of it is in host memory, gradients
-    too, but for whole weights.
+    Padding is booked to OTHER. What is offloaded of the optimizer is in host memory by whole units,
+    gradients too, but for whole weights.
     """
     sums: dict[tuple[Component, Module], int] = {}
-    is_offloaded = Offload.OPTIMIZER in layout.offload
+    offloaded = fsdp.offloaded_names(layout, units)
     if layout.zero == 2:
         for unit in units:
             for shard in unit.shards:
@@ -35,6 +35,7 @@ def fsdp_rows(
                     key = Component.WEIGHTS, module
                     sums[key] = sums.get(key, 0) + numel * activation_nbytes(workload)
     for shard in (shard for unit in units for shard in unit.shards):
+        is_offloaded = shard.param.name in offloaded
         moment_bytes = moment_nbytes(workload.optimizer)
         scale_bytes = scale_nbytes(workload.optimizer, shard.own_numel)
         if is_updated_by_muon(workload, shard.param):

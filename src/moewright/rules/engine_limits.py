@@ -69,11 +69,6 @@ def unsupported_layout(
 
 
 def _unsupported_choices(layout: Layout) -> Iterator[Reason]:
-    fraction = f"{layout.offload_fraction:g}"
-    if fraction != "1" and layout.zero >= 2:
-        rule = f"the engine moves all of a unit's state or none with zero={layout.zero}"
-        value = f"optimizer{fraction}"
-        yield Reason(field="layout.offload", value=value, rule=rule, nearest="optimizer1")
     if Overlap.EP in layout.overlap and layout.zero >= 2:
         rule = (
             "the engine moves weights and gradients of a layer for one pass at a time: not with "

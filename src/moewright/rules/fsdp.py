@@ -19,7 +19,7 @@ from types import MappingProxyType
 from moewright.rules import grid, shards
 from moewright.rules.param import Param
 from moewright.rules.timetable_row import RowKind, TimetableRow
-from moewright.spec.layout import Layout
+from moewright.spec.layout import Layout, Offload
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
 
@@ -122,6 +122,25 @@ def momentum_group(layout: Layout, group: str) -> str | None:
 def flat_buffer_layout(layout: Layout) -> Layout:
     """Return the layout of flat buffers: what fully_shard leaves stays at zero=1."""
     return replace(layout, zero=1, shard=0) if layout.zero >= 2 else layout
+
+
+def offloaded_names(layout: Layout, units: Sequence[FsdpUnit]) -> frozenset[str]:
+    """Return the parameters whose sharded weights, gradients and moments lie in host memory.
+
+    With a part of the optimizer offloaded they are those of the first units that make it up: a unit
+    is moved whole.
+    """
+    if Offload.OPTIMIZER not in layout.offload:
+        return frozenset()
+    wanted = layout.offload_fraction * sum(unit.padded_numel for unit in units)
+    names: set[str] = set()
+    moved = 0
+    for unit in units:
+        if moved >= wanted:
+            break
+        moved += unit.padded_numel
+        names |= {shard.param.name for shard in unit.shards}
+    return frozenset(names)
 
 
 def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, ...]:

@@ -51,9 +51,9 @@ from moewright.engine.optim.optimizer_states import (
     uses_muon,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.rules.fsdp import FsdpGroups, fsdp_groups
+from moewright.rules.fsdp import FsdpGroups, fsdp_groups, fsdp_units, offloaded_names
 from moewright.rules.shards import gradient_group, holding_pp_ranks
-from moewright.spec.layout import Layout, Offload
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow
 
 
@@ -67,6 +67,7 @@ class ShardedParameter:
 
     named: NamedParameter
     parameter: nn.Parameter  # a DTensor
+    on_host: bool  # rows, gradients and moments live in host memory
     replica_group: Group
     holder_group: Group | None
     master: torch.Tensor
@@ -115,7 +116,6 @@ class FsdpParams:
     stays_gathered: bool
     units: tuple[tuple[ShardedParameter, ...], ...]
     device: torch.device
-    on_host: bool  # sharded weights, gradients and moments live in host memory
 
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
@@ -188,30 +188,28 @@ class FsdpParams:
                 rows += split_by_module(Component.WEIGHTS, weight, whole_spans)
             spans = [(parameter.named.module, parameter.master.numel())]
             storage_bytes = _local_tensor(parameter.parameter).untyped_storage().nbytes()
-            master = self._component(Component.MASTER)
+            on_host = parameter.on_host
+            master = Component.HOST if on_host else Component.MASTER
             rows += split_by_module(master, parameter.master, spans, storage_bytes)
-            moments = self._component(Component.MOMENTS)
+            moments = Component.HOST if on_host else Component.MOMENTS
             momentum_spans = [(parameter.named.module, parameter.momentum.numel())]
             rows += split_by_module(moments, parameter.momentum, momentum_spans)
             for moment in (parameter.exp_avg, parameter.exp_avg_sq):
                 moment_spans = [(parameter.named.module, len(moment.tensors[0]))]
                 rows += split_moment_by_module(moments, moment, moment_spans)
-        grads = [
-            (parameter.named.module, _local_tensor(parameter.parameter.grad))
-            for parameter in self.parameters
-            if parameter.parameter.grad is not None
-        ]
-        if grads:
-            spans = [(module, grad.numel()) for module, grad in grads]
-            storages = {storage_id(grad): grad.untyped_storage().nbytes() for _, grad in grads}
-            _, like = grads[0]
-            rows += split_by_module(
-                self._component(Component.GRADIENTS), like, spans, sum(storages.values())
-            )
+        for on_host in (False, True):
+            grads = [
+                (parameter.named.module, _local_tensor(parameter.parameter.grad))
+                for parameter in self.parameters
+                if parameter.on_host == on_host and parameter.parameter.grad is not None
+            ]
+            if grads:
+                spans = [(module, grad.numel()) for module, grad in grads]
+                storages = {storage_id(grad): grad.untyped_storage().nbytes() for _, grad in grads}
+                _, like = grads[0]
+                component = Component.HOST if on_host else Component.GRADIENTS
+                rows += split_by_module(component, like, spans, sum(storages.values()))
         return rows
-
-    def _component(self, component: Component) -> Component:
-        return Component.HOST if self.on_host else component
 
 
 class _FsdpAllGather(AllGather):
@@ -274,10 +272,7 @@ def apply_fsdp(
     for parameter in parameters:
         value = initial_value(parameter).to(device, torch.float32)
         parameter.owner.weight = nn.Parameter(value)
-    on_host = Offload.OPTIMIZER in layout.offload
-    offload_policy = OffloadPolicy()
-    if on_host:
-        offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    offloaded = offloaded_names(layout, fsdp_units(runtime.model, layout, runtime.mesh.rank))
     mp_policy = MixedPrecisionPolicy(
         param_dtype=runtime.dtype,
         reduce_dtype=torch_dtype(runtime.workload.grad_dtype),
@@ -305,7 +300,7 @@ def apply_fsdp(
             mesh=meshes[group.name],
             reshard_after_forward=module is not model and not stays_gathered,
             mp_policy=mp_policy,
-            offload_policy=offload_policy,
+            offload_policy=_offload_policy(device) if first.name in offloaded else OffloadPolicy(),
             ignored_params={weight for weight in module.parameters() if weight not in weights},
         )
         assert isinstance(module, FSDPModule)
@@ -315,7 +310,12 @@ def apply_fsdp(
         module.set_custom_all_gather(_FsdpAllGather(group))
         module.set_custom_reduce_scatter(_FsdpReduceScatter(group))
         units.append(
-            tuple(_build_sharded_parameter(runtime, parameter, group) for parameter in members)
+            tuple(
+                _build_sharded_parameter(
+                    runtime, parameter, group, on_host=parameter.name in offloaded
+                )
+                for parameter in members
+            )
         )
         unit_modules.append(module)
     assert isinstance(model, FSDPModule)
@@ -328,7 +328,6 @@ def apply_fsdp(
         stays_gathered=stays_gathered,
         units=tuple(units),
         device=device,
-        on_host=on_host,
     )
     fsdp.all_gather_params()
     return fsdp
@@ -366,7 +365,7 @@ def _find_groups(layout: Layout, parameter: NamedParameter) -> FsdpGroups:
 
 
 def _build_sharded_parameter(
-    runtime: Runtime, parameter: NamedParameter, group: Group
+    runtime: Runtime, parameter: NamedParameter, group: Group, *, on_host: bool
 ) -> ShardedParameter:
     local = _local_tensor(parameter.parameter)
     rows, *row_shape = parameter.parameter.shape
@@ -390,6 +389,7 @@ def _build_sharded_parameter(
     return ShardedParameter(
         named=parameter,
         parameter=parameter.parameter,
+        on_host=on_host,
         replica_group=runtime.mesh.group(replica_group),
         holder_group=runtime.mesh.shared_table_groups.get(holders),
         master=local.view(-1),
@@ -398,6 +398,10 @@ def _build_sharded_parameter(
         momentum=torch.zeros(momentum_numel, dtype=torch.float32, device=local.device),
         owned=(owned,),
     )
+
+
+def _offload_policy(device: torch.device) -> CPUOffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
 
 def is_fully_sharded(parameter: NamedParameter) -> bool:
