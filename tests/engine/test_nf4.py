@@ -1,4 +1,4 @@
-"""NF4: what a matrix stands for, whole and in the parts that layouts cut, and what it holds."""
+"""NF4 and FP8: what a matrix stands for, whole and in the parts that layouts cut, and its bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from math import prod
 import pytest
 import torch
 
+from moewright.engine.kernels.fp8_base import pack_fp8
 from moewright.engine.kernels.nf4 import LEVELS, Nf4Weight, dynamic_levels, pack_nf4
 from moewright.rules.packed_base import NF4_BLOCK, packed_bytes_per_element, packed_nbytes
+from moewright.spec.workload import BaseQuantization, FineTuningSpec, Task, Workload
+
+WORKLOAD = Workload(
+    seq_len=8,
+    global_batch=1,
+    fine_tuning=FineTuningSpec(task=Task.LORA, quantize_base=BaseQuantization.NF4),
+)
 
 
 def locate(shape: tuple[int, ...], *, dim: int, rank: int) -> tuple[int, ...]:
@@ -90,7 +98,9 @@ def test_parts_stand_for_the_numbers_of_the_whole(shape: tuple[int, ...], dim: i
     joined = torch.cat([part.unpack() for part in packed], dim)
     assert torch.equal(joined, whole.unpack())
     for own in packed:
-        assert sum(tensor.nbytes for tensor in own.tensors) == packed_nbytes(shape, own.shape)
+        assert sum(tensor.nbytes for tensor in own.tensors) == packed_nbytes(
+            shape, own.shape, BaseQuantization.NF4
+        )
 
 
 def test_a_stack_is_its_matrices() -> None:
@@ -105,8 +115,8 @@ def test_bytes_and_errors_are_those_of_four_bits() -> None:
     weight = draw(1024, 1024)
     own = pack(weight)
     nbytes = sum(tensor.nbytes for tensor in own.tensors)
-    assert nbytes == packed_nbytes((1024, 1024), (1024, 1024))
-    assert nbytes / weight.numel() == pytest.approx(packed_bytes_per_element(), abs=1e-5)
+    assert nbytes == packed_nbytes((1024, 1024), (1024, 1024), BaseQuantization.NF4)
+    assert nbytes / weight.numel() == pytest.approx(packed_bytes_per_element(WORKLOAD), abs=1e-5)
     error = (own.unpack() - weight).norm() / weight.norm()
     assert 0.08 < error < 0.1
     blocks = weight.view(-1, NF4_BLOCK)
@@ -114,3 +124,31 @@ def test_bytes_and_errors_are_those_of_four_bits() -> None:
     assert ((own.unpack().view(-1, NF4_BLOCK) - blocks).abs().amax(1) <= 0.16 * largest).all()
     assert prod(own.shape) == weight.numel()
     assert torch.equal(pack(torch.zeros(16, 64)).unpack(), torch.zeros(16, 64))
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 72), (3, 2, 130, 256)])
+def test_fp8_blocks_are_those_of_published_folders(shape: tuple[int, ...]) -> None:
+    """What DeepSeek-V3's blocks stand for is held in the same numbers."""
+    weight = draw(*shape)
+    own = pack_fp8(weight, torch.float32)
+    nbytes = sum(tensor.nbytes for tensor in own.tensors)
+    assert nbytes == packed_nbytes(shape, shape, BaseQuantization.FP8)
+    rows, columns = (torch.arange(size) // 128 for size in shape[-2:])
+    for matrix, codes, scales in zip(
+        weight.reshape(-1, *shape[-2:]),
+        own.codes.reshape(-1, *shape[-2:]),
+        own.scales,
+        strict=True,
+    ):
+        for row in rows.unique():
+            for column in columns.unique():
+                block = matrix[rows == row][:, columns == column]
+                scale = scales[row, column]
+                assert scale == block.abs().max() / 448
+                expected = (block / scale).to(torch.float8_e4m3fn)
+                assert torch.equal(codes[rows == row][:, columns == column], expected)
+    once = own.unpack()
+    again = pack_fp8(once, torch.float32)
+    assert torch.equal(again.codes.view(torch.uint8), own.codes.view(torch.uint8))
+    torch.testing.assert_close(again.unpack(), once, rtol=3e-7, atol=0)
+    assert (once - weight).norm() / weight.norm() < 0.03

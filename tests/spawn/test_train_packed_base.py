@@ -37,7 +37,8 @@ TUNING = FineTuningSpec(
 )
 
 
-# Wide enough that two ranks cut no block, and that a matrix has two groups of them.
+FP8 = replace(TUNING, quantize_base=BaseQuantization.FP8)
+# Wide enough that two ranks cut no block of NF4, and that a matrix has two groups of them.
 MODEL = replace(
     tiny_jobs.MODEL,
     hidden_size=128,
@@ -47,28 +48,39 @@ MODEL = replace(
 )
 
 
-def build_plan(data: DataSpec, layout: str, world_size: int, dtype: Dtype = Dtype.FP32) -> Plan:
-    workload = tiny_jobs.build_workload(data, steps=STEPS, fine_tuning=TUNING, precision=dtype)
+def build_plan(
+    data: DataSpec,
+    layout: str,
+    world_size: int,
+    dtype: Dtype = Dtype.FP32,
+    tuning: FineTuningSpec = TUNING,
+) -> Plan:
+    workload = tiny_jobs.build_workload(data, steps=STEPS, fine_tuning=tuning, precision=dtype)
     workload = replace(workload, optimizer=replace(workload.optimizer, eps=1e-4))
     return tiny_jobs.build_plan(workload, layout, world_size=world_size, model=MODEL)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
+    ("world_size", "layout", "tuning"),
     [
-        (2, "tp2,ep2"),
-        thorough(4, "tp2,ep2,recompute=full"),
-        thorough(2, "pp2,schedule=zb-h1,layout='Et|ttL'"),
-        thorough(2, "ep2,zero0,recompute=moe+mlp"),
-        thorough(2, "cp2,ep2,overlap=grad+param"),
+        (2, "tp2,ep2", TUNING),
+        thorough(4, "tp2,ep2,recompute=full", TUNING),
+        thorough(2, "pp2,schedule=zb-h1,layout='Et|ttL'", TUNING),
+        thorough(2, "ep2,zero0,recompute=moe+mlp", TUNING),
+        thorough(2, "cp2,ep2,overlap=grad+param", TUNING),
+        thorough(2, "ep2,cp2", FP8),
     ],
 )
 def test_a_packed_base_trains_as_in_one_process(
-    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+    world_size: int, layout: str, tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
     """The parts that a layout cuts stand for the very numbers of the whole."""
-    assert train(build_plan(data, "", 1), tmp_path / "one") is ExitCode.DONE
-    assert train(build_plan(data, layout, world_size), tmp_path / "cut") is ExitCode.DONE
+    for name, plan in (
+        ("one", build_plan(data, "", 1, tuning=tuning)),
+        ("cut", build_plan(data, layout, world_size, tuning=tuning)),
+    ):
+        assert train(plan, tmp_path / name) is ExitCode.DONE
     expected, actual = (read_state(tmp_path / name, STEPS) for name in ("one", "cut"))
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
@@ -82,18 +94,20 @@ def test_a_packed_base_trains_as_in_one_process(
         assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
+    ("world_size", "layout", "tuning"),
     [
-        (2, "tp2,ep2,mbs2"),
-        thorough(2, "pp2,recompute=moe_act,layout='Et|ttL'"),
-        thorough(2, "ep2,zero0,recompute=full"),
+        (2, "tp2,ep2,mbs2", TUNING),
+        thorough(2, "pp2,recompute=moe_act,layout='Et|ttL'", TUNING),
+        thorough(2, "ep2,zero0,recompute=full", TUNING),
+        thorough(2, "ep2", FP8),
     ],
 )
 def test_the_ledger_of_a_packed_base_is_the_one_that_is_counted(
-    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+    world_size: int, layout: str, tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
-    plan = build_plan(data, layout, world_size, Dtype.BF16)
+    plan = build_plan(data, layout, world_size, Dtype.BF16, tuning)
     assert train(plan, tmp_path) is ExitCode.DONE
     selection = read_json(Selection, tmp_path / "ledger" / "selection.json")
     for rank in range(world_size):
@@ -109,7 +123,7 @@ def test_the_ledger_of_a_packed_base_is_the_one_that_is_counted(
 
 
 def test_a_layout_that_cuts_blocks_is_refused_by_name(data: DataSpec, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"cuts .* inside of blocks of 64 numbers") as caught:
+    with pytest.raises(BadInput, match=r"cuts .* inside of the blocks of nf4") as caught:
         train(build_plan(data, "tp4,ep4", 4), tmp_path)
     assert caught.value.reasons[0].field == "layout.tp"
 

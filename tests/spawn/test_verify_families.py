@@ -59,6 +59,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / scale)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

@@ -82,8 +82,8 @@ class BatchOptions:
     lora
         The rank of LoRA's adapters, such as r=16; it implies --task lora.
     quantize_base
-        The form of the frozen linears under LoRA's adapters: nf4 for 4 bits (QLoRA), none for the
-        precision.
+        The form of the frozen linears under LoRA's adapters: nf4 for 4 bits (QLoRA), fp8 for
+        e4m3 in blocks of 128, none for the precision.
     """
 
     seq_len: OptionalCount = None
@@ -169,7 +169,8 @@ class FineTuningOptions:
     lora
         Train low-rank adapters beside frozen weights, of this rank, such as r=16.
     quantize_base
-        The form of the frozen linears under the adapters: nf4 for 4 bits (QLoRA), none for bf16.
+        The form of the frozen linears under the adapters: nf4 for 4 bits (QLoRA), fp8 for
+        e4m3 in blocks of 128, none for bf16.
     freeze
         Parts that do not train, such as router,embeddings: embeddings, attention, mlp, router,
         experts, shared_experts.

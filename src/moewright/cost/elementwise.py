@@ -283,7 +283,7 @@ def _unpack_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
     """Yield the rows that widen a layer's packed weights, before each of their two products."""
     elements = sum(packed_elements(sym.model, sym.workload, sym.layout, layer))
     if elements:
-        nbytes = elements * (packed_bytes_per_element() + sym.c)
+        nbytes = elements * (packed_bytes_per_element(sym.workload) + sym.c)
         row = elementwise_row("unpack_weights", sym, nbytes)
         yield row, elementwise_row("unpack_weights", sym, nbytes)
 

@@ -109,7 +109,7 @@ def _frozen_nbytes(param: Param, job: Job) -> int:
     """Return the bytes of a rank's part of a frozen weight."""
     local_shape = shards.local_shape(param, job.layout)
     if is_packed(param.module, param.shape, job.workload.fine_tuning):
-        return packed_nbytes(param.shape, local_shape)
+        return packed_nbytes(param.shape, local_shape, job.workload.fine_tuning.quantize_base)
     return activation_nbytes(job.workload) * prod(local_shape)
 
 
@@ -270,7 +270,7 @@ def state_bytes(
         adapters = {component: trained * nbytes for component, nbytes in sizes.items()}
         widened = max(1.0, frozen_nbytes / activation_nbytes(workload))
         weights = widened * sizes[Component.WEIGHTS] + adapters[Component.WEIGHTS]
-        saving = widened * activation_nbytes(workload) - packed_bytes_per_element()
+        saving = widened * activation_nbytes(workload) - packed_bytes_per_element(workload)
         weights = weights - saving * packed
         sizes = {**adapters, Component.WEIGHTS: weights}
     saved_bytes = per_parameter[Component.MOMENTS] - MOMENTUM_BYTES  # by Muon's one momentum

@@ -13,7 +13,7 @@ from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.moments import MOMENT_DTYPES, is_scaled
-from moewright.rules.packed_base import NF4_BLOCK, cuts_blocks, is_packed
+from moewright.rules.packed_base import cuts_blocks, is_packed
 from moewright.rules.parameters import parameters
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
@@ -191,8 +191,8 @@ def _check_packed(layout: Layout, model: ModelSpec, workload: Workload) -> Itera
     for param in parameters(model):
         if not is_packed(param.module, param.shape, fine_tuning):
             continue
-        if cuts_blocks(param, layout):
-            rule = f"cuts {param.name} {list(param.shape)} inside of blocks of {NF4_BLOCK} numbers"
+        if cuts_blocks(param, layout, fine_tuning.quantize_base):
+            rule = f"cuts {param.name} {list(param.shape)} inside of the blocks of {value}"
             axis = "etp" if param.is_expert else "tp"
             degree = layout.etp if param.is_expert else layout.tp
             yield Reason(field=f"layout.{axis}", value=str(degree), rule=rule, nearest="1")

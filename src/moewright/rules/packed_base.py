@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bits under adapters (QLoRA, Dettmers et al. 2023).
+"""Frozen weights in fewer bits under adapters: NF4 (QLoRA, Dettmers et al. 2023), or FP8 blocks.
 
 What is packed are the linears of attention and of MLPs, experts among them. Embeddings, head,
 norms, routers and what is too narrow to be worth it stay in the precision.
@@ -18,6 +18,7 @@ from moewright.spec.workload import BaseQuantization, FineTuningSpec, Task, Work
 
 NF4_BLOCK = 64  # numbers that share a scale
 NF4_GROUP = 256  # scales that share a scale
+FP8_BLOCK = 128  # rows, and columns, that share a scale
 _SCALE_BYTES = 4
 _PACKED_MODULES = frozenset(
     {Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS}
@@ -33,14 +34,19 @@ def is_packed(module: Module, shape: tuple[int, ...], fine_tuning: FineTuningSpe
     return module in _PACKED_MODULES and is_linear
 
 
-def packed_nbytes(shape: tuple[int, ...], local_shape: tuple[int, ...]) -> int:
+def packed_nbytes(
+    shape: tuple[int, ...], local_shape: tuple[int, ...], form: BaseQuantization
+) -> int:
     """Return the bytes of a rank's part of a packed weight of a global shape.
 
-    They are half a byte a number, a byte a block, and in fp32 a scale for each group of the whole
-    matrices and their mean.
+    In NF4 they are half a byte a number, a byte a block, and in fp32 a scale for each group of the
+    whole matrices and their mean; in FP8 a byte a number, and in fp32 a scale for each block.
     """
     *lead, rows, columns = local_shape
     matrices = prod(lead)
+    if form is BaseQuantization.FP8:
+        blocks = ceil(rows / FP8_BLOCK) * ceil(columns / FP8_BLOCK)
+        return matrices * (rows * columns + _SCALE_BYTES * blocks)
     blocks = -(-rows * columns // NF4_BLOCK)
     groups = ceil(ceil(prod(shape[-2:]) / NF4_BLOCK) / NF4_GROUP)
     return matrices * (rows * columns // 2 + blocks + _SCALE_BYTES * (groups + 1))
@@ -66,16 +72,21 @@ def packed_elements(
     )
 
 
-def packed_bytes_per_element() -> float:
+def packed_bytes_per_element(workload: Workload) -> float:
     """Return the bytes that a number of a large packed weight takes."""
+    if workload.fine_tuning.quantize_base is BaseQuantization.FP8:
+        return 1 + _SCALE_BYTES / FP8_BLOCK**2
     return 0.5 + 1 / NF4_BLOCK + _SCALE_BYTES / (NF4_BLOCK * NF4_GROUP)
 
 
-def cuts_blocks(param: Param, layout: Layout) -> bool:
+def cuts_blocks(param: Param, layout: Layout, form: BaseQuantization) -> bool:
     """Return whether a layout cuts a packed weight inside of its blocks."""
     cut = _cut_dims(param.sharded_dims, layout)
     last = len(param.shape) - 1
     rows, columns = local_shape(param, layout)[-2:]
+    if form is BaseQuantization.FP8:
+        is_inside = rows % FP8_BLOCK if last - 1 in cut else 0
+        return bool(is_inside or (columns % FP8_BLOCK if last in cut else 0))
     if last in cut:
         return bool(columns % NF4_BLOCK)
     if last - 1 in cut:

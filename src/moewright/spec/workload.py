@@ -300,6 +300,7 @@ class BaseQuantization(StrEnum):
 
     NONE = "none"  # in the precision of the job
     NF4 = "nf4"  # in 4 bits, with scales of blocks that are quantised too (QLoRA)
+    FP8 = "fp8"  # in e4m3, with a scale for 128 rows and columns (DeepSeek-V3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

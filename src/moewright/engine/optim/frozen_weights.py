@@ -9,6 +9,7 @@ from torch import nn
 
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm.collectives import all_gather_rows
+from moewright.engine.kernels.fp8_base import Fp8Weight, pack_fp8
 from moewright.engine.kernels.nf4 import Nf4Weight, pack_nf4
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.observe.storage_census import storage_id
@@ -16,7 +17,7 @@ from moewright.engine.optim.optimizer_states import OwnedRange, build_local_shar
 from moewright.engine.runtime import Runtime
 from moewright.rules.packed_base import is_packed
 from moewright.spec.ledger import Component, MemoryRow
-from moewright.spec.workload import FineTuningSpec
+from moewright.spec.workload import BaseQuantization, FineTuningSpec
 
 
 class FrozenWeights:
@@ -39,13 +40,13 @@ class FrozenWeights:
         self.packed_parameters = tuple(
             parameter for parameter in parameters if _is_packed(parameter, fine_tuning)
         )
-        self._packed: dict[str, Nf4Weight] = {}
+        self._packed: dict[str, Nf4Weight | Fp8Weight] = {}
         for parameter in self._parameters:
             value = initial_value(parameter).to(runtime.device, runtime.dtype)
             parameter.owner.weight = nn.Parameter(value, requires_grad=False)
         runtime.saved_tensors.holds_packed |= bool(self.packed_parameters)
         for parameter in self.packed_parameters:
-            value = initial_value(parameter).to(runtime.device, runtime.dtype)
+            value = initial_value(parameter)
             del parameter.owner.weight
             self.pack(parameter, value)
         self._storages = {storage_id(parameter.parameter) for parameter in self._parameters}
@@ -63,8 +64,12 @@ class FrozenWeights:
             rows = all_gather_rows(part.transpose(0, dim).contiguous(), group)
             return rows.transpose(0, dim)
 
-        value = value.to(runtime.device, runtime.dtype)
-        own = pack_nf4(value, placement.global_shape, placement.offsets, gather)
+        own: Nf4Weight | Fp8Weight
+        if runtime.workload.fine_tuning.quantize_base is BaseQuantization.FP8:
+            own = pack_fp8(value.to(runtime.device), runtime.dtype)
+        else:
+            value = value.to(runtime.device, runtime.dtype)
+            own = pack_nf4(value, placement.global_shape, placement.offsets, gather)
         self._packed[parameter.name] = own
         parameter.owner.unpack = lambda: runtime.saved_tensors.note_unpacked(
             own.unpack(), own.unpack
