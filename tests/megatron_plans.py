@@ -17,6 +17,7 @@ from moewright.spec.workload import (
     RouterForce,
     RouterTraining,
     SaveMode,
+    TensorScaling,
 )
 from sample_run import plan
 
@@ -74,6 +75,13 @@ def deepseek(text="tp2,ep8", world=16):
         mtp_layers=1,
     )
     return replace(base, model=model)
+
+
+def in_precision(text: str, world: int, *, device: str = "GPU", **changes):
+    """Return the sample plan on GPUs of a name, its workload in 8 or 4 bits."""
+    base = on_gpus(text, world)
+    hardware = replace(base.hardware, device=replace(base.hardware.device, name=device))
+    return replace(base, workload=replace(base.workload, **changes), hardware=hardware)
 
 
 PLANS = {
@@ -150,4 +158,17 @@ PLANS = {
             ),
         ),
     ),
+    "rank budget": on_gpus("ep8,dispatcher=hybridep,rank_capacity=1.5", 8),
+    "rank budget in a whole graph": on_gpus(
+        "ep8,dispatcher=hybridep,rank_capacity=1.5,graphs=full", 8
+    ),
+    "ranks in the other order": on_gpus("tp2,pp2,ep2,order=tp-cp-ep-pp-dp", 16),
+    "FP8 blocks": in_precision(
+        "ep8", 8, precision=Dtype.FP8, tensor_scaling=TensorScaling.BLOCKWISE
+    ),
+    "FP8 with delayed scales": in_precision(
+        "ep8", 8, precision=Dtype.FP8, tensor_scaling=TensorScaling.DELAYED
+    ),
+    "MXFP8": in_precision("ep8", 8, device="B200", precision=Dtype.MXFP8),
+    "NVFP4": in_precision("ep8", 8, device="B200", precision=Dtype.NVFP4),
 }

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -217,6 +218,26 @@ def test_a_trace_that_was_cut_off_says_so(tmp_path):
     )
     assert "c.json was cut off" in cut_notes[-1]
     assert cut_notes[:-1] == whole_notes
+
+
+def test_a_trace_that_was_cut_off_keeps_what_stands_before_its_events(tmp_path):
+    data = {"deviceProperties": [{"id": 0, "name": "NVIDIA A100-SXM4-80GB"}]}
+    text = json.dumps({**data, "traceEvents": events()})
+    (tmp_path / "c.json").write_text(text[: int(0.8 * len(text))])
+    (capture,) = read_traces(tmp_path / "c.json")
+    assert "A100" in capture.device
+
+
+def test_a_rank_that_was_cut_off_is_left_out_of_the_mean(tmp_path):
+    text = json.dumps({"traceEvents": events()})
+    for name, content in (("0.json", text), ("1.json", text[: len(text) // 3])):
+        (tmp_path / name).write_text(content)
+    (capture,) = read_traces(tmp_path)
+    (alone,) = read_traces(tmp_path / "0.json")
+    assert replace(break_down_step(capture), notes=()) == break_down_step(alone)
+    assert any("1.json: was cut off" in note for note in capture.notes)
+    (tmp_path / "0.json").unlink()
+    assert len(read_traces(tmp_path)) == 1
 
 
 def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):

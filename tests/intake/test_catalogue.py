@@ -136,7 +136,7 @@ def test_every_device_has_rates_and_sources() -> None:
         hardware = catalogue.hardware(f"8x{name}")
         device = hardware.device
         peaks = {peak.dtype: peak.rate for peak in device.peaks}
-        assert peaks[Dtype.BF16].kind is SourceKind.DATASHEET
+        assert peaks[Dtype.FP16].kind is SourceKind.DATASHEET
         # On Hopper an 8-bit GEMM with a scale a block is another kernel than one with a scale a
         # tensor.
         blocks = {Dtype.MXFP8} if name in ("H100", "H800", "H200") else set()

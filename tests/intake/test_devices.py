@@ -14,7 +14,7 @@ from moewright.spec.sourced import SourceKind
 from moewright.spec.units import GIB, TERA
 from moewright.spec.workload import Dtype
 
-WITHOUT_FP8 = ("A100", "A800", "TPU-v5p", "TPU-v6e", "Ascend")
+WITHOUT_FP8 = ("V100", "A100", "A800", "TPU-v5p", "TPU-v6e", "Ascend")
 PARTS = catalogue.hardware_names()
 FILE = Path(__file__).parents[2] / "src/moewright/intake/data/hardware.json"
 
@@ -91,11 +91,11 @@ def test_figures_hang_together(name: str) -> None:
     hardware = catalogue.hardware(f"8x{name}")
     device, fabric = hardware.device, hardware.fabric
     peaks = {peak.dtype: peak.rate.value for peak in device.peaks}
-    assert 20 < device.memory_bytes.value / GIB < 300
+    assert 15 < device.memory_bytes.value / GIB < 300
     assert 0.8 < device.memory_Bps.value / TERA < 10
     # FLOP a byte at the ridge: about 150 (A100) to 620 (B300); H20 is cut to 37.
-    assert 30 < peaks[Dtype.BF16] / device.memory_Bps.value < 700
-    assert peaks[Dtype.FP16] == peaks[Dtype.BF16]
+    assert 30 < peaks[Dtype.FP16] / device.memory_Bps.value < 700
+    assert name.startswith("V100") or peaks[Dtype.FP16] == peaks[Dtype.BF16]
     for narrow in (Dtype.FP8, Dtype.MXFP8):
         if narrow in peaks:
             assert peaks[narrow] == pytest.approx(2 * peaks[Dtype.BF16], rel=0.02)

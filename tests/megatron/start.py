@@ -84,6 +84,7 @@ def _take_optimizer_options(
     exp_avg_dtype=None,
     exp_avg_sq_dtype=None,
     use_decoupled_grad=None,
+    use_grouped_tensor=None,
     **options,
 ):
     import torch
@@ -208,6 +209,11 @@ def _build_first_stage(command) -> None:
     config.transformer.init_model_with_meta_device = True
     with _without_memory():
         builder.build_model(groups, vp_stage=vp_stage)
+        if get_args().transformer_impl == "local":
+            from megatron.core.models.gpt.gpt_layer_specs import LNImpl
+
+            # The norm before the head, which the last stage has.
+            LNImpl(config=config.transformer, hidden_size=config.transformer.hidden_size)
 
 
 class _Accepted(Exception):

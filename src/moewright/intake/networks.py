@@ -11,7 +11,6 @@ from moewright.codec import closest_match, from_data, read_toml_data
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Constant,
-    Fabric,
     Hardware,
     LibraryPath,
     MessagePath,
@@ -35,7 +34,8 @@ class NetworkLevel(StrEnum):
 class NetworkEntry:
     """A kind of network as networks.toml has it, which says what each field means.
 
-    A `domain_size` of 0 leaves the part's own.
+    A `domain_size` of 0 leaves the part's own. `without_libraries` are parts that DeepEP and
+    HybridEP have no kernels for.
     """
 
     kind: NetworkKind
@@ -47,6 +47,7 @@ class NetworkEntry:
     hybridep: MessagePath
     domain_size: int = 0
     parts: tuple[str, ...] = ()
+    without_libraries: tuple[str, ...] = ()
     Bps: dict[str, float] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
 
@@ -54,6 +55,11 @@ class NetworkEntry:
         """Return whether the part can have this network."""
         words = _product_words(hardware)
         return not self.parts or any(part.upper() in words for part in self.parts)
+
+    def has_libraries_for(self, hardware: Hardware) -> bool:
+        """Return whether libraries that move tokens have kernels for the part."""
+        words = _product_words(hardware)
+        return not any(part.upper() in words for part in self.without_libraries)
 
     def bandwidth(self, hardware: Hardware) -> float | None:
         """Return the bytes/s of a device of this part; None where the part's own stay."""
@@ -121,7 +127,7 @@ def complete_fabric(hardware: Hardware) -> Hardware:
     ]
     return replace(
         hardware,
-        fabric=replace(fabric, library_paths=_library_paths(fabric)),
+        fabric=replace(fabric, library_paths=_library_paths(hardware)),
         constants=(*hardware.constants, *implied),
     )
 
@@ -187,13 +193,14 @@ def _change_constants(
     return (*kept, *new.sourced_constants())
 
 
-def _library_paths(fabric: Fabric) -> tuple[LibraryPath, ...]:
+def _library_paths(hardware: Hardware) -> tuple[LibraryPath, ...]:
     """Return how each library moves tokens: between domains only where it runs inside them."""
-    domain = read_networks()[fabric.domain]
-    network = read_networks()[fabric.network]
+    domain = read_networks()[hardware.fabric.domain]
+    network = read_networks()[hardware.fabric.network]
+    has_libraries = domain.has_libraries_for(hardware)
     paths = []
     for dispatcher in (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP):
-        inside = domain.path(dispatcher)
+        inside = domain.path(dispatcher) if has_libraries else MessagePath.NONE
         between = network.path(dispatcher)
         if inside is MessagePath.NONE:
             between = MessagePath.NONE

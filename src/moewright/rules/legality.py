@@ -68,11 +68,14 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
     """Return why devices cannot compute in the workload's precision; () where they can.
 
     They cannot where it has less than 16 bits and the device lists neither a peak nor a rate for
-    it.
+    it; nor in bf16 where the units of the device know fp16 alone.
     """
     dtype = workload.precision
     device = hardware.device
     listed = {peak.dtype for peak in device.peaks} | {rate.dtype for rate in device.rates}
+    if dtype is Dtype.BF16 and Dtype.FP16 in listed and dtype not in listed:
+        rule = f"{device.name} multiplies in fp16 alone"
+        return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=Dtype.FP16),)
     if not dtype.is_narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
         return ()
     best = next((narrow for narrow in (Dtype.MXFP8, Dtype.FP8) if narrow in listed), Dtype.BF16)

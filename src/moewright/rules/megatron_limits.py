@@ -356,9 +356,9 @@ def _check_local_layers(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if layout.cp > 1:
         rule = "exchanges keys in Transformer Engine's layers alone"
         yield _refusal("layout.cp", layout.cp, rule, 1)
-    if layout.sp and model.norm is NormKind.RMS:
-        rule = "cuts RMS norms along the sequence in Transformer Engine's layers alone"
-        yield _refusal("layout.sp", "true", rule, "false")
+    if model.norm is NormKind.RMS:
+        rule = "has an RMS norm before the head in Transformer Engine's layers alone"
+        yield _refusal("workload.attention_backend", AttentionBackend.LOCAL, rule, "flash")
     if Overlap.WGRAD in layout.overlap:
         rule = "delays weight gradients in Transformer Engine's layers alone"
         yield _refusal("layout.overlap", Overlap.WGRAD, rule, "none")

@@ -65,35 +65,48 @@ _SHOWN_FILES = 3
 def read_traces(path: Path) -> tuple[Capture, ...]:
     """Read a trace, or every trace of a folder, as one Capture a device and file.
 
-    Of a folder, files that are no trace are left out with a note, as long as one is a trace.
+    Of a folder, files that are no trace are left out with a note, as long as one is a trace. So are
+    traces that break off, as long as one is whole: a mean over ranks would take what they lack for
+    time that was not spent.
 
     Raises:
         BadInput: a file is no trace, or none of a folder is.
     """
     if path.is_file():
-        return _read_file(path, 0)
-    captures: list[Capture] = []
+        captures, _ = _read_file(path, 0)
+        return captures
+    whole: list[Capture] = []
+    cut: list[Capture] = []
+    left_out: list[str] = []
+    cut_names: list[str] = []
     refusals: list[BadInput] = []
     files = sorted(file for file in path.rglob("*.json*") if _is_trace_name(file))
     for index, file in enumerate(files):
         try:
-            captures += _read_file(file, index)
+            captures, is_cut = _read_file(file, index)
         except BadInput as error:
             refusals.append(error)
-    if not captures and refusals:
+            left_out.append(str(error))
+            continue
+        (cut if is_cut else whole).extend(captures)
+        if is_cut:
+            cut_names.append(f"{file}: was cut off")
+    if whole:
+        left_out += cut_names
+    elif not cut and refusals:
         raise refusals[0]
-    notes = [f"left out: {error}" for error in refusals[:_SHOWN_FILES]]
-    if len(refusals) > _SHOWN_FILES:
-        notes.append(f"left out: {len(refusals) - _SHOWN_FILES} more files")
-    return tuple(replace(capture, notes=(*capture.notes, *notes)) for capture in captures)
+    notes = [f"left out: {reason}" for reason in left_out[:_SHOWN_FILES]]
+    if len(left_out) > _SHOWN_FILES:
+        notes.append(f"left out: {len(left_out) - _SHOWN_FILES} more files")
+    return tuple(replace(capture, notes=(*capture.notes, *notes)) for capture in whole or cut)
 
 
 def _is_trace_name(path: Path) -> bool:
     return path.is_file() and path.name.endswith(_TRACE_SUFFIXES)
 
 
-def _read_file(path: Path, index: int) -> tuple[Capture, ...]:
-    """Read a capture for each device that ran kernels.
+def _read_file(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
+    """Read a capture for each device that ran kernels, and whether the file breaks off.
 
     Where the program computed on the CPU alone, read one for each process.
 
@@ -117,7 +130,10 @@ def _read_file(path: Path, index: int) -> tuple[Capture, ...]:
         raw_events = [event for batch in TraceStream(path).batches() for event in batch]
         events = [event for event in map(parse_event, raw_events) if event is not None]
         captures = tuple(read_cpu_captures(events, raw_events, stream.metadata, path, index))
-    return tuple(replace(capture, notes=(*capture.notes, *stream.notes)) for capture in captures)
+    captures = tuple(
+        replace(capture, notes=(*capture.notes, *stream.notes)) for capture in captures
+    )
+    return captures, stream.is_cut
 
 
 class _TraceCollector:

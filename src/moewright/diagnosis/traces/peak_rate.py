@@ -24,7 +24,7 @@ class PeakRate:
 
 
 def find_peak_rate(breakdowns: Sequence[Breakdown], job: Plan | None) -> PeakRate:
-    """Return the peak rate of the job's hardware, else the bf16 peak of the trace's device.
+    """Return the peak rate of the job's hardware, else that in 16 bits of the trace's device.
 
     Of older devices that are not in the catalogue it is the peak that diagnosis/data/peaks.toml
     has.
@@ -41,8 +41,10 @@ def find_peak_rate(breakdowns: Sequence[Breakdown], job: Plan | None) -> PeakRat
     if device is None:
         note = f"no peak known for {device_name or 'an unnamed device'}; say it with --on"
         return PeakRate(flops=0.0, note=note)
-    flops = peak_flops(catalogue.build_hardware(device, count=1), Dtype.BF16)
-    return PeakRate(flops=flops, note=f"bf16 peak of {device.name}, by the device's name")
+    has_bf16 = any(peak.dtype is Dtype.BF16 for peak in device.peaks)
+    precision = Dtype.BF16 if has_bf16 else Dtype.FP16
+    flops = peak_flops(catalogue.build_hardware(device, count=1), precision)
+    return PeakRate(flops=flops, note=f"{precision} peak of {device.name}, by the device's name")
 
 
 def _find_older_peak(device_name: str) -> PeakRate | None:

@@ -85,8 +85,8 @@ class TraceStream:
             if not text:
                 break
         self.is_cut = self.is_cut or not has_ended
-        if has_ended and head.lstrip().startswith("{"):
-            self._read_metadata(head, rest + self._read_tail(texts))
+        if head.lstrip().startswith("{"):
+            self._read_metadata(head, rest + self._read_tail(texts) if has_ended else "")
 
     def _refuse(self, rule: str) -> BadInput:
         return BadInput(Reason(field=str(self.path), rule=rule, nearest=EXPECTED_FILE))

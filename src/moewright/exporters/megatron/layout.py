@@ -129,6 +129,7 @@ def _degree_flags(job: Job) -> Iterator[Flag]:
             yield (LAYOUT_OPTIONS["capacity_fill"],)
         if job.layout.rank_capacity:
             yield LAYOUT_OPTIONS["rank_capacity"], format_number(job.layout.rank_capacity)
+            yield ("--moe-use-grouped-tensor",)  # experts whose sizes the host does not read
 
 
 def _memory_flags(layout: Layout) -> Iterator[Flag]:

@@ -127,6 +127,9 @@ def _attention_flags(model: ModelSpec) -> Iterator[Flag]:
         yield "--qk-head-dim", str(attention.qk_nope_head_dim)
         yield "--qk-pos-emb-head-dim", str(attention.qk_rope_head_dim)
         yield "--v-head-dim", str(attention.v_head_dim)
+        if model.hidden_size % attention.heads:
+            # Nothing of latent attention has this width, which else must divide.
+            yield "--kv-channels", str(attention.v_head_dim)
     else:
         yield "--kv-channels", str(attention.head_dim)
         if attention.kv_heads != attention.heads:

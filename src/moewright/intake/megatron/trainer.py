@@ -37,6 +37,7 @@ def read_trainer(arguments: Arguments, environment: Mapping[str, str]) -> Traine
         "--no-persist-layer-norm",
         "--moe-permute-fusion",
         "--moe-router-fusion",
+        "--moe-use-grouped-tensor",
     )
     return TrainerSpec(
         attention_backend=_read_attention_backend(arguments, environment),
