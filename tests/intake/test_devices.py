@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from moewright.intake import catalogue
+from moewright.rules.legality import check_precision
+from moewright.rules.networks import runs_on
 from moewright.spec.hardware import NetworkKind, Op
+from moewright.spec.layout import DispatcherKind
 from moewright.spec.sourced import SourceKind
 from moewright.spec.units import GIB, TERA
-from moewright.spec.workload import Dtype
+from moewright.spec.workload import Dtype, Workload
 
 WITHOUT_FP8 = ("V100", "A100", "A800", "TPU-v5p", "TPU-v6e", "Ascend")
 PARTS = catalogue.hardware_names()
@@ -132,3 +135,14 @@ def test_names_are_one_part_each() -> None:
     parts = json.loads(FILE.read_text(encoding="utf-8"))["parts"]
     names = [name.casefold() for part in parts for name in {part["name"], *part["aliases"]}]
     assert len(names) == len(set(names))
+
+
+def test_a_v100_trains_in_fp16_without_libraries_that_move_tokens() -> None:
+    hardware = catalogue.hardware("8xV100")
+    (reason,) = check_precision(Workload(seq_len=32, global_batch=8), hardware)
+    assert (reason.value, reason.nearest) == (Dtype.BF16, Dtype.FP16)
+    half = Workload(seq_len=32, global_batch=8, precision=Dtype.FP16)
+    assert check_precision(half, hardware) == ()
+    for library in (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP):
+        assert not runs_on(hardware.fabric, library, domains=1)
+        assert runs_on(catalogue.hardware("8xA100").fabric, library, domains=1)
