@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from types import ModuleType
 
 import pytest
 import torch
 
-from moewright.engine.kernels.fp8_base import pack_fp8
+from moewright.engine.kernels import fp8_base, nf4
+from moewright.engine.kernels.fp8_base import Fp8Weight, pack_fp8
 from moewright.engine.kernels.nf4 import LEVELS, Nf4Weight, dynamic_levels, pack_nf4
 from moewright.rules.packed_base import NF4_BLOCK, packed_bytes_per_element, packed_nbytes
 from moewright.spec.workload import BaseQuantization, FineTuningSpec, Task, Workload
@@ -152,3 +154,17 @@ def test_fp8_blocks_are_those_of_published_folders(shape: tuple[int, ...]) -> No
     assert torch.equal(again.codes.view(torch.uint8), own.codes.view(torch.uint8))
     torch.testing.assert_close(again.unpack(), once, rtol=3e-7, atol=0)
     assert (once - weight).norm() / weight.norm() < 0.03
+
+
+@pytest.mark.parametrize("module", [nf4, fp8_base])
+def test_chunks_are_widened_to_the_same_numbers(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = draw(3, 2, 256, 200)
+    packed: Nf4Weight | Fp8Weight = (
+        pack(weight) if module is nf4 else pack_fp8(weight, torch.float32)
+    )
+    whole = packed.unpack()
+    for numel in (128, 512, 30_000, 120_000):
+        monkeypatch.setattr(module, "CHUNK_NUMEL", numel // 128 * 128)
+        assert torch.equal(packed.unpack(), whole)

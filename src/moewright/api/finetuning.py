@@ -17,6 +17,7 @@ from moewright.api.training import TrainingRequest, is_first_rank, prepare_train
 from moewright.codec import STEPS_FILE, write_text
 from moewright.intake import hf
 from moewright.rules.parameters import count_parameters
+from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
         return code
     _tell_losses(request.out, tell)
     out = request.out / _EXPORT_FOLDER
-    _export(request.out, out)
-    if request.lora_rank:
+    _export(request.out, out, tell)
+    if (request.out / _ADAPTER_FOLDER).is_dir():
         tell(f"wrote {request.out / _ADAPTER_FOLDER}, the adapters, which peft loads")
     tell(f"wrote {out}, which transformers loads")
     if before is None:
@@ -95,12 +96,21 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
     return code
 
 
-def _export(run_dir: Path, out: Path) -> None:
-    """Write what a run has learnt, in place of what an earlier call wrote."""
-    for folder, form in ((out, ExportForm.WEIGHTS), (run_dir / _ADAPTER_FOLDER, ExportForm.PEFT)):
+def _export(run_dir: Path, out: Path, tell: Tell) -> None:
+    """Write what a run has learnt, in place of what an earlier call wrote.
+
+    Where PEFT has no name for an adapter, the merged weights are all there is.
+    """
+    adapter = run_dir / _ADAPTER_FOLDER
+    for folder in (out, adapter):
         shutil.rmtree(folder, ignore_errors=True)
-        if form is ExportForm.WEIGHTS or holds_adapters(run_dir):
-            plan_export(run_dir, form=form).run(folder, lambda _nbytes: None)
+    plan_export(run_dir, form=ExportForm.WEIGHTS).run(out, lambda _nbytes: None)
+    if not holds_adapters(run_dir):
+        return
+    try:
+        plan_export(run_dir, form=ExportForm.PEFT).run(adapter, lambda _nbytes: None)
+    except BadInput as error:
+        tell(f"no {adapter}: {error.reasons[0].field} {error.reasons[0].rule}")
 
 
 def _open_chats(request: FineTuningRequest) -> Any:

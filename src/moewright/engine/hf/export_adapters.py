@@ -237,7 +237,9 @@ def _module_name(hf_tensor: HfTensor) -> str:
     is_part = bool(hf_tensor.dim_order or hf_tensor.whole_shape or hf_tensor.fused_shape)
     if is_part or module == hf_tensor.name:
         rule = "is no module of its own, so PEFT has no name for its adapter"
-        nearest = "train.lora_experts = false, or the merged weights"
+        nearest = "the merged weights"
+        if ".experts." in hf_tensor.name:
+            nearest = "train.lora_experts = false, or the merged weights"
         raise BadInput(Reason(field=hf_tensor.name, rule=rule, nearest=nearest))
     return module
 

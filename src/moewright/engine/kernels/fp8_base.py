@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.kernels.nf4 import CHUNK_NUMEL
 from moewright.rules.packed_base import FP8_BLOCK
 
 _LARGEST = 448.0
@@ -33,9 +34,21 @@ class Fp8Weight:
     def unpack(self) -> torch.Tensor:
         """Return the numbers that it stands for, rounded once to `dtype`."""
         rows, columns = self.codes.shape[-2:]
-        blocks = _cut_into_blocks(self.codes.reshape(-1, rows, columns).to(self.dtype).float())
-        wide = (blocks * self.scales[:, :, None, :, None]).flatten(1, 2).flatten(2, 3)
-        return wide[:, :rows, :columns].to(self.dtype).reshape(self.codes.shape)
+        out = torch.empty_like(self.codes, dtype=self.dtype)
+        step = max(1, CHUNK_NUMEL // (FP8_BLOCK * columns))
+        matrices = zip(
+            self.codes.view(-1, rows, columns),
+            self.scales,
+            out.view(-1, rows, columns),
+            strict=True,
+        )
+        for codes, scales, wide in matrices:
+            for first in range(0, len(scales), step):
+                part = slice(first * FP8_BLOCK, (first + step) * FP8_BLOCK)
+                blocks = _cut_into_blocks(codes[part].to(self.dtype).float()[None])[0]
+                blocks.mul_(scales[first : first + step, None, :, None])
+                wide[part] = blocks.flatten(0, 1).flatten(1, 2)[: len(wide[part]), :columns]
+        return out
 
 
 def pack_fp8(weight: torch.Tensor, dtype: torch.dtype) -> Fp8Weight:

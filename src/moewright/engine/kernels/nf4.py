@@ -10,7 +10,7 @@ parallelism cuts a matrix into have the blocks, the mean and the groups of the w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,8 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
+# Numbers that are widened at a time, a multiple of a block.
+CHUNK_NUMEL = 1 << 24
 _EXPONENTS = 7
 _TINY = 1e-38  # a block of zeros is divided by it
 
@@ -76,16 +78,30 @@ class Nf4Weight:
         places = self.first_block + runs * self.row_stride + numbers % self.row_blocks
         scales = dynamic_levels(device)[self.scale_codes.int()]
         scales = scales * self.group_scales[:, places // NF4_GROUP] + self.means
-        halves = torch.stack((self.codes >> 4, self.codes & 15), -1)
-        values = torch.tensor(LEVELS, device=device)[halves.int()]
-        matrices = len(self.scale_codes)
-        numel = values.numel() // matrices
-        values = values.view(matrices, numel)
-        padding = blocks * NF4_BLOCK - numel
-        if padding:
-            values = torch.nn.functional.pad(values, (0, padding))
-        wide = values.view(matrices, blocks, NF4_BLOCK) * scales[:, :, None]
-        return wide.view(matrices, -1)[:, :numel].reshape(self.shape).to(self.dtype)
+        numel = 2 * self.codes.numel() // len(scales)
+        out = torch.empty((len(scales), numel), dtype=self.dtype, device=device)
+        codes = self.codes.view(len(scales), numel // 2)
+        levels = torch.tensor(LEVELS, device=device)
+        for matrices, part in self._list_chunks(numel):
+            chosen = codes[matrices, part.start // 2 : part.stop // 2]
+            halves = torch.stack((chosen >> 4, chosen & 15), -1).flatten(1).int()
+            block_scales = scales[matrices, part.start // NF4_BLOCK : -(-part.stop // NF4_BLOCK)]
+            wide = block_scales.repeat_interleave(NF4_BLOCK, 1)[:, : part.stop - part.start]
+            torch.mul(levels[halves], wide, out=wide)
+            out[matrices, part] = wide
+        return out.view(self.shape)
+
+    def _list_chunks(self, numel: int) -> Iterator[tuple[slice, slice]]:
+        """Yield matrices and numbers of them, so that few are wide at a time."""
+        if numel > CHUNK_NUMEL:
+            for matrix in range(len(self.scale_codes)):
+                for start in range(0, numel, CHUNK_NUMEL):
+                    stop = min(start + CHUNK_NUMEL, numel)
+                    yield slice(matrix, matrix + 1), slice(start, stop)
+            return
+        step = CHUNK_NUMEL // numel
+        for first in range(0, len(self.scale_codes), step):
+            yield slice(first, first + step), slice(0, numel)
 
 
 def pack_nf4(
