@@ -13,7 +13,7 @@ from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, micro_batches, recompute, shards
 from moewright.rules.adapters import is_frozen, trains_module
 from moewright.rules.job import Job
-from moewright.rules.packed_base import packed_elements
+from moewright.rules.packed_base import CHUNK_BYTES, CHUNK_NUMEL, packed_elements
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -162,7 +162,7 @@ def unpacked_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
     """Return the bytes of the largest packed weight of a rank's layers, widened for a product."""
     moe_layers = sym.model.moe_layers
     firsts = [moe_layers.index(kind) for kind in set(has_experts) if kind in moe_layers]
-    return sym.c * max(
+    largest = max(
         (
             elements
             for layer in firsts
@@ -170,6 +170,7 @@ def unpacked_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
         ),
         default=0,
     )
+    return sym.c * largest + CHUNK_BYTES * min(largest, CHUNK_NUMEL)
 
 
 def head_placeholder_bytes(constants: Constants, sym: Symbols) -> int:

@@ -18,6 +18,10 @@ from moewright.spec.workload import BaseQuantization, FineTuningSpec, Task, Work
 
 NF4_BLOCK = 64  # numbers that share a scale
 NF4_GROUP = 256  # scales that share a scale
+# Numbers that are widened at a time, a multiple of a block; 4 bytes of codes, of levels and of
+# scales lie beside each then.
+CHUNK_NUMEL = 1 << 24
+CHUNK_BYTES = 12
 FP8_BLOCK = 128  # rows, and columns, that share a scale
 _SCALE_BYTES = 4
 _PACKED_MODULES = frozenset(

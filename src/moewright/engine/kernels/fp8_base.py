@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from moewright.engine.kernels.nf4 import CHUNK_NUMEL
-from moewright.rules.packed_base import FP8_BLOCK
+from moewright.rules.packed_base import CHUNK_NUMEL, FP8_BLOCK
 
 _LARGEST = 448.0
 _DTYPE = torch.float8_e4m3fn

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.rules.packed_base import NF4_BLOCK, NF4_GROUP
+from moewright.rules.packed_base import CHUNK_NUMEL, NF4_BLOCK, NF4_GROUP
 
 # Appendix E of the paper.
 LEVELS = (
@@ -36,8 +36,6 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-# Numbers that are widened at a time, a multiple of a block.
-CHUNK_NUMEL = 1 << 24
 _EXPONENTS = 7
 _TINY = 1e-38  # a block of zeros is divided by it
 
