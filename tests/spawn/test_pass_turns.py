@@ -18,7 +18,7 @@ from moewright.codec import read_json
 from moewright.codec.run_files import TRACE_FOLDER
 from moewright.cost.ep_overlap import OverlapWindows
 from moewright.cost.ledger import predict_ledger
-from moewright.engine.comm import collectives
+from moewright.engine.comm import autograd_collectives, collectives
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.experts import RoutedExperts
@@ -163,7 +163,7 @@ def _slow_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
         with (folder / "pairs").open("a") as file:
             file.write(json.dumps([blocked_s, segments_s[1:]]) + "\n")
 
-    patch.setattr(collectives, "start_all_to_all", start_slowly)
+    patch.setattr(autograd_collectives, "start_all_to_all", start_slowly)
     patch.setattr(PassTurns, "run_pair", run_and_write)
     slow(Attention, "forward", PARTS.before_s)
     slow(CausalAttention, "backward", PARTS.before_backward_s)

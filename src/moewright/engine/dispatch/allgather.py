@@ -10,12 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moewright.engine.comm.collectives import (
-    AllGatherRows,
-    Group,
-    ReduceScatterRows,
-    all_gather_rows,
-)
+from moewright.engine.comm.autograd_collectives import AllGatherRows, ReduceScatterRows
+from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.dispatch.interface import (
     ForcedCounts,
     RoutedRows,

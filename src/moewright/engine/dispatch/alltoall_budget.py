@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from moewright.engine.comm.collectives import Group, all_gather_rows, all_to_all
+from moewright.engine.comm.autograd_collectives import all_to_all
+from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute
 from moewright.engine.dispatch.interface import ForcedCounts, RoutedRows, build_padded_map
 from moewright.engine.dispatch.row_budget import RowBudget

@@ -15,14 +15,13 @@ from math import prod
 
 import torch
 
-from moewright.engine.comm.collectives import (
+from moewright.engine.comm.autograd_collectives import (
     AllGatherRows,
-    Group,
     ReduceScatterRows,
-    all_gather_rows,
     all_to_all,
     all_to_all_in_turn,
 )
+from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.dispatch.interface import (
     ForcedCounts,
     RoutedRows,

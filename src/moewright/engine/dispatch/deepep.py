@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from moewright.engine.comm.collectives import Group, all_reduce, all_to_all_in_turn
+from moewright.engine.comm.autograd_collectives import all_to_all_in_turn
+from moewright.engine.comm.collectives import Group, all_reduce
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.dedup import mask_repeats
 from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, unusable_reason

@@ -23,7 +23,7 @@ from moewright.rules.routing import RoundRobinCounts
 
 
 class RowExchange(Protocol):
-    """A way to exchange the rows of tensors over a group, like collectives.all_to_all_in_turn."""
+    """A way to exchange the rows of tensors over a group, like all_to_all_in_turn."""
 
     def __call__(
         self,

@@ -17,13 +17,8 @@ from typing import Any
 
 import torch
 
-from moewright.engine.comm.collectives import (
-    Group,
-    RingShift,
-    all_gather_rows,
-    all_to_all,
-    reduce_scatter_rows,
-)
+from moewright.engine.comm.autograd_collectives import all_to_all
+from moewright.engine.comm.collectives import Group, RingShift, all_gather_rows, reduce_scatter_rows
 from moewright.engine.kernels.attention import AttentionState, Segments
 from moewright.engine.model.attention_blocks import (
     AttentionBlock,

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.comm.collectives import GatherSequence
+from moewright.engine.comm.autograd_collectives import GatherSequence
 from moewright.engine.model.adapters import add_column_adapter, add_replicated_adapter
 from moewright.engine.model.attention_blocks import BlocksBySource
 from moewright.engine.model.context_parallel import attend, scatter_heads

@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
-from moewright.engine.comm.collectives import (
-    Group,
+from moewright.engine.comm.autograd_collectives import (
     all_to_all_beside,
     all_to_all_in_turn,
     all_to_all_overlapped,
 )
+from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.allgather import AllGatherDispatcher
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.alltoall_budget import BudgetedAllToAllDispatcher

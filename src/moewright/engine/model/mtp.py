@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moewright.engine.comm.collectives import Group, all_gather_rows, all_to_all
+from moewright.engine.comm.autograd_collectives import all_to_all
+from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import AttentionContext, Norm, Weight

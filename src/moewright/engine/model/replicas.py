@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from moewright.engine.comm.collectives import all_to_all
+from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.model.layers import Weight
 from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.runtime import Runtime, torch_dtype

@@ -15,7 +15,8 @@ from math import prod
 
 import torch
 
-from moewright.engine.comm.collectives import Group, all_gather_rows, all_to_all
+from moewright.engine.comm.autograd_collectives import all_to_all
+from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.comm.tensor_placement import TensorPlacement
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.optim.flat_buffers import FlatBucket
