@@ -32,17 +32,14 @@ from moewright.cost.routed_rows import (
 )
 from moewright.cost.snapshots import rank_table
 from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
+from moewright.cost.step_tail import RankParameters, StepTail, count_owned_parameters, step_tail
 from moewright.cost.step_time import (
     Pricer,
-    RankParameters,
-    StepTail,
     StepTime,
-    count_owned_parameters,
     list_op_rows,
     model_ops,
     price_model_ops,
     stage_time,
-    step_tail,
     step_time,
 )
 from moewright.cost.symbols import Symbols, build_symbols

@@ -13,13 +13,8 @@ from moewright.cost.model_states import stage_bucket_sets
 from moewright.cost.op_time import DeviceRates
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers
 from moewright.cost.stage_parts import count_parts, list_parts
-from moewright.cost.step_time import (
-    PartTimes,
-    Pricer,
-    model_ops,
-    price_model_ops,
-    step_tail,
-)
+from moewright.cost.step_tail import step_tail
+from moewright.cost.step_time import PartTimes, Pricer, model_ops, price_model_ops
 from moewright.rules import stages
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from moewright.cost.stage_parts import Array
-from moewright.cost.step_time import RankParameters, StepTail, step_tail
+from moewright.cost.step_tail import RankParameters, StepTail, step_tail
 from moewright.cost.symbols import Symbols
 from moewright.rules import shards
 from moewright.search.pipeline_arrays import PipelineBatch
