@@ -20,9 +20,9 @@ from moewright.cost.ep_overlap import OverlapWindows
 from moewright.cost.ledger import predict_ledger
 from moewright.engine.comm import autograd_collectives, collectives
 from moewright.engine.comm.pass_turns import PassTurns
+from moewright.engine.model.attention import Attention
 from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.experts import RoutedExperts
-from moewright.engine.model.layers import Attention
 from moewright.engine.model.parallel_linear import GroupedLinear
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode

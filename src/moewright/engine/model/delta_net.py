@@ -24,15 +24,15 @@ from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
+from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction
-from moewright.engine.model.layers import AttentionContext, Vector, Weight
+from moewright.engine.model.layers import Vector, Weight
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
+from moewright.rules.param import TP_ROWS
 from moewright.spec.layout import Offload
 from moewright.spec.ledger import Module
-
-_TP_ROWS = (("tp", 0),)
 
 
 class GatedDeltaNet(nn.Module):
@@ -49,11 +49,11 @@ class GatedDeltaNet(nn.Module):
         self._runtime = runtime
         self._spec = spec
         rows = 2 * (spec.key_width + spec.value_width)
-        self.qkvz = Weight(runtime, rows, hidden, sharding=_TP_ROWS)
-        self.rates = Weight(runtime, 2 * spec.heads, hidden, sharding=_TP_ROWS)
-        self.conv = Weight(runtime, spec.conv_width, spec.short_conv, sharding=_TP_ROWS)
-        self.dt_bias = Vector(runtime, spec.heads, sharding=_TP_ROWS)
-        self.A_log = Vector(runtime, spec.heads, sharding=_TP_ROWS)
+        self.qkvz = Weight(runtime, rows, hidden, sharding=TP_ROWS)
+        self.rates = Weight(runtime, 2 * spec.heads, hidden, sharding=TP_ROWS)
+        self.conv = Weight(runtime, spec.conv_width, spec.short_conv, sharding=TP_ROWS)
+        self.dt_bias = Vector(runtime, spec.heads, sharding=TP_ROWS)
+        self.A_log = Vector(runtime, spec.heads, sharding=TP_ROWS)
         self.norm = Weight(runtime, spec.head_dim)
         self.o = Weight(runtime, hidden, spec.value_width, sharding=(("tp", 1),))
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from moewright.engine.memory.saved_tensors import RoutingDecisions
+from moewright.engine.model.attention import Attention, AttentionContext
 from moewright.engine.model.delta_net import GatedDeltaNet
-from moewright.engine.model.layers import Attention, AttentionContext, Mlp, Norm
+from moewright.engine.model.layers import Mlp, Norm
 from moewright.engine.model.mla import LatentAttention
 from moewright.engine.model.moe import MoeLayer
 from moewright.engine.runtime import Runtime

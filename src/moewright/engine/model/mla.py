@@ -16,15 +16,10 @@ from torch import nn
 
 from moewright.engine.comm.autograd_collectives import GatherSequence
 from moewright.engine.model.adapters import add_column_adapter, add_replicated_adapter
+from moewright.engine.model.attention import AttentionContext, attend_and_project
 from moewright.engine.model.attention_blocks import BlocksBySource
 from moewright.engine.model.context_parallel import attend, scatter_heads
-from moewright.engine.model.layers import (
-    AttentionContext,
-    Norm,
-    Weight,
-    attend_and_project,
-    hidden_replica_group,
-)
+from moewright.engine.model.layers import Norm, Weight, hidden_replica_group
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, ReplicatedLinear
 from moewright.engine.model.rope import softmax_factor
 from moewright.engine.runtime import Runtime

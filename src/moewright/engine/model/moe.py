@@ -27,8 +27,9 @@ from moewright.engine.dispatch.interface import ForcedCounts, RowExchange, Token
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
+from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.experts import RoutedExperts
-from moewright.engine.model.layers import AttentionContext, Mlp, Weight
+from moewright.engine.model.layers import Mlp, Weight
 from moewright.engine.model.parallel_linear import ReplicatedLinear
 from moewright.engine.model.router import ExpertSelection, Router
 from moewright.engine.runtime import Runtime

@@ -17,8 +17,9 @@ from torch import nn
 from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
+from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.layer import TransformerLayer
-from moewright.engine.model.layers import AttentionContext, Norm, Weight
+from moewright.engine.model.layers import Norm, Weight
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
+from moewright.engine.model.attention import AttentionContext, AttentionContextBuilder
 from moewright.engine.model.fine_tuning import apply_fine_tuning
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import (
-    AttentionContext,
-    AttentionContextBuilder,
     Embedding,
     NamedParameter,
     Norm,
