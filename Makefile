@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: slurm pictures evidence gpu train test test-all mutants faults megatron docs accuracy check lint types test-parallel report bench bench-engine bench-peers bench-tuning verify-layouts
+.PHONY: slurm pictures evidence gpu train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -39,15 +39,11 @@ gpu: $(VENV)/.dev
 bench-tuning: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.tuning recipes/tune_bad_start.toml
 
-# What takes seconds comes first. Three workers take single-process tests and rank processes, many of which wait, with mypy
-# beside them; what
-# times the machine runs alone afterwards.
+# What takes seconds comes first. Two workers take single-process tests and rank processes side by side, and mypy what they
+# leave; what times the machine runs alone afterwards.
 test: lint
-	$(MAKE) -j 2 types test-parallel
+	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist worksteal -m "not thorough and not serial"; tests=$$?; wait $$types && exit $$tests
 	$(BIN)/pytest -m "serial and not thorough"
-
-test-parallel: $(VENV)/.dev
-	$(BIN)/pytest -n 3 --dist worksteal -m "not thorough and not serial"
 
 test-all: check
 	$(BIN)/pytest -n 2 --dist worksteal -m "not serial"

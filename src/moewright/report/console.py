@@ -50,9 +50,9 @@ def print_estimate(console: Console, plan: Plan, *, verbose: bool = False) -> No
 
 
 def print_defaults(console: Console, defaults: Sequence[str]) -> None:
-    """Print the values that nobody gave, and what was noted while reading, as one paragraph."""
+    """Print the values that nobody gave, and what was noted while reading, on one line."""
     if defaults:
-        console.print(Text("; ".join(defaults)))
+        console.print(Text("; ".join(defaults)), soft_wrap=True)
 
 
 def print_verdict(console: Console, plan: Plan) -> None:
