@@ -39,10 +39,11 @@ gpu: $(VENV)/.dev
 bench-tuning: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.tuning recipes/tune_bad_start.toml
 
-# What takes seconds comes first. Two workers take single-process tests and rank processes side by side, and mypy what they
-# leave; what times the machine runs alone afterwards.
+# What takes seconds comes first. Two workers take single-process tests and rank processes side by side; mypy, and then the
+# tests that mostly wait, take what these leave. What times the machine runs alone afterwards.
 test: lint
-	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist worksteal -m "not thorough and not serial"; tests=$$?; wait $$types && exit $$tests
+	($(BIN)/mypy && $(BIN)/pytest -q -m "waits and not thorough") & beside=$$!; \
+	$(BIN)/pytest -n 2 --dist worksteal -m "not waits and not thorough and not serial"; tests=$$?; wait $$beside && exit $$tests
 	$(BIN)/pytest -m "serial and not thorough"
 
 test-all: check

@@ -8,7 +8,7 @@ from moewright.view.page import render_page
 from moewright.view.run_view import RunsView, build_run_view
 from sample_run import counted_ledger, ledger, record
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
 SECTIONS = (
     *("verdict", "findings", "loss", "experts", "time", "memory", "plan", "ledger"),

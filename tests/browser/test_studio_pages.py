@@ -9,7 +9,7 @@ import pytest
 import moewright as mw
 from studio_pages import QWEN
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
 SMALL = "model=Qwen/Qwen3-30B-A3B&on=16xH100&seq_len=4096&global_batch=512&precision=bf16"
 TINY = "model=allenai/OLMoE-1B-7B-0924&on=4xH100&seq_len=4096&global_batch=64&precision=bf16"

@@ -8,7 +8,7 @@ import pytest
 
 from studio_pages import QWEN, estimate_json
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
 LAYOUT = "tp2,ep8,pp8,vpp2,mbs1,recompute=layernorm+moe_act"
 FIGURES = (

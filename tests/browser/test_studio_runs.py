@@ -7,7 +7,7 @@ import pytest
 from moewright.codec import format_record
 from sample_run import record, step_record, write_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.waits]
 ITERATION = (
     " [2026-03-01 12:00:{n:02d}] iteration {n:8d}/ 500 | consumed samples: {n:12d} | elapsed time "
     "per iteration (ms): 22420.0 | throughput per GPU (TFLOP/s/GPU): 216.4 | global batch size: "

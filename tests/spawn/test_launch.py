@@ -28,7 +28,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.workload import DataSpec
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.waits]
 QUICK = Timeouts(rendezvous_s=20.0, collective_s=1.0)
 
 

@@ -1,8 +1,7 @@
 """Layouts over the whole legal space equal one process.
 
-See layout_proof for what that means and layout_space for which layouts. `make test` proves some
-corners and a part of the sweep that changes with the source; `make verify-layouts` proves every
-corner and the whole sweep.
+See layout_proof for what that means and layout_space for which layouts. `make test` proves one of
+all, which changes with the source; `make verify-layouts` proves every corner and the whole sweep.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from selection import rotate_cases
 
 pytestmark = pytest.mark.spawn
 
-_CORNERS_IN_EVERY_TEST = 1
-_DRAWN_IN_EVERY_TEST = 1
+_IN_EVERY_TEST = 1
 _MAX_RANKS = 4  # of those in every test: eight ranks on two cores take a minute
 
 
@@ -28,13 +26,7 @@ def mark_cases() -> list[object]:
         [case for case in all_cases if not case.refusals and case.layout.world_size <= _MAX_RANKS]
         for all_cases in (CORNERS, draw_sweep())
     )
-    chosen_ids = {
-        case.id
-        for case in (
-            *rotate_cases(corners, _CORNERS_IN_EVERY_TEST),
-            *rotate_cases(drawn, _DRAWN_IN_EVERY_TEST),
-        )
-    }
+    chosen_ids = {case.id for case in rotate_cases((*corners, *drawn), _IN_EVERY_TEST)}
     return [
         pytest.param(
             case, id=case.id, marks=() if case.id in chosen_ids else (pytest.mark.thorough,)

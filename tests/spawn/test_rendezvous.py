@@ -18,7 +18,7 @@ from moewright.engine.run.launch import launch
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Timeouts
 from moewright.spec.errors import BadInput
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.waits]
 _TIMEOUT_S = 1.0
 
 

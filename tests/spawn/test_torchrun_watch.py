@@ -25,7 +25,7 @@ from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome, Time
 from moewright.spec.plan import Plan
 from moewright.spec.run import IncidentKind
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.waits]
 IMPATIENT = Timeouts(rendezvous_s=20.0, collective_s=60.0, hang_s=0.3, first_step_s=0.0)
 WORLD = 2
 

@@ -7,6 +7,7 @@ it is a no-op.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from moewright.engine.observe.counters import Counters
 from moewright.spec.hardware import Collective
 
 _FAKE = "fake"
+_RELEASE_S = 0.05
 
 # torch 2.13 renames the two; 2.11 has only the older names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -78,6 +80,15 @@ def leave_world() -> None:
     """Leave the world, if joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def await_release() -> None:
+    """Wait until gloo holds no tensor of a collective that is over.
+
+    A thread of gloo lets go of them a moment after `wait` has returned, which nothing tells.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        time.sleep(_RELEASE_S)
 
 
 def create_process_groups(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:

@@ -9,7 +9,6 @@ buffer that nobody lists, or a view of a larger storage weighs what it really ho
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,9 +22,6 @@ from torch.utils._pytree import tree_iter
 
 from moewright.engine.observe.module_scopes import ModuleScopes
 from moewright.spec.ledger import Module, StorageBytes
-
-# A thread of gloo holds the tensors of a collective until a moment after its wait has returned.
-_GLOO_RELEASES_S = 0.05
 
 
 @contextmanager
@@ -77,7 +73,6 @@ class StorageCensus(TorchDispatchMode):
         self._live_bytes: dict[Module, int] = defaultdict(int)
         self._total = 0
         gc.collect()  # cycles that nobody holds would count until a pass of the collector
-        time.sleep(_GLOO_RELEASES_S)
         for tensor in _list_tensors(self._device_type):
             if not self._is_foreign(tensor):
                 self._add(tensor, Module.OTHER)

@@ -13,7 +13,7 @@ from math import isfinite
 
 import torch
 
-from moewright.engine.comm.collectives import all_reduce
+from moewright.engine.comm.collectives import all_reduce, await_release
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.router import list_routers
 from moewright.engine.model.transformer import ModelOutput
@@ -98,6 +98,8 @@ def train_step(
     gradients are summed, never averaged. When a gradient of any rank is not finite, all ranks skip
     the update.
     """
+    if count_ledger:
+        await_release()  # or the census would count what the step before has sent
     with state.runtime.counters.counting() if count_ledger else nullcontext():
         return _train_step(state, step, lr, stop_requested, before_update)
 
