@@ -40,15 +40,13 @@ def build_plan(data: DataSpec, layout: str, world_size: int, fine_tuning: FineTu
 
 
 def train_whole_and_cut(
-    data: DataSpec, layout: str, world_size: int, fine_tuning: FineTuningSpec, folder: Path
+    whole: Plan, cut: Plan, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train in one process and over a layout, in folder/one and folder/cut; return the states."""
-    for name, plan in (
-        ("one", build_plan(data, "", 1, fine_tuning)),
-        ("cut", build_plan(data, layout, world_size, fine_tuning)),
-    ):
+    for name, plan in (("one", whole), ("cut", cut)):
         assert train(plan, folder / name) is ExitCode.DONE
-    expected, actual = (read_state(folder / name, STEPS) for name in ("one", "cut"))
+    steps = whole.workload.steps
+    expected, actual = (read_state(folder / name, steps) for name in ("one", "cut"))
     assert expected.keys() == actual.keys()
     return expected, actual
 
@@ -56,6 +54,18 @@ def train_whole_and_cut(
 def assert_near(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     error = float((actual - expected).norm() / expected.norm())
     assert error <= 2e-4, (name, error)
+
+
+def assert_trained_alike(
+    expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor], folder: Path
+) -> None:
+    """Compare the first moments, the losses and the gradient norms of folder/one and folder/cut."""
+    for name, value in expected.items():
+        if name.startswith("optim/exp_avg/"):
+            assert_near(name, actual[name], value)
+    for step, reference in zip(read_steps(folder / "cut"), read_steps(folder / "one"), strict=True):
+        assert step["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.turns
@@ -73,17 +83,11 @@ def assert_near(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None
 def test_adapters_train_as_in_one_process(
     world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
-    expected, actual = train_whole_and_cut(data, layout, world_size, fine_tuning, tmp_path)
+    plans = build_plan(data, "", 1, fine_tuning), build_plan(data, layout, world_size, fine_tuning)
+    expected, actual = train_whole_and_cut(*plans, tmp_path)
     names = {param.name for param in adapter_parameters(tiny_jobs.MODEL, fine_tuning)}
     assert {name for name in expected if not name.startswith("optim/")} == names
-    for name, value in expected.items():
-        if name.startswith("optim/exp_avg/"):
-            assert_near(name, actual[name], value)
-    for step, reference in zip(
-        read_steps(tmp_path / "cut"), read_steps(tmp_path / "one"), strict=True
-    ):
-        assert step["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+    assert_trained_alike(expected, actual, tmp_path)
 
 
 FROZEN = FineTuningSpec(freeze=(FrozenPart.ROUTER, FrozenPart.EMBEDDINGS, FrozenPart.ATTENTION))
@@ -105,7 +109,8 @@ def test_models_with_frozen_parts_train_as_in_one_process(
     world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
     """Frozen weights are the initial ones to the last bit, and have no state; the others move."""
-    expected, actual = train_whole_and_cut(data, layout, world_size, fine_tuning, tmp_path)
+    plans = build_plan(data, "", 1, fine_tuning), build_plan(data, layout, world_size, fine_tuning)
+    expected, actual = train_whole_and_cut(*plans, tmp_path)
     first = read_state(tmp_path / "one", 1)
     names = {param.name for param in parameters(tiny_jobs.MODEL)}
     frozen = {name for name in names if not is_trained(fine_tuning, name)}

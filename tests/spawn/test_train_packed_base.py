@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_train_adapters import assert_trained_alike, train_whole_and_cut
 
 import tiny_jobs
 from hf_families import write_model
@@ -24,7 +25,7 @@ from moewright.spec.ledger import Ledger, Selection
 from moewright.spec.plan import Plan
 from moewright.spec.workload import BaseQuantization, DataSpec, Dtype, FineTuningSpec, Task
 from selection import thorough
-from tiny_jobs import read_state, read_steps
+from tiny_jobs import read_steps
 
 pytestmark = pytest.mark.spawn
 STEPS = 2
@@ -76,22 +77,9 @@ def test_a_packed_base_trains_as_in_one_process(
     world_size: int, layout: str, tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
     """The parts that a layout cuts stand for the very numbers of the whole."""
-    for name, plan in (
-        ("one", build_plan(data, "", 1, tuning=tuning)),
-        ("cut", build_plan(data, layout, world_size, tuning=tuning)),
-    ):
-        assert train(plan, tmp_path / name) is ExitCode.DONE
-    expected, actual = (read_state(tmp_path / name, STEPS) for name in ("one", "cut"))
-    assert expected.keys() == actual.keys()
-    for name, value in expected.items():
-        if name.startswith("optim/exp_avg/"):
-            error = float((actual[name] - value).norm() / value.norm())
-            assert error <= 2e-4, (name, error)
-    for step, reference in zip(
-        read_steps(tmp_path / "cut"), read_steps(tmp_path / "one"), strict=True
-    ):
-        assert step["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+    whole = build_plan(data, "", 1, tuning=tuning)
+    cut = build_plan(data, layout, world_size, tuning=tuning)
+    assert_trained_alike(*train_whole_and_cut(whole, cut, tmp_path), tmp_path)
 
 
 @pytest.mark.turns
