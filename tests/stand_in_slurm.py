@@ -2,7 +2,8 @@
 
 `install` writes sbatch, squeue, sacct, scancel, srun, scontrol and torchrun; jobs run at once. In
 the folder `limit` says how many jobs the queue takes, and `fate` what becomes of the next job that
-is submitted: the state in which it is lost.
+is submitted: the state in which it is lost. Tasks of a job array run at once, however many may;
+where there is a file `no_arrays`, arrays are refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _FULL = (
     "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job "
     "violates accounting/QOS policy (job submit limit, user's size and/or time limits)\n"
 )
+_NO_ARRAYS = "sbatch: error: Batch job submission failed: Invalid job array specification\n"
 _WRAPPER = """
 bash "$1" > "$2" 2>&1; code=$?
 [ "$(cat "$3")" = RUNNING ] && { [ $code = 0 ] && echo COMPLETED || echo FAILED; } > "$3.part"
@@ -64,8 +66,12 @@ def _write(path: Path, text: str) -> None:
 
 def states(folder: Path) -> dict[str, str]:
     """Return the state of every job."""
-    jobs = sorted((folder / "jobs").iterdir(), key=lambda path: int(path.name))
+    jobs = sorted((folder / "jobs").iterdir(), key=_order)
     return {path.name: (path / "state").read_text().strip() for path in jobs if _is_known(path)}
+
+
+def _order(job: Path) -> list[int]:
+    return [int(number) for number in job.name.split("_")]
 
 
 def _is_known(job: Path) -> bool:
@@ -73,25 +79,47 @@ def _is_known(job: Path) -> bool:
 
 
 def _submit(folder: Path, script: Path) -> int:
-    jobs = folder / "jobs"
+    lines = script.read_text().splitlines()
+    options = dict(
+        line.removeprefix("#SBATCH --").split("=", 1)
+        for line in lines
+        if line.startswith("#SBATCH --") and "=" in line
+    )
+    tasks = [""]
+    if "array" in options:
+        last = options["array"].partition("%")[0].removeprefix("0-")
+        tasks = [str(task) for task in range(int(last) + 1)]
+        if (folder / "no_arrays").exists():
+            sys.stderr.write(_NO_ARRAYS)
+            return 1
     active = [state for state in states(folder).values() if state == "RUNNING"]
     limit = folder / "limit"
-    if limit.exists() and len(active) >= int(limit.read_text()):
+    if limit.exists() and len(active) + len(tasks) > int(limit.read_text()):
         sys.stderr.write(_FULL)
         return 1
-    number = str(100 + len(list(jobs.iterdir())))
-    job = jobs / number
+    number = str(100 + len(list((folder / "jobs").iterdir())))
+    for task in tasks:
+        _start(folder, script, options["output"], number, task)
+    print(number)
+    return 0
+
+
+def _start(folder: Path, script: Path, output: str, number: str, task: str) -> None:
+    """Start a job, or the task of a job array."""
+    job = folder / "jobs" / (f"{number}_{task}" if task else number)
     job.mkdir()
     fate = folder / "fate"
     if fate.exists():
         (job / "state").write_text(fate.read_text())
         fate.unlink()
-        print(number)
-        return 0
+        return
     (job / "state").write_text("RUNNING\n")
-    lines = script.read_text().splitlines()
-    output = next(line.partition("=")[2] for line in lines if line.startswith("#SBATCH --output="))
-    environment = os.environ | {"SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "node[1-2]"}
+    environment = os.environ | {
+        "SLURM_JOB_ID": number,
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_ARRAY_TASK_ID": task,
+    }
+    output = output.replace("%a", task)
     process = subprocess.Popen(
         ["bash", "-c", _WRAPPER, "job", str(script), output, str(job / "state")],
         stdin=subprocess.DEVNULL,
@@ -101,8 +129,6 @@ def _submit(folder: Path, script: Path) -> int:
         env=environment,
     )
     (job / "pid").write_text(str(process.pid))
-    print(number)
-    return 0
 
 
 def cancel(folder: Path, number: str, state: str = "CANCELLED by 0") -> None:

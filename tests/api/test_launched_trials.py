@@ -15,15 +15,9 @@ import pytest
 
 import moewright as mw
 import stand_in_slurm
-from moewright.api.launched_trials import (
-    LaunchedTrials,
-    Launcher,
-    TrialPlace,
-    TrialStoppedError,
-    TrialTrainer,
-    launch_trials,
-)
+from moewright.api.launched_trials import LaunchedTrials, TrialStoppedError, launch_trials
 from moewright.api.trial_jobs import LocalQueue, SlurmQueue
+from moewright.api.trial_place import Launcher, TrialPlace, TrialTrainer
 from moewright.cli.main import main
 from moewright.codec import read_json
 from moewright.spec.errors import BadInput
@@ -150,12 +144,49 @@ def test_a_program_that_was_killed_takes_up_its_jobs(
     monkeypatch.setenv("STAND_IN_STEP_S", "0.02")
     killed = LaunchedTrials(tmp_path, MEGATRON, SlurmQueue(print))
     killed.submit_ahead([(trial_plan(base), name) for name in ("t", "u", "v")])
-    assert len(stand_in_slurm.states(slurm)) == 2  # as many as may be there at once
+    assert list(stand_in_slurm.states(slurm)) == ["100_0", "100_1", "100_2"]
+    script = next((tmp_path / "trials").glob("array-*/trial.sh")).read_text()
+    assert "#SBATCH --array=0-2%2\n" in script  # as many as may run at once
     del killed
     trials, outcome = run(base, tmp_path)
     assert outcome.failure is TrialFailure.NONE
     assert trials.run(trial_plan(base), "u", TrialLength.SCREEN).steps == 8
-    assert len(stand_in_slurm.states(slurm)) == 2
+    assert len(stand_in_slurm.states(slurm)) == 3
+
+
+def test_a_task_of_an_array_is_submitted_again_alone(
+    base: Plan, tmp_path: Path, slurm: Path
+) -> None:
+    (slurm / "fate").write_text("NODE_FAIL")  # of the first
+    trials = LaunchedTrials(tmp_path, MEGATRON, SlurmQueue(print))
+    trials.submit_ahead([(trial_plan(base), "t"), (trial_plan(base, mbs=1), "u")])
+    assert trials.run(trial_plan(base), "t", TrialLength.SCREEN).steps == 8
+    slower = trials.run(trial_plan(base, mbs=1), "u", TrialLength.SCREEN)
+    assert slower.step_s == pytest.approx(0.9 * 1.45, rel=0.02)
+    assert list(stand_in_slurm.states(slurm)) == ["100_0", "100_1", "102"]
+
+
+@pytest.mark.parametrize(("file", "content"), [("no_arrays", ""), ("limit", "2")])
+def test_trials_are_jobs_of_their_own_where_no_array_is_taken(
+    file: str, content: str, base: Plan, tmp_path: Path, slurm: Path
+) -> None:
+    (slurm / file).write_text(content)
+    trials = LaunchedTrials(tmp_path, MEGATRON, SlurmQueue(print))
+    trials.submit_ahead([(trial_plan(base), name) for name in ("t", "u", "v")])
+    assert list(stand_in_slurm.states(slurm)) == ["100", "101"]  # as many as may run at once
+    assert trials.run(trial_plan(base), "u", TrialLength.SCREEN).steps == 8
+
+
+def test_trials_that_ask_for_other_nodes_are_no_tasks_of_the_array(
+    base: Plan, tmp_path: Path, slurm: Path
+) -> None:
+    two_nodes = mw.estimate("Qwen3-30B-A3B", "ep8,mbs2", on="16xH100", global_batch=64)
+    names = [(trial_plan(base), "t"), (trial_plan(two_nodes), "u"), (trial_plan(base), "v")]
+    trials = LaunchedTrials(tmp_path, MEGATRON, SlurmQueue(print))
+    trials.submit_ahead(names)
+    assert list(stand_in_slurm.states(slurm)) == ["100_0", "100_1"]
+    assert trials.run(trial_plan(two_nodes), "u", TrialLength.SCREEN).steps == 8
+    assert "--nodes=2" in (tmp_path / "trials" / "u" / "trial.sh").read_text()
 
 
 def test_an_interrupt_cancels_what_is_in_the_queue(
@@ -338,4 +369,4 @@ def test_the_rows_of_a_sweep_are_jobs(
     assert first["trial"]["time_s"] == pytest.approx(0.9 * 1.45, rel=0.02)
     assert second["trial"]["tokens"] == pytest.approx(64 * 4096 / 8 / (0.9 * 1.18), rel=0.02)
     assert failed["trial"]["failed"].startswith("memory: ")
-    assert len(stand_in_slurm.states(slurm)) == 3
+    assert list(stand_in_slurm.states(slurm)) == ["100_0", "100_1", "100_2"]

@@ -128,8 +128,8 @@ class Cluster:
         return dict(line.split() for line in lines if len(line.split()) == 2)
 
     def jobs(self) -> dict[str, str]:
-        """Return the state of every job that the controller knows."""
-        text = self.call("squeue", "-h", "-t", "all", "-o", "%A %T")
+        """Return the state of every job that the controller knows, tasks of arrays as 7_0."""
+        text = self.call("squeue", "-h", "-t", "all", "-o", "%i %T")
         return dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
 
     def wait(self, is_true: Callable[[], bool], what: str) -> None:

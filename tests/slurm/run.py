@@ -2,7 +2,8 @@
 
 Tunes our engine over two nodes, then the stand-in for Megatron-LM's trainer, of which every point's
 step is planted; on the way a job is cancelled by another hand, a node is lost, the nodes are
-occupied, and the tuning itself is killed. Prints what held and ends with 1 where something did not.
+occupied, and the tuning itself is killed. The rows of a sweep run as one job array. Prints what
+held and ends with 1 where something did not. `python tests/slurm/run.py sweep` runs a part.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from moewright.intake.hf_write import build_config
 from moewright.spec.hardware import Hardware
 from moewright.spec.plan import Plan
 from moewright.tuning.journal import read_journal
+from moewright.tuning.sweep import read_trials
 from slurm.cluster import Cluster, enter_namespace
 from tiny_jobs import MODEL, write_corpus
 
@@ -152,11 +154,11 @@ def prove_megatron(cluster: Cluster, folder: Path, report: Report) -> None:
     os.killpg(tuning.pid, signal.SIGKILL)
     tuning.wait()
     before = read_journal(out)
-    alive = set(cluster.jobs())
+    alive = job_numbers(cluster)
     tuning = tune(cluster, job, out, *options, **pace)
     wait_until(lambda: len(read_journal(out)) > len(before))
     report.check(read_journal(out)[: len(before)] == before, "a killed tuning keeps its journal")
-    first = set(cluster.jobs()) - alive
+    first = job_numbers(cluster) - alive
     report.check(len(first) <= 2, "and takes up the jobs that it left in the queue")
 
     # A node goes away while a trial runs, and comes back.
@@ -180,8 +182,65 @@ def prove_megatron(cluster: Cluster, folder: Path, report: Report) -> None:
     )
     text = f"in {len(journal)} runs of {POINTS} points: {len(journal) / POINTS:.0%}"
     report.check(len(journal) <= POINTS / 5, text)
+    arrays = list(out.glob("trials/array-*/trial.sh"))
+    report.check(bool(arrays), f"{len(arrays)} times trials were the tasks of a job array")
+    check_no_job_left(cluster, report)
+
+
+def prove_sweep(cluster: Cluster, folder: Path, report: Report) -> None:
+    """Run the rows of a sweep as one job array, of which a waiting task is cancelled."""
+    out = folder / "sweep"
+    path = write_sweep(folder)
+    words = (sys.executable, "-m", "moewright", "bench", "sweep", str(path), "--out", str(out))
+    words += ("--launcher", "slurm", "--sbatch", "--time=10", "--trainer", "megatron")
+    words += ("--megatron", str(PRETRAIN), "--at-once", "2")
+    environment = cluster.environment | {"STAND_IN_STEP_S": "0.3"}
+    before = job_numbers(cluster)
+    with out.with_suffix(".log").open("ab") as log:
+        sweep = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+        wait_until(lambda: "RUNNING" in cluster.jobs().values())
+        tasks = cluster.jobs()
+        report.check(len(job_numbers(cluster) - before) == 1, f"six rows are one array: {tasks}")
+        number = max(job_numbers(cluster) - before)
+        cluster.call("scancel", f"{number}_5")
+        most = 0
+        while sweep.poll() is None:
+            most = max(most, list(cluster.jobs().values()).count("RUNNING"))
+            time.sleep(0.2)
+    report.check(most == 2, f"{most} of them ran at the same time")
+    report.check(sweep.returncode == 0, "the sweep ended by itself")
+    trials = read_trials(out)
+    times = [f"{trial.layout} {trial.time_s or 0:.2f} s" for trial in trials]
+    report.check(len(trials) == 6 and not any(trial.failed for trial in trials), "; ".join(times))
+    tasks = cluster.jobs()
+    again = job_numbers(cluster) - before - {number}
+    report.check(len(again) == 1, f"task 5 was cancelled while it waited, and ran as job {again}")
+    check_no_job_left(cluster, report)
+
+
+def job_numbers(cluster: Cluster) -> set[str]:
+    """Return the numbers of the jobs that the controller knows; an array has one."""
+    return {number.partition("_")[0] for number in cluster.jobs()}
+
+
+def check_no_job_left(cluster: Cluster, report: Report) -> None:
     left = [state for state in cluster.jobs().values() if state in ("RUNNING", "PENDING")]
     report.check(not left, "no job is left in the queue")
+
+
+def write_sweep(folder: Path) -> Path:
+    """Write a sweep of six layouts, of which one fills a node."""
+    layouts = ("ep8,mbs1", "ep8,mbs2", "ep4,mbs1", "ep4,mbs2", "tp2,ep8,mbs1", "tp2,ep8,mbs2")
+    rows = "".join(f'[[table.row]]\nname = "{text}"\nlayout = "{text}"\n' for text in layouts)
+    path = folder / "sweep.toml"
+    path.write_text(
+        'title = "six layouts"\n[job]\nmodel = "Qwen3-30B-A3B"\non = "8xH100"\n'
+        f'seq_len = 4096\nglobal_batch = 64\n[[table]]\ntitle = "layouts"\n{rows}'
+    )
+    return path
+
+
+PARTS = {"sweep": prove_sweep, "megatron": prove_megatron, "engine": prove_engine}
 
 
 def main() -> int:
@@ -191,8 +250,8 @@ def main() -> int:
     try:
         cluster.start()
         print(cluster.call("sinfo", "--version").strip(), cluster.node_states(), flush=True)
-        prove_megatron(cluster, folder, report)
-        prove_engine(cluster, folder, report)
+        for name in sys.argv[1:] or PARTS:
+            PARTS[name](cluster, folder, report)
     finally:
         cluster.stop()
         if report.failed:

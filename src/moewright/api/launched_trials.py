@@ -7,15 +7,15 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 
 from moewright.api.machines import Tell
 from moewright.api.trial_jobs import JobQueue, JobState, LocalQueue, SlurmQueue
+from moewright.api.trial_place import Launcher, TrialPlace, TrialTrainer
 from moewright.api.trial_results import (
     TrialProgress,
     classify_failure,
@@ -33,10 +33,11 @@ from moewright.exporters.trial_script import (
     OUTPUT_FILE,
     RUN_FOLDER,
     SCRIPT_FILE,
-    TrialStart,
+    render_trial_array,
     render_trial_script,
+    sbatch_options,
 )
-from moewright.spec.errors import BadInput, Reason
+from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
 from moewright.tuning.trials import TrialFailure, TrialLength, TrialOutcome, TrialRequest
 
@@ -48,86 +49,8 @@ _UNKNOWN_POLLS = 5  # in a row after which a job that nobody knows is lost
 _NODE_LOST = ("due to node failure", "node failure on", "unable to confirm allocation for job")
 _LONGEST_WAIT_S = 60.0  # for room in a queue
 _LOOK_S = 0.2  # between two looks for a trial's exit code, which is a file
+_MAX_TASKS = 1000  # of an array; Slurm takes 1,000 by default (MaxArraySize=1001)
 _LEAST_STEPS = 3  # steady ones, by which a hopeless trial is told
-_MAX_AT_ONCE = 64
-
-
-class Launcher(StrEnum):
-    """What starts a trial."""
-
-    LOCAL = "local"
-    TORCHRUN = "torchrun"
-    SLURM = "slurm"
-
-
-class TrialTrainer(StrEnum):
-    """What runs in a trial."""
-
-    OURS = "ours"
-    MEGATRON = "megatron"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrialPlace:
-    """Where trials run and what runs in them; `at_once` of them wait or run at the same time."""
-
-    launcher: Launcher = Launcher.LOCAL
-    trainer: TrialTrainer = TrialTrainer.OURS
-    megatron: Path | None = None
-    megatron_args: str = ""
-    setup: str = ""
-    sbatch: str = ""
-    at_once: int = 1
-
-    @property
-    def is_in_process(self) -> bool:
-        """Return whether this program itself starts the ranks of our engine."""
-        return self.launcher is Launcher.LOCAL and self.trainer is TrialTrainer.OURS
-
-    def to_start(self) -> TrialStart:
-        """Return how each trial is started.
-
-        Raises:
-            BadInput: the options contradict each other, or pretrain_gpt.py is not there.
-        """
-        if not 1 <= self.at_once <= _MAX_AT_ONCE:
-            nearest = str(min(max(self.at_once, 1), _MAX_AT_ONCE))
-            rule = f"must be in 1..{_MAX_AT_ONCE}"
-            value = str(self.at_once)
-            raise BadInput(Reason(field="--at-once", value=value, rule=rule, nearest=nearest))
-        is_scheduled = self.launcher is Launcher.SLURM
-        if self.at_once > 1 and not is_scheduled:
-            rule = "trials of one machine would slow each other"
-            raise BadInput(
-                Reason(field="--at-once", value=str(self.at_once), rule=rule, nearest="1")
-            )
-        if self.sbatch and not is_scheduled:
-            rule = "needs --launcher slurm beside it"
-            raise BadInput(Reason(field="--sbatch", value=self.sbatch, rule=rule))
-        return TrialStart(
-            trainer_script=self._find_trainer(),
-            trainer_flags=self.megatron_args,
-            setup=self.setup,
-            sbatch=self.sbatch,
-            is_scheduled=is_scheduled,
-        )
-
-    def _find_trainer(self) -> str:
-        if self.trainer is TrialTrainer.OURS:
-            if self.megatron or self.megatron_args:
-                rule = "needs --trainer megatron beside it"
-                raise BadInput(Reason(field="--megatron", rule=rule))
-            return ""
-        rule = "is needed: pretrain_gpt.py, or the checkout of Megatron-LM that holds it"
-        if self.megatron is None:
-            raise BadInput(Reason(field="--megatron", rule=rule))
-        path = self.megatron / "pretrain_gpt.py" if self.megatron.is_dir() else self.megatron
-        if not path.is_file():
-            raise BadInput(Reason(field="--megatron", value=str(self.megatron), rule=rule))
-        return str(path.resolve())
-
-
-HERE = TrialPlace()  # our engine, on this machine
 
 
 class TrialStoppedError(Exception):
@@ -194,16 +117,25 @@ class LaunchedTrials:
         self.submit_ahead([(request.plan, name_trial(request)) for request in requests])
 
     def submit_ahead(self, trials: Sequence[tuple[Plan, str]]) -> None:
-        """Submit plans under the names of their trials while there is room among `at_once`.
+        """Submit plans under the names of their trials, so that `at_once` of them run.
 
-        Where one trial at a time is asked for, nothing is submitted ahead.
+        Those that ask the same of Slurm are one job array where nothing of ours is in the queue,
+        jobs of their own while there is room otherwise. Where one trial at a time is asked for,
+        nothing is submitted ahead.
         """
         if self._at_once == 1:
             return
-        for plan, name in trials:
+        scripts: dict[str, str] = {}
+        plans = {name: plan for plan, name in trials if not self._take_up(name)}
+        for name, plan in plans.items():
+            with suppress(BadInput):  # it is refused where it is asked for
+                scripts[name] = render_trial_script(plan, self._folder / name, self._start)
+        if len(scripts) > 1 and not self._jobs:
+            self._submit_array(plans, scripts)
+        for name in scripts:
             if len(self._jobs) < self._at_once and name not in self._jobs:
-                with suppress(BadInput):  # it is refused where it is asked for
-                    self._submit(plan, name)
+                with suppress(BadInput):
+                    self._submit(plans[name], name)
 
     def run(
         self, plan: Plan, name: str, length: TrialLength, hopeless_s: float = 0.0
@@ -238,24 +170,48 @@ class LaunchedTrials:
     def _submit(self, plan: Plan, name: str, submissions: int = 0) -> None:
         """Submit a trial, or take up the job that an earlier start of this program left."""
         folder = self._folder / name
-        if not submissions and (job := self._find_left_job(folder)) is not None:
-            self._jobs[name] = job
+        if not submissions and self._take_up(name):
             return
-        script = render_trial_script(plan, folder, self._start)
         self._jobs.pop(name, None)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        write_json(folder / PLAN_FILE, plan)
-        write_text(folder / SCRIPT_FILE, script)
+        _write_trial(folder, plan, render_trial_script(plan, folder, self._start))
         wait_s = self._queue.poll_s
         while name not in self._jobs:
             with self._gate.hold():  # a job that was submitted and not noted would be left behind
                 if job_id := self._queue.submit(folder / SCRIPT_FILE, folder / OUTPUT_FILE):
-                    self._jobs[name] = _Job(id=job_id, submissions=submissions + 1)
-                    write_text(folder / _JOB_FILE, json.dumps({"job": job_id}))
+                    self._note_job(name, job_id, submissions + 1)
             if not job_id:
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def _submit_array(self, plans: Mapping[str, Plan], scripts: Mapping[str, str]) -> None:
+        """Submit the trials that ask the same of Slurm as the first as one job array."""
+        options = sbatch_options(next(iter(scripts.values())))
+        alike = [name for name, script in scripts.items() if sbatch_options(script) == options]
+        names = alike[:_MAX_TASKS]
+        folder = self._folder / f"array-{fingerprint(tuple(names))}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for task, name in enumerate(names):
+            _write_trial(self._folder / name, plans[name], scripts[name])
+            # What Slurm itself says of a task, such as that its node went away, is printed there.
+            (self._folder / name / OUTPUT_FILE).symlink_to(Path("..", folder.name, f"{task}.txt"))
+        paths = [(self._folder / name / SCRIPT_FILE).resolve() for name in names]
+        text = render_trial_array(paths, options, folder, self._at_once)
+        write_text(folder / SCRIPT_FILE, text)
+        with self._gate.hold():
+            jobs = self._queue.submit_array(folder / SCRIPT_FILE, len(names))
+            for name, job_id in zip(names, jobs, strict=False):  # all, or none was taken
+                self._note_job(name, job_id, 1)
+
+    def _note_job(self, name: str, job_id: str, submissions: int) -> None:
+        self._jobs[name] = _Job(id=job_id, submissions=submissions)
+        write_text(self._folder / name / _JOB_FILE, json.dumps({"job": job_id}))
+
+    def _take_up(self, name: str) -> bool:
+        """Tell whether a trial has a job, which an earlier start of this program may have left."""
+        if name not in self._jobs and (job := self._find_left_job(self._folder / name)) is not None:
+            self._jobs[name] = job
+        return name in self._jobs
 
     def _find_left_job(self, folder: Path) -> _Job | None:
         """Return the job of a trial that ended, or still runs, after this program was killed."""
@@ -330,6 +286,14 @@ class LaunchedTrials:
             output = read_output(folder)
             message = describe_failure(output, str(error))
             return TrialOutcome(failure=classify_failure(output), said=message)
+
+
+def _write_trial(folder: Path, plan: Plan, script: str) -> None:
+    """Write what a trial needs into its folder, and nothing else is left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_json(folder / PLAN_FILE, plan)
+    write_text(folder / SCRIPT_FILE, script)
 
 
 def _has_lost_node(folder: Path) -> bool:

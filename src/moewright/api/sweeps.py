@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from moewright.api.launched_trials import HERE, LaunchedTrials, TrialPlace, launch_trials
+from moewright.api.launched_trials import LaunchedTrials, launch_trials
 from moewright.api.machines import Tell, read_job_hardware
 from moewright.api.requests import WorkloadOptions, read_plan_request
+from moewright.api.trial_place import HERE, TrialPlace
 from moewright.codec import fingerprint, parse_layout, read_run
 from moewright.cost.estimate import estimate
 from moewright.intake.job import read_job

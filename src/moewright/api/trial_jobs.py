@@ -82,6 +82,9 @@ class JobQueue(Protocol):
     def submit(self, script: Path, output: Path) -> str:
         """Start a script and return the name of its job; "" while there is no room for it."""
 
+    def submit_array(self, script: Path, tasks: int) -> tuple[str, ...]:
+        """Start a script once for each task and return their jobs; none where it is not taken."""
+
     def find_state(self, job: str) -> JobState:
         """Return what is known of a job."""
 
@@ -114,6 +117,10 @@ class LocalQueue:
         job = f"{process.pid}:{script}"
         self._started[job] = _Started(process=process)
         return job
+
+    def submit_array(self, script: Path, tasks: int) -> tuple[str, ...]:
+        """Take no arrays: trials of one machine would slow each other."""
+        return ()
 
     def find_state(self, job: str) -> JobState:
         """Return the state of a process that this program started, or an earlier start of it."""
@@ -175,9 +182,9 @@ class SlurmQueue:
         Raises:
             BadInput: sbatch is not there, or refuses the options.
         """
-        answer = _call("sbatch", "--parsable", str(script))
-        if answer.code == 0 and (match := re.search(r"^\s*(\d+)", answer.out, re.MULTILINE)):
-            return match[1]
+        number, answer = _submit(script)
+        if number:
+            return number
         if any(words in answer.error.lower() for words in _BUSY):
             if not self._is_told:
                 self._tell(f"waiting to submit: {_shorten(answer.error)}")
@@ -186,6 +193,15 @@ class SlurmQueue:
         rule = f"sbatch refuses the trial: {_shorten(answer.error or answer.out)}"
         nearest = '--sbatch "--partition NAME --account NAME --time 30"'
         raise BadInput(Reason(field="--sbatch", rule=rule, nearest=nearest))
+
+    def submit_array(self, script: Path, tasks: int) -> tuple[str, ...]:
+        """Submit a job array; none where there is no room for the whole, or arrays are refused.
+
+        Raises:
+            BadInput: sbatch is not there.
+        """
+        number, _ = _submit(script)
+        return tuple(f"{number}_{task}" for task in range(tasks)) if number else ()
 
     def find_state(self, job: str) -> JobState:
         """Return what squeue says of a job, or where it has forgotten the job, sacct."""
@@ -209,6 +225,13 @@ class _Answer:
     code: int
     out: str
     error: str
+
+
+def _submit(script: Path) -> tuple[str, _Answer]:
+    """Return the number of the job that sbatch made of a script, "" for none, and its answer."""
+    answer = _call("sbatch", "--parsable", str(script))
+    match = re.search(r"^\s*(\d+)", answer.out, re.MULTILINE)
+    return (match[1] if match and answer.code == 0 else ""), answer
 
 
 def _call(*words: str) -> _Answer:

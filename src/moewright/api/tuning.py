@@ -14,10 +14,7 @@ from math import isnan
 from pathlib import Path
 
 from moewright.api.launched_trials import (
-    HERE,
     TRIALS_FOLDER,
-    Launcher,
-    TrialPlace,
     TrialStoppedError,
     launch_trials,
     name_trial,
@@ -29,6 +26,7 @@ from moewright.api.requests import (
     to_job_keys,
     translate_fields,
 )
+from moewright.api.trial_place import HERE, Launcher, TrialPlace
 from moewright.api.trial_results import classify_failure, describe_failure
 from moewright.codec import (
     PLAN_FILE,

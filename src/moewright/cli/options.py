@@ -16,8 +16,8 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import BaseQuantization, Dtype, Task
 
 if TYPE_CHECKING:
-    from moewright.api.launched_trials import TrialPlace
     from moewright.api.requests import WorkloadOptions
+    from moewright.api.trial_place import TrialPlace
 
 # An empty `negative` leaves out the options --empty-set and --no-... that cyclopts would add.
 SetOption = Annotated[list[str] | None, Parameter(name="--set", negative="")]
@@ -289,7 +289,7 @@ class TrialOptions(PageOptions):
     sbatch
         Options of sbatch, in quotes: "--partition gpu --account me --time 30".
     at_once
-        Trials that may wait or run in Slurm's queue at the same time.
+        Trials that may run at the same time in Slurm's queue; those known ahead are one job array.
     """
 
     launcher: Literal["local", "torchrun", "slurm"] = "local"
@@ -302,7 +302,7 @@ class TrialOptions(PageOptions):
 
     def to_place(self) -> TrialPlace:
         """Return the options as the face of the package takes them."""
-        from moewright.api.launched_trials import Launcher, TrialPlace, TrialTrainer
+        from moewright.api.trial_place import Launcher, TrialPlace, TrialTrainer
 
         return TrialPlace(
             launcher=Launcher(self.launcher),

@@ -7,8 +7,9 @@ with its node or its scheduler is told from one that ended.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 
@@ -31,6 +32,7 @@ OUTPUT_FILE = "output.txt"
 EXIT_FILE = "exit_code"
 SCRIPT_FILE = "trial.sh"
 RUN_FOLDER = "run"  # of our engine, inside the trial's
+_OUTPUT_OPTION = "#SBATCH --output="
 # What a trial adds to an export: timers of the parts of a step without barriers between them, and
 # reports of memory.
 _TRIAL_FLAGS = (
@@ -80,6 +82,33 @@ def render_trial_script(plan: Plan, folder: Path, start: TrialStart) -> str:
         runs_engine=False,
     )
     return "\n".join(_script_lines(plan, folder.resolve(), start, launch)) + "\n"
+
+
+def sbatch_options(script: str) -> tuple[str, ...]:
+    """Return what the head of a trial's script asks of sbatch, but for where it prints."""
+    head = takewhile(lambda line: line.startswith("#"), script.splitlines())
+    options = (line for line in head if line.startswith("#SBATCH "))
+    return tuple(line for line in options if not line.startswith(_OUTPUT_OPTION))
+
+
+def render_trial_array(
+    scripts: Sequence[Path], options: Sequence[str], folder: Path, at_once: int
+) -> str:
+    """Return the script of a job array whose tasks run a trial each, so many of them at once.
+
+    `scripts` are those of trials that all ask the same `options` of sbatch; task 3 prints to 3.txt
+    in the array's folder.
+    """
+    lines = (
+        "#!/bin/bash",
+        f"{_OUTPUT_OPTION}{folder.resolve()}/%a.txt",
+        *options,
+        f"#SBATCH --array=0-{len(scripts) - 1}%{at_once}",
+        'case "$SLURM_ARRAY_TASK_ID" in',
+        *(f"  {task}) exec bash {quote(str(path))} ;;" for task, path in enumerate(scripts)),
+        "esac",
+    )
+    return "\n".join(lines) + "\n"
 
 
 def _script_lines(plan: Plan, folder: Path, start: TrialStart, launch: LaunchSpec) -> Iterator[str]:
