@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import warnings
+from importlib import import_module
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +33,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+_MODULES_OF_RANKS = ("numpy.ma", "torch._inductor.compile_fx", "torch.utils.tensorboard")
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,6 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("turns") and not is_in_turn(item.nodeid):
             item.add_marker(pytest.mark.thorough)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures that start ranks
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Import what ranks import when they run, before any of them is forked.
+
+    A rank would take up to two seconds for it, and the next one again.
+    """
+    if item.get_closest_marker("spawn"):
+        with warnings.catch_warnings(action="ignore"):  # of torch about its own code
+            for name in _MODULES_OF_RANKS:
+                import_module(name)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from moewright.engine.kernels import attention as module
 from moewright.engine.kernels.attention import AttentionMask, attention, attention_backward
 from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.observe.flop_counter import FlopCounter
+from moewright.engine.observe.observing_mode import ObservingMode
 
 CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -63,7 +64,8 @@ def test_fp32_on_a_gpu_does_not_come_to_the_16_bit_kernel(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_aten", SimpleNamespace())  # no kernel of torch's is there
     q, k, v = draw_heads((2, 24, 4, 16), (2, 24, 2, 16), (2, 24, 2, 12), device="meta")
     flops: list[tuple[Any, int]] = []
-    with FlopCounter(lambda op, count: flops.append((op, count))):
+    counter = FlopCounter(lambda op, count: flops.append((op, count)))
+    with ObservingMode(before=(counter.count,)):
         out, state = attention(q, k, v)
         grads = attention_backward(torch.empty_like(out), q, k, v, out, state)
     assert out.shape == (2, 24, 4, 12)

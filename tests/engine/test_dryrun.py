@@ -133,13 +133,14 @@ def test_the_fullest_moment_is_that_of_real_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from moewright.engine.observe.module_scopes import ModuleScopes
+    from moewright.engine.observe.observing_mode import ObservingMode
     from moewright.engine.observe.storage_census import StorageCensus
 
     with FakeTensorMode():
         census = StorageCensus(ModuleScopes())
         state = torch.zeros(1000)
         census.begin()
-        with census:
+        with ObservingMode(after=(census.weigh,)):
             state.add_(1.0)
             a, b = torch.ones(8, 4), torch.ones(4, 8)
             c = a @ b
@@ -157,6 +158,7 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from moewright.engine.observe.module_scopes import ModuleScopes
+    from moewright.engine.observe.observing_mode import ObservingMode
     from moewright.engine.observe.storage_census import StorageCensus
 
     def fill(weight: torch.Tensor, gathered: torch.Tensor) -> None:
@@ -169,7 +171,7 @@ def test_storages_that_are_emptied_and_filled_again_weigh_what_they_hold() -> No
         for weight in (first, second):
             weight.untyped_storage().resize_(0)
         census.begin()
-        with census:
+        with ObservingMode(after=(census.weigh,)):
             gathered = torch.zeros(8)
             fill(first, gathered)
             first.untyped_storage().resize_(0)

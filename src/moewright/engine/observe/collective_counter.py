@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from moewright.engine.observe.observing_mode import OperationArgs, OperationKwargs
 from moewright.spec.hardware import Collective
 
 # Operations of torch's c10d library: what they are, and which argument a rank hands in.
@@ -35,23 +35,18 @@ _RULES: Mapping[str, tuple[Collective, int]] = MappingProxyType(
 )
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """A dispatch mode that reports every collective with the bytes that this rank hands in."""
+class CollectiveCounter:
+    """A counter that reports every collective with the bytes that this rank hands in."""
 
     def __init__(self, report: Callable[[Collective, int], None]) -> None:
-        super().__init__()
         self._report = report
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # As in FlopCounter: it would import the compiler.
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            rule = _RULES.get(func.overloadpacket.__name__)
-            if rule is not None:
-                op, index = rule
-                tensors = (x for x in tree_iter(args[index]) if isinstance(x, torch.Tensor))
-                self._report(op, sum(x.numel() * x.element_size() for x in tensors))
-        return func(*args, **(kwargs or {}))
+    def count(self, func: Any, args: OperationArgs, kwargs: OperationKwargs) -> None:
+        """Report an operation that torch dispatches with these arguments, if it is a collective."""
+        if func.namespace != "c10d":
+            return
+        rule = _RULES.get(func.overloadpacket.__name__)
+        if rule is not None:
+            op, index = rule
+            tensors = (x for x in tree_iter(args[index]) if isinstance(x, torch.Tensor))
+            self._report(op, sum(x.numel() * x.element_size() for x in tensors))

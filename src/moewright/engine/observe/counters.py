@@ -18,6 +18,7 @@ import torch
 from moewright.engine.observe.collective_counter import CollectiveCounter
 from moewright.engine.observe.flop_counter import FlopCounter
 from moewright.engine.observe.module_scopes import ModuleScopes
+from moewright.engine.observe.observing_mode import ObservingMode
 from moewright.engine.observe.storage_census import StorageCensus, storage_id
 from moewright.engine.observe.wait_clock import WaitClock
 from moewright.spec.hardware import Collective
@@ -62,6 +63,8 @@ class Counters:
         self.scopes = ModuleScopes()
         self.note: NoteActivity = ignore_activity
         self.census = StorageCensus(self.scopes, device_type="cpu" if blocking else "cuda")
+        self._flop_counter = FlopCounter(self._count_flops)
+        self._collective_counter = CollectiveCounter(self._count_dispatched)
         self.wait_clock = WaitClock(blocking=blocking)
         # By operation and group: the bytes that callers announced, and the calls.
         self.collectives: dict[tuple[Collective, str], list[int]] = defaultdict(lambda: [0, 0])
@@ -160,10 +163,9 @@ class Counters:
         self._is_counting = True
         try:
             self.census.begin()
-            with (
-                self.census,
-                CollectiveCounter(self._count_dispatched),
-                FlopCounter(self._count_flops),
+            with ObservingMode(
+                before=(self._flop_counter.count, self._collective_counter.count),
+                after=(self.census.weigh,),
             ):
                 yield
         finally:

@@ -5,11 +5,10 @@ The numbers of arguments are those of torch's native_functions.yaml; `causal` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moewright.engine.kernels.delta_rule import (
     CAUSAL_CONV,
@@ -22,26 +21,25 @@ from moewright.engine.kernels.delta_rule import (
 )
 from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
+from moewright.engine.observe.observing_mode import OperationArgs, OperationKwargs
 from moewright.spec.ledger import FlopOp
 
 _aten = torch.ops.aten
 
-_Args = tuple[Any, ...]
-_Kwargs = Mapping[str, Any]
-_FlopRule = Callable[[_Args, _Kwargs], int]
+_FlopRule = Callable[[OperationArgs, OperationKwargs], int]
 
 
-def _mm_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _mm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
 
 
-def _linear_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _linear_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     x, weight = args[0], args[1]
     return 2 * int(x.shape[0]) * int(x.shape[1]) * int(weight.shape[0])
 
 
-def _grouped_mm_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _grouped_mm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     """Count a grouped product.
 
     [R,K] x [E,K,N] multiplies each row once; [M,R] x [R,N] (a weight gradient) contracts over all
@@ -51,12 +49,12 @@ def _grouped_mm_flops(args: _Args, kwargs: _Kwargs) -> int:
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[-1])
 
 
-def _bmm_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _bmm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(a.shape[2]) * int(b.shape[2])
 
 
-def _attention_flops(args: _Args, kwargs: _Kwargs, *, causal: bool) -> int:
+def _attention_flops(args: OperationArgs, kwargs: OperationKwargs, *, causal: bool) -> int:
     """Count the scores and values of q [B,heads,S,Dq] over k, v [B,kv_heads,K,Dv].
 
     All pairs of a query and a key count, or the causal half of them, or those that a mask leaves.
@@ -72,22 +70,22 @@ def _attention_flops(args: _Args, kwargs: _Kwargs, *, causal: bool) -> int:
     return twice_pairs * int(batch) * int(heads) * (int(q_dim) + int(v_dim))
 
 
-def _attention_forward(args: _Args, kwargs: _Kwargs) -> int:
+def _attention_forward(args: OperationArgs, kwargs: OperationKwargs) -> int:
     # torch leaves out an argument that has its default value.
     return _attention_flops(args, kwargs, causal=len(args) > 4 and args[4])
 
 
-def _attention_backward_on_cpu(args: _Args, kwargs: _Kwargs) -> int:
+def _attention_backward_on_cpu(args: OperationArgs, kwargs: OperationKwargs) -> int:
     """Count twice the forward: model FLOPs by convention leave out the recomputed scores."""
     return 2 * _attention_flops(args[1:], kwargs, causal=args[7])
 
 
-def _attention_backward(args: _Args, kwargs: _Kwargs) -> int:
+def _attention_backward(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return 2 * _attention_flops(args[1:], kwargs, causal=args[11])
 
 
 def _varlen_attention_flops(
-    q: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, kwargs: _Kwargs, *, causal: bool
+    q: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, kwargs: OperationKwargs, *, causal: bool
 ) -> int:
     """Count the attention of each segment of queries to its segment of keys.
 
@@ -108,33 +106,33 @@ def _varlen_attention_flops(
     return int(twice_pairs.sum()) * int(q.shape[1]) * (int(q_dim) + int(v_dim))
 
 
-def _varlen_attention_forward(args: _Args, kwargs: _Kwargs) -> int:
+def _varlen_attention_forward(args: OperationArgs, kwargs: OperationKwargs) -> int:
     q, _, v, cu_seqlens_q, cu_seqlens_k = args[:5]
     return _varlen_attention_flops(q, v, cu_seqlens_q, cu_seqlens_k, kwargs, causal=args[8])
 
 
-def _varlen_attention_backward(args: _Args, kwargs: _Kwargs) -> int:
+def _varlen_attention_backward(args: OperationArgs, kwargs: OperationKwargs) -> int:
     _, q, _, v, _, _, cu_seqlens_q, cu_seqlens_k = args[:8]
     return 2 * _varlen_attention_flops(q, v, cu_seqlens_q, cu_seqlens_k, kwargs, causal=args[11])
 
 
-def _conv_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _conv_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return conv_flops(args[0], args[1])
 
 
-def _conv_backward_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _conv_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return 2 * _conv_flops(args[1:], kwargs)
 
 
-def _scan_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _scan_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return scan_flops(args[0], args[1], args[3])
 
 
-def _scan_backward_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _scan_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return 2 * _scan_flops(args[1:], kwargs)
 
 
-def _stated_flops(args: _Args, kwargs: _Kwargs) -> int:
+def _stated_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return int(args[1])
 
 
@@ -155,11 +153,10 @@ _FLOP_RULES: tuple[tuple[str, FlopOp, _FlopRule], ...] = (
 )
 
 
-class FlopCounter(TorchDispatchMode):
-    """A dispatch mode that reports the FLOPs of every operation it has a rule for."""
+class FlopCounter:
+    """A counter that reports the FLOPs of every operation it has a rule for."""
 
     def __init__(self, report: Callable[[FlopOp, int], None]) -> None:
-        super().__init__()
         self._report = report
         self._rules: dict[Any, tuple[FlopOp, _FlopRule]] = {
             getattr(_aten, name): (op, rule)
@@ -176,15 +173,9 @@ class FlopCounter(TorchDispatchMode):
         self._rules[SCAN_WORK] = (FlopOp.SCAN, _stated_flops)
         self._rules[ONEDNN_LINEAR] = (FlopOp.GEMM, _linear_flops)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Wrapping __torch_dispatch__ against a compiler would import the compiler: two seconds in
-        # every rank.
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def count(self, func: Any, args: OperationArgs, kwargs: OperationKwargs) -> None:
+        """Report the FLOPs of an operation that torch dispatches with these arguments."""
         counted = self._rules.get(func.overloadpacket)
         if counted is not None:
             op, rule = counted
-            self._report(op, rule(args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            self._report(op, rule(args, kwargs))

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from moewright.engine.observe.module_scopes import ModuleScopes
+from moewright.engine.observe.observing_mode import OperationKwargs
 from moewright.spec.ledger import Module, StorageBytes
 
 
@@ -42,14 +42,13 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class StorageCensus(TorchDispatchMode):
-    """A dispatch mode that weighs the living storages of a device, by the module that made them.
+class StorageCensus:
+    """A count that weighs the living storages of a device, by the module that made them.
 
     Storages that were there when the object was made belong to others and are left out.
     """
 
     def __init__(self, scopes: ModuleScopes, *, device_type: str = "cpu") -> None:
-        super().__init__()
         self._scopes = scopes
         self._device_type = device_type
         self._foreign = {
@@ -57,11 +56,6 @@ class StorageCensus(TorchDispatchMode):
             for tensor in _list_tensors(device_type)
         }
         self.begin()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # As in FlopCounter: it would import the compiler.
-        return False
 
     def begin(self) -> None:
         """Begin anew, with what this process holds now besides the storages of others."""
@@ -107,15 +101,15 @@ class StorageCensus(TorchDispatchMode):
         }
         return {module: nbytes for module, nbytes in grown.items() if nbytes}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def weigh(self, func: Any, kwargs: OperationKwargs, out: Any) -> None:
+        """Weigh the storages that an operation made."""
         if func.namespace == "fsdp":
-            self._follow_resizes((kwargs or {}).get("out"))
-        self._weigh_resized()
-        for tensor in tree_iter(out):
+            self._follow_resizes(kwargs.get("out"))
+        if self._resizable:
+            self._weigh_resized()
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device_type:
                 self._add(tensor, self._scopes.module, on_host=self._scopes.is_on_host)
-        return out
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
         reference = self._foreign.get(storage_id(tensor))
