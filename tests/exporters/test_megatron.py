@@ -392,6 +392,9 @@ def test_offloaded_activations_leave_weights_where_they_are():
     assert "NVTE_CPU_OFFLOAD_V1" not in render_megatron_script(PLANS["offload"])
     flags = message(PLANS["whole graph and activation offload"])
     assert flags["--fine-grained-offloading-max-inflight-offloads"] == ("1",)
+    assert "--activation-offload-fraction" not in flags
+    some_layers = message(on_gpus("ep2,offload=moe_act+layers0.25", 2))
+    assert some_layers["--activation-offload-fraction"] == ("0.25",)
 
 
 def test_a_gather_of_keys_is_spelt_as_transformer_engine_does():

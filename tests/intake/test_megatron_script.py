@@ -187,6 +187,13 @@ def test_the_parsers_own_dispatcher_is_allgather(tmp_path):
             "offload",
             (Offload.OPTIMIZER,),
         ),
+        (
+            "--fine-grained-activation-offloading --offload-modules moe_act "
+            "--activation-offload-fraction 0.25",
+            "offload_layers",
+            0.25,
+        ),
+        ("--activation-offload-fraction 0.25", "offload_layers", 1.0),
         ("--moe-expert-capacity-factor 1.5", "capacity", 1.5),
     ],
 )

@@ -362,6 +362,12 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
             "none",
         ),
         ({"offload": (Offload.ATTN_PROJ,)}, "only together with core_attn", "none"),
+        ({"offload_layers": 0.5}, "needs activations to offload", "1"),
+        (
+            {"offload": (Offload.CORE_ATTN,), "offload_layers": 1.5},
+            "above 0, at most 1",
+            "1",
+        ),
         ({"overlap": (Overlap.PARAM,)}, "param needs grad", "none"),
         (
             {"overlap": (Overlap.GRAD, Overlap.PARAM), "zero": 0},

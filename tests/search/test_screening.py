@@ -135,6 +135,7 @@ CASES = (
     Case("Qwen3-30B-A3B", "16xH100", _work(4096, 128), "etp1", on_cpu=True, own_runs=OWN),
     Case("Qwen3-235B-A22B", "256xH800", LARGE),
     Case("Qwen3-235B-A22B", "256xH800", LARGE, "offload=optimizer+core_attn"),
+    Case("Qwen3-235B-A22B", "256xH800", LARGE, "offload=core_attn+moe_act+layers0.3"),
     Case("Qwen3-235B-A22B", "256xH800", LARGE, "recompute=block2"),
     Case("Qwen3-235B-A22B", "256xH800", LARGE, "recompute=uniform2"),
     Case("DeepSeek-V3", "1024xH800", _work(4096, 8192, Dtype.FP8)),

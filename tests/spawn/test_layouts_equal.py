@@ -375,6 +375,7 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
         ",recompute=full",
         ",recompute=block2",
         f",recompute=core_attn,offload={every_offload}",
+        f",offload={every_offload}+layers0.5",
     )
     plain, *others = (
         read_state(

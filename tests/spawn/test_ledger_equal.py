@@ -283,6 +283,10 @@ def test_ledgers_under_full_recompute_of_some_layers_are_equal(
         thorough(2, "tp2,ep2,recompute=select,offload=mlp_norm+moe_act"),
         thorough(2, "tp2,ep2,recompute=core_attn+moe+layernorm,offload=core_attn+attn_proj"),
         (2, f"cp2,ep2,offload={EVERY_OFFLOAD}"),
+        (1, f"mbs2,offload={EVERY_OFFLOAD}+layers0.5"),
+        thorough(2, f"pp2,recompute=select,offload={EVERY_OFFLOAD}+layers0.4,layout='E|tttL'"),
+        thorough(2, "ep2,overlap=ep,offload=core_attn+expert_fc1+layers0.4"),
+        thorough(2, "pp2,schedule=v-half,offload=core_attn+layers0.5,layout='E|t|t|tL'"),
     ],
 )
 def test_ledgers_with_activations_on_the_host_are_equal(

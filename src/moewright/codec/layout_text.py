@@ -247,21 +247,26 @@ def _set_words(layout: Layout, key: str) -> Iterator[str]:
             yield f"optimizer{layout.offload_fraction!r}"
         else:
             yield member.value
+    if key == "offload" and layout.offload_layers != 1:
+        yield f"layers{layout.offload_layers!r}"
 
 
 def _take_numbers(item: _Item, values: dict[str, Any]) -> _Item:
     """Move the numbers of a set's words to fields of their own, and return the item without them.
 
     "block5" and "uniform2" are full recompute of the first 5 layers of each chunk, and of 2 layers
-    per checkpoint; "optimizer0.5" offloads half.
+    per checkpoint; "optimizer0.5" offloads half of the optimizer, "layers0.5" the activations of
+    half of the layers.
     """
     if item.key not in ("recompute", "offload"):
         return item
     words = []
     for word in item.value.split("+"):
-        match = re.fullmatch(r"(block|uniform|optimizer)(\d.*)", word.strip().casefold())
-        if not match or (match[1] == "optimizer") != (item.key == "offload"):
+        match = re.fullmatch(r"(block|uniform|optimizer|layers)(\d.*)", word.strip().casefold())
+        if not match or (match[1] in ("optimizer", "layers")) != (item.key == "offload"):
             words.append(word)
+        elif match[1] == "layers":
+            values["offload_layers"] = _parse_fraction(match[2], word)
         elif match[1] == "optimizer":
             values["offload_fraction"] = _parse_fraction(match[2], word)
             words.append(match[1])

@@ -31,6 +31,7 @@ LAYOUT_OPTIONS: Mapping[str, str] = MappingProxyType(
         "recompute": "--recompute-modules",
         "offload": "--offload-modules",
         "offload_fraction": "--optimizer-offload-fraction",
+        "offload_layers": "--activation-offload-fraction",
         "graphs": "--cuda-graph-modules",
     }
 )

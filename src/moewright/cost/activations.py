@@ -30,6 +30,7 @@ from moewright.cost.stage_parts import (
 )
 from moewright.cost.symbols import Symbols
 from moewright.rules import micro_batches, recompute, routing, shards, timetable_row
+from moewright.rules.activation_offload import activation_offloads, is_offloaded
 from moewright.rules.adapters import trains_module
 from moewright.rules.job import Job
 from moewright.rules.low_precision import Recipe, find_recipe, kept_bytes, kept_width
@@ -45,24 +46,6 @@ FP32_BYTES = 4
 
 MODULES = tuple(Module)  # the last axis of arrays of saved bytes
 _COLUMN: Mapping[Module, int] = MappingProxyType({module: i for i, module in enumerate(MODULES)})
-
-# The saved tensors (rules.recompute) that each offload choice moves to the host: its module's
-# input, and what attention keeps of its scores.
-_OFFLOADED: Mapping[Offload, tuple[Module, tuple[str, ...]]] = MappingProxyType(
-    {
-        Offload.ATTN_NORM: (Module.NORM, ("layer_input",)),
-        Offload.QKV_LINEAR: (Module.ATTENTION, ("input_norm_out",)),
-        Offload.CORE_ATTN: (
-            Module.ATTENTION,
-            ("qkv", "probabilities", "dropped_probabilities"),
-        ),
-        Offload.ATTN_PROJ: (Module.ATTENTION, ("attention_out",)),
-        Offload.MLP_NORM: (Module.NORM, ("residual",)),
-        Offload.EXPERT_FC1: (Module.EXPERTS, ("permuted",)),
-        Offload.MOE_ACT: (Module.EXPERTS, ("fc1",)),
-    }
-)
-
 
 # Inputs of 8-bit linears: each linear keeps a quantised copy of its own, and none keeps the 16-bit
 # tensor. The output projection is told to save its original input, which attention keeps anyway
@@ -214,7 +197,7 @@ def layer_activations(
         dispatch=dispatch,
         repeats_exchange=context.is_fused,
     )
-    masks = _tensor_masks(policies, tensors, layout, part.position)
+    masks = _tensor_masks(policies, tensors, layout, part)
     whole = np.array([tensor.bytes for tensor in tensors], dtype=float)
     kept = whole
     recipe = None if context.is_fused else find_recipe(context.job.workload)
@@ -243,16 +226,19 @@ def _tensor_masks(
     policies: ActivationPolicies,
     tensors: Sequence[SavedTensor],
     layout: Layout,
-    position: int,
+    part: LayerPart,
 ) -> TensorMasks:
     names = tuple((tensor.module, tensor.name) for tensor in tensors)
-    key = names, position, layout.recompute_block, layout.recompute_span
+    key = names, part.position, part.offloads, layout.recompute_block, layout.recompute_span
     if key not in policies.masks:
         kept, on_device, sent = np.zeros((3, len(policies.members), len(tensors)))
         for row, policy in enumerate(policies.members):
             left = recompute.kept_tensors(tensors, policy.recompute)
-            kept_here = recompute.layer_kept_tensors(tensors, policy.apply_to(layout), position)
-            away = [is_offloaded(tensor, policy.offload) for tensor in tensors]
+            kept_here = recompute.layer_kept_tensors(
+                tensors, policy.apply_to(layout), part.position
+            )
+            choices = policy.offload if part.offloads else ()
+            away = [is_offloaded(tensor, choices) for tensor in tensors]
             kept[row] = [tensor in left for tensor in tensors]
             on_device[row] = [tensor in kept_here for tensor in tensors] & ~np.array(away)
             sent[row] = kept[row] * away
@@ -274,28 +260,25 @@ class OffloadedActivations:
     modules: Any
 
 
+NOTHING_OFFLOADED = OffloadedActivations(bytes=0.0, modules=0)
+
+
 def offloaded_activations(
     context: ActivationContext, policies: ActivationPolicies, kind: LayerKind, *, load: float
 ) -> OffloadedActivations:
-    """Count what a layer of a kind sends to the host."""
+    """Count what a layer of a kind sends to the host, where it is one that offloads."""
     modules = policies.offloaded_modules
     if not modules.any():
         return OffloadedActivations(bytes=0.0 * modules, modules=modules)
     layer = layer_kinds(context.job.model)[kind]
-    part = LayerPart(kind=kind, layer=layer, position=0, is_mtp=False)
+    part = LayerPart(kind=kind, layer=layer, position=0, is_mtp=False, offloads=True)
     sent = layer_activations(context, policies, part, load=load).offloaded
     return OffloadedActivations(bytes=sent, modules=modules)
 
 
 def count_offloaded_modules(offload: Collection[Offload]) -> int:
     """Count the modules of a layer that send what they keep to the host."""
-    return sum(item is not Offload.OPTIMIZER for item in offload)
-
-
-def is_offloaded(tensor: SavedTensor, choices: Collection[Offload]) -> bool:
-    """Return whether one of the choices moves the tensor to the host."""
-    sent = (_OFFLOADED[choice] for choice in choices if choice in _OFFLOADED)
-    return any(tensor.owner is module and tensor.name in names for module, names in sent)
+    return len(activation_offloads(offload))
 
 
 def quantised_bytes(model: ModelSpec, tensor: SavedTensor, input_ratio: float | None) -> int:

@@ -420,6 +420,8 @@ def _workload_assumptions(sym: Symbols) -> Iterator[Assumption]:
         value = "+".join(layout.offload)
         if layout.offload_fraction != 1:
             value += f" ({layout.offload_fraction:.0%} of the optimizer)"
+        if layout.offload_layers != 1:
+            value += f" (activations of {layout.offload_layers:.0%} of the layers)"
         yield Assumption(
             name="offload",
             value=value,

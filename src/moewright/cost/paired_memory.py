@@ -15,7 +15,6 @@ import numpy as np
 
 from moewright.cost.activations import (
     ActivationContext,
-    is_offloaded,
     outside_bytes,
     saved_rows,
     sum_by_module,
@@ -23,6 +22,7 @@ from moewright.cost.activations import (
 from moewright.cost.routed_rows import ExpertRows, is_moe_layer
 from moewright.cost.stage_parts import Array
 from moewright.rules import recompute
+from moewright.rules.activation_offload import is_offloaded, offloads_at
 from moewright.rules.paired_passes import (
     PassSegment,
     PassWork,
@@ -172,16 +172,18 @@ class _StepPrices:
         context = self._context
         layout = context.job.layout
         layer = step.layer
-        place = chunk_layers(context.job.model, self._chunks[number]).index(layer)
+        layers = chunk_layers(context.job.model, self._chunks[number])
+        place = layers.index(layer)
         load = self._rows.load_factor(micro_batch, layer)
         dispatch = self._rows.dispatch_counts(micro_batch, layer)
         layer_key = layer, place, load, dispatch
         if layer_key not in self._by_layer:
             tensors = recompute.saved_tensors(context.job, layer, load=load, dispatch=dispatch)
+            offload = layout.offload if offloads_at(layout, place, len(layers)) else ()
             kept = [
                 tensor
                 for tensor in recompute.layer_kept_tensors(tensors, layout, place)
-                if not is_offloaded(tensor, layout.offload)
+                if not is_offloaded(tensor, offload)
             ]
             recomputed = recompute.layer_recompute(layout, place)
             is_moe = is_moe_layer(context.job.model, layer)

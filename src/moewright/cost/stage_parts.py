@@ -17,6 +17,7 @@ import numpy as np
 
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules import flops
+from moewright.rules.activation_offload import offloads_at
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout
 from moewright.spec.model import MixerKind, ModelSpec
@@ -61,6 +62,7 @@ class LayerPart:
     layer: int
     position: int  # in its chunk, which decides what full recompute takes of it
     is_mtp: bool
+    offloads: bool  # whether its activations are offloaded where those of some layers are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,8 @@ class StageParts:
 
     The part of an MTP depth includes its embedding and its pass through the head. Its input is a
     part of its own where no final norm on the same stage keeps it. `columns` [variants][layers]
-    holds the column of a layer; variants are the positions in a chunk that full recompute treats
-    differently.
+    holds the column of a layer; variants are the positions in a chunk that full recompute, or
+    offload of a fraction of the layers, treats differently.
     """
 
     layers: tuple[LayerPart, ...]
@@ -103,6 +105,11 @@ class StageParts:
         return np.asarray(np.maximum(1, counts[..., : len(self.layers)].sum(axis=-1)))
 
     @cached_property
+    def has_staying(self) -> bool:
+        """Whether some layers do not offload where others do."""
+        return not all(part.offloads for part in self.layers)
+
+    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of all layers, MTP depths included."""
         return tuple(dict.fromkeys(part.kind for part in self.layers))
@@ -116,10 +123,15 @@ def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
     for layers, is_mtp in ((range(model.layers), False), (depths, True)):
         for layer in layers:
             kind = layer_kind(model, layer)
-            for position in _positions(layout):
-                variant = _variant(layout, position)
+            for variant, position in enumerate(_positions(layout)):
                 key = is_mtp, kind, variant
-                part = LayerPart(kind=kind, layer=layer, position=position, is_mtp=is_mtp)
+                part = LayerPart(
+                    kind=kind,
+                    layer=layer,
+                    position=position,
+                    is_mtp=is_mtp,
+                    offloads=layout.offload_layers == 1 or not variant,
+                )
                 parts.setdefault(key, part)
                 columns[variant, layer] = list(parts).index(key)
     return StageParts(layers=tuple(parts.values()), columns=tuple(columns))
@@ -128,18 +140,23 @@ def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
 _VARIANTS = 2
 
 
-def _variant(layout: Layout, position: int) -> int:
-    """Return 1 for the later layers of a chunk or of a checkpoint's span, else 0.
+def _variant(layout: Layout, position: int, layers: int) -> int:
+    """Return 1 for the later of a chunk's `layers`, or of a checkpoint's span, else 0.
 
-    They keep other tensors than the first ones.
+    They keep other tensors than the first ones. Full recompute leaves nothing to offload, so that
+    not both can tell layers apart.
     """
+    if layout.offload_layers < 1:
+        return int(not offloads_at(layout, position, layers))
     if layout.recompute_block:
         return int(position >= layout.recompute_block)
     return int(position % layout.recompute_span > 0)
 
 
 def _positions(layout: Layout) -> tuple[int, ...]:
-    """Return one position in a chunk for each variant."""
+    """Return one position in a chunk for each variant, 0 where positions do not matter."""
+    if layout.offload_layers < 1:
+        return 0, 0
     if layout.recompute_block:
         return 0, layout.recompute_block
     return (0, 1) if layout.recompute_span > 1 else (0,)
@@ -149,9 +166,10 @@ def layer_columns(
     layout: Layout, parts: StageParts, chunk: Chunk, model: ModelSpec
 ) -> list[tuple[int, int]]:
     """Return the layers of a virtual stage, each with its column."""
+    layers = chunk_layers(model, chunk)
     return [
-        (layer, int(parts.columns[_variant(layout, position)][layer]))
-        for position, layer in enumerate(chunk_layers(model, chunk))
+        (layer, int(parts.columns[_variant(layout, position, len(layers))][layer]))
+        for position, layer in enumerate(layers)
     ]
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from moewright.cost.activations import (
+    NOTHING_OFFLOADED,
     OffloadedActivations,
     activation_context,
     offloaded_activations,
@@ -219,15 +220,18 @@ class Pricer:
         """Price the parts of a layout with the degrees and micro-batch of the priced one."""
         sym = replace(self.sym, job=replace(self.sym.job, layout=layout))
         layers = {}
-        for kind, rows in self._priced.layers.items():
+        for kind, offloads in {(part.kind, part.offloads) for part in parts.layers}:
+            rows = self._priced.layers[kind]
             _, device = self._device_time(layout, kind)
             replay = self._replay_cost(layout, kind, layout)
-            offloaded = _offloaded(self._collectives.constants, sym, kind)
+            offloaded = NOTHING_OFFLOADED
+            if offloads:
+                offloaded = _offloaded(self._collectives.constants, sym, kind)
             cost = LayerCost(device=device, replay=replay, offloaded=offloaded, is_moe=kind.is_moe)
-            layers[kind] = layer_time(self._collectives, sym, layout, rows, cost)
+            layers[kind, offloads] = layer_time(self._collectives, sym, layout, rows, cost)
         priced = self._priced
         times = [
-            add_times([(layers[part.kind], 1.0), (priced.mtp, float(part.is_mtp))])
+            add_times([(layers[part.kind, part.offloads], 1.0), (priced.mtp, float(part.is_mtp))])
             for part in parts.layers
         ]
         nothing = add_times([])  # what keeps an MTP depth's input takes no time
@@ -297,11 +301,20 @@ class Pricer:
         return pass_times(self._collectives, self.sym, layout, cost, synced=synced).total_s
 
     def part_seconds(
-        self, parts: StageParts, layers: Mapping[LayerKind, FloatOrArray]
+        self,
+        parts: StageParts,
+        layers: Mapping[LayerKind, FloatOrArray],
+        staying: Mapping[LayerKind, FloatOrArray],
     ) -> list[FloatOrArray]:
-        """Return the seconds of every part, given those of the layers of each kind."""
+        """Return the seconds of every part, given those of the layers of each kind.
+
+        `staying` are those of layers that do not offload where others do.
+        """
         priced = self._priced
-        times = [layers[part.kind] + part.is_mtp * priced.mtp.total_s for part in parts.layers]
+        times = [
+            (layers if part.offloads else staying)[part.kind] + part.is_mtp * priced.mtp.total_s
+            for part in parts.layers
+        ]
         return [*times, priced.embedding.total_s, priced.head.total_s, 0.0]
 
     def _device_time(self, layout: Layout, kind: LayerKind) -> tuple[LayerCollectives, DeviceTime]:

@@ -367,6 +367,7 @@ def _adopt_layout(own: Layout, run: PublishedRun) -> Layout | None:
         recompute_block=own.recompute_block,
         offload=own.offload,
         offload_fraction=own.offload_fraction,
+        offload_layers=own.offload_layers,
         dispatcher=own.dispatcher,
         overlap=own.overlap,
         graphs=own.graphs,

@@ -30,7 +30,7 @@ class Runtime:
 
     `products` are those of linear layers, but of router and head. `dispatch_library` dispatches
     tokens where the layout names DeepEP or HybridEP; None elsewhere. `row_budget` is there with a
-    rank_capacity.
+    rank_capacity. `offloading_layers` are the layers of this rank that offload activations.
     """
 
     model: ModelSpec
@@ -45,6 +45,7 @@ class Runtime:
     products: Products = WIDE_PRODUCTS
     dispatch_library: DispatchLibrary | None = None
     row_budget: RowBudget | None = None
+    offloading_layers: frozenset[int] = frozenset()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,8 +69,9 @@ class Runtime:
         return policy in self.mesh.layout.recompute
 
     def offloads(self, choice: Offload) -> bool:
-        """Tell whether the layout offloads this tensor to host memory until backward."""
-        return choice in self.mesh.layout.offload
+        """Tell whether the layer that runs offloads this tensor to host memory until backward."""
+        is_chosen = choice in self.mesh.layout.offload
+        return is_chosen and self.counters.scopes.current.layer in self.offloading_layers
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -52,6 +52,7 @@ _SECTIONS = {
         "recompute-modules",
         "fine-grained-activation-offloading",
         "offload-modules",
+        "activation-offload-fraction",
         "fine-grained-offloading-max-inflight-offloads",
         "cuda-graph-impl",
         "cuda-graph-modules",

@@ -14,7 +14,7 @@ import numpy as np
 
 from moewright.spec.errors import BadInput, Reason
 
-# Shards of a multiple of 128 elements keep every slice's bytes aligned for the collectives.
+# A bucket is a multiple of 128 elements, as Megatron-LM pads it; a shard of it may be of fewer.
 _PAD_ELEMENTS = 128
 _ALIGN_ELEMENTS = 64  # where parameters start inside a bucket
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from math import ceil
 
+from moewright.rules.activation_offload import activation_offloads
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
 from moewright.rules.routing import expected_load_factor
@@ -93,7 +94,7 @@ def _check_recompute(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
 
 def _check_offload(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     chosen = layout.offload
-    activations = [item for item in chosen if item is not Offload.OPTIMIZER]
+    activations = activation_offloads(chosen)
     experts = [item for item in chosen if item in _EXPERT_OFFLOADS]
     if activations and Recompute.FULL in layout.recompute:
         rule = "full recompute keeps no activation that could be offloaded"
@@ -103,6 +104,18 @@ def _check_offload(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         yield _without("offload", chosen, experts, rule)
     if experts and not has_experts(model):
         yield _without("offload", chosen, experts, "the model has no experts")
+    for name in ("offload_fraction", "offload_layers"):
+        fraction = getattr(layout, name)
+        if not 0 < fraction <= 1:
+            rule = "is a fraction above 0, at most 1"
+            yield Reason(field=f"layout.{name}", value=f"{fraction}", rule=rule, nearest="1")
+    if layout.offload_layers < 1 and not activations:
+        yield Reason(
+            field="layout.offload_layers",
+            value=f"{layout.offload_layers}",
+            rule="a fraction of the layers needs activations to offload",
+            nearest="1",
+        )
     if Offload.ATTN_PROJ in chosen and Offload.CORE_ATTN not in chosen:
         rule = "attn_proj is offloaded only together with core_attn"
         yield _without("offload", chosen, [Offload.ATTN_PROJ], rule)

@@ -76,6 +76,7 @@ class PipelineCache:
                 overlap=(Overlap.EP,) if is_paired else (),
                 recompute_block=base.recompute_block,
                 recompute_span=base.recompute_span,
+                offload_layers=base.offload_layers,
             )
             self._layouts[key] = with_pipeline(alone, shape, self._space)
         return self._layouts[key]

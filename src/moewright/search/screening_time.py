@@ -8,7 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from moewright.cost.activations import ActivationPolicies, OffloadedActivations
+from moewright.cost.activations import (
+    NOTHING_OFFLOADED,
+    ActivationPolicies,
+    OffloadedActivations,
+)
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.elementwise import DEDUP_DISPATCHERS
 from moewright.cost.estimate import expected_symbols
@@ -127,6 +131,7 @@ class ScreeningTimes:
         by_kind = {
             part.kind: layer.offloaded
             for part, layer in reversed(list(zip(self.parts.layers, memory.layers, strict=True)))
+            if part.offloads
         }
         return {
             kind: OffloadedActivations(bytes=by_kind[kind], modules=self.policies.offloaded_modules)
@@ -217,14 +222,19 @@ class GroupTimes:
             for kind, offloaded in sent.items()
         }
         pricer = self._pricer(layout, timing)
-        layers = pricer.layer_totals_s(
-            self._staged(layout, timing),
-            times.replays,
-            times.replay_of_policy[policies],
-            sent,
-            synced=timing.synced,
-        )
-        return np.stack([part * ones for part in pricer.part_seconds(times.parts, layers)])
+
+        def price(offloaded: Mapping[LayerKind, OffloadedActivations]) -> dict[LayerKind, Array]:
+            return pricer.layer_totals_s(
+                self._staged(layout, timing),
+                times.replays,
+                times.replay_of_policy[policies],
+                offloaded,
+                synced=timing.synced,
+            )
+
+        layers = price(sent)
+        staying = price(dict.fromkeys(sent, NOTHING_OFFLOADED)) if times.parts.has_staying else {}
+        return np.stack([part * ones for part in pricer.part_seconds(times.parts, layers, staying)])
 
     def floor_s(self, layout: Layout, timings: Sequence[TimingClass]) -> float:
         """Return a lower bound of the step's seconds for every pipeline of these classes.
@@ -274,13 +284,21 @@ class GroupTimes:
         if key not in self._lightest:
             pricer = self._pricer(layout, timing)
             times = self._times
-            layers = pricer.layer_total_s(
-                self._staged(layout, timing),
-                times.policies.members[0],
-                self._first_sent,
-                synced=timing.synced,
-            )
-            self._lightest[key] = np.array(pricer.part_seconds(times.parts, layers))
+
+            def price(
+                offloaded: Mapping[LayerKind, OffloadedActivations],
+            ) -> dict[LayerKind, float]:
+                return pricer.layer_total_s(
+                    self._staged(layout, timing),
+                    times.policies.members[0],
+                    offloaded,
+                    synced=timing.synced,
+                )
+
+            layers, staying = price(self._first_sent), {}
+            if times.parts.has_staying:
+                staying = price(dict.fromkeys(self._first_sent, NOTHING_OFFLOADED))
+            self._lightest[key] = np.array(pricer.part_seconds(times.parts, layers, staying))
         return self._lightest[key]
 
     def _least_s(self, layout: Layout, timing: TimingClass) -> float:

@@ -159,6 +159,8 @@ class Layout:
     recompute_span: int = 1  # layers that one checkpoint of full recompute covers
     offload: tuple[Offload, ...] = ()  # what is kept in host memory
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
+    # the fraction of each chunk's layers, its first, whose activations are offloaded
+    offload_layers: float = 1.0
     # how rows travel to the ranks of their experts
     dispatcher: DispatcherKind = DispatcherKind.ALL_TO_ALL
     # ranks of ep in one node, for dispatchers that send to a node before they send to a rank;

@@ -37,7 +37,7 @@ _GC_INTERVALS = (0, 100)
 # Fields of a layout that one key of its text sets besides the field of its name.
 _COMPANION_FIELDS = {
     "recompute": ("recompute_block", "recompute_span"),
-    "offload": ("offload_fraction",),
+    "offload": ("offload_fraction", "offload_layers"),
 }
 
 

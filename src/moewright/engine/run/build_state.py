@@ -30,6 +30,7 @@ from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime, torch_dtype
+from moewright.rules.activation_offload import offloading_layers
 from moewright.rules.grid import axis_size
 from moewright.rules.job import Job
 from moewright.rules.low_precision import find_recipe
@@ -119,6 +120,7 @@ def build_train_state(
     saved_tensors = SavedTensorManager(
         counters, replaces_tensors=bool(layout.recompute or layout.offload or recipe)
     )
+    chunks = job.rank_chunks(mesh.coordinate("pp"))
     runtime = Runtime(
         model=job.model,
         workload=workload,
@@ -132,8 +134,9 @@ def build_train_state(
         device=device,
         dispatch_library=dispatch_library,
         row_budget=RowBudget(device) if layout.rank_capacity else None,
+        offloading_layers=offloading_layers(job.model, layout, chunks),
     )
-    model = Transformer(runtime, job.rank_chunks(mesh.coordinate("pp")))
+    model = Transformer(runtime, chunks)
     optimizer = DistributedOptimizer(
         runtime, model, lambda parameter: initial_value(parameter, runtime), update_rule
     )

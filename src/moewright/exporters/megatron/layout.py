@@ -154,6 +154,8 @@ def _memory_flags(layout: Layout) -> Iterator[Flag]:
     if activations:
         yield ("--fine-grained-activation-offloading",)
         yield (LAYOUT_OPTIONS["offload"], *activations)
+        if layout.offload_layers < 1:
+            yield LAYOUT_OPTIONS["offload_layers"], format_number(layout.offload_layers)
         if CudaGraphScope.FULL in layout.graphs:
             yield "--fine-grained-offloading-max-inflight-offloads", "1"
 

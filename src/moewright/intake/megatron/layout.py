@@ -243,11 +243,10 @@ def _read_offload(arguments: Arguments, layout: Layout) -> Layout:
             )
         )
     modules: list[Offload] = []
-    if arguments.has("--fine-grained-activation-offloading"):
+    layers = arguments.number(LAYOUT_OPTIONS["offload_layers"], 1.0)
+    if arguments.has("--fine-grained-activation-offloading") and layers:
         modules += map(_read_offload_module, arguments.values(LAYOUT_OPTIONS["offload"]))
-    if arguments.number("--activation-offload-fraction", 1.0) != 1.0:
-        rule = "a part of a module's activations on the host cannot be planned here"
-        raise BadInput(Reason(field="--activation-offload-fraction", rule=rule, nearest="1"))
+    layout = replace(layout, offload_layers=layers if modules else 1.0)
     fraction = arguments.number(LAYOUT_OPTIONS["offload_fraction"], 1.0)
     if not arguments.has("--optimizer-cpu-offload") or not fraction:
         return replace(layout, offload=tuple(sorted(modules)), offload_fraction=1.0)

@@ -91,6 +91,7 @@ _SHAPING_ARGUMENTS = (
     "recompute_modules",
     "fine_grained_activation_offloading",
     "offload_modules",
+    "activation_offload_fraction",
     "optimizer_cpu_offload",
     "optimizer_offload_fraction",
     "use_precision_aware_optimizer",

@@ -1,0 +1,64 @@
+"""Offloaded activations: which layers send what to host memory until backward.
+
+A fraction covers the first layers of each chunk, as in Megatron-LM, whose groups are modules of a
+layer instead of layers: what a forward releases first stays away longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import ceil
+from types import MappingProxyType
+
+from moewright.rules.saved_tensor import SavedTensor
+from moewright.rules.stages import Chunk, chunk_layers
+from moewright.spec.layout import Layout, Offload
+from moewright.spec.ledger import Module
+from moewright.spec.model import ModelSpec
+
+# The saved tensors (rules.recompute) that each offload choice moves to the host: its module's
+# input, and what attention keeps of its scores.
+_OFFLOADED: Mapping[Offload, tuple[Module, tuple[str, ...]]] = MappingProxyType(
+    {
+        Offload.ATTN_NORM: (Module.NORM, ("layer_input",)),
+        Offload.QKV_LINEAR: (Module.ATTENTION, ("input_norm_out",)),
+        Offload.CORE_ATTN: (
+            Module.ATTENTION,
+            ("qkv", "probabilities", "dropped_probabilities"),
+        ),
+        Offload.ATTN_PROJ: (Module.ATTENTION, ("attention_out",)),
+        Offload.MLP_NORM: (Module.NORM, ("residual",)),
+        Offload.EXPERT_FC1: (Module.EXPERTS, ("permuted",)),
+        Offload.MOE_ACT: (Module.EXPERTS, ("fc1",)),
+    }
+)
+_DIGITS = 9  # 0.1 of 30 layers is 3, whatever the product's last bits say
+
+
+def activation_offloads(offload: Collection[Offload]) -> tuple[Offload, ...]:
+    """Return the choices that offload activations, not the optimizer."""
+    return tuple(item for item in offload if item is not Offload.OPTIMIZER)
+
+
+def is_offloaded(tensor: SavedTensor, choices: Collection[Offload]) -> bool:
+    """Return whether one of the choices moves the tensor to the host."""
+    sent = (_OFFLOADED[choice] for choice in choices if choice in _OFFLOADED)
+    return any(tensor.owner is module and tensor.name in names for module, names in sent)
+
+
+def offloads_at(layout: Layout, place: int, layers: int) -> bool:
+    """Return whether the layer at `place` of a chunk of `layers` is one that offloads."""
+    return place < ceil(round(layout.offload_layers * layers, _DIGITS))
+
+
+def offloading_layers(model: ModelSpec, layout: Layout, chunks: Sequence[Chunk]) -> frozenset[int]:
+    """Return the numbers of the layers in `chunks` that offload activations."""
+    if not activation_offloads(layout.offload):
+        return frozenset()
+    numbers = [chunk_layers(model, chunk) for chunk in chunks]
+    return frozenset(
+        layer
+        for layers in numbers
+        for place, layer in enumerate(layers)
+        if offloads_at(layout, place, len(layers))
+    )
