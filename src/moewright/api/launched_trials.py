@@ -28,6 +28,7 @@ from moewright.api.trial_results import (
     shorten_message,
 )
 from moewright.codec import PLAN_FILE, fingerprint, write_json, write_text
+from moewright.codec.shards import name_shards
 from moewright.exporters.trial_script import (
     EXIT_FILE,
     OUTPUT_FILE,
@@ -129,7 +130,7 @@ class LaunchedTrials:
         plans = {name: plan for plan, name in trials if not self._take_up(name)}
         for name, plan in plans.items():
             with suppress(BadInput):  # it is refused where it is asked for
-                scripts[name] = render_trial_script(plan, self._folder / name, self._start)
+                scripts[name] = self._render(plan, name)
         if len(scripts) > 1 and not self._jobs:
             self._submit_array(plans, scripts)
         for name in scripts:
@@ -173,7 +174,7 @@ class LaunchedTrials:
         if not submissions and self._take_up(name):
             return
         self._jobs.pop(name, None)
-        _write_trial(folder, plan, render_trial_script(plan, folder, self._start))
+        _write_trial(folder, plan, self._render(plan, name))
         wait_s = self._queue.poll_s
         while name not in self._jobs:
             with self._gate.hold():  # a job that was submitted and not noted would be left behind
@@ -202,6 +203,12 @@ class LaunchedTrials:
             jobs = self._queue.submit_array(folder / SCRIPT_FILE, len(names))
             for name, job_id in zip(names, jobs, strict=False):  # all, or none was taken
                 self._note_job(name, job_id, 1)
+
+    def _render(self, plan: Plan, name: str) -> str:
+        """Return the script of a trial; Megatron-LM is told each shard of the data."""
+        is_megatron = self._trainer is TrialTrainer.MEGATRON
+        plan = name_shards(plan) if is_megatron else plan
+        return render_trial_script(plan, self._folder / name, self._start)
 
     def _note_job(self, name: str, job_id: str, submissions: int) -> None:
         self._jobs[name] = _Job(id=job_id, submissions=submissions)

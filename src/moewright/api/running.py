@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from moewright.codec import read_run
+from moewright.codec.shards import name_shards
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.exporters.kubernetes import render_train_job
 from moewright.exporters.megatron.script import render_megatron_script
@@ -57,7 +58,7 @@ def export(plan: Plan, *, to: Target, job: str = "", image: str = "", run_dir: s
         run_dir: the folder of the run.
 
     Raises:
-        BadInput: the target is unknown, or cannot say the plan.
+        BadInput: the target is unknown, or cannot say the plan, or a shard of its data is missing.
 
     Example:
         >>> import moewright as mw
@@ -71,6 +72,8 @@ def export(plan: Plan, *, to: Target, job: str = "", image: str = "", run_dir: s
     if job and to in _TRAINERS:
         rule = f"says nothing to {to}"
         raise BadInput(Reason(field="--job", value=job, rule=rule, nearest="leave it out"))
+    if not job:  # our engine reads shards under their common name
+        plan = name_shards(plan)
     match to:
         case "megatron":
             return render_megatron_script(plan)

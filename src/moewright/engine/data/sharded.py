@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from moewright.codec import read_json, write_json
+from moewright.codec.shards import ShardList, shard_list_path, shard_prefix
 from moewright.engine.data.indexed import (
     IndexedDataset,
     IndexedWriter,
@@ -26,17 +26,6 @@ from moewright.engine.data.indexed import (
     remove_pair,
 )
 from moewright.spec.errors import BadInput, Reason
-
-_SHARDS_SUFFIX = ".shards.json"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardList:
-    """The content of `<prefix>.shards.json`."""
-
-    shards: int
-    documents: int
-    tokens: int
 
 
 class ShardedTokens:
@@ -130,7 +119,7 @@ class ShardedWriter:
                 self._shard_prefix(number), dtype=self._dtype, documents=documents, tokens=tokens
             ).finish()
         remove_pair(self._prefix)
-        write_json(_list_path(self._prefix), shards)
+        write_json(shard_list_path(self._prefix), shards)
 
     def discard(self) -> None:
         """Remove what was written, and shards of old."""
@@ -142,7 +131,7 @@ class ShardedWriter:
         remove_shards(self._prefix)
 
     def _shard_prefix(self, number: int) -> Path:
-        return _shard_prefix(self._prefix, number)
+        return shard_prefix(self._prefix, number)
 
 
 def open_stream(prefix: Path) -> IndexedDataset:
@@ -151,13 +140,13 @@ def open_stream(prefix: Path) -> IndexedDataset:
     Raises:
         BadInput: naming the file which is missing, damaged or swapped.
     """
-    path = _list_path(prefix)
+    path = shard_list_path(prefix)
     if not path.is_file():
         return open_indexed(prefix)
     listed = read_json(ShardList, path)
     if listed.shards < 1:
         raise BadInput(Reason(field=str(path), rule="names no shard"))
-    shards = [open_indexed(_shard_prefix(prefix, number)) for number in range(listed.shards)]
+    shards = [open_indexed(shard_prefix(prefix, number)) for number in range(listed.shards)]
     if len({shard.tokens.dtype for shard in shards}) > 1:
         raise BadInput(Reason(field=str(path), rule="its shards hold tokens of several dtypes"))
     tokens = ShardedTokens([shard.tokens for shard in shards])
@@ -195,14 +184,6 @@ def open_stream(prefix: Path) -> IndexedDataset:
 
 def remove_shards(prefix: Path) -> None:
     """Remove the shards of a stream, as far as they are there, and the list of them first."""
-    _list_path(prefix).unlink(missing_ok=True)
+    shard_list_path(prefix).unlink(missing_ok=True)
     for path in sorted(prefix.parent.glob(f"{prefix.name}-[0-9][0-9][0-9][0-9][0-9].*")):
         path.unlink()
-
-
-def _shard_prefix(prefix: Path, number: int) -> Path:
-    return prefix.with_name(f"{prefix.name}-{number:05d}")
-
-
-def _list_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + _SHARDS_SUFFIX)
