@@ -90,7 +90,10 @@ def test_an_event_that_is_no_json_is_counted_and_the_rest_is_read(piece, tmp_pat
     read = [event for batch in stream.batches() for event in batch]
     assert (len(read), stream.unreadable) == (len(lines) - 1, 1)
     assert stream.metadata["traceName"] == "x"
-    assert any("1 events are no JSON" in note for note in read_traces(tmp_path / "t.json")[0].notes)
+    assert any(
+        "no JSON, and left out: 1 event" in note
+        for note in read_traces(tmp_path / "t.json")[0].notes
+    )
 
 
 def test_a_cut_rank_and_another_json_in_a_folder_are_left_out_and_named(tmp_path, capsys):

@@ -100,7 +100,7 @@ def test_no_learning_and_broken_losses_are_stated():
     assert "0.29 above the unigram entropy" in build(flat).verdict.sentence
     broken = replace(run, steps=(*run.steps[:-1], replace(run.steps[-1], loss=math.nan)))
     shown = build(broken)
-    assert "1 steps had a loss that is no number" in shown.verdict.sentence
+    assert "1 step had a loss that is no number" in shown.verdict.sentence
     records = render_page((shown,), "run").partition('id="records">')[2].partition("</script>")[0]
     assert json.loads(records)[0]["losses"][-1][1] is None
 

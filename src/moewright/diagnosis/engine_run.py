@@ -31,7 +31,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.ledger import StepPhase
 from moewright.spec.plan import Plan, TimePart
 from moewright.spec.run import HostTime, RankTiming, RunRecord
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_seconds, plural
 
 UNEVEN_LOAD_FACTOR = 1.20  # hottest expert rank over the mean
 _MIN_SHARE = 0.03  # of the step: smaller causes are not reported
@@ -403,7 +403,7 @@ def _diagnose_small_products(record: RunRecord, share: float) -> Iterator[Findin
     rate_by_flops = _share_of_best_rate(plan, Op.GEMM, 2.0 * rows * hidden_size * width)
     slowest = min(rate_by_rows, rate_by_flops)
     if slowest < _SLOW_RATE:
-        title = f"Experts' products are small: {rows:.0f} rows of {hidden_size} by {width}"
+        title = f"Experts' products are small: {plural(rows, 'row')} of {hidden_size} by {width}"
         evidence = (
             f"grouped products of so many rows reach {rate_by_rows:.0%} of their best rate, "
             f"products of so many FLOPs {rate_by_flops:.0%} (curves of the hardware file)"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moewright.rules.flops import model_flops_per_token
 from moewright.spec.plan import Plan
+from moewright.spec.units import plural
 
 _DATA = Path(__file__).parent / "data" / "published_runs.csv"
 _SHOWN = 3
@@ -159,7 +160,7 @@ def _describe_difference(row: _Row, plan: Plan) -> PublishedRun:
     else:
         differences.append("another device")
     if run.devices != layout.world_size:
-        differences.append(f"{run.devices} devices")
+        differences.append(plural(run.devices, "device"))
     if run.precision != plan.workload.precision.value:
         differences.append(run.precision)
     for (key, own), other in zip(degrees.items(), row.degrees, strict=True):

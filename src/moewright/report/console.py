@@ -17,7 +17,7 @@ from moewright.rules.routing import layer_load_factors
 from moewright.spec.ledger import Component, Ledger, Module
 from moewright.spec.plan import Assumption, Estimate, Plan, TimeShare, Verdict
 from moewright.spec.sourced import SourceKind
-from moewright.spec.units import GIB, MIB, format_bytes, format_seconds
+from moewright.spec.units import GIB, MIB, format_bytes, format_seconds, plural
 
 PIPED_WIDTH = 120
 BAR_WIDTH = 10
@@ -80,7 +80,7 @@ def print_estimate_parts(console: Console, plan: Plan, *, verbose: bool = False)
         console.print(Text(f"Peak by pipeline rank   {peaks}\n"))
     console.print(_time_table(console, estimate, verbose=verbose))
     console.print(
-        f"{estimate.micro_batches} micro-batches, bubble {estimate.bubble_fraction:.2%}; "
+        f"{plural(estimate.micro_batches, 'micro-batch')}, bubble {estimate.bubble_fraction:.2%}; "
         f"{format_rate(estimate.tokens_per_s_per_device)} tokens/s/device, "
         f"{estimate.tflops_per_device:.4g} TFLOP/s/device, "
         f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
@@ -104,7 +104,7 @@ def print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> 
     layer = plan.model.routed_layers[worst]
     text = (
         f"measured load: the hottest of {plan.layout.ep} expert ranks gets {fmean(factors):.3g} x "
-        f"the even rows, mean over {len(factors)} layers "
+        f"the even rows, mean over {plural(len(factors), 'layer')} "
         f"(most in layer {layer}, {factors[worst]:.3g} x). Beside even routing: peak "
         f"{format_bytes(estimate.peak_bytes)} instead of {format_bytes(even.peak_bytes)}, margin "
         f"{format_bytes(estimate.margin_bytes)} instead of {format_bytes(even.margin_bytes)}, step "
@@ -259,7 +259,7 @@ def _time_table(console: Console, estimate: Estimate, *, verbose: bool) -> Table
         rest_s = sum(share.seconds for share in rest)
         hidden_s = sum(share.hidden_s for share in rest)
         table.add_row(
-            f"{len(rest)} smaller parts",
+            plural(len(rest), "smaller part"),
             format_seconds(rest_s),
             format_seconds(hidden_s) if hidden_s else "",
             f"{rest_s / estimate.step_s:.1%}",

@@ -16,7 +16,7 @@ from moewright.diagnosis.traces.megatron_log import MegatronLog
 from moewright.report.console import make_table
 from moewright.spec.finding import Finding, Fix, Waterfall
 from moewright.spec.plan import Plan
-from moewright.spec.units import TERA, format_bytes, format_seconds
+from moewright.spec.units import TERA, format_bytes, format_seconds, plural
 
 _MAX_NAME_WIDTH = 72
 _MAX_FINDINGS = 4
@@ -31,7 +31,7 @@ def print_breakdown(
     first = breakdowns[0]
     step_s = fmean(rank.step_s for rank in breakdowns)
     ranks = f"{len(breakdowns)} ranks" if len(breakdowns) > 1 else f"rank {first.rank}"
-    length = f"{first.steps} steps; {format_seconds(step_s)} a step"
+    length = f"{plural(first.steps, 'step')}; {format_seconds(step_s)} a step"
     if not first.steps:
         length = f"no step is marked: all of its {format_seconds(step_s)} are taken as one"
     console.print(Text(f"{ranks}, {first.device or 'unnamed device'}, {length} (measured)"))
@@ -56,7 +56,7 @@ def _breakdown_table(breakdowns: Sequence[Breakdown], step_s: float) -> Table:
         exposed_s = sum(time.exposed_s for time in times) / len(breakdowns)
         busy_s = sum(time.busy_s for time in times) / len(breakdowns)
         payload_bytes = sum(time.bytes for time in times) / len(breakdowns)
-        note = f"of {format_seconds(busy_s)} in {times[0].calls:.0f} calls"
+        note = f"of {format_seconds(busy_s)} in {plural(times[0].calls, 'call')}"
         if payload_bytes:
             note += f", {format_bytes(payload_bytes)} of payload"
         note += f"; {'; '.join(times[0].evidence)}"
@@ -207,7 +207,8 @@ def describe_log(log: MegatronLog) -> Iterator[str]:
     """Yield what a console log measured: iterations, those skipped, and the fullest rank."""
     if log.iterations:
         text = (
-            f"{len(log.iterations)} iterations, {len(log.steady_iterations)} after warm-up: "
+            f"{plural(len(log.iterations), 'iteration')}, "
+            f"{len(log.steady_iterations)} after warm-up: "
             f"{format_seconds(log.step_s)} a step"
         )
         if log.tflops_per_device:
@@ -216,7 +217,7 @@ def describe_log(log: MegatronLog) -> Iterator[str]:
     skipped = sum(iteration.skipped for iteration in log.iterations)
     nan_losses = sum(iteration.nan_losses for iteration in log.iterations)
     if skipped or nan_losses:
-        yield f"{skipped} iterations skipped, {nan_losses} with NaN (measured)"
+        yield f"{plural(skipped, 'iteration')} skipped, {nan_losses} with NaN (measured)"
     if log.memory_reports:
         fullest = max(log.memory_reports, key=lambda report: report.max_reserved_bytes)
         yield (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from moewright.spec.run import Incident, IncidentKind
-from moewright.spec.units import format_seconds
+from moewright.spec.units import format_seconds, plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,8 @@ def build_incident_section(incidents: Sequence[Incident]) -> IncidentSection | N
         lost = format_seconds(sum(incident.lost_s for incident in ended))
         mean = format_seconds(fmean(incident.down_s for incident in ended))
         steps = sum(incident.repeated_steps for incident in ended)
-        summary += f"; {lost} lost, {steps} steps repeated, {mean} to go on in the mean (MTTR)"
+        summary += f"; {lost} lost, {plural(steps, 'step')} repeated"
+        summary += f", {mean} to go on in the mean (MTTR)"
     return IncidentSection(summary=f"{summary}.", rows=tuple(map(_build_row, incidents)))
 
 

@@ -18,7 +18,7 @@ from moewright.diagnosis.compare_ledgers import (
 from moewright.report.console import format_rate
 from moewright.rules.steady_steps import median_step_s, steady_steps
 from moewright.spec.run import EvalRecord, LayerLoad, RunRecord, StepRecord
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_seconds, plural
 
 # No loss is as large, but for one that was not finite.
 _NO_NUMBER = 1e300
@@ -179,7 +179,7 @@ def _judge_training_loss(last: StepRecord, broken_steps: int) -> _Learning:
     loss = f"{last.loss:.3f}" if is_number(last.loss) else "no number of"
     return _Learning(
         clause=(
-            f"{last.step} steps ran and the training loss ended at {loss} nats/token "
+            f"{plural(last.step, 'step')} ran and the training loss ended at {loss} nats/token "
             "(no held-out data)"
         ),
         tone=Tone.BAD if broken_steps else Tone.PLAIN,
@@ -198,11 +198,12 @@ def _judge_heldout_loss(last: EvalRecord, broken_steps: int) -> _Learning:
         position = "not comparable with"
     subject = "The model trained" if has_learned else "The model did not train"
     clause = (
-        f"{subject}: its held-out loss after {last.step} steps is {last.heldout_loss:.3f} "
-        f"nats/token, {position} the unigram entropy of {last.unigram_entropy:.3f}"
+        f"{subject}: its held-out loss after {plural(last.step, 'step')} is "
+        f"{last.heldout_loss:.3f} nats/token, {position} the unigram entropy of "
+        f"{last.unigram_entropy:.3f}"
     )
     if broken_steps:
-        clause += f", and {broken_steps} steps had a loss that is no number"
+        clause += f", and {plural(broken_steps, 'step')} had a loss that is no number"
     tone = Tone.GOOD if has_learned else Tone.BAD
     note = f"nats/token; unigram entropy {last.unigram_entropy:.3f}"
     tile = Tile(label="Held-out loss", value=f"{last.heldout_loss:.3f}", note=note, tone=tone)

@@ -74,7 +74,7 @@ def print_changes(console: Console, changes: Sequence[StepChange]) -> None:
         if of_level:
             console.print(_change_table(level, of_level[:_SHOWN_CHANGES]))
             if len(of_level) > _SHOWN_CHANGES:
-                console.print(f"and {len(of_level) - _SHOWN_CHANGES} smaller ones")
+                console.print(f"and {len(of_level) - _SHOWN_CHANGES} smaller")
 
 
 def _change_table(level: ChangeLevel, changes: Sequence[StepChange]) -> Table:

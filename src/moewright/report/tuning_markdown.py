@@ -7,7 +7,7 @@ from math import exp, log
 from statistics import fmean, stdev
 
 from moewright.spec.finding import Basis, Waterfall
-from moewright.spec.units import format_bytes, format_seconds
+from moewright.spec.units import format_bytes, format_seconds, plural
 from moewright.tuning.contract import Contract
 from moewright.tuning.decisions import (
     Decision,
@@ -119,7 +119,7 @@ def render_exhaustive(
     lines = [
         "# Tuning beside every point of its space",
         "",
-        f"- best of {len(means)} points in {runs} runs: `{best}`, "
+        f"- best of {plural(len(means), 'point')} in {plural(runs, 'run')}: `{best}`, "
         f"{format_seconds(means[best])} a step",
         f"- winner of the tuning: `{winner}`, {format_seconds(means[winner])} a step in the same "
         f"rounds: {relative_speed:.1%} of the best's speed, place {ranked.index(winner) + 1}",
@@ -175,20 +175,22 @@ def _verdict_lines(result: TuningResult, basis: Basis, *, quote: str = "") -> It
     if basis is Basis.MEASURED:
         freedom = f"{result.noise.degrees_of_freedom} degrees of freedom"
         yield (
-            f"{result.point_count} points in {result.run_count} runs, "
+            f"{plural(result.point_count, 'point')} in {plural(result.run_count, 'run')}, "
             f"{result.spent_s / 60:.1f} min; two runs of one point in a row differ by a standard "
             f"deviation of {result.noise.sd:.1%} ({freedom})."
         )
     else:
-        yield f"{result.point_count} points estimated; nothing ran: every figure is predicted."
+        points = plural(result.point_count, "point")
+        yield f"{points} estimated; nothing ran: every figure is predicted."
 
 
 def _contract_lines(contract: Contract) -> Iterator[str]:
     axes = "; ".join(f"{axis.key}: {', '.join(axis.values)}" for axis in contract.axes)
+    ranks = plural(contract.world_size, "rank")
     rows = (
         ("figures are", contract.label),
         ("versions", f"moewright {contract.moewright}, torch {contract.torch or 'not used'}"),
-        ("machine", f"{contract.hardware} {contract.machine}, {contract.world_size} ranks"),
+        ("machine", f"{contract.hardware} {contract.machine}, {ranks}"),
         ("model", f"{contract.model} ({contract.parameters})"),
         ("data", contract.data or "none"),
         ("routing", contract.routing),
@@ -243,7 +245,7 @@ def _decision_cells(decision: Decision, basis: Basis) -> Iterator[str]:
 
 
 def _format_gain(interval: Interval) -> str:
-    pairs = "1 pair" if interval.pairs == 1 else f"{interval.pairs} pairs"
+    pairs = plural(interval.pairs, "pair")
     return f"{interval.gain:.1%} ({interval.least_gain:.1%} to {interval.most_gain:.1%}, {pairs})"
 
 

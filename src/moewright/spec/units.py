@@ -38,3 +38,11 @@ def format_count(value: float) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.4g}{unit}"
     return f"{value:.4g}"
+
+
+def plural(count: float, noun: str) -> str:
+    """Return a count with its noun: 1 step, 2 steps, 1,258 launches; nouns take s, or es."""
+    number = f"{count:,.0f}"
+    if number == "1":
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"

@@ -48,6 +48,7 @@ from moewright.diagnosis.traces.kineto_events import (
 from moewright.diagnosis.traces.trace_stream import TraceStream
 from moewright.diagnosis.traces.trainer_marks import find_trainer_marks
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import plural
 
 _KIND_OF_CATEGORY = {
     "kernel": None,  # its name decides
@@ -97,7 +98,7 @@ def read_traces(path: Path) -> tuple[Capture, ...]:
         raise refusals[0]
     notes = [f"left out: {reason}" for reason in left_out[:_SHOWN_FILES]]
     if len(left_out) > _SHOWN_FILES:
-        notes.append(f"left out: {len(left_out) - _SHOWN_FILES} more files")
+        notes.append(f"left out: {plural(len(left_out) - _SHOWN_FILES, 'more file')}")
     return tuple(replace(capture, notes=(*capture.notes, *notes)) for capture in whole or cut)
 
 
@@ -271,7 +272,7 @@ class _TraceCollector:
                 grouped_rows=_mean_grouped_rows(host),
                 host_ranges=host.launching_ranges,
                 trainer_marks=find_trainer_marks((*kernels.names, *host.names), builder.channels),
-                notes=(f"{left_out} activities with impossible times are left out",)
+                notes=(f"left out: activities with impossible times, {left_out} of them",)
                 if left_out
                 else (),
             )

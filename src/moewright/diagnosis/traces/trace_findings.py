@@ -17,7 +17,7 @@ from moewright.diagnosis.traces.rank_means import mean_idle_s, measure_comm
 from moewright.diagnosis.traces.rank_skew import RankSkew
 from moewright.spec.finding import Cause, Finding, Wall
 from moewright.spec.plan import Plan
-from moewright.spec.units import GB, TERA, format_bytes, format_seconds
+from moewright.spec.units import GB, TERA, format_bytes, format_seconds, plural
 
 _MIN_SHARE = 0.03  # of the step: smaller causes are left to the table
 _RECOMPUTE_SHARE = 0.10
@@ -113,7 +113,8 @@ def _diagnose_communication(
         exposed = format_seconds(measured.exposed_s)
         busy = format_seconds(measured.busy_s)
         evidence = [
-            f"{exposed} a step exposed of {busy} in {measured.calls:.0f} calls (measured, unions)",
+            f"{exposed} a step exposed of {busy} in "
+            f"{plural(measured.calls, 'call')} (measured, unions)",
             f"told as {comm} by: {'; '.join(measured.evidence)}",
         ]
         if measured.waiting_s:
@@ -161,7 +162,7 @@ def _diagnose_host(breakdowns: Sequence[Breakdown], step_s: float) -> Iterator[F
             launches = fmean(breakdown.kernel_launches for breakdown in breakdowns)
             short_share = fmean(breakdown.short_kernel_share for breakdown in breakdowns)
             evidence.append(
-                f"{launches:,.0f} launches a step, {short_share:.0%} of the kernels shorter "
+                f"{plural(launches, 'launch')} a step, {short_share:.0%} of the kernels shorter "
                 "than 10 us (measured)"
             )
         if idle_cause is IdleCause.UNKNOWN:
@@ -230,7 +231,7 @@ def _diagnose_copies(breakdowns: Sequence[Breakdown], step_s: float) -> Iterator
 def _describe_copies(times: Sequence[CopyTime]) -> Iterator[str]:
     longest = sorted(times, key=lambda time: -time.exposed_s)
     for time in longest[:_SHOWN_COPIES]:
-        text = f"{time.name}: {format_seconds(time.busy_s)} in {time.calls:.0f} calls"
+        text = f"{time.name}: {format_seconds(time.busy_s)} in {plural(time.calls, 'call')}"
         if time.bytes and time.busy_s:
             rate = time.bytes / time.busy_s / GB
             text += f", {format_bytes(round(time.bytes))} at {rate:.1f} GB/s"
@@ -262,7 +263,8 @@ def _diagnose_compute(
     if grouped:
         rows = grouped.rows / max(1, grouped.experts)
         evidence.append(
-            f"{rows:.0f} rows an expert and call over {grouped.experts} experts (measured)"
+            f"{plural(rows, 'row')} an expert and call over "
+            f"{plural(grouped.experts, 'expert')} (measured)"
         )
         if rows < _FEW_ROWS:
             cause = Cause.FEW_ROWS

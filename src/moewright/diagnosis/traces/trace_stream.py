@@ -16,7 +16,7 @@ from typing import Any
 
 from moewright.codec.files import read_pieces
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.units import GIB, MIB, format_bytes
+from moewright.spec.units import GIB, MIB, format_bytes, plural
 
 EXPECTED_FILE = "the .json of torch.profiler"
 _LARGEST_TRACE_BYTES = 16 * GIB
@@ -54,7 +54,8 @@ class TraceStream:
             name = self.path.name
             notes.append(f"{name} was cut off: events after its last complete one are missing")
         if self.unreadable:
-            notes.append(f"{self.path.name}: {self.unreadable} events are no JSON and are left out")
+            text = f"no JSON, and left out: {plural(self.unreadable, 'event')}"
+            notes.append(f"{self.path.name}: {text}")
         return tuple(notes)
 
     def batches(self) -> Iterator[list[Any]]:

@@ -20,6 +20,7 @@ from moewright.diagnosis.waterfall import (
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.finding import Basis, Waterfall, WaterfallDrop
 from moewright.spec.plan import Plan, TimePart
+from moewright.spec.units import plural
 
 
 def build_trace_waterfall(
@@ -82,7 +83,8 @@ def _predict_bubble(job: Plan, exposed_s: float, measured_s: float) -> Waterfall
     )
     count = micro_batches(job.workload, job.layout)
     note = (
-        f"predicted for {count} micro-batches over {job.layout.pp} stages, seen as exposed PP time"
+        f"predicted for {plural(count, 'micro-batch')} over {job.layout.pp} stages, "
+        "seen as exposed PP time"
     )
     return WaterfallDrop(
         name="pipeline bubble",
