@@ -1,49 +1,97 @@
-"""How long the studio takes, and whether a newcomer gets through fifteen tasks."""
+"""How long the studio takes, and whether a newcomer gets through fifteen tasks.
 
+Bars are of two idle cores as fast as the one on which `REFERENCE_S` was taken. A slower machine, or
+one with other work, has longer: as much as a fixed piece of work takes longer on both its cores.
+"""
+
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
 
 from studio_pages import QWEN
 
-pytestmark = [pytest.mark.browser, pytest.mark.thorough, pytest.mark.serial]
+pytestmark = pytest.mark.browser
 
-# From a slider's input to the frame with its answer, in seconds, on two idle cores.
 MOVES = 20
 TASK_MS = 120_000
+# A series of measurements is repeated when something else took the machine meanwhile.
+SERIES = 3
+REFERENCE_S = 0.25
+REFERENCE_ROUNDS = 20_000_000
 
 
+def work():
+    for _ in range(REFERENCE_ROUNDS):
+        pass
+
+
+def measure_slowness():
+    """Return how many times longer than on the reference two processes work at once."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=work) for _ in range(2)]
+    start_s = time.perf_counter()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return max(1.0, (time.perf_counter() - start_s) / REFERENCE_S)
+
+
+def assert_within(most_ms, measure):
+    """Assert that one of a few series of measurements is within a bar on this machine."""
+    series = []
+    for _ in range(SERIES):
+        before = measure_slowness()
+        waited_ms = measure()
+        slowness = max(before, measure_slowness())
+        series.append((waited_ms, slowness))
+        if waited_ms < most_ms * slowness:
+            return
+    pytest.fail(f"more than {most_ms} ms; milliseconds and slowness of each series: {series}")
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize(
     ("layout", "most_ms"),
     [("tp2,ep8,pp8,vpp2,mbs1,recompute=full", 300), ("tp2,ep8,pp32,vpp3,mbs1,recompute=full", 600)],
 )
 def test_a_slider_is_painted_soon(studio, open_page, layout, most_ms):
+    """The 95th percentile of the time from a slider's input to the frame with its answer."""
     page = open_page(f"{studio}?{QWEN}&layout={layout}")
     page.wait_for_selector("#layout-text")
-    waits = page.evaluate(
-        """async moves => { const waits = [], slider = document.getElementById('c-ep');
-        for (let move = 0; move < moves; move += 1) {
-            const before = studio.answered, start = performance.now();
-            slider.value = String(2 + move % 3);
-            slider.dispatchEvent(new Event('input'));
-            while (studio.answered === before || studio.answered !== studio.wanted
-                   || document.documentElement.dataset.frame !== String(studio.answered))
-                await new Promise(requestAnimationFrame);
-            waits.push(performance.now() - start);
-        } return waits; }""",
-        MOVES,
-    )
-    slowest = sorted(waits)[int(0.95 * len(waits)) - 1]
-    assert slowest < most_ms, waits
+
+    def measure():
+        waits = page.evaluate(
+            """async moves => { const waits = [], slider = document.getElementById('c-ep');
+            for (let move = 0; move < moves; move += 1) {
+                const before = studio.answered, start = performance.now();
+                slider.value = String(2 + move % 3);
+                slider.dispatchEvent(new Event('input'));
+                while (studio.answered === before || studio.answered !== studio.wanted
+                       || document.documentElement.dataset.frame !== String(studio.answered))
+                    await new Promise(requestAnimationFrame);
+                waits.push(performance.now() - start);
+            } return waits; }""",
+            MOVES,
+        )
+        return sorted(waits)[int(0.95 * len(waits)) - 1]
+
+    assert_within(most_ms, measure)
 
 
+@pytest.mark.serial
 def test_first_results_of_a_search_come_soon(studio, open_page):
-    page = open_page(f"{studio}top?{QWEN}&layout=ep8")
-    page.wait_for_selector("html[data-results]", timeout=20000)
-    waited_ms = page.evaluate("performance.now()")
-    assert waited_ms < 2000
+    def measure():
+        page = open_page(f"{studio}top?{QWEN}&layout=ep8")
+        page.wait_for_selector("html[data-results]", timeout=TASK_MS)
+        return page.evaluate("performance.now()")
+
+    assert_within(2000, measure)
 
 
+@pytest.mark.waits
 def test_a_newcomer_gets_through_his_tasks(studio, open_page):
     """Each of fifteen tasks is a few clicks from the last, and has its answer in words."""
     page = open_page(f"{studio}?model=Qwen/Qwen3-30B-A3B&on=16xH100&global_batch=512")

@@ -15,7 +15,8 @@ from moewright.cost.buffers import (
     rank_layer_numel,
 )
 from moewright.cost.constants import Constants
-from moewright.cost.estimate import estimate, expected_symbols
+from moewright.cost.estimate import estimate
+from moewright.cost.estimate_memory import expected_symbols
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.ledger import Component, Module

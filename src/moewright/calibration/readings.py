@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from moewright.cost.estimate import estimate
+from moewright.cost.estimate_memory import estimate_fullest_rank
+from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -74,9 +75,11 @@ def _weigh_by_memory(
     for reading in readings:
         recompute = reading.layout.recompute
         if recompute not in probability:
-            prediction = estimate(model, reading.workload, hardware, reading.layout)
-            spread = hypot(prediction.peak_sd_bytes, _PEAK_ERROR * prediction.peak_bytes)
-            probability[recompute] = NormalDist().cdf(prediction.margin_bytes / spread)
+            job = Job(model=model, workload=reading.workload, layout=reading.layout)
+            fullest = estimate_fullest_rank(job, hardware)
+            margin_bytes = hardware.device.memory_bytes.value - fullest.peak_bytes
+            spread = hypot(fullest.sd_bytes, _PEAK_ERROR * fullest.peak_bytes)
+            probability[recompute] = NormalDist().cdf(margin_bytes / spread)
             if probability[recompute] > _SURE:
                 break
     weighed = [

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moewright.cost import memory
-from moewright.cost.activations import policy_of
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import (
@@ -15,7 +14,12 @@ from moewright.cost.constants import (
     LORA_CONSTANTS,
     NVFP4_CONSTANTS,
     OFFLOAD_CONSTANTS,
-    Constants,
+)
+from moewright.cost.estimate_memory import (
+    expected_symbols,
+    rank_peaks,
+    refuse_illegal_job,
+    split_by_rank,
 )
 from moewright.cost.evidence import count_missing, judge_evidence
 from moewright.cost.head_ops import optimizer_ops
@@ -30,8 +34,7 @@ from moewright.cost.routed_rows import (
     is_moe_layer,
     recomputed_layers,
 )
-from moewright.cost.snapshots import rank_table
-from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
+from moewright.cost.stage_parts import count_parts, list_parts
 from moewright.cost.step_tail import RankParameters, StepTail, count_owned_parameters, step_tail
 from moewright.cost.step_time import (
     Pricer,
@@ -42,18 +45,16 @@ from moewright.cost.step_time import (
     stage_time,
     step_time,
 )
-from moewright.cost.symbols import Symbols, build_symbols
+from moewright.cost.symbols import Symbols
 from moewright.cost.uncertainty import (
     fit_probability,
     peak_interval,
     step_deviation,
     step_interval,
 )
-from moewright.rules import capacity, flops, grid, routing, stages
+from moewright.rules import flops, grid, routing, stages
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality, check_precision
-from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware, NetworkKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Ledger, MemoryRow, StepPhase, TimeRow
@@ -71,7 +72,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
         BadInput: The layout is illegal or its world is not the hardware's.
     """
     job = Job(model=model, workload=workload, layout=layout)
-    _check(job, hardware)
+    refuse_illegal_job(job, hardware)
     rates = DeviceRates(hardware)
     collectives = CollectiveModel(hardware, rates.constants)
     sym = expected_symbols(job, hardware, rates.constants)
@@ -79,9 +80,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     parts = list_parts(model, layout)
     chunks = stages.pipeline_chunks(model, layout)
     counts = count_parts(model, layout, parts, chunks)
-    rank_counts = [
-        counts[[chunk.pp_rank == pp_rank for chunk in chunks]] for pp_rank in range(layout.pp)
-    ]
+    rank_counts = split_by_rank(layout, chunks, counts)
     priced = price_model_ops(rates, collectives, sym, model_ops(sym))
     part_times = Pricer(collectives, sym, priced).part_times(layout, parts)
     times = tuple(stage_time(part_times, counts.sum(axis=0)) for counts in rank_counts)
@@ -90,7 +89,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     slowest_tail = max(tails, key=lambda tail: tail.total_s)
     factor = job_factor(job, hardware)
     step = step_time(sym, part_times, counts, times, slowest_tail).scale(factor)
-    peaks, bytes_per_load = _memory(rates.constants, sym, parts, sets, rank_counts)
+    peaks, bytes_per_load = rank_peaks(rates.constants, sym, parts, sets, rank_counts)
     ledgers = tuple(
         _ledger(sym, pp_rank, sets[pp_rank], peaks[pp_rank].rows, phases)
         for pp_rank, phases in enumerate(_phases(sym, step, tails, times, factor))
@@ -102,23 +101,6 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     )
     joined = _join(hardware, rates, sym, ledgers, peaks, step, assumptions)
     return replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
-
-
-def _check(job: Job, hardware: Hardware) -> None:
-    """Raise BadInput when the layout cannot be estimated."""
-    reasons = [*check_precision(job.workload, hardware)]
-    if job.layout.world_size != hardware.count:
-        reasons.append(
-            Reason(
-                field="layout.world_size",
-                value=str(job.layout.world_size),
-                rule=f"the hardware has {hardware.count} devices",
-                nearest=str(hardware.count),
-            )
-        )
-    reasons += check_legality(job)
-    if reasons:
-        raise BadInput(*reasons)
 
 
 def _rate_assumptions(
@@ -163,16 +145,6 @@ _CPU_NOTE = (
 )
 
 
-def expected_symbols(job: Job, hardware: Hardware, constants: Constants) -> Symbols:
-    """Return the symbols of a layout, under the expert load that the workload expects."""
-    return build_symbols(
-        job,
-        device_kind=hardware.device.kind,
-        load=routing.expected_load_factor(job),
-        router_efficiency=constants["router_efficiency"],
-    )
-
-
 def count_rank_parameters(sets: Sequence[BucketSet]) -> RankParameters:
     """Count the dense and expert elements of a rank's buckets, and the buckets."""
     dense = [bucket_set for bucket_set in sets if bucket_set.group == "dp_cp"]
@@ -183,38 +155,6 @@ def count_rank_parameters(sets: Sequence[BucketSet]) -> RankParameters:
         dense_calls=max(1, sum(len(bucket_set.buckets) for bucket_set in dense)),
         expert_calls=max(1, sum(len(bucket_set.buckets) for bucket_set in expert)),
     )
-
-
-def _memory(
-    constants: Constants,
-    sym: Symbols,
-    parts: StageParts,
-    sets: Sequence[Sequence[BucketSet]],
-    rank_counts: Sequence[Array],
-) -> tuple[tuple[memory.RankMemory, ...], float]:
-    """Return the peak of every pipeline rank, and the growth of the highest with the expert load.
-
-    The growth is in bytes per unit of load factor of the hottest expert rank.
-    """
-    model, layout = sym.model, sym.layout
-    steady = memory.steady_micro_batches(layout, sym.m)
-    tables = [rank_table(layout, steady, pp_rank) for pp_rank in range(layout.pp)]
-
-    def peak(pp_rank: int, taken: memory.ModelMemory) -> memory.RankMemory:
-        return memory.rank_memory(
-            taken, pp_rank, sets[pp_rank], counts=rank_counts[pp_rank], table=tables[pp_rank]
-        )
-
-    policies = policy_of(layout)
-    taken = memory.model_memory(constants, sym, parts, policies)
-    peaks = tuple(peak(pp_rank, taken) for pp_rank in range(layout.pp))
-    if model.moe is None or layout.ep == 1:
-        return peaks, 0.0
-    fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
-    load = routing.expected_load_factor(sym.job) + 1
-    hotter = replace(sym, R=capacity.routed_rows(model, sym.workload, layout, load))
-    taken = memory.model_memory(constants, hotter, parts, policies)
-    return peaks, float(peak(fullest, taken).peak_bytes - peaks[fullest].peak_bytes)
 
 
 def _ledger(

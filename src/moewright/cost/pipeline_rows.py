@@ -9,7 +9,7 @@ import numpy as np
 from moewright.cost import memory
 from moewright.cost.activations import policy_of
 from moewright.cost.collective_time import CollectiveModel
-from moewright.cost.estimate import expected_symbols
+from moewright.cost.estimate_memory import expected_symbols
 from moewright.cost.op_time import DeviceRates
 from moewright.cost.pipeline_time import TimetableRows
 from moewright.cost.stage_parts import Array, count_parts, list_parts

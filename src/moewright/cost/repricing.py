@@ -8,7 +8,8 @@ from itertools import product
 import numpy as np
 
 from moewright.cost.collective_time import CollectiveModel
-from moewright.cost.estimate import count_rank_parameters, expected_symbols
+from moewright.cost.estimate import count_rank_parameters
+from moewright.cost.estimate_memory import expected_symbols
 from moewright.cost.model_states import stage_bucket_sets
 from moewright.cost.op_time import DeviceRates
 from moewright.cost.pipeline_time import build_pipeline, exposed_transfers

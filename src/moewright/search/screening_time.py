@@ -15,7 +15,7 @@ from moewright.cost.activations import (
 )
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.elementwise import DEDUP_DISPATCHERS
-from moewright.cost.estimate import expected_symbols
+from moewright.cost.estimate_memory import expected_symbols
 from moewright.cost.layer_time import price_collectives
 from moewright.cost.memory import ModelMemory
 from moewright.cost.op_time import DeviceRates

@@ -1,0 +1,103 @@
+"""The memory of every pipeline rank of a job, under the expert load that its workload expects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moewright.cost import memory
+from moewright.cost.activations import policy_of
+from moewright.cost.constants import Constants
+from moewright.cost.model_states import BucketSet, stage_bucket_sets
+from moewright.cost.op_time import DeviceRates
+from moewright.cost.snapshots import rank_table
+from moewright.cost.stage_parts import Array, StageParts, count_parts, list_parts
+from moewright.cost.symbols import Symbols, build_symbols
+from moewright.rules import capacity, routing, stages
+from moewright.rules.job import Job
+from moewright.rules.legality import check_legality, check_precision
+from moewright.rules.stages import Chunk
+from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import Hardware
+from moewright.spec.layout import Layout
+
+
+def estimate_fullest_rank(job: Job, hardware: Hardware) -> memory.RankMemory:
+    """Estimate the memory of the pipeline rank that holds the most.
+
+    Raises:
+        BadInput: The layout is illegal or its world is not the hardware's.
+    """
+    refuse_illegal_job(job, hardware)
+    model, layout = job.model, job.layout
+    constants = DeviceRates(hardware).constants
+    parts = list_parts(model, layout)
+    chunks = stages.pipeline_chunks(model, layout)
+    rank_counts = split_by_rank(layout, chunks, count_parts(model, layout, parts, chunks))
+    sym = expected_symbols(job, hardware, constants)
+    peaks, _ = rank_peaks(constants, sym, parts, stage_bucket_sets(job), rank_counts)
+    return max(peaks, key=lambda peak: peak.peak_bytes)
+
+
+def refuse_illegal_job(job: Job, hardware: Hardware) -> None:
+    """Raise BadInput when the layout cannot be estimated."""
+    reasons = [*check_precision(job.workload, hardware)]
+    if job.layout.world_size != hardware.count:
+        reasons.append(
+            Reason(
+                field="layout.world_size",
+                value=str(job.layout.world_size),
+                rule=f"the hardware has {hardware.count} devices",
+                nearest=str(hardware.count),
+            )
+        )
+    reasons += check_legality(job)
+    if reasons:
+        raise BadInput(*reasons)
+
+
+def expected_symbols(job: Job, hardware: Hardware, constants: Constants) -> Symbols:
+    """Return the symbols of a layout, under the expert load that the workload expects."""
+    return build_symbols(
+        job,
+        device_kind=hardware.device.kind,
+        load=routing.expected_load_factor(job),
+        router_efficiency=constants["router_efficiency"],
+    )
+
+
+def split_by_rank(layout: Layout, chunks: Sequence[Chunk], counts: Array) -> list[Array]:
+    """Split the counts of virtual stages [chunks, parts] by the pipeline rank that holds them."""
+    return [counts[[chunk.pp_rank == pp_rank for chunk in chunks]] for pp_rank in range(layout.pp)]
+
+
+def rank_peaks(
+    constants: Constants,
+    sym: Symbols,
+    parts: StageParts,
+    sets: Sequence[Sequence[BucketSet]],
+    rank_counts: Sequence[Array],
+) -> tuple[tuple[memory.RankMemory, ...], float]:
+    """Return the peak of every pipeline rank, and the growth of the highest with the expert load.
+
+    The growth is in bytes per unit of load factor of the hottest expert rank.
+    """
+    model, layout = sym.model, sym.layout
+    steady = memory.steady_micro_batches(layout, sym.m)
+    tables = [rank_table(layout, steady, pp_rank) for pp_rank in range(layout.pp)]
+
+    def peak(pp_rank: int, taken: memory.ModelMemory) -> memory.RankMemory:
+        return memory.rank_memory(
+            taken, pp_rank, sets[pp_rank], counts=rank_counts[pp_rank], table=tables[pp_rank]
+        )
+
+    policies = policy_of(layout)
+    taken = memory.model_memory(constants, sym, parts, policies)
+    peaks = tuple(peak(pp_rank, taken) for pp_rank in range(layout.pp))
+    if model.moe is None or layout.ep == 1:
+        return peaks, 0.0
+    fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
+    load = routing.expected_load_factor(sym.job) + 1
+    hotter = replace(sym, R=capacity.routed_rows(model, sym.workload, layout, load))
+    taken = memory.model_memory(constants, hotter, parts, policies)
+    return peaks, float(peak(fullest, taken).peak_bytes - peaks[fullest].peak_bytes)
