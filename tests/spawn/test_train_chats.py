@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from moewright.spec.model import RouterSpec, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, DocumentMasking, Dtype, LossSpec
 from selection import thorough
+from tiny_jobs import read_steps
 
 pytestmark = pytest.mark.spawn
 SIGMOID = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, selection_bias=True)
@@ -30,6 +32,18 @@ LOSSES = LossSpec(aux_coeff=0.02, seq_aux_coeff=0.03, z_coeff=0.001)
 def chats(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
     folder = tmp_path_factory.mktemp("chats")
     source = write_chats(folder / "chats.jsonl", 80, turns=1)
+    options = ChatOptions(tokenizer=write_chat_folder(folder / "hf", CHATML), heldout_fraction=0.2)
+    data = build_chats(source, folder / "data", options).data
+    return replace(data, documents=DocumentMasking.RESTARTED)
+
+
+@pytest.fixture(scope="module")
+def uneven_chats(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    """Chats of one turn, of which two fill a sequence, and of two, which have one each."""
+    folder = tmp_path_factory.mktemp("uneven")
+    source = folder / "chats.jsonl"
+    parts = [write_chats(folder / f"{turns}.jsonl", 40, turns=turns) for turns in (1, 2)]
+    source.write_text("".join(part.read_text() for part in parts))
     options = ChatOptions(tokenizer=write_chat_folder(folder / "hf", CHATML), heldout_fraction=0.2)
     data = build_chats(source, folder / "data", options).data
     return replace(data, documents=DocumentMasking.RESTARTED)
@@ -66,6 +80,40 @@ def test_packed_chats_train_as_one_process_does(
     ):
         assert train(plan, tmp_path / name) is ExitCode.DONE
     assert_same_training(tmp_path / "cut", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, "ep2"),
+        thorough(2, "mbs2"),
+        thorough(2, "pp2,layout='Et|ttL'"),
+        thorough(4, "tp2,ep2,recompute=full"),
+        thorough(4, "cp2,ep2,zero3"),
+    ],
+)
+def test_steps_of_as_many_micro_batches_as_their_chats_fill_train_as_one_process_does(
+    world_size: int, layout: str, uneven_chats: DataSpec, tmp_path: Path
+) -> None:
+    """Steps of 8 chats fill 5, 6 and 7 sequences; empty ones fill up the last micro-batches."""
+    # Means over the tokens of a micro-batch depend on which sequences share it.
+    loss = LossSpec(seq_aux_coeff=0.03) if "mbs2" in layout else LOSSES
+    for name, cut, ranks in (("one", "", 1), ("cut", layout, world_size)):
+        plan = build_plan(uneven_chats, cut, ranks, batch_samples=8)
+        plan = replace(plan, workload=replace(plan.workload, loss=loss))
+        assert train(plan, tmp_path / name) is ExitCode.DONE
+    assert_same_training(tmp_path / "cut", tmp_path / "one")
+    tokens = [step["tokens"] for step in read_steps(tmp_path / "one")]
+    assert tokens == [112 * count for count in (5, 6, 7)]
+
+
+def test_ledgers_of_steps_of_any_number_of_micro_batches_are_equal(
+    uneven_chats: DataSpec, tmp_path: Path
+) -> None:
+    plan = build_plan(uneven_chats, "ep2", 2, precision=Dtype.BF16, batch_samples=8)
+    assert_ledgers_equal(plan, tmp_path)
+    counts = json.loads((tmp_path / "ledger" / "selection.json").read_text())["counts"]
+    assert len(counts) * 2 != plan.workload.global_batch
 
 
 def test_ledgers_of_packed_chats_are_equal(chats: DataSpec, tmp_path: Path) -> None:

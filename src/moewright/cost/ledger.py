@@ -40,6 +40,9 @@ def predict_ledger(plan: Plan, *, rank: int, selection: Selection | None) -> Led
     workload = plan.workload
     if selection:
         workload = workload_at_step(workload, selection.step - 1)  # the batch may still grow
+        if workload.batch_samples:  # as many sequences as the step's chats filled
+            sequences = len(selection.counts) * plan.layout.mbs * plan.layout.dp
+            workload = replace(workload, global_batch=sequences)
     ledger = predict_rank_ledger(
         Job(model=plan.model, workload=workload, layout=plan.layout), rank=rank, selection=selection
     )

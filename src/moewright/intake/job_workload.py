@@ -162,6 +162,7 @@ def _range_faults(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.attention_dropout", workload.trainer.attention_dropout, 0, 0.999),
         ("train.hidden_dropout", workload.trainer.hidden_dropout, 0, 0.999),
         *_scaling_ranges(workload.scaling),
+        ("train.batch_samples", workload.batch_samples, 0, 2**40),
         *_ramp_ranges(workload.ramp, workload.global_batch),
         ("data.attended_share", workload.data.attended_share, 1e-9, 1),
         *_checkpoint_ranges(workload.checkpoint),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from moewright.spec.errors import Reason
 from moewright.spec.layout import Layout
-from moewright.spec.workload import BatchRampSpec, OptimizerSpec, Workload
+from moewright.spec.workload import BatchRampSpec, DocumentMasking, OptimizerSpec, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +100,41 @@ def check_ramp(workload: Workload, layout: Layout) -> Iterator[Reason]:
             rule=f"must divide global_batch - ramp_start = {growth}",
             nearest=near,
         )
+
+
+def check_batch_samples(workload: Workload) -> Iterator[Reason]:
+    """Yield why steps cannot be of a number of chats, packed for each step."""
+    samples = workload.batch_samples
+    if not samples:
+        return
+    documents = workload.data.documents
+    routes = workload.routes.record_routes or workload.routes.replay_routes
+    choices = (
+        (
+            "data.documents",
+            documents,
+            documents is not DocumentMasking.RESTARTED,
+            "batch_samples packs chats, which never attend each other",
+            DocumentMasking.RESTARTED,
+        ),
+        (
+            "workload.ramp_start",
+            workload.ramp.ramp_start,
+            workload.ramp.ramp_start > 0,
+            "a batch of batch_samples does not grow",
+            "0",
+        ),
+        (
+            "workload.routes",
+            routes,
+            bool(routes),
+            "routes are numbered by sequences, of which steps of batch_samples have any number",
+            "none",
+        ),
+    )
+    for field, value, is_broken, rule, nearest in choices:
+        if is_broken:
+            yield Reason(field=field, value=str(value), rule=rule, nearest=nearest)
 
 
 def _ramp_stages(ramp: BatchRampSpec, full_size: int) -> Iterator[tuple[int, int]]:

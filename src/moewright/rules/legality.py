@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd, isfinite, lcm
 
-from moewright.rules.batch_rampup import check_ramp, deciding_batches
+from moewright.rules.batch_rampup import check_batch_samples, check_ramp, deciding_batches
 from moewright.rules.compatibility import check_compatibility, has_experts
 from moewright.rules.divisibility import divisors, nearest_legal, nearest_multiples
 from moewright.rules.expert_placement import check_placement
@@ -50,6 +50,7 @@ def check_legality(job: Job) -> tuple[Reason, ...]:
     reasons += _check_tensor_parallelism(job.model, job.layout)
     reasons += _check_sequence(job)
     reasons += check_stages(job.model, job.layout)
+    reasons += tuple(check_batch_samples(job.workload))
     if grid_fits:
         batch_reasons = tuple(check_batch(job.workload, job.layout))
         reasons += batch_reasons
@@ -84,8 +85,14 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
 
 
 def _check_timetable(workload: Workload, layout: Layout) -> tuple[Reason, ...]:
-    """Return the broken rules of the timetable of the first batch size that breaks one."""
-    for size in deciding_batches(workload):
+    """Return the broken rules of the timetable of the first batch size that breaks one.
+
+    A step of batch_samples may have any number of micro-batches.
+    """
+    sizes: tuple[int, ...] = deciding_batches(workload)
+    if workload.batch_samples:
+        sizes = tuple(count * layout.dp * layout.mbs for count in range(1, 2 * layout.pp + 2))
+    for size in sizes:
         if reasons := check_schedule(layout, size // (layout.dp * layout.mbs)):
             return reasons
     return ()

@@ -283,6 +283,9 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if workload.fine_tuning.freeze:
         frozen = "+".join(workload.fine_tuning.freeze)
         yield _refusal("workload.freeze", frozen, "export freezes nothing", "none")
+    if workload.batch_samples:
+        rule = "export writes steps of a number of sequences"
+        yield _refusal("workload.batch_samples", workload.batch_samples, rule, 0)
     for folder in (workload.routes.record_routes, workload.routes.replay_routes):
         if folder:
             rule = "export records and replays no routes"

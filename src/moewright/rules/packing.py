@@ -69,6 +69,26 @@ def pack_lengths(lengths: Int64s, seq_len: int) -> PackedSequences:
     return PackedSequences(seq_len=seq_len, samples=samples, starts=starts)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSize:
+    """The sequences of a step: all of them, and the first of them that hold samples."""
+
+    sequences: int
+    filled: int
+
+    def filled_in(self, rows: range) -> int:
+        """Return how many of these rows of the step hold samples."""
+        return max(0, min(self.filled, rows.stop) - rows.start)
+
+
+def round_up_step(filled: int, multiple: int) -> StepSize:
+    """Return the size of a step of whole micro-batches on every rank.
+
+    Empty sequences fill up the last ones; `multiple` is mbs * dp.
+    """
+    return StepSize(sequences=-(-filled // multiple) * multiple, filled=filled)
+
+
 def filled_share(lengths: Int64s, packs: PackedSequences) -> float:
     """Return the share of the positions of sequences that hold a sample's token."""
     return float(lengths.sum() / (packs.count * packs.seq_len))

@@ -425,6 +425,9 @@ class Workload(Record):
 
     seq_len: int  # tokens in a sequence
     global_batch: int  # sequences in a step, over all ranks
+    # chats in a step, packed into as many sequences as they fill, so that a step has as many
+    # micro-batches as its tokens need; plans are for global_batch. 0: global_batch sequences
+    batch_samples: int = 0
     steps: int = 0  # optimizer steps to train
     seed: int = 1234  # seed of initial weights and of the order of samples
     precision: Dtype = Dtype.BF16  # compute and stored weights

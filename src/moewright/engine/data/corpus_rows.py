@@ -17,6 +17,7 @@ from moewright.engine.data.corpus import corpus_entropy
 from moewright.engine.data.indexed import IndexedDataset
 from moewright.engine.data.packing import (
     ChatDataset,
+    build_chat_sampler,
     build_pack_sampler,
     is_chat_pair,
     open_chats,
@@ -33,6 +34,7 @@ from moewright.engine.data.sampler import (
     read_samples,
 )
 from moewright.engine.data.sharded import open_stream
+from moewright.engine.data.step_packing import StepSequences, pack_step
 from moewright.engine.data.unigram import sum_token_counts, unigram_nats
 from moewright.rules.packing import PackedSequences, packed_share
 from moewright.spec.errors import BadInput, Reason
@@ -140,6 +142,10 @@ class ChatCorpus:
         return self.chats.fingerprint
 
     def build_sampler(self, workload: Workload, order: SampleOrder, *, at_least: int) -> Sampler:
+        if workload.batch_samples:
+            return build_chat_sampler(
+                self.chats, batch_samples=at_least, seed=workload.seed, order=order
+            )
         return build_pack_sampler(
             self.chats, self.packs, global_batch=at_least, seed=workload.seed, order=order
         )
@@ -176,6 +182,17 @@ class CorpusBlend:
     @property
     def is_chats(self) -> bool:
         return self.corpora[0].is_chats
+
+    def pack_step(self, step: int, workload: Workload) -> StepSequences:
+        """Pack the chats of a step of `batch_samples`, counted from 0."""
+        chats = [corpus.chats for corpus in self.corpora if isinstance(corpus, ChatCorpus)]
+        return pack_step(
+            chats,
+            self.order,
+            step=step,
+            samples=workload.batch_samples,
+            seq_len=workload.seq_len,
+        )
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -222,7 +239,9 @@ def open_corpora(
     if len(kinds) > 1:
         rule = "blends chats with text, which are not packed alike"
         raise BadInput(Reason(field=field, value=text[:60], rule=rule))
-    at_least = workload.global_batch if len(corpora) == 1 else 1
+    at_least = 1
+    if len(corpora) == 1:
+        at_least = workload.batch_samples or workload.global_batch
     samplers = [corpus.build_sampler(workload, order, at_least=at_least) for corpus in corpora]
     shares = [part.share for part in parts]
     return CorpusBlend(corpora=corpora, parts=parts, order=build_blend(samplers, shares))
@@ -248,6 +267,10 @@ def join_lengths(lengths: Iterable[Sequence[int]]) -> list[int]:
 
 def _open_corpus(prefix: Path, workload: Workload) -> CorpusReader:
     if not is_chat_pair(prefix):
+        if workload.batch_samples:
+            rule = f"{prefix} holds text, of which every sequence is full; chats alone are packed"
+            value = str(workload.batch_samples)
+            raise BadInput(Reason(field="train.batch_samples", value=value, rule=rule, nearest="0"))
         return TextCorpus(pair=open_stream(prefix))
     if workload.data.documents is not DocumentMasking.RESTARTED:
         rule = f"{prefix} holds chats, which are packed and never attend each other"

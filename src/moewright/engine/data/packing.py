@@ -102,6 +102,18 @@ def build_pack_sampler(
     return Sampler(samples=packs.count, seed=seed, order=order)
 
 
+def build_chat_sampler(
+    chats: ChatDataset, *, batch_samples: int, seed: int, order: SampleOrder
+) -> Sampler:
+    """Build the sampler of single chats; raise BadInput when they fill no step."""
+    count = chats.tokens.documents
+    if count < batch_samples:
+        rule = f"has {count} samples; a step of train.batch_samples needs {batch_samples}"
+        nearest = f"batch_samples of {count}"
+        raise BadInput(Reason(field=str(chats.tokens.bin_path), rule=rule, nearest=nearest))
+    return Sampler(samples=count, seed=seed, order=order)
+
+
 def read_packed(
     chats: ChatDataset, packs: PackedSequences, ids: Int64s, *, vocab_size: int
 ) -> PackedRows:

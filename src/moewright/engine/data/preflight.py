@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from moewright.codec.data_paths import parse_data_paths
@@ -28,7 +29,8 @@ def check_data(model: ModelSpec, workload: Workload) -> str:
         raise BadInput(Reason(field="data.train", rule=rule, nearest=nearest))
     fingerprint = open_corpora(data.train, workload, SampleOrder.SHUFFLED).fingerprint
     if data.heldout:
-        open_corpora(data.heldout, workload, SampleOrder.SEQUENTIAL, field="data.heldout")
+        whole = replace(workload, batch_samples=0)
+        open_corpora(data.heldout, whole, SampleOrder.SEQUENTIAL, field="data.heldout")
     _check_vocabulary(data, model.vocab_size)
     return fingerprint
 

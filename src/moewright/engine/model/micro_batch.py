@@ -20,8 +20,8 @@ class CountedTokens:
 
     `mask` [t] fp32 is 1 for each of this rank's tokens between blocks that counts, and 0 for the
     others; `sequence_weights` [t] fp32 are the same over the tokens that count in the sequence of
-    each. `total` tokens count in the whole micro-batch of `sequences` sequences, on all ranks that
-    share it; it is 1 at least.
+    each. `total` tokens count in the whole micro-batch, on all ranks that share it, in `sequences`
+    of its sequences; both are 1 at least.
     """
 
     mask: torch.Tensor
@@ -131,7 +131,7 @@ def _count_tokens(runtime: Runtime, is_counted_BS: torch.Tensor) -> CountedToken
         mask=local_BS.flatten()[own],
         sequence_weights=weights_BS.flatten()[own],
         total=max(1, int(is_counted_BS.sum())),
-        sequences=len(is_counted_BS),
+        sequences=max(1, int(is_counted_BS.any(1).sum())),
     )
 
 

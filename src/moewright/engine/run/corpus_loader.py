@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from moewright.engine.data.corpus_rows import CorpusBlend, join_lengths
+from moewright.engine.data.corpus_rows import CorpusBlend, SampleRows, join_lengths
 from moewright.engine.data.sampler import micro_batch_rows
+from moewright.engine.data.step_packing import StepRows
 from moewright.engine.kernels.attention import build_segments
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.runtime import Runtime
 from moewright.rules.batch_rampup import step_samples
+from moewright.rules.packing import StepSize, round_up_step
 from moewright.spec.workload import BatchRampSpec
 
 
@@ -25,6 +28,16 @@ class BatchSource(Protocol):
         `step` and `micro_batch` count from 0.
         """
         ...
+
+
+# The size of a step, counted from 0.
+StepSizes = Callable[[Runtime, int], StepSize]
+
+
+def planned_step_size(runtime: Runtime, step: int) -> StepSize:
+    """Return the size of a step, counted from 0, that the workload alone decides."""
+    size = step_samples(runtime.workload, step).size
+    return StepSize(sequences=size, filled=size)
 
 
 class NoBatches:
@@ -56,11 +69,34 @@ class CorpusLoader:
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
         """Return this rank's part of a micro-batch; `step` and `micro_batch` count from 0."""
         workload = runtime.workload
+        if self.follows_rampup and workload.batch_samples:
+            return self._packed_micro_batch(runtime, step, micro_batch)
         ramped = workload if self.follows_rampup else replace(workload, ramp=BatchRampSpec())
         samples = step_samples(ramped, step)
         local = local_rows(runtime, micro_batch, global_batch=samples.size)
         first = samples.first + local.start
         rows = self.data.read(first, len(local), workload, runtime.model.vocab_size)
+        return self._build(runtime, rows)
+
+    def step_size(self, runtime: Runtime, step: int) -> StepSize:
+        """Return the size of a training step, counted from 0."""
+        workload = runtime.workload
+        if not workload.batch_samples:
+            return planned_step_size(runtime, step)
+        layout = runtime.mesh.layout
+        filled = self.data.pack_step(step, workload).count
+        return round_up_step(filled, layout.dp * layout.mbs)
+
+    def _packed_micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
+        """Return this rank's part of a micro-batch of a step that is packed by itself."""
+        layout = runtime.mesh.layout
+        sequences = self.data.pack_step(step, runtime.workload)
+        size = round_up_step(sequences.count, layout.dp * layout.mbs)
+        local = local_rows(runtime, micro_batch, global_batch=size.sequences)
+        rows = sequences.read(local, runtime.model.vocab_size)
+        return self._build(runtime, rows)
+
+    def _build(self, runtime: Runtime, rows: SampleRows | StepRows) -> MicroBatch:
         inputs_BS = torch.from_numpy(rows.inputs)
         targets_BS = torch.from_numpy(rows.targets)
         segments = None

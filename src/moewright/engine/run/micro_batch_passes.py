@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -25,6 +26,7 @@ from moewright.rules.context_parallel import (
     split_at_chunks,
     twice_attended_pairs,
 )
+from moewright.rules.packing import StepSize
 from moewright.rules.routing import counts_copies, dispatch_nodes
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.rules.timetable_row import RowKind
@@ -73,6 +75,7 @@ class MicroBatchPasses:
     clock: PhaseClock
     batches: Sequence[MicroBatch]
     step: int
+    size: StepSize
     valid_targets: int | torch.Tensor  # fp64 inside a graph
     sums: StepSums
     is_repeated: bool = False
@@ -111,9 +114,9 @@ class MicroBatchPasses:
                 self.batches[micro_batch],
                 chunk=chunk_number,
                 hidden_tH=hidden,
-                first_sequence=_first_sequence_number(runtime, self.step, micro_batch),
+                first_sequence=self._first_sequence_number(micro_batch),
             )
-            loss = self._sum_losses(chunk, out)
+            loss = self._sum_losses(chunk, micro_batch, out)
             self._add_router_results(chunk, micro_batch, out)
         return ChunkResult(
             hidden=None if chunk.has_loss else out.hidden_tH,
@@ -173,15 +176,27 @@ class MicroBatchPasses:
             runtime.weight_grads.run_deferred(key)
         runtime.counters.release(key)
 
-    @property
-    def _aux_divisor(self) -> int:
-        # A mean over micro-batches and DP ranks; the auxiliary losses of the ranks that share
-        # tokens (TP, CP) add up.
-        return len(self.batches) * self.state.runtime.mesh.layout.dp
+    def _rows(self, micro_batch: int) -> range:
+        """Return the rows of the step in a micro-batch of this rank."""
+        return local_rows(self.state.runtime, micro_batch, global_batch=self.size.sequences)
 
-    def _sum_losses(self, chunk: Chunk, out: ModelOutput) -> torch.Tensor:
+    def _aux_divisor(self, micro_batch: int) -> float:
+        """Return what the auxiliary losses of a micro-batch are divided by.
+
+        Their sum is a mean over micro-batches and DP ranks, by the sequences that hold samples; the
+        losses of the ranks that share tokens (TP, CP) add up.
+        """
+        filled = self.size.filled_in(self._rows(micro_batch))
+        return self.size.filled / filled if filled else inf
+
+    def _first_sequence_number(self, micro_batch: int) -> int:
+        """Return the number, over all of training, of a micro-batch's first sequence."""
+        samples = step_samples(self.state.runtime.workload, self.step - 1)
+        return samples.first + self._rows(micro_batch).start
+
+    def _sum_losses(self, chunk: Chunk, micro_batch: int, out: ModelOutput) -> torch.Tensor:
         runtime = self.state.runtime
-        loss = out.aux_losses.sum() / self._aux_divisor
+        loss = out.aux_losses.sum() / self._aux_divisor(micro_batch)
         if chunk.has_loss:
             nll = out.nll.sum()
             self.sums.nll += nll.detach()
@@ -198,7 +213,8 @@ class MicroBatchPasses:
             return
         layers = _routed_layer_indices(self.state.runtime, chunk)
         self.sums.expert_counts[micro_batch, layers] = out.expert_counts
-        self.sums.router_losses[layers] += out.aux_losses.detach() / self._aux_divisor
+        divisor = self._aux_divisor(micro_batch)
+        self.sums.router_losses[layers] += out.aux_losses.detach() / divisor
 
 
 def _routed_layer_indices(runtime: Runtime, chunk: Chunk) -> slice:
@@ -236,9 +252,3 @@ def count_attended_pairs(runtime: Runtime, batches: Sequence[MicroBatch]) -> tup
         elif window:
             within_window += twice_attended_pairs(lengths, seq_len, positions, window)
     return attended, within_window
-
-
-def _first_sequence_number(runtime: Runtime, step: int, micro_batch: int) -> int:
-    """Return the number, over all of training, of a micro-batch's first sequence on this rank."""
-    samples = step_samples(runtime.workload, step - 1)
-    return samples.first + local_rows(runtime, micro_batch, global_batch=samples.size).start

@@ -7,10 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from moewright.engine.model.micro_batch import MicroBatch
-from moewright.engine.run.corpus_loader import BatchSource
+from moewright.engine.run.corpus_loader import BatchSource, StepSizes, planned_step_size
 from moewright.engine.runtime import Runtime
-from moewright.rules.batch_rampup import workload_at_step
-from moewright.rules.micro_batches import micro_batches
 
 
 class PrefetchedBatches:
@@ -21,9 +19,12 @@ class PrefetchedBatches:
     `stop` on are never read ahead.
     """
 
-    def __init__(self, source: BatchSource, *, stop: int) -> None:
+    def __init__(
+        self, source: BatchSource, *, stop: int, step_size: StepSizes = planned_step_size
+    ) -> None:
         self._source = source
         self._stop = stop
+        self._step_size = step_size
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._step = -1  # whose micro-batches are being asked for
         self._ready: dict[int, MicroBatch] = {}  # those of the step that were read ahead
@@ -52,7 +53,7 @@ class PrefetchedBatches:
 
     def _read(self, runtime: Runtime, step: int) -> list[MicroBatch]:
         layout = runtime.mesh.layout
-        numbers = range(micro_batches(workload_at_step(runtime.workload, step), layout))
+        numbers = range(self._step_size(runtime, step).sequences // (layout.dp * layout.mbs))
         batches = [self._source.micro_batch(runtime, step, number) for number in numbers]
         if runtime.device.type != "cuda":
             return batches

@@ -18,7 +18,6 @@ from moewright.engine.observe.record import (
 )
 from moewright.engine.observe.trackers import open_trackers
 from moewright.engine.run.step import StepResult
-from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.expert_placement import slot_experts
 from moewright.rules.flops import model_flops_per_token
 from moewright.rules.job import plan_job
@@ -61,7 +60,8 @@ def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> S
     """Build the record of a step from its result, without what was timed around it."""
     workload = plan.workload
     step_s = sum(row.seconds for row in result.phases)
-    tokens = workload_at_step(workload, step - 1).tokens_per_step
+    sequences = len(result.expert_counts) * plan.layout.mbs * plan.layout.dp
+    tokens = sequences * workload.seq_len
     tokens_per_s_per_rank = tokens / plan.layout.world_size / step_s
     flops_per_s = tokens_per_s_per_rank * model_flops_per_token(
         plan.model,

@@ -28,7 +28,6 @@ from moewright.engine.run.micro_batch_passes import (
 )
 from moewright.engine.run.step_graph import GraphTensors
 from moewright.engine.run.train_state import TrainState
-from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.ledger import StepPhase, TimeRow
 
@@ -165,7 +164,8 @@ def forward_backward(
     """
     runtime = state.runtime
     mesh = runtime.mesh
-    count = micro_batches(workload_at_step(runtime.workload, step - 1), mesh.layout)
+    size = state.step_size(runtime, step - 1)
+    count = size.sequences // (mesh.layout.dp * mesh.layout.mbs)
     with clock.phase(StepPhase.DATA):
         batches = [
             state.train_data.micro_batch(runtime, step - 1, number).to(runtime.device)
@@ -179,6 +179,7 @@ def forward_backward(
         clock=clock,
         batches=batches,
         step=step,
+        size=size,
         valid_targets=valid_targets,
         sums=zero_sums(runtime, count),
     )

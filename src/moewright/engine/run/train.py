@@ -225,14 +225,19 @@ def _train_rank(
     corpora = open_corpora(workload.data.train, workload, SampleOrder.SHUFFLED)
     train_data = CorpusLoader(data=corpora, follows_rampup=True)
     heldout = _open_heldout(plan, corpora)
-    batches = PrefetchedBatches(train_data, stop=last_step if workload.data.prefetch else 0)
-    state = build_train_state(
+    batches = PrefetchedBatches(
+        train_data,
+        stop=last_step if workload.data.prefetch else 0,
+        step_size=train_data.step_size,
+    )
+    fresh = build_train_state(
         plan_job(plan),
         batches,
         rank=rank,
         device=device,
         initial_value=partial(_draw_initial_value, context),
     )
+    state = replace(fresh, step_size=train_data.step_size)
     state.runtime.counters.note = context.note
     identity = build_identity(plan, corpora.fingerprint)
     first_step = restore(state, run_dir, identity, comm, falls_back=falls_back) + 1
@@ -331,7 +336,8 @@ def _open_heldout(plan: Plan, train: CorpusBlend) -> HeldoutData | None:
     text = plan.workload.data.heldout
     if not text:
         return None
-    data = open_corpora(text, plan.workload, SampleOrder.SEQUENTIAL, field="data.heldout")
+    whole = replace(plan.workload, batch_samples=0)
+    data = open_corpora(text, whole, SampleOrder.SEQUENTIAL, field="data.heldout")
     entropy = blend_entropy(train, data, plan.model.vocab_size)
     loader = CorpusLoader(data=data, follows_rampup=False)
     return HeldoutData(loader=loader, unigram_entropy=entropy)

@@ -9,7 +9,7 @@ from moewright.engine.checkpoint import LocalShard
 from moewright.engine.model.router import selection_bias_shards
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
-from moewright.engine.run.corpus_loader import BatchSource
+from moewright.engine.run.corpus_loader import BatchSource, StepSizes, planned_step_size
 from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter, is_frozen
@@ -24,6 +24,7 @@ class TrainState:
     optimizer: DistributedOptimizer
     train_data: BatchSource
     graph: StepGraph | None = None  # where the layout captures whole steps
+    step_size: StepSizes = planned_step_size
 
     def local_shards(self) -> list[LocalShard]:
         """Return everything that a checkpoint holds of this rank.
