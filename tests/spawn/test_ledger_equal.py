@@ -586,7 +586,8 @@ def _assert_storages_bounded(plan: Plan, predicted: Ledger, counted: Ledger) -> 
     states = sum(row.bytes for row in predicted.memory if row.component not in _SAVED)
     saved = sum(row.bytes for row in predicted.memory if row.component in _SAVED)
     tokens = workload.seq_len * layout.mbs // layout.cp
-    batches = workload.global_batch // (layout.mbs * layout.dp)
+    sequences = max(workload.global_batch, workload.batch_samples)  # of any step, at most
+    batches = -(-sequences // (layout.mbs * layout.dp))
     inputs = 16 * (1 + model.mtp_layers) * batches * tokens
     if workload.data.documents is not DocumentMasking.JOINED:
         inputs *= 4  # where documents begin, and their positions' rotation
