@@ -2,6 +2,8 @@
 
 import pytest
 
+from diagnosis.sample_traces import kineto
+from moewright.api.diagnosing import diagnose, view_diagnosis
 from moewright.diagnosis.compare_ledgers import compare_ledgers
 from moewright.diagnosis.engine_run import build_run_waterfall, diagnose_run, find_critical_rank
 from moewright.view.page import render_page
@@ -98,3 +100,24 @@ def test_runs_lie_over_each_other(open_page, tmp_path):
     )
     kinds = ("training", "held-out")
     assert names == [f"{name}: {kind}" for name in ("first", "second") for kind in kinds]
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_trace_is_drawn_by_rank_and_over_time(tmp_path, open_page, find_barriers, width):
+    for rank in range(2):
+        kineto(tmp_path / f"rank{rank}.json", rank=rank)
+    path = tmp_path / "diagnosis.html"
+    path.write_text(render_page((view_diagnosis(diagnose(tmp_path)),), "trace"))
+    page = open_page(path.as_uri(), width=width)
+    names = page.locator("main > section").evaluate_all("all => all.map(node => node.id)")
+    assert names == ["findings", "ranks", "worst-step"]
+    assert page.locator("#rank-heat .cells i").count() == 2 * page.locator(".heatrow").count()
+    drawn = """() => {
+        const canvas = document.querySelector("#worst-step canvas");
+        const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        return new Set(new Uint32Array(data.buffer)).size;
+    }"""
+    assert page.evaluate(drawn) > 4  # lanes of several colours, and their names
+    size = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    assert len(set(page.evaluate(size))) == 1
+    assert find_barriers(page) == []

@@ -133,10 +133,28 @@ def test_of_a_synchronisation_only_the_overlap_counts(tmp_path):
         "void c10d::symmetric_memory::multimem_one_shot_all_reduce_kernel<...>",
         "oneShotAllReduceKernel",
         "all_to_all_vdev_kernel",
+        "void deep_ep::internode_ll::dispatch<(bool)1, (bool)1, (int)6144>(void *, void *, int *)",
+        "hybrid_ep::device_sync_kernel<8>",
+        "ncclSymkDevKernel_ReduceScatter_RailA2A_LsaLD_sum_bf16",
+        "void c10d::symmetric_memory::multimem_all_gather_kernel<16>(char*, char*, unsigned long)",
+        "moeA2ADispatchKernel",
     ],
 )
 def test_kernels_that_send_are_communication(name):
     assert kernel_kind(name) is KernelKind.COMMUNICATION
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "moe::dev::routing::routingCombineKernel",
+        "flash_fwd_splitkv_mla_combine_kernel",
+        "void at::native::vectorized_gather_kernel<16, long>",
+        "_unpermute_kernel",
+    ],
+)
+def test_kernels_that_combine_or_gather_on_one_device_are_no_communication(name):
+    assert kernel_kind(name) is not KernelKind.COMMUNICATION
 
 
 def test_the_exchange_of_deepep_is_told_from_compute_under_any_namespace(tmp_path):

@@ -31,6 +31,7 @@ from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.step_details import StepDetails, detail_step
 from moewright.diagnosis.traces.trace_findings import diagnose_traces
 from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall
+from moewright.diagnosis.traces.worst_step import WorstStep, find_worst_step
 from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
 from moewright.report.diagnosis_text import describe_log
 from moewright.spec.errors import BadInput, Reason
@@ -42,6 +43,7 @@ from moewright.spec.run import RunRecord
 from moewright.spec.units import TERA
 from moewright.spec.workload import Dtype
 from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view
+from moewright.view.trace_view import build_trace_view
 
 _SQLITE = b"SQLite format 3\0"
 _NSIGHT_REPORTS = (".nsys-rep", ".qdrep", ".ncu-rep")
@@ -76,6 +78,7 @@ class Diagnosis(Record):
     log: MegatronLog | None = None
     headline: str = ""
     mfu: float = 0.0
+    worst_step: WorstStep | None = None  # of traces
 
     @property
     def model_flops_per_device(self) -> float:
@@ -111,7 +114,8 @@ def view_diagnosis(diagnosis: Diagnosis) -> DiagnosisView:
     """Return a diagnosis as pages show it."""
     measured = describe_log(diagnosis.log) if diagnosis.log is not None else ()
     notes = (diagnosis.headline, *measured, *diagnosis.notes, diagnosis.hint)
-    return build_diagnosis_view(diagnosis.findings, diagnosis.waterfall, notes)
+    trace = build_trace_view(diagnosis.breakdowns, diagnosis.worst_step)
+    return build_diagnosis_view(diagnosis.findings, diagnosis.waterfall, notes, trace)
 
 
 def diagnose(
@@ -259,6 +263,7 @@ def _diagnose_traces(
         hint=hint,
         breakdowns=breakdowns,
         details=tuple(detail_step(capture, layout) for capture in captures),
+        worst_step=find_worst_step(captures, layout),
     )
 
 

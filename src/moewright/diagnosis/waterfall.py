@@ -55,6 +55,8 @@ def close_waterfall(
     """Add what is left over to the drops, so that everything sums to the measured step."""
     kept = tuple(drop for drop in drops if abs(drop.seconds) > _SMALLEST_DROP_S)
     rest_s = measured_s - ideal_s - sum(drop.seconds for drop in kept)
+    if abs(rest_s) <= _SMALLEST_DROP_S:
+        rest_s = 0.0  # rounding
     unexplained = WaterfallDrop(
         name=UNEXPLAINED, seconds=rest_s, basis=Basis.MEASURED, note="measured less all above"
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.record import Record, Row
+from moewright.view.trace_view import TraceView
 
 _UNEXPLAINED = "unexplained"
 
@@ -16,12 +17,13 @@ class DiagnosisView(Record):
     """The walls of a run, the one to work on first in front, and where its step goes.
 
     `waterfall` is None where the job is not known. `notes` say what was read otherwise than written
-    and what would give a fuller answer.
+    and what would give a fuller answer. `trace` is where the step of each traced rank goes.
     """
 
     findings: tuple[Finding, ...]
     waterfall: Waterfall | None
     notes: tuple[str, ...] = ()
+    trace: TraceView | None = None
 
     def title(self) -> str:
         """Return the first finding."""
@@ -38,13 +40,17 @@ class DiagnosisView(Record):
 
 
 def build_diagnosis_view(
-    findings: Sequence[Finding], waterfall: Waterfall | None, notes: Sequence[str] = ()
+    findings: Sequence[Finding],
+    waterfall: Waterfall | None,
+    notes: Sequence[str] = (),
+    trace: TraceView | None = None,
 ) -> DiagnosisView:
     """Build the record of a diagnosis; empty notes are left out."""
     return DiagnosisView(
         findings=tuple(findings),
         waterfall=waterfall,
         notes=tuple(note for note in notes if note),
+        trace=trace,
     )
 
 

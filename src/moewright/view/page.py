@@ -11,7 +11,15 @@ from importlib import resources
 from moewright.spec.record import Record, replace_non_finite
 from moewright.view.palette import build_palette
 
-_SCRIPTS = ("echarts.min.js", "basics.js", "plan.js", "search.js", "timetable.js", "run.js")
+_SCRIPTS = (
+    "echarts.min.js",
+    "basics.js",
+    "plan.js",
+    "search.js",
+    "timetable.js",
+    "trace.js",
+    "run.js",
+)
 _PAGES = (
     ("plan", "Plan"),
     ("top", "Top plans"),

@@ -19,7 +19,7 @@ from moewright.diagnosis.traces.capture import (
     TrainerMark,
 )
 from moewright.diagnosis.traces.comm_classes import ChannelClass, CommClass, classify_channels
-from moewright.diagnosis.traces.gaps import Gap, IdleCause, explain_gaps
+from moewright.diagnosis.traces.gaps import WORST_GAPS, Gap, IdleCause, explain_gaps
 from moewright.diagnosis.traces.intervals import (
     Intervals,
     intersect,
@@ -37,6 +37,7 @@ COMPUTE_KINDS = tuple(
     kind for kind in KernelKind if kind not in (KernelKind.COMMUNICATION, KernelKind.COPY)
 )
 _SHORT_KERNEL_S = 1e-5
+_CLOCK_S = 1e-9  # what a trace's clock resolves: shorter gaps are rounding
 
 # Where two classes are exposed at once, the one that holds back the current layer, and so comes
 # first here, gets the time.
@@ -64,6 +65,7 @@ class CommTime:
     calls: float
     bytes: float  # handed in; 0: not recorded
     evidence: tuple[str, ...]
+    longest: tuple[tuple[float, float], ...]  # exposed spans: start on the tool's clock, seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +168,7 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
     copies = clipped[KernelKind.COPY]
     exposed_copies = subtract(copies, unite(compute, comm))
     gaps = subtract(window.interval, unite(compute, comm, copies))
+    gaps = gaps[gaps[:, 1] - gaps[:, 0] > _CLOCK_S]
     idle = explain_gaps(capture, gaps)
     overlapping = window.overlaps(kernels)
     is_compute = kernels.has_kind(*COMPUTE_KINDS)
@@ -266,9 +269,17 @@ def _comm_times(
                 calls=float(counted.sum()) / window.divisor,
                 bytes=float(kernels.payload_bytes[counted].sum()) / window.divisor,
                 evidence=_evidence(classes, channels),
+                longest=_longest(exposed),
             )
         )
     return tuple(times)
+
+
+def _longest(spans: Intervals) -> tuple[tuple[float, float], ...]:
+    """Return the starts and lengths of the longest spans, longest first."""
+    lengths_s = spans[:, 1] - spans[:, 0]
+    chosen = np.argsort(-lengths_s, kind="stable")[:WORST_GAPS]
+    return tuple((float(spans[index, 0]), float(lengths_s[index])) for index in chosen)
 
 
 def _copy_times(

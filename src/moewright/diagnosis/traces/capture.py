@@ -59,7 +59,7 @@ class CommChannel:
     ranks: tuple[int, ...] = ()
     size: int = 0
     stream: str = ""
-    library: str = ""  # "deepep", "hybridep", "mori", "userbuffers": not a collective of NCCL
+    library: str = ""  # such as "deepep" or "userbuffers": not a collective of NCCL
     kernel: str = field(default="", compare=False)  # name of the first kernel seen on it
 
 
@@ -183,7 +183,7 @@ _PATTERNS: tuple[tuple[KernelKind, str], ...] = (
         r"(one|two)_?shot_?all_?reduce|all_?to_?all|"
         r"\b(internode|intranode|internode_ll)::\w*(dispatch|combine|notify|barrier)|"
         r"Ep(Dispatch|Combine)(Intra|Inter)Node|(put|wait)_signal_kernel|"
-        r"\ballreduce_fusion_kernel",
+        r"\ballreduce_fusion_kernel|a2a_?(dispatch|combine)",
     ),
     (KernelKind.COPY, r"^mem(cpy|set)\b|^\[CUDA mem"),
     (KernelKind.ATTENTION, r"flash|fmha|sdpa|mha_|attention|attn_(fwd|bwd)|cudnn.*sdp"),
@@ -213,6 +213,8 @@ _LIBRARIES = (
     (r"deep_ep|\b(internode|intranode|internode_ll)::", "deepep"),
     (r"Ep(Dispatch|Combine)(Intra|Inter)Node", "mori"),
     (r"userbuffers", "userbuffers"),
+    (r"nccl_ep", "nccl-ep"),
+    (r"a2a_?(dispatch|combine)", "an all-to-all of experts"),
 )
 
 

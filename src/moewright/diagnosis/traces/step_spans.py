@@ -18,6 +18,8 @@ from moewright.diagnosis.traces.comm_classes import classify_channels
 from moewright.diagnosis.traces.intervals import Intervals, subtract, unite
 from moewright.spec.layout import Layout
 
+COMPUTE = "compute"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpans:
@@ -30,18 +32,35 @@ class StepSpans:
 
 def find_step_spans(capture: Capture, layout: Layout | None = None) -> tuple[StepSpans, ...]:
     """Return the longest gaps, exposed communication by class, exposed copies and compute."""
-    kernels = capture.kernels
-    window = find_window(capture)
-    compute = window.clip(kernels.intervals(kernels.has_kind(*COMPUTE_KINDS)))
-    copies = window.clip(kernels.intervals(kernels.has_kind(KernelKind.COPY)))
-    comm = window.clip(kernels.intervals(kernels.has_kind(KernelKind.COMMUNICATION)))
+    exposed = dict(find_exposed_parts(capture, layout))
+    compute = exposed.pop(COMPUTE)
     parts = (
         _longest_gaps(capture, layout),
-        *_exposed_classes(capture, layout, compute),
-        _label("copies not hidden", subtract(copies, unite(compute, comm))),
-        _label("compute", compute),
+        *(_label(part, spans) for part, spans in exposed.items()),
+        _label(COMPUTE, compute),
     )
     return tuple(part for part in parts if len(part.spans))
+
+
+def find_exposed_parts(
+    capture: Capture, layout: Layout | None = None
+) -> Iterator[tuple[str, Intervals]]:
+    """Yield compute, the exposed spans of each class of communication, and copies not hidden.
+
+    No two of them overlap; what they leave of the window is idle.
+    """
+    kernels = capture.kernels
+    window = find_window(capture)
+    hidden = window.clip(kernels.intervals(kernels.has_kind(*COMPUTE_KINDS)))
+    yield COMPUTE, hidden
+    classes = classify_channels(capture, layout)
+    for comm in BLOCKING_FIRST:
+        channels = [index for index, told in enumerate(classes) if told.comm is comm]
+        busy = window.clip(kernels.intervals(np.isin(kernels.channel_index, channels)))
+        yield f"exposed {comm}", subtract(busy, hidden)
+        hidden = unite(hidden, busy)
+    copies = window.clip(kernels.intervals(kernels.has_kind(KernelKind.COPY)))
+    yield "copies not hidden", subtract(copies, hidden)
 
 
 def _label(part: str, spans: Intervals) -> StepSpans:
@@ -58,17 +77,3 @@ def _longest_gaps(capture: Capture, layout: Layout | None) -> StepSpans:
             f"idle: {gap.cause}{f', filled by {gap.filler}' if gap.filler else ''}" for gap in gaps
         ),
     )
-
-
-def _exposed_classes(
-    capture: Capture, layout: Layout | None, compute: Intervals
-) -> Iterator[StepSpans]:
-    kernels = capture.kernels
-    window = find_window(capture)
-    classes = classify_channels(capture, layout)
-    hidden = compute
-    for comm in BLOCKING_FIRST:
-        channels = [index for index, told in enumerate(classes) if told.comm is comm]
-        busy = window.clip(kernels.intervals(np.isin(kernels.channel_index, channels)))
-        yield _label(f"exposed {comm}", subtract(busy, hidden))
-        hidden = unite(hidden, busy)

@@ -122,6 +122,7 @@ def _diagnose_communication(
             evidence.append(
                 f"{waiting} of it, left out here, is waiting for the last rank (measured)"
             )
+        evidence += _describe_exposed(breakdowns, comm)
         title = f"{comm} communication is exposed for {share:.0%} of the step"
         yield _finding(Wall.COMMUNICATION, CAUSE_OF_CLASS[comm], title, share, *evidence)
 
@@ -193,6 +194,20 @@ def _describe_gaps(breakdowns: Sequence[Breakdown], cause: IdleCause) -> Iterato
         if gap.next_kernel:
             text += f", ended by {shorten(gap.next_kernel)}"
         yield f"{text} (measured)"
+
+
+def _describe_exposed(breakdowns: Sequence[Breakdown], comm: CommClass) -> Iterator[str]:
+    """Describe the longest exposed spans of a class, with the times at which a viewer has them."""
+    spans = [
+        (seconds, start_s - breakdown.first_s, breakdown.rank)
+        for breakdown in breakdowns
+        for time in breakdown.comm_times
+        if time.comm is comm
+        for start_s, seconds in time.longest
+    ]
+    for seconds, after_s, rank in sorted(spans, key=lambda span: -span[0])[:_SHOWN_GAPS]:
+        where = f", rank {rank}" if len(breakdowns) > 1 else ""
+        yield f"{format_seconds(seconds)} exposed from {after_s:.6f} s on{where} (measured)"
 
 
 def _gap_seconds(pair: tuple[Breakdown, Gap]) -> float:

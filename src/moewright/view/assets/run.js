@@ -39,7 +39,7 @@ mw.diagnosisPanels = view => {
   if (view.notes.length) panel.append(mw.el("ul", {class: "plain note"}, view.notes.map(note => mw.el("li", {}, note))));
   return panel;
 };
-mw.render.DiagnosisView = (view, root) => { root.append(mw.diagnosisPanels(view)); };
+mw.render.DiagnosisView = (view, root) => { root.append(mw.diagnosisPanels(view), ...(view.trace ? mw.tracePanels(view.trace) : [])); };
 
 /* Curves over the steps, with zoom, a legend that switches them, and smoothing. */
 mw.smooth = (points, span) => {

@@ -1,0 +1,98 @@
+"""The longest step of a capture, taken apart over time: what its device did when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moewright.diagnosis.traces.breakdown import StepWindow, find_window
+from moewright.diagnosis.traces.capture import Capture
+from moewright.diagnosis.traces.intervals import Intervals, intersect, merge, single, subtract
+from moewright.diagnosis.traces.step_spans import find_exposed_parts
+from moewright.spec.layout import Layout
+
+IDLE = "idle"
+_FINENESS = 2000  # of a step's length: what lies closer together is told as one span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLane:
+    """The spans of one part of a step: seconds from the step's start, and lengths."""
+
+    part: str
+    spans: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorstStep:
+    """The longest step of any rank, on its device.
+
+    `start_s` counts from where a viewer of the trace begins; `number` counts marked steps from 1,
+    0 where none is marked. The lanes together cover the step once.
+    """
+
+    rank: int
+    number: int
+    start_s: float
+    length_s: float
+    lanes: tuple[StepLane, ...]
+
+
+def find_worst_step(captures: Sequence[Capture], layout: Layout | None = None) -> WorstStep:
+    """Return the longest step of several ranks' captures, with its lanes."""
+    steps = [(capture, _device_steps(capture)) for capture in captures]
+    capture, edges = max(steps, key=lambda pair: float(np.diff(pair[1]).max()))
+    lengths_s = np.diff(edges)
+    index = int(lengths_s.argmax())
+    start, end = float(edges[index]), float(edges[index + 1])
+    window = single(start, end)
+    rest = window
+    lanes = []
+    for name, spans in find_exposed_parts(capture, layout):
+        inside = intersect(merge(spans), window)
+        rest = subtract(rest, inside)
+        lanes.append((name, inside))
+    lanes.append((IDLE, rest))
+    return WorstStep(
+        rank=capture.rank,
+        number=index + 1 if capture.steps else 0,
+        start_s=start - capture.first_s,
+        length_s=end - start,
+        lanes=tuple(
+            StepLane(part=name, spans=_thin(spans, start, (end - start) / _FINENESS))
+            for name, spans in lanes
+            if len(spans)
+        ),
+    )
+
+
+def _device_steps(capture: Capture) -> NDArray[np.float64]:
+    """Return where the device's steps begin, and where the last ends.
+
+    A step begins with the first kernel that it launched, as far as launches are recorded.
+    """
+    window: StepWindow = find_window(capture)
+    first, last = window.interval[0].tolist()
+    kernels = capture.kernels
+    is_launched = kernels.launched_s <= kernels.start_s  # and not a launch of another kernel
+    edges = [first]
+    for begin, finish in capture.steps[1:]:
+        in_step = (kernels.launched_s >= begin) & (kernels.launched_s < finish)
+        launched = in_step & is_launched
+        edges.append(float(kernels.start_s[launched].min()) if launched.any() else begin)
+    edges.append(last)
+    return np.maximum.accumulate(np.clip(edges, first, last))
+
+
+def _thin(spans: Intervals, start: float, least_s: float) -> tuple[tuple[float, float], ...]:
+    """Return spans from a start, those joined that no picture of the step tells apart."""
+    is_new = np.concatenate(([True], spans[1:, 0] - spans[:-1, 1] > least_s))
+    firsts = np.flatnonzero(is_new)
+    lasts = np.concatenate((firsts[1:] - 1, [len(spans) - 1]))
+    return tuple(
+        (float(begin - start), float(end - begin))
+        for begin, end in zip(spans[firsts, 0], spans[lasts, 1], strict=True)
+    )
