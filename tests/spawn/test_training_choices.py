@@ -6,6 +6,7 @@ They compute the same in every layout, resume exactly, and their ledgers are exa
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -213,19 +214,19 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
 def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
     data: DataSpec, tmp_path: Path
 ) -> None:
-    """2**24 overflows fp16 at once.
+    """2**20 overflows fp16 at once.
 
     The scale falls until the gradients are finite, then doubles every two steps.
     """
-    scaling = LossScalingSpec(initial_loss_scale=2.0**24, loss_scale_window=2)
+    scaling = LossScalingSpec(initial_loss_scale=2.0**20, loss_scale_window=2)
     workload = tiny_jobs.build_workload(data, precision=Dtype.FP16, scaling=scaling)
-    plan = train_layout(replace(workload, steps=12), "tp2,ep2,mbs2", 4, tmp_path / "whole")
+    plan = train_layout(replace(workload, steps=8), "tp2,ep2,mbs2", 4, tmp_path / "whole")
     read_exact_ledgers(plan, tmp_path / "whole")
     lines = read_steps(tmp_path / "whole")
     skipped = [line["skipped"] for line in lines]
     assert skipped[0]
-    assert not all(skipped)
-    scale = 2.0**24
+    assert (False, False) in set(pairwise(skipped))  # it has grown after these
+    scale = 2.0**20
     steps_since_change = 0
     for number, line in enumerate(lines, start=1):
         if line["skipped"]:
@@ -236,14 +237,11 @@ def test_fp16_follows_fp32_with_a_scale_that_falls_grows_and_is_resumed(
             if steps_since_change == 2:
                 scale *= 2.0
                 steps_since_change = 0
-        if number >= 4:  # only these checkpoints are kept
-            assert read_state(tmp_path / "whole", number)["optim/loss_scale"].tolist() == [
-                scale,
-                steps_since_change,
-            ]
-    for steps in (5, 12):
+        state = read_state(tmp_path / "whole", number)
+        assert state["optim/loss_scale"].tolist() == [scale, steps_since_change]
+    for steps in (3, 8):
         train_layout(replace(workload, steps=steps), "tp2,ep2,mbs2", 4, tmp_path / "parts")
-    assert same_bits(read_state(tmp_path / "whole", 12), read_state(tmp_path / "parts", 12))
+    assert same_bits(read_state(tmp_path / "whole", 8), read_state(tmp_path / "parts", 8))
     # Rounding sends a token to another expert now and then, so the choice of experts is forced.
     forced = RouterTraining(force=RouterForce.BALANCED)
     single_step = replace(
