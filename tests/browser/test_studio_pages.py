@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.waits]
 
 SMALL = "model=Qwen/Qwen3-30B-A3B&on=16xH100&seq_len=4096&global_batch=512&precision=bf16"
 TINY = "model=allenai/OLMoE-1B-7B-0924&on=4xH100&seq_len=4096&global_batch=64&precision=bf16"
+
 LAYOUT = "tp2,ep8,mbs1,recompute=layernorm%2Bmoe_act"
 
 
@@ -41,29 +42,15 @@ def best_layout(plan):
     return format_layout(plan.layout)
 
 
-def test_a_search_is_cancelled_at_once(studio, open_page):
-    page = open_page(f"{studio}top?{QWEN}&layout=tp2,ep8,pp8,mbs1")
-    page.wait_for_selector("#cancel-search")
-    page.wait_for_timeout(300)
-    waited_ms = page.evaluate(
-        """async () => { const start = performance.now();
-        document.getElementById('cancel-search').click();
-        while (document.getElementById('top-state').textContent !== 'Cancelled.')
-            await new Promise(done => setTimeout(done, 5));
-        return performance.now() - start; }"""
-    )
-    assert waited_ms < 200
-
-
 def test_the_bubble_of_the_timetable_is_the_estimates(studio, open_page, find_barriers):
-    layout = "tp2,ep8,pp32,vpp3,mbs1,recompute=layernorm%2Bmoe_act"
-    page = open_page(f"{studio}timetable?{QWEN}&layout={layout}")
+    page = open_page(
+        f"{studio}timetable?{QWEN}&layout=tp2,ep8,pp32,vpp3,mbs1,recompute=layernorm%2Bmoe_act"
+    )
     page.wait_for_selector("html[data-timetable]", timeout=20000)
     idle_s, bubble_s = page.locator("[data-idle]").evaluate(
         "node => [Number(node.dataset.idle), Number(node.dataset.bubble)]"
     )
     assert idle_s == pytest.approx(bubble_s, rel=1e-9)
-    assert page.evaluate("Number(document.documentElement.dataset.timetable)") < 1000
     canvas = page.locator("canvas.timetable")
     box = canvas.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)
