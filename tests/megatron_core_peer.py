@@ -1,11 +1,12 @@
 """Megatron-core, from its package, loads a torch_dist checkpoint and saves it again, on CPUs.
 
 `megatron_core_peer.py HF_DIR IN OUT TP PP EP SINGLETON OPTIMIZER` is one rank of torchrun. It
-builds the Qwen3-MoE or GLM-4.5 of HF_DIR/config.json, loads IN with Megatron-core's own reader,
-writes OUT with its own writer, with tensors of their own for layers and experts where SINGLETON is
-1. One process alone compares logits with transformers'. OPTIMIZER is a way in which Megatron-core
-shards the state of its distributed optimizer, which goes the same way then; `plain` is the one for
-half precision that is not distributed, whose moments are made here.
+builds the Qwen3-MoE, GLM-4.5 or gpt-oss of HF_DIR/config.json, loads IN with Megatron-core's own
+reader, writes OUT with its own writer, with tensors of their own for layers and experts where
+SINGLETON is 1. One process alone compares logits with transformers', but for gpt-oss, whose rope
+and activation are not built here. OPTIMIZER is a way in which Megatron-core shards the state of its
+distributed optimizer, which goes the same way then; `plain` is the one for half precision that is
+not distributed, whose moments are made here.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def build_model(
         expert_tensor_parallel_size=1,
     )
     is_glm = config["model_type"] == "glm4_moe"
+    is_gpt_oss = config["model_type"] == "gpt_oss"
+    expert_width = config["intermediate_size" if is_gpt_oss else "moe_intermediate_size"]
     core = TransformerConfig(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -50,20 +53,20 @@ def build_model(
         kv_channels=config["head_dim"],
         ffn_hidden_size=config["intermediate_size"],
         num_moe_experts=config["n_routed_experts" if is_glm else "num_local_experts"],
-        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        moe_ffn_hidden_size=expert_width,
         moe_router_topk=config["num_experts_per_tok"],
-        moe_shared_expert_intermediate_size=config.get("n_shared_experts", 0)
-        * config["moe_intermediate_size"]
+        moe_shared_expert_intermediate_size=config.get("n_shared_experts", 0) * expert_width
         or None,
         moe_router_score_function="sigmoid" if is_glm else "softmax",
         moe_router_enable_expert_bias=is_glm,
-        add_bias_linear=False,
+        add_bias_linear=is_gpt_oss,
+        softmax_type="learnable" if is_gpt_oss else "vanilla",
         add_qkv_bias=config["attention_bias"],
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
         layernorm_epsilon=config["rms_norm_eps"],
-        qk_layernorm=True,
+        qk_layernorm=not is_gpt_oss,
         use_cpu_initialization=True,
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
@@ -83,7 +86,7 @@ def build_model(
     spec = get_gpt_layer_local_spec(
         num_experts=core.num_moe_experts,
         moe_grouped_gemm=False,
-        qk_layernorm=True,
+        qk_layernorm=not is_gpt_oss,
         normalization="RMSNorm",
     )
     depths = None
@@ -209,7 +212,7 @@ def main() -> None:
         if value[: value.shape[0] - bool(tp > 1)].isnan().any()  # the last row may pad
     ]
     assert not left, left
-    if dist.get_world_size() == 1 and not kind:
+    if dist.get_world_size() == 1 and not kind and config["model_type"] != "gpt_oss":
         compare_logits(model, hf, config["vocab_size"])
     if dist.get_rank() == 0:
         out.mkdir(parents=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moewright.diagnosis.traces.breakdown import StepWindow, find_window
+from moewright.diagnosis.traces.breakdown import find_window
 from moewright.diagnosis.traces.capture import Capture
 from moewright.diagnosis.traces.intervals import Intervals, intersect, merge, single, subtract
 from moewright.diagnosis.traces.step_spans import find_exposed_parts
@@ -74,16 +74,19 @@ def _device_steps(capture: Capture) -> NDArray[np.float64]:
 
     A step begins with the first kernel that it launched, as far as launches are recorded.
     """
-    window: StepWindow = find_window(capture)
-    first, last = window.interval[0].tolist()
+    first, last = find_window(capture).interval[0].tolist()
+    if len(capture.steps) < 2:
+        return np.array([first, last])
+    begins, ends = np.array(capture.steps).T
     kernels = capture.kernels
-    is_launched = kernels.launched_s <= kernels.start_s  # and not a launch of another kernel
-    edges = [first]
-    for begin, finish in capture.steps[1:]:
-        in_step = (kernels.launched_s >= begin) & (kernels.launched_s < finish)
-        launched = in_step & is_launched
-        edges.append(float(kernels.start_s[launched].min()) if launched.any() else begin)
-    edges.append(last)
+    step = np.searchsorted(begins, kernels.launched_s, side="right") - 1
+    # What starts before its launch took the launch of another kernel.
+    is_launched = (step >= 0) & (kernels.launched_s <= kernels.start_s)
+    is_launched &= kernels.launched_s < ends[np.maximum(step, 0)]
+    starts = np.full(len(begins), np.inf)
+    np.minimum.at(starts, step[is_launched], kernels.start_s[is_launched])
+    starts = np.where(np.isfinite(starts), starts, begins)
+    edges = np.concatenate(([first], starts[1:], [last]))
     return np.maximum.accumulate(np.clip(edges, first, last))
 
 

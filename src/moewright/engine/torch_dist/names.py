@@ -34,6 +34,7 @@ _IN_LAYER = {
     "attention.k_norm.weight": ("self_attention.k_layernorm.weight",),
     "attention.o.weight": ("self_attention.linear_proj.weight",),
     "attention.o.bias": ("self_attention.linear_proj.bias",),
+    "attention.sinks": ("self_attention.core_attention.softmax_offset",),
     "attention.q_down.weight": ("self_attention.linear_q_down_proj.weight",),
     "attention.q_down_norm.weight": (
         "self_attention.linear_q_up_proj.layer_norm_weight",
@@ -48,8 +49,11 @@ _IN_LAYER = {
     "attention.kv_up.weight": ("self_attention.linear_kv_up_proj.weight",),
     "moe.router.weight": ("mlp.router.weight",),
     "moe.router.selection_bias": ("mlp.router.expert_bias",),
+    "moe.router.bias": ("mlp.router.bias",),
     "moe.experts.gate_up.weight": ("mlp.experts.experts.linear_fc1.weight",),
+    "moe.experts.gate_up.bias": ("mlp.experts.experts.linear_fc1.bias",),
     "moe.experts.down.weight": ("mlp.experts.experts.linear_fc2.weight",),
+    "moe.experts.down.bias": ("mlp.experts.experts.linear_fc2.bias",),
     "moe.shared.gate_up.weight": ("mlp.shared_experts.linear_fc1.weight",),
     "moe.shared.gate.weight": ("mlp.shared_experts.gate_weight",),
     "moe.shared.down.weight": ("mlp.shared_experts.linear_fc2.weight",),
@@ -59,6 +63,7 @@ _IN_LAYER = {
 # The norm before the layer's first product is part of that product where layers are of MLA or of a
 # dense MLP: the order of names follows.
 _MLA_NORM = ("input_layernorm.weight", "self_attention.linear_q_down_proj.layer_norm_weight")
+_MLA_QUERY = "self_attention.linear_q_proj.weight"
 _DENSE_NORM = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 _QKV = {
     f"attention.{part}.{kind}": f"self_attention.linear_qkv.{kind}"
@@ -110,6 +115,8 @@ def candidate_suffixes(model: ModelSpec, layer: int, suffix: str) -> tuple[str, 
     Raises:
         BadInput: it has none.
     """
+    if suffix == "attention.q.weight" and model.attention.kind is AttentionKind.MLA:
+        return (_MLA_QUERY,)  # without a down projection
     if suffix in _QKV:
         return (_QKV[suffix],)
     if suffix == "input_norm.weight" and model.attention.kind is AttentionKind.MLA:
@@ -161,7 +168,8 @@ def find_places(
     for candidate, index in candidates:
         places = _expand(candidate, index, tensor, names)
         if places:
-            part = suffix.split(".")[1] if suffix in _QKV else ""
+            is_merged = suffix in _QKV and candidate.endswith(_QKV[suffix])
+            part = suffix.split(".")[1] if is_merged else ""
             return tuple(
                 MegatronPlace(names=place.names, index=place.index, part=part) for place in places
             )
