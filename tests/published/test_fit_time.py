@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +29,23 @@ ROWS = read_table(DATA / "measured_steps.csv").rows
 SEED = tuple(row for row in ROWS if row.id.startswith("seed000"))
 
 
+@cache
+def published_runs() -> tuple[MeasuredRun, ...]:
+    return runs_from_rows(ROWS)
+
+
+@cache
+def seed_runs() -> tuple[MeasuredRun, ...]:
+    return runs_from_rows(SEED)
+
+
 def tokens_per_s(row: MeasuredRow, seconds: float) -> float:
     return row.workload.tokens_per_step / row.hardware.count / seconds
 
 
 def test_each_seed_row_is_predicted_without_it() -> None:
     """The 12 balanced lines of Qwen3-235B on 256 H800: error, order, loss of the best layout."""
-    runs = runs_from_rows(SEED)
+    runs = seed_runs()
     predicted = predict_left_out(runs, lambda run: run.id)
     assert len(runs) == 12
     assert np.mean(np.abs(relative_errors(runs, predicted))) <= 0.04
@@ -47,7 +58,7 @@ def test_each_seed_row_is_predicted_without_it() -> None:
 def test_each_group_is_predicted_without_it() -> None:
     """Every complete row is predicted by constants fitted without its model on its device."""
     group = {row.id: row.group for row in ROWS}
-    runs = runs_from_rows(ROWS)
+    runs = published_runs()
     predicted = predict_left_out(runs, lambda run: group[run.id])
     errors = np.abs(relative_errors(runs, predicted))
     assert len(runs) == 120
@@ -62,7 +73,7 @@ def group_order(predicted: tuple[float, ...]) -> dict[tuple[str, str], float]:
     Groups with too few layouts are left out.
     """
     speeds: dict[tuple[str, str], dict[tuple[Layout, int], list[tuple[float, float]]]] = {}
-    for row, run, seconds in zip(ROWS, runs_from_rows(ROWS), predicted, strict=True):
+    for row, run, seconds in zip(ROWS, published_runs(), predicted, strict=True):
         pair = tokens_per_s(row, seconds), tokens_per_s(row, run.measured_s)
         speeds.setdefault(row.group, {}).setdefault(
             (row.layout, row.workload.global_batch), []
@@ -77,7 +88,7 @@ def group_order(predicted: tuple[float, ...]) -> dict[tuple[str, str], float]:
 
 def test_constants_of_h800_predict_h100() -> None:
     """Constants fitted to 12 rows of one cluster carry over to another with newer software."""
-    frozen = fit_constants(runs_from_rows(SEED))
+    frozen = fit_constants(seed_runs())
     rows = [row for row in ROWS if row.hardware.name == "H100" and row.model.moe]
     runs = runs_from_rows(rows)
     constants = frozen.constants_for(SEED[0].hardware)
@@ -90,7 +101,7 @@ def test_constants_of_h800_predict_h100() -> None:
 
 
 def test_shipped_constants_predict_the_rows_they_were_fitted_to() -> None:
-    runs = runs_from_rows(ROWS)
+    runs = published_runs()
     errors = relative_errors(runs, [run.prepared.step_s(()) for run in runs])
     assert np.median(np.abs(errors)) <= 0.035
     assert np.mean(np.abs(errors)) <= 0.045
