@@ -7,6 +7,9 @@ RUN    := runs/quickstart
 DATA   := runs/quickstart_data
 VENV   := .venv
 BIN    := $(VENV)/bin
+# The test files that have tests of a mark: pytest reads no others for these.
+WAITS  = $(shell grep -rl 'mark\.waits' tests --include='test_*.py')
+SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 
 # A base interpreter that has a new enough torch (a GPU image, say) lends it, with its triton; otherwise constraints.txt
 # pins them.
@@ -42,13 +45,13 @@ bench-tuning: | $(VENV)/.ready
 # What takes seconds comes first. Two workers take single-process tests and rank processes side by side; mypy, and then the
 # tests that mostly wait, take what these leave. What times the machine runs alone afterwards.
 test: lint
-	($(BIN)/mypy && $(BIN)/pytest -q -m "waits and not thorough") & beside=$$!; \
+	($(BIN)/mypy && $(BIN)/pytest -q -m "waits and not thorough" $(WAITS)) & beside=$$!; \
 	$(BIN)/pytest -n 2 --dist worksteal -m "not waits and not thorough and not serial"; tests=$$?; wait $$beside && exit $$tests
-	$(BIN)/pytest -m "serial and not thorough"
+	$(BIN)/pytest -m "serial and not thorough" $(SERIAL)
 
 test-all: check
 	$(BIN)/pytest -n 2 --dist worksteal -m "not serial"
-	$(BIN)/pytest -m serial
+	$(BIN)/pytest -m serial $(SERIAL)
 
 # One-line faults of the package, each of which a test of `make test` has to catch.
 mutants: $(VENV)/.dev
