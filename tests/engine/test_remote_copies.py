@@ -48,7 +48,7 @@ def ignore(activity: str) -> None:
 
 @contextmanager
 def serve_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Serve an empty bucket on this machine, where s3fs and moto's server are installed."""
+    """Serve an empty bucket of S3 on this machine: s3fs talks to moto's server."""
     pytest.importorskip("s3fs")
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -57,21 +57,47 @@ def serve_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    bucket = uuid.uuid4().hex
-    fsspec.filesystem("s3").mkdir(bucket)
     try:
-        yield f"s3://{bucket}/copies"
+        yield make_bucket("s3")
     finally:
         fsspec.filesystem("s3").clear_instance_cache()
         server.stop()
 
 
-@pytest.fixture(params=["file", "path", "memory", "s3"])
+@contextmanager
+def serve_gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Serve an empty bucket of GCS on this machine: gcsfs talks to gcp-storage-emulator."""
+    # Asked for when gcsfs is imported: what it does by gRPC, the emulator does not speak.
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    pytest.importorskip("gcsfs")
+    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    server = emulator.create_server("127.0.0.1", 0, in_memory=True)
+    server.start()
+    port = server._api._httpd.server_address[1]
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    try:
+        yield make_bucket("gs")
+    finally:
+        fsspec.filesystem("gs").clear_instance_cache()
+        server.stop()
+
+
+def make_bucket(protocol: str) -> str:
+    bucket = uuid.uuid4().hex
+    fsspec.filesystem(protocol).mkdir(bucket)
+    return f"{protocol}://{bucket}/copies"
+
+
+SERVERS = {"s3": serve_s3, "gs": serve_gcs}
+
+
+@pytest.fixture(params=["file", "path", "memory", *SERVERS])
 def url(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    if request.param == "s3":
-        with serve_s3(monkeypatch) as bucket:
+    if request.param in SERVERS:
+        with SERVERS[request.param](monkeypatch) as bucket:
             yield bucket
         return
     name = uuid.uuid4().hex

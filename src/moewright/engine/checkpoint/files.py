@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moewright.engine.checkpoint.direct_file import DirectFile
 from moewright.engine.checkpoint.index import (
     OLDER_CHECKPOINT,
     FileEntry,
@@ -87,26 +88,20 @@ def write_tensors(
         OSError: when the file exists or cannot be written.
     """
     preamble, data_bytes = _build_preamble(headers, metadata)
-    digest = hashlib.sha256()
-    with path.open("xb") as file:
-        digest.update(preamble)
-        file.write(preamble)
+    with DirectFile(path) as file:
+        file.write(torch.frombuffer(preamble, dtype=torch.uint8))
         for header, tensor in zip(headers, tensors, strict=True):
-            host = tensor.detach().to("cpu").contiguous()
-            data = host.reshape(-1).view(torch.uint8).numpy().data
-            if data.nbytes != header.nbytes:
-                raise ValueError(f"{header.name}: {data.nbytes} bytes came for {header.nbytes}")
-            digest.update(data)
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    nbytes = len(preamble) + data_bytes
-    return FileEntry(name=path.name, nbytes=nbytes, sha256=digest.hexdigest())
+            data_u8 = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            if data_u8.numel() != header.nbytes:
+                raise ValueError(f"{header.name}: {data_u8.numel()} bytes for {header.nbytes}")
+            file.write(data_u8)
+        sha256 = file.finish()
+    return FileEntry(name=path.name, nbytes=len(preamble) + data_bytes, sha256=sha256)
 
 
 def _build_preamble(
     headers: Sequence[TensorHeader], metadata: Mapping[str, str] | None
-) -> tuple[bytes, int]:
+) -> tuple[bytearray, int]:
     """Return what comes before the data of a safetensors file, and the bytes of the data."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -120,7 +115,7 @@ def _build_preamble(
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, end
+    return bytearray(len(text).to_bytes(8, "little") + text), end
 
 
 def write_text(path: Path, text: str) -> None:
