@@ -1,6 +1,7 @@
 """Files past the page cache: the bytes and the checksum, whatever the file system takes."""
 
 import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def refuse_at_write(monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
 
     def refuse(handle: int, data: memoryview) -> int:
-        if direct_file.fcntl.fcntl(handle, direct_file.fcntl.F_GETFL) & direct_file._O_DIRECT:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & direct_file._O_DIRECT:
             raise OSError(errno.EINVAL, "no direct writes")
         return write(handle, data)
 

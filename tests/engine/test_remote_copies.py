@@ -16,7 +16,10 @@ from moewright.engine.checkpoint import (
     LocalShard,
     fetch_newer,
     find_latest,
+    find_readable,
     list_checkpoints,
+    load_checkpoint,
+    put_damaged_aside,
     read_index,
     save_checkpoint,
     single_process,
@@ -224,3 +227,86 @@ def test_what_does_not_answer_is_refused_only_where_nothing_is_here(
     assert "going on from step-00000002" in capfd.readouterr().err
     with pytest.raises(BadInput, match=r"checkpoint\.copy_to=nosuch://x: cannot be opened"):
         fetch_newer("nosuch://x", tmp_path / "here", accept_any)
+
+
+def damage_payload(checkpoint: Path) -> None:
+    payload = next(checkpoint.glob("rank-*"))
+    payload.write_bytes(payload.read_bytes()[:-1] + b"\x07")
+
+
+def fall_back(directory: Path, url: str) -> None:
+    def fetch(newest: Path | None) -> Path | None:
+        return fetch_newer(url, directory, accept_any, find_newest=lambda folder: newest)
+
+    put_damaged_aside(directory, single_process(), fetch)
+
+
+@pytest.mark.parametrize("copied", [(2,), (2, 4), (2, 4, 6)], ids=str)
+def test_a_damaged_checkpoint_is_replaced_by_the_newest_whole_one_here_or_elsewhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], copied: tuple[int, ...]
+) -> None:
+    here = tmp_path / "here"
+    remote = RemoteFolder(str(tmp_path / "remote"))
+    for step in (2, 4, 6):
+        checkpoint = save(here, step)
+        if step in copied:
+            remote.upload(checkpoint, ignore)
+    damage_payload(here / "step-00000006")
+    fall_back(here, remote.url)
+    newest = find_latest(here)
+    assert newest is not None
+    assert read_index(newest).step == max(4, *copied)
+    load_checkpoint(newest, shards=[], comm=single_process())
+    assert (here / ".damaged-step-00000006").is_dir()
+    assert f"going on from {newest.name}" in capfd.readouterr().err
+
+
+def test_where_none_is_whole_here_a_copy_is_taken_and_without_one_nothing_is_touched(
+    tmp_path: Path,
+) -> None:
+    here = tmp_path / "here"
+    remote = RemoteFolder(str(tmp_path / "remote"))
+    checkpoint = save(here, 2)
+    whole = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    damage_payload(checkpoint)
+    with pytest.raises(BadInput, match="its checksum does not hold"):
+        fall_back(here, remote.url)
+    assert [path.name for path in list_checkpoints(here)] == ["step-00000002"]
+    remote.upload(save(tmp_path / "elsewhere", 2), ignore)
+    fall_back(here, remote.url)
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == whole
+    assert (here / ".damaged-step-00000002").is_dir()
+
+
+def test_an_index_that_cannot_be_read_is_passed_over_where_a_run_falls_back(
+    tmp_path: Path,
+) -> None:
+    here = tmp_path / "here"
+    remote = RemoteFolder(str(tmp_path / "remote"))
+    for step in (2, 4):
+        remote.upload(save(here, step), ignore)
+    (here / "step-00000004/index.json").write_text("{")
+    assert fetch_newer(remote.url, here, accept_any) is None
+    fetched = fetch_newer(remote.url, here, accept_any, find_newest=find_readable)
+    assert fetched == here / "step-00000004"
+    assert read_index(fetched).step == 4
+    assert (here / ".damaged-step-00000004").is_dir()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("protocol", SERVERS)
+def test_a_copy_that_goes_in_parts_comes_back_as_it_was(
+    protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients cut a file of 120 MB; a read takes several blocks."""
+    shard = LocalShard(
+        name="w", global_shape=(30_000_000,), offsets=(0,), tensor=torch.rand(30_000_000)
+    )
+    path = save_checkpoint(
+        tmp_path / "here", step=2, shards=[shard], extra={}, keep=2, comm=single_process()
+    )
+    with SERVERS[protocol](monkeypatch) as url:
+        RemoteFolder(url).upload(path, ignore)
+        fetch_newer(url, tmp_path / "there", accept_any)
+    for file in path.iterdir():
+        assert (tmp_path / "there" / path.name / file.name).read_bytes() == file.read_bytes()

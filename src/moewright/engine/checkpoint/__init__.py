@@ -15,6 +15,7 @@ from moewright.engine.checkpoint.commit import (
 )
 from moewright.engine.checkpoint.coordinator import Coordinator, run_on_all_ranks, single_process
 from moewright.engine.checkpoint.fall_back import (
+    find_readable,
     offer_older,
     put_damaged_aside,
     read_newest_index,
@@ -66,6 +67,7 @@ __all__ = [
     "fetch_newer",
     "find_checkpoint",
     "find_latest",
+    "find_readable",
     "find_resume_point",
     "flat_range_boxes",
     "flat_range_shards",

@@ -146,24 +146,25 @@ def verify_file(
     try:
         status = path.lstat()
         if not S_ISREG(status.st_mode):
-            raise _damage_error(path, "is not a regular file")
+            raise damage_error(path, "is not a regular file")
         if status.st_size != entry.nbytes:
             rule = f"is damaged: {status.st_size} bytes, its index says {entry.nbytes}"
-            raise _damage_error(path, rule)
+            raise damage_error(path, rule)
         digest = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(_CHUNK_BYTES):
                 note(f"verifies {entry.name}")
                 digest.update(block)
     except FileNotFoundError as error:
-        raise _damage_error(path, "is missing") from error
+        raise damage_error(path, "is missing") from error
     except OSError as error:
-        raise _damage_error(path, f"cannot be read ({error.strerror})") from error
+        raise damage_error(path, f"cannot be read ({error.strerror})") from error
     if digest.hexdigest() != entry.sha256:
-        raise _damage_error(path, "is damaged: its checksum does not hold")
+        raise damage_error(path, "is damaged: its checksum does not hold")
 
 
-def _damage_error(path: Path, rule: str) -> BadInput:
+def damage_error(path: Path, rule: str) -> BadInput:
+    """Return the refusal of a damaged file of a checkpoint."""
     return BadInput(Reason(field=str(path), rule=rule, nearest=OLDER_CHECKPOINT))
 
 
@@ -208,9 +209,9 @@ class PayloadReader:
                 region: torch.Tensor = stored[box]
                 return region
         except (SafetensorError, OSError) as error:
-            raise _damage_error(path, f"cannot be read ({error})") from error
+            raise damage_error(path, f"cannot be read ({error})") from error
         rule = f"{key} is {dtype} {list(shape)}, its index says {tensor.dtype} {shard.box[1]}"
-        raise _damage_error(path, rule)
+        raise damage_error(path, rule)
 
     def _open(self, name: str) -> Any:
         if name not in self._open_files:

@@ -24,10 +24,10 @@ from moewright.engine.checkpoint.commit import (
     checkpoint_path,
     checkpoint_step,
     find_latest,
-    latest_step,
 )
 from moewright.engine.checkpoint.coordinator import yield_to_training
-from moewright.engine.checkpoint.files import fsync_directory, verify_file
+from moewright.engine.checkpoint.fall_back import put_aside
+from moewright.engine.checkpoint.files import damage_error, fsync_directory
 from moewright.engine.checkpoint.index import INDEX_FILE, CheckpointIndex, FileEntry, read_index
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import CheckpointSpec
@@ -35,7 +35,7 @@ from moewright.spec.workload import CheckpointSpec
 _FIELD = "checkpoint.copy_to"
 _COPYING = ".copying-"
 _FETCHING = ".saving-fetch-"  # a name that the next save sweeps
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 24
 # How long the end of a run waits for a copy that makes no progress.
 _PATIENCE_S = 60.0
 
@@ -104,21 +104,23 @@ class RemoteFolder:
         for entry in index.files:
             note(f"copies {entry.name} of step {index.step}")
             self._files.put_file(str(checkpoint / entry.name), self._path(index.step, entry.name))
-            self._verify(index.step, entry, note)
+            path = self._path(index.step, entry.name)
+            digest = hashlib.sha256()
+            for block in self._read(path, note):
+                digest.update(block)
+            if digest.hexdigest() != entry.sha256:
+                raise OSError(f"{path} is not what was written")
         self._files.pipe_file(target, text)
         if self._files.cat_file(target) != text:
             raise OSError(f"{target} is not what was written")
 
-    def _verify(self, step: int, entry: FileEntry, note: Callable[[str], None]) -> None:
-        path = self._path(step, entry.name)
-        digest = hashlib.sha256()
+    def _read(self, path: str, note: Callable[[str], None]) -> Iterator[bytes]:
+        """Yield the blocks of a file."""
         self._files.invalidate_cache()
         with self._files.open(path, "rb", cache_type="none") as stream:
             while block := stream.read(_CHUNK_BYTES):
-                note(f"reads the copy of {entry.name} of step {step} back")
-                digest.update(block)
-        if digest.hexdigest() != entry.sha256:
-            raise OSError(f"{path} is not what was written")
+                note(f"reads the copy {path}")
+                yield block
 
     def prune(self, retention: CheckpointSpec) -> None:
         """Remove the oldest copies: the index of each goes first."""
@@ -130,11 +132,16 @@ class RemoteFolder:
             self._files.rm(self._path(step), recursive=True)
 
     def download(
-        self, step: int, directory: Path, accept: Callable[[CheckpointIndex], None]
+        self,
+        step: int,
+        directory: Path,
+        accept: Callable[[CheckpointIndex], None],
+        note: Callable[[str], None],
     ) -> Path:
         """Bring a copy into `directory`, where it is committed once all its checksums hold.
 
-        `accept` raises where the checkpoint is not wanted.
+        `accept` raises where the checkpoint is not wanted; `note` is called with each piece. What
+        has the copy's place there is damaged, and is put aside.
 
         Raises:
             BadInput: the copy is damaged, or not accepted.
@@ -149,21 +156,44 @@ class RemoteFolder:
             index = read_index(working)
             accept(index)
             for entry in index.files:
-                self._files.get_file(self._path(step, entry.name), str(working / entry.name))
-                verify_file(working, entry)
+                self._fetch(step, entry, working, note)
             fsync_directory(working)
-            shutil.rmtree(path, ignore_errors=True)  # without an index, or it would be found
+            if (path / INDEX_FILE).is_file():
+                put_aside(path)
+            shutil.rmtree(path, ignore_errors=True)  # without an index
             working.rename(path)
             fsync_directory(directory)
         finally:
             shutil.rmtree(working, ignore_errors=True)
         return path
 
+    def _fetch(
+        self, step: int, entry: FileEntry, folder: Path, note: Callable[[str], None]
+    ) -> None:
+        """Bring a file of a copy into a folder, and hold it against its checksum."""
+        digest = hashlib.sha256()
+        with (folder / entry.name).open("xb") as file:
+            for block in self._read(self._path(step, entry.name), note):
+                digest.update(block)
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != entry.sha256:
+            raise damage_error(folder / entry.name, "is damaged: its checksum does not hold")
 
-def fetch_newer(url: str, directory: Path, accept: Callable[[CheckpointIndex], None]) -> None:
+
+def fetch_newer(
+    url: str,
+    directory: Path,
+    accept: Callable[[CheckpointIndex], None],
+    *,
+    find_newest: Callable[[Path], Path | None] = find_latest,
+    note: Callable[[str], None] = lambda piece: None,
+) -> Path | None:
     """Bring the newest whole copy into `directory`, where it is newer than what is there.
 
-    Processes that do so at the same time wait for the first of them.
+    What is there is what `find_newest` says. Processes that do so at the same time wait for the
+    first of them. Returns the checkpoint that came.
 
     Raises:
         BadInput: the newest copy is not accepted; or there is no checkpoint here, and the copies
@@ -171,8 +201,8 @@ def fetch_newer(url: str, directory: Path, accept: Callable[[CheckpointIndex], N
     """
     remote = RemoteFolder(url)
     with _alone(directory):
-        newest = find_latest(directory)
-        local_step = latest_step(directory)
+        newest = find_newest(directory)
+        local_step = (checkpoint_step(newest.name) or 0) if newest else 0
         try:
             steps = [step for step in remote.list_steps() if step > local_step]
         except Exception as error:  # of any kind: each file system has its own
@@ -180,17 +210,18 @@ def fetch_newer(url: str, directory: Path, accept: Callable[[CheckpointIndex], N
                 rule = f"cannot be listed ({_shorten(error)}), and {directory} has no checkpoint"
                 raise BadInput(Reason(field=_FIELD, value=url, rule=rule)) from error
             _tell(f"{url} cannot be listed ({_shorten(error)}): going on from {newest.name}")
-            return
+            return None
         for step in reversed(steps):
             try:
-                path = remote.download(step, directory, accept)
+                path = remote.download(step, directory, accept, note)
             except (OSError, BadInput) as error:
                 if isinstance(error, BadInput) and not _is_damage(error):
                     raise
                 _tell(f"the copy of step {step} in {url} is passed over: {_shorten(error)}")
                 continue
             _tell(f"{path} came from {url}")
-            return
+            return path
+    return None
 
 
 def _is_damage(refusal: BadInput) -> bool:

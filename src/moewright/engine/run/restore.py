@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from moewright.engine.hf.names import build_name_table
 from moewright.engine.hf.read_parts import read_local_part, read_parameter_box
 from moewright.engine.optim.frozen_weights import FrozenWeights, build_frozen_shards
 from moewright.engine.run.train_state import TrainState
+from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_frozen
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
@@ -107,21 +108,31 @@ def _identity_defaults(model: ModelSpec, workload: Workload) -> Mapping[str, Any
     }
 
 
-def fetch_remote_checkpoint(plan: Plan, run_dir: Path, identity: Mapping[str, Any]) -> None:
+def fetch_remote_checkpoint(
+    job: Runtime | Plan,
+    run_dir: Path,
+    identity: Mapping[str, Any],
+    *,
+    find_newest: Callable[[Path], Path | None],
+    note: Callable[[str], None] = lambda piece: None,
+) -> Path | None:
     """Bring the newest copy of a checkpoint here, where copies are made and it is newer.
+
+    That is newer than what `find_newest` makes of the folder of checkpoints. Returns its path.
 
     Raises:
         BadInput: it is of another job, or the copies cannot be looked at (see `fetch_newer`).
     """
-    url = plan.workload.checkpoint.copy_to
+    url = job.workload.checkpoint.copy_to
     if not url:
-        return
-    defaults = _identity_defaults(plan.model, plan.workload)
+        return None
+    defaults = _identity_defaults(job.model, job.workload)
 
     def accept(index: CheckpointIndex) -> None:
         _refuse_other_job(index.extra, identity, defaults)
 
-    fetch_newer(url, run_dir / "checkpoints", accept)
+    directory = run_dir / "checkpoints"
+    return fetch_newer(url, directory, accept, find_newest=find_newest, note=note)
 
 
 def read_steps_done(
@@ -141,7 +152,7 @@ def read_steps_done(
         return index.step
     newest = find_latest(directory)
     if newest is not None:
-        offer_older(newest, read_index)
+        offer_older(newest, read_index, plan.workload.checkpoint.copy_to)
     checkpoint, passed_over = find_resume_point(directory)
     if checkpoint is None:
         if plan.workload.weights:
@@ -193,8 +204,8 @@ def restore(
 ) -> int:
     """Load the last checkpoint, or the weights to start from, if there are any.
 
-    With `falls_back`, damaged ones are put aside, and the last whole one is loaded. Returns the
-    number of updates made so far.
+    With `falls_back`, damaged ones are put aside, and the last whole one is loaded, or a newer copy
+    that lies elsewhere. Returns the number of updates made so far.
     """
     checkpoints = run_dir / "checkpoints"
     try:
@@ -203,7 +214,13 @@ def restore(
         if not falls_back:
             raise
     # A load reads the whole checkpoint to verify it; only where it failed are they all verified.
-    put_damaged_aside(checkpoints, comm)
+
+    def fetch(newest: Path | None) -> Path | None:
+        return fetch_remote_checkpoint(
+            state.runtime, run_dir, identity, find_newest=lambda folder: newest, note=comm.note
+        )
+
+    put_damaged_aside(checkpoints, comm, fetch)
     return _load_newest(state, checkpoints, identity, comm)
 
 
@@ -219,7 +236,8 @@ def _load_newest(
     index = read_index_on_all_ranks(checkpoint, comm)
     defaults = _identity_defaults(runtime.model, runtime.workload)
     _refuse_other_job(index.extra, identity, defaults)
-    offer_older(checkpoint, lambda path: state.load(partial(_load_shards, path, comm)))
+    copies = runtime.workload.checkpoint.copy_to
+    offer_older(checkpoint, lambda path: state.load(partial(_load_shards, path, comm)), copies)
     state.optimizer.all_gather_params()
     return index.step
 

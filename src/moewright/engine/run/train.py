@@ -19,7 +19,12 @@ from pathlib import Path
 import torch
 
 from moewright.codec import PLAN_FILE, from_data, read_json, to_data, write_json
-from moewright.engine.checkpoint import CheckpointSaver, require_space
+from moewright.engine.checkpoint import (
+    CheckpointSaver,
+    find_latest,
+    find_readable,
+    require_space,
+)
 from moewright.engine.comm import collectives
 from moewright.engine.data.corpus_rows import CorpusBlend, blend_entropy, open_corpora
 from moewright.engine.data.preflight import check_data
@@ -78,6 +83,7 @@ from moewright.engine.run.worker import (
     Timeouts,
 )
 from moewright.engine.runtime import Runtime
+from moewright.rules.adapters import is_frozen
 from moewright.rules.engine_limits import require_runnable
 from moewright.rules.job import plan_job
 from moewright.rules.moments import stored_nbytes
@@ -129,12 +135,15 @@ def train(
         raise BadInput(*reasons)
     identity = build_identity(plan, check_data(plan.model, plan.workload))
     prepare_routes(plan.model, plan.workload, identity["data"]["fingerprint"])
-    fetch_remote_checkpoint(plan, run_dir, identity)
+    find_newest = find_readable if falls_back else find_latest
+    fetch_remote_checkpoint(plan, run_dir, identity, find_newest=find_newest)
     steps_done = read_steps_done(plan, run_dir, identity, falls_back=falls_back)
     last_step = _find_last_step(plan.workload, steps_done, extend)
     if steps_done >= last_step:
         print(f"{run_dir}: all {last_step} steps are done", flush=True)
         return ExitCode.DONE
+    if steps_done:
+        _tell_other_weights(plan, run_dir, steps_done)
     note = describe_device_queues(plan.layout, kind, read_device_queues())
     if note:
         print(note, file=sys.stderr, flush=True)
@@ -187,6 +196,22 @@ def _draw_initial_value(
 ) -> torch.Tensor:
     context.note(f"draws {parameter.name}")
     return draw_initial_value(parameter, runtime)
+
+
+def _tell_other_weights(plan: Plan, run_dir: Path, steps_done: int) -> None:
+    """Say that weights are not read which the job names now, and did not when the run began.
+
+    Adapters need the weights that they were trained beside: other ones are refused.
+    """
+    weights = plan.workload.weights
+    with suppress(BadInput):
+        before = read_json(Plan, run_dir / PLAN_FILE).workload.weights
+        if weights not in ("", before) and not is_frozen(plan.workload):
+            line = (
+                f"model.weights: {weights} is not read: {run_dir} goes on from its own step "
+                f"{steps_done}; it began with {before or 'weights of its own'}"
+            )
+            print(line, file=sys.stderr, flush=True)
 
 
 def _write_plan(plan: Plan, run_dir: Path) -> None:
