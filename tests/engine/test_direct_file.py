@@ -81,8 +81,20 @@ def write_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:1000]))
 
 
-@pytest.mark.parametrize("hinder", [refuse_at_open, refuse_at_write, write_a_part])
-def test_a_file_system_without_direct_writes_gets_the_same_bytes(
+def refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = direct_file._allocate_aligned
+    monkeypatch.setattr(direct_file, "_SMALL_BUFFER_BYTES", BUFFER // 4)
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        if nbytes == BUFFER:
+            raise RuntimeError("no memory")
+        return allocate(nbytes)
+
+    monkeypatch.setattr(direct_file, "_allocate_aligned", refuse)
+
+
+@pytest.mark.parametrize("hinder", [refuse_at_open, refuse_at_write, write_a_part, refuse_memory])
+def test_without_direct_writes_or_memory_the_bytes_are_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     hinder: Callable[[pytest.MonkeyPatch], None],

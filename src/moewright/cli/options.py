@@ -466,7 +466,8 @@ class EnduranceOptions:
     Parameters
     ----------
     fall_back
-        Put damaged checkpoints aside, and go on from the newest that is whole.
+        Put damaged checkpoints aside, and go on from the newest that is whole, here or in
+        `checkpoint.copy_to`.
     supervise
         Start the ranks again when one crashes, hangs or is not finite; give up, with the reason,
         when the same step fails twice. incidents.jsonl and the report tell of it.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import mmap
 import os
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ import torch
 # A multiple of what any device asks of addresses, offsets and lengths.
 _ALIGNMENT = 4096
 _BUFFER_BYTES = 1 << 21
+_SMALL_BUFFER_BYTES = 1 << 16
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -33,10 +33,8 @@ class DirectFile:
             OSError: when it exists or cannot be created.
         """
         self._digest = hashlib.sha256()
-        # Anonymous memory starts at a page.
-        memory = mmap.mmap(-1, _BUFFER_BYTES)
-        self._buffer_u8 = torch.frombuffer(memory, dtype=torch.uint8)
-        self._view = memoryview(memory)
+        self._buffer_u8 = _allocate_buffer()
+        self._view = self._buffer_u8.numpy().data
         self._filled = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._handle = _open_direct(path, flags)
@@ -61,12 +59,12 @@ class DirectFile:
         start = 0
         while start < len(data_u8):
             # Copies, hashes and writes of torch, hashlib and os leave Python to other threads.
-            end = min(len(data_u8), start + _BUFFER_BYTES - self._filled)
+            end = min(len(data_u8), start + len(self._buffer_u8) - self._filled)
             filled = self._filled + end - start
             self._buffer_u8[self._filled : filled].copy_(data_u8[start:end])
             start = end
             self._filled = filled
-            if filled == _BUFFER_BYTES:
+            if filled == len(self._buffer_u8):
                 self._flush()
 
     def finish(self) -> str:
@@ -102,6 +100,24 @@ class DirectFile:
         flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
         fcntl.fcntl(self._handle, fcntl.F_SETFL, flags & ~_O_DIRECT)
         return bool(flags & _O_DIRECT)
+
+
+def _allocate_buffer() -> torch.Tensor:
+    """Return an aligned buffer, a small one where there is no memory for more: saves need little.
+
+    Raises:
+        RuntimeError: by torch, where there is none for that either.
+    """
+    try:
+        return _allocate_aligned(_BUFFER_BYTES)
+    except RuntimeError:
+        return _allocate_aligned(_SMALL_BUFFER_BYTES)
+
+
+def _allocate_aligned(nbytes: int) -> torch.Tensor:
+    memory_u8 = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+    start = -memory_u8.data_ptr() % _ALIGNMENT
+    return memory_u8[start : start + nbytes]
 
 
 def _open_direct(path: Path, flags: int) -> int:
