@@ -32,7 +32,7 @@ def install(patch: pytest.MonkeyPatch, *, wrong: float = 0.0) -> None:
     deep_ep.HybridEPBuffer = hybrid  # type: ignore[attr-defined]
 
 
-class _TokenExchange:
+class TokenExchange:
     """An exchange that knows which tokens [T, ranks] go to which rank, and how many arrive."""
 
     def __init__(self, reaches_rank: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -96,7 +96,7 @@ class Buffer:
         if handle is not None:
             assert not arguments
             return handle.send(x), None, None, None, None, None
-        exchange = _TokenExchange(arguments["is_token_in_rank"], self.group)
+        exchange = TokenExchange(arguments["is_token_in_rank"], self.group)
         local = len(arguments["num_tokens_per_expert"]) // self.group.size()
         ids = exchange.send(arguments["topk_idx"]) - self.group.rank() * local
         is_elsewhere = (ids < 0) | (ids >= local)
@@ -142,7 +142,7 @@ class HybridEPBuffer:
             assert routing_map is not None
             assert routing_map.dtype == torch.bool
             reaches_rank = routing_map.unflatten(1, (self.group.size(), self.local)).any(2)
-            exchange = _TokenExchange(reaches_rank, self.group)
+            exchange = TokenExchange(reaches_rank, self.group)
             is_local = exchange.send(routing_map.to(torch.uint8)).bool()[:, self.local_experts]
             # The map is longer than the number of rows that arrived, as HybridEP's is.
             padded = torch.cat((is_local, torch.ones(3, self.local, dtype=torch.bool)))

@@ -73,6 +73,7 @@ def test_graphs_pin_what_is_in_flight() -> None:
         # 10 channels, 8 peers of 256 tokens and 2 x 2 nodes of 128, each 2 x 2048 + 2064 bytes
         ("deepep", 10 * (8 * 256 + 2 * 2 * 128) * 6160),
         ("hybridep", 2 * 16 * 4096 * 2 * 2048),
+        ("ncclep", 2 * 16 * 4096 * 2 * 2048),
     ],
 )
 def test_dispatchers_register_buffers(dispatcher: str, nbytes: int) -> None:

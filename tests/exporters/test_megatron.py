@@ -397,6 +397,14 @@ def test_offloaded_activations_leave_weights_where_they_are():
     assert some_layers["--activation-offload-fraction"] == ("0.25",)
 
 
+def test_ncclep_is_a_backend_of_the_flexible_dispatcher():
+    flags = message(on_gpus("ep2,dispatcher=ncclep", 2))
+    assert flags["--moe-token-dispatcher-type"] == ("flex",)
+    assert flags["--moe-flex-dispatcher-backend"] == ("ncclep",)
+    with pytest.raises(BadInput, match="expert_fc1 would offload"):
+        megatron_flags(on_gpus("ep2,dispatcher=ncclep,overlap=ep,offload=expert_fc1", 2))
+
+
 def test_a_gather_of_keys_is_spelt_as_transformer_engine_does():
     assert message(on_gpus("cp2,cp_comm=allgather", 2))["--cp-comm-type"] == ("all_gather",)
 

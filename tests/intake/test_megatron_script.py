@@ -179,6 +179,11 @@ def test_the_parsers_own_dispatcher_is_allgather(tmp_path):
         ("--external-cuda-graph --cuda-graph-scope attn", "graphs", (CudaGraphScope.ATTN,)),
         ("--recompute-activations", "recompute", (Recompute.CORE_ATTN,)),
         ("--moe-enable-deepep", "dispatcher", DispatcherKind.DEEPEP),
+        (
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
+            "dispatcher",
+            DispatcherKind.NCCLEP,
+        ),
         ("--use-megatron-fsdp", "zero", 3),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "zero", 2),
         ("--overlap-grad-reduce --overlap-param-gather", "overlap", (Overlap.GRAD, Overlap.PARAM)),

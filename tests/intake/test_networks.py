@@ -103,6 +103,18 @@ def test_the_search_takes_the_library_that_runs(
     assert choices[1:] == (() if library is None else (library,))
 
 
+def test_ncclep_runs_over_nvlink_and_infiniband_alone() -> None:
+    for on, network, domains, path in (
+        ("16xH100", "", 2, MessagePath.GPU),
+        ("16xH100", "efa", 2, MessagePath.NONE),
+        ("16xH100", "efa", 1, MessagePath.GPU),
+        ("72xGB200", "", 1, MessagePath.NONE),
+        ("16xV100", "", 1, MessagePath.NONE),
+    ):
+        fabric = catalogue.hardware(on, network).fabric
+        assert message_path(fabric, DispatcherKind.NCCLEP, domains=domains) is path
+
+
 def test_deepep_over_efa_goes_through_a_proxy() -> None:
     fabric = catalogue.hardware("16xH100", "efa").fabric
     assert message_path(fabric, DispatcherKind.DEEPEP, domains=2) is MessagePath.PROXY

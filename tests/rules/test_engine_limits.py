@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import stand_in_deep_ep
+import stand_in_nccl_ep
 from moewright.codec import parse_layout
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import Job
@@ -15,8 +16,8 @@ from moewright.spec.workload import DataSpec, Dtype
 from tiny_jobs import MODEL, build_workload
 
 
-def refusals(layout: str, *, precision: Dtype = Dtype.FP32) -> list[str]:
-    work = build_workload(DataSpec(), precision=precision)
+def refusals(layout: str, *, precision: Dtype = Dtype.FP32, seq_len: int = 32) -> list[str]:
+    work = build_workload(DataSpec(), precision=precision, seq_len=seq_len)
     chosen = parse_layout(layout, world_size=8)
     assert not check_legality(Job(model=MODEL, workload=work, layout=chosen))
     return [str(reason) for reason in unsupported_layout(chosen, model=MODEL, workload=work)]
@@ -95,6 +96,18 @@ def test_what_replicas_do_not_go_with(more: str, field: str) -> None:
     (reason,) = unsupported_layout(chosen, model=MODEL, workload=work)
     assert str(reason).startswith(f"{field}: ")
     assert "spare=1" in reason.rule
+
+
+def test_ncclep_is_named_where_it_is_not_there_and_what_it_is_not_built_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (missing,) = refusals("ep4,dispatcher=ncclep", precision=Dtype.BF16)
+    assert "needs the package nccl (github.com/NVIDIA/nccl-extensions)" in missing
+    stand_in_nccl_ep.install(monkeypatch)
+    assert refusals("ep4,dispatcher=ncclep", precision=Dtype.BF16) == []
+    (long,) = refusals("tp2,sp0,ep4,mbs2,dispatcher=ncclep", precision=Dtype.BF16, seq_len=8192)
+    assert long.startswith("layout.mbs=2: a rank would dispatch 16384 tokens")
+    assert long.endswith("nearest legal value: 1")
 
 
 @pytest.mark.parametrize(

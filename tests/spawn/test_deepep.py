@@ -1,14 +1,16 @@
-"""DeepEP and HybridEP as dispatchers, with a module in their place that exchanges over gloo."""
+"""Libraries as dispatchers, with modules in their place that exchange over gloo."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import stand_in_deep_ep
+import stand_in_nccl_ep
 from layout_proof import WORKLOAD, draw_batches, draw_test_weight, prove_layout
 from layout_space import SHAPES
 from moewright.codec import parse_layout
@@ -48,12 +50,21 @@ def make_plan(shape: str, world: int, text: str) -> Plan:
             make_plan("olmoe", 4, "pp2,ep2,mbs1,dispatcher=hybridep,capacity=4"),
             id="hybridep, capacity",
         ),
+        pytest.param(
+            make_plan("deepseek", 4, "tp2,ep4,mbs2,dispatcher=ncclep,recompute=moe"),
+            id="ncclep, replayed",
+        ),
+        pytest.param(
+            make_plan("olmoe", 4, "pp2,ep2,mbs1,dispatcher=ncclep,capacity=4"),
+            id="ncclep, capacity",
+        ),
     ],
 )
 def test_a_dispatch_library_equals_one_process(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in_deep_ep.install(monkeypatch)
+    stand_in_nccl_ep.install(monkeypatch)
     prove_layout(plan, tmp_path)
 
 
@@ -70,17 +81,24 @@ def _build_and_leave(plan: Plan, context: RankContext) -> RankOutcome:
     return RankOutcome.DONE
 
 
-@pytest.mark.parametrize("text", ["ep2,dispatcher=deepep", "ep2,dispatcher=hybridep"])
+@pytest.mark.parametrize(
+    ("text", "stand_in"),
+    [
+        ("ep2,dispatcher=deepep", stand_in_deep_ep),
+        ("ep2,dispatcher=hybridep", stand_in_deep_ep),
+        ("ep2,dispatcher=ncclep", stand_in_nccl_ep),
+    ],
+)
 def test_a_dispatch_library_that_sums_wrong_is_refused_at_the_start(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan("qwen", 2, text)
-    stand_in_deep_ep.install(monkeypatch)
+    stand_in.install(monkeypatch)
     assert (
         launch(partial(_build_and_leave, plan), nproc=2, run_dir=tmp_path / "right")
         is ExitCode.DONE
     )
-    stand_in_deep_ep.install(monkeypatch, wrong=0.01)
+    stand_in.install(monkeypatch, wrong=0.01)
     with pytest.raises(
         BadInput, match="differs from the plain all-to-all in a trial at the start"
     ) as refused:

@@ -46,14 +46,14 @@ _GATHERED_LAYERS = 2  # the layer at work and the one after it
 def dispatcher_bytes(sym: Symbols) -> int:
     """Return the bytes that a dispatcher registers, however much it sends.
 
-    DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP: room for
-    every token of its group going to one rank, once each way (assumed: its buffers are not
-    documented). All-to-all and all-gather keep nothing.
+    DeepEP: rings of tokens for each peer of the node and each node, both ways. HybridEP and
+    NCCL-EP: room for every token of the group going to one rank, once each way (assumed: their
+    buffers are not documented). All-to-all and all-gather keep nothing.
     """
     layout, token = sym.layout, sym.c * sym.model.expert_width
     if sym.model.moe is None or layout.ep == 1:
         return 0
-    if layout.dispatcher is DispatcherKind.HYBRIDEP:
+    if layout.dispatcher in (DispatcherKind.HYBRIDEP, DispatcherKind.NCCLEP):
         return 2 * layout.ep * sym.t * token
     if layout.dispatcher is not DispatcherKind.DEEPEP:
         return 0

@@ -18,13 +18,14 @@ from moewright.cost.quantise import Operands, mixer_operands, mlp_operands, quan
 from moewright.cost.symbols import Symbols
 from moewright.rules.adapters import adapted_widths
 from moewright.rules.packed_base import packed_bytes_per_element, packed_elements
+from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.hardware import Op
 from moewright.spec.layout import DispatcherKind, Recompute
 from moewright.spec.model import AttentionKind, MixerKind, NormPlacement, QkNorm
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import FusedKernels, Fusion
 
-DEDUP_DISPATCHERS = (DispatcherKind.DEDUP, DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
+DEDUP_DISPATCHERS = (DispatcherKind.DEDUP, *LIBRARY_DISPATCHERS)
 
 # Bytes of the backward over those of the forward, for fused kernels (docs/findings.md 2).
 _FUSED_BACKWARD = 1.8

@@ -11,7 +11,7 @@ import torch
 
 from moewright.engine.comm.mesh import Mesh
 from moewright.engine.comm.pass_turns import PassTurns
-from moewright.engine.dispatch.deepep_bindings import DispatchLibrary
+from moewright.engine.dispatch.library import DispatchLibrary
 from moewright.engine.dispatch.row_budget import RowBudget
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.products import WIDE_PRODUCTS, Products
@@ -29,7 +29,7 @@ class Runtime:
     """A frozen record of the job, this rank and the objects that the engine's parts share.
 
     `products` are those of linear layers, but of router and head. `dispatch_library` dispatches
-    tokens where the layout names DeepEP or HybridEP; None elsewhere. `row_budget` is there with a
+    tokens where the layout names a library; None elsewhere. `row_budget` is there with a
     rank_capacity. `offloading_layers` are the layers of this rank that offload activations.
     """
 

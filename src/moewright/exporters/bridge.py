@@ -255,6 +255,13 @@ def bridge_refusals(plan: Plan) -> Iterator[Reason]:
             rule=f"Megatron Bridge has no DeepEP on {device}",
             nearest=DispatcherKind.HYBRIDEP,
         )
+    if plan.layout.dispatcher is DispatcherKind.NCCLEP:
+        yield Reason(
+            field="layout.dispatcher",
+            value=plan.layout.dispatcher,
+            rule="Megatron Bridge sets up DeepEP and HybridEP alone",
+            nearest=DispatcherKind.HYBRIDEP,
+        )
     ramp = plan.workload.ramp.ramp_start
     if ramp:
         rule = "Megatron Bridge has batches of one size"

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from moewright.codec import closest_match, from_data, read_toml_data
+from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import (
     Constant,
@@ -34,8 +35,8 @@ class NetworkLevel(StrEnum):
 class NetworkEntry:
     """A kind of network as networks.toml has it, which says what each field means.
 
-    A `domain_size` of 0 leaves the part's own. `without_libraries` are parts that DeepEP and
-    HybridEP have no kernels for.
+    A `domain_size` of 0 leaves the part's own. `without_libraries` are parts that no
+    library has kernels for.
     """
 
     kind: NetworkKind
@@ -45,6 +46,7 @@ class NetworkEntry:
     latency_s: float
     deepep: MessagePath
     hybridep: MessagePath
+    ncclep: MessagePath
     domain_size: int = 0
     parts: tuple[str, ...] = ()
     without_libraries: tuple[str, ...] = ()
@@ -69,7 +71,12 @@ class NetworkEntry:
 
     def path(self, dispatcher: DispatcherKind) -> MessagePath:
         """Return how the messages of a dispatcher's library leave a device here."""
-        return self.deepep if dispatcher is DispatcherKind.DEEPEP else self.hybridep
+        paths = {
+            DispatcherKind.DEEPEP: self.deepep,
+            DispatcherKind.HYBRIDEP: self.hybridep,
+            DispatcherKind.NCCLEP: self.ncclep,
+        }
+        return paths[dispatcher]
 
     def sourced(self, value: float) -> Sourced:
         """Return a figure of this kind with its source."""
@@ -199,7 +206,7 @@ def _library_paths(hardware: Hardware) -> tuple[LibraryPath, ...]:
     network = read_networks()[hardware.fabric.network]
     has_libraries = domain.has_libraries_for(hardware)
     paths = []
-    for dispatcher in (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP):
+    for dispatcher in LIBRARY_DISPATCHERS:
         inside = domain.path(dispatcher) if has_libraries else MessagePath.NONE
         between = network.path(dispatcher)
         if inside is MessagePath.NONE:

@@ -12,6 +12,7 @@ from moewright.rules.engine_graphs import check_graphs
 from moewright.rules.fsdp import is_fsdp_sharded
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
+from moewright.rules.micro_batches import micro_batch_tokens
 from moewright.rules.moments import MOMENT_DTYPES, is_scaled
 from moewright.rules.packed_base import cuts_blocks, is_packed
 from moewright.rules.parameters import parameters
@@ -34,8 +35,22 @@ from moewright.spec.workload import (
 
 # Packages that a dispatcher needs.
 _PACKAGES: Mapping[DispatcherKind, tuple[str, ...]] = MappingProxyType(
-    {DispatcherKind.DEEPEP: ("deep_ep",), DispatcherKind.HYBRIDEP: ("deep_ep", "hybrid_ep_cpp")}
+    {
+        DispatcherKind.DEEPEP: ("deep_ep",),
+        DispatcherKind.HYBRIDEP: ("deep_ep", "hybrid_ep_cpp"),
+        DispatcherKind.NCCLEP: ("nccl", "nccl.core", "nccl.ep"),
+    }
 )
+_HOMES: Mapping[DispatcherKind, str] = MappingProxyType(
+    {
+        DispatcherKind.DEEPEP: "github.com/deepseek-ai/DeepEP",
+        DispatcherKind.HYBRIDEP: "github.com/deepseek-ai/DeepEP",
+        DispatcherKind.NCCLEP: "github.com/NVIDIA/nccl-extensions",
+    }
+)
+# Bounds of NCCL-EP's high-throughput kernels: its release notes, and a constant of its build.
+_NCCLEP_RANKS = 64
+_NCCLEP_TOKENS = 8192
 # Rows of torch's grouped GEMM must be multiples of this.
 _GROUPED_ROW_BYTES = 16
 _NOT_YET = "the engine does not run this yet"
@@ -93,10 +108,10 @@ def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
         return
     missing = next((name for name in _PACKAGES[kind] if find_spec(name) is None), "")
     if missing:
-        rule = (
-            f"needs the package {missing} (github.com/deepseek-ai/DeepEP), which is not installed"
-        )
+        rule = f"needs the package {missing} ({_HOMES[kind]}), which is not installed"
         yield Reason(field="layout.dispatcher", value=kind, rule=rule, nearest=DispatcherKind.DEDUP)
+    if kind is DispatcherKind.NCCLEP:
+        yield from _check_ncclep(layout, workload)
     if layout.etp > 1:
         rule = f"the engine dispatches whole experts with dispatcher={kind}"
         yield Reason(field="layout.etp", value=str(layout.etp), rule=rule, nearest="1")
@@ -115,6 +130,17 @@ def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
         rule = f"moves bf16 rows with dispatcher={kind}"
         precision = str(workload.precision)
         yield Reason(field="train.precision", value=precision, rule=rule, nearest="bf16")
+
+
+def _check_ncclep(layout: Layout, workload: Workload) -> Iterator[Reason]:
+    if layout.ep > _NCCLEP_RANKS:
+        rule = f"NCCL-EP has {_NCCLEP_RANKS} ranks at most, in eight nodes"
+        yield Reason(field="layout.ep", value=str(layout.ep), rule=rule, nearest=str(_NCCLEP_RANKS))
+    tokens = micro_batch_tokens(workload, layout)
+    if tokens > _NCCLEP_TOKENS:
+        rule = f"a rank would dispatch {tokens} tokens; NCCL-EP is built for {_NCCLEP_TOKENS}"
+        nearest = str(max(1, layout.mbs * _NCCLEP_TOKENS // tokens))
+        yield Reason(field="layout.mbs", value=str(layout.mbs), rule=rule, nearest=nearest)
 
 
 def _check_replicas(layout: Layout) -> Iterator[Reason]:

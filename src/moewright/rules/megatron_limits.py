@@ -314,6 +314,10 @@ def _check_graphs(layout: Layout) -> Iterator[Reason]:
 
 
 def _check_rank_capacity(layout: Layout) -> Iterator[Reason]:
+    overlaps_expert_input = Overlap.EP in layout.overlap and Offload.EXPERT_FC1 in layout.offload
+    if layout.dispatcher is DispatcherKind.NCCLEP and overlaps_expert_input:
+        rule = "frees the rows of NCCL-EP that expert_fc1 would offload, with overlap=ep"
+        yield _refusal("layout.offload", "+".join(layout.offload), rule, "without expert_fc1")
     if layout.rank_capacity and layout.dispatcher is not DispatcherKind.HYBRIDEP:
         rule = "has a budget of rows a rank with hybridep alone"
         yield _refusal("layout.rank_capacity", layout.rank_capacity, rule, 0)

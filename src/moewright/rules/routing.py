@@ -21,7 +21,11 @@ from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DropPolicy, RouterTraining, Routing, Workload
 
 # Dispatchers whose library brings its own kernels.
-LIBRARY_DISPATCHERS = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
+LIBRARY_DISPATCHERS = (
+    DispatcherKind.DEEPEP,
+    DispatcherKind.HYBRIDEP,
+    DispatcherKind.NCCLEP,
+)
 _COPYING_DISPATCHERS = (DispatcherKind.DEDUP, *LIBRARY_DISPATCHERS)
 
 

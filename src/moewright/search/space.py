@@ -19,7 +19,6 @@ from moewright.rules.divisibility import divisors
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.rules.networks import runs_on
-from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import EvenSplit, even_layout_string, parse_stages, vpp_choices
 from moewright.spec.errors import Reason
@@ -47,6 +46,8 @@ MAX_UNEVEN_VPP = 4  # virtual stages of an uneven split
 
 _OFFLOADED_EXPERTS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 _OFFLOADED_ATTENTION = (Offload.ATTN_PROJ, Offload.CORE_ATTN)
+# How fast NCCL-EP is nobody has published: it is taken when asked for.
+_SEARCHED_LIBRARIES = (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP)
 _OFFLOADED_ACTIVATIONS = ((Offload.MOE_ACT,), _OFFLOADED_EXPERTS, _OFFLOADED_ATTENTION)
 
 Objections = Callable[[Layout], tuple[Reason, ...]]
@@ -293,7 +294,7 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
     fabric = space.hardware.fabric
     domains = group_span(cut, "ep", fabric.domain_size).domains
     libraries = [
-        library for library in LIBRARY_DISPATCHERS if runs_on(fabric, library, domains=domains)
+        library for library in _SEARCHED_LIBRARIES if runs_on(fabric, library, domains=domains)
     ]
     return tuple(
         dispatcher

@@ -60,6 +60,7 @@ class DispatcherKind(StrEnum):
     DEDUP = "dedup"
     DEEPEP = "deepep"
     HYBRIDEP = "hybridep"
+    NCCLEP = "ncclep"
 
 
 class CapacityFill(StrEnum):

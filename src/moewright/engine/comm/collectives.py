@@ -59,6 +59,17 @@ class Group:
         return self.counters.wait_for(self.name, name)
 
 
+def communicator_address(group: Group, device: torch.device) -> int:
+    """Return the address of the NCCL communicator of a group of several ranks, made where needed.
+
+    The group's first collective makes it, so one is run.
+    """
+    assert group.handle is not None  # several ranks
+    dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
+    backend: Any = group.handle._get_backend(device)
+    return int(backend._comm_ptr())
+
+
 def join_world(*, rank: int, world_size: int, store: Any, backend: str, timeout_s: float) -> None:
     """Join the world: one process group over all ranks.
 

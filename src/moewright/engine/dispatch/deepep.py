@@ -1,4 +1,4 @@
-"""The dispatcher that leaves dispatch and combine to DeepEP or HybridEP.
+"""The dispatcher that leaves dispatch and combine to DeepEP, HybridEP or NCCL-EP.
 
 The module also checks such a library at the start.
 
@@ -17,7 +17,6 @@ from moewright.engine.comm.autograd_collectives import all_to_all_in_turn
 from moewright.engine.comm.collectives import Group, all_reduce
 from moewright.engine.dispatch.alltoall import AllToAllDispatcher
 from moewright.engine.dispatch.dedup import mask_repeats
-from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, unusable_reason
 from moewright.engine.dispatch.interface import (
     RoutedRows,
     RowExchange,
@@ -27,6 +26,7 @@ from moewright.engine.dispatch.interface import (
     copy_to_host,
     permute_to_local_experts,
 )
+from moewright.engine.dispatch.library import DispatchLibrary, unusable_reason
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.reference import TorchKernels
@@ -105,7 +105,7 @@ class DeepEpRoute:
 
 
 class DeepEpDispatcher:
-    """A dispatcher over an expert-parallel group that calls DeepEP or HybridEP."""
+    """A dispatcher over an expert-parallel group that calls one of the libraries."""
 
     def __init__(self, library: DispatchLibrary, experts: int, kernels: KernelSet) -> None:
         self._library = library

@@ -12,57 +12,12 @@ plain all-to-all.
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from moewright.engine.comm.collectives import Group
-from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import DispatcherKind
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReceivedCopies:
-    """The copies of tokens that this rank received: `rows` [N,H].
-
-    `ids` [N,j] are the local experts of each copy, counted from 0, with E_local for none, and
-    `weights` [N,j] fp32 their weights. `handle` is the library's own, for `combine` and
-    `dispatch_cached`.
-    """
-
-    rows: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    handle: Any
-
-
-class DispatchLibrary(Protocol):
-    """A library that dispatches and combines over an expert-parallel group.
-
-    Experts and weights [T,k] are those of this rank's tokens; a dropped slot has expert E.
-    """
-
-    group: Group
-
-    def dispatch(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> ReceivedCopies: ...
-
-    def dispatch_cached(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Send other rows of the same tokens to the same ranks: [N,H]."""
-        ...
-
-    def combine(self, rows_NH: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Return the sums [T,H] of what the ranks send back for each token."""
-        ...
-
-    def combine_with_weights(
-        self, rows_NH: torch.Tensor, weights_Nj: torch.Tensor, handle: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of `combine`, and each weight [T,k] from the rank that received it."""
-        ...
+from moewright.engine.dispatch.library import ReceivedCopies
 
 
 class DeepEp:
@@ -196,42 +151,3 @@ class HybridEp:
         # A dropped slot has expert E, whose weight is 0.
         token_probs = torch.cat((token_probs, token_probs.new_zeros(len(token_probs), 1)), 1)
         return sums, token_probs.gather(1, experts_Tk)
-
-
-def open_library(
-    dispatcher: DispatcherKind,
-    group: Group,
-    *,
-    experts: int,
-    hidden: int,
-    max_tokens: int,
-    nvlink_domain_size: int,
-) -> DispatchLibrary:
-    """Set up the library for a group; every rank of it calls this.
-
-    Raises:
-        BadInput: when it cannot be set up.
-    """
-    try:
-        module = importlib.import_module("deep_ep")
-        if dispatcher is DispatcherKind.DEEPEP:
-            return DeepEp(module, group, experts=experts, hidden=hidden)
-        return HybridEp(
-            module,
-            group,
-            experts=experts,
-            hidden=hidden,
-            max_tokens=max_tokens,
-            nvlink_domain_size=nvlink_domain_size,
-        )
-    except Exception as error:  # it may refuse a device, a number of ranks, its own version
-        raise BadInput(
-            unusable_reason(dispatcher, f"cannot be set up: {type(error).__name__}: {error}")
-        ) from error
-
-
-def unusable_reason(dispatcher: DispatcherKind, rule: str) -> Reason:
-    """Return the reason why a library cannot dispatch."""
-    return Reason(
-        field="layout.dispatcher", value=dispatcher, rule=rule, nearest=DispatcherKind.DEDUP
-    )

@@ -11,7 +11,8 @@ from moewright.engine.comm import collectives
 from moewright.engine.comm.mesh import Mesh, build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.deepep import verify_library
-from moewright.engine.dispatch.deepep_bindings import DispatchLibrary, open_library
+from moewright.engine.dispatch.library import DispatchLibrary
+from moewright.engine.dispatch.open_library import open_library
 from moewright.engine.dispatch.row_budget import RowBudget
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.select import build_kernels
@@ -163,6 +164,7 @@ def _open_library(job: Job, mesh: Mesh, device: torch.device) -> DispatchLibrary
         hidden=hidden,
         max_tokens=job.micro_batch_tokens,
         nvlink_domain_size=axis_size(job.layout, "ep_near"),
+        device=device,
     )
     like = torch.empty(0, dtype=torch_dtype(job.workload.precision), device=device)
     verify_library(

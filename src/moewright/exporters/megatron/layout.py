@@ -49,6 +49,10 @@ DISPATCHER_FLAGS = {
         (LAYOUT_OPTIONS["dispatcher"], "flex"),
         ("--moe-flex-dispatcher-backend", "hybridep"),
     ),
+    DispatcherKind.NCCLEP: (
+        (LAYOUT_OPTIONS["dispatcher"], "flex"),
+        ("--moe-flex-dispatcher-backend", "ncclep"),
+    ),
 }
 # Transformer Engine's spelling, which Megatron-LM hands on; its own help has another.
 CP_COMM_NAMES: Mapping[CpComm, str] = MappingProxyType({CpComm.ALL_GATHER: "all_gather"})

@@ -145,15 +145,6 @@ def _read_experts(arguments: Arguments, layout: Layout) -> Layout:
     if arguments.has("--moe-enable-deepep"):
         kind = "flex"
         backend = "deepep"
-    if kind == "flex" and backend == "ncclep":
-        raise BadInput(
-            Reason(
-                field="--moe-flex-dispatcher-backend",
-                value=backend,
-                rule="NCCL-EP cannot be planned here",
-                nearest="hybridep",
-            )
-        )
     is_padded = arguments.has(LAYOUT_OPTIONS["capacity_fill"])
     return replace(
         layout,
