@@ -105,7 +105,7 @@ def test_ncclep_is_named_where_it_is_not_there_and_what_it_is_not_built_for(
     assert "needs the package nccl (github.com/NVIDIA/nccl-extensions)" in missing
     stand_in_nccl_ep.install(monkeypatch)
     assert refusals("ep4,dispatcher=ncclep", precision=Dtype.BF16) == []
-    (long,) = refusals("tp2,sp0,ep4,mbs2,dispatcher=ncclep", precision=Dtype.BF16, seq_len=8192)
+    (long,) = refusals("tp2,ep4,mbs2,dispatcher=ncclep", precision=Dtype.BF16, seq_len=16384)
     assert long.startswith("layout.mbs=2: a rank would dispatch 16384 tokens")
     assert long.endswith("nearest legal value: 1")
 
