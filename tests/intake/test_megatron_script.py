@@ -261,6 +261,9 @@ REFUSED = [
         "--tensor-model-parallel-size",
     ),
     ("--expert-parallel-size 8", "is --expert-model-parallel-size", ""),
+    ("--moe-expert-parallel-size 8", "it is --expert-model-parallel-size", ""),
+    ("--patch-size 14", "is of an encoder of pictures", ""),
+    ("--normalization batchnorm", "is one of LayerNorm, RMSNorm", "LayerNorm"),
     ("--batch-size 4", "is gone", "--micro-batch-size"),
     ("--seed many", "must be a whole number", ""),
     ("--moe-router-topk $K", "takes the value of K", "K=... before this command"),
@@ -302,6 +305,11 @@ RENAMED = [
     ("--optimizer muon --muon-tp-mode blockwise", "taken for duplicated"),
     ("...", "leaves options out"),
     ("--log-interval 10", "not part of a plan: "),
+    ("--no-query-key-layer-scaling", "is gone"),
+    ("--tokenizer-prompt-format qwen2p5", "multimodal example"),
+    ("--moe-loss-coeff 0.01", "--moe-aux-loss-coeff"),
+    ("--use-llama2-rotary-position-embeddings", "--use-rotary-position-embeddings"),
+    ("--normalization rmsnorm", "is read as RMSNorm"),
 ]
 
 

@@ -94,6 +94,22 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--use-legacy-models": _refused("is gone, and legacy models with it; leave it out"),
         "--num-experts-per-token": _refused("is --moe-router-topk", 1),
         "--expert-parallel-size": _refused("is --expert-model-parallel-size", 1),
+        "--moe-expert-parallel-size": _refused(
+            "is Megatron-DeepSpeed's; in Megatron-LM it is --expert-model-parallel-size", 1
+        ),
+        "--moe-loss-coeff": _ignored(
+            "is Megatron-DeepSpeed's --moe-aux-loss-coeff; no plan depends on it", 1
+        ),
+        "--no-query-key-layer-scaling": _ignored(
+            "is gone: scores are scaled by layer only where --apply-query-key-layer-scaling says so"
+        ),
+        "--patch-size": _refused("is of an encoder of pictures, which cannot be planned here", 1),
+        "--tokenizer-prompt-format": _ignored(
+            "belongs to Megatron-LM's multimodal example; no plan depends on it", 1
+        ),
+        "--use-llama2-rotary-position-embeddings": _renamed(
+            "is Pai-Megatron-Patch's", "--use-rotary-position-embeddings"
+        ),
         "--no-delay-grad-reduce": _ignored("is gone: --no-align-grad-reduce"),
         "--delay-param-gather": _ignored("is gone: --no-align-param-gather"),
         "--log-batch-size-to-tensorboard": _ignored("is gone: always logged"),

@@ -288,8 +288,17 @@ class _LaunchParser:
             self.position += len(values)
         else:
             values = [inline]
+        values = [self._spell_choice(name, value) for value in values]
         self.options[name] = tuple(values)
         self.faults += check_values(option, values)
+
+    def _spell_choice(self, name: str, value: str) -> str:
+        """Return a value as Megatron-LM spells it; forks take other capitals."""
+        alike = [c for c in self.table[name].choices if c.casefold() == value.casefold()]
+        if len(alike) != 1 or alike[0] == value:
+            return value
+        self.notes.append(f"{name} {value[:60]} is read as {alike[0]}, as Megatron-LM spells it")
+        return alike[0]
 
     def _take_foreign_option(self, name: str, inline: str | None) -> None:
         if inline is None:
