@@ -454,6 +454,14 @@ def test_of_several_training_commands_the_first_is_read_and_a_note_says_so(tmp_p
 SCRIPTS = [
     ("echo hello\n", "no command here starts pretrain_gpt.py"),
     ("echo hello\nexit 1\n", "the script leaves at line 2"),
+    (
+        "python -m torch.distributed.launch ./tasks/msdp/main.py --num-layers 4 --hidden-size 8\n",
+        "./tasks/msdp/main.py trains nothing",
+    ),
+    (
+        "torchrun tools/run_text_generation_server.py --num-layers 4 --hidden-size 8\n",
+        "tools/run_text_generation_server.py trains nothing",
+    ),
     ("for x in $(ls); do torchrun p.py --num-layers 4; done\n", "loops over output-of-ls"),
     ('torchrun pretrain_gpt.py --num-layers "4\n', "is not closed"),
     ("if [ $(hostname) = a ]; then X+=(1); fi\n", "which only running tells"),

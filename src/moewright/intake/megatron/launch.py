@@ -43,6 +43,10 @@ _LAUNCHER_OPTION = re.compile(
     r"|local[-_]addr|local[-_]ranks[-_]filter)"
 )
 # A command with one of these trains.
+# Programs of Megatron-LM and its forks that run a model without training it.
+_OTHER_TASKS = re.compile(
+    r"(^|/)tasks/msdp/|text_generation|generate_samples|(^|/)inference/|evaluat|analyze_data|_inference\b"
+)
 _TRAINING_OPTIONS = (
     "--num-layers",
     "--tensor-model-parallel-size",
@@ -112,6 +116,9 @@ def find_launch(reading: ShellReading, folder: Path | None = None) -> LaunchComm
     missing = next(filter(None, map(_missing_script, reading.commands)), "")
     if missing:
         rule += f"; {missing} is started, and is not beside the script"
+    other = next(filter(None, map(_find_other_task, reading.commands)), "")
+    if other:
+        rule += f"; {UNKNOWN_VALUE.sub('$', other)[-80:]} trains nothing"
     if reading.exit_line:
         rule += f"; the script leaves at line {reading.exit_line}"
     raise BadInput(Reason(field="script", rule=rule, nearest="moewright capture -- bash SCRIPT"))
@@ -165,8 +172,15 @@ def _environment(command: Command) -> dict[str, str]:
 
 def _trains(command: Command) -> bool:
     names = {word.partition("=")[0] for word in command.words}
-    is_program = _program_arguments(command.words) is not None
-    return is_program and not names.isdisjoint(_TRAINING_OPTIONS)
+    arguments = _program_arguments(command.words)
+    is_training = arguments is not None and not names.isdisjoint(_TRAINING_OPTIONS)
+    return is_training and not _find_other_task(command)
+
+
+def _find_other_task(command: Command) -> str:
+    """Return the program of a command that runs a model and does not train it; "" for others."""
+    programs = [word for word in command.words if word.endswith(".py")]
+    return next((word for word in programs[:1] if _OTHER_TASKS.search(word)), "")
 
 
 def _missing_script(command: Command) -> str:
