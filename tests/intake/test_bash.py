@@ -32,6 +32,10 @@ SCRIPTS = {
         (),
     ),
     "counting up": ("TP=3\n((TP++))", ()),
+    "a number that grows past 64 bits": (
+        "N=3\nfor i in {1..40}; do N=$((N*N)); done\nTP=$((N == -7860764868738023423 ? 4 : N))",
+        (),
+    ),
     "powers": ("TP=$((2**2))", ()),
     "a choice": ("N=3\nTP=$(( N > 2 ? 4 : 1 ))", ()),
     "a subshell": ("TP=4\n( TP=8; export TP )", ()),
@@ -151,6 +155,11 @@ def test_a_script_is_read_as_bash_runs_it(text, arguments, folder):
         ("ls | torchrun p.py --tp 4", "behind a pipe"),
         ("case a in a) TP=4;;", "the script ends inside"),
         ("if [[ a == @(a|b) ]]; then TP=4; fi", "the pattern @(a|b) is not read"),
+        ("A=xx\nfor i in {1..40}; do A=$A$A; done", "a word of more than 131072 characters"),
+        ("A=xx\nfor i in {1..40}; do A+=$A; done", "a word of more than 131072 characters"),
+        ('A=(x x)\nfor i in {1..40}; do A+=("${A[@]}"); done', "stands for too many words"),
+        ("A=({1..9999}{1..9999})", "stands for too many words"),
+        ("A[1000000000]=4", "too many elements"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_its_line(text, rule, folder):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import islice
 
 from moewright.intake.megatron.bash_tokens import (
     ShellToken,
@@ -55,6 +56,11 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.NotEq: operator.ne,
 }
 _MAX_POWER = 64
+# What Linux takes as one argument of a program (MAX_ARG_STRLEN), and as all of them (a quarter of
+# the usual stack); variables that double themselves stop here.
+_MAX_WORD_LENGTH = 1 << 17
+_MAX_WORDS_LENGTH = 1 << 21
+_MAX_WORDS = 100_000
 
 
 class ShellVariables:
@@ -132,6 +138,8 @@ class ShellVariables:
             self.tables[name][key] = old + value
             return
         place = self.integer(key, line)
+        if place > _MAX_WORDS:
+            raise syntax_refusal(line, f"{name}[{place}]: too many elements")
         values = list(self.arrays.get(name, ()))
         values += [""] * (place + 1 - len(values))
         values[place] = (values[place] if appends else "") + value
@@ -169,7 +177,10 @@ class ShellVariables:
             current = None if value[-1].isspace() else words.pop()
         words = words if current is None else [*words, current]
         if word.unquoted and "{" in word.unquoted and "$" not in word.unquoted:
-            words = [text for item in words for text in _expand_braces(item)]
+            expanded = (text for item in words for text in _expand_braces(item))
+            words = list(islice(expanded, _MAX_WORDS + 1))
+        if len(words) > _MAX_WORDS or sum(map(len, words)) > _MAX_WORDS_LENGTH:
+            raise syntax_refusal(word.line, f"{word.text[:40]} stands for too many words")
         return words
 
     def pattern(self, word: ShellToken) -> str:
@@ -188,6 +199,7 @@ class ShellVariables:
     def substitute(self, text: str, line: int, *, quoted: bool = False) -> str:
         """Return the text with its expressions replaced; an assigned value's quotes go too."""
         parts = []
+        length = 0
         for kind, piece in split_expressions(text, line, '"' if quoted else ""):
             if kind == "text":
                 parts.append(piece)
@@ -197,6 +209,10 @@ class ShellVariables:
                 parts.append(self._command_output(piece, line))
             else:
                 parts.append(self._parameter(piece, line))
+            length += len(parts[-1])
+            if length > _MAX_WORD_LENGTH:
+                rule = f"a word of more than {_MAX_WORD_LENGTH} characters is not read"
+                raise syntax_refusal(line, rule)
         return "".join(parts)
 
     def _command_output(self, text: str, line: int) -> str:
@@ -371,24 +387,28 @@ class ShellVariables:
         return f"({self._arithmetic_part(value, line)})" if value != name else f"\0{name}\0"
 
 
-def _expand_braces(text: str) -> list[str]:
-    """Return the words of {a,b} and {1..4}."""
+def _expand_braces(text: str) -> Iterator[str]:
+    """Yield the words of {a,b} and {1..4}."""
     match = re.search(r"\{([^{}]*)\}", text)
     if not match:
-        return [text]
+        yield text
+        return
     span = re.fullmatch(r"(-?\d+)\.\.(-?\d+)", match[1])
     if span:
         first, last = int(span[1]), int(span[2])
         step = 1 if last >= first else -1
         if abs(last - first) > 10_000:
-            return [text]
+            yield text
+            return
         items = [str(number) for number in range(first, last + step, step)]
     elif "," in match[1]:
         items = match[1].split(",")
     else:
-        return [text]
+        yield text
+        return
     head, tail = text[: match.start()], text[match.end() :]
-    return [word for item in items for word in _expand_braces(head + item + tail)]
+    for item in items:
+        yield from _expand_braces(head + item + tail)
 
 
 def _glob_to_regex(pattern: str) -> str:
@@ -410,6 +430,11 @@ def _strip_pattern(value: str, pattern: str, operation: str) -> str:
     return value
 
 
+def _wrap_64(value: int) -> int:
+    """Return what 64 bits keep of a number, as bash computes."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def _compute(node: ast.expr) -> int:
     """Return the value of an arithmetic expression.
 
@@ -422,12 +447,14 @@ def _compute(node: ast.expr) -> int:
         power = _compute(node.right)
         if not 0 <= power <= _MAX_POWER:
             raise ValueError("too large")
-        return int(_compute(node.left) ** power)
+        return _wrap_64(_compute(node.left) ** power)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         left, right = _compute(node.left), _compute(node.right)
         if isinstance(node.op, ast.Div | ast.FloorDiv):  # towards zero
             return (abs(left) // abs(right)) * (1 if (left < 0) == (right < 0) else -1)
-        return int(_ARITHMETIC[type(node.op)](left, right))
+        if isinstance(node.op, ast.LShift) and right >= _MAX_POWER:
+            raise ValueError("too large")
+        return _wrap_64(_ARITHMETIC[type(node.op)](left, right))
     if isinstance(node, ast.UnaryOp):
         value = _compute(node.operand)
         if isinstance(node.op, ast.Not):
