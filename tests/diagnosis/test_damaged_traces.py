@@ -15,6 +15,7 @@ from moewright.diagnosis.traces import trace_stream
 from moewright.diagnosis.traces.breakdown import break_down_step
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.trace_stream import TraceStream
+from moewright.spec.errors import BadInput
 from moewright.spec.units import GIB
 
 COMPUTE_S = COMPUTE_MS / 1e3
@@ -108,6 +109,23 @@ def test_a_cut_rank_and_another_json_in_a_folder_are_left_out_and_named(tmp_path
     out = capsys.readouterr().out
     assert "config.json" in out
     assert "rank2.json.gz" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (" " * 5000, "was cut off before its first event"),
+        (
+            json.dumps({"deviceProperties": [{"id": 0}], "traceEvents": []})[:-2],
+            "was cut off before any work of a GPU",
+        ),
+    ],
+)
+def test_a_cut_file_without_work_says_that_it_is_cut(text, rule, tmp_path):
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(text.encode())[:-8])
+    with pytest.raises(BadInput, match=rule):
+        read_traces(path)
 
 
 def test_reports_of_nsight_and_folders_of_exports(tmp_path, capsys):

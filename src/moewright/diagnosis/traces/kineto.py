@@ -126,6 +126,9 @@ def _read_file(path: Path, index: int) -> tuple[tuple[Capture, ...], bool]:
     elif collector.used_device or stream.metadata.get("deviceProperties"):
         rule = "holds no work of a GPU: it was recorded without ProfilerActivity.CUDA"
         nearest = "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+        if stream.is_cut:
+            rule = "was cut off before any work of a GPU"
+            nearest = "the whole file"
         raise BadInput(Reason(field=str(path), rule=rule, nearest=nearest))
     else:
         raw_events = [event for batch in TraceStream(path).batches() for event in batch]

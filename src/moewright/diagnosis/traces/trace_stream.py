@@ -93,6 +93,8 @@ class TraceStream:
         return BadInput(Reason(field=str(self.path), rule=rule, nearest=EXPECTED_FILE))
 
     def _why_no_trace(self, text: str) -> str:
+        if self.is_cut:
+            return "was cut off before its first event"
         try:
             json.loads(_repair_values(text))
         except _DAMAGE:
