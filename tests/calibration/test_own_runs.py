@@ -13,7 +13,13 @@ from moewright.calibration.own_runs import carry_over, weigh_own_runs
 from moewright.cli.main import main
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.evidence import list_choices
+from moewright.cost.evidence import (
+    is_shared_by_layouts,
+    job_choices,
+    layout_choices,
+    list_choices,
+)
+from moewright.cost.own_runs import job_factor
 from moewright.cost.repricing import RepriceableStep
 from moewright.intake import catalogue
 from moewright.rules.job import Job
@@ -46,12 +52,35 @@ def carried(runs: tuple[MeasuredRun, ...], text: str) -> float:
     return log(carry_over(own_runs, measured(text, 1.0)))
 
 
-def test_a_run_speaks_for_itself_and_less_for_others() -> None:
+def test_a_run_speaks_for_itself_and_a_little_less_for_other_layouts() -> None:
     slow = (measured(NEAR, 1.3),)
     same, near, far = (carried(slow, text) for text in (NEAR, "ep8,mbs4", FAR))
     assert 0.8 * log(1.3) < same < log(1.3)
     assert near == pytest.approx(same)  # micro-batches above 1 are one choice
-    assert 0 < far < 0.5 * same
+    assert 0.8 * same < far < same
+
+
+def test_a_run_says_little_of_other_models_and_parts() -> None:
+    (own,) = weigh_own_runs((measured(NEAR, 1.3),), [measured(NEAR, 1.0).measured_s], source="test")
+    layout = parse_layout(NEAR, world_size=16)
+    for name, on in (("DeepSeek-V3", "16xH100"), ("Qwen3-30B-A3B", "16xGB200")):
+        job = Job(model=catalogue.model(name), workload=WORK, layout=layout)
+        hardware = replace(catalogue.hardware(on), own_runs=(own,))
+        assert 0 < log(job_factor(job, hardware)) < 0.7 * carried((measured(NEAR, 1.3),), NEAR)
+
+
+def test_opposite_runs_of_a_job_leave_the_order_of_its_layouts() -> None:
+    """Two runs that disagree are taken for their mean: a run alone tells little of an order."""
+    runs = (measured(NEAR, 1.1), measured(FAR, 1 / 1.1))
+    assert abs(carried(runs, NEAR) - carried(runs, FAR)) < 0.5 * log(1.21)
+
+
+def test_every_choice_of_a_job_but_its_devices_and_network_is_of_all_its_layouts() -> None:
+    choices = tuple(job_choices(MODEL, WORK, HARDWARE))
+    apart = [choice for choice in choices if not is_shared_by_layouts(choice)]
+    assert [choice.split("~")[0].split("=")[0] for choice in apart] == ["devices", "network"]
+    layout = parse_layout(FAR, world_size=16)
+    assert not any(map(is_shared_by_layouts, layout_choices(layout, HARDWARE)))
 
 
 def test_runs_that_agree_are_believed_more_than_one() -> None:

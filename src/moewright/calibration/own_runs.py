@@ -8,7 +8,7 @@ from math import log
 import numpy as np
 
 from moewright.calibration.fit import RUN_NOISE, MeasuredRun, PriorCentre, fit_constants
-from moewright.cost.own_runs import LEFT_OPEN_SD, count_differing, likeness, own_run_factor
+from moewright.cost.own_runs import LEFT_OPEN_SD, likeness, own_run_factor, run_distances
 from moewright.spec.hardware import OwnRun
 from moewright.spec.sourced import Sourced, SourceKind
 
@@ -26,7 +26,7 @@ def weigh_own_runs(
     left_open = np.array(
         [log(run.measured_s / step_s) for run, step_s in zip(runs, predicted, strict=True)]
     )
-    covariance = LEFT_OPEN_SD**2 * likeness(count_differing(choices, choices))
+    covariance = LEFT_OPEN_SD**2 * likeness(run_distances(choices, choices))
     covariance += RUN_NOISE**2 * np.eye(len(runs))
     solved = np.linalg.solve(covariance, np.clip(left_open, -_LARGEST, _LARGEST))
     return tuple(
@@ -46,8 +46,8 @@ def carry_over(own_runs: Sequence[OwnRun], run: MeasuredRun) -> float:
     """Return the factor of a run's predicted seconds that own runs speak for."""
     if not own_runs:
         return 1.0
-    differing = count_differing([run.choices], [own.choices for own in own_runs])
-    return float(own_run_factor(own_runs, differing)[0])
+    distances = run_distances([run.choices], [own.choices for own in own_runs])
+    return float(own_run_factor(own_runs, distances)[0])
 
 
 def predict_own_runs(

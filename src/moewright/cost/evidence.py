@@ -28,6 +28,22 @@ from moewright.spec.workload import ExpertKernels, Routing, Task, Workload
 
 _TOGETHER = " with "
 OWN_RATES = "rates of this machine"
+# What stands before "=" or "~" in choices that all layouts of a job share.
+_SHARED_BY_LAYOUTS = frozenset(
+    (
+        "parameters",
+        "attention",
+        "moe",
+        "dense",
+        "part",
+        "precision",
+        "routing",
+        "experts",
+        "mtp",
+        "mixer",
+        "task",
+    )
+)
 _USUAL_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 
 
@@ -114,6 +130,14 @@ def list_choices(job: Job, hardware: Hardware) -> tuple[str, ...]:
     Sizes fall into classes: parameters by half decades, devices by powers of four.
     """
     return (*job_choices(job.model, job.workload, hardware), *layout_choices(job.layout, hardware))
+
+
+def is_shared_by_layouts(choice: str) -> bool:
+    """Return whether a choice is of the model, the part or the precision of a job.
+
+    Those of a layout are not, nor the number of devices and their network.
+    """
+    return choice.partition("=")[0].partition("~")[0] in _SHARED_BY_LAYOUTS
 
 
 def job_choices(model: ModelSpec, workload: Workload, hardware: Hardware) -> Iterator[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from moewright.cost.activations import ActivationPolicy
 from moewright.cost.constants import Constants
 from moewright.cost.evidence import job_choices, layout_choices, read_measured_choices
-from moewright.cost.own_runs import own_run_factor
+from moewright.cost.own_runs import choice_distance, own_run_factor
 from moewright.cost.stage_parts import Array
 from moewright.cost.uncertainty import step_bound, step_deviation
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy, with_pipeline
@@ -29,13 +29,13 @@ class ChoiceRows:
     """Sets of choices as rows.
 
     `made` [rows, measured choices] is 1 where a set holds a choice that runs made; `missing` [rows]
-    counts the choices of a set that no run made. `count` [rows] are all choices of a set, `shared`
-    [rows, own runs] those that each of one's own runs made too.
+    counts the choices of a set that no run made. `length` [rows] is the distance of a set from an empty
+    one (cost.own_runs), `shared` [rows, own runs] that of the choices that one's own runs made too.
     """
 
     made: Array
     missing: Array
-    count: Array
+    length: Array
     shared: Array
 
 
@@ -161,14 +161,14 @@ class ScreeningRisk:
         """
         classes, _ = blocks[0]
         if not self._own_runs:
-            return np.ones((len(classes.count), 1, 1))
-        count: Array = group.count[0]
+            return np.ones((len(classes.length), 1, 1))
+        length: Array = group.length[0]
         shared: Array = group.shared[0]
         for rows, place in blocks:
-            count = count + rows.count[place]
+            length = length + rows.length[place]
             shared = shared + rows.shared[place]
-        of_runs = np.array([len(choices) for choices in self._own_choices])
-        return own_run_factor(self._own_runs, count[..., None] + of_runs - 2 * shared)
+        of_runs = np.array([choice_distance(choices) for choices in self._own_choices])
+        return own_run_factor(self._own_runs, length[..., None] + of_runs - 2 * shared)
 
     def _deviation(self, missing: Array | int, pairs: Array | int) -> Array:
         return step_deviation(self._constants, missing, pairs)
@@ -196,9 +196,12 @@ class ScreeningRisk:
         return ChoiceRows(
             made=made,
             missing=missing,
-            count=np.array([len(set(names)) for names in rows], dtype=float),
+            length=np.array([choice_distance(set(names)) for names in rows], dtype=float),
             shared=np.array(
-                [[len(own.intersection(names)) for own in self._own_choices] for names in rows],
+                [
+                    [choice_distance(own.intersection(names)) for own in self._own_choices]
+                    for names in rows
+                ],
                 dtype=float,
             ).reshape(len(rows), len(self._own_choices)),
         )
