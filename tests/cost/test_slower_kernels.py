@@ -87,6 +87,13 @@ def test_an_unfused_loss_moves_more_bytes() -> None:
     assert unfused[TimePart.HEAD] - plain[TimePart.HEAD] == pytest.approx(32 * rates.seconds(row))
 
 
+def test_rows_summed_by_atomics_take_so_long_an_element() -> None:
+    layers, elements = 48, 2048 * 8 * 2048  # tokens of a rank, experts of each, their width
+    plain, atomic = step_parts(HARDWARE), step_parts(slower("atomic_sum_s", 1.7e-11))
+    more = atomic[TimePart.ELEMENTWISE] - plain[TimePart.ELEMENTWISE]
+    assert more == pytest.approx(32 * layers * 2 * elements * 1.7e-11)
+
+
 def host_s(sym: Symbols, graphs: tuple[CudaGraphScope, ...] = ()) -> float:
     return layer_host_s(Constants(HARDWARE), sym.layout, graphs, sym, MOE)
 

@@ -14,7 +14,7 @@ from moewright.calibration.cells import PeakKind
 from moewright.calibration.fit import RUN_NOISE, Fit, MeasuredRun, fit_constants
 from moewright.calibration.fit_inputs import is_priced_in_full, run_from_row, runs_from_rows
 from moewright.calibration.measured_row import MeasuredRow, RowStatement
-from moewright.calibration.own_runs import carry_over, weigh_own_runs
+from moewright.calibration.own_runs import carry_over, choose_telling_runs, weigh_own_runs
 from moewright.calibration.score import Calibration, predict_peak
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
@@ -128,7 +128,7 @@ def calibrate_leaving_out(
 
     The columns are those of the table; "id" leaves out one row at a time. So many `own_rows` of
     those that share its values, in `own_columns` too, are fitted nevertheless, as a user's own
-    first runs would be, and not scored. What the constants leave open of fitted rows of the
+    first runs would be, and not scored: those whose choices tell most of the others. What the constants leave open of fitted rows of the
     publisher is carried over to rows that make the same choices.
 
     Raises:
@@ -153,7 +153,7 @@ def calibrate_leaving_out(
     def build_fold(key: tuple[str, ...], row: MeasuredRow) -> _Fold:
         outer = _key(row, columns)
         inside = [index for index, other in enumerate(timed) if _key(other, columns) == outer]
-        alike = [timed[index] for index in inside if _key(timed[index], own_key) == key]
+        alike = [runs[index] for index in inside if _key(timed[index], own_key) == key]
         own = _choose_own_rows(alike, own_rows)
         kept = [
             index for index, other in enumerate(timed) if index not in inside or other.id in own
@@ -203,12 +203,15 @@ def _weigh_rows_of(fit: Fit, runs: Sequence[MeasuredRun], publisher: str) -> tup
     return weigh_own_runs(own, predicted, source=publisher)
 
 
-def _choose_own_rows(rows: Sequence[MeasuredRow], count: int) -> frozenset[str]:
-    """Return the ids of so many rows, spread over them; none where no other would be left."""
-    if not count or len(rows) <= count:
+def _choose_own_rows(runs: Sequence[MeasuredRun], count: int) -> frozenset[str]:
+    """Return the ids of the runs that tell most of the others; none where no other would be left.
+
+    Their measured times do not matter: one would choose them before any run.
+    """
+    if not count or len(runs) <= count:
         return frozenset()
-    steps = [round(index * (len(rows) - 1) / max(1, count - 1)) for index in range(count)]
-    return frozenset(rows[step].id for step in steps)
+    chosen = choose_telling_runs([run.choices for run in runs], count)
+    return frozenset(runs[index].id for index in chosen)
 
 
 def _leave_out_error(value: str, rule: str) -> BadInput:

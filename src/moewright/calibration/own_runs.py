@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import log
 
 import numpy as np
@@ -40,6 +40,25 @@ def weigh_own_runs(
         )
         for run, weight in zip(runs, solved, strict=True)
     )
+
+
+def choose_telling_runs(choices: Sequence[Collection[str]], count: int) -> tuple[int, ...]:
+    """Return the indices of the runs that would tell most of all of these, by their choices alone.
+
+    They are taken one after the other, each the one that lowers the summed variance of what is left
+    open most.
+    """
+    covariance = LEFT_OPEN_SD**2 * likeness(run_distances(choices, choices))
+    chosen: list[int] = []
+    for _ in range(min(count, len(choices))):
+        variances = np.diag(covariance)
+        told = (covariance**2).sum(axis=0) / (variances + RUN_NOISE**2)
+        told[chosen] = -1.0
+        best = int(np.argmax(told))
+        chosen.append(best)
+        seen = covariance[:, best] / (variances[best] + RUN_NOISE**2)
+        covariance = covariance - np.outer(seen, covariance[best])
+    return tuple(sorted(chosen))
 
 
 def carry_over(own_runs: Sequence[OwnRun], run: MeasuredRun) -> float:

@@ -21,7 +21,7 @@ OFFLOAD_CONSTANTS = ("host_link_Bps", "host_link_efficiency", "host_optimizer_s_
 NVFP4_CONSTANTS = ("gemm_4bit_time_scale", "nvfp4_weight_copies_bytes", "nvfp4_input_bytes")
 LORA_CONSTANTS = ("frozen_weight_bytes",)
 # Nothing in most trainers.
-EAGER_CONSTANTS = ("eager_loss_bytes", "host_s_per_token")
+EAGER_CONSTANTS = ("atomic_sum_s", "eager_loss_bytes", "host_s_per_token")
 EFA_CONSTANTS = (
     "efa_alltoall_share",
     "proxy_message_s",
@@ -59,6 +59,7 @@ _LIBRARY_CALL = (
 )
 _OWN_KERNELS = "kernels made for the part; more where a run names older ones"
 _NO_TOKEN_LOOP = "trainers that read no token on the host; the device waits while one does"
+_OWN_SUMS = "seconds an element of token rows that atomics sum; kernels for it use none"
 _FUSED_LOSS = "bytes a logit that an unfused loss moves beyond the fused one"
 _LOOPED_PRODUCT = "experts one by one: ten launches of about 12 us a product, forward and backward"
 _WEIGHT_TRAFFIC = "expert weights and their sums, the rest under products"
@@ -165,6 +166,7 @@ _CUDA = (
     _assumed("host_s_per_recompute_module", 1e-4, TIME_FINDINGS),
     _assumed("host_s_per_token", 0.0, _NO_TOKEN_LOOP),
     _assumed("eager_loss_bytes", 0.0, _FUSED_LOSS),
+    _assumed("atomic_sum_s", 0.0, _OWN_SUMS),
     _measured("delayed_gradient_share", 0.35, _DELAYED_GRADIENTS),
     _fitted("ep_overlap_hidden", 0.678, _fit_source(0.08)),
     _fitted("tp_host", 1.26, _fit_source(0.08, "its collectives are launched too")),
@@ -268,6 +270,7 @@ _CPU = (
     _assumed("host_s_per_recompute_module", 1e-4, "a few launches"),
     _assumed("host_s_per_token", 0.0, _NO_TOKEN_LOOP),
     _assumed("eager_loss_bytes", 0.0, _FUSED_LOSS),
+    _assumed("atomic_sum_s", 0.0, _OWN_SUMS),
     _fitted("sync_s_alltoall", 2e-3, "ranks wait for each other: step less CPU time, 2 ranks"),
     _assumed("sync_s_fused", 2e-3, "no such dispatcher on a CPU: as all-to-all"),
     _assumed("host_s_full_graph", 0.0, _NO_GRAPHS),

@@ -4,10 +4,10 @@ A fit leaves a part of each run open, log(measured / predicted). Runs that make 
 share it: its covariance is LEFT_OPEN_SD^2 * exp(-distance), where the distance sums over choices
 that one of the two runs makes and the other does not. This is simple kriging over choices (Matheron
 1963; Kennedy and O'Hagan 2001, who call it a model's discrepancy). What all layouts of a job share,
-its model, part and precision, tells runs apart; choices among layouts hardly do, so that what is
-carried over is nearly a level of the job, and its layouts keep the order that constants give them:
-single runs tell little of an order. The numbers are those of runs of one publisher,
-docs/log/planner_accuracy.md.
+its model, part and precision, tells runs apart four times as much as a choice among layouts, so
+that what is carried over is mostly a level of the job, and its layouts keep the order that
+constants give them: single runs tell little of an order. The numbers are those of runs of one
+publisher, docs/log/planner_accuracy.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moewright.spec.hardware import Hardware, OwnRun
 
 LEFT_OPEN_SD = 0.14  # of log(measured / predicted), where no run alike is known
 JOB_FADING = 0.2  # a choice that all layouts of a job share, such as its model
-LAYOUT_FADING = 0.01  # any other: of the layout, the number of devices and their network
+LAYOUT_FADING = 0.05  # any other: of the layout, the number of devices and their network
 
 
 def choice_distance(choices: Iterable[str]) -> float:

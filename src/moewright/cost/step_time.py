@@ -15,6 +15,7 @@ from moewright.cost.activations import (
     offloaded_activations,
     policy_of,
 )
+from moewright.cost.atomic_sums import add_atomic_sums
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import Constants
 from moewright.cost.gemm_rows import LayerOps
@@ -153,8 +154,12 @@ def price_model_ops(
     head_priced = price_ops(rates, add_eager_loss(rates.constants, sym, ops.head))
     head = outside_layers_time(collectives, sym, head_priced, gathers=3, sums=_LOSS_SUMS)
     projection = outside_layers_time(collectives, sym, price_ops(rates, ops.mtp), gathers=5)
+    layers = {kind: price_ops(rates, layer) for kind, layer in ops.layers.items()}
     return PricedModelOps(
-        layers={kind: price_ops(rates, layer) for kind, layer in ops.layers.items()},
+        layers={
+            kind: add_atomic_sums(rates.constants, sym, priced) if kind.is_moe else priced
+            for kind, priced in layers.items()
+        },
         embedding=embedding,
         head=add_times([(head, 1.0), (token_loop_time(rates.constants, sym), 1.0)]),
         mtp=add_times([(head, 1.0), (projection, 1.0), (embedding, 1.0)]),
