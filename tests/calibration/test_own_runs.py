@@ -78,9 +78,9 @@ def test_runs_are_chosen_that_lie_among_the_others_and_apart_from_each_other() -
 
 
 def test_opposite_runs_of_a_job_leave_the_order_of_its_layouts() -> None:
-    """Two runs that disagree are taken for their mean: a run alone tells little of an order."""
+    """Runs that disagree are drawn to their mean: a run alone tells little of an order."""
     runs = (measured(NEAR, 1.1), measured(FAR, 1 / 1.1))
-    assert abs(carried(runs, NEAR) - carried(runs, FAR)) < 0.5 * log(1.21)
+    assert abs(carried(runs, NEAR) - carried(runs, FAR)) < 0.8 * log(1.21)
 
 
 def test_every_choice_of_a_job_but_its_devices_and_network_is_of_all_its_layouts() -> None:

@@ -9,6 +9,7 @@ import pytest
 from moewright.codec import parse_layout
 from moewright.cost.collective_time import CollectiveModel, GroupSpan, group_span
 from moewright.cost.estimate import estimate
+from moewright.cost.layer_collectives import tp_exchange_s, tp_heads_s
 from moewright.cost.op_time import DeviceRates, OpRow, find_uncovered_rates, interpolate
 from moewright.cost.ops import expert_ops
 from moewright.cost.symbols import build_symbols
@@ -27,7 +28,7 @@ from moewright.spec.hardware import (
     OpRate,
 )
 from moewright.spec.layout import DispatcherKind
-from moewright.spec.model import RouterSpec
+from moewright.spec.model import MixerKind, RouterSpec
 from moewright.spec.plan import TimePart
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Dtype, TensorScaling, Workload
@@ -291,3 +292,20 @@ def test_large_experts_are_faster_in_8_bits(name: str) -> None:
     delayed_s, current_s, block_s = (expert_seconds(hardware, recipe) for recipe in recipes)
     assert delayed_s < current_s < expert_seconds(hardware, wide)
     assert block_s < 0.95 * expert_seconds(hardware, wide)
+
+
+def heads_s(tp: int) -> float:
+    layout = parse_layout(f"tp{tp},ep8", world_size=64)
+    work = Workload(seq_len=4096, global_batch=256)
+    hardware = catalogue.hardware("64xH100")
+    job = Job(model=catalogue.model("Qwen3-30B-A3B"), workload=work, layout=layout)
+    sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=1.0, router_efficiency=1.0)
+    return tp_heads_s(collective_model(hardware), sym, MixerKind.ATTENTION)
+
+
+def test_more_tp_ranks_than_key_heads_gather_queries_keys_and_values() -> None:
+    assert heads_s(4) == 0  # 4 key heads: each rank has its own
+    collectives = collective_model(catalogue.hardware("64xH100"))
+    layout = parse_layout("tp8,ep8", world_size=64)
+    columns = 4096 + 2 * 512
+    assert heads_s(8) == tp_exchange_s(collectives, layout, 2 * 4096 * columns)

@@ -128,8 +128,9 @@ def calibrate_leaving_out(
 
     The columns are those of the table; "id" leaves out one row at a time. So many `own_rows` of
     those that share its values, in `own_columns` too, are fitted nevertheless, as a user's own
-    first runs would be, and not scored: those whose choices tell most of the others. What the constants leave open of fitted rows of the
-    publisher is carried over to rows that make the same choices.
+    first runs would be, and not scored: those whose choices tell most of the others. What the
+    constants leave open of fitted rows of the publisher is carried over to rows that make the same
+    choices.
 
     Raises:
         BadInput: the table does not have a column, or too few rows are left.

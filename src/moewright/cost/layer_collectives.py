@@ -7,7 +7,7 @@ from moewright.cost.symbols import Symbols
 from moewright.rules import routing
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, DispatcherKind, Layout, Overlap
-from moewright.spec.model import MixerKind
+from moewright.spec.model import AttentionKind, MixerKind, QkNorm
 
 _INT64_BYTES = 8
 _FP32_BYTES = 4
@@ -35,6 +35,24 @@ def tp_all_reduce_s(collectives: CollectiveModel, sym: Symbols) -> float:
     """Return the time of one all-reduce of an fp32 number a token over a TP group."""
     span = collectives.span(sym.layout, "tp")
     return collectives.seconds(Collective.ALL_REDUCE, span, _FP32_BYTES * sym.T)
+
+
+def tp_heads_s(collectives: CollectiveModel, sym: Symbols, mixer: MixerKind) -> float:
+    """Return the time that a mixer exchanges queries and keys over a TP group, forward.
+
+    A norm over all heads, of which each rank has a part, is two all-reduces. More ranks than key
+    heads gather their parts of these: this engine keys and values, Megatron queries too.
+    """
+    spec = sym.model.attention
+    layout = sym.layout
+    seconds = 0.0
+    if spec.qk_norm is QkNorm.FULL and mixer is not MixerKind.NONE:
+        seconds += 2 * tp_all_reduce_s(collectives, sym)
+    is_shared = spec.kind is AttentionKind.GQA and layout.tp > spec.kv_heads
+    if is_shared and mixer is MixerKind.ATTENTION:
+        width = 2 * spec.kv_width + (spec.q_width if sym.is_fused else 0)
+        seconds += tp_exchange_s(collectives, layout, sym.c * sym.T * width)
+    return seconds
 
 
 def ep_exchange_s(collectives: CollectiveModel, sym: Symbols) -> tuple[float, float]:

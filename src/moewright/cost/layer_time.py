@@ -24,13 +24,14 @@ from moewright.cost.layer_collectives import (
     ep_exchange_s,
     tp_all_reduce_s,
     tp_exchange_s,
+    tp_heads_s,
 )
 from moewright.cost.op_time import DeviceRates, TimedRows
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, CudaGraphScope, Layout, Overlap, Recompute
-from moewright.spec.model import MixerKind, ModelSpec, QkNorm
+from moewright.spec.model import MixerKind, ModelSpec
 from moewright.spec.plan import TimePart
 
 PartSeconds = Mapping[TimePart, float]
@@ -109,16 +110,16 @@ class LayerCollectives:
     """Seconds of the collectives of one layer and micro-batch.
 
     `ep_forward_s` and `ep_backward_s` are dispatch and combine. `tp_s` is one gather or scatter;
-    each of `tp_blocks` blocks makes two in forward and three in backward. `qk_norm_s` are the
-    all-reduces of a query and key norm over all heads, of which each rank has a part. `cp_s` is the
-    exchange of context parallelism in forward.
+    each of `tp_blocks` blocks makes two in forward and three in backward. `heads_s` is what ranks
+    of a TP group exchange of queries and keys, forward and as much backward. `cp_s` is the exchange
+    of context parallelism in forward.
     """
 
     ep_forward_s: float
     ep_backward_s: float
     tp_s: float
     tp_blocks: int
-    qk_norm_s: float
+    heads_s: float
     cp_s: float
 
 
@@ -134,15 +135,12 @@ def price_collectives(
     ep_forward_s, ep_backward_s = 0.0, 0.0
     if kind.is_moe:
         ep_forward_s, ep_backward_s = ep_exchange_s(collectives, sym)
-    qk_norm_s = 0.0
-    if model.attention.qk_norm is QkNorm.FULL and kind.mixer is not MixerKind.NONE:
-        qk_norm_s = 2 * tp_all_reduce_s(collectives, sym)
     return LayerCollectives(
         ep_forward_s=ep_forward_s,
         ep_backward_s=ep_backward_s,
         tp_s=tp_s,
         tp_blocks=_tp_blocks(sym, kind),
-        qk_norm_s=qk_norm_s,
+        heads_s=tp_heads_s(collectives, sym, kind.mixer),
         cp_s=cp_exchange_s(collectives, sym, kind.mixer),
     )
 
@@ -233,7 +231,7 @@ def device_time(
     if Overlap.EP in layout.overlap:
         hidden_share = collectives.constants["ep_overlap_hidden"]
         rows_s = sum(seconds for _, seconds in (*priced.forward, *priced.backward))
-        beside_s = (rows_s + 5 * tp_s + 2 * moved.qk_norm_s + 3 * moved.cp_s + host_s) / 2
+        beside_s = (rows_s + 5 * tp_s + 2 * moved.heads_s + 3 * moved.cp_s + host_s) / 2
         forward_hidden_s = min(moved.ep_forward_s, hidden_share * covered.forward_s, beside_s)
         backward_hidden_s = min(moved.ep_backward_s, hidden_share * covered.backward_s, beside_s)
     cp_hides = layout.cp_comm is CpComm.P2P
@@ -243,7 +241,7 @@ def device_time(
         priced.forward,
         ep_s=moved.ep_forward_s,
         hidden_ep_s=forward_hidden_s,
-        tp_s=2 * tp_s + moved.qk_norm_s,
+        tp_s=2 * tp_s + moved.heads_s,
         cp_s=moved.cp_s,
         cp_hides=cp_hides,
     )
@@ -252,7 +250,7 @@ def device_time(
         priced.backward,
         ep_s=moved.ep_backward_s,
         hidden_ep_s=backward_hidden_s,
-        tp_s=3 * tp_s + moved.qk_norm_s,
+        tp_s=3 * tp_s + moved.heads_s,
         cp_s=2 * moved.cp_s,
         cp_hides=cp_hides,
     )
@@ -346,7 +344,7 @@ def replay_cost(
     if Recompute.FULL in choices:
         block_s = sum(seconds for _, seconds in priced.forward)
         tp_s = 2 * moved.tp_blocks * moved.tp_s
-        block_s += moved.ep_forward_s + tp_s + moved.qk_norm_s + moved.cp_s
+        block_s += moved.ep_forward_s + tp_s + moved.heads_s + moved.cp_s
         block_host_share = 1.0
         block_layer_share = _recomputed_share(layout, sym.model)
     elif choices:

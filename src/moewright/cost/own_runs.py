@@ -28,9 +28,7 @@ LAYOUT_FADING = 0.05  # any other: of the layout, the number of devices and thei
 
 def choice_distance(choices: Iterable[str]) -> float:
     """Return how far two runs lie apart of which one makes these choices and the other does not."""
-    return sum(
-        JOB_FADING if is_shared_by_layouts(choice) else LAYOUT_FADING for choice in choices
-    )
+    return sum(JOB_FADING if is_shared_by_layouts(choice) else LAYOUT_FADING for choice in choices)
 
 
 def likeness(distances: Array | float) -> Array:

@@ -7,6 +7,7 @@ from math import ceil
 
 from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import Constants
+from moewright.cost.elementwise import elementwise_row
 from moewright.cost.head_ops import optimizer_ops
 from moewright.cost.model_states import MOMENTUM_BYTES
 from moewright.cost.muon import muon_ops
@@ -64,8 +65,9 @@ def step_tail(
 ) -> StepTail:
     """Return gradient reduction, optimizer and weight gather of a rank with so many parameters.
 
-    zero=2 and 3 reduce after every micro-batch, zero=3 gathers for each forward and backward; under
-    hybrid sharding the ranks that hold replicas of a shard then sum its gradient, once a step.
+    zero=2 and 3 reduce after every micro-batch, zero=3 gathers for each forward and backward, with
+    copies from and to the buffers of its collectives that nothing hides; under hybrid sharding the
+    ranks that hold replicas of a shard then sum its gradient, once a step.
     Replicas of experts send gradients to the experts' owners after backward, before the owners
     reduce, and receive weights at the end of the step: none of that, nor the owners' reduction and
     gather, is hidden.
@@ -100,10 +102,25 @@ def step_tail(
         hidden_gather_s = hidden_share * hideable_gather_s
     return StepTail(
         reduce_s=reduce_s - hidden_reduce_s + replica_sums_s,
-        gather_s=gather_s - hidden_gather_s,
+        gather_s=gather_s - hidden_gather_s + _flat_copies_s(rates, sym, parameters),
         optimizer_s=_optimizer_s(rates, sym, parameters),
         hidden_s=hidden_reduce_s + hidden_gather_s,
     )
+
+
+def _flat_copies_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
+    """Return the seconds in which zero=3 copies weights out of gathered buffers, and gradients in.
+
+    PyTorch's fully_shard does so beside nothing, in the stream of the micro-batches
+    (_fsdp_collectives.py: foreach_all_gather_copy_out, foreach_reduce).
+    """
+    if sym.layout.zero != 3 or not sym.is_fused:
+        return 0.0
+    numel = parameters.dense + parameters.expert
+    weight_bytes = 2 * _gathered_weight_bytes(rates.constants, sym) * numel
+    grad_bytes = (sym.c + sym.workload.grad_dtype.nbytes) * sym.trained_share * numel
+    row = elementwise_row("flat_copies", sym, 2 * weight_bytes + grad_bytes)
+    return sym.m * rates.seconds(row)
 
 
 def _momentum_exchange_s(

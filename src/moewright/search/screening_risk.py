@@ -29,8 +29,9 @@ class ChoiceRows:
     """Sets of choices as rows.
 
     `made` [rows, measured choices] is 1 where a set holds a choice that runs made; `missing` [rows]
-    counts the choices of a set that no run made. `length` [rows] is the distance of a set from an empty
-    one (cost.own_runs), `shared` [rows, own runs] that of the choices that one's own runs made too.
+    counts the choices of a set that no run made. `length` [rows] is the distance of a set from an
+    empty one (cost.own_runs), `shared` [rows, own runs] that of the choices that one's own runs
+    made too.
     """
 
     made: Array
