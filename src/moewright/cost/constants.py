@@ -60,6 +60,7 @@ _LIBRARY_CALL = (
 _OWN_KERNELS = "kernels made for the part; more where a run names older ones"
 _NO_TOKEN_LOOP = "trainers that read no token on the host; the device waits while one does"
 _OWN_SUMS = "seconds an element of token rows that atomics sum; kernels for it use none"
+_SHARDED_COPIES = "PyTorch's fully_shard copies weights out of gathered buffers, and gradients in"
 _FUSED_LOSS = "bytes a logit that an unfused loss moves beyond the fused one"
 _LOOPED_PRODUCT = "experts one by one: ten launches of about 12 us a product, forward and backward"
 _WEIGHT_TRAFFIC = "expert weights and their sums, the rest under products"
@@ -167,6 +168,7 @@ _CUDA = (
     _assumed("host_s_per_token", 0.0, _NO_TOKEN_LOOP),
     _assumed("eager_loss_bytes", 0.0, _FUSED_LOSS),
     _assumed("atomic_sum_s", 0.0, _OWN_SUMS),
+    _assumed("zero3_copies", 1.0, _SHARDED_COPIES),
     _measured("delayed_gradient_share", 0.35, _DELAYED_GRADIENTS),
     _fitted("ep_overlap_hidden", 0.678, _fit_source(0.08)),
     _fitted("tp_host", 1.26, _fit_source(0.08, "its collectives are launched too")),
@@ -271,6 +273,7 @@ _CPU = (
     _assumed("host_s_per_token", 0.0, _NO_TOKEN_LOOP),
     _assumed("eager_loss_bytes", 0.0, _FUSED_LOSS),
     _assumed("atomic_sum_s", 0.0, _OWN_SUMS),
+    _assumed("zero3_copies", 0.0, "in the time of its collectives"),
     _fitted("sync_s_alltoall", 2e-3, "ranks wait for each other: step less CPU time, 2 ranks"),
     _assumed("sync_s_fused", 2e-3, "no such dispatcher on a CPU: as all-to-all"),
     _assumed("host_s_full_graph", 0.0, _NO_GRAPHS),

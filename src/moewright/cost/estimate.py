@@ -389,6 +389,8 @@ def _facts(hardware: Hardware, rates: DeviceRates, sym: Symbols) -> Iterator[tup
         unused |= frozenset(OFFLOAD_CONSTANTS)
     if sym.model.recurrent is None:
         unused |= frozenset({"scan_time_scale"})
+    if sym.layout.zero != 3:
+        unused |= frozenset({"zero3_copies"})
     if not sym.is_frozen:
         unused |= frozenset(LORA_CONSTANTS)
     if sym.dtype is not Dtype.NVFP4:

@@ -114,13 +114,18 @@ def _flat_copies_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters)
     PyTorch's fully_shard does so beside nothing, in the stream of the micro-batches
     (_fsdp_collectives.py: foreach_all_gather_copy_out, foreach_reduce).
     """
-    if sym.layout.zero != 3 or not sym.is_fused:
+    layout = sym.layout
+    if layout.zero != 3:
         return 0.0
-    numel = parameters.dense + parameters.expert
+    numel = sum(
+        count
+        for group, count in (("dp_cp", parameters.dense), ("edp", parameters.expert))
+        if grid.group_size(layout, fsdp.state_group(layout, group)) > 1
+    )
     weight_bytes = 2 * _gathered_weight_bytes(rates.constants, sym) * numel
     grad_bytes = (sym.c + sym.workload.grad_dtype.nbytes) * sym.trained_share * numel
     row = elementwise_row("flat_copies", sym, 2 * weight_bytes + grad_bytes)
-    return sym.m * rates.seconds(row)
+    return rates.constants["zero3_copies"] * sym.m * rates.seconds(row)
 
 
 def _momentum_exchange_s(
