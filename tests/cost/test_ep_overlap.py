@@ -107,11 +107,11 @@ def test_parts_gathered_over_expert_tensor_ranks_are_padded_to_the_widest() -> N
 def test_copies_of_a_shard_are_summed_in_the_open() -> None:
     """Hide all of ZeRO-3's own collectives: a hybrid shard still shows the sum over its copies."""
     hardware = catalogue.hardware("16xH100")
-    hiding = Constant(
-        name="overlapped_dp_share",
-        value=Sourced(value=0.0, kind=SourceKind.ASSUMED, source="all of it hides"),
+    nothing = Sourced(value=0.0, kind=SourceKind.ASSUMED, source="all hides, nothing is copied")
+    hiding = tuple(
+        Constant(name=name, value=nothing) for name in ("overlapped_dp_share", "zero3_copies")
     )
-    hardware = replace(hardware, constants=(*hardware.constants, hiding))
+    hardware = replace(hardware, constants=(*hardware.constants, *hiding))
     exposed = [
         sum(
             share.seconds
