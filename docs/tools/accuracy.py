@@ -54,7 +54,8 @@ _OWN_ALIKE_TEXT = """As a user's own first runs would be: of each model on each 
 three rows, those whose choices tell most of the others, are fitted with all other publishers' and
 not scored; the publisher's rows of other models and parts are left out as before
 (`--own-rows 3 --own-columns model,hardware`). What the fitted constants leave open of the three is
-carried over to runs alike (`moewright fit` does the same). A model of three rows or fewer on a part is predicted without.
+carried over to runs alike (`moewright fit` does the same). A model of three rows or fewer on a part
+is predicted without.
 """
 _OWN_ROWS_TEXT = """Three rows of all that the publisher ran, whatever model and part, those whose
 choices tell most of the others (`--own-rows 3`).
