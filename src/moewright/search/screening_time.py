@@ -302,8 +302,21 @@ class GroupTimes:
         return self._lightest[key]
 
     def _least_s(self, layout: Layout, timing: TimingClass) -> float:
-        """Return the seconds of one micro-batch through the model, under the first policy."""
-        return float(self._times.model_counts @ self.lightest_seconds(timing, layout))
+        """Return the seconds of one micro-batch through the model, under the first policy.
+
+        Chunks decide how many layers offload where a fraction of each does, so none does here.
+        """
+        times = self._times
+        if not times.parts.has_staying:
+            return float(times.model_counts @ self.lightest_seconds(timing, layout))
+        pricer = self._pricer(layout, timing)
+        staying = pricer.layer_total_s(
+            self._staged(layout, timing),
+            times.policies.members[0],
+            dict.fromkeys(self._first_sent, NOTHING_OFFLOADED),
+            synced=timing.synced,
+        )
+        return float(times.model_counts @ pricer.part_seconds(times.parts, staying, staying))
 
     def _pricer(self, layout: Layout, timing: TimingClass) -> Pricer:
         key = layout.dispatcher, timing.like
