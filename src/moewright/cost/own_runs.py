@@ -33,7 +33,7 @@ def choice_distance(choices: Iterable[str]) -> float:
 
 def likeness(distances: Array | float) -> Array:
     """Return the correlation of what is left open of two runs, by their distance."""
-    return np.exp(-np.asarray(distances, dtype=float))
+    return np.asarray(np.exp(-np.asarray(distances, dtype=float)))
 
 
 def run_distances(choices: Sequence[Collection[str]], others: Sequence[Collection[str]]) -> Array:
