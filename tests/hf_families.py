@@ -35,6 +35,7 @@ FAMILIES = (
     "granitemoe",
     "granitemoeshared",
     "llama4_text",
+    "phimoe",
     "qwen3_next",
     "qwen3_5_moe_text",
 )
@@ -89,6 +90,32 @@ def _model(family: str, **more: Any) -> nn.Module:
             **shape, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2
         )
         return transformers.MixtralForCausalLM(config).float()
+    if family == "phimoe":
+        # Factors and magnitudes of their own for sequences of up to 64 tokens, and for longer ones.
+        factors = {
+            "short_factor": [1.0, 1.25, 1.5, 2.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+        }
+        rope = {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            **factors,
+            "short_mscale": 1.2,
+            "long_mscale": 1.4,
+            "original_max_position_embeddings": 64,
+        }
+        config = transformers.PhimoeConfig(
+            **shape,
+            intermediate_size=16,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            attention_bias=True,
+            lm_head_bias=True,
+            router_jitter_noise=0.2,  # wide enough to hold several experts
+            max_position_embeddings=256,
+            rope_parameters=rope,
+        )
+        return transformers.PhimoeForCausalLM(config).float()
     if family == "olmoe":
         config = transformers.OlmoeConfig(
             **shape, intermediate_size=16, num_experts=8, num_experts_per_tok=2, pad_token_id=None

@@ -48,7 +48,7 @@ def call_all() -> None:
     kernels.sum_exp(logits[:, :-3], ones)
     for log_sum in (None, ones):
         kernels.cross_entropy_backward(ones, logits, ids, log_sum, VOCABULARY - 3)
-    for score in set(ScoreFunction) - {ScoreFunction.SPARSE_MIXER}:  # which the engine refuses
+    for score in set(ScoreFunction) - {ScoreFunction.SPARSE_MIXER}:  # which has no kernel
         scores = torch.zeros(TOKENS, EXPERTS, requires_grad=True)
         _, weights, scored = kernels.route_tokens(
             scores, RouterSpec(top_k=2, score=score), torch.zeros(EXPERTS), None

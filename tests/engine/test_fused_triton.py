@@ -212,7 +212,7 @@ def test_losses(tokens: int, width: int, pads: int) -> None:
 _ROUTERS = [
     RouterSpec(top_k=3, score=score, renormalize=renormalize, scaling_factor=2.446)
     for score, renormalize in product(ScoreFunction, (True, False))
-    if score is not ScoreFunction.SPARSE_MIXER  # which the engine refuses
+    if score is not ScoreFunction.SPARSE_MIXER  # which has no kernel
 ]
 
 

@@ -12,7 +12,8 @@ from moewright.engine.comm.collectives import Group, TensorParallel
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.weight_gradients import WeightGradStore
-from moewright.engine.model.linear_loss import LinearCrossEntropy
+from moewright.engine.model.biases import AddBiasInPlace
+from moewright.engine.model.linear_loss import ChunkedLossSettings, LinearCrossEntropy
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.model.vocab_parallel import VocabParallelCrossEntropy, VocabShard
 from moewright.engine.observe.counters import Counters
@@ -43,19 +44,28 @@ def draw_inputs(
     return x, w, targets, torch.rand(T, generator=generator)
 
 
-def full_logits_loss(x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def full_logits_loss(
+    x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     shard = single_rank_shard(Counters())
     (logits,) = ColumnParallelLinear.apply(x, shard.tp, WIDE_PRODUCTS, WeightGradStore(), w)
+    if bias is not None:
+        logits = AddBiasInPlace.apply(logits, bias, None)
     if len(w) > VOCABULARY:
         logits = logits[:, :VOCABULARY]
     return VocabParallelCrossEntropy.apply(logits, targets, shard, TorchKernels())
 
 
 def chunked_loss(
-    x: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, max_columns: int
+    x: torch.Tensor,
+    w: torch.Tensor,
+    targets: torch.Tensor,
+    max_columns: int,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     shard = single_rank_shard(Counters())
-    return LinearCrossEntropy.apply(x, w, targets, shard, max_columns, TorchKernels())
+    settings = ChunkedLossSettings(shard=shard, max_columns=max_columns, kernels=TorchKernels())
+    return LinearCrossEntropy.apply(x, w, bias, targets, settings)
 
 
 def collect_results(
@@ -79,6 +89,21 @@ def test_equals_the_loss_of_all_logits(max_columns: int, rows: int) -> None:
     loss, _, grad_w = results
     assert not loss[targets < 0].any()
     assert not grad_w[VOCABULARY:].any()
+
+
+def test_a_bias_of_the_logits_has_its_gradient() -> None:
+    x, w, targets, grad = draw_inputs(torch.float32)
+    bias = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    logits = torch.nn.functional.linear(x, w, bias)
+    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    expected = collect_results(loss, grad, x, w, bias)
+    for loss in (
+        full_logits_loss(x, w, targets, bias),
+        chunked_loss(x, w, targets, 7, bias),
+    ):
+        results = collect_results(loss, grad, x, w, bias)
+        for result, reference in zip(results, expected, strict=True):
+            assert (result - reference).norm() <= 1e-6 * reference.norm()
 
 
 def test_rounds_as_the_loss_of_all_logits_does() -> None:
@@ -128,9 +153,10 @@ def test_keeps_no_logits_and_makes_no_more_than_a_chunk_of_them() -> None:
 
     with counters.counting(), counters.scopes.enter(Module.HEAD):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = LinearCrossEntropy.apply(
-                x, w, targets, single_rank_shard(counters), max_columns, WatchedKernels()
+            settings = ChunkedLossSettings(
+                shard=single_rank_shard(counters), max_columns=max_columns, kernels=WatchedKernels()
             )
+            loss = LinearCrossEntropy.apply(x, w, None, targets, settings)
         loss.backward(grad)
     assert widths == 2 * [8, 8, 8, 8, 5]
     assert saved == [

@@ -80,8 +80,9 @@ def build_router(
     return router
 
 
-# The engine refuses the others by name.
+# A sparse mixer's weights are no scores over their sum: it has a test of its own.
 RUN_SCORES = tuple(score for score in ScoreFunction if score is not ScoreFunction.SPARSE_MIXER)
+MIXER = RouterSpec(top_k=2, score=ScoreFunction.SPARSE_MIXER, renormalize=False, mixer_eps=0.3)
 SIGMOID = RouterSpec(top_k=2, score=ScoreFunction.SIGMOID, scaling_factor=2.5, selection_bias=True)
 
 
@@ -101,6 +102,38 @@ def test_weights_are_the_chosen_scores_over_their_sum_times_the_factor(
     chosen = plain.gather(1, selection.experts)
     torch.testing.assert_close(selection.weights, 2.5 * chosen / chosen.sum(-1, keepdim=True))
     assert selection.counts.sum() == 64 * 4
+
+
+def test_a_sparse_mixer_is_that_of_phi() -> None:
+    """Choices, weights and their gradient equal transformers'; scores are the softmax of all.
+
+    A choice that is forced, as in a repeated forward, leaves all as it was.
+    """
+    phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    expected_logits = draw_logits()
+    weights, experts = phimoe.sparsemixer(expected_logits, jitter_eps=0.3, training=False)
+    factors = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    (weights * factors).sum().backward()
+    assert (weights < 1).float().mean() > 0.5  # the threshold lets most choices have neighbours
+    for forced in (None, experts):
+        logits = draw_logits()
+        selection = select_experts(logits, MIXER, TorchKernels(), forced_Tk=forced)
+        assert torch.equal(selection.experts, experts)
+        torch.testing.assert_close(selection.weights, weights.detach())
+        torch.testing.assert_close(selection.scores, torch.softmax(logits, -1))
+        (selection.weights * factors).sum().backward()
+        torch.testing.assert_close(logits.grad, expected_logits.grad)
+
+
+def test_the_gradient_of_a_sparse_mixer_is_that_of_its_weights_and_scores() -> None:
+    logits = draw_logits(tokens=6, experts=5).detach().double().requires_grad_()
+    forced = torch.tensor([[0, 3]] * 3 + [[4, 1]] * 3)  # most of them are not the highest
+
+    def select(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        selection = select_experts(values, MIXER, TorchKernels(), forced_Tk=forced)
+        return selection.weights, selection.scores
+
+    assert torch.autograd.gradcheck(select, (logits,))
 
 
 def test_a_bias_moves_the_choice_and_leaves_the_weights() -> None:

@@ -337,7 +337,6 @@ def refused_features(name: str) -> Iterator[str]:
     ("name", "field"),
     [
         ("GraniteMoe", "multipliers.attention"),
-        ("Phimoe", "moe.router.score"),
         ("KimiLinear", "mixers"),
         ("NemotronH", "mixers"),
         ("DeepseekV32", "attention.indexer.top_k"),

@@ -23,6 +23,7 @@ from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
     ModelSpec,
+    NormKind,
     QkNorm,
     RopeSpec,
     RouterSpec,
@@ -438,20 +439,51 @@ def test_ledgers_of_more_ranks_than_key_heads_are_equal(
 
 @pytest.mark.turns
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "norm"),
     [
-        "tp4,sp0,recompute=full",
-        thorough("tp2,sp0,mbs2"),
-        thorough("tp2,sp0,zero0,recompute=layernorm+mlp"),
+        ("tp4,sp0,recompute=full", NormKind.RMS),
+        thorough("tp2,sp0,mbs2", NormKind.LAYER),
+        thorough("tp2,sp0,zero0,recompute=layernorm+mlp", NormKind.LAYER),
     ],
 )
 def test_ledgers_of_tensor_parallelism_without_sequence_parallelism_are_equal(
-    layout: str, data: DataSpec, tmp_path: Path
+    layout: str, norm: NormKind, data: DataSpec, tmp_path: Path
 ) -> None:
     workload = tiny_jobs.build_workload(data, steps=2)
-    assert_ledgers_equal(
-        tiny_jobs.build_plan(workload, layout, world_size=4, model=tiny_jobs.DENSE), tmp_path
+    model = replace(tiny_jobs.DENSE, norm=norm)
+    plan = tiny_jobs.build_plan(workload, layout, world_size=4, model=model)
+    assert_ledgers_equal(plan, tmp_path)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("layout", "precision", "loss"),
+    [
+        ("tp2,ep2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        thorough("tp2,ep2,recompute=layernorm+loss", Dtype.BF16, LossSpec()),
+        thorough("ep2,recompute=full,mbs2", Dtype.FP32, LossSpec(z_coeff=0.01)),
+        thorough("pp2,schedule=zb-h1,layout='Et|ttL'", Dtype.BF16, LossSpec(seq_aux_coeff=0.01)),
+    ],
+)
+def test_ledgers_of_layer_norms_a_biased_head_and_a_sparse_mixer_are_equal(
+    layout: str, precision: Dtype, loss: LossSpec, data: DataSpec, tmp_path: Path
+) -> None:
+    base = tiny_jobs.MODEL
+    assert base.moe is not None
+    router = replace(
+        base.moe.router, score=ScoreFunction.SPARSE_MIXER, renormalize=False, mixer_eps=0.2
     )
+    model = replace(
+        base,
+        norm=NormKind.LAYER,
+        head_bias=True,
+        tie_embeddings=False,
+        attention=replace(base.attention, qkv_bias=True, out_bias=True),
+        moe=replace(base.moe, router=router),
+    )
+    workload = tiny_jobs.build_workload(data, steps=2, precision=precision, loss=loss)
+    plan = tiny_jobs.build_plan(workload, layout, world_size=2, model=model)
+    assert_ledgers_equal(plan, tmp_path)
 
 
 @pytest.mark.turns

@@ -79,8 +79,9 @@ def reference_gradient(gradients: dict[str, torch.Tensor], name: str) -> torch.T
     if name in gradients:
         return gradients[name]
     name = name.replace("block_sparse_moe", "mlp")
-    if name in gradients:
-        return gradients[name]
+    for own in (name, name.replace("mlp.gate.", "mlp.router.")):  # the latter is Phi's
+        if own in gradients:
+            return gradients[own]
     match = re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name)
     assert match is not None, name
     base = match[1]
@@ -212,6 +213,10 @@ LAYOUTS = [
     thorough("llama4_text", 4, "tp2,ep2,etp2,mbs2"),
     thorough("llama4_text", 4, "pp2,cp2,cp_comm=allgather,recompute=moe_act"),
     thorough("llama4_text", 4, "tp2,cp2,cp_comm=a2a,recompute=full"),
+    ("phimoe", 2, "tp2,ep2,recompute=layernorm+loss"),
+    thorough("phimoe", 4, "tp2,pp2,mbs2"),
+    thorough("phimoe", 4, "cp2,ep2,zero3,recompute=full"),
+    thorough("phimoe", 4, "tp2,etp2,ep2,recompute=moe"),
     ("hunyuan_v1_moe", 2, "tp2,ep2"),
     thorough("hunyuan_v1_moe", 4, "tp4,ep4"),  # more ranks than key heads
     ("ernie4_5_moe", 2, "ep2,zero3"),

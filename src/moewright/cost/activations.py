@@ -367,7 +367,7 @@ def _head_bytes(context: ActivationContext) -> Array:
         # of the logits gives.
         if recomputes or layout.tp > 1:
             head += FP32_BYTES * T
-    norm = c * t * model.hidden_size + FP32_BYTES * t
+    norm = c * t * model.hidden_size + recompute.norm_statistics(model, t)
     return _modules({Module.NORM: norm, Module.HEAD: head})
 
 

@@ -147,16 +147,19 @@ def read_bailing(fields: FieldReader, layers: int) -> MoeLayers:
 def read_phimoe(fields: FieldReader, layers: int) -> MoeLayers:
     """Read Phi-MoE's experts: two choices one after the other (sparse mixer), in every layer.
 
-    The jitter is the threshold of its choice, not noise.
+    The jitter is the threshold of its choice, not noise; it also samples its choices in training,
+    where moewright chooses as in inference.
     """
     experts, top_k = read_counts(fields)
     if top_k != 2:
         raise fields.refusal("num_experts_per_tok", "the sparse mixer chooses 2", "2")
-    fields.ignore("router_jitter_noise")
+    mixer_eps = fields.number("router_jitter_noise", low=0, high=1, default=0.01)
     fields.require_neutral("input_jitter_noise", 0, 0.01)
     fields.ignore("original_max_position_embeddings")
     ffn = fields.integer("intermediate_size", low=1, high=MAX_FFN)
-    router = RouterSpec(top_k=top_k, score=ScoreFunction.SPARSE_MIXER, renormalize=False)
+    router = RouterSpec(
+        top_k=top_k, score=ScoreFunction.SPARSE_MIXER, renormalize=False, mixer_eps=mixer_eps
+    )
     return MoeLayers(
         spec=MoeSpec(experts=experts, ffn_size=ffn, router=router), layers=(True,) * layers
     )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf, log, sqrt
 from types import MappingProxyType
 
 from moewright.intake.fields import MAX_POSITION, FieldReader
 from moewright.spec.model import RopeSpec
 
 _TYPES = ("default", "linear", "yarn", "llama3")
-# Further types of a family; their tables of factors change numbers alone, not the model's shape.
+# Further types of a family; what is not read of their tables changes numbers alone, not the shape.
 _MORE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"hunyuan_v1_moe": ("dynamic",), "phimoe": ("longrope",)}
 )
@@ -75,6 +76,8 @@ def read_rope(
         table.ignore(*table.unread_names())
     elif scaling in _TYPES[1:]:
         rope = _with_scaling(table, rope, family, max_position)
+    elif scaling == "longrope":
+        rope = _with_factors(fields, table, rope, head_dim, max_position)
     elif scaling != "default":
         table.ignore(*table.unread_names())
     table.ignore("finetuned")
@@ -132,6 +135,41 @@ def _with_scaling(table: FieldReader, rope: RopeSpec, family: str, max_position:
         mscale=table.number("mscale", low=0, high=1e3, default=rope.mscale),
         mscale_all_dim=table.number("mscale_all_dim", low=0, high=1e3, default=rope.mscale_all_dim),
     )
+
+
+def _with_factors(
+    fields: FieldReader, table: FieldReader, rope: RopeSpec, head_dim: int, max_position: int
+) -> RopeSpec:
+    """Read longrope's factors, one for each pair of a head, and its magnitudes.
+
+    The magnitude where the table does not say is that of the paper.
+    """
+    name = "original_max_position_embeddings"
+    outside = fields.integer(name, low=2, high=MAX_POSITION, default=max_position)
+    original = table.integer(name, low=2, high=MAX_POSITION, default=outside)
+    stretch = table.number("factor", low=1, high=_MAX_FACTOR, default=max_position / original)
+    magnitude = sqrt(1 + log(max(1.0, stretch)) / log(original))
+    magnitude = table.number("attention_factor", low=0, high=1e3, default=magnitude)
+    return replace(
+        rope,
+        factor=stretch,
+        original_max_position=original,
+        short_factors=_read_factors(table, "short_factor", head_dim // 2),
+        long_factors=_read_factors(table, "long_factor", head_dim // 2),
+        short_magnitude=table.number("short_mscale", low=0, high=1e3, default=magnitude),
+        long_magnitude=table.number("long_mscale", low=0, high=1e3, default=magnitude),
+    )
+
+
+def _read_factors(table: FieldReader, name: str, count: int) -> tuple[float, ...]:
+    factors = table.sequence(name, max_length=count) or ()
+    is_number = all(
+        isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < inf
+        for factor in factors
+    )
+    if len(factors) != count or not is_number:
+        raise table.refusal(name, f"must hold {count} positive numbers")
+    return tuple(map(float, factors))
 
 
 def _require_order(table: FieldReader, name: str, low: float, high: float) -> None:

@@ -34,6 +34,7 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "minimax_m2": "MiniMaxM2ForCausalLM",
         "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
         "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+        "phimoe": "PhimoeForCausalLM",
         "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
         "llama4_text": "Llama4ForCausalLM",
         "granitemoe": "GraniteMoeForCausalLM",
@@ -186,6 +187,13 @@ def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
     config: dict[str, Any] = {"num_experts_per_tok": router.top_k}
     if family in ("mixtral", "gpt_oss"):
         return config | {"num_local_experts": moe.experts}
+    if family == "phimoe":
+        return config | {
+            "num_local_experts": moe.experts,
+            "intermediate_size": moe.ffn_size,
+            "router_jitter_noise": router.mixer_eps,
+            "lm_head_bias": model.head_bias,
+        }
     if family == "minimax_m2":
         return config | {
             "num_local_experts": moe.experts,
@@ -336,6 +344,13 @@ def _rope_scaling(rope: RopeSpec, family: str) -> dict[str, Any] | None:
     if rope.scaling == "linear":
         return table
     table["original_max_position_embeddings"] = rope.original_max_position
+    if rope.scaling == "longrope":
+        return table | {
+            "short_factor": list(rope.short_factors),
+            "long_factor": list(rope.long_factors),
+            "short_mscale": rope.short_magnitude,
+            "long_mscale": rope.long_magnitude,
+        }
     if rope.scaling == "llama3":
         return table | {
             "low_freq_factor": rope.low_freq_factor,

@@ -11,7 +11,6 @@ from moewright.spec.model import (
     MixerKind,
     ModelSpec,
     MoeSpec,
-    NormKind,
     NormPlacement,
     PositionKind,
     QkNorm,
@@ -22,7 +21,7 @@ from moewright.spec.model import (
 # A field of the model, its value, whether the engine cannot compute it, and what it can.
 Feature = tuple[str, object, bool, str]
 
-_ROPE_SCALINGS = ("default", "linear", "yarn", "llama3")
+_ROPE_SCALINGS = ("default", "linear", "yarn", "llama3", "longrope")
 
 
 def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
@@ -40,7 +39,6 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     if spec.kind is AttentionKind.MLA or is_wide or spec.sinks or not is_plain:
         positions = (PositionKind.ROPE,)
     yield "position", model.position, model.position not in positions, "rope"
-    yield "norm", model.norm, model.norm is not NormKind.RMS, "rms"
     placement = model.norm_placement
     yield "norm_placement", placement, placement is not NormPlacement.BEFORE, "before"
     yield "gated", False, not model.gated, "true"
@@ -50,7 +48,8 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     # There 1 is a factor of scores, which the record has as "none".
     nearest = f"{model.attention.head_dim**-0.5:g}"
     yield "multipliers.attention", attention, is_granite and attention == 1, nearest
-    yield "head_bias", True, model.head_bias, "false"
+    # A head that is the embedding has no tensors of its own.
+    yield "head_bias", True, model.head_bias and model.tie_embeddings, "false"
     yield "score_cap", model.score_cap, model.score_cap > 0, "0"
     yield "residual_streams", model.residual_streams, model.residual_streams > 1, "1"
     yield "mtp_shared", True, model.mtp_shared and model.mtp_layers > 0, "false"
@@ -82,5 +81,7 @@ def _attention_features(spec: AttentionSpec) -> Iterator[Feature]:
 
 def _expert_features(spec: MoeSpec) -> Iterator[Feature]:
     router = spec.router
-    yield "moe.router.score", router.score, router.score is ScoreFunction.SPARSE_MIXER, "softmax"
+    is_biased = router.selection_bias or router.top_groups < router.groups
+    is_mixed = router.score is ScoreFunction.SPARSE_MIXER
+    yield "moe.router.score", router.score, is_mixed and is_biased, "softmax"
     yield "moe.router.hash_layers", router.hash_layers, router.hash_layers > 0, "0"

@@ -211,7 +211,7 @@ def _mixer(
     # MLA can drop its output.
     is_fused = mixer is MixerKind.RECURRENT or model.attention.kind is AttentionKind.GQA
     freed_by = () if is_fused else (Recompute.LAYERNORM,)
-    yield saved_tensor(Module.NORM, "input_norm_rstd", _norm_statistics(model, t), *freed_by)
+    yield saved_tensor(Module.NORM, "input_norm_rstd", norm_statistics(model, t), *freed_by)
     yield saved_tensor(Module.ATTENTION, "input_norm_out", c * t * h, *freed_by)
     shared = MixerSymbols(c=c, T=symbols.T, t=t, tp=symbols.tp, seq_len=symbols.seq_len)
     if mixer is MixerKind.RECURRENT:
@@ -257,7 +257,7 @@ def _second_norm(
     if has_mixer:
         yield saved_tensor(Module.NORM, "residual", model.residual_streams * c * t * h)
     yield saved_tensor(
-        Module.NORM, "post_norm_rstd", _norm_statistics(model, t), Recompute.LAYERNORM
+        Module.NORM, "post_norm_rstd", norm_statistics(model, t), Recompute.LAYERNORM
     )
 
 
@@ -430,9 +430,9 @@ def _router(moe: MoeSpec, workload: Workload, t: int) -> Iterator[SavedTensor]:
     if loss.seq_aux_coeff:
         shares += t
     yield saved_tensor(Module.ROUTER, "load_share", _FP32_BYTES * shares * moe.experts, full=False)
-    if shares and score is not ScoreFunction.SOFTMAX:
+    if shares and not score.is_distribution:
         yield saved_tensor(Module.ROUTER, "score_sums", nbytes * t, Recompute.MOE)
-    if loss.z_coeff or score is ScoreFunction.SQRT_SOFTPLUS:
+    if loss.z_coeff or score in (ScoreFunction.SQRT_SOFTPLUS, ScoreFunction.SPARSE_MIXER):
         yield saved_tensor(Module.ROUTER, "logits", nbytes * t * moe.experts, Recompute.MOE)
     if loss.z_coeff:
         yield saved_tensor(Module.ROUTER, "log_sums", nbytes * t, Recompute.MOE)
@@ -461,7 +461,7 @@ def _mtp_inputs(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTenso
     """
     yield saved_tensor(Module.MTP, "embedding", symbols.c * symbols.t * symbols.h)
     yield saved_tensor(Module.MTP, "joined", 2 * symbols.c * symbols.t * symbols.h)
-    yield saved_tensor(Module.MTP, "joined_rstd", 2 * _norm_statistics(model, symbols.t))
+    yield saved_tensor(Module.MTP, "joined_rstd", 2 * norm_statistics(model, symbols.t))
 
 
 def _unweighted_width(model: ModelSpec, trainer: TrainerSpec) -> int:
@@ -479,7 +479,7 @@ def _fc1_width(model: ModelSpec, ffn: int) -> int:
     return 2 * ffn if model.gated else ffn
 
 
-def _norm_statistics(model: ModelSpec, rows: int) -> int:
+def norm_statistics(model: ModelSpec, rows: int) -> int:
     """Return the bytes of the fp32 reciprocal deviation of every row; LayerNorm saves means too."""
     statistics = 2 if model.norm is NormKind.LAYER else 1
     return _FP32_BYTES * rows * statistics

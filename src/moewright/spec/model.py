@@ -86,7 +86,12 @@ class ScoreFunction(StrEnum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     SQRT_SOFTPLUS = "sqrtsoftplus"
-    SPARSE_MIXER = "sparse_mixer"  # two choices one after the other, each by its own softmax
+    SPARSE_MIXER = "sparse_mixer"  # choices one after the other, each by its own softmax
+
+    @property
+    def is_distribution(self) -> bool:
+        """Whether the scores of all experts sum to 1."""
+        return self in (ScoreFunction.SOFTMAX, ScoreFunction.SPARSE_MIXER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +99,9 @@ class RopeSpec:
     """The rotary embedding.
 
     `scaling` is the HF rope type ("default", "yarn", "llama3", ...); the factors are HF's.
-    `rotary_share` is the part of a head that turns.
+    `rotary_share` is the part of a head that turns. Longrope divides each frequency by a factor of
+    its own, and multiplies cosines and sines by a magnitude; those of sequences longer than
+    `original_max_position` are the long ones.
     """
 
     theta: float = 10000.0
@@ -109,6 +116,10 @@ class RopeSpec:
     mscale_all_dim: float = 0.0
     interleaved: bool = False
     rotary_share: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    short_magnitude: float = 1.0
+    long_magnitude: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,6 +247,9 @@ class RouterSpec:
     logit_bias: bool = False  # a trained bias on the router linear (gpt-oss)
     scales_input: bool = False  # scores weight the rows before the experts (Llama 4)
     hash_layers: int = 0  # so many first layers choose by the token's number (DeepSeek-V4)
+    # The softmax of a sparse mixer's choice is over the experts whose logits lie less than twice
+    # this share below the highest (Phi-3.5-MoE).
+    mixer_eps: float = 0.01
 
     @property
     def scores_per_group(self) -> int:

@@ -60,7 +60,7 @@ def _patterns(
 
 
 _GPT_OSS = ("gpt_oss",)
-_MIXTRAL = ("mixtral", "minimax_m2")
+_MIXTRAL = ("mixtral", "minimax_m2", "phimoe")
 _HUNYUAN = ("hunyuan_v1_moe",)
 _GRANITE = ("granitemoe", "granitemoeshared")
 _LLAMA4 = ("llama4_text",)
@@ -73,7 +73,9 @@ TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "embedding.weight": HF_EMBEDDING,
         "final_norm.weight": "model.norm.weight",
+        "final_norm.bias": "model.norm.bias",
         "head.weight": HF_HEAD,
+        "head.bias": "lm_head.bias",
     }
 )
 # Those of families that name some in a way of their own.
@@ -88,7 +90,9 @@ NESTINGS = (
 LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
     {
         "input_norm.weight": _patterns("input_layernorm.weight"),
+        "input_norm.bias": _patterns("input_layernorm.bias"),
         "post_norm.weight": _patterns("post_attention_layernorm.weight"),
+        "post_norm.bias": _patterns("post_attention_layernorm.bias"),
         **{
             f"attention.{part}.{kind}": (
                 NamePattern(

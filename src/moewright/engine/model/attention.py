@@ -100,6 +100,7 @@ class AttentionContextBuilder:
         frequencies, factor = rope_frequencies(
             spec.rope,
             spec.qk_rope_head_dim or round(spec.head_dim * spec.rope.rotary_share),
+            seq_len=runtime.workload.seq_len,
             rounded=runtime.model.family != "gpt_oss",
         )
         self._runtime = runtime

@@ -125,6 +125,73 @@ class RmsNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), None if trained is None else grad_weight.to(trained.dtype), None
 
 
+class LayerNorm(torch.autograd.Function):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * w + b over the last dim, in fp32.
+
+    By torch's own kernel on every device. Keeps x and, if asked, two fp32 numbers a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        settings: NormSettings,
+    ) -> torch.Tensor:
+        ctx.settings = settings
+        ctx.dtypes = weight.dtype, bias.dtype
+        out, mean, scale = _layer_norm(x, weight, bias, settings.eps)
+        statistics = (mean, scale) if settings.keeps_scale else ()
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return out
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        x, weight, bias, *statistics = ctx.saved_tensors
+        settings: NormSettings = ctx.settings
+        if not statistics:
+            _, *statistics = _layer_norm(x, weight, bias, settings.eps)
+        shape = x.shape[-1:]
+        wide = _wide_on_cpu(grad.contiguous()), _wide_on_cpu(x)
+        rows = [tensor.flatten(0, -2) for tensor in (*wide, *statistics)]
+        weights = [_wide_on_cpu(tensor) for tensor in (weight, bias)]
+        (grad_rows, x_rows, *statistic_rows) = rows
+        grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad_rows, x_rows, shape, *statistic_rows, *weights, [True, False, False]
+        )
+        if settings.replica_group is not None:
+            part = _split_rows(len(x_rows), settings.replica_group)
+            grad_rows, x_rows, *statistic_rows = (tensor[part] for tensor in rows)
+        _, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad_rows, x_rows, shape, *statistic_rows, *weights, [False, True, True]
+        )
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            grad_x.view(x.shape).to(x.dtype),
+            grad_weight.to(weight_dtype),
+            grad_bias.to(bias_dtype),
+            None,
+        )
+
+
+def _layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the normed x, and the fp32 mean and reciprocal deviation [...,1] of its rows."""
+    out, mean, scale = torch.native_layer_norm(
+        x, x.shape[-1:], _wide_on_cpu(weight), _wide_on_cpu(bias), eps
+    )
+    return out, mean, scale
+
+
+def _wide_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in fp32 on CPUs, whose kernels reduce and keep statistics in its dtype."""
+    return tensor.float() if tensor.device.type == "cpu" else tensor
+
+
 def _norm_factor(
     x: torch.Tensor, trained: torch.Tensor | None, settings: NormSettings
 ) -> torch.Tensor:

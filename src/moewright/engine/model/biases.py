@@ -35,6 +35,19 @@ class AddBias(torch.autograd.Function):
         return grad_TN, rows.sum(0, dtype=torch.float32).to(ctx.dtype), None
 
 
+class AddBiasInPlace(AddBias):
+    """The bias added into y itself, which nothing else reads: logits are too large to be copied."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_TN: torch.Tensor, bias_N: torch.Tensor, replica_group: Group | None
+    ) -> torch.Tensor:
+        ctx.replica_group = replica_group
+        ctx.dtype = bias_N.dtype
+        ctx.mark_dirty(y_TN)
+        return y_TN.add_(bias_N)
+
+
 class AddExpertBias(torch.autograd.Function):
     """y [R,N] + weight * bias[e] in columns [first, first + n), for rows sorted by expert e.
 

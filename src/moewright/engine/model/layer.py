@@ -8,7 +8,7 @@ from torch import nn
 from moewright.engine.memory.saved_tensors import RoutingDecisions
 from moewright.engine.model.attention import Attention, AttentionContext
 from moewright.engine.model.delta_net import GatedDeltaNet
-from moewright.engine.model.layers import Mlp, Norm
+from moewright.engine.model.layers import HiddenNorm, Mlp
 from moewright.engine.model.mla import LatentAttention
 from moewright.engine.model.moe import MoeLayer
 from moewright.engine.runtime import Runtime
@@ -31,16 +31,9 @@ class TransformerLayer(nn.Module):
         # The stacks that the rules are compared with fuse this norm into the QKV projection of GQA:
         # only MLA recomputes it.
         self._recomputes_input_norm = is_latent and self._recomputes_norms
-        self.input_norm = Norm(
-            runtime,
-            model.hidden_size,
-            recompute=self._recomputes_input_norm,
-            on_hidden_states=True,
-        )
+        self.input_norm = HiddenNorm(runtime, recompute=self._recomputes_input_norm)
         self.attention = _build_mixer(runtime, layer_number)
-        self.post_norm = Norm(
-            runtime, model.hidden_size, recompute=self._recomputes_norms, on_hidden_states=True
-        )
+        self.post_norm = HiddenNorm(runtime, recompute=self._recomputes_norms)
         # MTP depths are like the last layer.
         self._is_moe = model.moe_layers[min(layer_number, model.layers - 1)]
         if self._is_moe:

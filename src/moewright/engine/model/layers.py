@@ -23,18 +23,16 @@ from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model import vocab_parallel
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
-from moewright.engine.model.autograd import (
-    NormSettings,
-    RmsNorm,
-)
-from moewright.engine.model.biases import AddBias
-from moewright.engine.model.linear_loss import LinearCrossEntropy
+from moewright.engine.model.autograd import LayerNorm, NormSettings, RmsNorm
+from moewright.engine.model.biases import AddBias, AddBiasInPlace
+from moewright.engine.model.linear_loss import ChunkedLossSettings, LinearCrossEntropy
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.runtime import Runtime
 from moewright.rules.param import TP_COLUMNS, TP_ROWS, has_weight_decay
 from moewright.rules.recompute import loss_chunk_columns
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
+from moewright.spec.model import NormKind
 
 
 def hidden_replica_group(runtime: Runtime) -> Group | None:
@@ -136,6 +134,21 @@ class Norm(Weight):
         return RmsNorm.apply(x, self.weight, self._settings)
 
 
+class HiddenNorm(Norm):
+    """The norm of hidden states [t,H], of the model's kind: RMSNorm, or LayerNorm with a bias."""
+
+    def __init__(self, runtime: Runtime, *, recompute: bool = False) -> None:
+        hidden = runtime.model.hidden_size
+        super().__init__(runtime, hidden, recompute=recompute, on_hidden_states=True)
+        if runtime.model.norm is NormKind.LAYER:
+            self.bias = Vector(runtime, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return super().forward(x)
+        return LayerNorm.apply(x, self.weight, self.bias.weight, self._settings)
+
+
 class Mlp(nn.Module):
     """A SwiGLU MLP of width F, sharded over TP: [t,H] -> [t,H].
 
@@ -232,9 +245,14 @@ class Embedding(VocabTable):
 
 
 class OutputHead(VocabTable):
-    """The output projection; absent when the embedding is tied to it."""
+    """The output projection, with a bias where the model has one; absent when it is tied."""
 
     ledger_module = Module.HEAD
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        if runtime.model.head_bias:
+            self.bias = Vector(runtime, runtime.model.vocab_size, sharding=TP_ROWS)
 
 
 def compute_token_loss(
@@ -252,9 +270,11 @@ def compute_token_loss(
     with runtime.counters.scopes.enter(Module.HEAD):
         if runtime.recomputes(Recompute.LOSS) and not needs_logits:
             max_columns = loss_chunk_columns(runtime.model, runtime.mesh.layout)
-            nll = LinearCrossEntropy.apply(
-                x_tH, table.weight, targets_T, shard, max_columns, runtime.kernels
+            bias = None if table.bias is None else table.bias.weight
+            settings = ChunkedLossSettings(
+                shard=shard, max_columns=max_columns, kernels=runtime.kernels
             )
+            nll = LinearCrossEntropy.apply(x_tH, table.weight, bias, targets_T, settings)
             return nll, x_tH.new_zeros(0)
         # Only schedules with rows for weight gradients put off that of the table, which a depth or
         # the embedding may use too: autograd sums the gradients of one backward.
@@ -264,6 +284,8 @@ def compute_token_loss(
         (logits_TV,) = ColumnParallelLinear.apply(
             x_tH, tp, WIDE_PRODUCTS, weight_grads, table.weight
         )
+        if table.bias is not None:
+            logits_TV = AddBiasInPlace.apply(logits_TV, table.bias.weight, None)
         nll = vocab_parallel.VocabParallelCrossEntropy.apply(
             logits_TV, targets_T, shard, runtime.kernels
         )

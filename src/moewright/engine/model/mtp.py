@@ -19,7 +19,7 @@ from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.layer import TransformerLayer
-from moewright.engine.model.layers import Norm, Weight
+from moewright.engine.model.layers import HiddenNorm, Weight
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module
@@ -55,11 +55,11 @@ class MtpDepth(nn.Module):
         super().__init__()
         hidden = runtime.model.hidden_size
         self._runtime = runtime
-        self.embed_norm = Norm(runtime, hidden, on_hidden_states=True)
-        self.hidden_norm = Norm(runtime, hidden, on_hidden_states=True)
+        self.embed_norm = HiddenNorm(runtime)
+        self.hidden_norm = HiddenNorm(runtime)
         self.proj = Weight(runtime, hidden, 2 * hidden, sharding=(("tp", 0),))
         self.layer = layer
-        self.final_norm = Norm(runtime, hidden, on_hidden_states=True)
+        self.final_norm = HiddenNorm(runtime)
 
     def forward(
         self,

@@ -13,14 +13,15 @@ from moewright.spec.model import RopeSpec
 
 
 def rope_frequencies(
-    spec: RopeSpec, dim: int, *, rounded: bool = True
+    spec: RopeSpec, dim: int, *, seq_len: int, rounded: bool = True
 ) -> tuple[torch.Tensor, float]:
     """Return the angles per position [dim/2] fp64, and the factor on cos and sin.
 
     linear divides all frequencies by `factor`. yarn (Peng et al., arXiv 2309.00071) divides those
     that turn less than `beta_slow` times over the original context, keeps those above `beta_fast`,
     and blends between; `rounded` says whether the blend's bounds are rounded to whole dims. llama3
-    blends by wavelength, between its low and high frequency factors.
+    blends by wavelength, between its low and high frequency factors. longrope (Ding et al., arXiv
+    2402.13753) divides each frequency by its own factor, of sequences of `seq_len` tokens.
     """
     plain = spec.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if spec.scaling == "linear":
@@ -33,6 +34,11 @@ def rope_frequencies(
         factor_range = spec.high_freq_factor - spec.low_freq_factor
         keep = ((turns - spec.low_freq_factor) / factor_range).clamp(0, 1)
         return _blend(plain, spec, keep), 1.0
+    if spec.scaling == "longrope":
+        is_long = seq_len > spec.original_max_position
+        factors = spec.long_factors if is_long else spec.short_factors
+        magnitude = spec.long_magnitude if is_long else spec.short_magnitude
+        return plain / torch.tensor(factors, dtype=torch.float64), magnitude
     return plain, 1.0
 
 

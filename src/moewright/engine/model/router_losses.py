@@ -43,7 +43,7 @@ def loss_terms(
     terms = RouterLossTerms(
         coefficients=coefficients,
         shares=(first, second, third),
-        is_normalized=score is not ScoreFunction.SOFTMAX,
+        is_normalized=not score.is_distribution,
         ranks=ranks,
     )
     if counted is None:

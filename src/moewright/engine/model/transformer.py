@@ -20,8 +20,8 @@ from moewright.engine.model.fine_tuning import apply_fine_tuning
 from moewright.engine.model.layer import TransformerLayer
 from moewright.engine.model.layers import (
     Embedding,
+    HiddenNorm,
     NamedParameter,
-    Norm,
     OutputHead,
     compute_token_loss,
 )
@@ -96,7 +96,6 @@ class Transformer(nn.Module):
         has_embedding = any(chunk.has_embedding for chunk in chunks)
         needs_embedding = has_embedding or has_mtp or (has_loss and is_tied)
         needs_head = (has_loss or has_mtp) and not is_tied
-        hidden = runtime.model.hidden_size
         self._contexts = AttentionContextBuilder(runtime)
         self.embedding = Embedding(runtime) if needs_embedding else None
         self.layers = nn.ModuleDict(
@@ -106,7 +105,7 @@ class Transformer(nn.Module):
                 for number in chunk.layers
             }
         )
-        self.final_norm = Norm(runtime, hidden, on_hidden_states=True) if has_loss else None
+        self.final_norm = HiddenNorm(runtime) if has_loss else None
         self.head = OutputHead(runtime) if needs_head else None
         depth_numbers = [
             number
@@ -237,7 +236,7 @@ class Transformer(nn.Module):
             return out
 
     def _compute_loss(
-        self, norm: Norm, x_tH: torch.Tensor, targets_BS: torch.Tensor, *, needs_logits: bool
+        self, norm: HiddenNorm, x_tH: torch.Tensor, targets_BS: torch.Tensor, *, needs_logits: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.head or self.embedding
         assert table is not None  # made with the chunk

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from moewright.engine.kernels.fused.router_losses import SCORE_SUM_EPS, router_losses
 from moewright.engine.kernels.fused.scans import TorchScans
+from moewright.engine.kernels.fused.sparse_mixer import SparseMixer
 from moewright.rules.row_blocks import MAX_LOSS_ROWS, rows_per_block
 from moewright.spec.model import RouterSpec, ScoreFunction
 
@@ -199,12 +200,17 @@ class TorchKernels:
         bias_E: torch.Tensor | None,
         forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scores = compute_scores(logits_TE, spec.score)
-        experts = choose_experts(scores, spec, bias_E) if forced_Tk is None else forced_Tk
-        weights = scores.gather(1, experts)
+        if spec.score is ScoreFunction.SPARSE_MIXER:
+            experts, weights, scores = SparseMixer.apply(
+                logits_TE, spec.top_k, spec.mixer_eps, forced_Tk
+            )
+        else:
+            scores = compute_scores(logits_TE, spec.score)
+            experts = choose_experts(scores, spec, bias_E) if forced_Tk is None else forced_Tk
+            weights = scores.gather(1, experts)
         if spec.renormalize:
             total = weights.sum(-1, keepdim=True)
-            if spec.score is not ScoreFunction.SOFTMAX:
+            if not spec.score.is_distribution:
                 total = total + SCORE_SUM_EPS
             weights = weights / total
         if spec.scaling_factor != 1.0:
@@ -216,7 +222,7 @@ class TorchKernels:
 
 def compute_scores(logits_TE: torch.Tensor, score: ScoreFunction) -> torch.Tensor:
     """Compute the scores [T,E] of all experts together (softmax), or of each alone."""
-    if score is ScoreFunction.SOFTMAX:
+    if score.is_distribution:
         return torch.softmax(logits_TE, -1)
     if score is ScoreFunction.SIGMOID:
         return torch.sigmoid(logits_TE)

@@ -10,9 +10,10 @@ from moewright.engine.kernels.fused import (
     triton_router_losses,
     triton_rows,
 )
+from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.fused.scans import build_fast_scans
 from moewright.engine.kernels.fused.triton_router import RouteTokens
-from moewright.spec.model import RouterSpec
+from moewright.spec.model import RouterSpec, ScoreFunction
 
 
 class TritonKernels:
@@ -45,4 +46,6 @@ class TritonKernels:
         bias_E: torch.Tensor | None,
         forced_Tk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if spec.score is ScoreFunction.SPARSE_MIXER:
+            return TorchKernels().route_tokens(logits_TE, spec, bias_E, forced_Tk)
         return RouteTokens.apply(logits_TE, spec, bias_E, forced_Tk)
