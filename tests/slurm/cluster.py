@@ -56,9 +56,10 @@ PartitionName=trials Nodes=node[1-2] Default=YES MaxTime=60 State=UP
 
 
 def enter_namespace() -> None:
-    """Start this program again where its mounts are its own."""
+    """Start this program again where its mounts and processes are its own, and end with it."""
     if os.environ.get(_MARK) != "1":
-        words = ("unshare", "--mount", "--propagation", "private", sys.executable, *sys.argv)
+        words = ("unshare", "--mount", "--propagation", "private", "--pid", "--mount-proc")
+        words += ("--fork", "--kill-child", sys.executable, *sys.argv)
         os.execvpe(words[0], words, os.environ | {_MARK: "1"})
 
 
