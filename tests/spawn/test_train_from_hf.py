@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_jobs
-from hf_families import write_fp8, write_model
+from hf_families import LING_SOURCES, write_fp8, write_ling, write_model
 from moewright.cli.main import main
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
@@ -19,7 +19,14 @@ from moewright.intake.hf import read_config
 from moewright.intake.job import read_job
 from moewright.spec.errors import BadInput
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, LossSpec, OptimizerSpec, RouterTraining
+from moewright.spec.workload import (
+    DataSpec,
+    FineTuningSpec,
+    LossSpec,
+    OptimizerSpec,
+    RouterTraining,
+    Task,
+)
 from selection import thorough
 
 transformers = pytest.importorskip("transformers")
@@ -93,6 +100,43 @@ def test_ranks_read_their_parts_of_fp8_blocks(data: DataSpec, tmp_path: Path) ->
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
+
+
+def test_adapters_of_ling_are_merged_into_its_joined_projections(
+    data: DataSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As into those of the GLM-4.5 that computes the same, whose merged weights peft agrees with.
+
+    Ling's queries, keys and values are one module, for which PEFT has no adapters of the parts.
+    """
+    shape = {**LING_SOURCES["glm4_moe"], "vocab_size": tiny_jobs.VOCABULARY}
+    write_model("glm4_moe", tmp_path / "glm", **shape)
+    write_ling(tmp_path / "glm", tmp_path / "ling")
+    fine_tuning = FineTuningSpec(
+        task=Task.LORA, lora_rank=8, lora_alpha=16.0, lora_experts=True, lora_router=True
+    )
+    for name in ("glm", "ling"):
+        plan = make_plan(tmp_path / name, data, "tp2,ep2,mbs2", 2, lr=1e-2)
+        workload = replace(plan.workload, fine_tuning=fine_tuning)
+        run = tmp_path / f"{name}_run"
+        assert train(replace(plan, workload=workload), run) is ExitCode.DONE
+        assert main(("convert", "export", str(run), "--out", str(tmp_path / f"{name}_out"))) == 0
+    write_ling(tmp_path / "glm_out", tmp_path / "expected")
+    actual = load_tensors(tmp_path / "ling_out")
+    expected = load_tensors(tmp_path / "expected")
+    before = load_tensors(tmp_path / "ling")
+    assert actual.keys() == expected.keys()
+    joined = "model.layers.1.attention.query_key_value.weight"
+    assert (actual[joined] - before[joined]).abs().amax(1).gt(0).all()  # rows of all three parts
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+    arguments = ("convert", "export", str(tmp_path / "ling_run"), "--adapters", "--out")
+    capsys.readouterr()
+    assert main((*arguments, str(tmp_path / "peft"))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "query_key_value.weight" in line
+    assert "nearest legal value: the merged weights" in line
+    assert not (tmp_path / "peft").exists()
 
 
 def test_a_model_trained_in_parts_equals_one_trained_whole(data: DataSpec, tmp_path: Path) -> None:
