@@ -166,7 +166,7 @@ def unpacked_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
         (
             elements
             for layer in firsts
-            for elements in packed_elements(sym.model, sym.workload, sym.layout, layer)
+            for _, elements in packed_elements(sym.model, sym.workload, sym.layout, layer)
         ),
         default=0,
     )

@@ -21,6 +21,7 @@ from moewright.rules.packed_base import packed_bytes_per_element, packed_element
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.spec.hardware import Op
 from moewright.spec.layout import DispatcherKind, Recompute
+from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, MixerKind, NormPlacement, QkNorm
 from moewright.spec.plan import TimePart
 from moewright.spec.workload import FusedKernels, Fusion
@@ -266,6 +267,8 @@ def expert_elementwise_rows(sym: Symbols) -> Iterator[tuple[OpRow, OpRow]]:
         inputs = firsts * h + width
         outputs = firsts * width + h
         yield _adapter_rows("experts.adapters", sym, sym.R, inputs, outputs, Recompute.MOE)
+    layer = sym.model.moe_layers.index(True)
+    yield from _unpack_rows("experts.unpack_weights", sym, layer, of_experts=True)
     # A plain all-to-all hands over rows ordered by source: on arrival they are sorted by expert,
     # and before the way back by source again.
     if layout.dispatcher not in DEDUP_DISPATCHERS and (sym.is_fused or layout.ep > 1):
@@ -277,16 +280,24 @@ def adapter_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
     if sym.is_frozen:
         inputs, outputs = adapted_widths(sym.model, sym.workload, layer)
         yield _adapter_rows("adapters", sym, sym.T / sym.layout.tp, inputs, outputs)
-        yield from _unpack_rows(sym, layer)
+        yield from _unpack_rows("unpack_weights", sym, layer, of_experts=False)
 
 
-def _unpack_rows(sym: Symbols, layer: int) -> Iterator[tuple[OpRow, OpRow]]:
-    """Yield the rows that widen a layer's packed weights, before each of their two products."""
-    elements = sum(packed_elements(sym.model, sym.workload, sym.layout, layer))
+def _unpack_rows(
+    name: str, sym: Symbols, layer: int, *, of_experts: bool
+) -> Iterator[tuple[OpRow, OpRow]]:
+    """Yield the rows that widen packed weights, before each of their two products.
+
+    They are those of a layer's experts, or the others of the layer.
+    """
+    elements = sum(
+        numel
+        for module, numel in packed_elements(sym.model, sym.workload, sym.layout, layer)
+        if (module is Module.EXPERTS) == of_experts
+    )
     if elements:
         nbytes = elements * (packed_bytes_per_element(sym.workload) + sym.c)
-        row = elementwise_row("unpack_weights", sym, nbytes)
-        yield row, elementwise_row("unpack_weights", sym, nbytes)
+        yield elementwise_row(name, sym, nbytes), elementwise_row(name, sym, nbytes)
 
 
 def _adapter_rows(

@@ -86,9 +86,8 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     times = tuple(stage_time(part_times, counts.sum(axis=0)) for counts in rank_counts)
     rank_parameters = [count_rank_parameters(rank_sets) for rank_sets in sets]
     tails = [step_tail(rates, collectives, sym, parameters) for parameters in rank_parameters]
-    slowest_tail = max(tails, key=lambda tail: tail.total_s)
     factor = job_factor(job, hardware)
-    step = step_time(sym, part_times, counts, times, slowest_tail).scale(factor)
+    step = step_time(sym, part_times, counts, times, tails).scale(factor)
     peaks, bytes_per_load = rank_peaks(rates.constants, sym, parts, sets, rank_counts)
     ledgers = tuple(
         _ledger(sym, pp_rank, sets[pp_rank], peaks[pp_rank].rows, phases)

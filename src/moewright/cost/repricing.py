@@ -82,17 +82,15 @@ class RepriceableStep:
         hardware's own constants.
         """
         rates, collectives, times = self._priced(constants)
-        last = max(
-            (
-                step_tail(rates, collectives, self._sym, parameters)
-                for parameters in self._rank_parameters
-            ),
-            key=lambda tail: tail.total_s,
-        )
-        pipeline_s = self._pipeline.total_s(
+        computing_s = self._pipeline.total_s(
             self._counts @ times.forward_s, self._counts @ times.backward_s
         )
-        return max(pipeline_s + self._transfers * times.transfer_s, last.hidden_s) + last.total_s
+        pipeline_s = computing_s + self._transfers * times.transfer_s
+        tails = (
+            step_tail(rates, collectives, self._sym, parameters)
+            for parameters in self._rank_parameters
+        )
+        return max(tail.step_s(pipeline_s) for tail in tails)
 
     def _priced(
         self, constants: tuple[Constant, ...]

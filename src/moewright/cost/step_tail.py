@@ -48,7 +48,17 @@ class StepTail:
 
     @property
     def total_s(self) -> float:
+        """The seconds after the micro-batches."""
         return self.reduce_s + self.gather_s + self.optimizer_s
+
+    @property
+    def least_s(self) -> float:
+        """The least that a step takes, however short its micro-batches are."""
+        return self.total_s + self.hidden_s
+
+    def step_s(self, pipeline_s: float) -> float:
+        """Return the seconds of a step whose micro-batches take `pipeline_s`."""
+        return max(pipeline_s + self.total_s, self.least_s)
 
 
 def count_owned_parameters(layout: Layout, parameters: RankParameters) -> tuple[int, int]:

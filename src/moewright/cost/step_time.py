@@ -419,9 +419,9 @@ def step_time(
     times: PartTimes,
     counts: Array,
     stages: Sequence[MicroBatchTime],
-    last: StepTail,
+    tails: Sequence[StepTail],
 ) -> StepTime:
-    """Return the time of a step: the pipeline of `stages`, then the tail `last`.
+    """Return the time of a step: the pipeline of `stages`, then the slowest rank's tail.
 
     `counts` [virtual stages, parts] is what the pipeline holds, `stages` the time of one
     micro-batch on each pipeline rank. The time in which the slowest rank does not work is booked to
@@ -432,6 +432,7 @@ def step_time(
     own = add_times([(stages[slowest], sym.m)])
     still_s, sending_s = pipeline_s(sym, times, counts)
     waiting_s = still_s - sym.m * totals[slowest] if sym.layout.pp > 1 else 0.0
+    last = max(tails, key=lambda tail: tail.step_s(still_s + sending_s))
     uncovered_s = max(0.0, last.hidden_s - still_s - sending_s)
     parts = {
         **own.exposed,

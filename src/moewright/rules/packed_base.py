@@ -65,12 +65,12 @@ def holds_packed(workload: Workload) -> bool:
 
 def packed_elements(
     model: ModelSpec, workload: Workload, layout: Layout, layer: int
-) -> tuple[int, ...]:
-    """Return the elements of a rank's part of every packed weight of a layer."""
+) -> tuple[tuple[Module, int], ...]:
+    """Return the module of every packed weight of a layer, and the elements of a rank's part."""
     if not holds_packed(workload):
         return ()
     return tuple(
-        prod(local_shape(param, layout))
+        (param.module, prod(local_shape(param, layout)))
         for param in parameters_by_layer(model).get(layer, ())
         if is_packed(param.module, param.shape, workload.fine_tuning)
     )

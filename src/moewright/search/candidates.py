@@ -29,12 +29,13 @@ class Candidate:
 
     During a search `step_s` takes the bubble from a closed form; at the end of the search it is
     replaced, for the candidates that are left, by that of the simulated timetable. `bound_s` is
-    what candidates are ranked by (RankingRule).
+    what candidates are ranked by (RankingRule), `uncovered_s` as in GroupScores.
     """
 
     layout: Layout
     step_s: float
     bound_s: float
+    uncovered_s: float
     peak_bytes: float
     sd_bytes: float
     is_safe: bool
@@ -330,7 +331,10 @@ class CandidatePool:
         return {key: self._simulate(candidate) for key, candidate in table.items()}
 
     def _simulate(self, candidate: Candidate) -> Candidate:
-        step_s = candidate.step_s + self._screener.stall_s(candidate.layout)
+        stall_s = self._screener.stall_s(candidate.layout)
+        if candidate.uncovered_s:
+            stall_s = max(0.0, stall_s - candidate.uncovered_s)
+        step_s = candidate.step_s + stall_s
         factor = candidate.bound_s / candidate.step_s
         return replace(candidate, step_s=step_s, bound_s=step_s * factor)
 
@@ -343,6 +347,7 @@ class CandidatePool:
             layout=self._screener.layout(scores, pipeline, activations, states),
             step_s=float(scores.step_s[place]),
             bound_s=float(scores.bound_s[place]),
+            uncovered_s=float(scores.uncovered_s[place]),
             peak_bytes=float(scores.peak_bytes[place]),
             sd_bytes=float(scores.sd_bytes[place]),
             is_safe=is_safe,

@@ -79,8 +79,9 @@ class GroupScores:
 
     Arrays have the axes [pipelines, activation policies, state policies]. `legal` is the mask of
     the combinations that exist. `step_s` and `bound_s` (RankingRule) are infinite where a time was
-    not worth pricing. `dp_overlap` is the mask of candidates whose bound is lower with overlapped
-    gradient reduction and weight gathers. `base` is as in BoundedGroup.
+    not worth pricing; `uncovered_s` is what collectives beside the micro-batches take beyond them,
+    which `step_s` has in it. `dp_overlap` is the mask of candidates whose bound is lower with
+    overlapped gradient reduction and weight gathers. `base` is as in BoundedGroup.
     """
 
     pipelines: PipelineShapes
@@ -90,6 +91,7 @@ class GroupScores:
     sd_bytes: Array
     step_s: Array
     bound_s: Array
+    uncovered_s: Array
     dp_overlap: Array
 
 
@@ -197,6 +199,7 @@ class Screener:
         is_worth_pricing = bounded.legal & (peak <= room_bytes + sd)
         step = np.broadcast_to(np.inf, peak.shape)
         bound = step
+        uncovered = np.broadcast_to(0.0, peak.shape)
         dp_overlap = np.broadcast_to(False, peak.shape)
         if is_worth_pricing.any():
             is_worth_pricing &= is_fast[:, :, None]
@@ -209,7 +212,7 @@ class Screener:
                 times=bounded.times,
                 sent=self.times.sent_activations(memory),
             )
-            step, bound, dp_overlap = self._price(priced, is_worth_pricing)
+            step, bound, uncovered, dp_overlap = self._price(priced, is_worth_pricing)
         # The bytes above are those of the group's own dispatcher.
         peak = peak + dispatcher_bytes(self.times.symbols(base)) - dispatcher_bytes(memory.sym)
         return GroupScores(
@@ -220,6 +223,7 @@ class Screener:
             sd_bytes=sd,
             step_s=step,
             bound_s=bound,
+            uncovered_s=uncovered,
             dp_overlap=dp_overlap,
         )
 
@@ -443,32 +447,39 @@ class Screener:
                 vpp=shapes[places[0]].vpp,
             )
 
-    def _price(self, priced: _PricedGroup, is_worth_pricing: Array) -> tuple[Array, Array, Array]:
-        """Return steps, bounds, and the mask of where overlapped gradient sums lower the bound.
+    def _price(
+        self, priced: _PricedGroup, is_worth_pricing: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return `step_s`, `bound_s`, `uncovered_s` and `dp_overlap` of GroupScores.
 
         Seconds are infinite outside `is_worth_pricing`. All shapes are [pipelines, activation
         policies, state policies].
         """
         step = np.full(is_worth_pricing.shape, np.inf)
         bound = np.full(is_worth_pricing.shape, np.inf)
+        uncovered = np.zeros(is_worth_pricing.shape)
         overlapped = np.zeros(is_worth_pricing.shape, dtype=bool)
         needed = np.flatnonzero(is_worth_pricing.any(axis=(0, 2)))
         if not len(needed):
-            return step, bound, overlapped
+            return step, bound, uncovered, overlapped
         for place, base in enumerate(self._variants(priced.base)):
             variant = replace(priced, base=base)
             pipeline_s = self._pipeline_s(variant, needed)
-            tail_s, hidden_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
-            total = np.maximum(pipeline_s[:, :, None], hidden_s[:, None, :]) + tail_s[:, None, :]
+            tail_s, least_s = self._tails.seconds(base, variant.batch, is_worth_pricing)
+            covered = pipeline_s[:, :, None] + tail_s[:, None, :]
+            total = np.maximum(covered, least_s[:, None, :])
             total_s = np.where(is_worth_pricing[:, needed], total, np.inf)
             factors = self._risk.factors(base, priced.batch.pipelines)
-            total_bound_s = total_s * np.broadcast_to(factors.spread(), step.shape)[:, needed]
-            total_s = total_s * np.broadcast_to(factors.spread_own(), step.shape)[:, needed]
+            spread = np.broadcast_to(factors.spread(), step.shape)[:, needed]
+            spread_own = np.broadcast_to(factors.spread_own(), step.shape)[:, needed]
+            total_bound_s = total_s * spread
             better = total_bound_s < bound[:, needed]
             bound[:, needed] = np.where(better, total_bound_s, bound[:, needed])
-            step[:, needed] = np.where(better, total_s, step[:, needed])
+            step[:, needed] = np.where(better, total_s * spread_own, step[:, needed])
+            beyond_s = (total - covered) * spread_own
+            uncovered[:, needed] = np.where(better, beyond_s, uncovered[:, needed])
             overlapped[:, needed] = np.where(better, place > 0, overlapped[:, needed])
-        return step, bound, overlapped
+        return step, bound, uncovered, overlapped
 
     def _least_s(self, bounded: BoundedGroup, batch: PipelineBatch) -> Array:
         """Return the seconds of all micro-batches without recompute [pipelines, 1]."""

@@ -340,7 +340,7 @@ class ScreeningMemory:
         if policy.zero >= 2:
             layer_numel = self._layer_numel(cut, batch, ranks)
             total += gathered_bytes(workload, layer_numel, zero=policy.zero)
-            total += fsdp_buffer_bytes(replace(sym, job=replace(sym.job, layout=layout)))
+            total += _fsdp_buffer_bytes(sym, layout, batch)[ranks]
         if layout.spare:
             total += self._replica_bytes(sym, batch)[ranks]
         return total
@@ -407,3 +407,12 @@ class ScreeningMemory:
 
 def _is_linear(param: Param) -> bool:
     return param.module in model_states.LINEAR_MODULES
+
+
+def _fsdp_buffer_bytes(sym: Symbols, layout: Layout, batch: PipelineBatch) -> Array:
+    """Return `fsdp_buffer_bytes` of every rank: it depends on how many ranks share a stage."""
+    by_degree = np.zeros(batch.pp.max() + 1)
+    for pp in np.unique(batch.pp).tolist():
+        job = replace(sym.job, layout=replace(layout, pp=pp))
+        by_degree[pp] = fsdp_buffer_bytes(replace(sym, job=job))
+    return np.asarray(by_degree[batch.pp[batch.pipeline_of_rank]])

@@ -30,13 +30,14 @@ class ScreeningTails:
         self._tails: dict[tuple[object, ...], StepTail] = {}
 
     def seconds(self, base: Layout, batch: PipelineBatch, is_needed: Array) -> tuple[Array, Array]:
-        """Return the seconds of what a step does once, on the rank that takes longest.
+        """Return the seconds of what a step does once, and the least that a step takes for it.
 
-        These are gradient reduction, weight gathers and the optimizer [pipelines, state policies],
-        and what of them runs beside micro-batches; 0 where `is_needed` asks for nothing.
+        The first are gradient reduction, weight gathers and the optimizer [pipelines, state
+        policies] after the micro-batches, on the rank that takes longest; the others count what
+        runs beside the micro-batches too. Both are 0 where `is_needed` asks for nothing.
         """
         tails = np.zeros((len(batch.pp), len(self._states)))
-        hidden = np.zeros_like(tails)
+        least = np.zeros_like(tails)
         for column, policy in enumerate(self._states):
             pipelines = np.asarray(is_needed[:, :, column].any(axis=1))
             ranks = np.flatnonzero(pipelines[batch.pipeline_of_rank])
@@ -44,8 +45,8 @@ class ScreeningTails:
                 of_ranks = self._rank_tails(base, policy, batch, ranks)
                 places = batch.pipeline_of_rank[ranks]
                 np.maximum.at(tails[:, column], places, [tail.total_s for tail in of_ranks])
-                np.maximum.at(hidden[:, column], places, [tail.hidden_s for tail in of_ranks])
-        return tails, hidden
+                np.maximum.at(least[:, column], places, [tail.least_s for tail in of_ranks])
+        return tails, least
 
     def _rank_tails(
         self, base: Layout, policy: StatePolicy, batch: PipelineBatch, ranks: Array
