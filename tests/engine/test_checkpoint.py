@@ -6,6 +6,8 @@ import os
 import pickle
 import resource
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
@@ -625,4 +627,21 @@ def test_a_run_directory_takes_one_job(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     os.mkfifo(tmp_path / "other" / "lock")
     with pytest.raises(BadInput, match="not a regular file"), lock_folder(tmp_path / "other"):
+        pass
+
+
+def test_ranks_that_outlive_a_killed_launcher_are_waited_for(tmp_path: Path) -> None:
+    ready, tell_ready = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        with lock_folder(tmp_path):
+            if os.fork() == 0:  # a rank, which has the lock too
+                time.sleep(1.5)
+                os._exit(0)
+            os.write(tell_ready, b"1")
+            time.sleep(60)
+    os.read(ready, 1)
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    with lock_folder(tmp_path):
         pass

@@ -13,8 +13,11 @@ from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
 
-# Ranks outlive a killed launcher by a moment, and a supervisor restarts it at once.
+# A job that is about to end may hold its lock a moment longer.
 _PATIENCE_S = 1.0
+# Ranks outlive a killed launcher until they have written what they were writing and their memory is
+# given back, and a supervisor restarts it at once.
+_PATIENCE_WITH_RANKS_S = 30.0
 
 
 @contextmanager
@@ -37,10 +40,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise BadInput(Reason(field=str(path), rule="is not a regular file; delete it"))
-        deadline_s = time.monotonic() + _PATIENCE_S
+        start_s = time.monotonic()
         while not _try_lock(handle):
-            if time.monotonic() > deadline_s:
-                holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            patience_s = _PATIENCE_WITH_RANKS_S if _has_ended(holder) else _PATIENCE_S
+            if time.monotonic() - start_s > patience_s:
                 rule = f"is in use by another job (process {holder})"
                 raise BadInput(Reason(field=str(folder), rule=rule, nearest="another folder"))
             time.sleep(0.05)
@@ -69,3 +73,16 @@ def _try_lock(handle: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _has_ended(holder: str) -> bool:
+    """Return whether the process of this number, which took the lock, is no more."""
+    if not holder.isdecimal():
+        return False
+    try:
+        os.kill(int(holder), 0)
+    except PermissionError:
+        return False
+    except (ProcessLookupError, OverflowError):
+        return True
+    return False
