@@ -76,6 +76,11 @@ class StorageCensus:
         self._peak_bytes = self._total
         self._peak_by_module = dict(self._live_bytes)
 
+    @property
+    def holds_more(self) -> bool:
+        """Whether more lives now than was kept at any moment of rest."""
+        return self._total > self._kept_bytes
+
     def note_rest(self) -> None:
         """Note that nothing runs: what lives now is kept for later."""
         self._kept_bytes = max(self._kept_bytes, self._total)

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from moewright.engine.comm.collectives import await_release
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.transformer import ModelOutput, Transformer
 from moewright.engine.pipeline.executor import (
@@ -72,7 +73,7 @@ def train_batch(
         weight_grad=weight_grad,
         hooks=RowHooks(
             before_backward=runtime.saved_tensors.fetch_last_layer,
-            after_row=runtime.counters.note_row_end,
+            after_row=partial(runtime.counters.note_row_end, await_release),
         ),
         pairing=pairing,
     )
