@@ -6,6 +6,8 @@ of rows (docs/formulas.md 11). Its rate goes by multiprocessors, not by bandwidt
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moewright.cost.constants import Constants
 from moewright.cost.layer_time import PricedOps
 from moewright.cost.op_time import OpRow
@@ -25,15 +27,6 @@ def add_atomic_sums(constants: Constants, sym: Symbols, priced: PricedOps) -> Pr
     if not seconds_per_element or moe is None:
         return priced
     elements = sym.t * sym.model.expert_width * moe.router.top_k
-    forward = OpRow(
-        name="unpermute.atomic_sum",
-        part=TimePart.ELEMENTWISE,
-        op=Op.ELEMENTWISE,
-        amount=sym.c * elements,
-        x=sym.c * elements,
-        dtype=sym.dtype,
-        recomputed_by=(Recompute.FULL, Recompute.MOE),
-    )
     backward = OpRow(
         name="permute.atomic_sum",
         part=TimePart.ELEMENTWISE,
@@ -41,6 +34,11 @@ def add_atomic_sums(constants: Constants, sym: Symbols, priced: PricedOps) -> Pr
         amount=sym.c * elements,
         x=sym.c * elements,
         dtype=sym.dtype,
+    )
+    forward = replace(
+        backward,
+        name="unpermute.atomic_sum",
+        recomputed_by=(Recompute.FULL, Recompute.MOE),
     )
     seconds = seconds_per_element * elements
     return PricedOps(

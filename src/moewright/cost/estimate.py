@@ -17,6 +17,7 @@ from moewright.cost.constants import (
 )
 from moewright.cost.estimate_memory import (
     expected_symbols,
+    peak_growth,
     rank_peaks,
     refuse_illegal_job,
     split_by_rank,
@@ -88,7 +89,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     tails = [step_tail(rates, collectives, sym, parameters) for parameters in rank_parameters]
     factor = job_factor(job, hardware)
     step = step_time(sym, part_times, counts, times, tails).scale(factor)
-    peaks, bytes_per_load = rank_peaks(rates.constants, sym, parts, sets, rank_counts)
+    peaks = rank_peaks(rates.constants, sym, parts, sets, rank_counts)
     ledgers = tuple(
         _ledger(sym, pp_rank, sets[pp_rank], peaks[pp_rank].rows, phases)
         for pp_rank, phases in enumerate(_phases(sym, step, tails, times, factor))
@@ -99,6 +100,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
         *_own_run_assumptions(hardware, factor),
     )
     joined = _join(hardware, rates, sym, ledgers, peaks, step, assumptions)
+    bytes_per_load = peak_growth(rates.constants, sym, parts, sets, rank_counts, peaks)
     return replace(joined, load_limit=_load_limit(sym, joined.margin_bytes, bytes_per_load))
 
 

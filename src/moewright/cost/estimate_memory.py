@@ -35,7 +35,7 @@ def estimate_fullest_rank(job: Job, hardware: Hardware) -> memory.RankMemory:
     chunks = stages.pipeline_chunks(model, layout)
     rank_counts = split_by_rank(layout, chunks, count_parts(model, layout, parts, chunks))
     sym = expected_symbols(job, hardware, constants)
-    peaks, _ = rank_peaks(constants, sym, parts, stage_bucket_sets(job), rank_counts)
+    peaks = rank_peaks(constants, sym, parts, stage_bucket_sets(job), rank_counts)
     return max(peaks, key=lambda peak: peak.peak_bytes)
 
 
@@ -77,27 +77,50 @@ def rank_peaks(
     parts: StageParts,
     sets: Sequence[Sequence[BucketSet]],
     rank_counts: Sequence[Array],
-) -> tuple[tuple[memory.RankMemory, ...], float]:
-    """Return the peak of every pipeline rank, and the growth of the highest with the expert load.
+) -> tuple[memory.RankMemory, ...]:
+    """Return the peak of every pipeline rank."""
+    return _peaks_of(range(sym.layout.pp), constants, sym, parts, sets, rank_counts)
 
-    The growth is in bytes per unit of load factor of the hottest expert rank.
+
+def peak_growth(
+    constants: Constants,
+    sym: Symbols,
+    parts: StageParts,
+    sets: Sequence[Sequence[BucketSet]],
+    rank_counts: Sequence[Array],
+    peaks: Sequence[memory.RankMemory],
+) -> float:
+    """Return the growth of the highest of all `peaks` with the expert load.
+
+    It is in bytes per unit of load factor of the hottest expert rank.
     """
     model, layout = sym.model, sym.layout
-    steady = memory.steady_micro_batches(layout, sym.m)
-    tables = [rank_table(layout, steady, pp_rank) for pp_rank in range(layout.pp)]
-
-    def peak(pp_rank: int, taken: memory.ModelMemory) -> memory.RankMemory:
-        return memory.rank_memory(
-            taken, pp_rank, sets[pp_rank], counts=rank_counts[pp_rank], table=tables[pp_rank]
-        )
-
-    policies = policy_of(layout)
-    taken = memory.model_memory(constants, sym, parts, policies)
-    peaks = tuple(peak(pp_rank, taken) for pp_rank in range(layout.pp))
     if model.moe is None or layout.ep == 1:
-        return peaks, 0.0
+        return 0.0
     fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
     load = routing.expected_load_factor(sym.job) + 1
     hotter = replace(sym, R=capacity.routed_rows(model, sym.workload, layout, load))
-    taken = memory.model_memory(constants, hotter, parts, policies)
-    return peaks, float(peak(fullest, taken).peak_bytes - peaks[fullest].peak_bytes)
+    (grown,) = _peaks_of([fullest], constants, hotter, parts, sets, rank_counts)
+    return float(grown.peak_bytes - peaks[fullest].peak_bytes)
+
+
+def _peaks_of(
+    pp_ranks: Sequence[int],
+    constants: Constants,
+    sym: Symbols,
+    parts: StageParts,
+    sets: Sequence[Sequence[BucketSet]],
+    rank_counts: Sequence[Array],
+) -> tuple[memory.RankMemory, ...]:
+    steady = memory.steady_micro_batches(sym.layout, sym.m)
+    taken = memory.model_memory(constants, sym, parts, policy_of(sym.layout))
+    return tuple(
+        memory.rank_memory(
+            taken,
+            pp_rank,
+            sets[pp_rank],
+            counts=rank_counts[pp_rank],
+            table=rank_table(sym.layout, steady, pp_rank),
+        )
+        for pp_rank in pp_ranks
+    )

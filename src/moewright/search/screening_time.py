@@ -69,10 +69,15 @@ class ScreeningTimes:
     def _count_model(self) -> Array:
         """Count the parts of the whole model [parts].
 
-        All layers count as the first variant (StageParts.columns); which of them full recompute
-        makes another variant does not matter here.
+        All layers count as a variant that does not offload where they have one, else as the first
+        (StageParts.columns): chunks decide how many offload where a fraction does, and which layers
+        full recompute makes another variant does not matter here.
         """
-        layers = self.parts.columns[0]
+        layers = self.parts.columns[0].copy()
+        offloads = np.array([part.offloads for part in self.parts.layers])
+        for variant in self.parts.columns[1:]:
+            stays = (variant >= 0) & offloads[layers] & ~offloads[variant]
+            layers[stays] = variant[stays]
         counts = np.bincount(layers[layers >= 0], minlength=self.parts.count).astype(float)
         counts[[self.parts.embedding, self.parts.head]] = 1
         return counts
@@ -302,21 +307,8 @@ class GroupTimes:
         return self._lightest[key]
 
     def _least_s(self, layout: Layout, timing: TimingClass) -> float:
-        """Return the seconds of one micro-batch through the model, under the first policy.
-
-        Chunks decide how many layers offload where a fraction of each does, so none does here.
-        """
-        times = self._times
-        if not times.parts.has_staying:
-            return float(times.model_counts @ self.lightest_seconds(timing, layout))
-        pricer = self._pricer(layout, timing)
-        staying = pricer.layer_total_s(
-            self._staged(layout, timing),
-            times.policies.members[0],
-            dict.fromkeys(self._first_sent, NOTHING_OFFLOADED),
-            synced=timing.synced,
-        )
-        return float(times.model_counts @ pricer.part_seconds(times.parts, staying, staying))
+        """Return the seconds of one micro-batch through the model, under the first policy."""
+        return float(self._times.model_counts @ self.lightest_seconds(timing, layout))
 
     def _pricer(self, layout: Layout, timing: TimingClass) -> Pricer:
         key = layout.dispatcher, timing.like
