@@ -5,6 +5,7 @@ The search, the engine and the measuring of the machine are replaced by stand-in
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -209,6 +210,19 @@ def test_a_run_of_another_model_is_refused(
     assert f"--out={tmp_path}/run: holds a run of another model (quickstart)" in error
     assert len(error.splitlines()) == 1
     assert len(stage.runs) == 1
+
+
+def test_a_run_goes_on_where_the_folder_of_its_config_has_moved(
+    stage: Stage, start: Start, tmp_path: Path
+) -> None:
+    start()
+    (tmp_path / "run" / "steps.jsonl").write_text("")
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copy(RECIPE.parent / "quickstart/config.json", moved)
+    assert start("--set", f"model.config={moved}/config.json") == 0
+    assert len(stage.searches) == 1
+    assert stage.runs[1][0] == stage.runs[0][0]
 
 
 def test_an_unmeasured_machine_is_measured(stage: Stage, start: Start, tmp_path: Path) -> None:

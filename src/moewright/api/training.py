@@ -244,7 +244,7 @@ def _choose_plan(job: JobFile, request: TrainingRequest, hardware: Hardware, tel
 
 def _refuse_other_model(old_plan: Plan, model: ModelSpec, run_dir: Path) -> None:
     """Refuse to train another model in the folder of a run."""
-    if old_plan.model == model:
+    if _is_same_model(old_plan.model, model):
         return
     rule = f"holds a run of another model ({old_plan.model.name})"
     nearest = f"{run_dir}-2"
@@ -260,10 +260,18 @@ def read_plan(path: Path) -> Plan:
         raise BadInput(*(replace(reason, nearest=nearest) for reason in error.reasons)) from None
 
 
+def _is_same_model(one: ModelSpec, other: ModelSpec) -> bool:
+    """Tell whether two models differ in nothing but their name.
+
+    The name of a config.json's model is that of its folder, which may move.
+    """
+    return replace(one, name=other.name) == other
+
+
 def _list_changes(plan: Plan, job: JobFile, hardware: Hardware) -> list[str]:
     """List what of a plan is no longer what the job asks; none when it may be run as it is."""
     changes = []
-    if plan.model != job.model:
+    if not _is_same_model(plan.model, job.model):
         changes.append("model")
     changes += [
         field.name
