@@ -72,7 +72,9 @@ def run_toy_steps(
 
 def misbehave(fault: str) -> None:
     if fault == "exception":
-        raise MemoryError("simulated out of memory")
+        raise ValueError("simulated failure")
+    if fault == "no memory":
+        raise MemoryError
     if fault == "bad input":
         raise BadInput(Reason(field="data.train", rule="is truncated", nearest="rebuild it"))
     if fault == "exit":
@@ -117,6 +119,15 @@ def test_a_job_that_ends_well(
     assert capfd.readouterr().err == ""
 
 
+def test_a_rank_without_memory_ends_the_job_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker = partial(run_toy_steps, fault="no memory")
+    assert launch(worker, nproc=2, run_dir=tmp_path / "run", timeouts=QUICK) == 3
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("rank 1 failed at step 3: MemoryError: raise the limits of this process")
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     ("fault", "message"),
@@ -125,7 +136,7 @@ def test_a_job_that_ends_well(
         ("SIGSEGV", "rank 1 was killed by SIGSEGV at step 3;"),
         ("SIGABRT", "rank 1 was killed by SIGABRT at step 3;"),
         ("exit", "rank 1 exited with code 7 at step 3;"),
-        ("exception", "rank 1 failed at step 3: MemoryError: simulated out of memory;"),
+        ("exception", "rank 1 failed at step 3: ValueError: simulated failure;"),
     ],
 )
 def test_a_rank_that_fails_ends_the_job_and_is_named_first(

@@ -7,6 +7,7 @@ import signal
 import sys
 
 from moewright.cli.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, PIPE_CLOSED
+from moewright.spec.shortage import lacks_memory
 
 # Little is imported up to here, so that an interrupt soon finds a handler (see `run`).
 TYPE_CHECKING = False
@@ -59,20 +60,11 @@ def main(arguments: Sequence[str], build_app: Callable[[], App] | None = None) -
     except KeyboardInterrupt:
         return _report("interrupted", INTERRUPTED)
     except (MemoryError, ImportError, RuntimeError) as error:
-        if not _lacks_memory(error):
+        if not lacks_memory(error):
             raise
         # Nothing is imported or built any more: that would take memory.
         os.write(2, b"moewright: out of memory; raise the limit of this process (ulimit -v)\n")
         return FAILED
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Tell whether an error says that no memory is left, or no room to map a library."""
-    text = str(error)
-    return isinstance(error, MemoryError) or any(
-        sign in text
-        for sign in ("failed to map segment", "annot allocate memory", "can't allocate memory")
-    )
 
 
 def _build_verbs() -> App:

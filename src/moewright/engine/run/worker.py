@@ -31,6 +31,7 @@ from moewright.engine.run.rendezvous import Rendezvous, open_rendezvous
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.run import IncidentKind
+from moewright.spec.shortage import lacks_memory
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STACK_SIGNAL = signal.SIGUSR1
@@ -327,6 +328,12 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
         cause = IncidentKind.NOT_FINITE
     elif isinstance(error, CorruptionError):
         cause = IncidentKind.CORRUPTION
+    detail = "".join(traceback.format_exception(error))
+    if lacks_memory(error):
+        # Where it happened to run out says less than what to do.
+        hint = "raise the limits of this process (ulimit -v, ulimit -u), or free memory"
+        text = f"{text}; {hint}" if text else hint
+        detail = ""
     return RankFailure(
         rank=rank,
         step=step,
@@ -334,7 +341,7 @@ def failure_from_error(error: Exception, *, rank: int, step: int) -> RankFailure
         kind=FailureKind.PEER_LOST if lost_peer else FailureKind.CAUSE,
         event="failed",
         error=f"{name}: {text}" if text else name,
-        detail="".join(traceback.format_exception(error)),
+        detail=detail,
         reasons=error.reasons if isinstance(error, BadInput) else (),
         cause=cause,
     )
