@@ -260,12 +260,12 @@ def read_plan(path: Path) -> Plan:
         raise BadInput(*(replace(reason, nearest=nearest) for reason in error.reasons)) from None
 
 
-def _is_same_model(one: ModelSpec, other: ModelSpec) -> bool:
+def _is_same_model(model: ModelSpec, other: ModelSpec) -> bool:
     """Tell whether two models differ in nothing but their name.
 
     The name of a config.json's model is that of its folder, which may move.
     """
-    return replace(one, name=other.name) == other
+    return replace(model, name=other.name) == other
 
 
 def _list_changes(plan: Plan, job: JobFile, hardware: Hardware) -> list[str]:
