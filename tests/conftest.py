@@ -28,6 +28,9 @@ settings.load_profile("unhurried")
 # small operation. The variable must be set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A name that is written like a hub id is looked up: no test asks the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Without a GPU Triton's kernels run in its interpreter: the variable must be set before Triton is
 # first imported.
 if shutil.which("nvidia-smi") is None:

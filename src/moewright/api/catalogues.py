@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moewright.api.requests import read_hardware
-from moewright.intake import catalogue
+from moewright.intake import catalogue, hub
 from moewright.intake.catalogue import ModelEntry
 from moewright.intake.devices import device_names
 from moewright.rules.parameters import count_parameters
@@ -123,17 +123,18 @@ def _summarize_model(entry: ModelEntry) -> ModelSummary:
 
 
 def model(name: str | Path) -> ModelSpec:
-    """Read a model by its catalogue name, its config.json or the folder of one.
+    """Read a model by its catalogue name, its config.json or the folder of one, or its hub id.
 
     Raises:
-        BadInput: the name is not known, or the model has a part that moewright does not model.
+        BadInput: the name is not known or cannot be fetched, or the model has a part that moewright
+            does not model.
 
     Example:
         >>> import moewright as mw
         >>> mw.model("DeepSeek-V3").layers
         61
     """
-    return catalogue.model(str(name))
+    return catalogue.model(hub.locate_config(str(name)))
 
 
 def hardware(on: str = "", *, network: str = "") -> Hardware | HardwareTable:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec.data_paths import parse_data_paths
-from moewright.intake import catalogue
+from moewright.intake import catalogue, hub
 from moewright.intake.expert_load import read_expert_load
 from moewright.intake.job import JobFile, read_job
 from moewright.intake.job_workload import MAX_BATCH, MAX_SEQ_LEN
@@ -274,8 +274,9 @@ def _read_model_request(
     if isinstance(model, ModelSpec):
         spec = model
     else:
-        spec = catalogue.model(str(model))
-        if skipped := catalogue.skipped_fields(str(model)):
+        name = hub.locate_config(str(model))
+        spec = catalogue.model(name)
+        if skipped := catalogue.skipped_fields(name):
             defaults.append(f"skipped in {model}, not known here: {', '.join(skipped)}")
     hardware = read_hardware(on, options.network)
     values = []

@@ -25,8 +25,8 @@ def convert_import(
     Parameters
     ----------
     hf_dir
-        A folder with config.json and model.safetensors, or its shards and their index; or a folder
-        that Megatron-LM saved to, or an iter_* of it.
+        A folder with config.json and model.safetensors, or its shards and their index; the id of a
+        model of the hub; or a folder that Megatron-LM saved to, or an iter_* of it.
     out
         The folder in which the checkpoint is to lie.
     config
@@ -43,6 +43,7 @@ def convert_import(
         run_megatron_import,
     )
     from moewright.intake.hf import read_config
+    from moewright.intake.hub import locate_folder
 
     megatron = find_megatron_checkpoint(hf_dir)
     if config is not None and job is not None:
@@ -66,6 +67,7 @@ def convert_import(
         if path is not None:
             rule = "is of no use: the folder has its own config.json, or is not of Megatron-LM"
             raise BadInput(Reason(field=option, value=str(path), rule=rule))
+    hf_dir = locate_folder(hf_dir, "hf_dir")
     plan = plan_import(hf_dir, read_config(hf_dir), out)
     with _progress_bar(f"import {hf_dir}", plan.nbytes) as advance:
         checkpoint = run_import(plan, advance)

@@ -35,7 +35,8 @@ class CorpusFlags:
         The field of text of JSON lines, Parquet and Arrow.
     tokenizer
         bpe learns merges over bytes from the text; bytes takes the 256 bytes as they are; anything
-        else is a published tokenizer.json, or the folder that holds it.
+        else is a published tokenizer.json, the folder that holds it, or the id of a model of the
+        hub.
     vocab_size
         Size of the vocabulary that bpe learns, such as 4096 or 32k.
     heldout
@@ -167,7 +168,9 @@ def data_build(
 
 
 def _find_tokenizer(text: str) -> Path:
-    path = Path(text)
+    from moewright.intake.hub import locate_tokenizer
+
+    path = locate_tokenizer(Path(text), "--tokenizer")
     if not path.exists():
         rule = f"must be {' or '.join(_MADE_TOKENIZERS)}, or a tokenizer.json or its folder"
         nearest = closest_match(text, _MADE_TOKENIZERS)

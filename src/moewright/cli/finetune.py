@@ -31,7 +31,8 @@ def finetune(
     Parameters
     ----------
     base
-        The Hugging Face folder to start from, with its tokenizer and chat template.
+        The Hugging Face folder to start from, with its tokenizer and chat template; or the id of a
+        model of the hub.
     chats
         A file or folder of chats, as `data build --chats` reads them.
     out
@@ -45,12 +46,13 @@ def finetune(
     from moewright.api.finetuning_job import FineTuningRequest
     from moewright.api.requests import read_lora_rank
     from moewright.api.training import is_first_rank
+    from moewright.intake.hub import locate_folder
 
     if base is not None and chats is None:
         rule = "is needed with a model: a file of chats"
         raise BadInput(Reason(field="chats", rule=rule, nearest=f"{base} chats.jsonl"))
     request = FineTuningRequest(
-        base=base,
+        base=base and locate_folder(base, "base"),
         chats=chats,
         out=out,
         on=on,

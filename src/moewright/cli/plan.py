@@ -30,7 +30,8 @@ def plan(
     Parameters
     ----------
     model
-        A model's name, with or without organisation; a config.json or its folder; or a job .toml.
+        A model's name, with or without organisation; a config.json or its folder; the id of a model
+        of the hub; or a job .toml.
     on
         Hardware as count x device, "256xH800" or "2xruns/machine.toml"; a job brings its own.
     json

@@ -33,6 +33,7 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: int =
     """
     from moewright.api.requests import translate_fields
     from moewright.codec import write_text
+    from moewright.intake.hub import locate_folder
     from moewright.rules.parameters import count_parameters
     from moewright.rules.upcycling import (
         RouterWeighting,
@@ -53,7 +54,7 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: int =
         scaling=UpcyclingScaling(options.scaling),
         weighting=RouterWeighting(options.router),
     )
-    source, open_parameters = _open_dense(dense)
+    source, open_parameters = _open_dense(locate_folder(dense, "dense"))
     with translate_fields(_option_of_field):
         model = upcycle_model(source, spec)
     config = _complete_config(model)

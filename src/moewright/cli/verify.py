@@ -34,7 +34,8 @@ def verify(
     Parameters
     ----------
     hf_dir
-        A folder with config.json and model.safetensors, or its shards and their index.
+        A folder with config.json and model.safetensors, or its shards and their index; or the id of
+        a model of the hub.
     batch
         A safetensors file with input_ids and labels, both integers [N, B, T]; labels unshifted,
         -100 ignored.
@@ -51,11 +52,13 @@ def verify(
     from moewright.engine.run.batch_file import read_batch_workload
     from moewright.engine.run.process_limit import refuse_too_many_processes
     from moewright.intake.hf import read_config
+    from moewright.intake.hub import locate_folder
     from moewright.rules.engine_limits import require_runnable
     from moewright.rules.job import Job
 
     _check_at_least_one("--nproc", nproc)
     _check_at_least_one("--steps", steps)
+    hf_dir = locate_folder(hf_dir, "hf_dir")
     model = read_config(hf_dir)
     parsed_layout = parse_layout(layout, world_size=nproc)
     optimizer = _read_optimizer(update)

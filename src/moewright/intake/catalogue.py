@@ -72,14 +72,22 @@ def model(name: str) -> ModelSpec:
     path = Path(name)
     if _exists(path) or path.suffix == ".json":
         return hf.read_config(path)
-    full_names = {_without_organisation(full): full for full in model_names()}
-    nearest = closest_match(_without_organisation(name), full_names)
+    nearest = nearest_model(name)
     rule = "is neither a known model nor a config.json or a folder with one"
     if not nearest:
-        rule = f"{rule}; known: {', '.join(full_names)}"
-    raise BadInput(
-        Reason(field="model", value=name[:80], rule=rule, nearest=full_names.get(nearest, ""))
-    )
+        rule = f"{rule}; known: {', '.join(map(_without_organisation, model_names()))}"
+    raise BadInput(Reason(field="model", value=name[:80], rule=rule, nearest=nearest))
+
+
+def has_model(name: str) -> bool:
+    """Tell whether a name is one of the catalogue, or one of its variants."""
+    return _find_model(name) is not None
+
+
+def nearest_model(name: str) -> str:
+    """Return the name of the catalogue that is most like a name; "" where none is like it."""
+    full_names = {_without_organisation(full): full for full in model_names()}
+    return full_names.get(closest_match(_without_organisation(name), full_names), "")
 
 
 def models() -> tuple[ModelEntry, ...]:

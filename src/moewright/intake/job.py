@@ -2,9 +2,9 @@
 
 The sections are:
 
-- [model]: `config`, a catalogue name or a path; or the fields of a config.json themselves; and
-  `weights`, what to start from: a folder of checkpoints or a Hugging Face folder, whose config.json
-  is the model where no other is given.
+- [model]: `config`, a catalogue name, a path or a hub id; or the fields of a config.json
+  themselves; and `weights`, what to start from: a folder of checkpoints or a Hugging Face folder,
+  whose config.json is the model where no other is given.
 - [data]: the fields of DataSpec.
 - [layout]: `text = "ep2,mbs2"`, or the layout's keys; what is absent is for the search to choose.
 - [train]: the fields of Workload, OptimizerSpec, MuonSpec, LossSpec, RouterTraining,
@@ -30,7 +30,7 @@ from moewright.codec import (
     parse_count,
     read_toml_data,
 )
-from moewright.intake import catalogue, hf
+from moewright.intake import catalogue, hf, hub
 from moewright.intake.devices import MAX_DEVICES, device_names, find_device
 from moewright.intake.job_workload import count_keys, read_workload, resolve_beside
 from moewright.spec.errors import BadInput, Reason
@@ -167,7 +167,7 @@ def _read_model(table: dict[str, Any], weights: str, path: Path, where: str) -> 
     file = Path(resolve_beside(path, config))
     if file.exists() or file.suffix == ".json":
         return hf.read_config(file)
-    return catalogue.model(config)
+    return catalogue.model(hub.locate_config(config))
 
 
 def _read_layout_text(table: dict[str, Any], where: str) -> str:
