@@ -302,7 +302,7 @@ def test_harmless_fields_are_ignored_and_unknown_ones_named(tmp_path: Path) -> N
         ({"norm_topk_prob": "yes"}, 'norm_topk_prob="yes": must be true or false'),
         ({"num_nextn_predict_layers": 1}, "multi-token prediction is not known for qwen3_moe"),
         ({"model_type": "qwen3_moo"}, 'model_type="qwen3_moo": must be one of'),
-        ({"model_type": "jamba"}, "hybrid Mamba layers, a mixer"),
+        ({"model_type": "mamba"}, "Mamba layers, a mixer"),
         ({"model_type": "nemotron_h"}, "hybrid_override_pattern: is missing"),
         ({"alibi": 1}, "alibi=1: must be true or false"),
         ({"alibi_bias_max": 4}, "alibi_bias_max=4: asks for what moewright does not model"),

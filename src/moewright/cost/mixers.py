@@ -165,6 +165,9 @@ def scan_bytes(spec: RecurrentSpec, c: int) -> float:
     states = spec.heads * spec.head_dim * spec.key_dim / spec.chunk_size
     state_bytes = _STATE_PASSES * _FP32_BYTES * states
     value = spec.value_width
+    if spec.kind is RecurrentKind.MAMBA:
+        # Values, steps and gate read, the output written; keys and queries are small.
+        return c * (4 * value + 2 * spec.key_width) + state_bytes
     if spec.kind is RecurrentKind.MAMBA2:
         matrices = spec.key_heads * spec.chunk_size
         matrix_bytes = _CHUNK_MATRIX_PASSES * _FP32_BYTES * matrices

@@ -44,6 +44,7 @@ from moewright.intake.hf_moe_families import (
     read_ernie,
     read_granite,
     read_hunyuan,
+    read_jamba,
     read_kimi_linear,
     read_llama4,
     read_minimax,
@@ -70,7 +71,6 @@ MAX_FILE_BYTES = 16 * 2**20
 # Model types whose token mixer a ModelSpec cannot describe, and what it is.
 _UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
-        "jamba": "hybrid Mamba layers",
         "falcon_h1": "Mamba-2 and attention side by side",
         "mamba": "Mamba layers",
         "mamba2": "Mamba-2 layers",
@@ -99,6 +99,7 @@ FAMILIES: Mapping[str, Callable[[FieldReader, int], MoeLayers] | None] = Mapping
         "bailing_moe": read_bailing,
         "bailing_moe_v2": read_bailing,
         "phimoe": read_phimoe,
+        "jamba": read_jamba,
         "granitemoe": read_granite,
         "granitemoeshared": read_granite,
         "llama4_text": read_llama4,

@@ -8,7 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.codec import closest_match
-from moewright.intake.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, FieldReader
+from moewright.intake.fields import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_LAYERS,
+    FieldReader,
+)
 from moewright.spec.model import MixerKind, RecurrentKind, RecurrentSpec
 
 FULL = "full_attention"
@@ -36,6 +42,8 @@ _MTP_FAMILIES = (
 )
 _MAX_STATE = 2**16
 _MAX_CHUNK = 2**16
+# Tokens after which mamba_ssm's selective scan keeps its state.
+_SELECTIVE_SCAN_TOKENS = 2048
 
 # The letters of Nemotron-H's pattern, and transformers' words for them: what mixes, what follows.
 _NEMOTRON_LAYERS: Mapping[str, tuple[MixerKind, bool]] = MappingProxyType(
@@ -49,6 +57,7 @@ _NEMOTRON_LAYERS: Mapping[str, tuple[MixerKind, bool]] = MappingProxyType(
 _NEMOTRON_WORDS: Mapping[str, str] = MappingProxyType(
     {"mamba": "M", LINEAR: "M", "attention": "*", FULL: "*", "moe": "E", "mlp": "-"}
 )
+_JAMBA_WORDS: Mapping[str, str] = MappingProxyType({FULL: "attention", LINEAR: "mamba"})
 _COMPRESSED_KINDS: Mapping[str, MixerKind] = MappingProxyType(
     {
         SLIDING: MixerKind.LOCAL_ATTENTION,
@@ -78,6 +87,8 @@ def read_layer_plan(fields: FieldReader, family: str) -> LayerPlan:
     """
     if family == "nemotron_h":
         return _read_nemotron_h(fields)
+    if family == "jamba":
+        return _read_jamba(fields)
     if family in ("qwen3_next", "qwen3_5_moe_text"):
         return _read_gated_delta(fields)
     if family == "kimi_linear":
@@ -156,6 +167,39 @@ def _read_nemotron_h(fields: FieldReader) -> LayerPlan:
         mixers=tuple(mixer for mixer, _ in layers),
         mlp_layers=tuple(has_mlp for _, has_mlp in layers),
         recurrent=recurrent,
+    )
+
+
+def _read_jamba(fields: FieldReader) -> LayerPlan:
+    """Read Jamba's layers: attention in one of each period, Mamba in the others."""
+    layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+    period = fields.integer("attn_layer_period", low=1, high=MAX_LAYERS, default=8)
+    offset = fields.integer("attn_layer_offset", low=0, high=period - 1, default=min(4, period - 1))
+    default = [FULL if layer % period == offset else LINEAR for layer in range(layers)]
+    kinds = read_kinds(fields, "layer_types", layers, (FULL, LINEAR)) or default
+    words = [_JAMBA_WORDS[kind] for kind in kinds]
+    fields.require_neutral("layers_block_type", words, tuple(words))
+    fields.require_neutral("mamba_proj_bias", False)
+    fields.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
+    hidden = fields.integer("hidden_size", low=1, high=MAX_HIDDEN)
+    expand = fields.integer("mamba_expand", low=1, high=64, default=2)
+    rank = -(-hidden // 16)
+    if fields.raw_value("mamba_dt_rank") != "auto":
+        rank = fields.integer("mamba_dt_rank", low=1, high=MAX_HIDDEN, default=rank)
+    fields.ignore("mamba_dt_rank")
+    return LayerPlan(
+        mixers=_mixers_of(kinds),
+        recurrent=RecurrentSpec(
+            kind=RecurrentKind.MAMBA,
+            heads=expand * hidden,
+            head_dim=1,
+            key_heads=1,
+            key_dim=fields.integer("mamba_d_state", low=1, high=_MAX_STATE, default=16),
+            short_conv=fields.integer("mamba_d_conv", low=1, high=64, default=4),
+            conv_bias=fields.boolean("mamba_conv_bias", default=True),
+            chunk_size=_SELECTIVE_SCAN_TOKENS,
+            step_rank=rank,
+        ),
     )
 
 

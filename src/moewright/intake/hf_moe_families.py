@@ -46,6 +46,23 @@ def read_minimax(fields: FieldReader, layers: int) -> MoeLayers:
     )
 
 
+def read_jamba(fields: FieldReader, layers: int) -> MoeLayers:
+    """Read Jamba's experts: softmax over all, not divided again, in one layer of each period."""
+    experts, top_k = read_counts(fields)
+    period = fields.integer("expert_layer_period", low=1, high=MAX_LAYERS, default=2)
+    offset = fields.integer(
+        "expert_layer_offset", low=0, high=period - 1, default=min(1, period - 1)
+    )
+    ffn = fields.integer("intermediate_size", low=1, high=MAX_FFN)
+    fields.ignore("num_logits_to_keep")
+    spec = MoeSpec(experts=experts, ffn_size=ffn, router=softmax_router(top_k, renormalize=False))
+    has_experts = experts > 1
+    return MoeLayers(
+        spec=spec,
+        layers=tuple(has_experts and layer % period == offset for layer in range(layers)),
+    )
+
+
 def read_ernie(fields: FieldReader, layers: int) -> MoeLayers:
     """Read ERNIE 4.5's experts: softmax over all, chosen with a bias, in a range of layers."""
     experts = fields.integer("moe_num_experts", "num_experts", low=1, high=MAX_EXPERTS)

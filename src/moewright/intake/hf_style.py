@@ -12,7 +12,7 @@ from moewright.spec.model import Activation, MultiplierSpec, NormKind, NormPlace
 # Families whose embedding and head share their weights where the config does not say.
 TIED = ("ernie4_5_moe", "smollm3", "grok-1")
 # Families whose attention knows no positions: their recurrent layers do.
-UNROTATED = ("nemotron_h", "kimi_linear")
+UNROTATED = ("jamba", "nemotron_h", "kimi_linear")
 
 _SPELLINGS: Mapping[str, Activation] = MappingProxyType(
     {

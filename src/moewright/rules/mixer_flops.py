@@ -79,6 +79,9 @@ def recurrent_macs(spec: RecurrentSpec, h: int) -> tuple[int, int]:
     """Return `mixer_macs` of a recurrent layer."""
     wide = 2 * spec.key_width + 2 * spec.value_width
     out = spec.value_width * h
+    if spec.kind is RecurrentKind.MAMBA:
+        steps_keys = spec.step_rank + 2 * spec.key_width + spec.step_rank
+        return 2 * spec.value_width * h + spec.value_width * steps_keys + out, 0
     if spec.kind is RecurrentKind.MAMBA2:
         return h * (wide + spec.heads) + out, 0
     if spec.kind is RecurrentKind.GATED_DELTA:
@@ -92,8 +95,11 @@ def scan_flops(spec: RecurrentSpec, tokens: int) -> int:
     """Return the forward FLOPs of the convolution and the recurrence of some tokens.
 
     They are those that Megatron counts: 7 an element of the state for Mamba-2, whose convolution
-    it leaves out; four products of the state with a vector for a delta net.
+    it leaves out; four products of the state with a vector for a delta net. For Mamba's first
+    version they are the 9 an element of the state that VMamba counts of its selective scan.
     """
+    if spec.kind is RecurrentKind.MAMBA:
+        return tokens * spec.value_width * (2 * spec.short_conv + 9 * spec.key_dim)
     if spec.kind is RecurrentKind.MAMBA2:
         return tokens * 7 * spec.value_width * spec.key_dim
     convolution = spec.short_conv * spec.conv_width

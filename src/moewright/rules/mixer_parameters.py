@@ -1,7 +1,7 @@
 """The parameters of mixers beside plain and latent attention, each name with its shape.
 
-Sources: transformers' nemotron_h, qwen3_next, kimi_linear, deepseek_v32 and deepseek_v4; the names
-are moewright's own. Heads are cut over tensor parallelism, what all heads read is whole.
+Sources: transformers' jamba, nemotron_h, qwen3_next, kimi_linear, deepseek_v32 and deepseek_v4; the
+names are moewright's own. Heads are cut over tensor parallelism, what all heads read is whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def recurrent_mixer(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param
     if spec is None:
         raise ValueError(f"{model.name}: layer {layer} is recurrent but the model has no spec")
     h = model.hidden_size
-    if spec.kind is RecurrentKind.MAMBA2:
+    if spec.kind is RecurrentKind.MAMBA:
+        yield from _mamba(spec, h, prefix, layer)
+    elif spec.kind is RecurrentKind.MAMBA2:
         yield from _mamba2(spec, h, prefix, layer)
     elif spec.kind is RecurrentKind.GATED_DELTA:
         yield from _gated_delta(spec, h, prefix, layer)
@@ -36,6 +38,20 @@ def recurrent_mixer(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param
         yield from _kimi_delta(spec, h, prefix, layer)
     out = (h, spec.value_width)
     yield tensor(f"{prefix}o.weight", out, _MODULE, layer, TP_COLUMNS)
+
+
+def _mamba(spec: RecurrentSpec, h: int, prefix: str, layer: int) -> Iterator[Param]:
+    """Yield the projection to gate and values, and what makes steps, keys and queries of values."""
+    width, state, rank = spec.value_width, spec.key_dim, spec.step_rank
+    yield tensor(f"{prefix}in.weight", (2 * width, h), _MODULE, layer, TP_ROWS)
+    yield from _convolution(spec, prefix, layer)
+    yield tensor(f"{prefix}steps_keys.weight", (rank + 2 * state, width), _MODULE, layer)
+    for name, size in (("step", rank), ("key", state), ("query", state)):
+        yield tensor(f"{prefix}{name}_norm.weight", (size,), _MODULE, layer)
+    yield tensor(f"{prefix}dt.weight", (width, rank), _MODULE, layer, TP_ROWS)
+    yield tensor(f"{prefix}dt_bias", (width,), _MODULE, layer, TP_ROWS)
+    yield tensor(f"{prefix}A_log", (width, state), _MODULE, layer, TP_ROWS)
+    yield tensor(f"{prefix}D", (width,), _MODULE, layer, TP_ROWS)
 
 
 def _mamba2(spec: RecurrentSpec, h: int, prefix: str, layer: int) -> Iterator[Param]:

@@ -1,9 +1,10 @@
 """The tensors that mixers beside plain and latent attention save for backward.
 
-Sources: mamba_ssm's fused scan, which keeps the projection's output and its own and makes the
-states again; fla's chunked delta rule, which keeps its inputs and the matrix of each chunk (our
-engine makes both again: engine.model.delta_net); Megatron-LM's sparse attention over latents;
-DeepSeek-V4's compressors.
+Sources: mamba_ssm's selective scan, whose inputs and output are kept beside a state of fp32 at
+every 2,048th token, with transformers' Jamba around it; mamba_ssm's fused scan of Mamba-2, which
+keeps the projection's output and its own and makes the states again; fla's chunked delta rule,
+which keeps its inputs and the matrix of each chunk (our engine makes both again:
+engine.model.delta_net); Megatron-LM's sparse attention over latents; DeepSeek-V4's compressors.
 """
 
 from __future__ import annotations
@@ -46,6 +47,19 @@ def recurrent_saved(
     """
     c, T, tp = symbols.c, symbols.T, symbols.tp
     value, conv = spec.value_width, spec.conv_width
+    if spec.kind is RecurrentKind.MAMBA:
+        small = spec.step_rank + 2 * spec.key_dim
+        yield _row("mixer_in", 2 * c * T * value // tp)
+        yield _row("conv_out", c * T * value // tp)
+        yield _row("steps_keys", 2 * c * T * small)
+        yield _row("mixer_norm_rstd", 3 * _FP32_BYTES * T)
+        yield _row("steps", c * T * value // tp)
+        yield _row(
+            "states", 2 * _FP32_BYTES * -(-T // spec.chunk_size) * value * spec.key_dim // tp
+        )
+        yield _row("scan_out", c * T * value // tp)
+        yield _row("mixer_out", c * T * value // tp)
+        return
     if spec.kind is RecurrentKind.MAMBA2:
         yield _row("mixer_in", c * T * (conv + value + spec.heads) // tp)
         yield _row("scan_out", c * T * value // tp)

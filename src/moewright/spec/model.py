@@ -33,6 +33,7 @@ class MixerKind(StrEnum):
 class RecurrentKind(StrEnum):
     """The families of mixers that carry a state along the sequence."""
 
+    MAMBA = "mamba"  # a decay for each channel and element of its state (Jamba)
     MAMBA2 = "mamba2"
     GATED_DELTA = "gated_delta"  # a decay for each head (Qwen3-Next)
     KIMI_DELTA = "kimi_delta"  # a decay for each channel (Kimi Linear)
@@ -191,8 +192,10 @@ class RecurrentSpec:
     """The mixer of the layers that carry a state along the sequence.
 
     Values have `heads` heads of `head_dim`; keys and queries `key_heads` of `key_dim` (Mamba-2
-    calls them groups, and `key_dim` the state's size). `short_conv` is the width of the depthwise
-    convolution before, and `chunk_size` the tokens that one product takes at a time.
+    calls them groups, and `key_dim` the state's size). In Mamba's first version a head is one
+    channel, and `step_rank` the rank through which all channels make their steps. `short_conv` is
+    the width of the depthwise convolution before, and `chunk_size` the tokens that one product
+    takes at a time.
     """
 
     kind: RecurrentKind
@@ -203,6 +206,7 @@ class RecurrentSpec:
     short_conv: int = 4
     conv_bias: bool = False
     chunk_size: int = 64
+    step_rank: int = 0
 
     @property
     def value_width(self) -> int:
@@ -216,7 +220,12 @@ class RecurrentSpec:
 
     @property
     def conv_width(self) -> int:
-        """Width of what the convolution takes: queries, keys and values."""
+        """Width of what the convolution takes: queries, keys and values.
+
+        Mamba's first version makes queries and keys of what the convolution gives.
+        """
+        if self.kind is RecurrentKind.MAMBA:
+            return self.value_width
         return self.value_width + 2 * self.key_width
 
 
