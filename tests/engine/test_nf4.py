@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from math import prod
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moewright.engine.kernels import fp8_base, nf4
 from moewright.engine.kernels.fp8_base import Fp8Weight, pack_fp8
@@ -28,7 +30,8 @@ def locate(shape: tuple[int, ...], *, dim: int, rank: int) -> tuple[int, ...]:
 
 def pack(weight: torch.Tensor) -> Nf4Weight:
     shape = tuple(weight.shape)
-    return pack_nf4(weight, shape, (0,) * len(shape), lambda part, _: part)
+    device = weight.device
+    return pack_nf4(weight, weight.dtype, device, shape, (0,) * len(shape), lambda part, _: part)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -87,10 +90,12 @@ def test_parts_stand_for_the_numbers_of_the_whole(shape: tuple[int, ...], dim: i
 
     parts = [part.contiguous() for part in weight.chunk(2, dim)]
     for rank, part in enumerate(parts):
-        pack_nf4(part, shape, locate(shape, dim=dim, rank=rank), listen)
+        pack_nf4(part, part.dtype, part.device, shape, locate(shape, dim=dim, rank=rank), listen)
     packed: list[Nf4Weight] = [
         pack_nf4(
             part,
+            part.dtype,
+            part.device,
             shape,
             locate(shape, dim=dim, rank=rank),
             lambda _, gathered: torch.cat(heard[:2], gathered),
@@ -132,7 +137,7 @@ def test_bytes_and_errors_are_those_of_four_bits() -> None:
 def test_fp8_blocks_are_those_of_published_folders(shape: tuple[int, ...]) -> None:
     """What DeepSeek-V3's blocks stand for is held in the same numbers."""
     weight = draw(*shape)
-    own = pack_fp8(weight, torch.float32)
+    own = pack_fp8(weight, torch.float32, weight.device)
     nbytes = sum(tensor.nbytes for tensor in own.tensors)
     assert nbytes == packed_nbytes(shape, shape, BaseQuantization.FP8)
     rows, columns = (torch.arange(size) // 128 for size in shape[-2:])
@@ -150,7 +155,7 @@ def test_fp8_blocks_are_those_of_published_folders(shape: tuple[int, ...]) -> No
                 expected = (block / scale).to(torch.float8_e4m3fn)
                 assert torch.equal(codes[rows == row][:, columns == column], expected)
     once = own.unpack()
-    again = pack_fp8(once, torch.float32)
+    again = pack_fp8(once, torch.float32, once.device)
     assert torch.equal(again.codes.view(torch.uint8), own.codes.view(torch.uint8))
     torch.testing.assert_close(again.unpack(), once, rtol=3e-7, atol=0)
     assert (once - weight).norm() / weight.norm() < 0.03
@@ -162,9 +167,47 @@ def test_chunks_are_widened_to_the_same_numbers(
 ) -> None:
     weight = draw(3, 2, 256, 200)
     packed: Nf4Weight | Fp8Weight = (
-        pack(weight) if module is nf4 else pack_fp8(weight, torch.float32)
+        pack(weight) if module is nf4 else pack_fp8(weight, torch.float32, weight.device)
     )
     whole = packed.unpack()
     for numel in (128, 512, 30_000, 120_000):
         monkeypatch.setattr(module, "CHUNK_NUMEL", numel // 128 * 128)
         assert torch.equal(packed.unpack(), whole)
+
+
+class WidestOutput(TorchDispatchMode):
+    """Notes the most numbers, of two bytes or more, that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.element_size() > 1 and not func.is_view:
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("module", [nf4, fp8_base], ids=["nf4", "fp8"])
+def test_packing_in_chunks_makes_the_same_bits_and_nothing_whole(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank holds as it starts is less than what its products widen later."""
+    weight = draw(3, 2, 256, 200)
+    before = weight.clone()
+
+    def pack_once() -> tuple[torch.Tensor, ...]:
+        if module is nf4:
+            return pack(weight).tensors
+        return pack_fp8(weight, torch.float32, weight.device).tensors
+
+    whole = pack_once()
+    for numel in (26_624, 51_200, 102_400):  # of 51,200 numbers a matrix
+        monkeypatch.setattr(module, "CHUNK_NUMEL", numel)
+        with WidestOutput() as widest:
+            chunked = pack_once()
+        assert all(map(torch.equal, chunked, whole))
+        assert torch.equal(weight, before)
+        # FP8 fills the last block of columns with zeros, to 256 of them.
+        assert widest.numel <= numel * 256 // 200

@@ -128,7 +128,9 @@ def test_a_packed_base_is_the_folder_of_the_numbers_that_it_stands_for(
     for name, tensor in stored.items():
         if "_proj." in name:
             shape = tuple(tensor.shape)
-            stored[name] = pack_nf4(tensor, shape, (0, 0), lambda part, _: part).unpack()
+            stored[name] = pack_nf4(
+                tensor, tensor.dtype, tensor.device, shape, (0, 0), lambda part, _: part
+            ).unpack()
     save_file(stored, tmp_path / "unpacked" / "model.safetensors", {"format": "pt"})
     plan = build_plan(data, "", 1, Dtype.BF16)
     losses = []

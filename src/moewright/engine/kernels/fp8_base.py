@@ -8,6 +8,7 @@ of e4m3. What a published folder holds in such blocks is held in the same number
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ class Fp8Weight:
         """Return the numbers that it stands for, rounded once to `dtype`."""
         rows, columns = self.codes.shape[-2:]
         out = torch.empty_like(self.codes, dtype=self.dtype)
-        step = max(1, CHUNK_NUMEL // (FP8_BLOCK * columns))
+        step = _rows_of_chunk(columns)
         matrices = zip(
             self.codes.view(-1, rows, columns),
             self.scales,
@@ -50,15 +51,33 @@ class Fp8Weight:
         return out
 
 
-def pack_fp8(weight: torch.Tensor, dtype: torch.dtype) -> Fp8Weight:
-    """Pack a rank's part of a weight for products in `dtype`; no block is cut by the ranks."""
+def pack_fp8(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Fp8Weight:
+    """Pack a rank's part of a weight for products in `dtype`; no block is cut by the ranks.
+
+    It is packed some rows at a time, and never whole on the device.
+    """
     rows, columns = weight.shape[-2:]
-    blocks = _cut_into_blocks(weight.reshape(-1, rows, columns).float())
-    largest = blocks.abs().amax((2, 4))
-    scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
-    codes = (blocks / scales[:, :, None, :, None]).flatten(1, 2).flatten(2, 3)
-    codes = codes[:, :rows, :columns].to(_DTYPE).reshape(weight.shape)
-    return Fp8Weight(dtype=dtype, codes=codes, scales=scales)
+    matrices = weight.reshape(-1, rows, columns)
+    codes = torch.empty(matrices.shape, dtype=_DTYPE, device=device)
+    sides = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    scales = torch.empty((len(matrices), *sides), device=device)
+    step = _rows_of_chunk(columns)
+    for matrix in range(len(matrices)):
+        for first in range(0, sides[0], step):
+            part = slice(first * FP8_BLOCK, (first + step) * FP8_BLOCK)
+            values = matrices[matrix, part].to(device).float()
+            blocks = _cut_into_blocks(values[None])[0]
+            largest = torch.linalg.vector_norm(blocks, inf, dim=(1, 3))
+            own = torch.where(largest > 0, largest / _LARGEST, 1.0)
+            scales[matrix, first : first + step] = own
+            blocks.div_(own[:, None, :, None])
+            codes[matrix, part] = blocks.flatten(0, 1).flatten(1, 2)[: len(values), :columns]
+    return Fp8Weight(dtype=dtype, codes=codes.view(weight.shape), scales=scales)
+
+
+def _rows_of_chunk(columns: int) -> int:
+    """Return the rows of blocks that are wide at a time."""
+    return max(1, CHUNK_NUMEL // (FP8_BLOCK * columns))
 
 
 def _cut_into_blocks(matrices: torch.Tensor) -> torch.Tensor:

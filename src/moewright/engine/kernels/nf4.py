@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -80,7 +81,7 @@ class Nf4Weight:
         out = torch.empty((len(scales), numel), dtype=self.dtype, device=device)
         codes = self.codes.view(len(scales), numel // 2)
         levels = torch.tensor(LEVELS, device=device)
-        for matrices, part in self._list_chunks(numel):
+        for matrices, part in _list_chunks(len(scales), numel):
             chosen = codes[matrices, part.start // 2 : part.stop // 2]
             halves = torch.stack((chosen >> 4, chosen & 15), -1).flatten(1).int()
             block_scales = scales[matrices, part.start // NF4_BLOCK : -(-part.stop // NF4_BLOCK)]
@@ -89,45 +90,47 @@ class Nf4Weight:
             out[matrices, part] = wide
         return out.view(self.shape)
 
-    def _list_chunks(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        """Yield matrices and numbers of them, so that few are wide at a time."""
-        if numel > CHUNK_NUMEL:
-            for matrix in range(len(self.scale_codes)):
-                for start in range(0, numel, CHUNK_NUMEL):
-                    stop = min(start + CHUNK_NUMEL, numel)
-                    yield slice(matrix, matrix + 1), slice(start, stop)
-            return
-        step = CHUNK_NUMEL // numel
-        for first in range(0, len(self.scale_codes), step):
-            yield slice(first, first + step), slice(0, numel)
+
+def _list_chunks(matrices: int, numel: int) -> Iterator[tuple[slice, slice]]:
+    """Yield some of the matrices and of their numbers, so that few are wide at a time."""
+    if numel > CHUNK_NUMEL:
+        for matrix in range(matrices):
+            for start in range(0, numel, CHUNK_NUMEL):
+                yield slice(matrix, matrix + 1), slice(start, min(start + CHUNK_NUMEL, numel))
+        return
+    step = CHUNK_NUMEL // numel
+    for first in range(0, matrices, step):
+        yield slice(first, first + step), slice(0, numel)
 
 
 def pack_nf4(
     weight: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
     whole_shape: tuple[int, ...],
     offsets: tuple[int, ...],
     gather: GatherDim,
 ) -> Nf4Weight:
-    """Pack a rank's part of a weight, whose last two dims are those of a matrix.
+    """Pack a rank's part of a weight, rounded to `dtype`, on a device.
 
-    The part is a box at `offsets` of the tensor of `whole_shape`. `gather` joins the parts of a dim
-    that a tensor-parallel axis cuts (rules.packed_base says where it may).
+    Its last two dims are those of a matrix. The part is a box at `offsets` of the tensor of
+    `whole_shape`. `gather` joins the parts of a dim that a tensor-parallel axis cuts
+    (rules.packed_base says where it may). The weight is never whole on the device, and what lies
+    beside a chunk of it is less than what a product has beside the weight that it widens.
     """
     last = weight.dim() - 1
     sizes = zip(whole_shape, weight.shape, strict=True)
     cut_dims = {dim for dim, (whole, local) in enumerate(sizes) if whole != local}
     rows, columns = weight.shape[-2:]
-    parts = weight.reshape(-1, rows * columns).float()
+    parts = weight.reshape(-1, rows * columns)
     matrices, numel = parts.shape
     blocks = -(-numel // NF4_BLOCK)
-    if numel % NF4_BLOCK:
-        parts = torch.nn.functional.pad(parts, (0, blocks * NF4_BLOCK - numel))
-    values = parts.view(matrices, blocks, NF4_BLOCK)
-    own_scales = values.abs().amax(-1)
-    scaled = values * (1.0 / own_scales.clamp(min=_TINY))[:, :, None]
-    bounds = _midpoints(torch.tensor(LEVELS, device=weight.device))
-    levels = torch.bucketize(scaled.clamp(-1, 1).view(matrices, -1)[:, :numel], bounds)
-    pairs = levels.to(torch.uint8).flatten().view(-1, 2)
+    own_scales = torch.empty((matrices, blocks), device=device)
+    codes = torch.empty((matrices, numel // 2), dtype=torch.uint8, device=device)
+    for some, part in _list_chunks(matrices, numel):
+        chunk_scales, chunk_codes = _pack_chunk(parts[some, part].to(device, dtype).float())
+        own_scales[some, part.start // NF4_BLOCK : -(-part.stop // NF4_BLOCK)] = chunk_scales
+        codes[some, part.start // 2 : part.stop // 2] = chunk_codes
 
     whole_rows, whole_columns = whole_shape[-2:]
     first_block, row_blocks, row_stride = 0, blocks, blocks
@@ -142,18 +145,18 @@ def pack_nf4(
         scales = scales[:, : whole_rows * whole_columns // NF4_BLOCK]
     means = scales.mean(1, keepdim=True)
     group_scales = _group_maxima((scales - means).abs())
-    numbers = torch.arange(blocks, device=weight.device)
+    numbers = torch.arange(blocks, device=device)
     places = first_block + numbers // row_blocks * row_stride + numbers % row_blocks
     # What lies beyond the whole matrix is padding.
     groups = (places // NF4_GROUP).clamp(max=group_scales.shape[1] - 1)
     centred = (own_scales - means) * (1.0 / group_scales.clamp(min=_TINY))[:, groups]
-    scale_codes = torch.bucketize(
-        centred.clamp(-1, 1), _midpoints(dynamic_levels(weight.device))
-    ).to(torch.uint8)
+    scale_codes = torch.bucketize(centred.clamp(-1, 1), _midpoints(dynamic_levels(device))).to(
+        torch.uint8
+    )
     return Nf4Weight(
         shape=tuple(weight.shape),
-        dtype=weight.dtype,
-        codes=(pairs[:, 0] << 4) | pairs[:, 1],
+        dtype=dtype,
+        codes=codes.view(-1),
         scale_codes=scale_codes,
         group_scales=group_scales,
         means=means,
@@ -161,6 +164,18 @@ def pack_nf4(
         row_blocks=row_blocks,
         row_stride=row_stride,
     )
+
+
+def _pack_chunk(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales [M,B] and the codes [M,N/2] of numbers [M,N], which are overwritten."""
+    numel = values.shape[1]
+    padded = torch.nn.functional.pad(values, (0, -numel % NF4_BLOCK))
+    blocks = padded.unflatten(1, (-1, NF4_BLOCK))
+    scales = torch.linalg.vector_norm(blocks, inf, dim=-1)
+    blocks.mul_((1.0 / scales.clamp(min=_TINY))[:, :, None]).clamp_(-1, 1)
+    bounds = _midpoints(torch.tensor(LEVELS, device=values.device))
+    levels = torch.bucketize(padded[:, :numel], bounds, out_int32=True).to(torch.uint8)
+    return scales, (levels[:, ::2] << 4) | levels[:, 1::2]
 
 
 def dynamic_levels(device: torch.device) -> torch.Tensor:

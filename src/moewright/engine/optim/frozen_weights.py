@@ -66,10 +66,16 @@ class FrozenWeights:
 
         own: Nf4Weight | Fp8Weight
         if runtime.workload.fine_tuning.quantize_base is BaseQuantization.FP8:
-            own = pack_fp8(value.to(runtime.device), runtime.dtype)
+            own = pack_fp8(value, runtime.dtype, runtime.device)
         else:
-            value = value.to(runtime.device, runtime.dtype)
-            own = pack_nf4(value, placement.global_shape, placement.offsets, gather)
+            own = pack_nf4(
+                value,
+                runtime.dtype,
+                runtime.device,
+                placement.global_shape,
+                placement.offsets,
+                gather,
+            )
         self._packed[parameter.name] = own
         parameter.owner.unpack = lambda: runtime.saved_tensors.note_unpacked(
             own.unpack(), own.unpack
