@@ -28,6 +28,7 @@ FAMILIES = (
     "deepseek_v3",
     "glm4_moe",
     "dots1",
+    "solar_open",
     "minimax_m2",
     "glm4_moe_lite",
     "ernie4_5_moe",
@@ -156,7 +157,7 @@ def _model(family: str, **more: Any) -> nn.Module:
         }
         config = transformers.DeepseekV3Config(**latent, q_lora_rank=24, rope_parameters=yarn)
         return transformers.DeepseekV3ForCausalLM(config).float()
-    if family in ("glm4_moe", "dots1"):
+    if family in ("glm4_moe", "dots1", "solar_open"):
         sparse: dict[str, Any] = {
             **shape,
             "head_dim": 16,
@@ -169,6 +170,10 @@ def _model(family: str, **more: Any) -> nn.Module:
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
         }
+        if family == "solar_open":
+            del sparse["intermediate_size"], sparse["first_k_dense_replace"]
+            config = transformers.SolarOpenConfig(**sparse, n_group=4, topk_group=2)
+            return transformers.SolarOpenForCausalLM(config).float()
         if family == "dots1":
             config = transformers.Dots1Config(**sparse, n_group=4, topk_group=2)
             return transformers.Dots1ForCausalLM(config).float()

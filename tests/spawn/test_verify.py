@@ -103,7 +103,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # Families without mathematics of their own.
-ALIKE = ("dots1", "minimax_m2", "glm4_moe_lite", "granitemoe", "qwen3_5_moe_text")
+ALIKE = ("dots1", "solar_open", "minimax_m2", "glm4_moe_lite", "granitemoe", "qwen3_5_moe_text")
 CASES = [thorough(family) if family in ALIKE else family for family in (*FAMILIES, "fused")]
 
 

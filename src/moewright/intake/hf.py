@@ -93,6 +93,7 @@ FAMILIES: Mapping[str, Callable[[FieldReader, int], MoeLayers] | None] = Mapping
         "dots1": read_deepseek_v3,
         "glm4_moe": read_deepseek_v3,
         "glm4_moe_lite": read_deepseek_v3,
+        "solar_open": read_deepseek_v3,
         "minimax_m2": read_minimax,
         "ernie4_5_moe": read_ernie,
         "hunyuan_v1_moe": read_hunyuan,

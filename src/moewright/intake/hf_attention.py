@@ -50,10 +50,17 @@ _QK_NORM_SWITCHES: Mapping[str, bool] = MappingProxyType(
 )
 # Families whose head width does not follow from the hidden size, and their default.
 _HEAD_DIMS: Mapping[str, int] = MappingProxyType(
-    {"qwen3": 128, "gpt_oss": 64, "qwen3_next": 256, "qwen3_5_moe_text": 256, "minimax_m2": 128}
+    {
+        "qwen3": 128,
+        "gpt_oss": 64,
+        "qwen3_next": 256,
+        "qwen3_5_moe_text": 256,
+        "minimax_m2": 128,
+        "solar_open": 128,
+    }
 )
 # Families with biases on q, k and v alone.
-_QKV_BIASED = ("qwen2", "qwen2_moe", "glm4_moe")
+_QKV_BIASED = ("qwen2", "qwen2_moe", "glm4_moe", "solar_open")
 # Families that turn pairs of neighbours.
 _INTERLEAVED = ("ernie4_5_moe", "llama4_text")
 _GATED = ("qwen3_next", "qwen3_5_moe_text")

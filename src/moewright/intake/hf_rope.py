@@ -26,6 +26,7 @@ _ROTARY_SHARES: Mapping[str, float] = MappingProxyType(
         "qwen3_5_moe_text": 0.25,
         "nemotron": 0.5,
         "minimax_m2": 1.0,
+        "solar_open": 1.0,
         "bailing_moe": 1.0,
         "bailing_moe_v2": 1.0,
     }

@@ -31,6 +31,7 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "kimi_k2": "DeepseekV3ForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
         "dots1": "Dots1ForCausalLM",
+        "solar_open": "SolarOpenForCausalLM",
         "minimax_m2": "MiniMaxM2ForCausalLM",
         "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
         "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
@@ -313,7 +314,7 @@ def _deepseek_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         "topk_group": router.top_groups,
         "first_k_dense_replace": first,
     }
-    if model.family in ("glm4_moe", "dots1"):
+    if model.family in ("glm4_moe", "dots1", "solar_open"):
         if model.mtp_layers:
             config["num_nextn_predict_layers"] = model.mtp_layers
         return config
