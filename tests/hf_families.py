@@ -39,6 +39,8 @@ FAMILIES = (
     "phimoe",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "nemotron_h",
+    "nemotron",
 )
 # Model types of folders that see too, whose language model lies below a prefix.
 NESTED = ("qwen3_vl_moe", "qwen3_5_moe", "llama4")
@@ -57,7 +59,7 @@ LING_SOURCES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 # Families whose norms have weights around zero.
-_ZERO_CENTERED_TYPES = ("qwen3_next", "qwen3_5_moe")
+_ZERO_CENTERED_TYPES = ("qwen3_next", "qwen3_5_moe", "nemotron")
 
 
 def _model(family: str, **more: Any) -> nn.Module:
@@ -284,6 +286,36 @@ def _model(family: str, **more: Any) -> nn.Module:
             return transformers.Qwen3NextForCausalLM(config).float()
         config = transformers.Qwen3_5MoeTextConfig(**hybrid)
         return transformers.Qwen3_5MoeForCausalLM(config).float()
+    if family == "nemotron_h":
+        config = transformers.NemotronHConfig(
+            **{name: value for name, value in shape.items() if name != "num_hidden_layers"},
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+            head_dim=16,
+            intermediate_size=48,
+            mamba_num_heads=4,
+            mamba_head_dim=12,
+            n_groups=2,
+            ssm_state_size=8,
+            chunk_size=8,
+            layer_norm_epsilon=1e-3,  # as for delta nets, below
+            # transformers takes it for a bound of steps, where the models have none.
+            time_step_min=1e-9,
+            moe_intermediate_size=16,
+            moe_shared_expert_intermediate_size=24,
+            moe_latent_size=16,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            pad_token_id=None,
+        )
+        return transformers.NemotronHForCausalLM(config).float()
+    if family == "nemotron":
+        config = transformers.NemotronConfig(
+            **shape, head_dim=16, intermediate_size=48, pad_token_id=None
+        )
+        return transformers.NemotronForCausalLM(config).float()
     if family == "minimax_m2":
         config = transformers.MiniMaxM2Config(
             **shape,
@@ -496,6 +528,8 @@ def write_model(
             nn.init.normal_(parameter, 0.0, 0.2)
         if "conv1d" in name:
             nn.init.normal_(parameter, 0.0, 0.6)
+        if name.endswith("mixer.D"):
+            nn.init.normal_(parameter)
         if "norm" in name:
             # The norms of these families, but for those of delta nets, add 1 to their weights.
             is_centered = family.removesuffix("_text") in _ZERO_CENTERED_TYPES

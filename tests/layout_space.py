@@ -32,6 +32,7 @@ from moewright.spec.layout import (
     Schedule,
 )
 from moewright.spec.model import (
+    Activation,
     AttentionKind,
     AttentionSpec,
     MixerKind,
@@ -196,11 +197,44 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             moe=_moe(8, 2, shared_ffn_size=16, shared_gate=True),
             zero_centered_norms=True,
         ),
+        # Mamba-2, attention without positions and an MLP in layers of their own, and latent experts
+        # of squared ReLU. The epsilon as above: gates nearly at zero.
+        "hybrid": replace(
+            MODEL,
+            family="nemotron_h",
+            layers=6,
+            moe_layers=(False, True, False, False, False, True),
+            norm_eps=1e-3,
+            vocab_size=97,
+            mixers=(
+                MixerKind.RECURRENT,
+                MixerKind.NONE,
+                MixerKind.ATTENTION,
+                MixerKind.NONE,
+                MixerKind.RECURRENT,
+                MixerKind.NONE,
+            ),
+            mlp_layers=(False, True, False, True, False, True),
+            dense_ffn_size=48,
+            recurrent=RecurrentSpec(
+                kind=RecurrentKind.MAMBA2,
+                heads=8,
+                head_dim=6,
+                key_heads=4,
+                key_dim=8,
+                conv_bias=True,
+            ),
+            attention=_gqa(4, 2, QkNorm.NONE),
+            position=PositionKind.NONE,
+            activation=Activation.RELU_SQUARED,
+            gated=False,
+            moe=replace(_moe(8, 2, shared_ffn_size=24, latent_size=16), router=_GROUPED),
+        ),
     }
 )
 
 # These shapes are like the others apart from their corners, and are not drawn.
-DRAWN_SHAPES = tuple(name for name in SHAPES if name not in ("latent", "biased", "delta"))
+DRAWN_SHAPES = tuple(name for name in SHAPES if name not in ("latent", "biased", "delta", "hybrid"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,6 +387,30 @@ CORNERS = (
         "delta",
         2,
         "pp2,zero0,mbs2,offload=attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm",
+    ),
+    _corner("Mamba-2 cut by groups", "hybrid", 2, "tp2,ep2,mbs2"),
+    _corner("Mamba-2 of a group a rank, latent experts cut", "hybrid", 4, "tp4,ep2,etp2,mbs4"),
+    _corner(
+        "layers of one block in stages and documents",
+        "hybrid",
+        4,
+        "pp2,tp2,ep2,schedule=zb-h1,mbs2",
+        DocumentMasking.BOUNDED,
+    ),
+    _corner(
+        "layers of one block, replayed in part",
+        "hybrid",
+        2,
+        "ep2,mbs4,recompute=core_attn+moe_act+layernorm+mlp",
+        DocumentMasking.RESTARTED,
+    ),
+    _corner("layers of one block in shards", "hybrid", 2, "ep2,zero3,mbs2,recompute=full"),
+    _corner("layers of one block in two passes", "hybrid", 2, "ep2,mbs1,overlap=ep+wgrad"),
+    _corner(
+        "layers of one block beside offloaded activations",
+        "hybrid",
+        2,
+        "pp2,zero0,mbs2,offload=attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+moe_act",
     ),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
     _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),

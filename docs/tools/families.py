@@ -37,11 +37,15 @@ _SHOWN_MODELS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyRow:
-    """What is done of one family: `missing` are the features that the engine has not."""
+    """What is done of one family: `missing` are features that the engine has not.
+
+    `lacking` are the sizes that have one of them; weights are those of the others.
+    """
 
     family: str
     models: tuple[str, ...]
     missing: tuple[str, ...]
+    lacking: tuple[str, ...]
     has_weights: bool
 
 
@@ -54,12 +58,14 @@ def list_families() -> tuple[FamilyRow, ...]:
     for family in sorted(by_family.keys() & hf.FAMILIES.keys()):
         models = [catalogue.model(name) for name in by_family[family]]
         missing = sorted({field for model in models for field in _list_missing(model)})
+        run = [model for model in models if not any(_list_missing(model))]
         rows.append(
             FamilyRow(
                 family=family,
                 models=tuple(by_family[family]),
                 missing=tuple(missing),
-                has_weights=not missing and all(map(_is_written, models)),
+                lacking=tuple(model.name for model in models if model not in run),
+                has_weights=bool(run) and all(map(_is_written, run)),
             )
         )
     return tuple(rows)
@@ -92,12 +98,14 @@ def _is_written(model: ModelSpec) -> bool:
 
 def _format_row(row: FamilyRow) -> str:
     names = [name.rpartition("/")[2] for name in row.models]
+    lacking = [name.rpartition("/")[2] for name in row.lacking]
     shown = ", ".join(names[:_SHOWN_MODELS])
     if len(names) > _SHOWN_MODELS:
         shown += f" and {len(names) - _SHOWN_MODELS} more"
     engine = "yes"
     if row.missing:
-        engine = "not yet: " + ", ".join(f"`{field}`" for field in row.missing)
+        where = "" if lacking == names else f" in {', '.join(lacking)}"
+        engine = f"not yet{where}: " + ", ".join(f"`{field}`" for field in row.missing)
     weights = "in and out" if row.has_weights else "no"
     return f"| `{row.family}` | {shown} | yes | {engine} | {weights} |\n"
 

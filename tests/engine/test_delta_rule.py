@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moewright.engine.kernels import delta_rule
+from moewright.engine.kernels import causal_conv, delta_rule
 
 SEQUENCES, TOKENS, KEY_HEADS, SHARING, KEY_DIM, VALUE_DIM, TAPS = 2, 150, 2, 3, 6, 5, 4
 HEADS = KEY_HEADS * SHARING
@@ -96,7 +96,7 @@ def test_the_convolution_sees_the_tokens_before_inside_a_document(
     grad = draw(*x.shape, seed=6)
     expected_grads = torch.autograd.grad(expected, (x, weight), grad)
     with torch.no_grad():
-        torch.testing.assert_close(delta_rule.CAUSAL_CONV(x, weight, lengths), expected)
-        grads = delta_rule.CAUSAL_CONV_BACKWARD(grad, x, weight, lengths)
+        torch.testing.assert_close(causal_conv.CAUSAL_CONV(x, weight, lengths), expected)
+        grads = causal_conv.CAUSAL_CONV_BACKWARD(grad, x, weight, lengths)
     for own, other in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(own, other)

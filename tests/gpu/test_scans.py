@@ -1,4 +1,4 @@
-"""fla-org's kernels of gated delta nets against torch's, on a device that has them.
+"""fla-org's kernels of recurrent mixers against torch's, on a device that has them.
 
 Skipped without a device, or without fla.
 """
@@ -42,10 +42,31 @@ def run(scans: ScanKernels, segments: Segments | None) -> list[torch.Tensor]:
     ]
 
 
+def run_state_space(scans: ScanKernels, segments: Segments | None) -> list[torch.Tensor]:
+    """Two groups of Nemotron 3 Nano's."""
+    dice = torch.Generator("cuda").manual_seed(6)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=dice, device="cuda")
+
+    columns = 8 * 64 + 2 * WIDTH
+    inputs = draw(ROWS, TOKENS, 2, columns).bfloat16()
+    step = draw(ROWS, TOKENS, 16).bfloat16()
+    weights = [0.5 * draw(2 * columns, TAPS), draw(16) - 3, draw(16), draw(16), draw(2 * columns)]
+    weights = [weight.bfloat16() for weight in weights]
+    grad = draw(ROWS, TOKENS, 16, 64).bfloat16()
+    *grads, grad_weights = scans.state_space_backward(grad, inputs, step, weights, WIDTH, segments)
+    out = scans.state_space(inputs, step, weights, WIDTH, segments)
+    return [out, *grads, *grad_weights]
+
+
 @pytest.mark.parametrize("lengths", [(), LENGTHS])
 def test_fla_computes_what_torch_computes(lengths: tuple[int, ...]) -> None:
     segments = build_segments(lengths, torch.device("cuda")) if lengths else None
-    for own, fast in zip(run(TorchScans(), segments), run(FlaScans(), segments), strict=True):
+    torch_scans, fla_scans = TorchScans(), FlaScans()
+    own_tensors = run(torch_scans, segments) + run_state_space(torch_scans, segments)
+    fast_tensors = run(fla_scans, segments) + run_state_space(fla_scans, segments)
+    for own, fast in zip(own_tensors, fast_tensors, strict=True):
         assert fast.dtype == own.dtype
         # fla multiplies in 16 bits what the reference multiplies in 32.
         error = (fast.float() - own.float()).norm() / own.float().norm()

@@ -25,7 +25,7 @@ PLANNED_FAMILIES = frozenset(hf.FAMILIES) - {
     *("kimi_k2", "llama", "mistral", "qwen2", "qwen3", "gpt2", "glm4_moe", "dots1", "minimax_m2"),
     *("glm4_moe_lite", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared"),
     *("llama4_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_vl_moe_text"),
-    *("bailing_moe", "bailing_moe_v2", "phimoe", "solar_open"),
+    *("bailing_moe", "bailing_moe_v2", "phimoe", "solar_open", "nemotron_h", "nemotron"),
 }
 
 QWEN: dict[str, Any] = {
@@ -370,8 +370,11 @@ def test_head_width_needs_a_divisor(tmp_path: Path) -> None:
         ("[]", "must hold a table of fields"),
         ("null", "must hold a table of fields"),
         ('{"model_type": "mixtral", "model_type": "llama"}', "stands twice"),
-        ('{"hidden_size": NaN}', "NaN"),
-        ('{"hidden_size": -Infinity}', "Infinity"),
+        (json.dumps(QWEN)[:-1] + ', "rope_theta": NaN}', "rope_theta=nan: must be a finite number"),
+        (
+            json.dumps(QWEN)[:-1] + ', "rope_theta": -Infinity}',
+            "rope_theta=-inf: must be a finite number",
+        ),
         ('{"a":' * 200_000 + "1" + "}" * 200_000, "nested too deeply"),
         ("[" * 200_000, "nested too deeply"),
         (

@@ -352,12 +352,10 @@ def refused_features(name: str) -> Iterator[str]:
     [
         ("GraniteMoe", "multipliers.attention"),
         ("KimiLinear", "mixers"),
-        ("NemotronH", "mixers"),
         ("Jamba", "mixers"),
         ("DeepseekV32", "attention.indexer.top_k"),
         ("DeepseekV4", "residual_streams"),
         ("Olmo3", "norm_placement"),
-        ("Nemotron", "activation"),
     ],
 )
 def test_the_engine_refuses_by_name_what_it_does_not_compute(name: str, field: str) -> None:

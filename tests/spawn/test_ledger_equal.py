@@ -423,6 +423,33 @@ def test_ledgers_of_delta_nets_are_equal(
     assert_ledgers_equal(plan, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("layout", "precision", "fine_tuning"),
+    [
+        ("tp2,ep2,mbs2", Dtype.BF16, FineTuningSpec()),
+        thorough("ep2,recompute=select+mlp,zero0", Dtype.FP32, FineTuningSpec()),
+        thorough("tp2,etp2,mbs2,recompute=moe+shared_experts", Dtype.BF16, FineTuningSpec()),
+        thorough("ep2,mbs2,recompute=uniform2", Dtype.BF16, FineTuningSpec()),
+        thorough("tp2,ep2,mbs2", Dtype.FP8, FineTuningSpec()),
+        thorough("tp2,ep2,mbs2", Dtype.BF16, ADAPTERS_EVERYWHERE),
+        thorough("pp2,schedule=zb-h1,mbs2", Dtype.BF16, ADAPTERS),
+        thorough("pp2,mbs2,offload=attn_norm+mlp_norm+moe_act", Dtype.BF16, FineTuningSpec()),
+    ],
+)
+def test_ledgers_of_hybrids_are_equal(
+    layout: str, precision: Dtype, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
+) -> None:
+    """Mamba-2 and layers of one block, with latent experts of squared ReLU."""
+    workload = tiny_jobs.build_workload(data, steps=2, precision=precision)
+    if fine_tuning.lora_experts:  # grouped products need a rank of whole 16 bytes
+        fine_tuning = replace(fine_tuning, lora_rank=8)
+    model = replace(SHAPES["hybrid"], vocab_size=tiny_jobs.VOCABULARY)
+    plan = tiny_jobs.build_plan(
+        replace(workload, fine_tuning=fine_tuning), layout, world_size=2, model=model
+    )
+    assert_ledgers_equal(plan, tmp_path)
+
+
 @pytest.mark.turns
 @pytest.mark.parametrize("norm", [QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL])
 @pytest.mark.parametrize("recompute", ["", thorough(",recompute=full")])

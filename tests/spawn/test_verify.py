@@ -82,6 +82,9 @@ def reference_gradient(gradients: dict[str, torch.Tensor], name: str) -> torch.T
     for own in (name, name.replace("mlp.gate.", "mlp.router.")):  # the latter is Phi's
         if own in gradients:
             return gradients[own]
+    name = name.replace("backbone.", "model.")  # Nemotron-H's published names
+    if name in gradients:
+        return gradients[name]
     match = re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name)
     assert match is not None, name
     base = match[1]
@@ -89,6 +92,8 @@ def reference_gradient(gradients: dict[str, torch.Tensor], name: str) -> torch.T
     part = match[3]
     if part in ("down_proj", "w2"):
         return gradients[f"{base}down_proj"][expert]
+    if f"{base}up_proj" in gradients:
+        return gradients[f"{base}up_proj"][expert]
     gate, up = gradients[f"{base}gate_up_proj"][expert].chunk(2)
     return gate if part in ("gate_proj", "w1") else up
 
@@ -103,7 +108,15 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # Families without mathematics of their own.
-ALIKE = ("dots1", "solar_open", "minimax_m2", "glm4_moe_lite", "granitemoe", "qwen3_5_moe_text")
+ALIKE = (
+    "dots1",
+    "solar_open",
+    "minimax_m2",
+    "glm4_moe_lite",
+    "granitemoe",
+    "qwen3_5_moe_text",
+    "nemotron",
+)
 CASES = [thorough(family) if family in ALIKE else family for family in (*FAMILIES, "fused")]
 
 
@@ -227,6 +240,10 @@ LAYOUTS = [
     thorough("qwen3_next", 4, "pp2,ep2,zero0,recompute=moe_act+core_attn"),
     thorough("qwen3_5_moe_text", 4, "tp2,pp2,mbs4"),
     thorough("qwen3_5_moe_text", 4, "ep4,zero3,recompute=full"),
+    thorough("nemotron_h", 2, "tp2,ep2,mbs2"),  # a group, and its heads, a rank
+    thorough("nemotron_h", 4, "pp2,ep2,zero0,recompute=moe_act+core_attn"),
+    thorough("nemotron_h", 4, "tp2,etp2,zero3,recompute=full"),
+    thorough("nemotron", 4, "tp2,pp2,mbs4"),
     ("llama", 8, "tp4,sp0,pp2"),
     thorough("llama", 4, "tp2,zero0,recompute=mlp"),
 ]

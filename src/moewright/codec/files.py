@@ -60,12 +60,13 @@ def write_toml(path: Path, record: object) -> None:
     write_text(path, tomli_w.dumps(to_data(record)))
 
 
-def read_json_data(path: Path) -> Any:
+def read_json_data(path: Path, floats: FloatPolicy = FloatPolicy.FINITE) -> Any:
     """Return the plain data of a JSON file.
 
-    Repeated keys, NaN, Infinity, bytes that are not UTF-8 and endless nesting are refused.
+    Repeated keys, NaN, Infinity, bytes that are not UTF-8 and endless nesting are refused;
+    FloatPolicy.NON_FINITE lets NaN and Infinity pass.
     """
-    return parse_json(read_text(path), where=str(path))
+    return parse_json(read_text(path), where=str(path), floats=floats)
 
 
 def parse_json(text: str, *, where: str, floats: FloatPolicy = FloatPolicy.FINITE) -> Any:

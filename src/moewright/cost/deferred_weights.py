@@ -57,10 +57,12 @@ def layer_owed_bytes(
     is_mtp = layer > job.model.layers
     if is_frozen(job.workload):
         return tuple(_adapters(job, layer, inputs, load))
-    bookings = [*_mixer(job, layer, inputs)]
+    bookings: list[Booking] = []
+    if job.model.mixer(layer) is not MixerKind.NONE:
+        bookings += _mixer(job, layer, inputs)
     if is_moe_layer(job.model, layer):
         bookings += _experts(job, inputs, load)
-    else:
+    elif job.model.has_mlp(layer):
         bookings += _mlp(job, inputs)
     if is_mtp:
         bookings += _mtp_projection(job)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moewright.codec import closest_match, read_json_data
+from moewright.codec import FloatPolicy, closest_match, read_json_data
 from moewright.intake.fields import (
     MAX_FFN,
     MAX_HEADS,
@@ -197,7 +197,8 @@ def _config_file(path: Path) -> Path:
 
 
 def _read_table(file: Path) -> Mapping[str, Any]:
-    data = read_json_data(file)
+    # Published configs of Nemotron-H bound time steps by [0.0, Infinity].
+    data = read_json_data(file, FloatPolicy.NON_FINITE)
     if not isinstance(data, dict):
         raise BadInput(Reason(field=str(file), rule="must hold a table of fields at its top"))
     return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from moewright.intake.fields import (
     MAX_LAYERS,
     FieldReader,
 )
-from moewright.spec.model import MixerKind, RecurrentKind, RecurrentSpec
+from moewright.spec.model import MixerKind, ModelSpec, RecurrentKind, RecurrentSpec
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -140,11 +141,24 @@ def nemotron_letters(fields: FieldReader) -> str:
     return pattern
 
 
+def nemotron_pattern(model: ModelSpec) -> str:
+    """Return the pattern of layers that `nemotron_letters` reads of a model of that family."""
+    letters = {MixerKind.RECURRENT: "M", MixerKind.ATTENTION: "*"}
+    return "".join(
+        letters.get(mixer, "E" if is_moe else "-")
+        for mixer, is_moe in zip(model.mixers, model.moe_layers, strict=True)
+    )
+
+
 def _read_nemotron_h(fields: FieldReader) -> LayerPlan:
     pattern = nemotron_letters(fields)
     layers = [_NEMOTRON_LAYERS[letter] for letter in pattern]
     for name in ("mamba_proj_bias", "use_bias", "residual_in_fp32"):
         fields.require_neutral(name, False)
+    for limits in ("time_step_limit", "mamba_dt_limit"):
+        fields.require_neutral(limits, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+    if "E" in pattern:
+        fields.require_neutral("mlp_bias", False)  # of shared experts and latents too
     fields.choice("mamba_hidden_act", choices=("silu",), default="silu")
     fields.require_neutral("mtp_hybrid_override_pattern", "*E")
     fields.require_neutral(

@@ -32,7 +32,7 @@ _PLACEMENTS: Mapping[str, NormPlacement] = MappingProxyType(
     {"olmo3": NormPlacement.AFTER, "grok-1": NormPlacement.AROUND}
 )
 # Families whose norms have weights around zero.
-_ZERO_CENTERED = ("qwen3_next", "qwen3_5_moe_text")
+_ZERO_CENTERED = ("nemotron", "qwen3_next", "qwen3_5_moe_text")
 _MAX_FACTOR = 1e6
 _MAX_STREAMS = 64
 

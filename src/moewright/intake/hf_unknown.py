@@ -68,7 +68,6 @@ _HARMLESS = (
     "moe_shared_expert_overlap",
     "rescale_prenorm_residual",
     "time_step_floor",
-    "time_step_limit",
     "time_step_max",
     "time_step_min",
     "num_logits_to_keep",

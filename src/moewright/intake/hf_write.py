@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from moewright.intake.hf_layers import nemotron_pattern
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
     AttentionKind,
@@ -42,6 +43,8 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "granitemoeshared": "GraniteMoeSharedForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "nemotron_h": "NemotronHForCausalLM",
+        "nemotron": "NemotronForCausalLM",
         "bailing_moe": "BailingMoeForCausalLM",
         "bailing_moe_v2": "BailingMoeV2ForCausalLM",
         "llama": "LlamaForCausalLM",
@@ -75,13 +78,15 @@ def build_config(model: ModelSpec) -> dict[str, Any]:
         raise BadInput(
             Reason(field="model.position", value=model.position, rule=rule, nearest="rope")
         )
-    if model.moe and model.moe.latent_size:
+    if model.moe and model.moe.latent_size and model.family != "nemotron_h":
         size = str(model.moe.latent_size)
         rule = "has no HF form: transformers has no such experts in this family"
         raise BadInput(Reason(field="model.moe_latent_size", value=size, rule=rule, nearest="0"))
     head = {"architectures": [_ARCHITECTURES[model.family]], "model_type": model.family}
     if model.family == "gpt2":
         return head | _gpt2_fields(model)
+    if model.family == "nemotron_h":
+        return head | _nemotron_h_fields(model)
     attention = model.attention
     config = head | {
         "hidden_size": model.hidden_size,
@@ -91,8 +96,8 @@ def build_config(model: ModelSpec) -> dict[str, Any]:
         "intermediate_size": _intermediate_size(model),
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
+        "hidden_act": "silu" if model.gated else "relu2",
+        "norm_eps" if model.family == "nemotron" else "rms_norm_eps": model.norm_eps,
         "initializer_range": model.initializer_range,
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": attention.rope.theta,
@@ -125,6 +130,8 @@ def _gqa_fields(model: ModelSpec) -> dict[str, Any]:
         config["attention_bias"] = attention.qkv_bias
     if family == "hunyuan_v1_moe":
         config["use_qk_norm"] = attention.qk_norm is not QkNorm.NONE
+    if family == "nemotron":
+        config["partial_rotary_factor"] = attention.rope.rotary_share
     if family in ("glm4_moe", "minimax_m2"):
         config["partial_rotary_factor"] = attention.rope.rotary_share
         config["use_qk_norm"] = attention.qk_norm is not QkNorm.NONE
@@ -363,6 +370,62 @@ def _rope_scaling(rope: RopeSpec, family: str) -> dict[str, Any] | None:
     if family == "gpt_oss":
         table["truncate"] = False
     return table
+
+
+def _nemotron_h_fields(model: ModelSpec) -> dict[str, Any]:
+    attention = model.attention
+    config: dict[str, Any] = {
+        "hidden_size": model.hidden_size,
+        "hybrid_override_pattern": nemotron_pattern(model),
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "intermediate_size": _intermediate_size(model),
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position,
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": model.mlp_bias,
+        "layer_norm_epsilon": model.norm_eps,
+        "initializer_range": model.initializer_range,
+        "tie_word_embeddings": model.tie_embeddings,
+        "num_nextn_predict_layers": model.mtp_layers,
+    }
+    if model.recurrent is not None:
+        config |= _mamba_fields(model.recurrent)
+    if model.moe is not None:
+        config |= _latent_expert_fields(model.moe)
+    return config
+
+
+def _mamba_fields(spec: RecurrentSpec) -> dict[str, Any]:
+    return {
+        "mamba_num_heads": spec.heads,
+        "mamba_head_dim": spec.head_dim,
+        "n_groups": spec.key_heads,
+        "ssm_state_size": spec.key_dim,
+        "conv_kernel": spec.short_conv,
+        "use_conv_bias": spec.conv_bias,
+        "chunk_size": spec.chunk_size,
+        # transformers 5.23 has no steps below this (its pull request 48989), the models none at 0.
+        "time_step_min": 1e-9,
+    }
+
+
+def _latent_expert_fields(moe: MoeSpec) -> dict[str, Any]:
+    router = moe.router
+    return {
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": router.top_k,
+        "moe_intermediate_size": moe.ffn_size,
+        "moe_latent_size": moe.latent_size or None,
+        "n_shared_experts": int(moe.shared_ffn_size > 0),
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_size or moe.ffn_size,
+        "n_group": router.groups,
+        "topk_group": router.top_groups,
+        "norm_topk_prob": router.renormalize,
+        "routed_scaling_factor": router.scaling_factor,
+    }
 
 
 def _gpt2_fields(model: ModelSpec) -> dict[str, Any]:

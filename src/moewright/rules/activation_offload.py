@@ -27,7 +27,7 @@ _OFFLOADED: Mapping[Offload, tuple[Module, tuple[str, ...]]] = MappingProxyType(
             ("qkv", "probabilities", "dropped_probabilities"),
         ),
         Offload.ATTN_PROJ: (Module.ATTENTION, ("attention_out",)),
-        Offload.MLP_NORM: (Module.NORM, ("residual",)),
+        Offload.MLP_NORM: (Module.NORM, ("residual", "mlp_input")),
         Offload.EXPERT_FC1: (Module.EXPERTS, ("permuted",)),
         Offload.MOE_ACT: (Module.EXPERTS, ("fc1",)),
     }

@@ -21,6 +21,8 @@ from moewright.spec.model import (
 # A field of the model, its value, whether the engine cannot compute it, and what it can.
 Feature = tuple[str, object, bool, str]
 
+_RECURRENCES = (RecurrentKind.GATED_DELTA, RecurrentKind.MAMBA2)
+_MIXERS = (MixerKind.ATTENTION, MixerKind.LOCAL_ATTENTION, MixerKind.NONE)
 _ROPE_SCALINGS = ("default", "linear", "yarn", "llama3", "longrope")
 
 
@@ -29,20 +31,22 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     yield from _attention_features(model.attention)
     missing = "+".join(sorted(set(map(str, _missing_mixers(model)))))
     yield "mixers", missing, bool(missing), "attention"
-    yield "mlp_layers", "some", not all(model.mlp_layers), "all"
-    positions: tuple[PositionKind, ...] = (PositionKind.ROPE, PositionKind.ALIBI)
     spec = model.attention
     # The eight columns that carry a bias lie beside a head's, in kernels of at most 256. They leave
     # log-sum-exps that grow with the position, which sinks must not be compared with.
     is_wide = spec.head_dim > 248
     is_plain = spec.qk_norm in (QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL)
-    if spec.kind is AttentionKind.MLA or is_wide or spec.sinks or not is_plain:
-        positions = (PositionKind.ROPE,)
+    positions = [PositionKind.ROPE]
+    if spec.kind is AttentionKind.GQA and is_plain:
+        positions.append(PositionKind.NONE)
+        if not is_wide and not spec.sinks:
+            positions.append(PositionKind.ALIBI)
     yield "position", model.position, model.position not in positions, "rope"
     placement = model.norm_placement
     yield "norm_placement", placement, placement is not NormPlacement.BEFORE, "before"
-    yield "gated", False, not model.gated, "true"
-    yield "activation", model.activation, model.activation is not Activation.SILU, "silu"
+    # The two forms of an MLP: a gate, or the square of a ReLU.
+    activation = Activation.SILU if model.gated else Activation.RELU_SQUARED
+    yield "activation", model.activation, model.activation is not activation, activation
     is_granite = model.family in ("granitemoe", "granitemoeshared")
     attention = model.multipliers.attention
     # There 1 is a factor of scores, which the record has as "none".
@@ -60,9 +64,9 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
 def _missing_mixers(model: ModelSpec) -> Iterator[MixerKind | RecurrentKind]:
     for mixer in model.mixers:
         if mixer is MixerKind.RECURRENT and model.recurrent is not None:
-            if model.recurrent.kind is not RecurrentKind.GATED_DELTA:
+            if model.recurrent.kind not in _RECURRENCES:
                 yield model.recurrent.kind
-        elif mixer not in (MixerKind.ATTENTION, MixerKind.LOCAL_ATTENTION):
+        elif mixer not in _MIXERS:
             yield mixer
 
 

@@ -55,9 +55,9 @@ def _mamba(spec: RecurrentSpec, h: int, prefix: str, layer: int) -> Iterator[Par
 
 
 def _mamba2(spec: RecurrentSpec, h: int, prefix: str, layer: int) -> Iterator[Param]:
-    """Yield one projection to gate, values, keys, queries and steps, and the gated norm."""
+    """Yield one projection to gates, values, keys, queries and steps, and the gated norm."""
     rows = 2 * spec.value_width + 2 * spec.key_width + spec.heads
-    yield tensor(f"{prefix}in.weight", (rows, h), _MODULE, layer, TP_ROWS)
+    yield tensor(f"{prefix}zxbcdt.weight", (rows, h), _MODULE, layer, TP_ROWS)
     yield from _convolution(spec, prefix, layer)
     for name in ("dt_bias", "A_log", "D"):
         yield tensor(f"{prefix}{name}", (spec.heads,), _MODULE, layer, TP_ROWS)

@@ -46,6 +46,8 @@ from moewright.spec.model import (
 )
 from moewright.spec.workload import Fusion, TrainerSpec, Workload
 
+# A layer's input, as its first block calls it.
+_LAYER_INPUTS = ("layer_input", "mlp_input")
 _FP32_BYTES = 4
 _INT64_BYTES = 8
 _INT32_BYTES = 4
@@ -167,7 +169,7 @@ def layer_kept_tensors(
     kept = kept_tensors(rows, layer_recompute(layout, place))
     is_depth = any(row.module is Module.MTP for row in rows)
     if place % layout.recompute_span and not is_depth:
-        kept = tuple(row for row in kept if row.name != "layer_input")
+        kept = tuple(row for row in kept if row.name not in _LAYER_INPUTS)
     return kept
 
 
@@ -204,7 +206,8 @@ def _mixer(
     c, t, h = symbols.c, symbols.t, symbols.h
     mixer = model.mixer(layer)
     layer_input = model.residual_streams * c * t * h
-    yield saved_tensor(Module.NORM, "layer_input", layer_input, full=False)
+    name = _LAYER_INPUTS[mixer is MixerKind.NONE]
+    yield saved_tensor(Module.NORM, name, layer_input, full=False)
     if mixer is MixerKind.NONE:
         return
     # Fused into the QKV projection for GQA in the stacks that the table is compared with, so only

@@ -105,7 +105,7 @@ def _moe_inputs(
     yield replace(row, kept_by=(Recompute.MOE,))
     is_shared = any(name.startswith("moe.shared.") for name in readers)
     module = Module.SHARED_EXPERTS
-    if not is_shared and "moe.latent.down" in readers:
+    if "moe.latent.down" in readers:  # it runs before shared experts
         module = Module.EXPERTS
     freed_by = (*row.freed_by, Recompute.MOE)
     if is_shared or module is Module.EXPERTS:
@@ -136,10 +136,13 @@ def adapter_saved(
     `token_bytes`, `router_token_bytes` and `row_bytes` are those of one column of all the rank's
     tokens, of them in the router's dtype, and of the rows of its experts.
     """
-    column_bytes = {Module.ROUTER: router_token_bytes, Module.EXPERTS: row_bytes}
     for linear in adapted_linears(model, fine_tuning, layer):
-        columns = linear.stack * fine_tuning.lora_rank
-        nbytes = columns * column_bytes.get(linear.module, token_bytes)
+        column_bytes = token_bytes
+        if linear.is_expert:
+            column_bytes = row_bytes
+        elif linear.module is Module.ROUTER:
+            column_bytes = router_token_bytes
+        nbytes = linear.stack * fine_tuning.lora_rank * column_bytes
         yield saved_tensor(
             linear.module, adapter_tensor(linear), nbytes, *_RECOMPUTED_BY[linear.module]
         )

@@ -9,6 +9,7 @@ import torch
 
 from moewright.engine.hf.name_patterns import (
     LAYER_PATTERNS,
+    LAYER_PREFIXES,
     MTP_FINAL_NORMS,
     MTP_NAMES,
     TOP_LEVEL_FAMILY_NAMES,
@@ -122,7 +123,7 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
         for pattern in patterns
         if not pattern.families and (pattern.names, pattern.dim_order) not in own_forms
     ]
-    prefix = f"model.layers.{layer}."
+    prefix = f"{LAYER_PREFIXES.get(model.family, 'model.layers.')}{layer}."
     return tuple(_expand(model, pattern, prefix, tensor.shape) for pattern in (*own, *usual))
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from moewright.codec import from_data, parse_json, read_text
+from moewright.codec import FloatPolicy, from_data, parse_json, read_text
 from moewright.engine.checkpoint import (
     SAFETENSORS_DTYPES,
     CheckpointIndex,
@@ -188,7 +188,7 @@ def _map_nested_base(model: ModelSpec, base: Path | None) -> tuple[Sources, str]
 
 def _set_dtype(config_text: str, dtype: Dtype) -> str:
     """Return a config.json that says this dtype of its weights, wherever it said one."""
-    config = parse_json(config_text, where="config.json")
+    config = parse_json(config_text, where="config.json", floats=FloatPolicy.NON_FINITE)
     name = {Dtype.FP32: "float32", Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}[dtype]
     for table in (config, config.get("text_config"), config.get("vision_config")):
         if isinstance(table, dict):

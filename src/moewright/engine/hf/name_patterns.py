@@ -51,6 +51,11 @@ class Nesting:
         return self.head + name.removeprefix(_HEAD_PREFIX)
 
 
+def _block_patterns(*names: str, recurrent: bool = False) -> tuple[NamePattern, ...]:
+    """Return the names of Nemotron-H, whose layers have one block each."""
+    return _patterns(*names, families=_NEMOTRON_H, recurrent=recurrent)
+
+
 def _patterns(
     *names: str, families: tuple[str, ...] = (), recurrent: bool = False
 ) -> tuple[NamePattern, ...]:
@@ -67,6 +72,7 @@ _LLAMA4 = ("llama4_text",)
 _QWEN35 = ("qwen3_5_moe_text",)
 _QWEN_VL = ("qwen3_vl_moe_text",)
 _BAILING = ("bailing_moe", "bailing_moe_v2")
+_NEMOTRON_H = ("nemotron_h",)
 _ONE_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", *_QWEN35)
 # Names of the tensors that are of no layer.
 TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
@@ -80,8 +86,16 @@ TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
 )
 # Those of families that name some in a way of their own.
 TOP_LEVEL_FAMILY_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {key: {"embedding.weight": "model.word_embeddings.weight"} for key in _BAILING}
+    {
+        **{key: {"embedding.weight": "model.word_embeddings.weight"} for key in _BAILING},
+        "nemotron_h": {
+            "embedding.weight": "backbone.embeddings.weight",
+            "final_norm.weight": "backbone.norm_f.weight",
+        },
+    }
 )
+# What stands before a layer's number in the names of its tensors, where it is not "model.layers.".
+LAYER_PREFIXES: Mapping[str, str] = MappingProxyType({"nemotron_h": "backbone.layers."})
 NESTINGS = (
     Nesting(model="model.language_model.", head=_HEAD_PREFIX),  # Qwen3-VL, Qwen3.5
     Nesting(model="language_model.model.", head="language_model.lm_head."),  # Llama 4, Kimi K2.5
@@ -89,9 +103,15 @@ NESTINGS = (
 # Names of the tensors of a layer: ours below "layers.N.", theirs below "model.layers.N.".
 LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
     {
-        "input_norm.weight": _patterns("input_layernorm.weight"),
+        "input_norm.weight": (
+            *_block_patterns("norm.weight"),
+            *_patterns("input_layernorm.weight"),
+        ),
         "input_norm.bias": _patterns("input_layernorm.bias"),
-        "post_norm.weight": _patterns("post_attention_layernorm.weight"),
+        "post_norm.weight": (
+            *_block_patterns("norm.weight"),
+            *_patterns("post_attention_layernorm.weight"),
+        ),
         "post_norm.bias": _patterns("post_attention_layernorm.bias"),
         **{
             f"attention.{part}.{kind}": (
@@ -100,6 +120,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
                     families=_BAILING,
                     fused_part=part,
                 ),
+                *_block_patterns(f"mixer.{part}_proj.{kind}"),
                 *_patterns(f"self_attn.{part}_proj.{kind}"),
             )
             for part in "qkv"
@@ -107,8 +128,18 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         },
         "attention.o.weight": (
             *_patterns("attention.dense.weight", families=_BAILING),
+            *_block_patterns("mixer.o_proj.weight"),
             *_patterns("self_attn.o_proj.weight"),
+            *_block_patterns("mixer.out_proj.weight", recurrent=True),
             *_patterns("linear_attn.out_proj.weight", recurrent=True),
+        ),
+        "attention.zxbcdt.weight": (
+            NamePattern(
+                names=("mixer.in_proj.weight",),
+                families=_NEMOTRON_H,
+                recurrent=True,
+                head_parts=("zvkqa",),
+            ),
         ),
         "attention.qkvz.weight": (
             NamePattern(
@@ -130,15 +161,34 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         ),
         "attention.conv.weight": (
             NamePattern(
+                names=("mixer.conv1d.weight",),
+                families=_NEMOTRON_H,
+                unit_dim=1,
+                recurrent=True,
+                head_parts=("vkq",),
+            ),
+            NamePattern(
                 names=("linear_attn.conv1d.weight",),
                 unit_dim=1,
                 recurrent=True,
                 head_parts=("qkv",),
             ),
         ),
-        "attention.dt_bias": _patterns("linear_attn.dt_bias", recurrent=True),
-        "attention.A_log": _patterns("linear_attn.A_log", recurrent=True),
-        "attention.norm.weight": _patterns("linear_attn.norm.weight", recurrent=True),
+        "attention.conv.bias": (
+            NamePattern(
+                names=("mixer.conv1d.bias",),
+                families=_NEMOTRON_H,
+                recurrent=True,
+                head_parts=("vkq",),
+            ),
+        ),
+        **{
+            f"attention.{part}": (
+                *_block_patterns(f"mixer.{part}", recurrent=True),
+                *_patterns(f"linear_attn.{part}", recurrent=True),
+            )
+            for part in ("dt_bias", "A_log", "D", "norm.weight")
+        },
         "attention.o.bias": (
             *_patterns("attention.dense.bias", families=_BAILING),
             *_patterns("self_attn.o_proj.bias"),
@@ -170,15 +220,27 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "mlp.gate_up.bias": (NamePattern(names=("mlp.gate_proj.bias", "mlp.up_proj.bias")),),
         "mlp.down.weight": (
             *_patterns("feed_forward.down_proj.weight", families=_LLAMA4),
+            *_block_patterns("mixer.down_proj.weight"),
             *_patterns("mlp.down_proj.weight"),
         ),
-        "mlp.down.bias": _patterns("mlp.down_proj.bias"),
+        "mlp.down.bias": (
+            *_block_patterns("mixer.down_proj.bias"),
+            *_patterns("mlp.down_proj.bias"),
+        ),
+        **{
+            f"mlp.up.{kind}": (
+                *_block_patterns(f"mixer.up_proj.{kind}"),
+                *_patterns(f"mlp.up_proj.{kind}"),
+            )
+            for kind in ("weight", "bias")
+        },
         "moe.router.weight": (
             NamePattern(names=("block_sparse_moe.gate.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.router.weight",), families=_GPT_OSS),
             *_patterns("mlp.gate.wg.weight", families=_HUNYUAN),
             *_patterns("block_sparse_moe.router.layer.weight", families=_GRANITE),
             *_patterns("feed_forward.router.weight", families=_LLAMA4),
+            *_block_patterns("mixer.gate.weight"),
             *_patterns("mlp.gate.weight"),
         ),
         "moe.router.bias": _patterns("mlp.router.bias"),
@@ -192,8 +254,12 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
                 families=("ernie4_5_moe",),
             ),
             *_patterns("mlp.gate.expert_bias", families=_BAILING),
+            *_block_patterns("mixer.gate.e_score_correction_bias"),
             *_patterns("mlp.gate.e_score_correction_bias"),
         ),
+        "moe.latent.down.weight": _block_patterns("mixer.fc1_latent_proj.weight"),
+        "moe.latent.up.weight": _block_patterns("mixer.fc2_latent_proj.weight"),
+        "moe.shared.up.weight": _block_patterns("mixer.shared_experts.up_proj.weight"),
         "moe.shared.gate_up.weight": (
             NamePattern(
                 names=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
@@ -220,6 +286,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             *_patterns("mlp.shared_mlp.down_proj.weight", families=_HUNYUAN),
             *_patterns("shared_mlp.output_linear.weight", families=_GRANITE),
             *_patterns("feed_forward.shared_expert.down_proj.weight", families=_LLAMA4),
+            *_block_patterns("mixer.shared_experts.down_proj.weight"),
             *_patterns("mlp.shared_experts.down_proj.weight"),
         ),
         "moe.shared.gate.weight": _patterns("mlp.shared_expert_gate.weight"),
@@ -261,7 +328,9 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             NamePattern(names=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
             NamePattern(names=("mlp.experts.gate_up_proj",), dim_order=(0, 1, 2, 3), merged_dim=1),
         ),
+        "moe.experts.up.weight": _block_patterns("mixer.experts.{}.up_proj.weight"),
         "moe.experts.down.weight": (
+            *_block_patterns("mixer.experts.{}.down_proj.weight"),
             NamePattern(names=("block_sparse_moe.experts.{}.w2.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.experts.down_proj",), dim_order=(0, 2, 1), families=_GPT_OSS),
             *_patterns("block_sparse_moe.output_linear.weight", families=_GRANITE),

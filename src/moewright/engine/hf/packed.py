@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from moewright.codec import read_json_data
+from moewright.codec import FloatPolicy, read_json_data
 from moewright.spec.errors import BadInput, Reason
 
 MXFP4 = "MXFP4"
@@ -118,7 +118,7 @@ def _read_block_size(path: Path, tensors: Mapping[str, StoredTensor]) -> tuple[i
     if not fp8_name:
         return (1, 1)
     try:
-        config = read_json_data(path / "config.json")
+        config = read_json_data(path / "config.json", FloatPolicy.NON_FINITE)
         block_size = config["quantization_config"]["weight_block_size"]
     except (BadInput, LookupError, TypeError):
         block_size = None

@@ -1,4 +1,4 @@
-"""The gated delta rule and its short causal convolution, by products of torch on any device.
+"""The gated delta rule, by products of torch on any device.
 
 A head carries a state S [D, V]. A token decays it by exp(g), reads what it holds under the token's
 key and writes the difference to the token's value back, in part: S <- exp(g) S,
@@ -6,85 +6,25 @@ S <- S + beta k (v - k' S)', and its output is q' S (Yang et al. 2024, arXiv 241
 through in chunks: inside one, what each token writes follows from a unit triangular system, and
 the state is carried from chunk to chunk in fp32. Backward makes the states again.
 
-They are operations of their own, so that their FLOPs count as those of a scan on any device.
+It is an operation of its own, so that its FLOPs count as those of a scan on any device.
 
 Shapes: B sequences, S tokens, G key heads, H value heads (H / G to a key head), D and V the widths
-of keys and values, W = 2 D + V H / G the columns of a key head (its query, its key, its values), K
-the width of the convolution; N chunks of C tokens. With `lengths` (else empty) the rows B * S are
-documents of these lengths, one after the other, and nothing passes from one to the next.
+of keys and values, W = 2 D + V H / G the columns of a key head (its query, its key, its values); N
+chunks of C tokens; `lengths` as in kernels.causal_conv.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.kernels.causal_conv import Tensors, map_documents, widen
+
 CHUNK = 64
 _NORM_EPS = 1e-6  # under the root of a query's or key's square sum (fla's l2norm)
-
-_Tensors = tuple[torch.Tensor, ...]
-
-
-def _widen(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _map_documents(
-    compute: Callable[..., _Tensors], lengths: Sequence[int], *inputs: torch.Tensor
-) -> _Tensors:
-    """Return compute(*inputs) of tensors [B,S,...], document by document where there are any."""
-    if not lengths:
-        return compute(*inputs)
-    rows = inputs[0].shape[:2]
-    documents = zip(*(x.flatten(0, 1)[None].split(list(lengths), 1) for x in inputs), strict=True)
-    parts = zip(*(compute(*document) for document in documents), strict=True)
-    return tuple(torch.cat(part, 1).unflatten(1, rows)[0] for part in parts)
-
-
-def _causal_conv(x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return silu(sum_j weight[:, j] x[t - K + 1 + j]) of x [B,S,G,W], in the dtype of x."""
-
-    def convolve(x: torch.Tensor) -> _Tensors:
-        return (F.silu(_convolve(x, weight)).to(x.dtype),)
-
-    return _map_documents(convolve, lengths, x)[0]
-
-
-def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    width = weight.shape[1]
-    taps = _widen(weight).view(*x.shape[2:], width).unbind(-1)
-    padded = F.pad(_widen(x), (0, 0, 0, 0, width - 1, 0))
-    out = padded[:, : x.shape[1]] * taps[0]
-    for place, tap in enumerate(taps[1:], 1):
-        out.addcmul_(padded[:, place : place + x.shape[1]], tap)
-    return out
-
-
-def _causal_conv_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and weight."""
-    width = weight.shape[1]
-    taps = _widen(weight).view(*x.shape[2:], width).unbind(-1)
-    grad_weight = torch.zeros_like(_widen(weight))
-
-    def differentiate(grad: torch.Tensor, x: torch.Tensor) -> _Tensors:
-        tokens = x.shape[1]
-        slope = torch.ops.aten.silu_backward(_widen(grad), _convolve(x, weight))
-        before = F.pad(_widen(x), (0, 0, 0, 0, width - 1, 0))
-        after = F.pad(slope, (0, 0, 0, 0, 0, width - 1))
-        grad_x = torch.zeros_like(slope)
-        for place, tap in enumerate(taps):
-            grad_x.addcmul_(after[:, width - 1 - place :][:, :tokens], tap)
-            products = before[:, place : place + tokens] * slope
-            grad_weight[:, place] += products.sum((0, 1)).flatten()
-        return (grad_x.to(x.dtype),)
-
-    (grad_x,) = _map_documents(differentiate, lengths, grad, x)
-    return grad_x, grad_weight.to(weight.dtype)
 
 
 class _Chunks(NamedTuple):
@@ -119,17 +59,17 @@ class _Inputs(NamedTuple):
 def _split_inputs(mixed: torch.Tensor, heads: int, key_dim: int) -> _Inputs:
     sharing = heads // mixed.shape[2]
     q, k, v = mixed.split((key_dim, key_dim, mixed.shape[3] - 2 * key_dim), -1)
-    q, k = _widen(q), _widen(k)
+    q, k = widen(q), widen(k)
     return _Inputs(
         q=q,
         k=k,
-        v=_widen(v).unflatten(-1, (sharing, -1)).flatten(2, 3),
+        v=widen(v).unflatten(-1, (sharing, -1)).flatten(2, 3),
         q_factor=torch.rsqrt(q.square().sum(-1, keepdim=True) + _NORM_EPS),
         k_factor=torch.rsqrt(k.square().sum(-1, keepdim=True) + _NORM_EPS),
     )
 
 
-def _to_chunks(x_BSH: torch.Tensor) -> torch.Tensor:
+def to_chunks(x_BSH: torch.Tensor) -> torch.Tensor:
     """Return [B,S,H,...] as chunks [N,B,H,C,...], the last one padded with zeros."""
     tokens = x_BSH.shape[1]
     padding = -tokens % CHUNK
@@ -137,17 +77,18 @@ def _to_chunks(x_BSH: torch.Tensor) -> torch.Tensor:
     return padded.unflatten(1, (-1, CHUNK)).movedim(1, 0).transpose(2, 3)
 
 
-def _from_chunks(x_NBHC: torch.Tensor, tokens: int) -> torch.Tensor:
+def from_chunks(x_NBHC: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return [N,B,H,C,...] as [B,S,H,...], without the padding."""
     return x_NBHC.transpose(2, 3).movedim(0, 1).flatten(1, 2)[:, :tokens]
 
 
 def _build_chunks(inputs: _Inputs, decay: torch.Tensor, beta: torch.Tensor) -> _Chunks:
     sharing = decay.shape[2] // inputs.q.shape[2]
     scale = inputs.q.shape[-1] ** -0.5
-    q = _to_chunks((inputs.q * (inputs.q_factor * scale)).repeat_interleave(sharing, 2))
-    k = _to_chunks((inputs.k * inputs.k_factor).repeat_interleave(sharing, 2))
-    log_decay = _to_chunks(decay).cumsum(-1)
-    beta = _to_chunks(beta)[..., None]
+    q = to_chunks((inputs.q * (inputs.q_factor * scale)).repeat_interleave(sharing, 2))
+    k = to_chunks((inputs.k * inputs.k_factor).repeat_interleave(sharing, 2))
+    log_decay = to_chunks(decay).cumsum(-1)
+    beta = to_chunks(beta)[..., None]
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     differences = log_decay[..., :, None] - log_decay[..., None, :]
     pair_decay = differences.masked_fill(later, float("-inf")).exp()
@@ -156,7 +97,7 @@ def _build_chunks(inputs: _Inputs, decay: torch.Tensor, beta: torch.Tensor) -> _
     return _Chunks(
         q=q,
         k=k,
-        v=_to_chunks(inputs.v),
+        v=to_chunks(inputs.v),
         beta=beta,
         log_decay=log_decay,
         pair_decay=pair_decay,
@@ -201,14 +142,14 @@ def _delta_rule(
 ) -> torch.Tensor:
     """Return the outputs [B,S,H,V] of mixed [B,S,G,W], g = `decay` and beta [B,S,H]."""
 
-    def run(mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> _Tensors:
+    def run(mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> Tensors:
         inputs = _split_inputs(mixed, decay.shape[2], key_dim)
         outputs, _, _ = _scan(_build_chunks(inputs, decay, beta))
         # A copy, so that no chunk's padding is kept with it.
         out = mixed.new_empty(_out_shape(mixed, decay, key_dim))
-        return (out.copy_(_from_chunks(outputs, mixed.shape[1])),)
+        return (out.copy_(from_chunks(outputs, mixed.shape[1])),)
 
-    return _map_documents(run, lengths, mixed, decay, beta)[0]
+    return map_documents(run, lengths, mixed, decay, beta)[0]
 
 
 def _delta_rule_backward(
@@ -223,18 +164,18 @@ def _delta_rule_backward(
 
     def differentiate(
         grad: torch.Tensor, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-    ) -> _Tensors:
+    ) -> Tensors:
         tokens = mixed.shape[1]
         inputs = _split_inputs(mixed, decay.shape[2], key_dim)
         chunks = _build_chunks(inputs, decay, beta)
-        grads = [_from_chunks(x, tokens) for x in _differentiate(_to_chunks(_widen(grad)), chunks)]
+        grads = [from_chunks(x, tokens) for x in _differentiate(to_chunks(widen(grad)), chunks)]
         grad_q, grad_k, grad_v, grad_decay, grad_beta = grads
         grad_q = _unnorm(grad_q * key_dim**-0.5, inputs.q, inputs.q_factor)
         grad_k = _unnorm(grad_k, inputs.k, inputs.k_factor)
         grad_v = grad_v.unflatten(2, (mixed.shape[2], -1)).flatten(3)
         return torch.cat((grad_q, grad_k, grad_v), -1).to(mixed.dtype), grad_decay, grad_beta
 
-    grad_mixed, grad_decay, grad_beta = _map_documents(
+    grad_mixed, grad_decay, grad_beta = map_documents(
         differentiate, lengths, grad, mixed, decay, beta
     )
     return grad_mixed, grad_decay, grad_beta
@@ -247,7 +188,7 @@ def _unnorm(grad: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> torch.
     return factor * (grad - unit * (unit * grad).sum(-1, keepdim=True))
 
 
-def _differentiate(grad: torch.Tensor, chunks: _Chunks) -> _Tensors:
+def _differentiate(grad: torch.Tensor, chunks: _Chunks) -> Tensors:
     """Return the gradients of q, k, v, g and beta, all as chunks."""
     _, written, states = _scan(chunks)
     into = chunks.log_decay.exp()[..., None]
@@ -295,11 +236,6 @@ def _out_shape(mixed: torch.Tensor, decay: torch.Tensor, key_dim: int) -> tuple[
     return (*decay.shape, values // decay.shape[2])
 
 
-def conv_flops(x: Any, weight: Any) -> int:
-    """Count a multiplication and an addition of each element for each place of the convolution."""
-    return 2 * int(x.numel()) * int(weight.shape[1])
-
-
 def scan_flops(mixed: Any, decay: Any, key_dim: int) -> int:
     """Count four products of the state with a vector for each token and head (Megatron-Bridge)."""
     batch, tokens, heads, width = _out_shape(mixed, decay, key_dim)
@@ -307,10 +243,6 @@ def scan_flops(mixed: Any, decay: Any, key_dim: int) -> int:
 
 
 _LIBRARY = torch.library.Library("moewright", "FRAGMENT")
-_LIBRARY.define("causal_conv(Tensor x, Tensor weight, int[] lengths) -> Tensor")
-_LIBRARY.define(
-    "causal_conv_backward(Tensor grad, Tensor x, Tensor weight, int[] lengths) -> (Tensor, Tensor)"
-)
 _LIBRARY.define(
     "delta_rule(Tensor mixed, Tensor decay, Tensor beta, int key_dim, int[] lengths) -> Tensor"
 )
@@ -322,16 +254,8 @@ _LIBRARY.define(
 _LIBRARY.define("scan_work(Tensor like, int flops) -> ()")
 _LIBRARY.impl("scan_work", lambda like, flops: None, "CompositeExplicitAutograd")
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("causal_conv", _causal_conv, _key)
-    _LIBRARY.impl("causal_conv_backward", _causal_conv_backward, _key)
     _LIBRARY.impl("delta_rule", _delta_rule, _key)
     _LIBRARY.impl("delta_rule_backward", _delta_rule_backward, _key)
-_LIBRARY.impl("causal_conv", lambda x, weight, lengths: x.new_empty(x.shape), "Meta")
-_LIBRARY.impl(
-    "causal_conv_backward",
-    lambda grad, x, weight, lengths: (x.new_empty(x.shape), torch.empty_like(weight)),
-    "Meta",
-)
 _LIBRARY.impl(
     "delta_rule",
     lambda mixed, decay, beta, key_dim, lengths: mixed.new_empty(_out_shape(mixed, decay, key_dim)),
@@ -346,8 +270,6 @@ _LIBRARY.impl(
     ),
     "Meta",
 )
-CAUSAL_CONV = torch.ops.moewright.causal_conv
-CAUSAL_CONV_BACKWARD = torch.ops.moewright.causal_conv_backward
 DELTA_RULE = torch.ops.moewright.delta_rule
 DELTA_RULE_BACKWARD = torch.ops.moewright.delta_rule_backward
 SCAN_WORK = torch.ops.moewright.scan_work

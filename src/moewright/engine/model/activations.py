@@ -1,4 +1,4 @@
-"""Gated activations between the two linears of an MLP or an expert.
+"""Activations between the two linears of an MLP or an expert.
 
 They also multiply by the weight of a routed row.
 
@@ -15,7 +15,7 @@ import torch
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.spec.model import ModelSpec
 
-# Takes x [R,2F] and the weights [R] of its rows, None for ones.
+# Takes x [R,2F], or [R,F] without a gate, and the weights [R] of its rows, None for ones.
 Activation = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -62,10 +62,32 @@ class SwiGlu(torch.autograd.Function):
         return *ctx.kernels.swiglu_backward(grad, x, weight, ctx.clamped), None, None
 
 
+class SquaredRelu(torch.autograd.Function):
+    """relu(x)^2 * weight for x [R,F], in fp32; `weight` is [R] fp32 or None; keeps x and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        active = torch.relu(x.float()).square_()
+        return (active if weight is None else active.mul_(weight[:, None])).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        positive = torch.relu(x.float())
+        slope = positive * grad
+        if weight is None:
+            return slope.mul_(2).to(x.dtype), None
+        grad_weight = (slope * positive).sum(-1)
+        return slope.mul_(2 * weight[:, None]).to(x.dtype), grad_weight
+
+
 def build_activation(model: ModelSpec, kernels: KernelSet) -> Activation:
     """Build the activation of the model's family.
 
     The constants of the clamped form are fixed: no config.json of its family gives others.
     """
+    if not model.gated:
+        return SquaredRelu.apply
     clamped = model.family == "gpt_oss"
     return lambda x, weight: SwiGlu.apply(x, weight, kernels, clamped)

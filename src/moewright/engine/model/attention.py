@@ -253,8 +253,9 @@ class Attention(nn.Module):
             self.k_norm = Norm(runtime, spec.kv_width, TP_ROWS)
         self.sinks = Vector(runtime, spec.heads, sharding=TP_ROWS) if spec.sinks else None
         self._slopes: torch.Tensor | None = None
-        if runtime.model.position is PositionKind.ALIBI:
+        if runtime.model.position is not PositionKind.ROPE:
             self._rotates = False
+        if runtime.model.position is PositionKind.ALIBI:
             tp = runtime.mesh.group("tp")
             slopes = torch.tensor(alibi_slopes(spec.heads), device=runtime.device)
             self._slopes = slopes.unflatten(0, (tp.size, -1))[tp.index].clone()

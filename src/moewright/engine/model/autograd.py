@@ -141,7 +141,8 @@ class LayerNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.settings = settings
         ctx.dtypes = weight.dtype, bias.dtype
-        out, mean, scale = _layer_norm(x, weight, bias, settings.eps)
+        factor = _norm_factor(x, weight, settings).to(weight.dtype)
+        out, mean, scale = _layer_norm(x, factor, bias, settings.eps)
         statistics = (mean, scale) if settings.keeps_scale else ()
         ctx.save_for_backward(x, weight, bias, *statistics)
         return out
@@ -152,12 +153,13 @@ class LayerNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         x, weight, bias, *statistics = ctx.saved_tensors
         settings: NormSettings = ctx.settings
+        factor = _norm_factor(x, weight, settings).to(weight.dtype)
         if not statistics:
-            _, *statistics = _layer_norm(x, weight, bias, settings.eps)
+            _, *statistics = _layer_norm(x, factor, bias, settings.eps)
         shape = x.shape[-1:]
         wide = _wide_on_cpu(grad.contiguous()), _wide_on_cpu(x)
         rows = [tensor.flatten(0, -2) for tensor in (*wide, *statistics)]
-        weights = [_wide_on_cpu(tensor) for tensor in (weight, bias)]
+        weights = [_wide_on_cpu(tensor) for tensor in (factor, bias)]
         (grad_rows, x_rows, *statistic_rows) = rows
         grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
             grad_rows, x_rows, shape, *statistic_rows, *weights, [True, False, False]

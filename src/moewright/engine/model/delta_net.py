@@ -23,15 +23,13 @@ from torch import nn
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.scans import ScanKernels
-from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.layers import Vector, Weight
-from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from moewright.engine.model.mixer_linears import project_in, project_out
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
-from moewright.rules.param import TP_ROWS
-from moewright.spec.layout import Offload
+from moewright.rules.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.ledger import Module
 
 
@@ -55,14 +53,14 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = Vector(runtime, spec.heads, sharding=TP_ROWS)
         self.A_log = Vector(runtime, spec.heads, sharding=TP_ROWS)
         self.norm = Weight(runtime, spec.head_dim)
-        self.o = Weight(runtime, hidden, spec.value_width, sharding=(("tp", 1),))
+        self.o = Weight(runtime, hidden, spec.value_width, sharding=TP_COLUMNS)
 
     def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         runtime = self._runtime
         spec = self._spec
         sharing = spec.heads // spec.key_heads
         with runtime.counters.scopes.enter(Module.ATTENTION):
-            qkvz, rates = self._project(x_tH)
+            qkvz, rates = project_in(runtime, x_tH, self.qkvz, self.rates)
             widths = (2 * spec.key_dim + sharing * spec.head_dim, sharing * spec.head_dim)
             shape = (context.sequences, -1, spec.key_heads // runtime.mesh.group("tp").size)
             qkv_BSGW, z = qkvz.view(*shape, sum(widths)).split(widths, -1)
@@ -85,38 +83,7 @@ class GatedDeltaNet(nn.Module):
                 runtime.model.norm_eps,
                 runtime.kernels,
             )
-            return self._project_out(rows.flatten(0, 1).flatten(1))
-
-    def _project(self, x_tH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project [t,H] to queries, keys, values and gates, and to the rates, of all T tokens."""
-        runtime = self._runtime
-        manager = runtime.saved_tensors
-        with (
-            manager.offload(x_tH, enabled=runtime.offloads(Offload.QKV_LINEAR)),
-            manager.keep_converted(x_tH, runtime.products.convert_input),
-        ):
-            qkvz, rates = ColumnParallelLinear.apply(
-                x_tH,
-                runtime.mesh.tensor_parallel,
-                runtime.products,
-                runtime.weight_grads,
-                self.qkvz.weight,
-                self.rates.weight,
-            )
-            qkvz = add_column_adapter(runtime, self.qkvz, qkvz, x_tH)
-            return qkvz, add_column_adapter(runtime, self.rates, rates, x_tH)
-
-    def _project_out(self, rows: torch.Tensor) -> torch.Tensor:
-        runtime = self._runtime
-        with runtime.saved_tensors.keep_converted(rows, runtime.products.convert_input):
-            projected = RowParallelLinear.apply(
-                rows,
-                self.o.weight,
-                runtime.mesh.tensor_parallel,
-                runtime.products,
-                runtime.weight_grads,
-            )
-            return add_row_adapter(runtime, self.o, projected, rows)
+            return project_out(runtime, rows.flatten(0, 1).flatten(1), self.o)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,19 +43,26 @@ class RoutedExperts(nn.Module):
         row_indices: tuple[int, ...] = ()
         if slots != tuple(range(experts)):
             row_indices = tuple(rank_experts(slots, ep, ep_rank)[: self._own_experts])
-        sharding = (("ep", 0), ("etp", 2))
-        self.gate_up = Weight(
-            runtime, experts, 2, width, hidden, sharding=sharding, row_indices=row_indices
-        )
+        is_gated = runtime.model.gated
+        stacked = (experts, 2) if is_gated else (experts,)
+        sharding = (("ep", 0), ("etp", len(stacked)))
+        first = Weight(runtime, *stacked, width, hidden, sharding=sharding, row_indices=row_indices)
+        self._linears = (first,)  # in a tuple, which registers nothing
+        self.add_module("gate_up" if is_gated else "up", first)
         self.down = Weight(
-            runtime, experts, hidden, width, sharding=sharding, row_indices=row_indices
+            runtime,
+            experts,
+            hidden,
+            width,
+            sharding=(("ep", 0), ("etp", 2)),
+            row_indices=row_indices,
         )
         self._activate = build_activation(runtime.model, runtime.kernels)
         moe = runtime.model.moe
         self._scales_input = moe is not None and moe.router.scales_input
         if moe is not None and moe.expert_bias:
-            self.gate_up.bias = Vector(
-                runtime, experts, 2, width, sharding=sharding, row_indices=row_indices
+            first.bias = Vector(
+                runtime, *stacked, width, sharding=sharding, row_indices=row_indices
             )
             # Outputs are summed over ETP: each rank adds its part of the bias.
             bias_sharding = (("ep", 0), ("etp", 1))
@@ -65,7 +72,7 @@ class RoutedExperts(nn.Module):
         self.replicas: ExpertReplicas | None = None
         spare = (len(slots) - experts) // ep
         if spare:
-            weights = (self.gate_up, self.down)
+            weights = (first, self.down)
             parts = (*weights, *(part.bias for part in weights if part.bias is not None))
             exchange = plan_replica_exchange(slots, ep, ep_rank, spare)
             self.replicas = ExpertReplicas(runtime, parts, exchange, spare)
@@ -102,15 +109,16 @@ class RoutedExperts(nn.Module):
             rows_RH = ScaleRows.apply(rows_RH, weights_R)
             activate = self._activate_unweighted
             activation_weights = ()
+        (first,) = self._linears
         convert = partial(runtime.products.convert_input, ends=ends_E)
         with (
             manager.offload(rows_RH, enabled=runtime.offloads(Offload.EXPERT_FC1)),
             manager.keep_converted(rows_RH, convert),
         ):
-            hidden = self._multiply(rows_RH, take_weight(self.gate_up).flatten(1, 2), ends_E)
-            hidden = add_grouped_adapter(runtime, self.gate_up, hidden, rows_RH, ends_E)
-            if self.gate_up.bias is not None:
-                bias = take_weight(self.gate_up.bias).flatten(1, 2)
+            hidden = self._multiply(rows_RH, take_weight(first).flatten(1, -2), ends_E)
+            hidden = add_grouped_adapter(runtime, first, hidden, rows_RH, ends_E)
+            if first.bias is not None:
+                bias = take_weight(first.bias).flatten(1)
                 hidden = AddExpertBias.apply(hidden, bias, None, ends_E, 0)
         with manager.offload(hidden, enabled=runtime.offloads(Offload.MOE_ACT)):
             active = activate(hidden, *activation_weights)

@@ -1,4 +1,4 @@
-"""The transformer layer: attention, then an MLP or a MoE layer."""
+"""The transformer layer: what mixes tokens, then an MLP or a MoE layer, or one of both alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from moewright.engine.memory.saved_tensors import RoutingDecisions
 from moewright.engine.model.attention import Attention, AttentionContext
 from moewright.engine.model.delta_net import GatedDeltaNet
 from moewright.engine.model.layers import HiddenNorm, Mlp
+from moewright.engine.model.mamba import Mamba2
 from moewright.engine.model.mla import LatentAttention
 from moewright.engine.model.moe import MoeLayer
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind, MixerKind
+from moewright.spec.model import AttentionKind, MixerKind, RecurrentKind
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm mixer and MLP or MoE, each added to the residual stream [t,H]."""
+    """A pre-norm mixer and MLP or MoE, each added to the residual stream [t,H].
+
+    A layer of Nemotron-H has one of them alone.
+    """
 
     def __init__(self, runtime: Runtime, layer_number: int) -> None:
         super().__init__()
@@ -31,8 +35,13 @@ class TransformerLayer(nn.Module):
         # The stacks that the rules are compared with fuse this norm into the QKV projection of GQA:
         # only MLA recomputes it.
         self._recomputes_input_norm = is_latent and self._recomputes_norms
-        self.input_norm = HiddenNorm(runtime, recompute=self._recomputes_input_norm)
-        self.attention = _build_mixer(runtime, layer_number)
+        self._has_mixer = model.mixer(layer_number) is not MixerKind.NONE
+        if self._has_mixer:
+            self.input_norm = HiddenNorm(runtime, recompute=self._recomputes_input_norm)
+            self.attention = _build_mixer(runtime, layer_number)
+        self._has_mlp = model.has_mlp(layer_number)
+        if not self._has_mlp:
+            return
         self.post_norm = HiddenNorm(runtime, recompute=self._recomputes_norms)
         # MTP depths are like the last layer.
         self._is_moe = model.moe_layers[min(layer_number, model.layers - 1)]
@@ -49,11 +58,11 @@ class TransformerLayer(nn.Module):
         `decisions` belong to the checkpointed block around this layer; None where there is none.
         """
         with self._runtime.counters.scopes.in_layer(self._number):
-            return self._run(decisions, context, x_tH)
+            if self._has_mixer:
+                x_tH = self._mix(context, x_tH)
+            return self._run_mlp(decisions, context, x_tH) if self._has_mlp else (x_tH,)
 
-    def _run(
-        self, decisions: RoutingDecisions | None, context: AttentionContext, x_tH: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def _mix(self, context: AttentionContext, x_tH: torch.Tensor) -> torch.Tensor:
         runtime = self._runtime
         manager = runtime.saved_tensors
         with manager.offload(x_tH, enabled=runtime.offloads(Offload.ATTN_NORM)):
@@ -63,7 +72,13 @@ class TransformerLayer(nn.Module):
                 normed, self.input_norm, x_tH, enabled=self._recomputes_input_norm
             ):
                 attended = self.attention(normed, context)
-        x_tH = torch.add(x_tH, attended, alpha=self._residual_factor)
+        return torch.add(x_tH, attended, alpha=self._residual_factor)
+
+    def _run_mlp(
+        self, decisions: RoutingDecisions | None, context: AttentionContext, x_tH: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        runtime = self._runtime
+        manager = runtime.saved_tensors
         with manager.offload(x_tH, enabled=runtime.offloads(Offload.MLP_NORM)):
             with runtime.counters.scopes.enter(Module.NORM):
                 normed = self.post_norm(x_tH)
@@ -80,7 +95,10 @@ class TransformerLayer(nn.Module):
 
 def _build_mixer(runtime: Runtime, layer_number: int) -> nn.Module:
     """Build what mixes the tokens of a layer."""
-    if runtime.model.mixer(layer_number) is MixerKind.RECURRENT:
+    recurrent = runtime.model.recurrent
+    if recurrent is not None and runtime.model.mixer(layer_number) is MixerKind.RECURRENT:
+        if recurrent.kind is RecurrentKind.MAMBA2:
+            return Mamba2(runtime)
         return GatedDeltaNet(runtime)
     if runtime.model.attention.kind is AttentionKind.MLA:
         return LatentAttention(runtime)

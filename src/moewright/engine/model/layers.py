@@ -21,7 +21,7 @@ from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model import vocab_parallel
-from moewright.engine.model.activations import SwiGlu
+from moewright.engine.model.activations import build_activation
 from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
 from moewright.engine.model.autograd import LayerNorm, NormSettings, RmsNorm
 from moewright.engine.model.biases import AddBias, AddBiasInPlace
@@ -150,7 +150,7 @@ class HiddenNorm(Norm):
 
 
 class Mlp(nn.Module):
-    """A SwiGLU MLP of width F, sharded over TP: [t,H] -> [t,H].
+    """An MLP of width F, SwiGLU or squared ReLU, sharded over TP: [t,H] -> [t,H].
 
     `kind` is DENSE_MLP or SHARED_EXPERTS.
     """
@@ -166,10 +166,16 @@ class Mlp(nn.Module):
             self._recomputes = runtime.recomputes(
                 Recompute.SHARED_EXPERTS
             ) and not runtime.recomputes(Recompute.MOE)
-        self.gate_up = Weight(runtime, 2, width, hidden, sharding=TP_COLUMNS)
+        self._activate = build_activation(runtime.model, runtime.kernels)
+        is_gated = runtime.model.gated
+        stacked = (2,) if is_gated else ()
+        sharding = (("tp", len(stacked)),)
+        first = Weight(runtime, *stacked, width, hidden, sharding=sharding)
+        self._linears = (first,)  # in a tuple, which registers nothing
+        self.add_module("gate_up" if is_gated else "up", first)
         self.down = Weight(runtime, hidden, width, sharding=TP_COLUMNS)
         if kind is Module.DENSE_MLP and runtime.model.mlp_bias:
-            self.gate_up.bias = Vector(runtime, 2, width, sharding=TP_COLUMNS)
+            first.bias = Vector(runtime, *stacked, width, sharding=sharding)
             self.down.bias = Vector(runtime, hidden)
 
     def forward(self, x_tH: torch.Tensor) -> torch.Tensor:
@@ -191,16 +197,17 @@ class Mlp(nn.Module):
         if self.ledger_module is Module.SHARED_EXPERTS:
             products = WIDE_PRODUCTS
         convert = products.convert_input
+        (first,) = self._linears
         with runtime.saved_tensors.keep_converted(x_tH, convert):
             (hidden,) = ColumnParallelLinear.apply(
                 x_tH,
                 runtime.mesh.tensor_parallel,
                 runtime.products,
                 runtime.weight_grads,
-                self.gate_up.weight.flatten(0, 1),
+                first.weight.flatten(0, -2),
             )
-        hidden = add_column_adapter(runtime, self.gate_up, hidden, x_tH)
-        return SwiGlu.apply(self.gate_up.add_bias(hidden), None, runtime.kernels)
+        hidden = add_column_adapter(runtime, first, hidden, x_tH)
+        return self._activate(first.add_bias(hidden), None)
 
     def _run_second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Run the second linear on the activation; `x_tH`, the MLP's input, is for subclasses."""

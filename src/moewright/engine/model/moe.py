@@ -27,6 +27,7 @@ from moewright.engine.dispatch.interface import ForcedCounts, RowExchange, Token
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
+from moewright.engine.model.adapters import add_replicated_adapter
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import Mlp, Weight
@@ -163,18 +164,22 @@ class LatentProjection(torch.nn.Module):
 
     def __init__(self, runtime: Runtime, spec: MoeSpec) -> None:
         super().__init__()
-        self._counters = runtime.counters
-        self._products = runtime.products
+        self._runtime = runtime
         self.down = Weight(runtime, spec.latent_size, runtime.model.hidden_size)
         self.up = Weight(runtime, runtime.model.hidden_size, spec.latent_size)
 
     def project_down(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Project into the latent space."""
-        return ReplicatedLinear.apply(x_TH, self.down.weight, self._counters, self._products)
+        return self._project(x_TH, self.down)
 
     def project_up(self, x_TL: torch.Tensor) -> torch.Tensor:
         """Project back into the hidden space."""
-        return ReplicatedLinear.apply(x_TL, self.up.weight, self._counters, self._products)
+        return self._project(x_TL, self.up)
+
+    def _project(self, x: torch.Tensor, linear: Weight) -> torch.Tensor:
+        runtime = self._runtime
+        y = ReplicatedLinear.apply(x, linear.weight, runtime.counters, runtime.products)
+        return add_replicated_adapter(runtime, linear, y, x)
 
 
 class MoeLayer(torch.nn.Module):

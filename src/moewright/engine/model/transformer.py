@@ -34,9 +34,12 @@ from moewright.rules.recompute import layer_recompute
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
+from moewright.spec.model import RecurrentKind
 
-# The range of a fresh head's decay rate, exp(A_log).
-_DECAY_RATES = (0.01, 16.0)
+# The ranges of a fresh head's decay rate, exp(A_log), in a delta net and in Mamba-2.
+_DELTA_RATES = (0.01, 16.0)
+_MAMBA_RATES = (1.0, 16.0)
+_MAMBA_STEPS = (1e-3, 0.1)  # of its time step, softplus(dt_bias)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,8 +270,9 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
     So it is the same in every layout. Matrices are normal with the model's initializer_range; those
     that write into the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2). Norm weights are
     1 (0 where they are centred there), biases 0, attention sinks normal; decay rates of recurrent
-    layers are uniform, and their time steps begin at softplus(1) (Qwen3-Next). Adapters begin
-    without effect: the second matrix is 0.
+    layers are uniform. Time steps begin at softplus(1) (Qwen3-Next), those of Mamba-2 uniform in
+    their logarithms, and its skips D at 1 (Megatron-LM). Adapters begin without effect: the second
+    matrix is 0.
     """
     name = parameter.name
     placement = parameter.placement
@@ -279,7 +283,9 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
             ".attention.norm.weight"
         )
         return torch.full(placement.local_shape, 0.0 if is_centered else 1.0)
-    if name.endswith(".dt_bias"):
+    recurrent = runtime.model.recurrent
+    is_mamba = recurrent is not None and recurrent.kind is RecurrentKind.MAMBA2
+    if name.endswith(".D") or (name.endswith(".dt_bias") and not is_mamba):
         return torch.ones(placement.local_shape)
     std = runtime.model.initializer_range
     if is_adapter(name):
@@ -296,12 +302,15 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
     )
     if ".experts." not in name:
         unpadded = tuple(map(slice, placement.unpadded_shape))
-        is_rate = name.endswith(".A_log")
+        is_rate = name.endswith((".A_log", ".dt_bias"))
         drawn = draw_normal(seed, name, placement.global_shape, 1.0 if is_rate else std)
-        if is_rate:
-            low, high = _DECAY_RATES
-            uniform = torch.special.ndtr(drawn)
-            drawn = torch.log(low + (high - low) * uniform)
+        if name.endswith(".A_log"):
+            low, high = _MAMBA_RATES if is_mamba else _DELTA_RATES
+            drawn = torch.log(low + (high - low) * torch.special.ndtr(drawn))
+        elif is_rate:
+            low, high = map(math.log, _MAMBA_STEPS)
+            steps = (low + (high - low) * torch.special.ndtr(drawn)).exp()
+            drawn = steps.expm1().log()  # the inverse of a softplus
         value[unpadded] = drawn[box]
         return value
     experts = placement.row_indices or range(box[0].start, box[0].stop)

@@ -10,17 +10,24 @@ from typing import Any
 
 import torch
 
-from moewright.engine.kernels.delta_rule import (
+from moewright.engine.kernels.causal_conv import (
     CAUSAL_CONV,
     CAUSAL_CONV_BACKWARD,
+    conv_flops,
+)
+from moewright.engine.kernels.delta_rule import (
     DELTA_RULE,
     DELTA_RULE_BACKWARD,
     SCAN_WORK,
-    conv_flops,
     scan_flops,
 )
 from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
+from moewright.engine.kernels.state_space import (
+    STATE_SPACE,
+    STATE_SPACE_BACKWARD,
+    state_space_flops,
+)
 from moewright.engine.observe.observing_mode import OperationArgs, OperationKwargs
 from moewright.spec.ledger import FlopOp
 
@@ -132,6 +139,14 @@ def _scan_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return 2 * _scan_flops(args[1:], kwargs)
 
 
+def _state_space_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return state_space_flops(args[0], args[1], args[3])
+
+
+def _state_space_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return 2 * _state_space_flops(args[1:], kwargs)
+
+
 def _stated_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return int(args[1])
 
@@ -170,6 +185,8 @@ class FlopCounter:
         self._rules[CAUSAL_CONV_BACKWARD] = (FlopOp.SCAN, _conv_backward_flops)
         self._rules[DELTA_RULE] = (FlopOp.SCAN, _scan_flops)
         self._rules[DELTA_RULE_BACKWARD] = (FlopOp.SCAN, _scan_backward_flops)
+        self._rules[STATE_SPACE] = (FlopOp.SCAN, _state_space_flops)
+        self._rules[STATE_SPACE_BACKWARD] = (FlopOp.SCAN, _state_space_backward_flops)
         self._rules[SCAN_WORK] = (FlopOp.SCAN, _stated_flops)
         self._rules[ONEDNN_LINEAR] = (FlopOp.GEMM, _linear_flops)
 

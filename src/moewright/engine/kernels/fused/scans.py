@@ -6,21 +6,28 @@ their public functions alone, so that no release of theirs changes what a layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import torch
 
 from moewright.engine.kernels.attention import Segments
-from moewright.engine.kernels.delta_rule import (
+from moewright.engine.kernels.causal_conv import (
     CAUSAL_CONV,
     CAUSAL_CONV_BACKWARD,
+    conv_flops,
+)
+from moewright.engine.kernels.delta_rule import (
     DELTA_RULE,
     DELTA_RULE_BACKWARD,
     SCAN_WORK,
-    conv_flops,
     scan_flops,
+)
+from moewright.engine.kernels.state_space import (
+    STATE_SPACE,
+    STATE_SPACE_BACKWARD,
+    state_space_flops,
 )
 
 # What brings the package fla, newer releases first.
@@ -28,7 +35,7 @@ _DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
 
 
 class ScanKernels(Protocol):
-    """The kernels of a gated delta net; shapes as in kernels.delta_rule.
+    """The kernels of recurrent mixers; shapes as in kernels.delta_rule and kernels.state_space.
 
     `segments` are the documents that nothing passes between, None for whole sequences.
     """
@@ -70,6 +77,30 @@ class ScanKernels(Protocol):
         segments: Segments | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of mixed, decay and beta."""
+
+    def state_space(
+        self,
+        inputs_BSGW: torch.Tensor,
+        step_BSH: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        state: int,
+        segments: Segments | None,
+    ) -> torch.Tensor:
+        """Run Mamba-2's convolution and state space over projected columns and steps: [B,S,H,P].
+
+        Keys are `state` wide.
+        """
+
+    def state_space_backward(
+        self,
+        grad: torch.Tensor,
+        inputs_BSGW: torch.Tensor,
+        step_BSH: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        state: int,
+        segments: Segments | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+        """Return the gradients of the columns, the steps and the weights."""
 
 
 class TorchScans:
@@ -115,6 +146,32 @@ class TorchScans:
             grad, mixed_BSGW, decay_BSH, beta_BSH, key_dim, _lengths(segments)
         )
         return grad_mixed, grad_decay, grad_beta
+
+    def state_space(
+        self,
+        inputs_BSGW: torch.Tensor,
+        step_BSH: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        state: int,
+        segments: Segments | None,
+    ) -> torch.Tensor:
+        lengths = _lengths(segments)
+        out: torch.Tensor = STATE_SPACE(inputs_BSGW, step_BSH, list(weights), state, lengths)
+        return out
+
+    def state_space_backward(
+        self,
+        grad: torch.Tensor,
+        inputs_BSGW: torch.Tensor,
+        step_BSH: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        state: int,
+        segments: Segments | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+        grad_inputs, grad_step, grad_weights = STATE_SPACE_BACKWARD(
+            grad, inputs_BSGW, step_BSH, list(weights), state, _lengths(segments)
+        )
+        return grad_inputs, grad_step, grad_weights
 
 
 def _lengths(segments: Segments | None) -> list[int]:
@@ -173,6 +230,36 @@ class FlaScans:
         )
         return grad_mixed, grad_decay, grad_beta
 
+    def state_space(
+        self,
+        inputs_BSGW: torch.Tensor,
+        step_BSH: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        state: int,
+        segments: Segments | None,
+    ) -> torch.Tensor:
+        SCAN_WORK(inputs_BSGW, state_space_flops(inputs_BSGW, step_BSH, state))
+        return _fla_state_space(inputs_BSGW, step_BSH, weights, state, segments)
+
+    def state_space_backward(
+        self,
+        grad: torch.Tensor,
+        inputs_BSGW: torch.Tensor,
+        step_BSH: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        state: int,
+        segments: Segments | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+        SCAN_WORK(inputs_BSGW, 2 * state_space_flops(inputs_BSGW, step_BSH, state))
+        grad_inputs, grad_step, *grad_weights = _differentiate(
+            lambda inputs, step, *own: _fla_state_space(inputs, step, own, state, segments),
+            grad,
+            inputs_BSGW,
+            step_BSH,
+            *weights,
+        )
+        return grad_inputs, grad_step, grad_weights
+
 
 def _differentiate(
     compute: Callable[..., torch.Tensor], grad: torch.Tensor, *tensors: torch.Tensor
@@ -185,7 +272,10 @@ def _differentiate(
 
 
 def _fla_conv(
-    x_BSGW: torch.Tensor, weight: torch.Tensor, segments: Segments | None
+    x_BSGW: torch.Tensor,
+    weight: torch.Tensor,
+    segments: Segments | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from fla.modules.convolution import causal_conv1d
 
@@ -194,7 +284,7 @@ def _fla_conv(
     if segments is not None:
         rows = rows.flatten(0, 1)[None]
         bounds = segments.cu_seqlens.long()
-    out, *_ = causal_conv1d(rows, weight, activation="silu", cu_seqlens=bounds)
+    out, *_ = causal_conv1d(rows, weight, bias, activation="silu", cu_seqlens=bounds)
     return out.view(x_BSGW.shape)
 
 
@@ -225,6 +315,38 @@ def _fla_rule(
         cu_seqlens=bounds,
     )
     return out.view(*rows, *out.shape[2:])
+
+
+def _fla_state_space(
+    inputs_BSGW: torch.Tensor,
+    step_BSH: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    state: int,
+    segments: Segments | None,
+) -> torch.Tensor:
+    """Run linear attention whose decay is that of the state and whose values are dt x."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    conv, dt_bias, a_log, skip, *conv_bias = weights
+    mixed = _fla_conv(inputs_BSGW, conv, segments, *conv_bias)
+    step = torch.nn.functional.softplus(step_BSH.float() + dt_bias.float())
+    rows = step.shape[:2]
+    bounds = None
+    if segments is not None:
+        mixed, step = (x.flatten(0, 1)[None] for x in (mixed, step))
+        bounds = segments.cu_seqlens.long()
+    sharing = step.shape[2] // mixed.shape[2]
+    x, k, q = mixed.split((mixed.shape[3] - 2 * state, state, state), -1)
+    values = x.unflatten(-1, (sharing, -1)).flatten(2, 3)
+    out, _ = chunk_simple_gla(
+        q.repeat_interleave(sharing, 2),
+        k.repeat_interleave(sharing, 2),
+        (step[..., None] * values).to(values.dtype),
+        g=-a_log.float().exp() * step,
+        scale=1.0,
+        cu_seqlens=bounds,
+    )
+    return (out + skip[:, None] * values).to(out.dtype).view(*rows, *out.shape[2:])
 
 
 def fla_version() -> str:

@@ -1,0 +1,158 @@
+"""A Mamba-2 mixer (Nemotron-H): a state space whose heads carry a state along the sequence.
+
+One projection gives each group of heads its gates, values, keys, queries and time steps; a short
+causal convolution passes over values, keys and queries, the state space over what comes out of it,
+and a norm of each group over its gated output. Groups are sharded over TP, as in Megatron-LM.
+
+Kept for backward are the projection, the state space's output with a scale for each group, and what
+the last projection takes: convolution, steps and states are made again.
+
+Shapes: t of the T tokens of the TP group are this rank's between blocks; B, S, G, R, H, P, W as in
+kernels.state_space, groups and heads of this rank; H hidden too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moewright.engine.kernels.attention import Segments
+from moewright.engine.kernels.fused.scans import ScanKernels
+from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.autograd import CountedFunction
+from moewright.engine.model.layers import Vector, Weight
+from moewright.engine.model.mixer_linears import project_in, project_out
+from moewright.engine.observe.counters import Counters
+from moewright.engine.runtime import Runtime
+from moewright.rules.param import TP_COLUMNS, TP_ROWS
+from moewright.spec.ledger import Module
+
+
+class Mamba2(nn.Module):
+    """The Mamba-2 mixer of a layer: [t,H] -> [t,H]."""
+
+    ledger_module = Module.ATTENTION
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        spec = runtime.model.recurrent
+        if spec is None:
+            raise ValueError("a recurrent layer needs model.recurrent")
+        hidden = runtime.model.hidden_size
+        self._runtime = runtime
+        self._spec = spec
+        rows = spec.value_width + spec.conv_width + spec.heads
+        self.zxbcdt = Weight(runtime, rows, hidden, sharding=TP_ROWS)
+        self.conv = Weight(runtime, spec.conv_width, spec.short_conv, sharding=TP_ROWS)
+        if spec.conv_bias:
+            self.conv.bias = Vector(runtime, spec.conv_width, sharding=TP_ROWS)
+        self.dt_bias = Vector(runtime, spec.heads, sharding=TP_ROWS)
+        self.A_log = Vector(runtime, spec.heads, sharding=TP_ROWS)
+        self.D = Vector(runtime, spec.heads, sharding=TP_ROWS)
+        self.norm = Weight(runtime, spec.value_width, sharding=TP_ROWS)
+        self.o = Weight(runtime, hidden, spec.value_width, sharding=TP_COLUMNS)
+
+    def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        runtime = self._runtime
+        spec = self._spec
+        sharing = spec.heads // spec.key_heads
+        values = sharing * spec.head_dim
+        with runtime.counters.scopes.enter(Module.ATTENTION):
+            (projected,) = project_in(runtime, x_tH, self.zxbcdt)
+            groups = spec.key_heads // runtime.mesh.group("tp").size
+            z_BSGV, inputs_BSGW, step_BSGR = projected.view(
+                context.sequences, -1, groups, projected.shape[1] // groups
+            ).split((values, values + 2 * spec.key_dim, sharing), -1)
+            settings = StateSpaceSettings(
+                state=spec.key_dim,
+                counters=runtime.counters,
+                scans=runtime.kernels.scans,
+                segments=context.segments,
+            )
+            weights = [self.conv.weight, self.dt_bias.weight, self.A_log.weight, self.D.weight]
+            if self.conv.bias is not None:
+                weights.append(self.conv.bias.weight)
+            out_BSHP = StateSpace.apply(inputs_BSGW, step_BSGR, settings, *weights)
+            rows = GatedGroupNorm.apply(
+                out_BSHP.unflatten(2, (groups, sharing)).flatten(3),
+                z_BSGV,
+                self.norm.weight,
+                runtime.model.norm_eps,
+            )
+            return project_out(runtime, rows.flatten(0, 1).flatten(1), self.o)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpaceSettings:
+    """What a state space needs besides its tensors; `segments` as in ScanKernels."""
+
+    state: int
+    counters: Counters
+    scans: ScanKernels
+    segments: Segments | None
+
+
+class StateSpace(CountedFunction):
+    """The state space of projected columns [B,S,G,W] and steps [B,S,G,R] -> [B,S,H,P].
+
+    It keeps both as they lie in the projection. `weights` as in kernels.state_space.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        step: torch.Tensor,
+        settings: StateSpaceSettings,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        CountedFunction.save_scope(ctx, settings.counters)
+        ctx.settings = settings
+        ctx.save_for_backward(inputs, step, *weights)
+        return settings.scans.state_space(
+            inputs, step.flatten(2), weights, settings.state, settings.segments
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, step, *weights = ctx.saved_tensors
+        settings: StateSpaceSettings = ctx.settings
+        with ctx.counters.scopes.enter(ctx.scope):
+            grad_inputs, grad_step, grad_weights = settings.scans.state_space_backward(
+                grad, inputs, step.flatten(2), weights, settings.state, settings.segments
+            )
+        return grad_inputs, grad_step.view(step.shape), None, *grad_weights
+
+
+class GatedGroupNorm(torch.autograd.Function):
+    """y = RMSNorm(x silu(gate)) of each group of [B,S,G,V], in fp32, times weight [G*V].
+
+    Keeps x, the gate and a scale a group.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        gated = F.silu(gate.float()).mul_(x)
+        scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, gate, weight, scale)
+        return gated.mul_(scale).to(x.dtype) * weight.view(x.shape[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, gate, weight, scale = ctx.saved_tensors
+        wide_gate = gate.float()
+        active = F.silu(wide_gate)
+        normed = active * x * scale
+        grad_weight = (grad * normed).sum((0, 1)).flatten()
+        grad_normed = grad * weight.view(x.shape[2:]).float()
+        mean = (grad_normed * normed).mean(-1, keepdim=True)
+        grad_gated = grad_normed.sub_(normed.mul_(mean)).mul_(scale)
+        grad_gate = torch.ops.aten.silu_backward(grad_gated * x, wide_gate)
+        grad_x = active.mul_(grad_gated)
+        return grad_x.to(x.dtype), grad_gate.to(gate.dtype), grad_weight.to(weight.dtype), None
