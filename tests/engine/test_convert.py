@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -176,6 +177,24 @@ def test_depths_that_no_config_names_go_there_and_back(tmp_path: Path) -> None:
     path = tmp_path / "hf" / "model.safetensors"
     extra = {"mtp.norm.weight": torch.ones(8), "mtp.layers.0.mlp.gate.weight": torch.ones(2, 8)}
     save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
+    assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
+
+
+def test_a_hybrid_as_it_is_published_goes_there_and_back(tmp_path: Path) -> None:
+    """With a letter a layer, an infinite bound of steps that is no JSON, and depths of MTP."""
+    write_model("nemotron_h", tmp_path / "hf", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["layers_block_type"], config["mtp_layers_block_type"]
+    config |= {
+        "hybrid_override_pattern": "ME*-",
+        "mtp_hybrid_override_pattern": "*E",
+        "num_nextn_predict_layers": 1,
+        "time_step_limit": [0.0, math.inf],
+    }
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config, indent=2))
+    path = tmp_path / "hf" / "model.safetensors"
+    depth = {"mtp.layers.0.enorm.weight": torch.ones(8)}
+    save_file({**load_file(path), **depth}, path, metadata={"format": "pt"})
     assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
 
 

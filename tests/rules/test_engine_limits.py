@@ -8,19 +8,23 @@ import pytest
 
 import stand_in_deep_ep
 import stand_in_nccl_ep
+from layout_space import SHAPES
 from moewright.codec import parse_layout
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
+from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, Dtype
 from tiny_jobs import MODEL, build_workload
 
 
-def refusals(layout: str, *, precision: Dtype = Dtype.FP32, seq_len: int = 32) -> list[str]:
+def refusals(
+    layout: str, *, precision: Dtype = Dtype.FP32, seq_len: int = 32, model: ModelSpec = MODEL
+) -> list[str]:
     work = build_workload(DataSpec(), precision=precision, seq_len=seq_len)
     chosen = parse_layout(layout, world_size=8)
-    assert not check_legality(Job(model=MODEL, workload=work, layout=chosen))
-    return [str(reason) for reason in unsupported_layout(chosen, model=MODEL, workload=work)]
+    assert not check_legality(Job(model=model, workload=work, layout=chosen))
+    return [str(reason) for reason in unsupported_layout(chosen, model=model, workload=work)]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,14 @@ def test_passes_beside_each_other_need_whole_weights() -> None:
     (reason,) = refusals("ep4,zero3,overlap=ep+grad")
     assert reason.startswith("layout.overlap=ep: the engine moves weights and gradients of a layer")
     assert reason.endswith("not with zero=3; nearest legal value: grad")
+
+
+@pytest.mark.parametrize("shape", ["delta", "hybrid"])
+def test_context_parallelism_must_divide_the_key_heads_of_a_rank(shape: str) -> None:
+    assert refusals("tp2,cp2,ep2", model=SHAPES[shape]) == []
+    (reason,) = refusals("tp2,cp4,ep2", model=SHAPES[shape])
+    assert reason.startswith("layout.cp=4: must divide the 2 key heads of recurrent layers")
+    assert reason.endswith("nearest legal value: 2")
 
 
 def test_what_is_not_built_is_refused() -> None:

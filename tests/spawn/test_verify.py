@@ -243,6 +243,7 @@ LAYOUTS = [
     thorough("nemotron_h", 2, "tp2,ep2,mbs2"),  # a group, and its heads, a rank
     thorough("nemotron_h", 4, "pp2,ep2,zero0,recompute=moe_act+core_attn"),
     thorough("nemotron_h", 4, "tp2,etp2,zero3,recompute=full"),
+    thorough("nemotron_h", 2, "cp2,ep2,mbs4"),
     thorough("nemotron", 4, "tp2,pp2,mbs4"),
     ("llama", 8, "tp4,sp0,pp2"),
     thorough("llama", 4, "tp2,zero0,recompute=mlp"),

@@ -103,7 +103,7 @@ def cp_exchange_s(collectives: CollectiveModel, sym: Symbols, mixer: MixerKind) 
     span = collectives.span(layout, "cp")
     if mixer is MixerKind.RECURRENT and sym.model.recurrent is not None:
         recurrent = sym.model.recurrent
-        widths = recurrent.conv_width + 2 * recurrent.value_width + recurrent.heads
+        widths = recurrent.projected_width + recurrent.value_width
         moved_bytes = sym.c * sym.T * widths / layout.tp
         return collectives.seconds(Collective.ALL_TO_ALL, span, moved_bytes)
     kv_bytes = sym.c * sym.T * 2 * spec.kv_width / layout.tp

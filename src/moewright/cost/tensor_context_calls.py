@@ -20,7 +20,7 @@ from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Overlap, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind, MixerKind, ModelSpec, QkNorm
+from moewright.spec.model import AttentionKind, MixerKind, ModelSpec, QkNorm, RecurrentKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +250,9 @@ def _recurrent_calls(job: Job, passes: int) -> Iterator[CallSum]:
     spec, layout = job.model.recurrent, job.layout
     if spec is None or layout.cp == 1:
         return
-    widths = spec.conv_width + 2 * spec.value_width + spec.heads
+    widths = spec.projected_width + spec.value_width
+    # The rates of a delta net come from a projection of their own.
+    calls = 3 if spec.kind is RecurrentKind.GATED_DELTA else 2
     nbytes = activation_nbytes(job.workload) * job.tp_group_tokens * widths // layout.tp
     exchanges = passes * (2 + repeats_forward(layout))
-    yield Collective.ALL_TO_ALL, "cp", exchanges * nbytes, 2 * exchanges
+    yield Collective.ALL_TO_ALL, "cp", exchanges * nbytes, calls * exchanges

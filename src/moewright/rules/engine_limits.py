@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from moewright.rules.adapters import is_frozen, trains_all, trains_module
+from moewright.rules.divisibility import divisors, nearest_legal
 from moewright.rules.engine_features import unsupported_features
 from moewright.rules.engine_graphs import check_graphs
 from moewright.rules.fsdp import is_fsdp_sharded
@@ -237,9 +238,14 @@ def _check_recurrence(layout: Layout, model: ModelSpec, workload: Workload) -> I
     if is_frozen(workload) and rank < taps:
         rule = f"would give adapters to convolutions of {taps} tokens, which are no linears"
         yield Reason(field="train.lora_rank", value=str(rank), rule=rule, nearest=str(taps))
-    if layout.cp > 1:
-        rule = "the engine has the state of a recurrent layer pass over whole sequences"
-        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
+    groups = model.recurrent.key_heads // layout.tp
+    if groups % layout.cp:
+        rule = (
+            f"must divide the {groups} key heads of recurrent layers on a TP rank, which CP ranks "
+            "exchange for tokens"
+        )
+        nearest = nearest_legal(layout.cp, divisors(max(1, groups)))
+        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest=nearest)
 
 
 def _check_shard_sizes(job: Job) -> Iterator[Reason]:

@@ -228,6 +228,12 @@ class RecurrentSpec:
             return self.value_width
         return self.value_width + 2 * self.key_width
 
+    @property
+    def projected_width(self) -> int:
+        """Width of what the projections before give: the convolution's part, gates and rates."""
+        rates = 2 if self.kind is RecurrentKind.GATED_DELTA else 1
+        return self.conv_width + self.value_width + rates * self.heads
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiplierSpec:

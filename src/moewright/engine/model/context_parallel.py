@@ -109,14 +109,16 @@ def attend(
     return function.apply(q_BSHD, k_BSGD, v_BSGD, sinks, blocks, kv_group)
 
 
-def scatter_heads(runtime: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
+def scatter_heads(
+    runtime: Runtime, x_BSHD: torch.Tensor, group_name: str = "cp_a2a"
+) -> torch.Tensor:
     """Exchange heads for tokens: each of n ranks gets 1/n of the heads, for all ranks' tokens.
 
     [B,S,H,D] -> [B,S*n,H/n,D]. The tokens of all n ranks form an early and a late chunk, as those
     of one rank do (rules.context_parallel). Where there are fewer than n heads, each rank gets a
     copy of the one that it needs: H is then the next multiple of n.
     """
-    group = runtime.mesh.group("cp_a2a")
+    group = runtime.mesh.group(group_name)
     n = group.size
     if n == 1:
         return x_BSHD
@@ -128,9 +130,11 @@ def scatter_heads(runtime: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
     return torch.cat((early, late.flip(0))).permute(1, 0, 2, 3, 4).flatten(1, 2)
 
 
-def gather_heads(runtime: Runtime, x_BSHD: torch.Tensor) -> torch.Tensor:
+def gather_heads(
+    runtime: Runtime, x_BSHD: torch.Tensor, group_name: str = "cp_a2a"
+) -> torch.Tensor:
     """Undo `scatter_heads`: [B,S*n,H/n,D] -> [B,S,H,D]."""
-    group = runtime.mesh.group("cp_a2a")
+    group = runtime.mesh.group(group_name)
     n = group.size
     if n == 1:
         return x_BSHD

@@ -2,7 +2,8 @@
 
 Projections give each key head its query, its key, and values and gates of the value heads that
 share it; a short causal convolution passes over the first three, the delta rule over what comes
-out of it, and a norm of each head, gated, over its output. Heads are sharded over TP.
+out of it, and a norm of each head, gated, over its output. Heads are sharded over TP; CP ranks
+exchange key heads for tokens before the convolution and back behind the norm.
 
 Kept for backward are the projections, the convolution's output, decay and beta of each head, the
 scan's output with the scale of its norm, and what the last projection takes: the scan's states and
@@ -25,8 +26,9 @@ from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction
+from moewright.engine.model.context_parallel import gather_heads, scatter_heads
 from moewright.engine.model.layers import Vector, Weight
-from moewright.engine.model.mixer_linears import project_in, project_out
+from moewright.engine.model.mixer_linears import project_in, project_out, take_own_heads
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.rules.param import TP_COLUMNS, TP_ROWS
@@ -63,17 +65,22 @@ class GatedDeltaNet(nn.Module):
             qkvz, rates = project_in(runtime, x_tH, self.qkvz, self.rates)
             widths = (2 * spec.key_dim + sharing * spec.head_dim, sharing * spec.head_dim)
             shape = (context.sequences, -1, spec.key_heads // runtime.mesh.group("tp").size)
-            qkv_BSGW, z = qkvz.view(*shape, sum(widths)).split(widths, -1)
+            qkvz_BSGC = scatter_heads(runtime, qkvz.view(*shape, sum(widths)), "cp")
+            rates_BSGR = scatter_heads(runtime, rates.view(*shape, 2 * sharing), "cp")
+            qkv_BSGW, z = qkvz_BSGC.split(widths, -1)
             settings = ScanSettings(
                 key_dim=spec.key_dim,
                 counters=runtime.counters,
                 scans=runtime.kernels.scans,
                 segments=context.segments,
             )
-            mixed_BSGW = CausalConv.apply(qkv_BSGW, self.conv.weight, settings)
-            beta, step = rates.view(*shape, 2, sharing).unbind(-2)
+            mixed_BSGW = CausalConv.apply(qkv_BSGW, take_own_heads(runtime, self.conv), settings)
+            beta, step = rates_BSGR.unflatten(-1, (2, sharing)).unbind(-2)
             decay_BSH, beta_BSH = DecayRates.apply(
-                step.flatten(2), beta.flatten(2), self.A_log.weight, self.dt_bias.weight
+                step.flatten(2),
+                beta.flatten(2),
+                take_own_heads(runtime, self.A_log),
+                take_own_heads(runtime, self.dt_bias),
             )
             out_BSHV = DeltaRule.apply(mixed_BSGW, decay_BSH, beta_BSH, settings)
             rows = GatedNorm.apply(
@@ -83,6 +90,7 @@ class GatedDeltaNet(nn.Module):
                 runtime.model.norm_eps,
                 runtime.kernels,
             )
+            rows = gather_heads(runtime, rows.flatten(3), "cp")
             return project_out(runtime, rows.flatten(0, 1).flatten(1), self.o)
 
 

@@ -2,7 +2,8 @@
 
 One projection gives each group of heads its gates, values, keys, queries and time steps; a short
 causal convolution passes over values, keys and queries, the state space over what comes out of it,
-and a norm of each group over its gated output. Groups are sharded over TP, as in Megatron-LM.
+and a norm of each group over its gated output. Groups are sharded over TP, as in Megatron-LM; CP
+ranks exchange groups for tokens before the convolution and back behind the norm, as there too.
 
 Kept for backward are the projection, the state space's output with a scale for each group, and what
 the last projection takes: convolution, steps and states are made again.
@@ -24,8 +25,9 @@ from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction
+from moewright.engine.model.context_parallel import gather_heads, scatter_heads
 from moewright.engine.model.layers import Vector, Weight
-from moewright.engine.model.mixer_linears import project_in, project_out
+from moewright.engine.model.mixer_linears import project_in, project_out, take_own_heads
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.rules.param import TP_COLUMNS, TP_ROWS
@@ -61,28 +63,33 @@ class Mamba2(nn.Module):
         spec = self._spec
         sharing = spec.heads // spec.key_heads
         values = sharing * spec.head_dim
+        columns = 2 * values + 2 * spec.key_dim + sharing
         with runtime.counters.scopes.enter(Module.ATTENTION):
             (projected,) = project_in(runtime, x_tH, self.zxbcdt)
-            groups = spec.key_heads // runtime.mesh.group("tp").size
-            z_BSGV, inputs_BSGW, step_BSGR = projected.view(
-                context.sequences, -1, groups, projected.shape[1] // groups
-            ).split((values, values + 2 * spec.key_dim, sharing), -1)
+            columns_BSGC = projected.view(
+                context.sequences, -1, spec.key_heads // runtime.mesh.group("tp").size, columns
+            )
+            z_BSGV, inputs_BSGW, step_BSGR = scatter_heads(runtime, columns_BSGC, "cp").split(
+                (values, values + 2 * spec.key_dim, sharing), -1
+            )
             settings = StateSpaceSettings(
                 state=spec.key_dim,
                 counters=runtime.counters,
                 scans=runtime.kernels.scans,
                 segments=context.segments,
             )
-            weights = [self.conv.weight, self.dt_bias.weight, self.A_log.weight, self.D.weight]
+            parts = [self.conv, self.dt_bias, self.A_log, self.D]
             if self.conv.bias is not None:
-                weights.append(self.conv.bias.weight)
+                parts.append(self.conv.bias)
+            weights = [take_own_heads(runtime, part) for part in parts]
             out_BSHP = StateSpace.apply(inputs_BSGW, step_BSGR, settings, *weights)
             rows = GatedGroupNorm.apply(
-                out_BSHP.unflatten(2, (groups, sharing)).flatten(3),
+                out_BSHP.unflatten(2, (-1, sharing)).flatten(3),
                 z_BSGV,
-                self.norm.weight,
+                take_own_heads(runtime, self.norm),
                 runtime.model.norm_eps,
             )
+            rows = gather_heads(runtime, rows, "cp")
             return project_out(runtime, rows.flatten(0, 1).flatten(1), self.o)
 
 

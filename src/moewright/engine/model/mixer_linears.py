@@ -1,4 +1,4 @@
-"""The projections into and out of a recurrent mixer, with their adapters.
+"""What recurrent mixers have in common: projections with adapters, and the heads of a CP rank.
 
 Shapes: t of the T tokens of the TP group are this rank's between blocks; H hidden.
 """
@@ -32,6 +32,15 @@ def project_in(runtime: Runtime, x_tH: torch.Tensor, *linears: Weight) -> list[t
             add_column_adapter(runtime, linear, y, x_tH)
             for linear, y in zip(linears, outputs, strict=True)
         ]
+
+
+def take_own_heads(runtime: Runtime, part: Weight) -> torch.Tensor:
+    """Return the rows of a weight that are of the heads of this CP rank.
+
+    CP ranks exchange heads for tokens before a recurrence, and back behind it.
+    """
+    group = runtime.mesh.group("cp")
+    return part.weight.chunk(group.size)[group.index]
 
 
 def project_out(runtime: Runtime, rows: torch.Tensor, linear: Weight) -> torch.Tensor:
