@@ -29,6 +29,7 @@ FAMILIES = (
     "glm4_moe",
     "dots1",
     "solar_open",
+    "hy_v3",
     "minimax_m2",
     "glm4_moe_lite",
     "ernie4_5_moe",
@@ -189,6 +190,18 @@ def _model(family: str, **more: Any) -> nn.Module:
             },
         )
         return transformers.Glm4MoeForCausalLM(config).float()
+    if family == "hy_v3":
+        config = transformers.HYV3Config(
+            **shape,
+            head_dim=16,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+            num_shared_experts=1,
+            router_scaling_factor=2.5,
+        )
+        return transformers.HYV3ForCausalLM(config).float()
     if family == "glm4_moe_lite":
         config = transformers.Glm4MoeLiteConfig(
             **shape | {"num_key_value_heads": 4, "num_hidden_layers": 3},

@@ -25,6 +25,14 @@ def test_names_with_and_without_organisation() -> None:
         assert catalogue.model(name) == mixtral
 
 
+def test_every_name_is_found_with_the_endings_of_its_variants() -> None:
+    endings = ("-Base", "-Instruct", "-Thinking-2507", "-Chat", "-FP8", "-hf")
+    for name in catalogue.model_names():
+        for ending in endings:
+            assert catalogue.has_model(name + ending), name + ending
+            assert catalogue.has_model(name.rpartition("/")[2].lower() + ending)
+
+
 def test_every_name_gives_a_model_with_its_source() -> None:
     names = catalogue.model_names()
     assert len(names) >= 35

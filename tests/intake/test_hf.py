@@ -25,7 +25,7 @@ PLANNED_FAMILIES = frozenset(hf.FAMILIES) - {
     *("kimi_k2", "llama", "mistral", "qwen2", "qwen3", "gpt2", "glm4_moe", "dots1", "minimax_m2"),
     *("glm4_moe_lite", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared"),
     *("llama4_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_vl_moe_text"),
-    *("bailing_moe", "bailing_moe_v2", "phimoe", "solar_open", "nemotron_h", "nemotron"),
+    *("bailing_moe", "bailing_moe_v2", "phimoe", "solar_open", "nemotron_h", "nemotron", "hy_v3"),
 }
 
 QWEN: dict[str, Any] = {

@@ -79,7 +79,12 @@ def reference_gradient(gradients: dict[str, torch.Tensor], name: str) -> torch.T
     if name in gradients:
         return gradients[name]
     name = name.replace("block_sparse_moe", "mlp")
-    for own in (name, name.replace("mlp.gate.", "mlp.router.")):  # the latter is Phi's
+    others = (
+        name.replace("mlp.gate.", "mlp.router."),  # Phi's
+        name.replace("mlp.router.gate.", "mlp.gate."),  # Hy3's
+        name.replace("mlp.shared_mlp.", "mlp.shared_experts."),
+    )
+    for own in (name, *others):
         if own in gradients:
             return gradients[own]
     name = name.replace("backbone.", "model.")  # Nemotron-H's published names
@@ -111,6 +116,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 ALIKE = (
     "dots1",
     "solar_open",
+    "hy_v3",
     "minimax_m2",
     "glm4_moe_lite",
     "granitemoe",
@@ -170,7 +176,9 @@ def test_verify_equals_transformers(
             }
             stored = load_file(checkpoints[family] / "model.safetensors")
             stored = {
-                name: tensor for name, tensor in stored.items() if "correction_bias" not in name
+                name: tensor
+                for name, tensor in stored.items()
+                if not name.endswith(("correction_bias", "expert_bias"))
             }
             assert {
                 name.removeprefix("grad/") for name in outputs if name.startswith("grad/")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -27,9 +27,9 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 
-# What post-trained variants of a checkpoint add to its name.
+# What a post-trained variant of a checkpoint adds to its name.
 _VARIANT = re.compile(
-    r"(-(base|instruct|thinking|chat|it|pt|hf|bf16|fp8|17b-16e|[0-9]{4}))+$", re.IGNORECASE
+    r"-(base|instruct|thinking|chat|it|pt|hf|bf16|fp8|17b-16e|[0-9]{4})$", re.IGNORECASE
 )
 # Mistral's first releases: Mixtral-8x7B-v0.1. Other versions are models of their own.
 _VERSION = re.compile(r"-v0\.[0-9]+(?=-|$)")
@@ -184,8 +184,19 @@ def _find_model(name: str) -> str | None:
     """Return the catalogue's key of a name with or without its organisation; None if unknown."""
     folded = name.strip().casefold()
     keys = _keys_by_spelling()
-    spellings = (folded, _VARIANT.sub("", folded), _VARIANT.sub("", _VERSION.sub("", folded)))
+    spellings = (*_strip_variants(folded), *_strip_variants(_VERSION.sub("", folded)))
     return next((keys[spelling] for spelling in spellings if spelling in keys), None)
+
+
+def _strip_variants(name: str) -> Iterator[str]:
+    """Yield a name, and the name without the last of its variants, the last two, and so on.
+
+    What looks like a variant may be part of a known name: OLMoE-1B-7B-0924-Instruct.
+    """
+    yield name
+    while (shorter := _VARIANT.sub("", name)) != name:
+        name = shorter
+        yield name
 
 
 @cache

@@ -27,6 +27,7 @@ _QK_NORMS: Mapping[str, QkNorm] = MappingProxyType(
         "qwen3_next": QkNorm.PER_HEAD,
         "qwen3_5_moe_text": QkNorm.PER_HEAD,
         "dots1": QkNorm.PER_HEAD,
+        "hy_v3": QkNorm.PER_HEAD,
         "glm4_moe": QkNorm.PER_HEAD,
         "bailing_moe": QkNorm.PER_HEAD,
         "bailing_moe_v2": QkNorm.PER_HEAD,
@@ -57,6 +58,7 @@ _HEAD_DIMS: Mapping[str, int] = MappingProxyType(
         "qwen3_5_moe_text": 256,
         "minimax_m2": 128,
         "solar_open": 128,
+        "hy_v3": 128,
     }
 )
 # Families with biases on q, k and v alone.

@@ -168,14 +168,16 @@ def read_groups(fields: FieldReader, experts: int, router: RouterSpec) -> Router
     return replace(router, groups=groups, top_groups=top_groups)
 
 
-def read_dense_first(fields: FieldReader, layers: int) -> tuple[bool, ...]:
+def read_dense_first(fields: FieldReader, layers: int, *, default: int = 0) -> tuple[bool, ...]:
     """Read which layers have experts: those after the first dense ones, or as listed.
+
+    `default` is the number of dense layers where the config does not say.
 
     Raises:
         BadInput: the list has another length, or another word than dense and sparse.
     """
     first = fields.integer(
-        "first_k_dense_replace", low=0, high=layers, bound="num_hidden_layers", default=0
+        "first_k_dense_replace", low=0, high=layers, bound="num_hidden_layers", default=default
     )
     step = fields.integer("moe_layer_freq", low=1, high=MAX_LAYERS, default=1)
     listed = fields.sequence("mlp_layer_types", max_length=layers)

@@ -39,6 +39,7 @@ _MTP_FAMILIES = (
     "deepseek_v4",
     "ernie4_5_moe",
     "glm4_moe",
+    "hy_v3",
     "nemotron_h",
 )
 _MAX_STATE = 2**16

@@ -46,6 +46,32 @@ def read_minimax(fields: FieldReader, layers: int) -> MoeLayers:
     )
 
 
+def read_hy_v3(fields: FieldReader, layers: int) -> MoeLayers:
+    """Read Hy3's experts: sigmoid scores, chosen with a bias, with shared experts."""
+    experts, top_k = read_counts(fields)
+    for name in ("moe_router_use_sigmoid", "moe_router_enable_expert_bias", "route_norm"):
+        fields.require_neutral(name, True)
+    fields.require_neutral("qk_norm", True)
+    fields.ignore(
+        "enable_moe_fp32_combine",  # sums and scores are of fp32 here in any case
+        "enable_attention_fp32_softmax",
+        "enable_lm_head_fp32",
+        "use_grouped_mm",
+    )
+    ffn = fields.integer("moe_intermediate_size", "expert_hidden_dim", low=1, high=MAX_FFN)
+    shared = fields.integer("num_shared_experts", low=0, high=MAX_EXPERTS, default=1)
+    router = RouterSpec(
+        top_k=top_k,
+        score=ScoreFunction.SIGMOID,
+        selection_bias=True,
+        scaling_factor=fields.number("router_scaling_factor", low=0, high=1e6, default=1.0),
+    )
+    return MoeLayers(
+        spec=MoeSpec(experts=experts, ffn_size=ffn, router=router, shared_ffn_size=shared * ffn),
+        layers=read_dense_first(fields, layers, default=min(1, layers)),
+    )
+
+
 def read_jamba(fields: FieldReader, layers: int) -> MoeLayers:
     """Read Jamba's experts: softmax over all, not divided again, in one layer of each period."""
     experts, top_k = read_counts(fields)

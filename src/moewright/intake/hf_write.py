@@ -33,6 +33,7 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "glm4_moe": "Glm4MoeForCausalLM",
         "dots1": "Dots1ForCausalLM",
         "solar_open": "SolarOpenForCausalLM",
+        "hy_v3": "HYV3ForCausalLM",
         "minimax_m2": "MiniMaxM2ForCausalLM",
         "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
         "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
@@ -202,6 +203,15 @@ def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
             "router_jitter_noise": router.mixer_eps,
             "lm_head_bias": model.head_bias,
         }
+    if family == "hy_v3":
+        return config | {
+            "num_experts": moe.experts,
+            "moe_intermediate_size": moe.ffn_size,
+            "num_shared_experts": moe.shared_ffn_size // moe.ffn_size,
+            "router_scaling_factor": router.scaling_factor,
+            "mlp_layer_types": _layer_words(model),
+            "num_nextn_predict_layers": model.mtp_layers,
+        }
     if family == "minimax_m2":
         return config | {
             "num_local_experts": moe.experts,
@@ -326,14 +336,17 @@ def _deepseek_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
             config["num_nextn_predict_layers"] = model.mtp_layers
         return config
     if model.family == "glm4_moe_lite":
-        kinds = ["sparse" if is_moe else "dense" for is_moe in model.moe_layers]
-        return config | {"mlp_layer_types": kinds}
+        return config | {"mlp_layer_types": _layer_words(model)}
     config["moe_layer_freq"] = _moe_layer_freq(model.moe_layers, first)
     if model.family != "deepseek_v2":
         return config | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     is_grouped = router.groups > 1 or router.top_groups > 1
     method = "group_limited_greedy" if is_grouped else "greedy"
     return config | {"scoring_func": "softmax", "topk_method": method}
+
+
+def _layer_words(model: ModelSpec) -> list[str]:
+    return ["sparse" if is_moe else "dense" for is_moe in model.moe_layers]
 
 
 def _moe_layer_freq(moe_layers: tuple[bool, ...], first: int) -> int:

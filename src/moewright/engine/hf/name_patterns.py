@@ -67,6 +67,7 @@ def _patterns(
 _GPT_OSS = ("gpt_oss",)
 _MIXTRAL = ("mixtral", "minimax_m2", "phimoe")
 _HUNYUAN = ("hunyuan_v1_moe",)
+_HY3 = ("hy_v3",)
 _GRANITE = ("granitemoe", "granitemoeshared")
 _LLAMA4 = ("llama4_text",)
 _QWEN35 = ("qwen3_5_moe_text",)
@@ -238,6 +239,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             NamePattern(names=("block_sparse_moe.gate.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.router.weight",), families=_GPT_OSS),
             *_patterns("mlp.gate.wg.weight", families=_HUNYUAN),
+            *_patterns("mlp.router.gate.weight", families=_HY3),
             *_patterns("block_sparse_moe.router.layer.weight", families=_GRANITE),
             *_patterns("feed_forward.router.weight", families=_LLAMA4),
             *_block_patterns("mixer.gate.weight"),
@@ -255,6 +257,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             ),
             *_patterns("mlp.gate.expert_bias", families=_BAILING),
             *_block_patterns("mixer.gate.e_score_correction_bias"),
+            *_patterns("mlp.expert_bias", families=_HY3),
             *_patterns("mlp.gate.e_score_correction_bias"),
         ),
         "moe.latent.down.weight": _block_patterns("mixer.fc1_latent_proj.weight"),
@@ -267,7 +270,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             ),
             NamePattern(
                 names=("mlp.shared_mlp.gate_proj.weight", "mlp.shared_mlp.up_proj.weight"),
-                families=_HUNYUAN,
+                families=(*_HUNYUAN, *_HY3),
             ),
             NamePattern(names=("shared_mlp.input_linear.weight",), merged_dim=0, families=_GRANITE),
             NamePattern(
@@ -283,7 +286,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         ),
         "moe.shared.down.weight": (
             *_patterns("mlp.shared_expert.down_proj.weight", families=_ONE_SHARED_EXPERT),
-            *_patterns("mlp.shared_mlp.down_proj.weight", families=_HUNYUAN),
+            *_patterns("mlp.shared_mlp.down_proj.weight", families=(*_HUNYUAN, *_HY3)),
             *_patterns("shared_mlp.output_linear.weight", families=_GRANITE),
             *_patterns("feed_forward.shared_expert.down_proj.weight", families=_LLAMA4),
             *_block_patterns("mixer.shared_experts.down_proj.weight"),
