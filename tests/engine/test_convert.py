@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tiny_jobs
 from docs.tools import families
 from hf_families import (
     FAMILIES,
@@ -30,8 +31,10 @@ from hf_families import (
 from moewright.cli.main import main
 from moewright.engine.checkpoint import read_index
 from moewright.engine.hf import candidates, import_weights, name_patterns
+from moewright.engine.run.companions import _write_card
 from moewright.intake.hf import read_config
 from moewright.spec.errors import BadInput
+from moewright.spec.workload import DataSpec
 
 transformers = pytest.importorskip("transformers")
 
@@ -553,3 +556,17 @@ def test_memory_holds_about_one_file(tmp_path: Path) -> None:
     # A file as it is read and as it is written; on the way back tensors one by one.
     assert into < 2.2, into
     assert back < 1.5
+
+
+def test_a_card_names_the_model_of_the_hub_that_a_run_started_from(tmp_path: Path) -> None:
+    base = tmp_path / "hub/models--Org--Tiny-MoE/snapshots/0123abc"
+    workload = replace(tiny_jobs.build_workload(DataSpec()), weights=str(base))
+    plan = tiny_jobs.build_plan(workload, "", world_size=1)
+    card = _write_card(plan, tmp_path / "run/checkpoints/step-00000002")
+    assert "base_model: Org/Tiny-MoE\n" in card
+    assert "# Org/Tiny-MoE, trained with moewright" in card
+    assert "Started from: Org/Tiny-MoE, revision 0123abc." in card
+    elsewhere = replace(plan, workload=replace(workload, weights="models/mine"))
+    card = _write_card(elsewhere, tmp_path / "run/checkpoints/step-00000002")
+    assert "base_model" not in card
+    assert "Started from: models/mine." in card

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.codec import FloatPolicy, closest_match, read_json_data
+from moewright.codec.model_folder import name_model
 from moewright.intake.fields import (
     MAX_FFN,
     MAX_HEADS,
@@ -152,25 +153,13 @@ def read_config(path: Path) -> ModelSpec:
         BadInput: the file cannot be read, or it has a model that moewright does not know.
     """
     file = _config_file(path)
-    return parse_config(_read_table(file), where=str(file), name=_name_folder(file.parent))
+    return parse_config(_read_table(file), where=str(file), name=name_model(file.parent))
 
 
 def unknown_fields(path: Path) -> tuple[str, ...]:
     """Return the names in a config.json that are skipped because moewright does not know them."""
     file = _config_file(path)
     return _parse(_read_table(file), str(file), "").unknown_fields
-
-
-def _name_folder(folder: Path) -> str:
-    """Return the name of a folder, or the id of a model in the hub's cache.
-
-    There a model lies in models--Qwen--Qwen3-30B-A3B/snapshots/<revision>.
-    """
-    folder = folder.resolve()
-    model = folder.parent.parent.name
-    if folder.parent.name == "snapshots" and model.startswith("models--"):
-        return model.removeprefix("models--").replace("--", "/")
-    return folder.name
 
 
 def parse_config(config: Mapping[str, Any], *, where: str, name: str) -> ModelSpec:

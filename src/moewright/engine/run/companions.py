@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from moewright.codec import PLAN_FILE, read_json, read_json_data
+from moewright.codec.model_folder import name_model
 from moewright.engine.data.tokenizer import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -108,10 +109,13 @@ def _write_card(plan: Plan, checkpoint: Path) -> str:
     """Return the stub of a model card, as the hub reads it."""
     workload = plan.workload
     base = workload.weights
-    name = Path(base).name if base else plan.model.name
+    name = name_model(Path(base)) if base else plan.model.name
     steps = int(checkpoint.name.rpartition("-")[2])
     tokens = steps * workload.tokens_per_step
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if base and "/" in name:  # the id of a model of the hub
+        lines.append(f"base_model: {name}")
+        base = f"{name}, revision {Path(base).name}"
     lines += ["tags:", "- moewright", "---", "", f"# {name}, trained with moewright", ""]
     lines.append(f"* Architecture: {plan.model.family}; weights in {workload.precision}.")
     lines.append(f"* Started from: {base or 'fresh weights'}.")
