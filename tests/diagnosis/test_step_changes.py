@@ -1,16 +1,18 @@
 """What changed between two traces, logs or runs; phases, layers, bandwidths and spread of steps."""
 
+import gzip
 import json
 from dataclasses import replace
 
 import pytest
-from sample_traces import A2A, MS, kineto
+from sample_traces import A2A, MS, kineto, nsight
 from test_megatron_log import text_with_timers
 
 import moewright as mw
 from moewright.cli.main import main
 from moewright.codec import write_json
 from moewright.codec.run_files import format_record
+from moewright.diagnosis.traces import trace_stream
 from moewright.diagnosis.traces.kineto import read_traces
 from moewright.diagnosis.traces.step_details import LayerPhase, detail_step
 from moewright.diagnosis.traces.trace_changes import ChangeLevel
@@ -19,6 +21,7 @@ from moewright.spec.hardware import Collective
 from sample_run import record
 
 EXACT = 1e-6
+PROCESSES = range(1 << 24, (1 << 24) + 64)  # of the findings
 
 
 def kernel(name, start, length, *, launched=None, stream=7, **args):
@@ -169,15 +172,29 @@ def test_runs_of_the_engine_are_compared_by_phase(tmp_path):
     assert sum(phase.change_s for phase in phases) == pytest.approx(step.change_s, rel=1e-6)
 
 
+def split_off_findings(path):
+    """Return the events of a diagnosis, and the trace that they were added to."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    trace = json.loads(text)
+    own = [event for event in trace["traceEvents"] if event.get("pid") not in PROCESSES]
+    added = [event for event in trace["traceEvents"] if event.get("pid") in PROCESSES]
+    return added, {**trace, "traceEvents": own}
+
+
 def test_the_findings_are_tracks_on_the_clock_of_the_trace(tmp_path, capsys):
     trace = kineto(tmp_path / "t.json", rank=2)
     track = tmp_path / "track.json"
     assert main(["diagnose", str(trace), "--perfetto", str(track)]) == 0
     assert "ui.perfetto.dev" in capsys.readouterr().out
-    events = json.loads(track.read_text())["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    spans = [event for event in events if event["ph"] == "X"]
-    assert {event["pid"] for event in spans} == {2}
+    added, written = split_off_findings(track)
+    assert written == json.loads(trace.read_text())
+    named = [event for event in added if event["name"] == "thread_name"]
+    names = {event["tid"]: event["args"]["name"] for event in named}
+    spans = [event for event in added if event["ph"] == "X"]
+    assert len({event["pid"] for event in spans}) == 1
+    findings = mw.diagnose(trace).findings
+    told = [event["name"] for event in spans if names[event["tid"]] == "findings"]
+    assert [text.split(": ", 1)[1] for text in told] == [finding.title for finding in findings]
     exposed = [event for event in spans if names[event["tid"]] == "exposed EP"]
     assert [(event["ts"], event["dur"]) for event in exposed] == [
         (pytest.approx(1e6 + step * 100 * MS + 20 * MS), pytest.approx(10 * MS))
@@ -188,3 +205,47 @@ def test_the_findings_are_tracks_on_the_clock_of_the_trace(tmp_path, capsys):
     log = tmp_path / "a.log"
     log.write_text(text_with_timers())
     assert main(["diagnose", str(log), "--perfetto", str(track)]) == 2
+
+
+def test_each_trace_of_a_folder_is_written_with_its_findings(tmp_path, capsys):
+    for rank in range(2):
+        folder = tmp_path / "traces" / f"host{rank}"
+        folder.mkdir(parents=True)
+        kineto(folder / "trace.json", rank=rank)
+    written = tmp_path / "written"
+    assert main(["diagnose", str(tmp_path / "traces"), "--perfetto", str(written)]) == 0
+    for rank in range(2):
+        name = f"host{rank}/trace.json"
+        added, trace = split_off_findings(written / name)
+        assert added[0]["args"]["name"] == f"moewright diagnose: rank {rank}"
+        assert trace == json.loads((tmp_path / "traces" / name).read_text())
+    capsys.readouterr()
+    inside = tmp_path / "traces" / "written"
+    assert main(["diagnose", str(tmp_path / "traces"), "--perfetto", str(inside)]) == 2
+    assert "lies among the traces" in capsys.readouterr().err
+    alone = tmp_path / "traces" / "host0" / "trace.json"
+    assert main(["diagnose", str(alone), "--perfetto", str(alone)]) == 2
+    assert "is the trace itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cut", [0.5, 0.9, 1.0])
+def test_a_cut_trace_is_closed_where_its_findings_are_added(tmp_path, monkeypatch, cut):
+    # Pieces that end within events, so that the copy has to find where they end.
+    monkeypatch.setattr(trace_stream, "_PIECE_BYTES", 1000)
+    text = kineto(tmp_path / "t.json").read_text()
+    (tmp_path / "t.json").write_text(text[: round(cut * len(text))])
+    target = tmp_path / "t2.json.gz"
+    mw.diagnose(tmp_path / "t.json", perfetto=target)
+    _, trace = split_off_findings(target)
+    whole = json.loads(text)["traceEvents"]
+    kept = len(trace["traceEvents"])
+    assert trace["traceEvents"] == whole[:kept]
+    assert kept == pytest.approx(cut * len(whole), rel=0.1)
+    assert cut < 1 or trace == json.loads(text)
+
+
+def test_the_tracks_of_an_export_of_nsight_stand_alone(tmp_path):
+    mw.diagnose(nsight(tmp_path / "a.sqlite"), perfetto=tmp_path / "a.json")
+    added, trace = split_off_findings(tmp_path / "a.json")
+    assert added
+    assert trace == {"traceEvents": []}

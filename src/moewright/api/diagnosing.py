@@ -25,7 +25,7 @@ from moewright.diagnosis.traces.log_findings import (
 )
 from moewright.diagnosis.traces.megatron_log import MegatronLog, read_log
 from moewright.diagnosis.traces.megatron_timers import measure_parts
-from moewright.diagnosis.traces.nsight import read_nsight
+from moewright.diagnosis.traces.nsight import is_export, read_nsight
 from moewright.diagnosis.traces.peak_rate import find_peak_rate
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
 from moewright.diagnosis.traces.step_details import StepDetails, detail_step
@@ -34,6 +34,7 @@ from moewright.diagnosis.traces.trace_waterfall import build_trace_waterfall
 from moewright.diagnosis.traces.worst_step import WorstStep, find_worst_step
 from moewright.diagnosis.waterfall import build_log_waterfall, peak_flops
 from moewright.report.diagnosis_text import describe_log
+from moewright.report.findings_track import write_findings_tracks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.finding import Finding, Waterfall
 from moewright.spec.hardware import Hardware
@@ -45,7 +46,6 @@ from moewright.spec.workload import Dtype
 from moewright.view.diagnosis_view import DiagnosisView, build_diagnosis_view
 from moewright.view.trace_view import build_trace_view
 
-_SQLITE = b"SQLite format 3\0"
 _NSIGHT_REPORTS = (".nsys-rep", ".qdrep", ".ncu-rep")
 
 
@@ -126,6 +126,7 @@ def diagnose(
     on: str | Hardware = "",
     model: str = "",
     network: str = "",
+    perfetto: Path | str | None = None,
 ) -> Diagnosis:
     """Name the walls that hold a run back, with evidence, a waterfall and priced fixes.
 
@@ -138,6 +139,8 @@ def diagnose(
         on: the hardware of the script or of the log.
         model: the model of a script or a log that gives no sizes.
         network: kinds of network of the script or of the log, in place of the hardware's own.
+        perfetto: where to write the trace with its findings as tracks, for Perfetto: a file, or a
+            folder where `path` holds more than one trace.
 
     Raises:
         BadInput: there is nothing to read, or the options contradict each other.
@@ -149,6 +152,9 @@ def diagnose(
         True
     """
     path = find_run_folder(Path(path))
+    if perfetto is not None and (is_engine_run(path) or not is_trace(path)):
+        rule = "needs a trace: a log and the record of a run have no times of kernels"
+        raise BadInput(Reason(field="--perfetto", value=str(perfetto), rule=rule))
     if is_engine_run(path):
         return _diagnose_engine_run(path)
     notes: tuple[str, ...] = ()
@@ -181,7 +187,8 @@ def diagnose(
     if job is None and (path.parent / PLAN_FILE).exists():
         job = read_json(Plan, path.parent / PLAN_FILE)
     if is_trace(path):
-        return _diagnose_traces(path, job, notes, options)
+        tracks = None if perfetto is None else Path(perfetto)
+        return _diagnose_traces(path, job, notes, options, tracks)
     log = read_log(path)
     if job is None and log.arguments and on:
         job, reasons = _read_logged_job(log, path, model=model, on=on, network=network)
@@ -196,12 +203,7 @@ def is_engine_run(path: Path) -> bool:
 
 def is_trace(path: Path) -> bool:
     """Tell whether a path is read as a trace or an export, or as a folder of them."""
-    return path.is_dir() or path.name.endswith((".json", ".gz")) or _is_sqlite(path)
-
-
-def _is_sqlite(path: Path) -> bool:
-    with path.open("rb") as stream:
-        return stream.read(len(_SQLITE)) == _SQLITE
+    return path.is_dir() or path.name.endswith((".json", ".gz")) or is_export(path)
 
 
 def _diagnose_engine_run(folder: Path) -> Diagnosis:
@@ -226,7 +228,7 @@ def read_captures(path: Path) -> tuple[Capture, ...]:
         BadInput: there are none, or what is there cannot be read.
     """
     if path.is_file():
-        return read_nsight(path) if _is_sqlite(path) else read_traces(path)
+        return read_nsight(path) if is_export(path) else read_traces(path)
     exports = sorted(file for file in path.rglob("*.sqlite") if file.is_file())
     captures = [capture for export in exports for capture in read_nsight(export)]
     if not captures:
@@ -240,7 +242,11 @@ def read_captures(path: Path) -> tuple[Capture, ...]:
 
 
 def _diagnose_traces(
-    path: Path, job: Plan | None, notes: tuple[str, ...], options: frozenset[str]
+    path: Path,
+    job: Plan | None,
+    notes: tuple[str, ...],
+    options: frozenset[str],
+    perfetto: Path | None,
 ) -> Diagnosis:
     captures = read_captures(path)
     layout = job.layout if job else None
@@ -254,9 +260,12 @@ def _diagnose_traces(
         if peak.flops:
             missing = "no shapes were recorded (record_shapes=True)"
         hint = f"no waterfall: {missing}; say the job with --model, --on, --layout"
+    findings = diagnose_traces(breakdowns, skew, job, peak, options)
+    if perfetto is not None:
+        write_findings_tracks(perfetto, captures, findings, layout)
     return Diagnosis(
         source=DiagnosisSource.TRACE,
-        findings=diagnose_traces(breakdowns, skew, job, peak, options),
+        findings=findings,
         waterfall=waterfall,
         job=job,
         notes=notes,

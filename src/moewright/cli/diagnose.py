@@ -49,9 +49,6 @@ def diagnose(
     """
     from moewright.api.diagnosing import (
         DiagnosisSource,
-        is_engine_run,
-        is_trace,
-        read_captures,
         view_diagnosis,
     )
     from moewright.api.diagnosing import diagnose as diagnose_path
@@ -62,7 +59,6 @@ def diagnose(
         print_log,
         print_waterfall,
     )
-    from moewright.report.findings_track import write_findings_track
     from moewright.report.step_details_text import print_changes, print_details
 
     if len(later) > 1:
@@ -76,11 +72,14 @@ def diagnose(
         write_answer(console, outputs.json, changes)
         return 0
     stated = read_stated_job(run, script=script, model=model, on=on, layout=layout, batch=workload)
-    if outputs.perfetto is not None and (is_engine_run(run) or not is_trace(run)):
-        rule = "needs a trace: a log and the record of a run have no times of kernels"
-        raise BadInput(Reason(field="--perfetto", value=str(outputs.perfetto), rule=rule))
     diagnosis = diagnose_path(
-        run, plan=stated.plan, script=stated.script, on=on, model=model, network=workload.network
+        run,
+        plan=stated.plan,
+        script=stated.script,
+        on=on,
+        model=model,
+        network=workload.network,
+        perfetto=outputs.perfetto,
     )
     console = open_console(outputs.json)
     for note in diagnosis.notes:
@@ -107,8 +106,6 @@ def diagnose(
     if diagnosis.hint:
         console.print(diagnosis.hint, soft_wrap=True)
     if outputs.perfetto is not None:
-        layout_of_job = diagnosis.job.layout if diagnosis.job else None
-        write_findings_track(read_captures(run), outputs.perfetto, layout_of_job)
         console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev", soft_wrap=True)
     write_answer(console, outputs.json, diagnosis)
     write_html(console, outputs.html, [view_diagnosis(diagnosis)])

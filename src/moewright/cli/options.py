@@ -340,8 +340,8 @@ class DiagnosisOutputs(AnswerOptions):
         Write the diagnosis (findings, waterfall, job and what was measured) to this file; "-": to
         standard output, and the text to standard error. A figure that was not printed is null.
     perfetto
-        Write the longest gaps, exposed communication and compute of each rank to this file, as
-        tracks for ui.perfetto.dev on the clock of the trace.
+        Write the trace to this file for ui.perfetto.dev, with the findings, the longest gaps,
+        exposed communication and compute as tracks on top; of a folder of traces, a folder of them.
     """
 
     json: JsonOption = None

@@ -8,7 +8,7 @@ import json
 import os
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -111,20 +111,31 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         BadInput: The file cannot be written.
     """
+    write_pieces(path, (text.encode(),))
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file as write_text does, piece by piece; what they raise leaves no file.
+
+    Raises:
+        BadInput: The file cannot be written.
+    """
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = _open_temporary(path)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with os.fdopen(handle, "wb") as stream:
             stream.truncate()
-            stream.write(text)
+            stream.writelines(pieces)
             stream.flush()
             os.fsync(stream.fileno())
             os.fchmod(stream.fileno(), 0o644)
             temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise BadInput(
             Reason(field=str(path), rule=f"cannot be written: {error.strerror or error}")
         ) from None

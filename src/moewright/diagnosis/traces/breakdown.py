@@ -177,7 +177,7 @@ def break_down_step(capture: Capture, layout: Layout | None = None) -> Breakdown
     lengths_s = (kernels.end_s - kernels.start_s)[overlapping & is_compute]
     short = lengths_s < _SHORT_KERNEL_S
     return Breakdown(
-        source=capture.source,
+        source=capture.path.name,
         rank=capture.rank,
         device=capture.device,
         memory_bytes=capture.memory_bytes,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,7 +154,7 @@ class Capture:
     none.
     """
 
-    source: str
+    path: Path  # of the file that holds it
     rank: int
     device: str  # as its maker calls it; "" unknown
     memory_bytes: int  # of the device; 0 unknown

@@ -133,7 +133,7 @@ def _build_capture(
         builder.add(row)
     steps = host.steps or steps_between(host.optimizer_steps)
     return Capture(
-        source=path.name,
+        path=path,
         rank=rank,
         device="CPU",
         memory_bytes=0,

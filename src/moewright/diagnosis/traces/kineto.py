@@ -258,7 +258,7 @@ class _TraceCollector:
                 device, self._peak_bytes.get("", (0, 0))
             )
             yield Capture(
-                source=path.name,
+                path=path,
                 rank=find_rank(metadata, path, index),
                 device=str(properties.get("name", "")),
                 memory_bytes=to_int(properties.get("totalGlobalMem")),

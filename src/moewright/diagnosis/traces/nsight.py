@@ -38,6 +38,7 @@ from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Collective
 
 NS = 1e-9
+_SQLITE = b"SQLite format 3\0"
 KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
 # Tables of device activities, with a name for those that have none of their own.
 _ACTIVITY_TABLES = (
@@ -115,6 +116,12 @@ class _Export:
         return str(self._texts.get(text_id, ""))
 
 
+def is_export(path: Path) -> bool:
+    """Tell whether a file is a database, as Nsight Systems exports its reports."""
+    with path.open("rb") as stream:
+        return stream.read(len(_SQLITE)) == _SQLITE
+
+
 def read_nsight(path: Path) -> tuple[Capture, ...]:
     """Read one Capture for each process and device that ran kernels.
 
@@ -146,7 +153,7 @@ def _build_captures(export: _Export, path: Path) -> tuple[Capture, ...]:
         kernels = builder.build()
         captures.append(
             Capture(
-                source=path.name,
+                path=path,
                 rank=rank,
                 device=name,
                 memory_bytes=memory_bytes,

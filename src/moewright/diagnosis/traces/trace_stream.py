@@ -10,7 +10,7 @@ import codecs
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +65,7 @@ class TraceStream:
             BadInput: the file cannot be read, is too large, or holds no trace.
         """
         texts = self._texts()
-        head = ""
-        for text in texts:
-            head += text
-            start = _find_events(head)
-            if start:
-                break
-            if len(head) > _LARGEST_HEAD:
-                raise self._refuse("is not a trace: it has no traceEvents")
-        else:
-            raise self._refuse(self._why_no_trace(head))
-        rest = head[start:]
-        head = head[:start]
+        head, rest = self._read_head(texts)
         has_ended = False
         while not has_ended:
             text = next(texts, "")
@@ -88,6 +77,47 @@ class TraceStream:
         self.is_cut = self.is_cut or not has_ended
         if head.lstrip().startswith("{"):
             self._read_metadata(head, rest + self._read_tail(texts) if has_ended else "")
+
+    def copy_with(self, events: Iterable[str]) -> Iterator[str]:
+        """Yield the text of the file, piece by piece, with more events in front of its own.
+
+        `events` are JSON. A file that breaks off ends with its last whole event, and is closed.
+
+        Raises:
+            BadInput: the file cannot be read, is too large, or holds no trace.
+        """
+        texts = self._texts()
+        head, rest = self._read_head(texts)
+        separator = head
+        for event in events:
+            yield separator + event
+            separator = ",\n"
+        rest = separator + rest
+        for text in texts:
+            rest += text
+            end = max((match.start() + 1 for match in _find_boundaries(rest)), default=0)
+            if not end and len(rest) > _LARGEST_HEAD:
+                end = len(rest)
+            yield rest[:end]
+            rest = rest[end:]
+        last, _, has_ended = self._take_one_by_one(rest, is_last=True)
+        if has_ended:
+            yield rest
+        else:
+            yield from ("," + json.dumps(event) for event in last)
+            yield "]}" if head.lstrip().startswith("{") else "]"
+
+    def _read_head(self, texts: Iterator[str]) -> tuple[str, str]:
+        """Return the text up to the first event, and what was read beyond it."""
+        head = ""
+        for text in texts:
+            head += text
+            start = _find_events(head)
+            if start:
+                return head[:start], head[start:]
+            if len(head) > _LARGEST_HEAD:
+                raise self._refuse("is not a trace: it has no traceEvents")
+        raise self._refuse(self._why_no_trace(head))
 
     def _refuse(self, rule: str) -> BadInput:
         return BadInput(Reason(field=str(self.path), rule=rule, nearest=EXPECTED_FILE))
@@ -153,8 +183,7 @@ class TraceStream:
 
     def _take_events(self, text: str, *, is_last: bool) -> tuple[list[Any], str, bool]:
         """Return the whole events of a text, what is left of it, and whether the events ended."""
-        tail_start = max(0, len(text) - _TAIL_LETTERS)
-        boundaries = [match.end() for match in _BOUNDARY.finditer(text, tail_start)]
+        boundaries = [match.end() for match in _find_boundaries(text)]
         if boundaries and not is_last:
             end = boundaries[-1]
             whole = "[" + text[:end].rstrip().removesuffix(",").lstrip(_SEPARATORS) + "]"
@@ -220,6 +249,11 @@ def _find_events(text: str) -> int:
         return text.index("[") + 1
     match = _EVENTS.search(text)
     return match.end() if match else 0
+
+
+def _find_boundaries(text: str) -> Iterator[re.Match[str]]:
+    """Find where an event ends and the next begins, near the end of a text."""
+    return _BOUNDARY.finditer(text, max(0, len(text) - _TAIL_LETTERS))
 
 
 def _skip_separators(text: str, position: int) -> int:
