@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hf_families import write_model
 from moewright.cli.main import main
+from moewright.engine.checkpoint import find_checkpoint
+from moewright.engine.torch_dist.export_weights import plan_megatron_export
 from moewright.engine.torch_dist.metadata import METADATA_FILE, TorchDistReader
 from moewright.spec.errors import BadInput
 
@@ -95,6 +97,24 @@ def test_biases_sinks_and_queries_of_latent_attention_have_their_names(
     again = load_file(tmp_path / "hf2" / "model.safetensors")
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+def test_what_sees_is_told_of_when_the_language_model_goes_alone(tmp_path: Path, capsys) -> None:
+    write_model("qwen3_vl_moe", tmp_path / "hf")
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    count = sum(name.startswith("model.visual.") for name in stored)
+    assert run("import", tmp_path / "hf", "--out", tmp_path / "ours") == 0
+    capsys.readouterr()
+    to = ("--to", "megatron", "--out", tmp_path / "megatron")
+    assert run("export", tmp_path / "ours", *to) == 0
+    assert f"left out: {count} tensors of model.visual; the language" in capsys.readouterr().out
+    # A run keeps the language model alone, and names the folder that it started from.
+    write_hf(tmp_path / "text", own_layers=False)
+    assert run("import", tmp_path / "text", "--out", tmp_path / "run") == 0
+    checkpoint = find_checkpoint(tmp_path / "run")
+    assert not plan_megatron_export(checkpoint, None).left_out
+    started = plan_megatron_export(checkpoint, None, base=tmp_path / "hf")
+    assert started.left_out == {"model.visual": count}
 
 
 def build_megatron_tensors(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -43,6 +43,13 @@ SCRIPTS = {
     "a here-document": ("TP=4\ncat <<EOF > /dev/null\nTP=8\nEOF", ()),
     "a here-document with tabs": ("TP=4\ncat <<-EOF > /dev/null\n\tTP=8\n\tEOF", ()),
     "a here-document for a shell": ("TP=4\nbash <<'EOF'\nTP=8\nEOF", ()),
+    "the last match replaced": ("A=a48a; TP=${A/%a/}; TP=${TP/#a/}\nTP=${TP%8}", ()),
+    "a set in a pattern": ("A=x4y; TP=${A//[a-z]/}", ()),
+    "a set that is left out": ("A=x4y; TP=${A//[^[:digit:]]/}", ()),
+    "a quoted star in a pattern": ("A='4*5'; TP=${A%\\**}", ()),
+    "a blank in a pattern": ('A="4 x y"; TP=${A%% *}', ()),
+    "an escaped stroke": ("A=a/b/4; A=${A//\\//.}; TP=${A##*.}", ()),
+    "more letters than there are": ("A=4; TP=4${A: -2}", ()),
     "a here-string": ('read -r TP PP <<< "4 2"', ()),
     "the tenth word": ("TP=${10}", (*"123456789", "4")),
     "options by hand": (
@@ -183,6 +190,12 @@ def test_scripts_of_an_installation_are_not_read_and_a_note_says_so(folder):
         "line 1: ~/.bashrc is not read",
         "line 2: /opt/conda/bin/activate is not read",
     )
+
+
+@pytest.mark.parametrize("operation", ["#*b", "##*b", "%b*", "%%b*", "//a*b/x", "//a/x", "/*b/"])
+def test_a_pattern_takes_time_in_proportion_to_the_value(operation, folder):
+    text = f"A={'a' * (1 << 17)}\nB=${{A{operation}}}\ntorchrun p.py --tp ${{#B}}"
+    assert read_tp(text, (), folder) == str(1 << 17)
 
 
 def test_a_branch_that_only_prints_needs_no_answer(folder):

@@ -442,6 +442,19 @@ def test_options_of_forks_are_left_out_and_notes_say_what_they_may_change(tmp_pa
     assert any(note.startswith("--wandb-tag is no option") for note in notes)
 
 
+def test_values_of_forks_are_read_as_what_comes_nearest_and_notes_say_so(tmp_path):
+    """Ling 2.0's scripts name an optimizer and a tokenizer of its patch."""
+    more = "--optimizer adamw-bnb-8bit --tokenizer-type BailingTokenizer"
+    result = back(QWEN, tmp_path, MORE=more)
+    optimizer = result.workload.optimizer
+    assert (optimizer.matrix_update, optimizer.moment_dtype) == (MatrixUpdate.ADAMW, Dtype.FP8)
+    assert optimizer.second_moment_dtype is None  # as the first
+    told = [note for note in result.notes if "is no value of Megatron-LM's" in note]
+    assert [note.split()[1] for note in told] == ["adamw-bnb-8bit", "BailingTokenizer"]
+    with pytest.raises(BadInput, match="is one of adam, sgd"):
+        back(QWEN, tmp_path, MORE="--optimizer adamw-8bit")
+
+
 def test_of_several_training_commands_the_first_is_read_and_a_note_says_so(tmp_path):
     several = QWEN.replace(
         "eval ${run_cmd}", "for SEED in 1 2; do eval ${run_cmd} --seed $SEED; done"

@@ -10,6 +10,7 @@ from typing import Literal
 from moewright.cli.options import Flag
 from moewright.cli.progress import show_bytes
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.units import plural
 
 
 def convert_import(
@@ -125,6 +126,7 @@ def convert_export(
             Reason(field="--optimizer", value=optimizer, rule=rule, nearest="--to megatron")
         )
     if to == "megatron":
+        from moewright.engine.run.companions import plan_companions
         from moewright.engine.torch_dist.export_weights import (
             plan_megatron_export,
             run_megatron_export,
@@ -135,11 +137,16 @@ def convert_export(
             option = "--adapters" if adapters else "--tokenizer"
             rule = "says nothing to a checkpoint of Megatron-LM"
             raise BadInput(Reason(field=option, rule=rule, nearest="leave it out"))
+        source = find_checkpoint(checkpoint)
         weights = plan_megatron_export(
-            find_checkpoint(checkpoint),
+            source,
             dtype=Dtype(dtype) if dtype else None,
             optimizer=ChainedOptimizers(optimizer) if optimizer else None,
+            base=plan_companions(source, None).base,
         )
+        for part, count in weights.left_out.items():
+            tensors = plural(count, "tensor")
+            print(f"left out: {tensors} of {part}; the language model alone goes to Megatron-LM")
         with _progress_bar(f"export {weights.checkpoint}", weights.nbytes) as advance:
             run_megatron_export(weights, out, advance)
         print(f"wrote {out}")

@@ -58,7 +58,7 @@ from moewright.rules.expert_placement import describe_placements
 from moewright.rules.job import Job
 from moewright.spec.hardware import Hardware, NetworkKind
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import Ledger, MemoryRow, StepPhase, TimeRow
+from moewright.spec.ledger import Component, Ledger, MemoryRow, StepPhase, TimeRow
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, TimePart, TimeShare
 from moewright.spec.sourced import Sourced, SourceKind
@@ -227,7 +227,8 @@ def _join(
     peak_rank = max(range(sym.layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
     peak = peaks[peak_rank]
     capacity = round(hardware.device.memory_bytes.value)
-    largest = max(peak.rows, key=lambda row: row.bytes)
+    on_device = (row for row in peak.rows if row.component is not Component.HOST)
+    largest = max(on_device, key=lambda row: row.bytes)
     flops_per_token = flops.model_flops_per_token(
         sym.model,
         workload.seq_len,

@@ -7,7 +7,8 @@ it in any TP, PP and EP: a chunk is a layer, or an expert of one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ from moewright.engine.checkpoint import (
 )
 from moewright.engine.hf.candidates import list_model_tensors
 from moewright.engine.hf.export_weights import parse_stored_model, write_folder
+from moewright.engine.hf.folder import open_hf_folder
+from moewright.engine.hf.name_patterns import BESIDE_PREFIX
+from moewright.engine.hf.names import beside_tensors
 from moewright.engine.torch_dist.import_weights import TRACKER_FILE
 from moewright.engine.torch_dist.names import is_stacked, list_written_names, split_name
 from moewright.engine.torch_dist.optimizer_state import (
@@ -77,13 +81,18 @@ class _WrittenTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronExportPlan:
-    """A checkpoint of ours, and the tensors that Megatron-LM's will have."""
+    """A checkpoint of ours, and the tensors that Megatron-LM's will have.
+
+    `left_out` counts the tensors that have no place there by the part of the Hugging Face folder in
+    which they lie, such as "model.visual".
+    """
 
     checkpoint: Path
     index: CheckpointIndex
     model: ModelSpec
     tensors: Mapping[str, _WrittenTensor]
     common: Mapping[str, Any]  # what is no tensor
+    left_out: Mapping[str, int]
 
     @property
     def nbytes(self) -> int:
@@ -94,11 +103,15 @@ class MegatronExportPlan:
 
 
 def plan_megatron_export(
-    checkpoint: Path, dtype: Dtype | None, optimizer: ChainedOptimizers | None = None
+    checkpoint: Path,
+    dtype: Dtype | None,
+    optimizer: ChainedOptimizers | None = None,
+    base: Path | None = None,
 ) -> MegatronExportPlan:
     """Plan the tensors of a checkpoint, in bf16 when no `dtype` is given.
 
-    With `optimizer`, main weights and moments in fp32 are among them.
+    With `optimizer`, main weights and moments in fp32 are among them. `base` is the Hugging Face
+    folder from which a run started; what sees or hears in it is left out too.
 
     Raises:
         BadInput: a tensor of the model has no name in Megatron-LM's checkpoints, or the checkpoint
@@ -125,8 +138,26 @@ def plan_megatron_export(
             for state, prefix in OWN_PREFIXES.items():
                 tensors[f"{STATE_PREFIX}{state}.{name}"] = _move(weights, prefix, sources, entries)
     return MegatronExportPlan(
-        checkpoint=checkpoint, index=index, model=model, tensors=tensors, common=common
+        checkpoint=checkpoint,
+        index=index,
+        model=model,
+        tensors=tensors,
+        common=common,
+        left_out=_count_left_out(model, entries, base),
     )
+
+
+def _count_left_out(
+    model: ModelSpec, names: Collection[str], base: Path | None
+) -> Mapping[str, int]:
+    """Count what lies beside the language model, in a checkpoint or in the folder of its run."""
+    others = [name for name in names if name.startswith(BESIDE_PREFIX)]
+    if not others and base is not None:
+        stored = open_hf_folder(base).tensors
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        others = [tensor.name for tensor, _ in beside_tensors(model, shapes)]
+    parts = (name.removeprefix(BESIDE_PREFIX).split(".") for name in others)
+    return Counter(".".join(part[: 2 if part[0] == "model" else 1]) for part in parts)
 
 
 def _choose_dtype(name: str, dtype: Dtype | None) -> torch.dtype:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from moewright.intake.megatron.bash_expansion import OUTPUT_PREFIX, UNKNOWN_VALUE, ShellVariables
+from moewright.intake.megatron.bash_patterns import matches_pattern
 from moewright.intake.megatron.bash_tokens import ShellToken, syntax_refusal
 from moewright.spec.errors import BadInput, Reason
 
@@ -144,7 +144,7 @@ class Condition:
         if sign in ("=", "==", "!="):
             if self.has_patterns:
                 pattern = require_known(self.variables.pattern(right), self.line)
-                is_equal = fnmatchcase(value, pattern)
+                is_equal = matches_pattern(value, pattern)
             else:
                 is_equal = value == self._value(right)
             return is_equal == (sign != "!=")

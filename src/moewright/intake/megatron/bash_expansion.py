@@ -6,12 +6,14 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from itertools import islice
 
+from moewright.intake.megatron.bash_patterns import quote_pattern, replace_pattern, strip_pattern
 from moewright.intake.megatron.bash_tokens import (
     ShellToken,
+    read_whole,
     split_expressions,
+    split_replacement,
     syntax_refusal,
     tokenize,
 )
@@ -26,7 +28,7 @@ _WHOLE_ARRAY = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\[@\](:[^}]*)?\}|\$(@)|\
 _PARAMETER = re.compile(
     r"(!|\#)?([A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-])"  # its name, ! for what it names, # length
     r"(?:\[((?:[^][]|\[[^]]*\])*)\])?"  # which elements of an array
-    r"(?:(:?[-=+?]|:|%%?|\#\#?|//?[%\#]?|\^\^?|,,?)(.*))?",  # what is done with the value
+    r"(?:(:?[-=+?]|:|%%?|\#\#?|//|/[%\#]?|\^\^?|,,?)(.*))?",  # what is done with the value
     re.DOTALL,
 )
 _TERNARY = re.compile(r"([^?]+)\?([^:?]+):([^:?]+)")  # a ? b : c
@@ -189,7 +191,7 @@ class ShellVariables:
         for quoting, text in word.pieces:
             value = text if quoting == "single" else self.substitute(text, word.line)
             if quoting != "bare":
-                value = re.sub(r"([*?[])", r"[\1]", value)
+                value = quote_pattern(value)
             parts.append(value)
         pattern = "".join(parts)
         if re.search(r"[@!+*?]\(", pattern):
@@ -282,6 +284,8 @@ class ShellVariables:
             first, _, count = word.partition(":")
             begin = self.integer(first, line)
             begin += len(value) if begin < 0 else 0
+            if begin < 0:
+                return ""
             end = None
             if count:
                 length = self.integer(count, line)
@@ -292,12 +296,13 @@ class ShellVariables:
         if operation[0] == ",":
             return value.lower() if operation == ",," else value[:1].lower() + value[1:]
         if operation[0] == "/":
-            pattern, _, replacement = word.partition("/")
-            expression = _glob_to_regex(self._text(pattern, line))
-            by = self._text(replacement, line)
-            return re.sub(expression, lambda _: by, value, count=0 if operation == "//" else 1)
-        pattern = self._text(word, line)
-        return _strip_pattern(value, pattern, operation)
+            pattern, replacement = split_replacement(word, line)
+            by = "".join(
+                text if quoting == "single" else self.substitute(text, line)
+                for quoting, text in replacement.pieces
+            )
+            return replace_pattern(value, self.pattern(pattern), by, operation)
+        return strip_pattern(value, self.pattern(read_whole(word, line)), operation)
 
     def _length(self, name: str, index: str | None, line: int) -> str:
         if index is not None and index in "@*":
@@ -409,25 +414,6 @@ def _expand_braces(text: str) -> Iterator[str]:
     head, tail = text[: match.start()], text[match.end() :]
     for item in items:
         yield from _expand_braces(head + item + tail)
-
-
-def _glob_to_regex(pattern: str) -> str:
-    """Return a regular expression for a glob inside a value."""
-    letters = {"*": ".*", "?": "."}
-    return "".join(letters.get(letter) or re.escape(letter) for letter in pattern)
-
-
-def _strip_pattern(value: str, pattern: str, operation: str) -> str:
-    """Return a value without the shortest or longest head (#, ##) or tail (%, %%) of a pattern."""
-    sizes = range(len(value) + 1)
-    if len(operation) == 2:
-        sizes = sizes[::-1]
-    for size in sizes:
-        if operation[0] == "#" and fnmatchcase(value[:size], pattern):
-            return value[size:]
-        if operation[0] == "%" and fnmatchcase(value[len(value) - size :], pattern):
-            return value[: len(value) - size]
-    return value
 
 
 def _wrap_64(value: int) -> int:

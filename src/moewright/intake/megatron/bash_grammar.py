@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 
 from moewright.intake.megatron.bash_builtins import PLAIN_PROGRAMS
 from moewright.intake.megatron.bash_conditions import OutputNeeded, require_known
 from moewright.intake.megatron.bash_expansion import NAME, OUTPUT_PREFIX, UNKNOWN_VALUE
+from moewright.intake.megatron.bash_patterns import matches_pattern
 from moewright.intake.megatron.bash_session import (
     MAX_DEPTH,
     Command,
@@ -359,7 +359,7 @@ class ShellGrammar(ShellSession):
             matches = falls
             while token.text != ")" or not token.is_operator:
                 if live and not matches and not token.is_operator:
-                    matches = fnmatchcase(value, self.variables.pattern(token))
+                    matches = matches_pattern(value, self.variables.pattern(token))
                 token = reader.take()
             yield from self.block(reader, (";;", ";&", ";;&", "esac"), live and matches)
             end = reader.peek()

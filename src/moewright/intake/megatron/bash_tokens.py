@@ -183,8 +183,33 @@ def _line_end(text: str, position: int) -> int:
     return len(text) if end < 0 else end
 
 
-def _read_word(text: str, start: int, line: int) -> tuple[ShellToken, int]:
-    """Read the word at `start`; return it and where it ends."""
+def read_whole(text: str, line: int) -> ShellToken:
+    """Return a text as one word, blanks and operators in it, as in ${name%text}."""
+    return _read_word(text, 0, line, is_whole=True)[0]
+
+
+def split_replacement(text: str, line: int) -> tuple[ShellToken, ShellToken]:
+    """Return both sides of the first stroke that is not quoted, as in ${name/text/other}."""
+    before: list[tuple[Quoting, str]] = []
+    pieces = list(read_whole(text, line).pieces)
+    while pieces:
+        quoting, piece = pieces.pop(0)
+        left, stroke, right = piece.partition("/")
+        if stroke and quoting == "bare" and piece[0] not in "$`":
+            before += [(quoting, left)] if left else []
+            pieces = [("bare", right), *pieces] if right else pieces
+            break
+        before.append((quoting, piece))
+    return (
+        ShellToken(text=text, pieces=tuple(before), line=line),
+        ShellToken(text=text, pieces=tuple(pieces), line=line),
+    )
+
+
+def _read_word(
+    text: str, start: int, line: int, *, is_whole: bool = False
+) -> tuple[ShellToken, int]:
+    """Read the word at `start`; return it and where it ends; a whole one goes to the end."""
     pieces: list[tuple[Quoting, str]] = []
     position = start
     bare = ""
@@ -196,7 +221,7 @@ def _read_word(text: str, start: int, line: int) -> tuple[ShellToken, int]:
             pieces.append(("bare", bare))
             bare = ""
 
-    while position < len(text) and not _ends_word(text[position], bare):
+    while position < len(text) and (is_whole or not _ends_word(text[position], bare)):
         letter = text[position]
         if text.startswith("\\\n", position):
             position += 2
@@ -218,7 +243,7 @@ def _read_word(text: str, start: int, line: int) -> tuple[ShellToken, int]:
             end = _expression_end(text, position, line)
             close_bare()
             pieces.append(("bare", text[position:end]))
-        elif letter == "(":
+        elif letter == "(" and not is_whole:
             # Only arrays, process substitutions and extended patterns have brackets in a word.
             if not bare.endswith(("=", "<", ">", "@", "+", "*", "?", "!")):
                 break

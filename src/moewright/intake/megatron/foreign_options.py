@@ -35,6 +35,17 @@ class ForeignOption:
     replacements: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignValue:
+    """A value that a fork of Megatron-LM takes for one of its options.
+
+    `options` are Megatron-LM's with their values that come nearest, and `reason` says how near.
+    """
+
+    reason: str
+    options: Mapping[str, tuple[str, ...]]
+
+
 def _checked(reason: str, value_count: int = 0) -> ForeignOption:
     return ForeignOption(treatment=Treatment.CHECK, reason=reason, value_count=value_count)
 
@@ -119,5 +130,25 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--max-padding-length": _ignored(_PAI, 1),
         "--train-mode": _ignored(_PAI, 1),
         "--dataset": _ignored(_PAI, 1),
+    }
+)
+
+FOREIGN_VALUES: Mapping[tuple[str, str], ForeignValue] = MappingProxyType(
+    {
+        # training/megatron/bailing_moe_v2.patch of inclusionAI/Ling-V2: bitsandbytes' AdamW8bit.
+        ("--optimizer", "adamw-bnb-8bit"): ForeignValue(
+            reason="keeps a byte a moment and a scale for 256 of them, paged; planned is fp8 with "
+            "a scale for 32, 1.5 % more bytes, all of them on the device",
+            options={
+                "--optimizer": ("adam",),
+                "--use-precision-aware-optimizer": (),
+                "--exp-avg-dtype": ("fp8",),
+                "--exp-avg-sq-dtype": ("fp8",),
+            },
+        ),
+        ("--tokenizer-type", "BailingTokenizer"): ForeignValue(
+            reason="is of the patch of Ling 2.0, and a tokenizer of Hugging Face",
+            options={"--tokenizer-type": ("HuggingFaceTokenizer",)},
+        ),
     }
 )

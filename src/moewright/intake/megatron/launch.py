@@ -16,7 +16,7 @@ from moewright.intake.megatron.config_files import (
     configure_words,
     is_configured,
 )
-from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS
+from moewright.intake.megatron.foreign_options import FOREIGN_OPTIONS, FOREIGN_VALUES
 from moewright.intake.megatron.options import (
     check_values,
     may_matter,
@@ -302,6 +302,13 @@ class _LaunchParser:
             self.position += len(values)
         else:
             values = [inline]
+        foreign = FOREIGN_VALUES.get((name, values[0] if values else ""))
+        if foreign is not None:
+            self.notes.append(
+                f"{name} {values[0]} is no value of Megatron-LM's: it {foreign.reason}"
+            )
+            self.options |= foreign.options
+            return
         values = [self._spell_choice(name, value) for value in values]
         self.options[name] = tuple(values)
         self.faults += check_values(option, values)
