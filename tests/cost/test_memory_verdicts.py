@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+import moewright as mw
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
@@ -138,3 +139,12 @@ def test_offload_takes_what_it_names_off_the_device() -> None:
     # The residual of 11 layers and 8 micro-batches: 2 bytes x 2048 tokens x 4096.
     assert allocated_bytes(base) - allocated_bytes(norms) == 11 * 8 * 2 * 2048 * 4096
     assert "offload" in {assumption.name for assumption in norms.assumptions}
+
+
+def test_the_largest_part_of_the_peak_lies_on_the_device() -> None:
+    """The state of the optimizer is larger than all of it, and lies on the host."""
+    plan = mw.estimate("Qwen3-30B-A3B", on="8xH100", layout="ep8,offload=optimizer")
+    ledger = plan.estimate.ledgers[plan.estimate.peak_rank]
+    assert max(ledger.memory, key=lambda row: row.bytes).component is Component.HOST
+    largest = max(ledger.device_rows, key=lambda row: row.bytes)
+    assert plan.estimate.largest == f"{largest.component} of {largest.module}"
