@@ -67,7 +67,7 @@ def find_states(folder: Path, names: Iterable[str]) -> Mapping[str, Mapping[str,
         nearest = "import the weights alone"
         rule = "holds no state of the optimizer"
         if has_buckets:
-            rule = "holds the optimizer in buckets of the layout that saved it"
+            rule = "holds the optimizer in buckets of the layout that saved it (dp_reshardable)"
             nearest = "load it in that layout with --dist-ckpt-optim-fully-reshardable, and save"
         raise BadInput(Reason(field=str(folder), rule=rule, nearest=nearest))
     return states
