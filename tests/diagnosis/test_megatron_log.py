@@ -8,6 +8,7 @@ import pytest
 from moewright.cli.main import main
 from moewright.diagnosis.traces.log_findings import diagnose_log
 from moewright.diagnosis.traces.megatron_log import parse_log, printed_flops_per_token
+from moewright.diagnosis.traces.megatron_timers import Timer, diagnose_timers
 from moewright.spec.finding import Cause, Wall
 from moewright.spec.units import GIB, MIB
 
@@ -181,6 +182,19 @@ def test_each_timer_has_its_cause(changed, wall, cause, share):
     findings = {finding.cause: finding for finding in diagnose_log(timers(**changed), None)}
     assert findings[cause].wall is wall
     assert findings[cause].share == pytest.approx(share)
+
+
+def test_timers_that_add_up_to_more_than_a_step_share_their_sum():
+    """As NCCL's issue 743 shows them: an iteration of 140.6 ms, around steps that were skipped."""
+    seconds = {
+        "forward-compute": 0.05816,
+        "backward-compute": 0.04266,
+        "backward-params-all-reduce": 0.02143,
+        "optimizer": 0.0575,
+    }
+    timed = {name: Timer(min_s=value, max_s=value) for name, value in seconds.items()}
+    shares = [finding.share for finding in diagnose_timers(timed, 0.1406)]
+    assert shares == pytest.approx([0.02143 / 0.17975, 0.15832 / 0.17975])
 
 
 def test_timers_of_one_line_and_of_every_rank():

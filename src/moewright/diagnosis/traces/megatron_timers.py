@@ -137,10 +137,11 @@ def _widen(a: Timer, b: Timer) -> Timer:
 def diagnose_timers(timers: Mapping[str, Timer], step_s: float) -> Iterator[Finding]:
     """Yield the findings of a run's timers, without fixes.
 
-    There are none where the run printed no timers, or no iteration.
+    There are none where the run printed no timers, or no iteration. Where the timers add up to more
+    than the step, as around steps that were skipped, shares are of their sum.
     """
     if timers and step_s:
-        step = _TimedStep(timers=timers, step_s=step_s)
+        step = _TimedStep(timers=timers, step_s=max(step_s, sum_timers(timers)))
         yield from step.diagnose_reductions()
         yield from step.diagnose_loading()
         yield from step.diagnose_gaps()
