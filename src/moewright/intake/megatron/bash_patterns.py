@@ -108,7 +108,7 @@ def _translate(token: str) -> str:
     if match is None:
         return re.escape(token)
     items = "".join(
-        _CLASSES.get(name, "") if name else letter if letter == "-" else re.escape(letter)
+        _CLASSES.get(name, "") or re.escape(letter).replace(r"\-", "-")
         for name, letter in _CLASS.findall(match[2])
     )
     text = f"[{'^' if match[1] else ''}{items}]"
