@@ -168,3 +168,16 @@ def test_the_length_of_training_is_said_in_steps_or_tokens(tmp_path, capsys):
     assert "--tokens: excludes --steps" in capsys.readouterr().err
     assert main([*estimate, "--steps", "0"]) == 2
     assert "--steps=0: must be at least 1" in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_tell_its_devices_needs_a_count(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    model = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 32000"
+    batch = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --bf16"
+    count = "$(nvidia-smi -L | wc -l)"
+    script.write_text(f"torchrun --nproc_per_node {count} pretrain_gpt.py {model} {batch}\n")
+    assert main(["estimate", "--from-flags", str(script), "--on", "H200"]) == 2
+    error = capsys.readouterr().err
+    assert "--on=H200: needs a count" in error
+    assert "nearest legal value: 8xH200" in error
+    assert main(["estimate", "--from-flags", str(script), "--on", "8xH200"]) == 0

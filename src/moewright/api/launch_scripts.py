@@ -139,14 +139,19 @@ def plan_launch(
     """Return the plan of a training command, estimated on the hardware `on` over `network`.
 
     Raises:
-        BadInput: the hardware is not named or has another count than the command's ranks.
+        BadInput: the hardware is not named, has another count than the command's ranks, or none
+            where the command does not tell its ranks either.
     """
     if not on:
         rule = "is needed: a script does not name its devices"
         raise BadInput(Reason(field="--on", rule=rule, nearest="--on H100"))
     hardware = read_hardware(on, network)
     states_count = isinstance(on, Hardware) or parse_hardware_text(on).count is not None
-    if command.world_size and not states_count:
+    if not states_count:
+        if not command.world_size:
+            rule = "needs a count: how many devices the script starts is only known where it runs"
+            nearest = f"{hardware.fabric.devices_per_node}x{on}"
+            raise BadInput(Reason(field="--on", value=str(on)[:60], rule=rule, nearest=nearest))
         hardware = replace(hardware, count=command.world_size)
     if command.world_size not in (0, hardware.count):
         ranks = f"{command.nodes} x {command.ranks_per_node} = {command.world_size} ranks"
