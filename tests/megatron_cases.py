@@ -59,6 +59,8 @@ REFUSED_MODELS = {
     "Qwen/Qwen3-Next-80B-A3B": "model.attention.rope.rotary_share",
     "Qwen/Qwen3.5-35B-A3B": "model.attention.rope.rotary_share",
     "Qwen/Qwen3.5-397B-A17B": "model.attention.rope.rotary_share",
+    "ai21labs/AI21-Jamba-1.5-Large": "model.mixers",
+    "ai21labs/Jamba-v0.1": "model.mixers",
     "allenai/OLMo-3-7B": "model.mixers",
     "allenai/OLMoE-1B-7B-0924": "model.attention.qk_norm",
     "baidu/ERNIE-4.5-21B-A3B": "model.moe.router.selection_bias",
