@@ -455,6 +455,15 @@ def test_values_of_forks_are_read_as_what_comes_nearest_and_notes_say_so(tmp_pat
         back(QWEN, tmp_path, MORE="--optimizer adamw-8bit")
 
 
+@pytest.mark.parametrize(
+    "option", ["moe-num-experts=64", "moe-top-k=1", "moe-expert-model-parallelism"]
+)
+def test_experts_of_forks_are_never_left_out(option, tmp_path):
+    """The model would be a dense one, or another."""
+    with pytest.raises(BadInput, match="is megablocks'; in Megatron-LM it is --"):
+        back(QWEN, tmp_path, MORE=f"--{option}")
+
+
 def test_of_several_training_commands_the_first_is_read_and_a_note_says_so(tmp_path):
     several = QWEN.replace(
         "eval ${run_cmd}", "for SEED in 1 2; do eval ${run_cmd} --seed $SEED; done"

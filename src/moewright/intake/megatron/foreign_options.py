@@ -108,6 +108,19 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(
         "--moe-expert-parallel-size": _refused(
             "is Megatron-DeepSpeed's; in Megatron-LM it is --expert-model-parallel-size", 1
         ),
+        # Of the fork of Megatron-LM that databricks/megablocks' exp/ starts: left out, a model with
+        # experts would be planned as a dense one.
+        "--moe-num-experts": _refused("is megablocks'; in Megatron-LM it is --num-experts", 1),
+        "--moe-top-k": _refused("is megablocks'; in Megatron-LM it is --moe-router-topk", 1),
+        "--moe-capacity-factor": _refused(
+            "is megablocks'; in Megatron-LM it is --moe-expert-capacity-factor", 1
+        ),
+        "--moe-expert-model-parallelism": _refused(
+            "is megablocks'; in Megatron-LM it is --expert-model-parallel-size with its degree"
+        ),
+        "--moe-loss-weight": _ignored(
+            "is megablocks' --moe-aux-loss-coeff; no plan depends on it", 1
+        ),
         "--moe-loss-coeff": _ignored(
             "is Megatron-DeepSpeed's --moe-aux-loss-coeff; no plan depends on it", 1
         ),
