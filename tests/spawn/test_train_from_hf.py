@@ -139,6 +139,55 @@ def test_adapters_of_ling_are_merged_into_its_joined_projections(
     assert not (tmp_path / "peft").exists()
 
 
+def train_adapters(folder: Path, data: DataSpec, run: Path) -> None:
+    plan = make_plan(folder, data, "tp2,ep2,mbs2", 2, lr=1e-2)
+    fine_tuning = FineTuningSpec(task=Task.LORA, lora_rank=8, lora_alpha=16.0)
+    workload = replace(plan.workload, fine_tuning=fine_tuning)
+    assert train(replace(plan, workload=workload), run) is ExitCode.DONE
+
+
+def test_adapters_of_a_delta_net_go_to_peft_in_the_order_of_its_rows(
+    data: DataSpec, tmp_path: Path
+) -> None:
+    """Rows of its projections lie part by part there, and key head by key head here."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    folder = tmp_path / "hf"
+    write_model("qwen3_5_moe_text", folder, vocab_size=tiny_jobs.VOCABULARY)
+    train_adapters(folder, data, tmp_path / "run")
+    for name, more in (("merged", ()), ("adapter", ("--adapters",))):
+        arguments = ("convert", "export", str(tmp_path / "run"), "--out", str(tmp_path / name))
+        assert main((*arguments, *more)) == 0
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    ids = torch.arange(1, 25).view(1, 24) % tiny_jobs.VOCABULARY
+    with torch.no_grad():
+        base = load(folder, dtype="float32")
+        plain = base(ids).logits
+        merged = load(tmp_path / "merged", dtype="float32")(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
+    assert float((merged - plain).norm() / plain.norm()) > 1e-3
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_mamba_are_merged_and_refused_to_peft(
+    data: DataSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT takes none of its output projection, which its kernels multiply by themselves."""
+    write_model("nemotron_h", tmp_path / "hf", vocab_size=tiny_jobs.VOCABULARY)
+    train_adapters(tmp_path / "hf", data, tmp_path / "run")
+    arguments = ("convert", "export", str(tmp_path / "run"), "--out")
+    assert main((*arguments, str(tmp_path / "merged"))) == 0
+    before = load_tensors(tmp_path / "hf")
+    merged = load_tensors(tmp_path / "merged")
+    projection = "backbone.layers.0.mixer.in_proj.weight"
+    assert (merged[projection] - before[projection]).abs().amax(1).gt(0).all()
+    capsys.readouterr()
+    assert main((*arguments, str(tmp_path / "peft"), "--adapters")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "mixer.out_proj.weight: is multiplied inside of Mamba's kernels" in line
+    assert not (tmp_path / "peft").exists()
+
+
 def test_a_model_trained_in_parts_equals_one_trained_whole(data: DataSpec, tmp_path: Path) -> None:
     """Transformers loads the exports of all runs and sees the same model.
 

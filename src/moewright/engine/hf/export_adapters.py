@@ -42,6 +42,9 @@ _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 # PEFT's model wraps that of transformers under this name.
 _PEFT_PREFIX = "base_model.model."
+# PEFT refuses adapters of these, which Mamba's kernels multiply by themselves
+# (`_check_lora_target_modules_mamba`).
+_NO_MODULES = (".mixer.out_proj",)
 _PEFT_PARTS = ("lora_A", "lora_B")
 _TEXT_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -89,15 +92,20 @@ def export_peft(adapters: StoredAdapters, out: Path, *, base: str) -> None:
             module = _module_name(hf_tensor)
             lead = len(hf_tensor.index)
             name = f"{_PEFT_PREFIX}{module}.{_PEFT_PARTS[part]}.weight"
-            headers.append(TensorHeader(name=name, dtype="F32", shape=param.shape[lead:]))
-            sources.append((name, param.name, hf_tensor.index))
-    modules = {name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for name, _, _ in sources}
+            # The second matrix has a row for each row of the weight.
+            rows = hf_tensor.rows if part else ()
+            count = sum(map(len, rows)) or param.shape[lead]
+            shape = (count, *param.shape[lead + 1 :])
+            headers.append(TensorHeader(name=name, dtype="F32", shape=shape))
+            sources.append((name, param.name, hf_tensor.index, rows))
+    modules = {name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for name, *_ in sources}
     order = sorted(range(len(headers)), key=lambda place: headers[place].name)
 
     def read(reader: PayloadReader) -> Iterator[torch.Tensor]:
         for place in order:
-            _, own_name, index = sources[place]
-            yield _read_part(adapters.index, reader, own_name, index)
+            _, own_name, index, rows = sources[place]
+            value = _read_part(adapters.index, reader, own_name, index)
+            yield torch.cat([value[part.start : part.stop] for part in rows]) if rows else value
 
     config = {
         "peft_type": "LORA",
@@ -234,13 +242,17 @@ def _base_name(param: Param) -> str:
 
 def _module_name(hf_tensor: HfTensor) -> str:
     module = hf_tensor.name.removesuffix(".weight")
-    is_part = bool(hf_tensor.dim_order or hf_tensor.whole_shape or hf_tensor.fused_shape)
+    is_part = bool(hf_tensor.dim_order or hf_tensor.fused_shape)
+    is_part |= bool(hf_tensor.whole_shape and not hf_tensor.rows)
     if is_part or module == hf_tensor.name:
         rule = "is no module of its own, so PEFT has no name for its adapter"
         nearest = "the merged weights"
         if ".experts." in hf_tensor.name:
             nearest = "train.lora_experts = false, or the merged weights"
         raise BadInput(Reason(field=hf_tensor.name, rule=rule, nearest=nearest))
+    if module.endswith(_NO_MODULES):
+        rule = "is multiplied inside of Mamba's kernels, so PEFT takes no adapter of it"
+        raise BadInput(Reason(field=hf_tensor.name, rule=rule, nearest="the merged weights"))
     return module
 
 
