@@ -169,6 +169,7 @@ def test_adapters_of_a_delta_net_go_to_peft_in_the_order_of_its_rows(
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_adapters_of_mamba_are_merged_and_refused_to_peft(
     data: DataSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
