@@ -53,6 +53,8 @@ from tiny_jobs import DENSE, MODEL, build_plan
 SWEEP_SIZE = 56
 _DRAWS = 40_000
 _POOL_SIZE = 1000
+# GIS has corners of its own: one more choice would draw another sweep.
+_DRAWN_SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.GIS]
 _MICRO_BATCHES = 4  # the most without a pipeline: more of them would show nothing new
 
 
@@ -440,6 +442,18 @@ CORNERS = (
     _corner("interleaved, groups longer than the pipeline", "deep", 2, "pp2,vpp2,vpp_group=4,mbs1"),
     _corner("zero-bubble", "qwen", 4, "pp4,schedule=zb-h1,mbs1"),
     _corner(
+        "micro-batches one by one, the chunk that is held longest on the host",
+        "deep",
+        4,
+        "pp2,vpp2,ep2,schedule=gis,mbs1,offload=core_attn+mlp_norm+expert_fc1+moe_act+chunks1",
+    ),
+    _corner(
+        "micro-batches one by one, uneven stages",
+        "qwen",
+        3,
+        "pp3,vpp2,schedule=gis,vpp_group3,mbs1,layout='E|t|t|t|t|L'",
+    ),
+    _corner(
         "zero-bubble beside overlapped reductions",
         "qwen",
         4,
@@ -599,7 +613,7 @@ def _draw_layout(rng: random.Random, model: ModelSpec) -> Layout:
     """Draw any layout; most of them are not legal."""
     tp = rng.choice((1, 1, 2, 2, 4))
     pp = rng.choice((1, 1, 1, 2, 2, 4))
-    schedule = rng.choice(list(Schedule)) if pp > 1 else Schedule.ONE_F_ONE_B
+    schedule = rng.choice(_DRAWN_SCHEDULES) if pp > 1 else Schedule.ONE_F_ONE_B
     vpp = 2 if schedule.is_v_shaped else 1
     interleaved_vpp = rng.choice((2, 2, 4))  # drawn in any case, so that later draws stay the same
     if schedule is Schedule.INTERLEAVED:

@@ -24,6 +24,11 @@ def legal_layouts(pp: int, max_micro_batches: int) -> Iterator[tuple[Layout, int
         for schedule, vpp in _STAGES_PER_RANK.items():
             yield from _legal(Layout(world_size=pp, pp=pp, vpp=vpp, schedule=schedule), m)
         for vpp in (2, 3):
+            for interval in {(pp + 1) // 2, pp}:
+                generalized = Layout(
+                    world_size=pp, pp=pp, vpp=vpp, schedule=Schedule.GIS, vpp_group=interval
+                )
+                yield from _legal(generalized, m)
             for group in range(pp, m + 1):
                 layout = Layout(
                     world_size=pp, pp=pp, vpp=vpp, schedule=Schedule.INTERLEAVED, vpp_group=group

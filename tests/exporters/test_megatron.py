@@ -239,6 +239,8 @@ REFUSED = [
         "nvlink",
     ),
     (changed(zero=0, offload=(Offload.OPTIMIZER,)), "layout.zero=0", "1"),
+    (on_gpus("pp2,vpp3,schedule=gis", 4), "layout.schedule=gis", "interleaved"),
+    (on_gpus("pp2,vpp3,offload=core_attn+chunks1", 4), "layout.offload_chunks=1", "0"),
     (changed(dispatcher=DispatcherKind.DEDUP), "layout.dispatcher=dedup", "deepep"),
     (
         changed(recompute=(Recompute.LAYERNORM, Recompute.LOSS)),

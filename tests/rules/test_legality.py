@@ -368,6 +368,8 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
             "above 0, at most 1",
             "1",
         ),
+        ({"offload_chunks": 1}, "chunks need activations to offload", "0"),
+        ({"offload": (Offload.CORE_ATTN,), "offload_chunks": 2}, "of the vpp=1 chunks", "1"),
         ({"overlap": (Overlap.PARAM,)}, "param needs grad", "none"),
         (
             {"overlap": (Overlap.GRAD, Overlap.PARAM), "zero": 0},

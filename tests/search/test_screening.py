@@ -160,6 +160,9 @@ CASES = (
 SPLIT_BACKWARD = (
     Case("DeepSeek-V3", "256xH100", LARGE, "schedule=dualpipev,vpp2"),
     Case("DeepSeek-V3", "256xH100", LARGE, "schedule=zbv,vpp2"),
+    Case(
+        "Qwen3-235B-A22B", "256xH800", LARGE, "schedule=gis,vpp2,offload=core_attn+moe_act+chunks1"
+    ),
 )
 
 

@@ -388,6 +388,29 @@ def test_neither_a_replay_nor_the_host_changes_a_bit(data: DataSpec, tmp_path: P
 
 
 @pytest.mark.turns
+def test_chunks_on_the_host_change_no_bit(data: DataSpec, tmp_path: Path) -> None:
+    """PipeOffload: the chunk that a rank holds longest, or both, go to the host."""
+    offload = "core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
+    plain, *others = (
+        read_state(
+            train_layout(
+                data,
+                f"pp2,vpp2,schedule=gis{offloaded},layout='Et|t|t|L'",
+                2,
+                tmp_path / str(number),
+                steps=2,
+            ),
+            2,
+        )
+        for number, offloaded in enumerate(
+            ("", f",offload={offload}+chunks1", f",offload={offload}")
+        )
+    )
+    for other in others:
+        assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("world_size", "layout", "overlap"),
     [

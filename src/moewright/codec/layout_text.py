@@ -62,6 +62,7 @@ _OFF = ("0", "off", "false", "no")
 _ZERO_ALLOWED = ("zero", "shard", "vpp_group", "ep_node", "spare")
 _EXCLUSIVE = (Recompute.FULL, CudaGraphScope.FULL)
 _COMBINABLE = frozenset({Recompute.LOSS})  # goes with FULL: it is no module of a layer
+_OFFLOAD_WORDS = ("optimizer", "layers", "chunks")  # which of them take a number
 _SELECT = (Recompute.LAYERNORM, Recompute.MOE_ACT)  # what recompute=select stands for
 
 
@@ -249,6 +250,8 @@ def _set_words(layout: Layout, key: str) -> Iterator[str]:
             yield member.value
     if key == "offload" and layout.offload_layers != 1:
         yield f"layers{layout.offload_layers!r}"
+    if key == "offload" and layout.offload_chunks:
+        yield f"chunks{layout.offload_chunks}"
 
 
 def _take_numbers(item: _Item, values: dict[str, Any]) -> _Item:
@@ -256,20 +259,24 @@ def _take_numbers(item: _Item, values: dict[str, Any]) -> _Item:
 
     "block5" and "uniform2" are full recompute of the first 5 layers of each chunk, and of 2 layers
     per checkpoint; "optimizer0.5" offloads half of the optimizer, "layers0.5" the activations of
-    half of the layers.
+    half of the layers, "chunks1" those of the first chunk of each rank.
     """
     if item.key not in ("recompute", "offload"):
         return item
     words = []
     for word in item.value.split("+"):
-        match = re.fullmatch(r"(block|uniform|optimizer|layers)(\d.*)", word.strip().casefold())
-        if not match or (match[1] in ("optimizer", "layers")) != (item.key == "offload"):
+        match = re.fullmatch(
+            r"(block|uniform|optimizer|layers|chunks)(\d.*)", word.strip().casefold()
+        )
+        if not match or (match[1] in _OFFLOAD_WORDS) != (item.key == "offload"):
             words.append(word)
         elif match[1] == "layers":
             values["offload_layers"] = _parse_fraction(match[2], word)
         elif match[1] == "optimizer":
             values["offload_fraction"] = _parse_fraction(match[2], word)
             words.append(match[1])
+        elif match[1] == "chunks":
+            values["offload_chunks"] = _parse_integer(_Item(key=match[1], value=match[2]))
         else:
             number = _parse_integer(_Item(key=match[1], value=match[2]))
             values["recompute_block" if match[1] == "block" else "recompute_span"] = number

@@ -364,6 +364,8 @@ def _workload_assumptions(sym: Symbols) -> Iterator[Assumption]:
             value += f" ({layout.offload_fraction:.0%} of the optimizer)"
         if layout.offload_layers != 1:
             value += f" (activations of {layout.offload_layers:.0%} of the layers)"
+        if layout.offload_chunks:
+            value += f" (activations of {layout.offload_chunks} of {layout.vpp} chunks)"
         yield Assumption(
             name="offload",
             value=value,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from moewright.cost.activations import ActivationContext, ledger_saved_rows
 from moewright.cost.collective_bytes import comm_rows
 from moewright.cost.fsdp_states import fsdp_rows
+from moewright.cost.hosted_activations import hosted_rows
+from moewright.cost.memory import sum_memory
 from moewright.cost.model_states import bucket_sets, frozen_rows, state_rows
 from moewright.cost.paired_memory import paired_saved_rows
 from moewright.cost.replicas import replica_rows
@@ -20,7 +21,7 @@ from moewright.rules.job import Job
 from moewright.rules.paired_passes import can_pair
 from moewright.rules.stages import chunk_layers
 from moewright.spec.layout import Layout, Recompute
-from moewright.spec.ledger import Component, FlopOp, FlopRow, Ledger, MemoryRow, Module, Selection
+from moewright.spec.ledger import FlopOp, FlopRow, Ledger, Module, Selection
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.plan import Plan
 
@@ -84,29 +85,15 @@ def predict_rank_ledger(
         *replica_rows(job, pp_rank),
         *fsdp_rows(job.workload, job.layout, units),
         *saved(context, rows, chunks=chunks, table=table),
+        *hosted_rows(context, rows, chunks=chunks, table=table),
     )
     return Ledger(
         rank=rank,
         pp_rank=pp_rank,
-        memory=_sum_memory(memory),
+        memory=sum_memory(memory),
         comm=comm_rows(job, rank, rows, flat_sets, units),
         flops=flop_rows(job, pp_rank, rows),
         in_flight=schedule.peak_live_chunks(table),
-    )
-
-
-def _sum_memory(rows: Iterable[MemoryRow]) -> tuple[MemoryRow, ...]:
-    """Return one row for each component and module.
-
-    A module of which fully_shard cuts only a part has rows of both kinds of state.
-    """
-    sums: dict[tuple[Component, Module], int] = {}
-    for row in rows:
-        key = row.component, row.module
-        sums[key] = sums.get(key, 0) + row.bytes
-    return tuple(
-        MemoryRow(component=component, module=module, bytes=nbytes)
-        for (component, module), nbytes in sorted(sums.items())
     )
 
 

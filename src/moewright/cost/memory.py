@@ -5,7 +5,7 @@ The bytes that parts of a stage keep are arrays over activation policies; an est
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import hypot
@@ -269,6 +269,18 @@ def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tup
     )
 
 
+def hosted_activation_bytes(memory: ModelMemory, counts: Array, table: RankTable) -> int:
+    """Return the most that the activations of a rank take on the host, under the first policy.
+
+    `counts` [chunks, parts] is what the rank holds.
+    """
+    sent = np.array([layer.offloaded[0] for layer in memory.layers])
+    if not sent.any():
+        return 0
+    live = take_snapshots(table, counts, table.chunk).live
+    return int((live[:, : len(sent)] @ sent).max())
+
+
 def rank_memory(
     memory: ModelMemory,
     pp_rank: int,
@@ -298,6 +310,8 @@ def rank_memory(
     own = sum(bucket_set.numel // bucket_set.shards for bucket_set in sets)
     at_step = int(step_gradient_bytes(workload, layout, own))
     activations = activation_rows(memory, counts, table)
+    away = hosted_activation_bytes(memory, counts, table)
+    on_host.append(MemoryRow(component=Component.HOST, module=Module.OTHER, bytes=away))
     if at_step > sum(row.bytes for row in activations):
         activations = (
             MemoryRow(component=Component.TRANSIENT, module=Module.OTHER, bytes=at_step),
@@ -337,10 +351,22 @@ def rank_memory(
         *on_host,
     ]
     return RankMemory(
-        rows=tuple(
-            sorted((row for row in rows if row.bytes), key=lambda row: (row.component, row.module))
-        ),
-        sd_bytes=device.sd_bytes,
+        rows=tuple(row for row in sum_memory(rows) if row.bytes), sd_bytes=device.sd_bytes
+    )
+
+
+def sum_memory(rows: Iterable[MemoryRow]) -> tuple[MemoryRow, ...]:
+    """Return one row for each component and module.
+
+    A module of which fully_shard cuts only a part has rows of both kinds of state.
+    """
+    sums: dict[tuple[Component, Module], int] = {}
+    for row in rows:
+        key = row.component, row.module
+        sums[key] = sums.get(key, 0) + row.bytes
+    return tuple(
+        MemoryRow(component=component, module=module, bytes=nbytes)
+        for (component, module), nbytes in sorted(sums.items())
     )
 
 

@@ -174,12 +174,13 @@ class _StepPrices:
         layer = step.layer
         layers = chunk_layers(context.job.model, self._chunks[number])
         place = layers.index(layer)
+        is_away = offloads_at(layout, number, place, len(layers))
         load = self._rows.load_factor(micro_batch, layer)
         dispatch = self._rows.dispatch_counts(micro_batch, layer)
         layer_key = layer, place, load, dispatch
         if layer_key not in self._by_layer:
             tensors = recompute.saved_tensors(context.job, layer, load=load, dispatch=dispatch)
-            offload = layout.offload if offloads_at(layout, place, len(layers)) else ()
+            offload = layout.offload if is_away else ()
             kept = [
                 tensor
                 for tensor in recompute.layer_kept_tensors(tensors, layout, place)

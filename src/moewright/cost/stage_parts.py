@@ -17,7 +17,7 @@ import numpy as np
 
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules import flops
-from moewright.rules.activation_offload import offloads_at
+from moewright.rules.activation_offload import has_staying_layers, offloads_at
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout
 from moewright.spec.model import MixerKind, ModelSpec
@@ -72,7 +72,7 @@ class StageParts:
     The part of an MTP depth includes its embedding and its pass through the head. Its input is a
     part of its own where no final norm on the same stage keeps it. `columns` [variants][layers]
     holds the column of a layer; variants are the positions in a chunk that full recompute, or
-    offload of a fraction of the layers, treats differently.
+    offload of a part of the layers, treats differently.
     """
 
     layers: tuple[LayerPart, ...]
@@ -130,7 +130,7 @@ def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
                     layer=layer,
                     position=position,
                     is_mtp=is_mtp,
-                    offloads=layout.offload_layers == 1 or not variant,
+                    offloads=not has_staying_layers(layout) or not variant,
                 )
                 parts.setdefault(key, part)
                 columns[variant, layer] = list(parts).index(key)
@@ -140,14 +140,15 @@ def list_parts(model: ModelSpec, layout: Layout) -> StageParts:
 _VARIANTS = 2
 
 
-def _variant(layout: Layout, position: int, layers: int) -> int:
+def _variant(layout: Layout, chunk: int, position: int, layers: int) -> int:
     """Return 1 for the later of a chunk's `layers`, or of a checkpoint's span, else 0.
 
-    They keep other tensors than the first ones. Full recompute leaves nothing to offload, so that
-    not both can tell layers apart.
+    So are the layers of later chunks where only the first offload. They keep other tensors than
+    the first ones. Full recompute leaves nothing to offload, so that not both can tell layers
+    apart.
     """
-    if layout.offload_layers < 1:
-        return int(not offloads_at(layout, position, layers))
+    if has_staying_layers(layout):
+        return int(not offloads_at(layout, chunk, position, layers))
     if layout.recompute_block:
         return int(position >= layout.recompute_block)
     return int(position % layout.recompute_span > 0)
@@ -155,7 +156,7 @@ def _variant(layout: Layout, position: int, layers: int) -> int:
 
 def _positions(layout: Layout) -> tuple[int, ...]:
     """Return one position in a chunk for each variant, 0 where positions do not matter."""
-    if layout.offload_layers < 1:
+    if has_staying_layers(layout):
         return 0, 0
     if layout.recompute_block:
         return 0, layout.recompute_block
@@ -168,7 +169,7 @@ def layer_columns(
     """Return the layers of a virtual stage, each with its column."""
     layers = chunk_layers(model, chunk)
     return [
-        (layer, int(parts.columns[_variant(layout, position, len(layers))][layer]))
+        (layer, int(parts.columns[_variant(layout, chunk.vpp_rank, position, len(layers))][layer]))
         for position, layer in enumerate(layers)
     ]
 

@@ -368,6 +368,7 @@ def _adopt_layout(own: Layout, run: PublishedRun) -> Layout | None:
         offload=own.offload,
         offload_fraction=own.offload_fraction,
         offload_layers=own.offload_layers,
+        offload_chunks=own.offload_chunks,
         dispatcher=own.dispatcher,
         overlap=own.overlap,
         graphs=own.graphs,

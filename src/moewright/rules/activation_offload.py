@@ -1,7 +1,9 @@
 """Offloaded activations: which layers send what to host memory until backward.
 
 A fraction covers the first layers of each chunk, as in Megatron-LM, whose groups are modules of a
-layer instead of layers: what a forward releases first stays away longest.
+layer instead of layers: what a forward releases first stays away longest. A number of chunks covers
+the first of each rank, which it would hold longest whatever the schedule (the selective offload of
+PipeOffload, Wan et al., arXiv 2503.01328).
 """
 
 from __future__ import annotations
@@ -46,8 +48,18 @@ def is_offloaded(tensor: SavedTensor, choices: Collection[Offload]) -> bool:
     return any(tensor.owner is module and tensor.name in names for module, names in sent)
 
 
-def offloads_at(layout: Layout, place: int, layers: int) -> bool:
-    """Return whether the layer at `place` of a chunk of `layers` is one that offloads."""
+def has_staying_layers(layout: Layout) -> bool:
+    """Return whether some layers may keep their activations where others offload them."""
+    return layout.offload_layers < 1 or layout.offload_chunks > 0
+
+
+def offloads_at(layout: Layout, chunk: int, place: int, layers: int) -> bool:
+    """Return whether the layer at `place` is one that offloads.
+
+    It is one of `layers` of a rank's model chunk `chunk`.
+    """
+    if layout.offload_chunks and chunk >= layout.offload_chunks:
+        return False
     return place < ceil(round(layout.offload_layers * layers, _DIGITS))
 
 
@@ -55,10 +67,10 @@ def offloading_layers(model: ModelSpec, layout: Layout, chunks: Sequence[Chunk])
     """Return the numbers of the layers in `chunks` that offload activations."""
     if not activation_offloads(layout.offload):
         return frozenset()
-    numbers = [chunk_layers(model, chunk) for chunk in chunks]
+    numbers = [(chunk.vpp_rank, chunk_layers(model, chunk)) for chunk in chunks]
     return frozenset(
         layer
-        for layers in numbers
+        for chunk, layers in numbers
         for place, layer in enumerate(layers)
-        if offloads_at(layout, place, len(layers))
+        if offloads_at(layout, chunk, place, len(layers))
     )

@@ -116,9 +116,22 @@ def _check_offload(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
             rule="a fraction of the layers needs activations to offload",
             nearest="1",
         )
+    yield from _check_offload_chunks(layout, has_activations=bool(activations))
     if Offload.ATTN_PROJ in chosen and Offload.CORE_ATTN not in chosen:
         rule = "attn_proj is offloaded only together with core_attn"
         yield _without("offload", chosen, [Offload.ATTN_PROJ], rule)
+
+
+def _check_offload_chunks(layout: Layout, *, has_activations: bool) -> Iterator[Reason]:
+    chunks = layout.offload_chunks
+    if (0 < chunks <= layout.vpp and has_activations) or chunks == 0:
+        return
+    rule = "chunks need activations to offload"
+    nearest = 0
+    if has_activations:
+        rule = f"is a number of the vpp={layout.vpp} chunks of a rank, or 0 for all"
+        nearest = max(0, min(chunks, layout.vpp))
+    yield Reason(field="layout.offload_chunks", value=str(chunks), rule=rule, nearest=str(nearest))
 
 
 def _check_overlap(layout: Layout) -> Iterator[Reason]:
@@ -163,7 +176,7 @@ def _check_ep_overlap(layout: Layout) -> Iterator[Reason]:
         ),
         (layout.pp > 1 and layout.vpp == 1, "ep with pp > 1 needs vpp > 1"),
         (
-            layout.schedule in (Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN),
+            layout.schedule in (Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN, Schedule.GIS),
             f"{layout.schedule} runs no forward beside a backward",
         ),
         (layout.zero == 3 and layout.vpp > 1, "ep with zero=3 needs vpp=1"),

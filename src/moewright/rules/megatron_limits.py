@@ -248,6 +248,9 @@ def _check_layout(layout: Layout) -> Iterator[Reason]:
     if layout.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
         nearest = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
         yield _refusal("layout.schedule", layout.schedule, "has 1f1b and interleaved", nearest)
+    if 0 < layout.offload_chunks < layout.vpp:
+        rule = "offloads the same modules of every chunk"
+        yield _refusal("layout.offload_chunks", layout.offload_chunks, rule, 0)
     if layout.dispatcher is DispatcherKind.DEDUP:
         rule = "de-duplicates tokens in DeepEP and HybridEP only"
         yield _refusal("layout.dispatcher", layout.dispatcher, rule, DispatcherKind.DEEPEP)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from moewright.rules.controllable_memory import v_half, v_min
+from moewright.rules.generalized_interleaved import generalized_interleaved, shortest_interval
 from moewright.rules.timetable_row import RowKind, Table, TimetableRow
 from moewright.rules.zero_bubble import dualpipev, zb_h1, zbv
 from moewright.spec.errors import BadInput, Reason
@@ -31,6 +32,11 @@ _SPLIT_BUILDERS: Mapping[Schedule, Callable[[int, int], Table]] = MappingProxyTy
 def interleaved_group_size(layout: Layout) -> int:
     """Return the micro-batches (N) that an interleaved rank runs before it switches chunks."""
     return layout.vpp_group or layout.pp
+
+
+def chunk_interval(layout: Layout) -> int:
+    """Return the micro-batches between the chunks of a micro-batch under gis."""
+    return layout.vpp_group or shortest_interval(layout.pp)
 
 
 def check_schedule(layout: Layout, micro_batches: int) -> tuple[Reason, ...]:
@@ -68,6 +74,8 @@ def _check_split_schedule(layout: Layout, micro_batches: int) -> tuple[Reason, .
     chunks = 2 if schedule.is_v_shaped else 1
     if pp == 1:
         return (_reason("schedule", schedule, f"{schedule} needs pp > 1", Schedule.ONE_F_ONE_B),)
+    if schedule is Schedule.GIS:
+        return _check_generalized(layout)
     if layout.vpp != chunks:
         plural = "s" * (chunks > 1)
         rule = f"{schedule} takes {chunks} chunk{plural} a rank"
@@ -79,6 +87,20 @@ def _check_split_schedule(layout: Layout, micro_batches: int) -> tuple[Reason, .
         rule = f"dualpipev needs at least 2 * pp = {2 * pp} micro-batches a step"
         return (_too_few(layout, micro_batches, 2 * pp, rule),)
     return ()
+
+
+def _check_generalized(layout: Layout) -> tuple[Reason, ...]:
+    if layout.vpp == 1:
+        return (_reason("vpp", 1, f"{layout.schedule} needs vpp > 1", "2"),)
+    least = shortest_interval(layout.pp)
+    interval = chunk_interval(layout)
+    if least <= interval <= layout.pp:
+        return ()
+    rule = (
+        f"{layout.schedule} takes pp / 2 to pp micro-batches between chunks: {least} to {layout.pp}"
+    )
+    nearest = str(min(max(interval, least), layout.pp))
+    return (_reason("vpp_group", layout.vpp_group, rule, nearest),)
 
 
 def _too_few(layout: Layout, micro_batches: int, needed: int, rule: str) -> Reason:
@@ -157,6 +179,8 @@ def timetable(layout: Layout, micro_batches: int) -> Table:
     reasons = check_schedule(layout, micro_batches)
     if reasons:
         raise BadInput(*reasons)
+    if layout.schedule is Schedule.GIS:
+        return generalized_interleaved(layout.pp, layout.vpp, chunk_interval(layout), micro_batches)
     if layout.schedule.splits_backward:
         return _SPLIT_BUILDERS[layout.schedule](layout.pp, micro_batches)
     order = forward_order(layout, micro_batches)

@@ -77,6 +77,7 @@ class PipelineCache:
                 recompute_block=base.recompute_block,
                 recompute_span=base.recompute_span,
                 offload_layers=base.offload_layers,
+                offload_chunks=base.offload_chunks,
             )
             self._layouts[key] = with_pipeline(alone, shape, self._space)
         return self._layouts[key]

@@ -17,6 +17,7 @@ class Schedule(StrEnum):
     ZBV = "zbv"
     V_HALF = "v-half"
     V_MIN = "v-min"
+    GIS = "gis"
     DUALPIPEV = "dualpipev"
 
     @property
@@ -30,7 +31,7 @@ class Schedule(StrEnum):
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients have timetable rows of their own."""
-        return self is Schedule.ZB_H1 or self.is_v_shaped
+        return self in (Schedule.ZB_H1, Schedule.GIS) or self.is_v_shaped
 
 
 _V_SHAPED = (Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN, Schedule.DUALPIPEV)
@@ -153,7 +154,9 @@ class Layout:
     # ranks of dp x cp over which zero shards, the other ranks hold replicas; 0: all
     shard: int = 0
     schedule: Schedule = Schedule.ONE_F_ONE_B  # the pipeline timetable
-    vpp_group: int = 0  # micro-batches in a group of the interleaved timetable; 0: pp
+    # micro-batches in a group of the interleaved timetable (0: pp), or between the chunks of one
+    # micro-batch under gis (0: pp / 2, rounded up)
+    vpp_group: int = 0
     cp_comm: CpComm = CpComm.P2P  # how context-parallel ranks exchange keys and values
     recompute: tuple[Recompute, ...] = ()  # modules whose activations backward computes again
     recompute_block: int = 0  # first layers of each chunk under full recompute; 0: all layers
@@ -162,6 +165,8 @@ class Layout:
     offload_fraction: float = 1.0  # of the optimizer, where it is offloaded
     # the fraction of each chunk's layers, its first, whose activations are offloaded
     offload_layers: float = 1.0
+    # the chunks of each rank, its first, whose activations are offloaded; 0: all
+    offload_chunks: int = 0
     # how rows travel to the ranks of their experts
     dispatcher: DispatcherKind = DispatcherKind.ALL_TO_ALL
     # ranks of ep in one node, for dispatchers that send to a node before they send to a rank;

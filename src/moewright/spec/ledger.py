@@ -37,8 +37,8 @@ class Component(StrEnum):
     TRANSIENT = "transient"  # the largest short-lived working set of backward
     COMMUNICATION = "communication"  # dispatcher and collective buffers, communicators
     FRAGMENTATION = "fragmentation"
-    # in host memory: offloaded optimizer state and the copy for checkpoints; not part of the peak
-    # of a device
+    # in host memory: offloaded optimizer state and activations, and the copy for checkpoints; not
+    # part of the peak of a device
     HOST = "host"
 
 

@@ -37,7 +37,7 @@ _GC_INTERVALS = (0, 100)
 # Fields of a layout that one key of its text sets besides the field of its name.
 _COMPANION_FIELDS = {
     "recompute": ("recompute_block", "recompute_span"),
-    "offload": ("offload_fraction", "offload_layers"),
+    "offload": ("offload_fraction", "offload_layers", "offload_chunks"),
 }
 
 
@@ -206,7 +206,10 @@ def set_variable(point: TuningPoint, key: str, value: str) -> TuningPoint:
 def _with_even_stages(layout: Layout, *, vpp: int) -> Layout:
     """Return the layout with an even split, and the schedule that runs so many virtual stages."""
     if vpp > 1:
-        return replace(layout, stages="", vpp=vpp, schedule=Schedule.INTERLEAVED)
+        schedule = Schedule.INTERLEAVED
+        if layout.schedule is Schedule.GIS:
+            schedule = layout.schedule
+        return replace(layout, stages="", vpp=vpp, schedule=schedule)
     return replace(layout, stages="", vpp=vpp, schedule=Schedule.ONE_F_ONE_B, vpp_group=0)
 
 

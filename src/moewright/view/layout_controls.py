@@ -204,8 +204,10 @@ def _choose(layout: Layout, key: str, name: StrEnum) -> Layout:
     if key != "schedule":
         return changed
     chunks = {Schedule.ONE_F_ONE_B: 1, Schedule.ZB_H1: 1, Schedule.INTERLEAVED: 2}
-    if name is Schedule.INTERLEAVED and layout.vpp > 1:
+    if name in (layout.schedule, Schedule.INTERLEAVED) and layout.vpp > 1:
         return changed
+    if name is Schedule.GIS:
+        return replace(changed, vpp=max(2, layout.vpp), vpp_group=0)
     return replace(changed, vpp=chunks.get(Schedule(name), 2), vpp_group=0)
 
 

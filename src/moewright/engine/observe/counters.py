@@ -114,7 +114,10 @@ class Counters:
 
         `await_release` is called before what may be the fullest of these moments is weighed.
         """
-        if self._is_counting and self.census.holds_more:
+        if not self._is_counting:
+            return
+        self.census.note_host_bytes()
+        if self.census.holds_more:
             await_release()
             self.census.note_rest()
 
@@ -239,6 +242,7 @@ class Counters:
         for module, nbytes in self._peak_saved.items():
             component = Component.LOGITS if module is Module.HEAD else Component.ACTIVATIONS
             memory.append(MemoryRow(component=component, module=module, bytes=nbytes))
+        memory = _add_host_bytes(memory, self.census.most_host_bytes)
         return Ledger(
             rank=rank,
             pp_rank=pp_rank,
@@ -265,6 +269,14 @@ class Counters:
             storages=self.census.totals,
             notes=notes,
         )
+
+
+def _add_host_bytes(memory: Sequence[MemoryRow], nbytes: int) -> list[MemoryRow]:
+    """Return rows to which so many bytes of activations in host memory are added."""
+    place = Component.HOST, Module.OTHER
+    others = [row for row in memory if (row.component, row.module) != place]
+    nbytes += sum(row.bytes for row in memory if (row.component, row.module) == place)
+    return [*others, MemoryRow(component=place[0], module=place[1], bytes=nbytes)]
 
 
 def _sum_by_module(counts: Iterable[Mapping[Module, int]]) -> dict[Module, int]:

@@ -75,6 +75,13 @@ class StorageCensus:
         self._kept_bytes = self._total
         self._peak_bytes = self._total
         self._peak_by_module = dict(self._live_bytes)
+        self._host_storages: dict[int, int] = {}  # bytes of those that live in host memory
+        self._most_host_bytes = 0
+
+    @property
+    def most_host_bytes(self) -> int:
+        """The most that lay in host memory at a moment of rest, of what was made for it."""
+        return self._most_host_bytes
 
     @property
     def holds_more(self) -> bool:
@@ -84,6 +91,10 @@ class StorageCensus:
     def note_rest(self) -> None:
         """Note that nothing runs: what lives now is kept for later."""
         self._kept_bytes = max(self._kept_bytes, self._total)
+
+    def note_host_bytes(self) -> None:
+        """Note that nothing runs: what lies in host memory now stays there for later."""
+        self._most_host_bytes = max(self._most_host_bytes, sum(self._host_storages.values()))
 
     @property
     def live_bytes(self) -> int:
@@ -113,21 +124,26 @@ class StorageCensus:
         if self._resizable:
             self._weigh_resized()
         for tensor in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device_type:
-                self._add(tensor, self._scopes.module, on_host=self._scopes.is_on_host)
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            on_host = self._scopes.is_on_host and tensor.device.type == "cpu"
+            if on_host or tensor.device.type == self._device_type:
+                self._add(tensor, self._scopes.module, on_host=on_host)
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
         reference = self._foreign.get(storage_id(tensor))
         return reference is not None and reference() is not None
 
     def _add(self, tensor: torch.Tensor, module: Module, *, on_host: bool = False) -> None:
-        """Weigh a new storage; one that stands for the host's memory weighs nothing."""
+        """Weigh a new storage; one in the host's memory weighs nothing on the device."""
         key = storage_id(tensor)
         if key in self._storages or self._is_foreign(tensor):
             return
         storage = tensor.untyped_storage()
         weakref.finalize(storage, self._forget, key, self._count).atexit = False
         self._storages[key] = (module, 0)
+        if on_host:
+            self._host_storages[key] = storage.nbytes()
         self._set_bytes(key, 0 if on_host else storage.nbytes())
 
     def _follow_resizes(self, filled: Any) -> None:
@@ -160,6 +176,7 @@ class StorageCensus:
     def _forget(self, key: int, count: object) -> None:
         if count is self._count and key in self._storages:
             self._set_bytes(key, 0)
+            self._host_storages.pop(key, None)
             del self._storages[key]
 
 
