@@ -9,6 +9,7 @@ import pytest
 from moewright.codec import format_layout, parse_layout
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
+from moewright.cost.ledger import predict_rank_ledger
 from moewright.cost.memory import HeadBytes, head_bytes
 from moewright.cost.model_states import bucket_sets, checkpoint_copy_bytes
 from moewright.cost.symbols import build_symbols
@@ -175,6 +176,24 @@ def test_a_part_of_the_optimizer_on_the_host(share: float) -> None:
     assert 0 <= memory_bytes(after, Component.HOST) - share * total < 64 * 12
     assert memory_bytes(after, *parts) == total - memory_bytes(after, Component.HOST)
     assert memory_bytes(after, Component.GRADIENTS) == memory_bytes(before, Component.GRADIENTS)
+
+
+@pytest.mark.parametrize("share", ["", "0.3"])
+@pytest.mark.parametrize("degrees", ["ep8,zero2", "ep8,zero3", "ep16,zero3"])
+def test_units_of_fully_shard_on_the_host_are_those_of_the_ledger(degrees: str, share: str) -> None:
+    """The engine moves gradients too; with ep16 one rank alone holds its experts, in no unit."""
+    model = catalogue.model("Qwen3-30B-A3B")
+    work = Workload(seq_len=4096, global_batch=256)
+    layout = parse_layout(f"{degrees},offload=optimizer{share}", world_size=16)
+    plan = estimate(model, work, catalogue.hardware("16xH100"), layout)
+    job = Job(model=model, workload=work, layout=layout)
+    ledger = predict_rank_ledger(job, rank=0, selection=None)
+    states = (Component.HOST, Component.WEIGHTS, Component.GRADIENTS, Component.MASTER)
+    for component in (*states, Component.MOMENTS):
+        assert memory_bytes(plan, component) == sum(
+            row.bytes for row in ledger.memory if row.component is component
+        )
+    assert memory_bytes(plan, Component.HOST) > 6.6 * GIB
 
 
 def test_a_checkpoint_beside_training_is_copied_to_the_host() -> None:

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from moewright.cost.model_states import MASTER_BYTES, MOMENTUM_BYTES, is_updated_by_muon
+from moewright.cost.model_states import (
+    MASTER_BYTES,
+    MOMENTUM_BYTES,
+    BucketSet,
+    bucket_sets,
+    is_updated_by_muon,
+    state_rows,
+)
 from moewright.rules import fsdp
+from moewright.rules.job import Job
 from moewright.rules.moments import moment_nbytes, scale_nbytes
 from moewright.rules.recompute import activation_nbytes
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import Workload
+
+
+def flat_bucket_sets(job: Job, rank: int) -> list[BucketSet]:
+    """Return the bucket sets of what fully_shard leaves in a rank's flat buffers."""
+    flat_job = replace(job, layout=fsdp.flat_buffer_layout(job.layout))
+    return [
+        bucket_set
+        for bucket_set in bucket_sets(flat_job, rank)
+        if not fsdp.is_fsdp_sharded(job.layout, bucket_set.group)
+    ]
+
+
+def unit_state_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
+    """Return the memory rows of a rank's states in flat buffers and in fully_shard's units."""
+    flat_layout = fsdp.flat_buffer_layout(job.layout)
+    return (
+        *state_rows(job.workload, flat_layout, flat_bucket_sets(job, rank)),
+        *fsdp_rows(job.workload, job.layout, fsdp.fsdp_units(job.model, job.layout, rank)),
+    )
 
 
 def fsdp_rows(

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from moewright.cost.activations import ActivationContext, ledger_saved_rows
 from moewright.cost.collective_bytes import comm_rows
-from moewright.cost.fsdp_states import fsdp_rows
+from moewright.cost.fsdp_states import flat_bucket_sets, unit_state_rows
 from moewright.cost.hosted_activations import hosted_rows
 from moewright.cost.memory import sum_memory
-from moewright.cost.model_states import bucket_sets, frozen_rows, state_rows
+from moewright.cost.model_states import frozen_rows
 from moewright.cost.paired_memory import paired_saved_rows
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
@@ -68,12 +68,7 @@ def predict_rank_ledger(
     pp_rank = grid.coordinate(job.layout, rank, "pp")
     rows = count_expert_rows(job, rank, micro_batches=micro_batches, selection=selection, load=load)
     units = fsdp.fsdp_units(job.model, job.layout, rank)
-    flat_layout = fsdp.flat_buffer_layout(job.layout)
-    flat_sets = [
-        bucket_set
-        for bucket_set in bucket_sets(replace(job, layout=flat_layout), rank)
-        if not fsdp.is_fsdp_sharded(job.layout, bucket_set.group)
-    ]
+    flat_sets = flat_bucket_sets(job, rank)
     table = schedule.timetable(job.layout, micro_batches)[pp_rank]
     chunks = rank_chunks(job.model, job.layout, pp_rank)
     context = ActivationContext(job=job, is_fused=False, input_ratio=None)
@@ -81,9 +76,8 @@ def predict_rank_ledger(
     saved = paired_saved_rows if has_pairs else ledger_saved_rows
     memory = (
         *frozen_rows(job, rank),
-        *state_rows(job.workload, flat_layout, flat_sets),
+        *unit_state_rows(job, rank),
         *replica_rows(job, pp_rank),
-        *fsdp_rows(job.workload, job.layout, units),
         *saved(context, rows, chunks=chunks, table=table),
         *hosted_rows(context, rows, chunks=chunks, table=table),
     )

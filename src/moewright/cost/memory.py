@@ -34,12 +34,14 @@ from moewright.cost.buffers import (
 )
 from moewright.cost.constants import Constants
 from moewright.cost.deferred_weights import Booking, head_owed_bytes, layer_owed_bytes
+from moewright.cost.fsdp_states import unit_state_rows
 from moewright.cost.mixers import mixer_width
 from moewright.cost.model_states import (
     LINEAR_MODULES,
     BucketSet,
     checkpoint_copy_bytes,
     frozen_rows,
+    moves_units,
     state_rows,
     step_gradient_bytes,
 )
@@ -296,9 +298,14 @@ def rank_memory(
     sym, constants = memory.sym, memory.constants
     model, workload, layout = sym.model, sym.workload, sym.layout
     frozen_nbytes = constants["frozen_weight_bytes"]
-    states = list(
-        state_rows(workload, layout, sets, trained=sym.trained_share, frozen_nbytes=frozen_nbytes)
-    )
+    if moves_units(layout) and sym.trained_share == 1:
+        states = list(unit_state_rows(sym.job, grid.stage_rank(layout, pp_rank)))
+    else:
+        states = list(
+            state_rows(
+                workload, layout, sets, trained=sym.trained_share, frozen_nbytes=frozen_nbytes
+            )
+        )
     if workload.fine_tuning.freeze:
         states += frozen_rows(sym.job, grid.stage_rank(layout, pp_rank))
     on_host = [row for row in states if row.component is Component.HOST]

@@ -40,6 +40,7 @@ LINEAR_MODULES = frozenset(
     {Module.ATTENTION, Module.DENSE_MLP, Module.EXPERTS, Module.SHARED_EXPERTS}
 )
 _OFFLOADED = (Component.MASTER, Component.MOMENTS)  # by offload=optimizer
+_UNIT_OFFLOADED = (*_OFFLOADED, Component.GRADIENTS)  # where units of fully_shard are moved whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +189,23 @@ def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
     }
 
 
+def moves_units(layout: Layout) -> bool:
+    """Return whether the optimizer's states are offloaded by whole units of fully_shard.
+
+    Their shards are the fp32 weights, and gradients go with them.
+    """
+    return layout.zero >= 2 and Offload.OPTIMIZER in layout.offload
+
+
+def _unit_bytes_per_parameter(workload: Workload, zero: int) -> dict[Component, int]:
+    """Return the bytes that one parameter takes in each state under fully_shard."""
+    return {
+        **state_bytes_per_parameter(workload),
+        Component.WEIGHTS: activation_nbytes(workload) if zero == 2 else 0,
+        Component.GRADIENTS: MASTER_BYTES,
+    }
+
+
 def sharded_states(zero: int) -> frozenset[Component]:
     """Return the states that a level of ZeRO shards.
 
@@ -256,12 +274,17 @@ def state_bytes(
 ) -> dict[Component, Array]:
     """Return the bytes of all states; those of an offloaded optimizer are in host memory.
 
+    Where whole units of fully_shard are, gradients are there too (`moves_units`).
     Where adapters train, `trained` is their share, frozen weights of `frozen_nbytes` an element (at
     least an activation's) have no other state, and every rank holds them whole but under ZeRO-3.
     Of them `packed` elements are held in fewer bits.
     """
     sharded = sharded_states(layout.zero)
     per_parameter = state_bytes_per_parameter(workload)
+    offloaded: tuple[Component, ...] = _OFFLOADED
+    if moves_units(layout) and trained == 1:
+        per_parameter = _unit_bytes_per_parameter(workload, layout.zero)
+        offloaded = _UNIT_OFFLOADED
     sizes = {
         component: nbytes * (elements.own if component in sharded else elements.whole)
         for component, nbytes in per_parameter.items()
@@ -279,7 +302,7 @@ def state_bytes(
     if Offload.OPTIMIZER not in layout.offload:
         return sizes
     on_host = {
-        component: trained * elements.hosted * per_parameter[component] for component in _OFFLOADED
+        component: trained * elements.hosted * per_parameter[component] for component in offloaded
     }
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
         on_host[Component.MOMENTS] -= elements.hosted_matrices * saved_bytes

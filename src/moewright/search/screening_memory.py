@@ -21,6 +21,7 @@ from moewright.cost.buffers import (
     resident_bytes,
 )
 from moewright.cost.constants import Constants
+from moewright.cost.model_states import StateElements
 from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
 from moewright.cost.replicas import replica_rows
 from moewright.cost.stage_parts import Array, StageParts
@@ -302,7 +303,7 @@ class ScreeningMemory:
         elements = self.elements(cut, policy.zero, batch)
         own, matrices = elements.own[ranks], elements.own_matrices[ranks]
         hosted = model_states.hosted_elements(layout, own)
-        state_elements = model_states.StateElements(
+        state_elements = StateElements(
             whole=elements.numel[ranks].sum(axis=1),
             own=own,
             matrices=matrices,
@@ -315,18 +316,19 @@ class ScreeningMemory:
         if holds_packed(workload):
             is_sharded = Component.WEIGHTS in model_states.sharded_states(policy.zero)
             packed = (elements.own_linear if is_sharded else elements.linear)[ranks]
-        sizes = model_states.state_bytes(
-            workload,
-            layout,
-            state_elements,
-            trained=sym.trained_share,
-            frozen_nbytes=self._constants["frozen_weight_bytes"],
-            packed=packed,
-        )
-        total = sum(
-            (nbytes for component, nbytes in sizes.items() if component is not Component.HOST),
-            start=scales[Component.MOMENTS],
-        )
+        total: Array = scales[Component.MOMENTS]
+        for of_layout, counted in self._split_flat(layout, batch, ranks, state_elements):
+            sizes = model_states.state_bytes(
+                workload,
+                of_layout,
+                counted,
+                trained=sym.trained_share,
+                frozen_nbytes=self._constants["frozen_weight_bytes"],
+                packed=packed,
+            )
+            total = total + sum(
+                nbytes for component, nbytes in sizes.items() if component is not Component.HOST
+            )
         frozen = self._frozen_numel(cut, batch)
         if frozen is not None:
             total += activation_nbytes(workload) * frozen[ranks]
@@ -344,6 +346,45 @@ class ScreeningMemory:
         if layout.spare:
             total += self._replica_bytes(sym, batch)[ranks]
         return total
+
+    def _split_flat(
+        self, layout: Layout, batch: PipelineBatch, ranks: Array, elements: StateElements
+    ) -> list[tuple[Layout, StateElements]]:
+        """Return elements with the layout that says where they lie.
+
+        Where units of fully_shard are offloaded, what one rank alone holds lies in flat buffers.
+        `elements` are those of `ranks`, rows of the batch.
+        """
+        if not model_states.moves_units(layout):
+            return [(layout, elements)]
+        numel = self.elements(layout, layout.zero, batch).numel[ranks]
+        is_flat = np.array(
+            [
+                [
+                    not fsdp.is_fsdp_sharded(replace(layout, pp=pp), group)
+                    for group in shards.GRADIENT_GROUPS
+                ]
+                for pp in batch.degrees
+            ]
+        )[batch.degree[batch.pipeline_of_rank[ranks]]]
+        flat_share = (numel * is_flat).sum(axis=1) / elements.own
+        parts = (
+            (fsdp.flat_buffer_layout(layout), flat_share, (numel * is_flat).sum(axis=1)),
+            (layout, 1 - flat_share, (numel * ~is_flat).sum(axis=1)),
+        )
+        return [
+            (
+                of_layout,
+                StateElements(
+                    whole=whole,
+                    own=elements.own * share,
+                    matrices=elements.matrices * share,
+                    hosted=elements.hosted * share,
+                    hosted_matrices=elements.hosted_matrices * share,
+                ),
+            )
+            for of_layout, share, whole in parts
+        ]
 
     def _buffer_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return the bytes of placeholders, workspaces and gathers [ranks]."""
