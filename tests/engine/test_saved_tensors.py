@@ -93,7 +93,7 @@ def test_an_offloaded_tensor_leaves_and_comes_back_once_for_all() -> None:
             out = (y * y[:, :1]).sum() + (y[2:].T @ y[2:]).sum()
         original = y.detach().clone()
         weak_storage = y.untyped_storage()._weak_ref()
-        with manager.offload_saved(dims=2, enabled=True):
+        with manager.offload_saved(dims=2, staying=(), enabled=True):
             z = out * x.sigmoid()
             weak_sum = z.untyped_storage()._weak_ref()
             z = z.tanh()

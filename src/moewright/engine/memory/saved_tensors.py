@@ -17,7 +17,7 @@ nothing, but what a rank's device would hold is still counted and tested.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,6 +52,7 @@ class _Tracking:
     count: Callable[[torch.Tensor], None] | None = None
     replacements: dict[int, _Replacement] = field(default_factory=dict)
     offloaded_dims: int = 0
+    staying: frozenset[int] = frozenset()
     offloaded: list[torch.Tensor] = field(default_factory=list)
     key: tuple[int, int] = (0, 0)
 
@@ -72,8 +73,9 @@ class SavedTensorManager:
         self._key = (0, 0)  # of the forward that runs
         # The offloaded tensors of the last layer of every forward in flight that has any.
         self._last_layers: dict[tuple[int, int], _OffloadedLayer] = {}
-        # Every saved tensor with this number of dims is offloaded; 0: none.
+        # Every saved tensor with this number of dims is offloaded (0: none), but for some storages.
         self._offloaded_dims = 0
+        self._staying: frozenset[int] = frozenset()
         self._offloaded: list[torch.Tensor] = []
         # What makes a tensor that was made of packed weights, by its storage, while it lives.
         self._unpacked: dict[int, Callable[[], torch.Tensor]] = {}
@@ -115,6 +117,7 @@ class SavedTensorManager:
             count=self._count,
             replacements=self._replacements,
             offloaded_dims=self._offloaded_dims,
+            staying=self._staying,
             offloaded=self._offloaded,
             key=self._key,
         )
@@ -122,6 +125,7 @@ class SavedTensorManager:
         self._count = new.count
         self._replacements = new.replacements
         self._offloaded_dims = new.offloaded_dims
+        self._staying = new.staying
         self._offloaded = new.offloaded
         self._key = new.key
         return left
@@ -218,20 +222,25 @@ class SavedTensorManager:
             del self._replacements[key]
 
     @contextmanager
-    def offload_saved(self, *, dims: int, enabled: bool) -> Iterator[None]:
+    def offload_saved(
+        self, *, dims: int, staying: Sequence[torch.Tensor], enabled: bool
+    ) -> Iterator[None]:
         """Keep every tensor with `dims` dims on the host that operations inside the block save.
 
-        That includes tensors that no `offload` names. Unless `enabled`, nothing changes.
+        That includes tensors that no `offload` names, but not those that are `staying`. Unless
+        `enabled`, nothing changes.
         """
         if not self._is_active(enabled):
             yield
             return
         before = set(self._replacements)
         self._offloaded_dims = dims
+        self._staying = frozenset(map(storage_id, staying))
         try:
             yield
         finally:
             self._offloaded_dims = 0
+            self._staying = frozenset()
             self._offloaded.clear()
             self._replacements = {
                 key: replacement for key, replacement in self._replacements.items() if key in before
@@ -260,7 +269,7 @@ class SavedTensorManager:
                 offset=tensor.storage_offset(),
             )
         is_offloaded = self._offloaded_dims and tensor.dim() == self._offloaded_dims
-        if is_offloaded and key not in self._replacements:
+        if is_offloaded and key not in self._staying and key not in self._replacements:
             self._replacements[key] = self._new_offloaded(tensor)
             self._offloaded.append(tensor)  # alive as long as its id is looked up
         replacement = self._replacements.get(key)

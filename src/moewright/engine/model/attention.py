@@ -194,7 +194,10 @@ def attend_and_project(
     offloads_output = runtime.offloads(Offload.ATTN_PROJ)
     with (
         manager.offload(*inputs, enabled=runtime.offloads(Offload.CORE_ATTN)),
-        manager.offload_saved(dims=4, enabled=offloads_output),  # attention keeps its output too
+        # Attention keeps its output too; a gate lies beside queries that stay.
+        manager.offload_saved(
+            dims=4, staying=() if gate is None else (gate,), enabled=offloads_output
+        ),
     ):
         if runtime.recomputes(Recompute.CORE_ATTN):
             (out,) = run_checkpointed(runtime.counters, core, *inputs)
