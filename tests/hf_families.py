@@ -26,6 +26,8 @@ FAMILIES = (
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "glm4_moe",
     "dots1",
     "solar_open",
@@ -125,7 +127,7 @@ def _model(family: str, **more: Any) -> nn.Module:
             **shape, intermediate_size=16, num_experts=8, num_experts_per_tok=2, pad_token_id=None
         )
         return transformers.OlmoeForCausalLM(config).float()
-    if family.startswith("deepseek"):
+    if family.startswith("deepseek") or family == "glm_moe_dsa":
         latent: dict[str, Any] = {
             **shape,
             "num_key_value_heads": 4,
@@ -148,6 +150,13 @@ def _model(family: str, **more: Any) -> nn.Module:
                 **latent, q_lora_rank=None, topk_method="group_limited_greedy"
             )
             return transformers.DeepseekV2ForCausalLM(config).float()
+        # Enough heads that no key scores exactly zero in all of them, as another may.
+        indexer = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 5, "q_lora_rank": 24}
+        if family == "glm_moe_dsa":
+            # The second layer attends to what the first has chosen.
+            latent |= {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+            config = transformers.GlmMoeDsaConfig(**latent, **indexer)
+            return transformers.GlmMoeDsaForCausalLM(config).float()
         yarn = {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -158,6 +167,9 @@ def _model(family: str, **more: Any) -> nn.Module:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         }
+        if family == "deepseek_v32":
+            config = transformers.DeepseekV32Config(**latent, **indexer, rope_parameters=yarn)
+            return transformers.DeepseekV32ForCausalLM(config).float()
         config = transformers.DeepseekV3Config(**latent, q_lora_rank=24, rope_parameters=yarn)
         return transformers.DeepseekV3ForCausalLM(config).float()
     if family in ("glm4_moe", "dots1", "solar_open"):

@@ -28,6 +28,7 @@ from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
 from moewright.engine.checkpoint import LocalShard
 from moewright.engine.comm import collectives
+from moewright.engine.kernels import sparse_attention
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused import reference as reference_kernels
 from moewright.engine.model import router
@@ -88,7 +89,7 @@ WORKLOAD = Workload(
     # A large eps: Adam divides near-zero gradients by themselves, which would show rounding as a
     # difference.
     optimizer=OptimizerSpec(clip_norm=0.0, weight_decay=0.1, eps=1e-6, bucket_elements=4000),
-    loss=LossSpec(aux_coeff=0.02, seq_aux_coeff=0.01, z_coeff=0.001),
+    loss=LossSpec(aux_coeff=0.02, seq_aux_coeff=0.01, z_coeff=0.001, indexer_coeff=0.5),
 )
 
 
@@ -429,6 +430,18 @@ def _record_margins() -> list[float]:
         return chosen
 
     reference_kernels.choose_experts = choose_and_record
+    choose_keys = sparse_attention.choose_best
+
+    def choose_best_and_record(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+        is_open = ~scores.isinf()
+        rows = scores[is_open.sum(1) > top_k]
+        if len(rows):
+            # Rounding is as large as scores are, which have no scale of their own.
+            scale = rows.masked_fill(rows.isinf(), 0).abs().amax()
+            margins.append(_score_gap(rows / scale, top_k))
+        return choose_keys(scores, top_k)
+
+    sparse_attention.choose_best = choose_best_and_record
     return margins
 
 

@@ -35,6 +35,7 @@ from moewright.spec.model import (
     Activation,
     AttentionKind,
     AttentionSpec,
+    IndexerSpec,
     MixerKind,
     ModelSpec,
     MoeSpec,
@@ -174,6 +175,16 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             vocab_size=101,
             mtp_layers=1,
         ),
+        # An indexer chooses the keys of latent attention; one more token is predicted ahead.
+        "sparse": replace(
+            MODEL,
+            layers=4,
+            moe_layers=(False, True, True, True),
+            attention=replace(LATENT, indexer=IndexerSpec(heads=16, head_dim=12, top_k=5)),
+            vocab_size=101,
+            mtp_layers=1,
+            moe=replace(_moe(8, 2, shared_ffn_size=24), router=_GROUPED),
+        ),
         # Gated delta nets around gated attention, and one more token predicted ahead. A larger
         # epsilon, for a first token reads what it wrote under a key nearly across its query.
         "delta": replace(
@@ -236,7 +247,9 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
 )
 
 # These shapes are like the others apart from their corners, and are not drawn.
-DRAWN_SHAPES = tuple(name for name in SHAPES if name not in ("latent", "biased", "delta", "hybrid"))
+DRAWN_SHAPES = tuple(
+    name for name in SHAPES if name not in ("latent", "biased", "delta", "hybrid", "sparse")
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -429,6 +442,30 @@ CORNERS = (
         4,
         "cp4,ep2,cp_comm=allgather,mbs2,recompute=full",
         DocumentMasking.BOUNDED,
+    ),
+    _corner("keys chosen on the ranks of their queries", "sparse", 4, "tp4,ep2,etp2,mbs2"),
+    _corner(
+        "keys chosen inside documents, replayed in part",
+        "sparse",
+        2,
+        "ep2,mbs4,recompute=core_attn+mla_up_proj+layernorm",
+        DocumentMasking.RESTARTED,
+    ),
+    _corner(
+        "keys chosen in stages, weight gradients later",
+        "sparse",
+        4,
+        "pp2,tp2,ep2,schedule=zb-h1,mbs2",
+        DocumentMasking.BOUNDED,
+    ),
+    _corner("keys chosen by weights in shards", "sparse", 2, "ep2,zero3,mbs2,recompute=full"),
+    _corner("keys chosen again, TP ranks", "sparse", 2, "tp2,ep2,mbs4,recompute=full"),
+    _corner("keys chosen by two passes", "sparse", 2, "ep2,mbs1,overlap=ep+wgrad"),
+    _corner(
+        "choices beside offloaded activations",
+        "sparse",
+        2,
+        "pp2,zero0,mbs2,offload=attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm",
     ),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
     _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),

@@ -10,6 +10,7 @@ import pytest
 
 from moewright.intake import hf
 from moewright.rules import engine_features, parameters
+from moewright.spec.errors import BadInput
 from moewright.spec.model import MixerKind
 
 torch = pytest.importorskip("torch")
@@ -353,13 +354,21 @@ def refused_features(name: str) -> Iterator[str]:
         ("GraniteMoe", "multipliers.attention"),
         ("KimiLinear", "mixers"),
         ("Jamba", "mixers"),
-        ("DeepseekV32", "attention.indexer.top_k"),
+        ("DeepseekV4", "attention.indexer.top_k"),
         ("DeepseekV4", "residual_streams"),
         ("Olmo3", "norm_placement"),
     ],
 )
 def test_the_engine_refuses_by_name_what_it_does_not_compute(name: str, field: str) -> None:
     assert field in set(refused_features(name))
+
+
+def test_the_first_layer_of_glm_5_chooses_for_itself() -> None:
+    config, _ = build("GlmMoeDsa")
+    fields = json.loads(config.to_json_string())
+    fields["indexer_types"] = ["shared", "full", "full", "full"]
+    with pytest.raises(BadInput, match=r"indexer_types=.*: must begin with full"):
+        hf.parse_config(fields, where="c", name="m")
 
 
 def test_layers_of_a_hybrid_are_read_in_their_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from moewright.codec import parse_layout
 from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import MixerKind, ModelSpec
 from moewright.spec.workload import DataSpec, Dtype
 from tiny_jobs import MODEL, build_workload
 
@@ -145,3 +146,20 @@ def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
         f"needs the package {package} "
         in refusals(f"ep4,dispatcher={kind}", precision=Dtype.BF16)[0]
     )
+
+
+def test_what_indexers_do_not_go_with() -> None:
+    """Keys of whole sequences are scored, and no choice goes from stage to stage."""
+    attention, shared = MixerKind.ATTENTION, MixerKind.SHARED_INDEX
+    model = replace(SHAPES["sparse"], mtp_layers=0, mixers=(attention, shared, attention, shared))
+    work = build_workload(DataSpec())
+    for layout, refusal in (
+        ("tp2,pp2", ""),
+        ("cp2", "layout.cp=2: the engine has an indexer score the keys of whole sequences"),
+        ("pp4", "layout.pp=4: would part layer 1 from layer 0, whose choice of keys it takes"),
+        ("pp2,layout='Ettt|tL'", "layout.pp=2: would part layer 3 from layer 2"),
+    ):
+        chosen = parse_layout(layout, world_size=8)
+        reasons = unsupported_layout(chosen, model=model, workload=work)
+        assert len(reasons) == bool(refusal)
+        assert all(str(reason).startswith(refusal) for reason in reasons)

@@ -23,6 +23,7 @@ from moewright.spec.ledger import Component, Ledger, Module, Selection
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,
+    MixerKind,
     ModelSpec,
     NormKind,
     QkNorm,
@@ -46,6 +47,7 @@ from moewright.spec.workload import (
 from selection import thorough
 
 pytestmark = pytest.mark.spawn
+SPARSE = SHAPES["sparse"].attention
 EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
 
 
@@ -261,6 +263,34 @@ def test_ledgers_of_latent_attention_are_equal(
 
 @pytest.mark.turns
 @pytest.mark.parametrize(
+    ("world_size", "layout", "coefficient"),
+    [
+        (2, "tp2,ep2,mbs2,recompute=core_attn", 1.0),
+        (1, f"mbs2,offload={EVERY_OFFLOAD}", 0.0),
+        thorough(2, "tp2,ep2,mbs2,recompute=full", 1.0),
+        thorough(2, "ep2,zero3,recompute=uniform2", 1.0),
+        thorough(2, "pp2,layout='Et|ttL',recompute=full,schedule=zb-h1", 0.0),
+    ],
+)
+def test_ledgers_of_chosen_keys_are_equal(
+    world_size: int, layout: str, coefficient: float, data: DataSpec, tmp_path: Path
+) -> None:
+    """Two layers of three choose; the last one takes what the one before it has chosen."""
+    mixers = (MixerKind.ATTENTION, MixerKind.ATTENTION, MixerKind.SHARED_INDEX)
+    model = replace(tiny_jobs.MODEL, attention=SPARSE, mixers=mixers)
+    workload = tiny_jobs.build_workload(
+        data,
+        steps=2,
+        precision=Dtype.BF16,
+        loss=LossSpec(aux_coeff=0.01, indexer_coeff=coefficient),
+    )
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model), tmp_path
+    )
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
     ("world_size", "layout"),
     [
         (1, "mbs2,recompute=uniform2"),
@@ -377,6 +407,8 @@ ADAPTERS_EVERYWHERE = replace(ADAPTERS, lora_experts=True, lora_router=True)
         thorough("ep2,recompute=core_attn", ADAPTERS, None),
         thorough("tp2,ep2,recompute=full", ADAPTERS_EVERYWHERE, LATENT),
         thorough("etp2,zero0,recompute=mla_up_proj+shared_experts", ADAPTERS, LATENT),
+        thorough("tp2,ep2,recompute=core_attn", ADAPTERS, SPARSE),
+        thorough("tp2,ep2,mbs2", FROZEN_ATTENTION, SPARSE),
         thorough("pp2,schedule=zb-h1,layout='Et|ttL'", ADAPTERS_EVERYWHERE, None),
         thorough("pp2,schedule=zb-h1,layout='Et|ttL'", ADAPTERS, LATENT),
         thorough("cp2,ep2,cp_comm=a2a,recompute=moe+mlp", ADAPTERS_EVERYWHERE, None),

@@ -78,6 +78,8 @@ def reference_gradient(gradients: dict[str, torch.Tensor], name: str) -> torch.T
             name = name.replace(stored, own)
     if name in gradients:
         return gradients[name]
+    if ".indexer." in name:  # what an indexer chooses has no gradient
+        return torch.zeros(())
     name = name.replace("block_sparse_moe", "mlp")
     others = (
         name.replace("mlp.gate.", "mlp.router."),  # Phi's
@@ -221,6 +223,10 @@ LAYOUTS = [
     ("deepseek_v2", 4, "tp2,cp2,cp_comm=allgather"),
     thorough("qwen3_moe", 4, "cp2,ep4,mbs2,cp_comm=a2a"),
     thorough("deepseek_v3", 4, "cp4,ep2,cp_comm=a2a+p2p"),
+    ("deepseek_v32", 2, "tp2,ep2,mbs2"),
+    thorough("deepseek_v32", 4, "pp2,ep2,zero0,recompute=core_attn"),
+    thorough("glm_moe_dsa", 2, "pp2,layout='Ett|tL'"),
+    thorough("glm_moe_dsa", 4, "ep4,zero3,recompute=full"),
     thorough("qwen2_moe", 4, "tp2,cp2,ep4"),
     ("qwen2_moe", 4, "tp4,pp1,ep2,etp2"),  # more ranks than key heads
     thorough("gpt_oss", 4, "tp2,ep2,mbs2"),

@@ -14,7 +14,7 @@ from moewright.cost.paired_memory import paired_saved_rows
 from moewright.cost.replicas import replica_rows
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
 from moewright.rules import flops, fsdp, grid, schedule
-from moewright.rules.adapters import MLA_UP_LINEARS, adapted_linears
+from moewright.rules.adapters import MLA_UP_LINEARS, adapted_linears, trains_indexer
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
@@ -137,6 +137,7 @@ def _rank_share(
         attended_windowed=rows.windowed_pairs,
         mtp_rows=rows.count_rows(mtp_layers),
         fine_tuning=workload.fine_tuning,
+        trains_indexer=trains_indexer(workload),
     )
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moewright.cost.collective_calls import FP32_BYTES, CallSum, repeats_forward
+from moewright.cost.collective_calls import (
+    FP32_BYTES,
+    INT32_BYTES,
+    CallSum,
+    repeats_forward,
+)
 from moewright.cost.routed_rows import is_moe_layer
 from moewright.rules.adapters import (
     MLA_UP_LINEARS,
     AdaptedLinear,
     adapted_linears,
+    trains_indexer,
     trains_module,
 )
 from moewright.rules.context_parallel import cp_factors
@@ -93,12 +99,39 @@ def tensor_parallel_calls(
     yield Collective.ALL_GATHER, "tp", gathered_bytes, micro_batches * len(gathered)
     scattered_bytes = micro_batches * sum(scattered) * c * T
     yield Collective.REDUCE_SCATTER, "tp", scattered_bytes, micro_batches * len(scattered)
+    yield from _indexer_calls(job, chunks, micro_batches)
     exchanges = micro_batches * mtp_exchanges
     exchanged_bytes = exchanges * c * T * model.hidden_size // layout.tp
     yield Collective.ALL_TO_ALL, "tp", exchanged_bytes, exchanges
     number_bytes = FP32_BYTES * T * (work.norm_sums + 3 * work.losses)
     number_calls = work.norm_sums + 2 * work.losses
     yield Collective.ALL_REDUCE, "tp", micro_batches * number_bytes, micro_batches * number_calls
+
+
+def _indexer_calls(job: Job, chunks: Sequence[Chunk], micro_batches: int) -> Iterator[CallSum]:
+    """Yield the gathers of the keys that indexers score, and of what each rank's tokens chose.
+
+    Without sequence parallelism every rank chooses for all tokens. To train, they sum what heads
+    read of the chosen keys, and under sequence parallelism the gradients of the keys.
+    """
+    spec, layout = job.model.attention.indexer, job.layout
+    if spec is None:
+        return
+    layers = [layer for chunk in chunks for layer in chunk_layers(job.model, chunk)]
+    indexers = [layer for layer in layers if job.model.mixer(layer) is MixerKind.ATTENTION]
+    passes = micro_batches * len(indexers)
+    key_bytes = activation_nbytes(job.workload) * spec.head_dim
+    choice_bytes = INT32_BYTES * min(spec.top_k, job.workload.seq_len)
+    trained_passes = passes * trains_indexer(job.workload)
+    summed_bytes = trained_passes * choice_bytes * job.tp_group_tokens  # fp32 beside int32
+    if not layout.sp:
+        yield Collective.ALL_REDUCE, "tp", summed_bytes, trained_passes
+        return
+    summed_bytes += trained_passes * key_bytes * job.tp_group_tokens
+    yield Collective.REDUCE_SCATTER, "tp", summed_bytes, 2 * trained_passes
+    passes *= 1 + repeats_forward(layout)
+    gathered_bytes = (key_bytes + choice_bytes) * job.tp_group_tokens // layout.tp
+    yield Collective.ALL_GATHER, "tp", passes * gathered_bytes, 2 * passes
 
 
 def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:

@@ -318,11 +318,12 @@ def _read_mla(fields: FieldReader, family: str, layers: int, max_position: int) 
 def _read_indexer(fields: FieldReader, family: str) -> IndexerSpec | None:
     if family not in ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"):
         return None
-    fields.ignore("indexer_rope_interleave")
+    is_glm = family == "glm_moe_dsa"
     return IndexerSpec(
         heads=fields.integer("index_n_heads", low=1, high=MAX_HEADS),
         head_dim=fields.integer("index_head_dim", low=1, high=MAX_HEAD_DIM),
         top_k=fields.integer("index_topk", low=1, high=MAX_POSITION),
+        interleaved=fields.boolean("indexer_rope_interleave", default=is_glm),
     )
 
 

@@ -279,6 +279,9 @@ def _read_indexer_types(fields: FieldReader) -> tuple[MixerKind, ...]:
     default = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)]
     kinds = read_kinds(fields, "indexer_types", layers, ("full", "shared")) or default
     read_kinds(fields, "layer_types", layers, ("indexed_attention",))
+    if kinds[0] == "shared":
+        rule = "must begin with full: a shared layer takes the choice of one before it"
+        raise fields.refusal("indexer_types", rule, "full")
     if "shared" not in kinds:
         return ()
     shared = MixerKind.SHARED_INDEX

@@ -30,6 +30,8 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "deepseek_v2": "DeepseekV2ForCausalLM",
         "deepseek_v3": "DeepseekV3ForCausalLM",
         "kimi_k2": "DeepseekV3ForCausalLM",
+        "deepseek_v32": "DeepseekV32ForCausalLM",
+        "glm_moe_dsa": "GlmMoeDsaForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
         "dots1": "Dots1ForCausalLM",
         "solar_open": "SolarOpenForCausalLM",
@@ -178,7 +180,7 @@ def _delta_net_fields(model: ModelSpec, spec: RecurrentSpec) -> dict[str, Any]:
 
 def _mla_fields(model: ModelSpec) -> dict[str, Any]:
     attention = model.attention
-    return {
+    config: dict[str, Any] = {
         "q_lora_rank": attention.q_lora_rank or None,
         "kv_lora_rank": attention.kv_lora_rank,
         "qk_nope_head_dim": attention.qk_nope_head_dim,
@@ -188,6 +190,20 @@ def _mla_fields(model: ModelSpec) -> dict[str, Any]:
         "rope_interleave": attention.rope.interleaved,
         "num_nextn_predict_layers": model.mtp_layers,
     }
+    if attention.indexer is None:
+        return config
+    del config["rope_interleave"]  # these families have no other way
+    config |= {
+        "index_n_heads": attention.indexer.heads,
+        "index_head_dim": attention.indexer.head_dim,
+        "index_topk": attention.indexer.top_k,
+        "indexer_rope_interleave": attention.indexer.interleaved,
+    }
+    if model.family == "glm_moe_dsa":
+        mixers = [model.mixer(layer) for layer in range(model.layers)]
+        kinds = ("full", "shared")
+        config["indexer_types"] = [kinds[mixer is MixerKind.SHARED_INDEX] for mixer in mixers]
+    return config
 
 
 def _moe_fields(model: ModelSpec, moe: MoeSpec) -> dict[str, Any]:

@@ -218,6 +218,7 @@ def _loss_ranges(loss: LossSpec) -> Iterator[_Range]:
     yield "train.global_aux_coeff", loss.global_aux_coeff, 0, 1e3
     yield "train.z_coeff", loss.z_coeff, 0, 1e3
     yield "train.mtp_coeff", loss.mtp_coeff, 0, 1e3
+    yield "train.indexer_coeff", loss.indexer_coeff, 0, 1e3
 
 
 def _router_ranges(router: RouterTraining) -> Iterator[_Range]:

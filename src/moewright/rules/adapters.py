@@ -70,6 +70,11 @@ def trains_module(fine_tuning: FineTuningSpec, module: Module) -> bool:
     return fine_tuning.task is not Task.LORA and _MODULE_PARTS.get(module) not in fine_tuning.freeze
 
 
+def trains_indexer(workload: Workload) -> bool:
+    """Return whether the indexers of sparse attention train, where the model has any."""
+    return workload.loss.indexer_coeff > 0 and trains_module(workload.fine_tuning, Module.ATTENTION)
+
+
 def frozen_part(name: str) -> FrozenPart | None:
     """Return the part that a parameter belongs to; norms between blocks belong to none."""
     if name.startswith(_TABLES) and not name.startswith("head.streams"):
@@ -83,9 +88,14 @@ def is_adapter(name: str) -> bool:
     return name.endswith(tuple(f".{part}.weight" for part in ADAPTER_PARTS))
 
 
-def has_adapter(module: Module, shape: tuple[int, ...], fine_tuning: FineTuningSpec) -> bool:
-    """Return whether a weight of a module has an adapter: a linear wider than the rank."""
-    if fine_tuning.task is not Task.LORA:
+def has_adapter(
+    name: str, module: Module, shape: tuple[int, ...], fine_tuning: FineTuningSpec
+) -> bool:
+    """Return whether a weight of a module has an adapter: a linear wider than the rank.
+
+    Indexers have none: the loss of a model's tokens has no gradient for what they choose.
+    """
+    if fine_tuning.task is not Task.LORA or ".indexer." in name:
         return False
     targets = _TARGETS
     if fine_tuning.lora_experts:
@@ -113,7 +123,7 @@ def adapter_parameters(model: ModelSpec, fine_tuning: FineTuningSpec) -> tuple[P
 
 def _all_adapters(model: ModelSpec, fine_tuning: FineTuningSpec) -> Iterator[Param]:
     for param in parameters(model):
-        if not has_adapter(param.module, param.shape, fine_tuning):
+        if not has_adapter(param.name, param.module, param.shape, fine_tuning):
             continue
         matrices = adapter_shapes(param.shape, param.sharded_dims, fine_tuning.lora_rank)
         for part, (shape, sharded_dims) in zip(ADAPTER_PARTS, matrices, strict=True):
@@ -154,7 +164,7 @@ def adapted_linears(
     return tuple(
         _adapted_linear(param)
         for param in parameters_by_layer(model).get(layer, ())
-        if has_adapter(param.module, param.shape, fine_tuning)
+        if has_adapter(param.name, param.module, param.shape, fine_tuning)
     )
 
 

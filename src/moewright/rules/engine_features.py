@@ -22,7 +22,12 @@ from moewright.spec.model import (
 Feature = tuple[str, object, bool, str]
 
 _RECURRENCES = (RecurrentKind.GATED_DELTA, RecurrentKind.MAMBA2)
-_MIXERS = (MixerKind.ATTENTION, MixerKind.LOCAL_ATTENTION, MixerKind.NONE)
+_MIXERS = (
+    MixerKind.ATTENTION,
+    MixerKind.LOCAL_ATTENTION,
+    MixerKind.SHARED_INDEX,
+    MixerKind.NONE,
+)
 _ROPE_SCALINGS = ("default", "linear", "yarn", "llama3", "longrope")
 
 
@@ -79,8 +84,10 @@ def _attention_features(spec: AttentionSpec) -> Iterator[Feature]:
     yield "attention.rope.scaling", scaling, scaling not in _ROPE_SCALINGS, "default"
     is_gated = spec.output_gate and spec.kind is not AttentionKind.GQA
     yield "attention.output_gate", True, is_gated, "false"
+    # An indexer's queries come from those of latent attention, before they are expanded.
     top_k = spec.indexer.top_k if spec.indexer else 0
-    yield "attention.indexer.top_k", top_k, top_k > 0, "none"
+    has_latent = is_mla and spec.q_lora_rank > 0
+    yield "attention.indexer.top_k", top_k, top_k > 0 and not has_latent, "none"
 
 
 def _expert_features(spec: MoeSpec) -> Iterator[Feature]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import islice
 from types import MappingProxyType
 
 from moewright.rules.adapters import is_frozen, trains_all, trains_module
@@ -19,6 +20,7 @@ from moewright.rules.packed_base import cuts_blocks, is_packed
 from moewright.rules.parameters import parameters
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
+from moewright.rules.shared_choices import parted_choices
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap, Schedule
 from moewright.spec.ledger import Module
@@ -83,6 +85,7 @@ def unsupported_layout(
         *_check_frozen(layout, workload),
         *_check_packed(layout, model, workload),
         *_check_recurrence(layout, model, workload),
+        *_check_indexer(layout, model),
         *check_graphs(Job(model=model, workload=workload, layout=layout)),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
@@ -246,6 +249,18 @@ def _check_recurrence(layout: Layout, model: ModelSpec, workload: Workload) -> I
         )
         nearest = nearest_legal(layout.cp, divisors(max(1, groups)))
         yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest=nearest)
+
+
+def _check_indexer(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
+    """Yield what layers that choose the keys of their attention do not go with."""
+    if model.attention.indexer is None:
+        return
+    if layout.cp > 1:
+        rule = "the engine has an indexer score the keys of whole sequences"
+        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
+    for layer, source in islice(parted_choices(model, layout), 1):
+        rule = f"would part layer {layer} from layer {source}, whose choice of keys it takes"
+        yield Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1")
 
 
 def _check_shard_sizes(job: Job) -> Iterator[Reason]:

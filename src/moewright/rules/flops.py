@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 
 from moewright.rules.adapters import AdaptedLinear, adapted_linears, trains_module
 from moewright.rules.context_parallel import cp_factors
-from moewright.rules.mixer_flops import attention_flops, mixer_macs, scan_flops
+from moewright.rules.mixer_flops import (
+    attention_flops,
+    indexer_macs,
+    mixer_macs,
+    scan_flops,
+    scoring_flops,
+)
 from moewright.rules.shards import shard_size
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, FlopRow, Module
@@ -30,7 +36,7 @@ class ForwardFlops:
     """The FLOPs of one part of a forward.
 
     What is in an MTP depth is booked to MTP, except its router. A frozen product has no gradient of
-    its weight.
+    its weight; an indexer that does not train has none of anything.
     """
 
     op: FlopOp
@@ -38,10 +44,13 @@ class ForwardFlops:
     flops: int
     in_mtp: bool = False
     is_frozen: bool = False
+    has_backward: bool = True
 
     @property
     def train_ratio(self) -> int:
         """Forward and backward over forward."""
+        if not self.has_backward:
+            return 1
         return TRAIN_TO_FORWARD_RATIO - self.is_frozen
 
     @property
@@ -75,6 +84,7 @@ class RankShare:
     attended_windowed: int = 0
     mtp_rows: int = 0  # those of `routed_rows` that belong to MTP depths
     fine_tuning: FineTuningSpec = _ALL_TRAINS
+    trains_indexer: bool = True
 
 
 def model_flops_per_token(
@@ -171,12 +181,16 @@ def _base_flops(
     for layer, count in _count_alike(model, share.layers):
         for op, module, flops in _layer_flops(model, layout, share, layer, seq_len=seq_len):
             yield ForwardFlops(op=op, module=module, flops=count * flops)
+        for part in _indexer_flops(model, layout, share, layer, seq_len=seq_len):
+            yield replace(part, flops=count * part.flops)
     projection = 2 * share.tokens * 2 * h * h // tp
     for depth in range(share.mtp):
         yield ForwardFlops(op=FlopOp.GEMM, module=Module.MTP, flops=projection)
         layer = model.layers + 1 + depth
         for op, module, flops in _layer_flops(model, layout, share, layer, seq_len=seq_len):
             yield ForwardFlops(op=op, module=module, flops=flops, in_mtp=True)
+        for part in _indexer_flops(model, layout, share, layer, seq_len=seq_len):
+            yield replace(part, in_mtp=True)
     yield head_flops(model, layout, share)
     if model.moe and share.routed_rows:
         row_flops = 2 * _matrices(model) * model.expert_width * model.moe.ffn_size // layout.etp
@@ -254,6 +268,7 @@ def _layer_flops(
     # Work that TP does not shard runs on the rank's part of the sequence.
     local_tokens = tokens // tp if layout.sp else tokens
     sharded, replicated = mixer_macs(model, layer)
+    replicated -= indexer_macs(model, layer)
     projections = 2 * tokens * sharded // tp + 2 * local_tokens * replicated
     yield FlopOp.GEMM, Module.ATTENTION, projections
     if model.recurrent is not None and model.mixer(layer) is MixerKind.RECURRENT:
@@ -278,6 +293,22 @@ def _layer_flops(
     yield FlopOp.GEMM, Module.SHARED_EXPERTS, shared
 
 
+def _indexer_flops(
+    model: ModelSpec, layout: Layout, share: RankShare, layer: int, *, seq_len: int
+) -> Iterator[ForwardFlops]:
+    """Yield the FLOPs of a layer's indexer of tokens, for the rank's part of the sequence.
+
+    Its scores are a product like others: no recomputation of core attention repeats it.
+    """
+    local_tokens = share.tokens // layout.tp if layout.sp else share.tokens
+    flops = 2 * local_tokens * indexer_macs(model, layer)
+    flops += scoring_flops(model, layer, local_tokens, seq_len)
+    has_backward = share.trains_indexer
+    yield ForwardFlops(
+        op=FlopOp.GEMM, module=Module.ATTENTION, flops=flops, has_backward=has_backward
+    )
+
+
 def _stream_macs(model: ModelSpec, layer: int) -> int:
     """Return the multiply-adds of a token that decide how a layer's residual streams mix."""
     streams = model.residual_streams
@@ -291,6 +322,7 @@ def _attention_core_flops(
     """Return the FLOPs of scores and values of a TP group, where documents may bound attention."""
     spec = model.attention
     core = attention_flops(model, layer, share.tokens, seq_len)
+    core -= scoring_flops(model, layer, share.tokens, seq_len)
     is_sparse = spec.indexer is not None or spec.kind is AttentionKind.COMPRESSED
     if is_sparse or model.mixer(layer) is MixerKind.NONE:
         return core

@@ -180,12 +180,15 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
     is_rotated_norm = attention.qk_norm in (QkNorm.PER_HEAD_ROTATED, QkNorm.UNWEIGHTED)
     scales_input = model.moe is not None and model.moe.router.scales_input
     share = attention.rope.rotary_share
+    is_latent = attention.kind is AttentionKind.MLA
+    top_k = attention.indexer.top_k if attention.indexer and is_latent else 0
     is_squared = model.activation is Activation.RELU_SQUARED
     features: tuple[Feature, ...] = (
         ("activation", model.activation, is_squared, Activation.SILU),
         ("attention.rope.rotary_share", share, share != 1, "1"),
         ("attention.qk_norm", attention.qk_norm, is_rotated_norm, QkNorm.PER_HEAD),
         ("attention.chunked", True, attention.chunked, "false"),
+        ("attention.indexer.top_k", top_k, top_k > 0, "none"),
         ("mixers", MixerKind.LOCAL_ATTENTION, is_local, "attention"),
         ("rope_layers", "some", not all(model.rope_layers), "all"),
         ("multipliers", "other than 1", model.multipliers != MultiplierSpec(), "1"),

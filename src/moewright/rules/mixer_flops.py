@@ -34,9 +34,7 @@ def mixer_macs(model: ModelSpec, layer: int) -> tuple[int, int]:
         sharded, replicated = _grouped_query_macs(spec, h), 0
     else:
         sharded, replicated = _latent_macs(spec, h)
-    if mixer is not MixerKind.SHARED_INDEX:
-        replicated += _indexer_macs(spec, h)
-    return sharded, replicated
+    return sharded, replicated + indexer_macs(model, layer)
 
 
 def _grouped_query_macs(spec: AttentionSpec, h: int) -> int:
@@ -52,11 +50,21 @@ def _latent_macs(spec: AttentionSpec, h: int) -> tuple[int, int]:
     return spec.q_lora_rank * spec.q_width + kv_up + spec.out_width * h, down + h * spec.q_lora_rank
 
 
-def _indexer_macs(spec: AttentionSpec, h: int) -> int:
-    if spec.indexer is None:
+def indexer_macs(model: ModelSpec, layer: int) -> int:
+    """Return the multiply-adds of a token in the projections of a layer's indexer of tokens."""
+    spec, h = model.attention, model.hidden_size
+    if spec.indexer is None or model.mixer(layer) is not MixerKind.ATTENTION:
         return 0
     heads, width = spec.indexer.heads, spec.indexer.head_dim
     return (spec.q_lora_rank or h) * heads * width + h * (width + heads)
+
+
+def scoring_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> int:
+    """Return the forward FLOPs of the scores that a layer's indexer gives all pairs of tokens."""
+    spec = model.attention.indexer
+    if spec is None or model.mixer(layer) is not MixerKind.ATTENTION:
+        return 0
+    return tokens * spec.heads * spec.head_dim * _twice_pairs(seq_len, 0) // seq_len
 
 
 def compressed_macs(spec: AttentionSpec, h: int, mixer: MixerKind) -> tuple[int, int]:
@@ -126,10 +134,8 @@ def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> 
     pair_width = spec.head_dim + spec.v_head_dim
     if spec.kv_lora_rank:
         pair_width = 2 * spec.kv_lora_rank + spec.qk_rope_head_dim
-    flops = spec.heads * pair_width * pairs
-    if mixer is not MixerKind.SHARED_INDEX:
-        flops += spec.indexer.heads * spec.indexer.head_dim * _twice_pairs(seq_len, 0)
-    return tokens * flops // seq_len
+    flops = tokens * spec.heads * pair_width * pairs // seq_len
+    return flops + scoring_flops(model, layer, tokens, seq_len)
 
 
 def attended_pairs(model: ModelSpec, layer: int, seq_len: int) -> int:

@@ -104,11 +104,11 @@ def indexer(
     It is whole on every TP rank: all heads of attention read its choice.
     """
     width = spec.heads * spec.head_dim
-    yield tensor(f"{prefix}index_q.weight", (width, q_lora_rank or h), _MODULE, layer)
-    yield tensor(f"{prefix}index_k.weight", (spec.head_dim, h), _MODULE, layer)
-    yield tensor(f"{prefix}index_k_norm.weight", (spec.head_dim,), _MODULE, layer)
-    yield tensor(f"{prefix}index_k_norm.bias", (spec.head_dim,), _MODULE, layer)
-    yield tensor(f"{prefix}index_heads.weight", (spec.heads, h), _MODULE, layer)
+    yield tensor(f"{prefix}indexer.q.weight", (width, q_lora_rank or h), _MODULE, layer)
+    yield tensor(f"{prefix}indexer.k.weight", (spec.head_dim, h), _MODULE, layer)
+    yield tensor(f"{prefix}indexer.k_norm.weight", (spec.head_dim,), _MODULE, layer)
+    yield tensor(f"{prefix}indexer.k_norm.bias", (spec.head_dim,), _MODULE, layer)
+    yield tensor(f"{prefix}indexer.heads.weight", (spec.heads, h), _MODULE, layer)
 
 
 def compressed_attention(model: ModelSpec, prefix: str, layer: int) -> Iterator[Param]:
@@ -147,7 +147,7 @@ def _block_indexer(spec: AttentionSpec, h: int, prefix: str, layer: int) -> Iter
     if spec.indexer is None:
         raise ValueError(f"layer {layer} chooses blocks but the model has no indexer")
     heads, width = spec.indexer.heads, spec.indexer.head_dim
-    yield from _compressor(width, spec.sparse_rate, 2, h, f"{prefix}index_", layer)
+    yield from _compressor(width, spec.sparse_rate, 2, h, f"{prefix}indexer.", layer)
     q_up = (heads * width, spec.q_lora_rank)
-    yield tensor(f"{prefix}index_q.weight", q_up, _MODULE, layer)
-    yield tensor(f"{prefix}index_heads.weight", (heads, h), _MODULE, layer)
+    yield tensor(f"{prefix}indexer.q.weight", q_up, _MODULE, layer)
+    yield tensor(f"{prefix}indexer.heads.weight", (heads, h), _MODULE, layer)

@@ -96,18 +96,42 @@ def compressed_saved(
     elif mixer is MixerKind.COMPRESSED_SPARSE:
         assert spec.indexer is not None  # what chooses the blocks of such a layer
         yield _row("compressor", 4 * c * t * (spec.head_dim + spec.indexer.head_dim))
-        yield from indexer_saved(spec, symbols)
+        yield from indexer_saved(spec, symbols, is_trained=True, is_fused_stack=True)
 
 
-def indexer_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:
-    """Yield what a scorer saves: its queries and keys, its heads' weights, and the chosen keys."""
+def indexer_saved(
+    spec: AttentionSpec,
+    symbols: MixerSymbols,
+    *,
+    is_trained: bool,
+    is_fused_stack: bool,
+    is_shared: bool = False,
+) -> Iterator[SavedTensor]:
+    """Yield what a scorer saves: its queries and keys, its heads' weights, and the chosen keys.
+
+    Without an objective it saves the choice alone. Our attention takes the choice as an input, for
+    all tokens of the TP group, and so may other layers; core attention of Megatron-LM has the
+    scorer inside.
+    """
     if spec.indexer is None:
         return
-    t, heads, width = symbols.t, spec.indexer.heads, spec.indexer.head_dim
-    yield _row("index_qk", symbols.c * t * (heads * width + width + heads))
-    chosen = min(spec.indexer.top_k, symbols.seq_len)
-    core = Recompute.CORE_ATTN
-    yield saved_tensor(Module.ATTENTION, "index_chosen", _INT32_BYTES * t * chosen, core)
+    T, t, heads, width = symbols.T, symbols.t, spec.indexer.heads, spec.indexer.head_dim
+    chosen_bytes = _INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len)
+    if is_fused_stack:
+        if is_trained:
+            yield _row("index_qk", symbols.c * t * (heads * width + width + heads))
+        core = Recompute.CORE_ATTN
+        yield saved_tensor(Module.ATTENTION, "index_chosen", chosen_bytes * t, core)
+    else:
+        if is_trained:
+            # The keys before their norm are of this rank's tokens; those that it scores are of all.
+            yield _row("index_qk", symbols.c * (t * (heads * width + width) + T * width))
+            yield _row("index_heads", _FP32_BYTES * t * heads)
+            yield _row("index_norm_rstd", 2 * _FP32_BYTES * t)
+            # The slope of the objective by each score.
+            yield _row("index_slopes", chosen_bytes * t)
+        full = not is_shared
+        yield saved_tensor(Module.ATTENTION, "index_chosen", chosen_bytes * T, full=full)
 
 
 def gate_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:

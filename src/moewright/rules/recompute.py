@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moewright.rules import expert_placement, routing
-from moewright.rules.adapters import trains_all
+from moewright.rules.adapters import trains_all, trains_indexer
 from moewright.rules.capacity import routed_rows
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
@@ -32,6 +32,7 @@ from moewright.rules.mixer_saved import (
 )
 from moewright.rules.saved_tensor import SavedTensor, saved_tensor
 from moewright.rules.shards import shard_size
+from moewright.rules.shared_choices import is_choice_shared
 from moewright.rules.trained_saved import adapter_saved, drop_unread
 from moewright.spec.layout import DispatcherKind, Layout, Recompute
 from moewright.spec.ledger import Module
@@ -65,6 +66,7 @@ class _TableSymbols:
     a2a_ranks: int  # ranks that exchange heads for tokens
     seq_len: int
     trainer: TrainerSpec
+    trains_indexer: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +105,7 @@ def saved_tensors(
         a2a_ranks=cp_factors(job.layout)[0],
         seq_len=job.workload.seq_len,
         trainer=job.workload.trainer,
+        trains_indexer=trains_indexer(job.workload),
     )
     is_mtp = layer > job.model.layers
     has_experts = job.model.moe_layers[-1 if is_mtp else layer]
@@ -227,7 +230,13 @@ def _mixer(
         yield from _attention(model, symbols, repeats_exchange=repeats_exchange)
         yield from gate_saved(model.attention, shared)
         if mixer is not MixerKind.SHARED_INDEX:
-            yield from indexer_saved(model.attention, shared)
+            yield from indexer_saved(
+                model.attention,
+                shared,
+                is_trained=symbols.trains_indexer,
+                is_fused_stack=repeats_exchange,
+                is_shared=is_choice_shared(model, layer),
+            )
 
 
 def _attention(

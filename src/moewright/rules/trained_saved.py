@@ -62,7 +62,7 @@ def reading_linears(model: ModelSpec, fine_tuning: FineTuningSpec, layer: int) -
         if len(param.shape) > 1
         and (
             is_trained(fine_tuning, param.name)
-            or has_adapter(param.module, param.shape, fine_tuning)
+            or has_adapter(param.name, param.module, param.shape, fine_tuning)
         )
     )
 

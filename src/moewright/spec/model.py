@@ -125,11 +125,15 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexerSpec:
-    """The light scorer that chooses the keys of sparse attention (DeepSeek-V3.2)."""
+    """The light scorer that chooses the keys of sparse attention (DeepSeek-V3.2).
+
+    The first columns of its heads are rotated, in interleaved pairs where `interleaved` says so.
+    """
 
     heads: int
     head_dim: int
     top_k: int  # keys that a query attends to
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

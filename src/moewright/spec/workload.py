@@ -135,6 +135,9 @@ class LossSpec:
     global_aux_coeff: float = 0.0  # load balance with the counts of the global batch so far
     z_coeff: float = 0.0  # router z-loss (ST-MoE)
     mtp_coeff: float = 0.1  # weight of the mean loss of the MTP depths, where the model has any
+    # Weight of the mean over tokens of the divergence of an indexer's scores from what attention
+    # reads, over the keys that it chose, for each layer that has one (DeepSeek-V3.2).
+    indexer_coeff: float = 1.0
 
 
 class RouterForce(StrEnum):

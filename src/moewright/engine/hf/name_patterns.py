@@ -200,6 +200,11 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "attention.kv_down.weight": _patterns("self_attn.kv_a_proj_with_mqa.weight"),
         "attention.kv_norm.weight": _patterns("self_attn.kv_a_layernorm.weight"),
         "attention.kv_up.weight": _patterns("self_attn.kv_b_proj.weight"),
+        "attention.indexer.q.weight": _patterns("self_attn.indexer.wq_b.weight"),
+        "attention.indexer.k.weight": _patterns("self_attn.indexer.wk.weight"),
+        "attention.indexer.k_norm.weight": _patterns("self_attn.indexer.k_norm.weight"),
+        "attention.indexer.k_norm.bias": _patterns("self_attn.indexer.k_norm.bias"),
+        "attention.indexer.heads.weight": _patterns("self_attn.indexer.weights_proj.weight"),
         "attention.q_norm.weight": (
             *_patterns("self_attn.query_layernorm.weight", families=_HUNYUAN),
             *_patterns("attention.query_layernorm.weight", families=_BAILING),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -57,7 +57,9 @@ class AttentionContext:
     the rotation of each position. `temperatures` [S, 1, 1] or [sequences, S, 1, 1] fp32 scale the
     queries of layers that do not rotate, None where they are 1. `first_sequence` is the number of
     the first sequence over all of training; None in evaluation. `counted` as in MicroBatch.
-    `segments` are the documents that bound attention, None for whole sequences.
+    `segments` are the documents that bound attention, None for whole sequences. `choices` are the
+    keys that the indexers of layers have chosen, by the number of the layer; `objective_weight` is
+    what the objectives of indexers, means over the micro-batch, are multiplied by, 0 for none.
     """
 
     sequences: int
@@ -70,6 +72,16 @@ class AttentionContext:
     counted: CountedTokens | None = None
     temperatures: torch.Tensor | None = None
     segments: Segments | None = None
+    choices: dict[int, torch.Tensor] = field(default_factory=dict)
+    objective_weight: float = 0.0
+
+    def select_tokens(self, tokens: slice) -> AttentionContext:
+        """Return the context of some of the tokens, as one sequence, for rotations."""
+        cos, sin = (
+            x.expand(self.sequences, *x.shape[-2:]).flatten(0, 1)[tokens]
+            for x in (self.cos, self.sin)
+        )
+        return replace(self, sequences=1, cos=cos, sin=sin)
 
     def rotate(self, x_BSHD: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
         """Rotate queries or keys by position: the first columns of a head, where not all rotate.

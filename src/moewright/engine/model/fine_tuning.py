@@ -18,7 +18,7 @@ def apply_fine_tuning(runtime: Runtime, model: torch.nn.Module) -> None:
         weight = parameter.owner
         weight.is_trained = is_trained(fine_tuning, parameter.name)
         placement = weight.placement
-        if not has_adapter(parameter.module, placement.global_shape, fine_tuning):
+        if not has_adapter(parameter.name, parameter.module, placement.global_shape, fine_tuning):
             continue
         first, second = adapter_shapes(
             placement.global_shape, placement.sharding, fine_tuning.lora_rank

@@ -101,5 +101,5 @@ def _build_mixer(runtime: Runtime, layer_number: int) -> nn.Module:
             return Mamba2(runtime)
         return GatedDeltaNet(runtime)
     if runtime.model.attention.kind is AttentionKind.MLA:
-        return LatentAttention(runtime)
+        return LatentAttention(runtime, layer_number)
     return Attention(runtime, layer_number)

@@ -16,13 +16,19 @@ from torch import nn
 
 from moewright.engine.comm.autograd_collectives import GatherSequence
 from moewright.engine.model.adapters import add_column_adapter, add_replicated_adapter
-from moewright.engine.model.attention import AttentionContext, attend_and_project
+from moewright.engine.model.attention import (
+    AttentionContext,
+    CoreAttention,
+    attend_and_project,
+)
 from moewright.engine.model.attention_blocks import BlocksBySource
 from moewright.engine.model.context_parallel import attend, scatter_heads
 from moewright.engine.model.layers import Norm, Weight, hidden_replica_group
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, ReplicatedLinear
 from moewright.engine.model.rope import softmax_factor
+from moewright.engine.model.sparse_attention import Indexer, IndexInputs, SparseAttention
 from moewright.engine.runtime import Runtime
+from moewright.rules.shared_choices import choice_source, is_choice_shared
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 
@@ -39,7 +45,7 @@ class LatentAttention(nn.Module):
 
     ledger_module = Module.ATTENTION
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, layer_number: int) -> None:
         super().__init__()
         spec = runtime.model.attention
         hidden = runtime.model.hidden_size
@@ -59,6 +65,10 @@ class LatentAttention(nn.Module):
         kv_width = spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
         self.kv_up = Weight(runtime, kv_width, spec.kv_lora_rank, sharding=head_rows)
         self.o = Weight(runtime, hidden, spec.out_width, sharding=(("tp", 1),))
+        self._layer_number = layer_number
+        self._choice_source = choice_source(runtime.model, layer_number)
+        if self._choice_source == layer_number:
+            self.indexer = Indexer(runtime)
 
     def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         runtime = self._runtime
@@ -88,7 +98,12 @@ class LatentAttention(nn.Module):
             ):
                 q_BShD = expand_queries(x_tQ)
                 kv_BShDV = expand_kv(x_tC, down_tCR)
-                core = partial(self._attend, context.blocks)
+                core: CoreAttention = partial(self._attend, context.blocks)
+                inputs: IndexInputs | None = None
+                if self._choice_source == self._layer_number:
+                    inputs = self._choose(x_tQ, x_tH, context)
+                if self._choice_source is not None:
+                    core = partial(self._attend_chosen, context.choices[self._choice_source])
                 with (
                     manager.discard_and_recompute(
                         q_BShD, expand_queries, x_tQ, enabled=recomputes_up
@@ -97,7 +112,12 @@ class LatentAttention(nn.Module):
                         kv_BShDV, expand_kv, x_tC, down_tCR, enabled=recomputes_up
                     ),
                 ):
-                    return attend_and_project(runtime, core, (q_BShD, kv_BShDV), self.o)
+                    out = attend_and_project(runtime, core, (q_BShD, kv_BShDV), self.o)
+            if inputs is None:
+                return out
+            k_BShD = kv_BShDV[..., : self._spec.head_dim]
+            scored = q_BShD, k_BShD, context.choices[self._layer_number]
+            return self.indexer.add_objective(out, inputs, scored, context)
 
     def _project_down(self, x_tH: torch.Tensor, down: Weight) -> torch.Tensor:
         runtime = self._runtime
@@ -155,8 +175,32 @@ class LatentAttention(nn.Module):
     def _rotate(self, x_BShR: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         return context.rotate(x_BShR, interleaved=self._spec.rope.interleaved)
 
+    def _choose(
+        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
+    ) -> IndexInputs:
+        """Choose the keys of each query, and return what the choice was made of.
+
+        The choice is kept for backward; where another layer takes it, in a checkpoint too.
+        """
+        chosen_BSK, inputs = self.indexer(x_tQ, x_tH, context)
+        context.choices[self._layer_number] = chosen_BSK
+        runtime = self._runtime
+        if torch.is_grad_enabled() or is_choice_shared(runtime.model, self._layer_number):
+            runtime.saved_tensors.count_saved(chosen_BSK)
+        return inputs
+
     def _attend(
         self, blocks: BlocksBySource, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor
     ) -> tuple[torch.Tensor]:
         k, v = kv_BShDV.split((self._spec.head_dim, self._spec.v_head_dim), -1)
         return (attend(self._runtime, blocks, q_BShD, k, v),)
+
+    def _attend_chosen(
+        self, chosen_BSK: torch.Tensor, q_BShD: torch.Tensor, kv_BShDV: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        spec = self._spec
+        k, v = kv_BShDV.split((spec.head_dim, spec.v_head_dim), -1)
+        # A pair counts as one of latents, which all heads share (docs/formulas.md 13).
+        width = 2 * spec.kv_lora_rank + spec.qk_rope_head_dim
+        counters = self._runtime.counters
+        return (SparseAttention.apply(q_BShD, k, v, chosen_BSK, width, counters),)

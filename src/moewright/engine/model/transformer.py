@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -129,12 +129,13 @@ class Transformer(nn.Module):
         hidden_tH: torch.Tensor | None = None,
         first_sequence: int | None = None,
         needs_logits: bool = False,
+        objective_weight: float = 0.0,
     ) -> ModelOutput:
         """Run one chunk, from the hidden state after the chunk before it.
 
-        The chunk that holds the embedding starts from the ids. `first_sequence` as in
-        AttentionContext; `needs_logits`: return all logits of this rank, also where the layout
-        keeps none.
+        The chunk that holds the embedding starts from the ids. `first_sequence` and
+        `objective_weight` as in AttentionContext; `needs_logits`: return all logits of this rank,
+        also where the layout keeps none.
         """
         held_chunk = self.chunks[chunk]
         x_tH = hidden_tH
@@ -145,6 +146,7 @@ class Transformer(nn.Module):
         context = self._contexts.build(
             len(batch.inputs), batch.segments, first_sequence, batch.counted
         )
+        context = replace(context, objective_weight=objective_weight)
         for layers, recomputes in self._checkpoints(held_chunk.layers):
             x_tH, *router_results = self._run_span(layers, recomputes, context, x_tH)
             results.add(router_results)

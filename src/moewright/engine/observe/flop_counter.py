@@ -23,6 +23,14 @@ from moewright.engine.kernels.delta_rule import (
 )
 from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
+from moewright.engine.kernels.sparse_attention import (
+    CHOOSE_KEYS,
+    SCORE_GRADIENTS,
+    SPARSE_ATTENTION,
+    SPARSE_ATTENTION_BACKWARD,
+    choice_flops,
+    sparse_attention_flops,
+)
 from moewright.engine.kernels.state_space import (
     STATE_SPACE,
     STATE_SPACE_BACKWARD,
@@ -147,6 +155,22 @@ def _state_space_backward_flops(args: OperationArgs, kwargs: OperationKwargs) ->
     return 2 * _state_space_flops(args[1:], kwargs)
 
 
+def _choice_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return choice_flops(args[0], args[4])
+
+
+def _score_gradient_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return 2 * choice_flops(args[1], args[6])
+
+
+def _sparse_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return sparse_attention_flops(args[0], args[3], args[4])
+
+
+def _sparse_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return 2 * sparse_attention_flops(args[1], args[6], args[7])
+
+
 def _stated_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return int(args[1])
 
@@ -181,6 +205,10 @@ class FlopCounter:
         self._rules[CPU_GROUPED_MATMUL] = (FlopOp.GROUPED_GEMM, _grouped_mm_flops)
         self._rules[EXACT_ATTENTION] = (FlopOp.ATTENTION, _attention_forward)
         self._rules[EXACT_ATTENTION_BACKWARD] = (FlopOp.ATTENTION, _attention_backward_on_cpu)
+        self._rules[CHOOSE_KEYS] = (FlopOp.GEMM, _choice_flops)
+        self._rules[SCORE_GRADIENTS] = (FlopOp.GEMM, _score_gradient_flops)
+        self._rules[SPARSE_ATTENTION] = (FlopOp.ATTENTION, _sparse_flops)
+        self._rules[SPARSE_ATTENTION_BACKWARD] = (FlopOp.ATTENTION, _sparse_backward_flops)
         self._rules[CAUSAL_CONV] = (FlopOp.SCAN, _conv_flops)
         self._rules[CAUSAL_CONV_BACKWARD] = (FlopOp.SCAN, _conv_backward_flops)
         self._rules[DELTA_RULE] = (FlopOp.SCAN, _scan_flops)

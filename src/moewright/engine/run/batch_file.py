@@ -28,7 +28,7 @@ def read_batch_workload(batch: Path, *, steps: int, optimizer: OptimizerSpec) ->
         steps=steps,
         precision=Dtype.FP32,
         optimizer=optimizer,
-        loss=LossSpec(),
+        loss=LossSpec(indexer_coeff=0.0),
     )
 
 

@@ -115,6 +115,7 @@ class MicroBatchPasses:
                 chunk=chunk_number,
                 hidden_tH=hidden,
                 first_sequence=self._first_sequence_number(micro_batch),
+                objective_weight=state.optimizer.loss_scale / self._aux_divisor(micro_batch),
             )
             loss = self._sum_losses(chunk, micro_batch, out)
             self._add_router_results(chunk, micro_batch, out)

@@ -1,0 +1,266 @@
+"""Sparse attention: an indexer scores the keys of each query, and attention takes the best.
+
+DeepSeek-V3.2 (arXiv 2512.02556, section 2.1); what an indexer computes is what transformers'
+deepseek_v32 and glm_moe_dsa compute. It is whole on every TP rank, which chooses for the queries
+of its own tokens; the keys it scores are gathered, and so is what it chose.
+
+Shapes: t of the T tokens of the TP group are this rank's between blocks; Q the queries' latent, H
+hidden; the rest as in kernels.sparse_attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moewright.engine.comm.autograd_collectives import AllGatherRows
+from moewright.engine.kernels.sparse_attention import (
+    CHOOSE_KEYS,
+    DIVERGE,
+    SCORE_GRADIENTS,
+    SPARSE_ATTENTION,
+    SPARSE_ATTENTION_BACKWARD,
+    SUM_SHARES,
+)
+from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.autograd import CountedFunction, LayerNorm, NormSettings
+from moewright.engine.model.layers import Vector, Weight, hidden_replica_group
+from moewright.engine.model.parallel_linear import ReplicatedLinear
+from moewright.engine.observe.counters import Counters
+from moewright.engine.runtime import Runtime
+from moewright.rules.adapters import trains_indexer
+
+# The norm of the indexer's keys adds this whatever other norms add (DeepSeek-V3.2's code).
+_KEY_EPS = 1e-6
+
+
+class _KeyNorm(Weight):
+    """A LayerNorm of the indexer's keys, with a bias."""
+
+    def __init__(self, runtime: Runtime, width: int) -> None:
+        super().__init__(runtime, width)
+        self.bias = Vector(runtime, width)
+        self._settings = NormSettings(
+            eps=_KEY_EPS,
+            kernels=runtime.kernels,
+            keeps_scale=True,
+            replica_group=hidden_replica_group(runtime),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.bias is not None  # made above
+        return LayerNorm.apply(x, self.weight, self.bias.weight, self._settings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexInputs:
+    """What an indexer makes its scores of: [t,I,W], [T,W] and [t,I], and its choice [t,K].
+
+    `first` is the token at which this rank's begin, in sequences of `seq_len`.
+    """
+
+    q_tIW: torch.Tensor
+    k_TW: torch.Tensor
+    heads_tI: torch.Tensor
+    chosen_tK: torch.Tensor
+    first: int
+    seq_len: int
+    counters: Counters
+
+    @property
+    def scores(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the scores of keys are made of."""
+        return self.q_tIW, self.k_TW, self.heads_tI
+
+
+class Indexer(nn.Module):
+    """The chooser of keys: the queries' latent [t,Q] and hidden states [t,H] -> [B,S,K] int32.
+
+    What it is given has no gradient. Its weights have that of its own objective alone.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        attention = runtime.model.attention
+        spec = attention.indexer
+        if spec is None:
+            raise ValueError("a layer that chooses keys needs attention.indexer")
+        hidden = runtime.model.hidden_size
+        self._runtime = runtime
+        self._spec = spec
+        self._rotary_width = attention.qk_rope_head_dim
+        self._is_trained = trains_indexer(runtime.workload)
+        self.q = Weight(runtime, spec.heads * spec.head_dim, attention.q_lora_rank)
+        self.k = Weight(runtime, spec.head_dim, hidden)
+        self.k_norm = _KeyNorm(runtime, spec.head_dim)
+        self.heads = Weight(runtime, spec.heads, hidden)
+
+    def forward(
+        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, IndexInputs]:
+        with torch.set_grad_enabled(self._is_trained and torch.is_grad_enabled()):
+            return self._choose(x_tQ.detach(), x_tH.detach(), context)
+
+    def add_objective(
+        self,
+        out_tH: torch.Tensor,
+        inputs: IndexInputs,
+        scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        context: AttentionContext,
+    ) -> torch.Tensor:
+        """Return attention's output, through which the gradients of the objective pass.
+
+        `scored` are the queries, the keys and the choice [B,S,K] of attention. The objective is
+        the mean over tokens of the divergence of the scores from what attention reads, both over
+        the chosen keys (DeepSeek-V3.2, equation 4), times train.indexer_coeff.
+        """
+        runtime = self._runtime
+        if not self.q.is_trained:
+            return out_tH
+        if not self._is_trained:
+            return ZeroGradients.apply(out_tH, *self._weights())
+        if not torch.is_grad_enabled():
+            return out_tH
+        with torch.no_grad():
+            shares_TK = SUM_SHARES(*scored).flatten(0, 1)
+            total = len(shares_TK)
+            target_tK = runtime.mesh.tensor_parallel.reduce(shares_TK)
+            target_tK = target_tK / runtime.model.attention.heads
+            place = inputs.first, inputs.seq_len
+            _, slopes_tK = DIVERGE(*inputs.scores, inputs.chosen_tK, target_tK, *place)
+            weight = context.objective_weight * runtime.workload.loss.indexer_coeff
+            if context.counted is None:
+                slopes_tK *= weight / total
+            else:
+                slopes_tK *= context.counted.mask[:, None] * (weight / context.counted.total)
+        return IndexerObjective.apply(out_tH, *inputs.scores, slopes_tK, inputs)
+
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        owners = (self.q, self.k, self.k_norm, self.k_norm.bias, self.heads)
+        return tuple(owner.weight for owner in owners if owner is not None)
+
+    def _choose(
+        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, IndexInputs]:
+        runtime = self._runtime
+        spec = self._spec
+        tp = runtime.mesh.tensor_parallel
+        first = tp.group.index * len(x_tH) if tp.sequence_parallel else 0
+        seq_len = runtime.workload.seq_len
+        q_tIW = self._project(x_tQ, self.q).unflatten(1, (spec.heads, spec.head_dim))
+        q_tIW = self._rotate(q_tIW, first, context)
+        k_TW = self._rotate(self.k_norm(self._project(x_tH, self.k))[:, None], first, context)[:, 0]
+        if tp.sequence_parallel:
+            k_TW = AllGatherRows.apply(k_TW, tp.group)
+        scale = (spec.heads * spec.head_dim) ** -0.5
+        heads_tI = self._project(x_tH, self.heads).float() * scale
+        lengths = () if context.segments is None else context.segments.lengths
+        with torch.no_grad():
+            chosen_tK = CHOOSE_KEYS(q_tIW, k_TW, heads_tI, first, seq_len, spec.top_k, lengths)
+            chosen_TK = tp.gather(chosen_tK)
+        inputs = IndexInputs(
+            q_tIW=q_tIW,
+            k_TW=k_TW,
+            heads_tI=heads_tI,
+            chosen_tK=chosen_TK[first : first + len(x_tH)],
+            first=first,
+            seq_len=seq_len,
+            counters=runtime.counters,
+        )
+        return chosen_TK.unflatten(0, (context.sequences, seq_len)), inputs
+
+    def _project(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        runtime = self._runtime
+        replicas = hidden_replica_group(runtime)
+        return ReplicatedLinear.apply(
+            x, weight.weight, runtime.counters, runtime.products, replicas
+        )
+
+    def _rotate(self, x_tIW: torch.Tensor, first: int, context: AttentionContext) -> torch.Tensor:
+        """Rotate the first columns of each head by the positions of tokens from `first` on."""
+        tokens = slice(first, first + len(x_tIW))
+        widths = (self._rotary_width, x_tIW.shape[-1] - self._rotary_width)
+        rotary, plain = x_tIW[None].split(widths, -1)
+        own = context.select_tokens(tokens)
+        return torch.cat((own.rotate(rotary, interleaved=self._spec.interleaved), plain), -1)[0]
+
+
+class ZeroGradients(torch.autograd.Function):
+    """x as it is; the gradients of weights that do not train are zeros.
+
+    Ranks that reduce gradients in shards wait for one of every weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.weights = weights
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        zeros = (
+            torch.zeros_like(weight) if is_needed else None
+            for weight, is_needed in zip(ctx.weights, needed, strict=True)
+        )
+        return grad, *zeros
+
+
+class IndexerObjective(CountedFunction):
+    """x as it is; queries, keys and heads of an indexer get the gradients of its objective.
+
+    Keeps these, the choice, and the slopes [t,K] of the objective by the scores.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        q_tIW: torch.Tensor,
+        k_TW: torch.Tensor,
+        heads_tI: torch.Tensor,
+        slopes_tK: torch.Tensor,
+        inputs: IndexInputs,
+    ) -> torch.Tensor:
+        CountedFunction.save_scope(ctx, inputs.counters)
+        ctx.place = inputs.first, inputs.seq_len
+        ctx.save_for_backward(slopes_tK, q_tIW, k_TW, heads_tI, inputs.chosen_tK)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with ctx.counters.scopes.enter(ctx.scope):
+            grads = SCORE_GRADIENTS(*ctx.saved_tensors, *ctx.place)
+        return grad, *grads, None, None
+
+
+class SparseAttention(CountedFunction):
+    """Softmax attention of q, k [B,S,H,D] and v [B,S,H,V] to chosen keys [B,S,K] -> [B,S,H,V].
+
+    Keeps q, k, v, the choice, the output and the log-sum-exp. FLOPs as in the kernel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chosen: torch.Tensor,
+        counted_width: int,
+        counters: Counters,
+    ) -> torch.Tensor:
+        CountedFunction.save_scope(ctx, counters)
+        ctx.counted_width = counted_width
+        out, lse = SPARSE_ATTENTION(q, k, v, chosen, counted_width)
+        ctx.save_for_backward(q, k, v, out, lse, chosen)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with ctx.counters.scopes.enter(ctx.scope):
+            grads = SPARSE_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, ctx.counted_width)
+        return *grads, None, None, None
