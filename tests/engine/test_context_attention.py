@@ -1,12 +1,14 @@
-"""Attention over a ring, or over gathered keys, is as exact as one process.
+"""Attention over a ring, or over gathered keys, is as exact as one process and one more rounding.
 
-Sums of blocks round once.
+The kernel rounds the result of each block to the dtype of its inputs; sums of blocks are kept in
+fp32 and round once.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 from itertools import accumulate
+from math import hypot
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -97,7 +99,7 @@ def run_rank(
     ("lengths", "is_biased"),
     [(None, False), (DOCUMENTS, False), (DOCUMENTS, True), thorough(None, True)],
 )
-def test_as_exact_as_one_process(
+def test_as_exact_as_one_process_and_one_rounding(
     function: type,
     dtype: torch.dtype,
     lengths: tuple[int, ...] | None,
@@ -141,8 +143,11 @@ def test_as_exact_as_one_process(
     for result, reference, expected in zip(
         gathered[compared], alone[compared], exact[compared], strict=True
     ):
-        error, bound = (
-            float((x.float() - expected).norm() / expected.norm()) for x in (result, reference)
+        error, error_alone, rounding = (
+            float((x.float() - expected).norm() / expected.norm())
+            for x in (result, reference, expected.to(dtype))
         )
         # Scores with a bias are sums as large as slope times position, here 64 at most.
-        assert error <= max(1.25 * bound, 4e-6 if is_biased else 1e-6)
+        floor = 4e-6 if is_biased else 1e-6
+        # Where a CPU's kernel computes in fp32, one process errs by the rounding alone.
+        assert error <= max(1.25 * hypot(error_alone, rounding), floor)
