@@ -29,7 +29,7 @@ from moewright.spec.workload import Dtype, OptimizerSpec, Workload
 
 DATA = Path(__file__).parent / "data"
 STATES = (Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS)
-NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION)
+NOT_ALLOCATED = (Component.FRAGMENTATION, Component.COMMUNICATION, Component.HOST)
 NAMES = {
     "llama3-70b": "Meta-Llama-3-70B",
     "llama3-405b": "Llama-3.1-405B",

@@ -128,6 +128,8 @@ OTHER_TRAINER = replace(
 QLORA_CASE = Case("Qwen3-30B-A3B", "32xH100", QLORA)
 ZERO3_CASE = Case("Mixtral-8x7B-v0.1", "64xA100", _work(4096, 256), "zero3")
 HOSTED_CASE = Case("Mixtral-8x7B-v0.1", "64xA100", _work(4096, 256), "zero3,offload=optimizer")
+HALF_HOSTED = Case("Qwen3-30B-A3B", "32xH100", NARROW_MOMENTS, "zero3,offload=optimizer0.5")
+MUON_HOSTED = Case("Qwen3-30B-A3B", "32xH100", OTHER_TRAINER, "zero2,offload=optimizer0.3")
 GATHERS_CASE = Case(
     "DeepSeek-V3", "256xH800", _work(4096, 2048, Dtype.FP8), "zero3,offload=moe_act"
 )
@@ -247,6 +249,10 @@ def assert_as_estimated(
         (GATHERS_CASE, {"tp": 4, "ep": 4, "etp": 1, "mbs": 1}),
         # Units of fully_shard lie on the host; experts that one rank alone holds are in none.
         (HOSTED_CASE, {"tp": 1, "ep": 8, "etp": 1, "mbs": 1}),
+        # A part of the optimizer there is whole units.
+        (HALF_HOSTED, {"tp": 1, "ep": 1, "etp": 1, "mbs": 1}),
+        (HALF_HOSTED, {"tp": 2, "ep": 8, "etp": 1, "mbs": 1}),
+        (MUON_HOSTED, {"tp": 1, "ep": 8, "etp": 1, "mbs": 1}),
     ],
 )
 def test_scores_of_every_pipeline_are_what_estimates_say(case: Case, cuts: dict[str, int]) -> None:

@@ -6,7 +6,7 @@ ranks and policies, and caches what candidates have in common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from moewright.cost.buffers import (
     resident_bytes,
 )
 from moewright.cost.constants import Constants
+from moewright.cost.fsdp_states import unit_state_rows
 from moewright.cost.model_states import StateElements
 from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
 from moewright.cost.replicas import replica_rows
@@ -36,7 +37,7 @@ from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.space import SearchSpace, StatePolicy
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
-from moewright.spec.ledger import Component, Module
+from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import Dtype, MatrixUpdate
 
 _WITHOUT_EXPERTS, _WITH_EXPERTS = False, True
@@ -301,34 +302,7 @@ class ScreeningMemory:
         cut = sym.layout
         layout = replace(cut, zero=policy.zero, offload=policy.offload)
         elements = self.elements(cut, policy.zero, batch)
-        own, matrices = elements.own[ranks], elements.own_matrices[ranks]
-        hosted = model_states.hosted_elements(layout, own)
-        state_elements = StateElements(
-            whole=elements.numel[ranks].sum(axis=1),
-            own=own,
-            matrices=matrices,
-            hosted=hosted,
-            # in proportion: what lies where in a shard is not counted here
-            hosted_matrices=np.rint(matrices * hosted / own),
-        )
-        scales = model_states.scale_bytes(workload, state_elements, trained=sym.trained_share)
-        packed: Array | float = 0.0
-        if holds_packed(workload):
-            is_sharded = Component.WEIGHTS in model_states.sharded_states(policy.zero)
-            packed = (elements.own_linear if is_sharded else elements.linear)[ranks]
-        total: Array = scales[Component.MOMENTS]
-        for of_layout, counted in self._split_flat(layout, batch, ranks, state_elements):
-            sizes = model_states.state_bytes(
-                workload,
-                of_layout,
-                counted,
-                trained=sym.trained_share,
-                frozen_nbytes=self._constants["frozen_weight_bytes"],
-                packed=packed,
-            )
-            total = total + sum(
-                nbytes for component, nbytes in sizes.items() if component is not Component.HOST
-            )
+        total = self._flat_or_unit_bytes(sym, layout, batch, ranks)
         frozen = self._frozen_numel(cut, batch)
         if frozen is not None:
             total += activation_nbytes(workload) * frozen[ranks]
@@ -345,6 +319,53 @@ class ScreeningMemory:
             total += _fsdp_buffer_bytes(sym, layout, batch)[ranks]
         if layout.spare:
             total += self._replica_bytes(sym, batch)[ranks]
+        return total
+
+    def _flat_or_unit_bytes(
+        self, sym: Symbols, layout: Layout, batch: PipelineBatch, ranks: Array
+    ) -> Array:
+        """Return the device bytes of states, in flat buffers or units of fully_shard [some ranks].
+
+        Which units make up a part of the optimizer differs between ranks, so that each of them is
+        then asked as an estimate asks it.
+        """
+        workload = sym.workload
+        is_unit_part = model_states.moves_units(layout) and layout.offload_fraction < 1
+        if is_unit_part and sym.trained_share == 1:
+            unit_bytes = [
+                sum(row.bytes for row in rows if row.component is not Component.HOST)
+                for rows in _unit_rows(sym, layout, batch)
+            ]
+            return np.array(unit_bytes, dtype=float)[ranks]
+        elements = self.elements(layout, layout.zero, batch)
+        own, matrices = elements.own[ranks], elements.own_matrices[ranks]
+        hosted = model_states.hosted_elements(layout, own)
+        state_elements = StateElements(
+            whole=elements.numel[ranks].sum(axis=1),
+            own=own,
+            matrices=matrices,
+            hosted=hosted,
+            # in proportion: what lies where in a shard is not counted here
+            hosted_matrices=np.rint(matrices * hosted / own),
+        )
+        scales = model_states.scale_bytes(workload, state_elements, trained=sym.trained_share)
+        packed: Array | float = 0.0
+        if holds_packed(workload):
+            is_sharded = Component.WEIGHTS in model_states.sharded_states(layout.zero)
+            packed = (elements.own_linear if is_sharded else elements.linear)[ranks]
+        total: Array = scales[Component.MOMENTS]
+        for of_layout, counted in self._split_flat(layout, batch, ranks, state_elements):
+            sizes = model_states.state_bytes(
+                workload,
+                of_layout,
+                counted,
+                trained=sym.trained_share,
+                frozen_nbytes=self._constants["frozen_weight_bytes"],
+                packed=packed,
+            )
+            total = total + sum(
+                nbytes for component, nbytes in sizes.items() if component is not Component.HOST
+            )
         return total
 
     def _split_flat(
@@ -444,6 +465,14 @@ class ScreeningMemory:
             weights = sizes.get(Component.WEIGHTS, 0)
             replica_bytes.append(copies * weights + sizes.get(Component.GRADIENTS, 0))
         return np.array(replica_bytes, dtype=float)
+
+
+def _unit_rows(
+    sym: Symbols, layout: Layout, batch: PipelineBatch
+) -> Iterator[tuple[MemoryRow, ...]]:
+    """Yield the memory rows of the states of every rank of a batch."""
+    for cut, pp_rank in batch.rank_layouts(layout):
+        yield unit_state_rows(replace(sym.job, layout=cut), grid.stage_rank(cut, pp_rank))
 
 
 def _is_linear(param: Param) -> bool:
