@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_families import VOCABULARY, write_model
+from hf_configs import VOCABULARY
+from hf_families import write_model
 from moewright.cli.main import main
 from moewright.engine.run import batch_file
 from moewright.spec.workload import LossSpec

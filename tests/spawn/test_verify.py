@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_families import FAMILIES, VOCABULARY, write_fused_experts, write_model
+from hf_configs import VOCABULARY
+from hf_families import FAMILIES, write_fused_experts, write_model
 from moewright.cli.main import main
 from selection import thorough
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from hf_configs import VOCABULARY
 from hf_families import (
     LING_SOURCES,
-    VOCABULARY,
     transpose_experts,
     write_ling,
     write_model,

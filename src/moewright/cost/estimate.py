@@ -89,7 +89,7 @@ def estimate(model: ModelSpec, workload: Workload, hardware: Hardware, layout: L
     tails = [step_tail(rates, collectives, sym, parameters) for parameters in rank_parameters]
     factor = job_factor(job, hardware)
     step = step_time(sym, part_times, counts, times, tails).scale(factor)
-    peaks = rank_peaks(rates.constants, sym, parts, sets, rank_counts)
+    peaks = rank_peaks(range(layout.pp), rates.constants, sym, parts, sets, rank_counts)
     ledgers = tuple(
         _ledger(sym, pp_rank, sets[pp_rank], peaks[pp_rank].rows, phases)
         for pp_rank, phases in enumerate(_phases(sym, step, tails, times, factor))

@@ -35,7 +35,8 @@ def estimate_fullest_rank(job: Job, hardware: Hardware) -> memory.RankMemory:
     chunks = stages.pipeline_chunks(model, layout)
     rank_counts = split_by_rank(layout, chunks, count_parts(model, layout, parts, chunks))
     sym = expected_symbols(job, hardware, constants)
-    peaks = rank_peaks(constants, sym, parts, stage_bucket_sets(job), rank_counts)
+    sets = stage_bucket_sets(job)
+    peaks = rank_peaks(range(layout.pp), constants, sym, parts, sets, rank_counts)
     return max(peaks, key=lambda peak: peak.peak_bytes)
 
 
@@ -72,14 +73,26 @@ def split_by_rank(layout: Layout, chunks: Sequence[Chunk], counts: Array) -> lis
 
 
 def rank_peaks(
+    pp_ranks: Sequence[int],
     constants: Constants,
     sym: Symbols,
     parts: StageParts,
     sets: Sequence[Sequence[BucketSet]],
     rank_counts: Sequence[Array],
 ) -> tuple[memory.RankMemory, ...]:
-    """Return the peak of every pipeline rank."""
-    return _peaks_of(range(sym.layout.pp), constants, sym, parts, sets, rank_counts)
+    """Return the peak of each of these pipeline ranks."""
+    steady = memory.steady_micro_batches(sym.layout, sym.m)
+    taken = memory.model_memory(constants, sym, parts, policy_of(sym.layout))
+    return tuple(
+        memory.rank_memory(
+            taken,
+            pp_rank,
+            sets[pp_rank],
+            counts=rank_counts[pp_rank],
+            table=rank_table(sym.layout, steady, pp_rank),
+        )
+        for pp_rank in pp_ranks
+    )
 
 
 def peak_growth(
@@ -100,27 +113,5 @@ def peak_growth(
     fullest = max(range(layout.pp), key=lambda pp_rank: peaks[pp_rank].peak_bytes)
     load = routing.expected_load_factor(sym.job) + 1
     hotter = replace(sym, R=capacity.routed_rows(model, sym.workload, layout, load))
-    (grown,) = _peaks_of([fullest], constants, hotter, parts, sets, rank_counts)
+    (grown,) = rank_peaks([fullest], constants, hotter, parts, sets, rank_counts)
     return float(grown.peak_bytes - peaks[fullest].peak_bytes)
-
-
-def _peaks_of(
-    pp_ranks: Sequence[int],
-    constants: Constants,
-    sym: Symbols,
-    parts: StageParts,
-    sets: Sequence[Sequence[BucketSet]],
-    rank_counts: Sequence[Array],
-) -> tuple[memory.RankMemory, ...]:
-    steady = memory.steady_micro_batches(sym.layout, sym.m)
-    taken = memory.model_memory(constants, sym, parts, policy_of(sym.layout))
-    return tuple(
-        memory.rank_memory(
-            taken,
-            pp_rank,
-            sets[pp_rank],
-            counts=rank_counts[pp_rank],
-            table=rank_table(sym.layout, steady, pp_rank),
-        )
-        for pp_rank in pp_ranks
-    )

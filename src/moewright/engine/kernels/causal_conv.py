@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.kernels.operations import define_operation
+
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -93,19 +95,13 @@ def conv_flops(x: Any, weight: Any) -> int:
     return 2 * int(x.numel()) * int(weight.shape[1])
 
 
-_LIBRARY = torch.library.Library("moewright", "FRAGMENT")
-_LIBRARY.define("causal_conv(Tensor x, Tensor weight, int[] lengths) -> Tensor")
-_LIBRARY.define(
-    "causal_conv_backward(Tensor grad, Tensor x, Tensor weight, int[] lengths) -> (Tensor, Tensor)"
+CAUSAL_CONV = define_operation(
+    "causal_conv(Tensor x, Tensor weight, int[] lengths) -> Tensor",
+    _causal_conv,
+    lambda x, weight, lengths: x.new_empty(x.shape),
 )
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("causal_conv", _causal_conv, _key)
-    _LIBRARY.impl("causal_conv_backward", _causal_conv_backward, _key)
-_LIBRARY.impl("causal_conv", lambda x, weight, lengths: x.new_empty(x.shape), "Meta")
-_LIBRARY.impl(
-    "causal_conv_backward",
+CAUSAL_CONV_BACKWARD = define_operation(
+    "causal_conv_backward(Tensor grad, Tensor x, Tensor weight, int[] lengths) -> (Tensor, Tensor)",
+    _causal_conv_backward,
     lambda grad, x, weight, lengths: (x.new_empty(x.shape), torch.empty_like(weight)),
-    "Meta",
 )
-CAUSAL_CONV = torch.ops.moewright.causal_conv
-CAUSAL_CONV_BACKWARD = torch.ops.moewright.causal_conv_backward

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from moewright.engine.kernels.causal_conv import Tensors, map_documents, widen
+from moewright.engine.kernels.operations import define_operation
 
 CHUNK = 64
 _NORM_EPS = 1e-6  # under the root of a query's or key's square sum (fla's l2norm)
@@ -242,34 +243,24 @@ def scan_flops(mixed: Any, decay: Any, key_dim: int) -> int:
     return 8 * int(batch) * int(tokens) * int(heads) * key_dim * int(width)
 
 
-_LIBRARY = torch.library.Library("moewright", "FRAGMENT")
-_LIBRARY.define(
-    "delta_rule(Tensor mixed, Tensor decay, Tensor beta, int key_dim, int[] lengths) -> Tensor"
-)
-_LIBRARY.define(
-    "delta_rule_backward(Tensor grad, Tensor mixed, Tensor decay, Tensor beta, int key_dim, "
-    "int[] lengths) -> (Tensor, Tensor, Tensor)"
-)
-# Says how much work somebody else's kernel is about to do on the device of a tensor.
-_LIBRARY.define("scan_work(Tensor like, int flops) -> ()")
-_LIBRARY.impl("scan_work", lambda like, flops: None, "CompositeExplicitAutograd")
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("delta_rule", _delta_rule, _key)
-    _LIBRARY.impl("delta_rule_backward", _delta_rule_backward, _key)
-_LIBRARY.impl(
-    "delta_rule",
+DELTA_RULE = define_operation(
+    "delta_rule(Tensor mixed, Tensor decay, Tensor beta, int key_dim, int[] lengths) -> Tensor",
+    _delta_rule,
     lambda mixed, decay, beta, key_dim, lengths: mixed.new_empty(_out_shape(mixed, decay, key_dim)),
-    "Meta",
 )
-_LIBRARY.impl(
-    "delta_rule_backward",
+DELTA_RULE_BACKWARD = define_operation(
+    "delta_rule_backward(Tensor grad, Tensor mixed, Tensor decay, Tensor beta, int key_dim, "
+    "int[] lengths) -> (Tensor, Tensor, Tensor)",
+    _delta_rule_backward,
     lambda grad, mixed, decay, beta, key_dim, lengths: (
         mixed.new_empty(mixed.shape),
         torch.empty_like(decay),
         torch.empty_like(beta),
     ),
-    "Meta",
 )
-DELTA_RULE = torch.ops.moewright.delta_rule
-DELTA_RULE_BACKWARD = torch.ops.moewright.delta_rule_backward
-SCAN_WORK = torch.ops.moewright.scan_work
+# Says how much work somebody else's kernel is about to do on the device of a tensor.
+SCAN_WORK = define_operation(
+    "scan_work(Tensor like, int flops) -> ()",
+    lambda like, flops: None,
+    lambda like, flops: None,
+)

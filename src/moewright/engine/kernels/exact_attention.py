@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from moewright.engine.kernels.operations import define_operation
+
 # Scores that lie in memory at a time.
 _BLOCK_SCORES = 1 << 26
 
@@ -119,20 +121,16 @@ def _backward_shapes(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-_LIBRARY = torch.library.Library("moewright", "FRAGMENT")
-_LIBRARY.define(
+EXACT_ATTENTION = define_operation(
     "exact_attention(Tensor q, Tensor k, Tensor v, float dropout, bool causal, *, "
-    "Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)"
+    "Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)",
+    _forward,
+    _forward_shapes,
 )
-_LIBRARY.define(
+EXACT_ATTENTION_BACKWARD = define_operation(
     "exact_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "float dropout, bool causal, *, Tensor? attn_mask=None, float? scale=None) "
-    "-> (Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_shapes,
 )
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("exact_attention", _forward, _key)
-    _LIBRARY.impl("exact_attention_backward", _backward, _key)
-_LIBRARY.impl("exact_attention", _forward_shapes, "Meta")
-_LIBRARY.impl("exact_attention_backward", _backward_shapes, "Meta")
-EXACT_ATTENTION = torch.ops.moewright.exact_attention
-EXACT_ATTENTION_BACKWARD = torch.ops.moewright.exact_attention_backward

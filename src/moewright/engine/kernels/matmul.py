@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moewright.engine.kernels.operations import define_operation
+
 # Multiplications from which a product is worth the kernel that oneDNN makes for each new shape.
 _MIN_ONEDNN_PRODUCT = 1 << 22
 # x @ w.T; what torch.compile calls on a CPU. None where torch was built without oneDNN.
@@ -133,13 +135,13 @@ def _grouped_matmul_on_cpu(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor)
 
 
 # An operation of its own, so that the FLOP counter sees the real rows, not those that pad a shape.
-# Not torch.library.custom_op, whose first call takes two seconds to import a compiler. The
-# operation's name stands in traces, where moewright.diagnosis looks for it.
-_LIBRARY = torch.library.Library("moewright", "DEF")
-_LIBRARY.define("group_by_group(Tensor a, Tensor b, Tensor ends) -> Tensor")
-_LIBRARY.impl("group_by_group", _grouped_matmul_on_cpu, "CPU")
-_LIBRARY.impl("group_by_group", lambda a, b, ends: a.new_empty(_grouped_shape(a, b, ends)), "Meta")
-CPU_GROUPED_MATMUL = torch.ops.moewright.group_by_group
+# The operation's name stands in traces, where moewright.diagnosis looks for it.
+CPU_GROUPED_MATMUL = define_operation(
+    "group_by_group(Tensor a, Tensor b, Tensor ends) -> Tensor",
+    _grouped_matmul_on_cpu,
+    lambda a, b, ends: a.new_empty(_grouped_shape(a, b, ends)),
+    devices=("CPU",),
+)
 
 
 def _multiply_rows(

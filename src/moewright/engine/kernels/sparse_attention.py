@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from moewright.engine.kernels.operations import define_operation
+
 # Scores that lie in memory at a time.
 _BLOCK_SCORES = 1 << 26
 
@@ -241,71 +243,47 @@ def _empty_outputs(
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
-_LIBRARY = torch.library.Library("moewright", "FRAGMENT")
-_LIBRARY.define(
+def _empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+CHOOSE_KEYS = define_operation(
     "choose_keys(Tensor q, Tensor k, Tensor heads, int first, int seq_len, int top_k, "
-    "int[] lengths) -> Tensor"
-)
-_LIBRARY.define(
-    "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor chosen, int counted_width) "
-    "-> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "sparse_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor chosen, int counted_width) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("sum_shares(Tensor q, Tensor k, Tensor chosen) -> Tensor")
-_LIBRARY.define(
-    "diverge(Tensor q, Tensor k, Tensor heads, Tensor chosen, Tensor target, int first, "
-    "int seq_len) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "score_gradients(Tensor slopes, Tensor q, Tensor k, Tensor heads, Tensor chosen, int first, "
-    "int seq_len) -> (Tensor, Tensor, Tensor)"
-)
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("sum_shares", _sum_shares, _key)
-    _LIBRARY.impl("diverge", _diverge, _key)
-    _LIBRARY.impl("score_gradients", _score_gradients, _key)
-    _LIBRARY.impl("choose_keys", _choose_keys, _key)
-    _LIBRARY.impl("sparse_attention", _forward, _key)
-    _LIBRARY.impl("sparse_attention_backward", _backward, _key)
-_LIBRARY.impl(
-    "choose_keys",
+    "int[] lengths) -> Tensor",
+    _choose_keys,
     lambda q, k, heads, first, seq_len, top_k, lengths: q.new_empty(
         (len(q), min(top_k, seq_len)), dtype=torch.int32
     ),
-    "Meta",
 )
-_LIBRARY.impl("sparse_attention", _empty_outputs, "Meta")
-_LIBRARY.impl(
-    "sum_shares",
+SPARSE_ATTENTION = define_operation(
+    "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor chosen, int counted_width) "
+    "-> (Tensor, Tensor)",
+    _forward,
+    _empty_outputs,
+)
+SPARSE_ATTENTION_BACKWARD = define_operation(
+    "sparse_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor chosen, int counted_width) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    lambda grad, q, k, v, *_: _empty_like(q, k, v),
+)
+SUM_SHARES = define_operation(
+    "sum_shares(Tensor q, Tensor k, Tensor chosen) -> Tensor",
+    _sum_shares,
     lambda q, k, chosen: q.new_empty(chosen.shape, dtype=torch.float32),
-    "Meta",
 )
-_LIBRARY.impl(
-    "diverge",
+DIVERGE = define_operation(
+    "diverge(Tensor q, Tensor k, Tensor heads, Tensor chosen, Tensor target, int first, "
+    "int seq_len) -> (Tensor, Tensor)",
+    _diverge,
     lambda q, k, heads, chosen, target, first, seq_len: (
         target.new_empty(len(target)),
         torch.empty_like(target),
     ),
-    "Meta",
 )
-_LIBRARY.impl(
-    "score_gradients",
-    lambda slopes, q, k, heads, chosen, first, seq_len: tuple(
-        x.new_empty(x.shape) for x in (q, k, heads)
-    ),
-    "Meta",
+SCORE_GRADIENTS = define_operation(
+    "score_gradients(Tensor slopes, Tensor q, Tensor k, Tensor heads, Tensor chosen, int first, "
+    "int seq_len) -> (Tensor, Tensor, Tensor)",
+    _score_gradients,
+    lambda slopes, q, k, heads, chosen, first, seq_len: _empty_like(q, k, heads),
 )
-_LIBRARY.impl(
-    "sparse_attention_backward",
-    lambda grad, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
-    "Meta",
-)
-CHOOSE_KEYS = torch.ops.moewright.choose_keys
-SPARSE_ATTENTION = torch.ops.moewright.sparse_attention
-SPARSE_ATTENTION_BACKWARD = torch.ops.moewright.sparse_attention_backward
-SUM_SHARES = torch.ops.moewright.sum_shares
-DIVERGE = torch.ops.moewright.diverge
-SCORE_GRADIENTS = torch.ops.moewright.score_gradients

@@ -30,6 +30,7 @@ from moewright.engine.kernels.causal_conv import (
     widen,
 )
 from moewright.engine.kernels.delta_rule import CHUNK, from_chunks, to_chunks
+from moewright.engine.kernels.operations import define_operation
 
 
 class _StateChunks(NamedTuple):
@@ -211,30 +212,18 @@ def state_space_flops(inputs: Any, step: Any, state: int) -> int:
     return 7 * int(batch) * int(tokens) * int(heads) * int(width) * state
 
 
-_LIBRARY = torch.library.Library("moewright", "FRAGMENT")
-_LIBRARY.define(
-    "state_space(Tensor inputs, Tensor step, Tensor[] weights, int state, int[] lengths) -> Tensor"
-)
-_LIBRARY.define(
-    "state_space_backward(Tensor grad, Tensor inputs, Tensor step, Tensor[] weights, int state, "
-    "int[] lengths) -> (Tensor, Tensor, Tensor[])"
-)
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("state_space", _state_space, _key)
-    _LIBRARY.impl("state_space_backward", _state_space_backward, _key)
-_LIBRARY.impl(
-    "state_space",
+STATE_SPACE = define_operation(
+    "state_space(Tensor inputs, Tensor step, Tensor[] weights, int state, int[] lengths) -> Tensor",
+    _state_space,
     lambda inputs, step, weights, state, lengths: inputs.new_empty(_out_shape(inputs, step, state)),
-    "Meta",
 )
-_LIBRARY.impl(
-    "state_space_backward",
+STATE_SPACE_BACKWARD = define_operation(
+    "state_space_backward(Tensor grad, Tensor inputs, Tensor step, Tensor[] weights, int state, "
+    "int[] lengths) -> (Tensor, Tensor, Tensor[])",
+    _state_space_backward,
     lambda grad, inputs, step, weights, state, lengths: (
         inputs.new_empty(inputs.shape),
         step.new_empty(step.shape),
         [torch.empty_like(weight) for weight in weights],
     ),
-    "Meta",
 )
-STATE_SPACE = torch.ops.moewright.state_space
-STATE_SPACE_BACKWARD = torch.ops.moewright.state_space_backward

@@ -15,21 +15,23 @@ kernels.delta_rule, heads of this rank; H hidden too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused.interface import KernelSet
-from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.context_parallel import gather_heads, scatter_heads
 from moewright.engine.model.layers import Vector, Weight
-from moewright.engine.model.mixer_linears import project_in, project_out, take_own_heads
-from moewright.engine.observe.counters import Counters
+from moewright.engine.model.recurrent_mixer import (
+    ScanSettings,
+    build_scan_settings,
+    project_in,
+    project_out,
+    take_own_heads,
+)
 from moewright.engine.runtime import Runtime
 from moewright.rules.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.ledger import Module
@@ -68,12 +70,7 @@ class GatedDeltaNet(nn.Module):
             qkvz_BSGC = scatter_heads(runtime, qkvz.view(*shape, sum(widths)), "cp")
             rates_BSGR = scatter_heads(runtime, rates.view(*shape, 2 * sharing), "cp")
             qkv_BSGW, z = qkvz_BSGC.split(widths, -1)
-            settings = ScanSettings(
-                key_dim=spec.key_dim,
-                counters=runtime.counters,
-                scans=runtime.kernels.scans,
-                segments=context.segments,
-            )
+            settings = build_scan_settings(runtime, spec, context.segments)
             mixed_BSGW = CausalConv.apply(qkv_BSGW, take_own_heads(runtime, self.conv), settings)
             beta, step = rates_BSGR.unflatten(-1, (2, sharing)).unbind(-2)
             decay_BSH, beta_BSH = DecayRates.apply(
@@ -92,16 +89,6 @@ class GatedDeltaNet(nn.Module):
             )
             rows = gather_heads(runtime, rows.flatten(3), "cp")
             return project_out(runtime, rows.flatten(0, 1).flatten(1), self.o)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScanSettings:
-    """What a scan needs besides its tensors; `segments` as in ScanKernels."""
-
-    key_dim: int
-    counters: Counters
-    scans: ScanKernels
-    segments: Segments | None
 
 
 class CausalConv(CountedFunction):

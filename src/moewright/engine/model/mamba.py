@@ -14,21 +14,23 @@ kernels.state_space, groups and heads of this rank; H hidden too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moewright.engine.kernels.attention import Segments
-from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.context_parallel import gather_heads, scatter_heads
 from moewright.engine.model.layers import Vector, Weight
-from moewright.engine.model.mixer_linears import project_in, project_out, take_own_heads
-from moewright.engine.observe.counters import Counters
+from moewright.engine.model.recurrent_mixer import (
+    ScanSettings,
+    build_scan_settings,
+    project_in,
+    project_out,
+    take_own_heads,
+)
 from moewright.engine.runtime import Runtime
 from moewright.rules.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.ledger import Module
@@ -72,12 +74,7 @@ class Mamba2(nn.Module):
             z_BSGV, inputs_BSGW, step_BSGR = scatter_heads(runtime, columns_BSGC, "cp").split(
                 (values, values + 2 * spec.key_dim, sharing), -1
             )
-            settings = StateSpaceSettings(
-                state=spec.key_dim,
-                counters=runtime.counters,
-                scans=runtime.kernels.scans,
-                segments=context.segments,
-            )
+            settings = build_scan_settings(runtime, spec, context.segments)
             parts = [self.conv, self.dt_bias, self.A_log, self.D]
             if self.conv.bias is not None:
                 parts.append(self.conv.bias)
@@ -93,16 +90,6 @@ class Mamba2(nn.Module):
             return project_out(runtime, rows.flatten(0, 1).flatten(1), self.o)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateSpaceSettings:
-    """What a state space needs besides its tensors; `segments` as in ScanKernels."""
-
-    state: int
-    counters: Counters
-    scans: ScanKernels
-    segments: Segments | None
-
-
 class StateSpace(CountedFunction):
     """The state space of projected columns [B,S,G,W] and steps [B,S,G,R] -> [B,S,H,P].
 
@@ -114,23 +101,23 @@ class StateSpace(CountedFunction):
         ctx: Any,
         inputs: torch.Tensor,
         step: torch.Tensor,
-        settings: StateSpaceSettings,
+        settings: ScanSettings,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         CountedFunction.save_scope(ctx, settings.counters)
         ctx.settings = settings
         ctx.save_for_backward(inputs, step, *weights)
         return settings.scans.state_space(
-            inputs, step.flatten(2), weights, settings.state, settings.segments
+            inputs, step.flatten(2), weights, settings.key_dim, settings.segments
         )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, step, *weights = ctx.saved_tensors
-        settings: StateSpaceSettings = ctx.settings
+        settings: ScanSettings = ctx.settings
         with ctx.counters.scopes.enter(ctx.scope):
             grad_inputs, grad_step, grad_weights = settings.scans.state_space_backward(
-                grad, inputs, step.flatten(2), weights, settings.state, settings.segments
+                grad, inputs, step.flatten(2), weights, settings.key_dim, settings.segments
             )
         return grad_inputs, grad_step.view(step.shape), None, *grad_weights
 

@@ -169,11 +169,8 @@ def read_steps_done(
 def _refuse_other_job(
     saved: Mapping[str, Any], identity: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Raise BadInput unless a checkpoint's identity is the job's.
-
-    The name of the model is no part of it: of a config.json it is that of a folder, which may move.
-    """
-    model = {**saved.get("model", {}), "name": identity["model"]["name"]}
+    """Raise BadInput unless a checkpoint's identity is the job's, whatever its model is called."""
+    model = _rename(saved.get("model", {}), identity["model"])
     refuse_mismatch({**saved, "model": model}, identity, defaults=defaults)
 
 
@@ -182,16 +179,19 @@ def _refuse_other_model(model: ModelSpec, weights: Path) -> None:
     if is_hf_folder(weights):
         build_name_table(model, open_hf_folder(weights))
         return
-    saved = dict(read_index(find_checkpoint(weights)).extra.get("model", {}))
-    expected = dict(to_data(model))
-    saved.pop("name", None)
-    expected.pop("name", None)
+    saved = read_index(find_checkpoint(weights)).extra.get("model", {})
+    expected = to_data(model)
     refuse_mismatch(
-        {"model": saved},
+        {"model": _rename(saved, expected)},
         {"model": expected},
         field="model.weights",
         defaults={"model": default_values(model)},
     )
+
+
+def _rename(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved model under the expected name, which may be that of a folder that moved."""
+    return {**saved, "name": expected["name"]}
 
 
 def restore(

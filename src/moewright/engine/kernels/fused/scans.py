@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -271,6 +271,16 @@ def _differentiate(
     return torch.autograd.grad(out, inputs, grad)
 
 
+def _pack(segments: Segments | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    """Return where documents start and end, with tensors [B,S,...] in one sequence; None without.
+
+    fla-org's kernels take documents as one packed sequence alone.
+    """
+    if segments is None:
+        return None, *tensors
+    return segments.cu_seqlens.long(), *(x.flatten(0, 1)[None] for x in tensors)
+
+
 def _fla_conv(
     x_BSGW: torch.Tensor,
     weight: torch.Tensor,
@@ -279,11 +289,7 @@ def _fla_conv(
 ) -> torch.Tensor:
     from fla.modules.convolution import causal_conv1d
 
-    rows = x_BSGW.flatten(2)
-    bounds = None
-    if segments is not None:
-        rows = rows.flatten(0, 1)[None]
-        bounds = segments.cu_seqlens.long()
+    bounds, rows = _pack(segments, x_BSGW.flatten(2))
     out, *_ = causal_conv1d(rows, weight, bias, activation="silu", cu_seqlens=bounds)
     return out.view(x_BSGW.shape)
 
@@ -298,11 +304,7 @@ def _fla_rule(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     rows = mixed_BSGW.shape[:2]
-    mixed, decay, beta = mixed_BSGW, decay_BSH, beta_BSH
-    bounds = None
-    if segments is not None:
-        mixed, decay, beta = (x.flatten(0, 1)[None] for x in (mixed, decay, beta))
-        bounds = segments.cu_seqlens.long()
+    bounds, mixed, decay, beta = _pack(segments, mixed_BSGW, decay_BSH, beta_BSH)
     heads = decay.shape[2] // mixed.shape[2]
     q, k, v = mixed.split((key_dim, key_dim, mixed.shape[3] - 2 * key_dim), -1)
     out, _ = chunk_gated_delta_rule(
@@ -331,10 +333,7 @@ def _fla_state_space(
     mixed = _fla_conv(inputs_BSGW, conv, segments, *conv_bias)
     step = torch.nn.functional.softplus(step_BSH.float() + dt_bias.float())
     rows = step.shape[:2]
-    bounds = None
-    if segments is not None:
-        mixed, step = (x.flatten(0, 1)[None] for x in (mixed, step))
-        bounds = segments.cu_seqlens.long()
+    bounds, mixed, step = _pack(segments, mixed, step)
     sharing = step.shape[2] // mixed.shape[2]
     x, k, q = mixed.split((mixed.shape[3] - 2 * state, state, state), -1)
     values = x.unflatten(-1, (sharing, -1)).flatten(2, 3)

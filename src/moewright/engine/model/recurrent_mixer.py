@@ -1,17 +1,45 @@
-"""What recurrent mixers have in common: projections with adapters, and the heads of a CP rank.
+"""What recurrent mixers have in common: projections with adapters, heads of a CP rank, scans.
 
 Shapes: t of the T tokens of the TP group are this rank's between blocks; H hidden.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from moewright.engine.kernels.attention import Segments
+from moewright.engine.kernels.fused.scans import ScanKernels
 from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
 from moewright.engine.model.layers import Weight
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload
+from moewright.spec.model import RecurrentSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanSettings:
+    """What a scan needs besides its tensors; `segments` as in ScanKernels."""
+
+    key_dim: int
+    counters: Counters
+    scans: ScanKernels
+    segments: Segments | None
+
+
+def build_scan_settings(
+    runtime: Runtime, spec: RecurrentSpec, segments: Segments | None
+) -> ScanSettings:
+    """Return the settings of the scans of a model's recurrent layers."""
+    return ScanSettings(
+        key_dim=spec.key_dim,
+        counters=runtime.counters,
+        scans=runtime.kernels.scans,
+        segments=segments,
+    )
 
 
 def project_in(runtime: Runtime, x_tH: torch.Tensor, *linears: Weight) -> list[torch.Tensor]:
