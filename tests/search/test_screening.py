@@ -126,6 +126,8 @@ OTHER_TRAINER = replace(
     ),
 )
 QLORA_CASE = Case("Qwen3-30B-A3B", "32xH100", QLORA)
+PACKED_SHARDED = Case("Mixtral-8x7B-v0.1", "64xA100", QLORA, "zero3")
+PACKED_HOSTED = Case("Mixtral-8x7B-v0.1", "64xA100", QLORA, "zero2,offload=optimizer")
 ZERO3_CASE = Case("Mixtral-8x7B-v0.1", "64xA100", _work(4096, 256), "zero3")
 HOSTED_CASE = Case("Mixtral-8x7B-v0.1", "64xA100", _work(4096, 256), "zero3,offload=optimizer")
 HALF_HOSTED = Case("Qwen3-30B-A3B", "32xH100", NARROW_MOMENTS, "zero3,offload=optimizer0.5")
@@ -253,6 +255,10 @@ def assert_as_estimated(
         (HALF_HOSTED, {"tp": 1, "ep": 1, "etp": 1, "mbs": 1}),
         (HALF_HOSTED, {"tp": 2, "ep": 8, "etp": 1, "mbs": 1}),
         (MUON_HOSTED, {"tp": 1, "ep": 8, "etp": 1, "mbs": 1}),
+        # A packed base is sharded; what its shards are of decides how many bits they take.
+        (PACKED_SHARDED, {"tp": 2, "ep": 8, "etp": 1, "mbs": 1}),
+        # Adapters are in no unit, and a packed base is counted once.
+        (PACKED_HOSTED, {"tp": 1, "ep": 8, "etp": 1, "mbs": 1}),
     ],
 )
 def test_scores_of_every_pipeline_are_what_estimates_say(case: Case, cuts: dict[str, int]) -> None:

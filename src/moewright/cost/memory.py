@@ -298,7 +298,7 @@ def rank_memory(
     sym, constants = memory.sym, memory.constants
     model, workload, layout = sym.model, sym.workload, sym.layout
     frozen_nbytes = constants["frozen_weight_bytes"]
-    if moves_units(layout) and sym.trained_share == 1:
+    if moves_units(layout, trained=sym.trained_share):
         states = list(unit_state_rows(sym.job, grid.stage_rank(layout, pp_rank)))
     else:
         states = list(

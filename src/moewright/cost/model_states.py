@@ -189,12 +189,13 @@ def state_bytes_per_parameter(workload: Workload) -> dict[Component, int]:
     }
 
 
-def moves_units(layout: Layout) -> bool:
+def moves_units(layout: Layout, *, trained: float) -> bool:
     """Return whether the optimizer's states are offloaded by whole units of fully_shard.
 
-    Their shards are the fp32 weights, and gradients go with them.
+    Their shards are the fp32 weights, and gradients go with them. Adapters, the `trained` share of
+    a model, are in no unit.
     """
-    return layout.zero >= 2 and Offload.OPTIMIZER in layout.offload
+    return trained == 1 and layout.zero >= 2 and Offload.OPTIMIZER in layout.offload
 
 
 def _unit_bytes_per_parameter(workload: Workload, zero: int) -> dict[Component, int]:
@@ -282,7 +283,7 @@ def state_bytes(
     sharded = sharded_states(layout.zero)
     per_parameter = state_bytes_per_parameter(workload)
     offloaded: tuple[Component, ...] = _OFFLOADED
-    if moves_units(layout) and trained == 1:
+    if moves_units(layout, trained=trained):
         per_parameter = _unit_bytes_per_parameter(workload, layout.zero)
         offloaded = _UNIT_OFFLOADED
     sizes = {

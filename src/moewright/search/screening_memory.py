@@ -84,9 +84,8 @@ class ScreeningMemory:
         self._policies = policies
         self._state_policies = states
         self._has_muon = space.workload.optimizer.matrix_update is MatrixUpdate.MUON
-        self._follows_linear = space.workload.precision.is_narrow and any(
-            policy.zero == 3 for policy in states
-        )
+        counts_linear = space.workload.precision.is_narrow or holds_packed(space.workload)
+        self._follows_linear = counts_linear and any(policy.zero == 3 for policy in states)
         # On a CPU, device and host share a memory, so a checkpoint that is being saved counts.
         self._checkpoints_on_device = space.hardware.device.kind is not DeviceKind.CUDA
         self._dense_layers: dict[tuple[int, int, int, int], memory.LayerMemory] = {}
@@ -330,8 +329,8 @@ class ScreeningMemory:
         then asked as an estimate asks it.
         """
         workload = sym.workload
-        is_unit_part = model_states.moves_units(layout) and layout.offload_fraction < 1
-        if is_unit_part and sym.trained_share == 1:
+        moves_units = model_states.moves_units(layout, trained=sym.trained_share)
+        if moves_units and layout.offload_fraction < 1:
             unit_bytes = [
                 sum(row.bytes for row in rows if row.component is not Component.HOST)
                 for rows in _unit_rows(sym, layout, batch)
@@ -353,8 +352,11 @@ class ScreeningMemory:
         if holds_packed(workload):
             is_sharded = Component.WEIGHTS in model_states.sharded_states(layout.zero)
             packed = (elements.own_linear if is_sharded else elements.linear)[ranks]
+        parts = [(layout, state_elements)]
+        if moves_units:
+            parts = self._split_flat(layout, batch, ranks, state_elements)
         total: Array = scales[Component.MOMENTS]
-        for of_layout, counted in self._split_flat(layout, batch, ranks, state_elements):
+        for of_layout, counted in parts:
             sizes = model_states.state_bytes(
                 workload,
                 of_layout,
@@ -371,13 +373,11 @@ class ScreeningMemory:
     def _split_flat(
         self, layout: Layout, batch: PipelineBatch, ranks: Array, elements: StateElements
     ) -> list[tuple[Layout, StateElements]]:
-        """Return elements with the layout that says where they lie.
+        """Split elements in those of flat buffers, which one rank alone holds, and those of units.
 
-        Where units of fully_shard are offloaded, what one rank alone holds lies in flat buffers.
-        `elements` are those of `ranks`, rows of the batch.
+        Each comes with the layout that says where it lies. `elements` are those of `ranks`, rows of
+        the batch.
         """
-        if not model_states.moves_units(layout):
-            return [(layout, elements)]
         numel = self.elements(layout, layout.zero, batch).numel[ranks]
         is_flat = np.array(
             [
