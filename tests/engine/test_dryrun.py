@@ -19,7 +19,7 @@ from moewright.rules.routing import round_robin_selection
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import ModelSpec, NormKind
 from moewright.spec.workload import (
     DataSpec,
     DropPolicy,
@@ -104,6 +104,13 @@ def test_narrow_products_in_a_large_world(
     layout = parse_layout(text, world_size=64)
     work = Workload(seq_len=32, global_batch=64, precision=precision, tensor_scaling=scaling)
     assert_as_predicted(tiny_jobs.MODEL, work, layout, 5)
+
+
+@pytest.mark.parametrize("precision", [Dtype.FP32, Dtype.BF16])
+def test_layer_norms_keep_statistics_in_fp32(precision: Dtype) -> None:
+    model = replace(tiny_jobs.MODEL, norm=NormKind.LAYER)
+    work = Workload(seq_len=32, global_batch=64, precision=precision)
+    assert_as_predicted(model, work, parse_layout("tp2,ep4", world_size=64), 5)
 
 
 def test_muon_in_a_large_world() -> None:

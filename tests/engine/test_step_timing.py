@@ -1,6 +1,12 @@
-"""The part of a wait that is the link's: of every call what the rank to come last waited."""
+"""Where the host's time of a step goes, and the part of a wait that is the link's.
 
-from moewright.engine.observe.step_timing import add_links
+Of every call it is what the rank to come last waited.
+"""
+
+import time
+
+from moewright.engine.observe.step_timing import StepTimer, add_links
+from moewright.engine.observe.wait_clock import WaitClock
 from moewright.spec.layout import Layout
 from moewright.spec.run import GroupWait, HostTime, RankTiming
 
@@ -8,6 +14,20 @@ from moewright.spec.run import GroupWait, HostTime, RankTiming
 def rank_timing(rank: int, **seconds: float) -> RankTiming:
     waits = tuple(GroupWait(group=group, seconds=spent) for group, spent in seconds.items())
     return RankTiming(rank=rank, steps=3, phases=(), waits=waits, host=HostTime())
+
+
+def test_a_wait_in_no_phase_of_the_step_is_no_sleep() -> None:
+    wait_clock = WaitClock(blocking=True)
+    timer = StepTimer(rank=0)
+    timer.begin_step(wait_clock)
+    time.sleep(0.05)
+    with wait_clock.measure("world"):
+        time.sleep(0.2)
+    waits, _ = wait_clock.take()
+    host = timer.end_step(waits)
+    timer.close()
+    assert host.asleep_s >= 0.04
+    assert host.asleep_s < 0.15
 
 
 def test_of_every_call_what_its_last_rank_waited() -> None:

@@ -186,7 +186,8 @@ def _layer_norm(
     out, mean, scale = torch.native_layer_norm(
         x, x.shape[-1:], _wide_on_cpu(weight), _wide_on_cpu(bias), eps
     )
-    return out, mean, scale
+    # A CPU's and a GPU's are fp32 already; torch's tensors without data have them in x's dtype.
+    return out, mean.float(), scale.float()
 
 
 def _wide_on_cpu(tensor: torch.Tensor) -> torch.Tensor:

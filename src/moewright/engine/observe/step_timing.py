@@ -32,7 +32,8 @@ class StepTimer:
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._scheduler = SchedulerClock()
-        self._started = (0.0, 0.0)
+        self._started_s = 0.0
+        self._started_host = (0.0, 0.0)
         self._gc_s = 0.0
         self._gc_started = 0.0
         self._phases: dict[StepPhase, list[float]] = defaultdict(list)
@@ -55,16 +56,17 @@ class StepTimer:
         """Start a step; waits since the last one, in an evaluation for example, are dropped."""
         wait_clock.take()
         self._gc_s = 0.0
-        self._started = self._scheduler.read()
+        self._started_s = time.perf_counter()
+        self._started_host = self._scheduler.read()
 
-    def end_step(self, phases: tuple[TimeRow, ...], waits: tuple[GroupWait, ...]) -> HostTime:
-        """End a step, and return where the host's time of it went."""
-        started_running, started_queued = self._started
+    def end_step(self, waits: tuple[GroupWait, ...]) -> HostTime:
+        """End a step of so many waits, and return where the host's time of it went."""
+        started_running, started_queued = self._started_host
         running, queued = self._scheduler.read()
+        step_s = time.perf_counter() - self._started_s
         running_s = running - started_running
         queued_s = queued - started_queued
         accounted_s = running_s + queued_s + sum(wait.seconds for wait in waits)
-        step_s = sum(row.seconds for row in phases)
         return HostTime(
             running_s=running_s,
             queued_s=queued_s,

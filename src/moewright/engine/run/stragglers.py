@@ -2,15 +2,15 @@
 
 Ranks of a pipeline stage have the same work, but for the rows that are routed to their experts.
 Every few steps the medians of their compute times are compared: of the time in which a rank neither
-waited for others nor was queued for a core. Where the host does not see that (on a GPU), all ranks
-time the same product instead.
+waited for others nor was queued for a core, which was on one or slept. Where the host does not see
+that (on a GPU), all ranks time the same product instead.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -20,12 +20,11 @@ from moewright.engine.comm import collectives
 from moewright.engine.model.router import list_routers
 from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.run.incidents import note_slow_rank
-from moewright.engine.run.step import StepResult
 from moewright.engine.run.train_state import TrainState
 from moewright.rules.expert_placement import rank_experts, slot_experts
 from moewright.rules.job import Job
 from moewright.spec.ledger import StepPhase
-from moewright.spec.run import GroupWait, HostTime
+from moewright.spec.run import HostTime
 
 # A rank is slow that takes more than this times the median of its peers, in so many windows of so
 # many steps, one after the other.
@@ -39,21 +38,15 @@ _PROBES = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """What a rank measured in a window: seconds of compute (a step's, or the product's) and rows.
+    """What a rank measured in a step or a window: seconds of compute (or of the product) and rows.
 
-    `queued_s` are the seconds a step in which it had no core, `rows` those of its experts.
+    `queued_s` are the seconds in which it had no core, `rows` those of its experts.
     """
 
     stage: int
     seconds: float
     queued_s: float
     rows: float
-
-
-def compute_seconds(result: StepResult, waits: Sequence[GroupWait], host: HostTime) -> float:
-    """Return the time of a step in which this rank neither waited nor was queued for a core."""
-    step_s = sum(row.seconds for row in result.phases if row.phase is not StepPhase.OTHER)
-    return max(0.0, step_s - sum(wait.seconds for wait in waits) - host.queued_s)
 
 
 def expert_shares(job: Job, layers: Sequence[int], ep_rank: int) -> torch.Tensor:
@@ -67,6 +60,22 @@ def expert_shares(job: Job, layers: Sequence[int], ep_rank: int) -> torch.Tensor
         for expert in rank_experts(slots, job.layout.ep, ep_rank):
             shares[job.model.routed_layers.index(layer), expert] += 1 / slots.count(expert)
     return shares
+
+
+def build_pace(host: HostTime, *, stage: int, rows: float) -> Pace:
+    """Build the pace of a step: it computed while it was on a core, and while it slept."""
+    seconds = host.running_s + host.asleep_s
+    return Pace(stage=stage, seconds=seconds, queued_s=host.queued_s, rows=rows)
+
+
+def median_pace(steps: Sequence[Pace]) -> Pace:
+    """Return the medians of a rank's steps, which a few disturbed steps do not move."""
+    return Pace(
+        stage=steps[0].stage,
+        seconds=median(step.seconds for step in steps),
+        queued_s=median(step.queued_s for step in steps),
+        rows=median(step.rows for step in steps),
+    )
 
 
 def time_product(device: torch.device, size: int = _PROBE_SIZE) -> float:
@@ -106,6 +115,11 @@ def find_slow_ranks(paces: Sequence[Pace]) -> dict[int, str]:
     return slow
 
 
+def count_slow_windows(before: Mapping[int, int], slow: Collection[int]) -> dict[int, int]:
+    """Return in how many windows in a row ranks are slow, by those `before` and this one's."""
+    return {rank: before.get(rank, 0) + 1 for rank in slow}
+
+
 def _is_peer(other: Pace, pace: Pace) -> bool:
     return other.stage == pace.stage and other.seconds > 0
 
@@ -120,53 +134,39 @@ class StragglerWatch:
         self._is_alone = job.layout.world_size == 1
         layers = [router.layer_number for router in list_routers(state.model)]
         self._shares = expert_shares(job, layers, self._mesh.coordinate("ep"))
-        self._seconds: list[float] = []
-        self._queued: list[float] = []
-        self._rows: list[float] = []
-        self._windows_slow: dict[int, int] = {}
+        self._window: list[Pace] = []
+        self._slow_windows: Mapping[int, int] = {}
 
-    def add_step(self, result: StepResult, waits: Sequence[GroupWait], host: HostTime) -> None:
+    def add_step(self, expert_loads: torch.Tensor, host: HostTime) -> None:
         """Take a step into the window; a rank that is alone has none to be compared with."""
         if self._is_alone:
             return
-        self._seconds.append(compute_seconds(result, waits, host))
-        self._queued.append(host.queued_s)
-        self._rows.append(float((result.expert_loads.cpu() * self._shares).sum()))
+        rows = float((expert_loads.cpu() * self._shares).sum())
+        stage = self._mesh.coordinate("pp")
+        self._window.append(build_pace(host, stage=stage, rows=rows))
 
     def report(self, run_dir: Path, step: int) -> None:
         """Compare the ranks where a window is full, and tell of those that have become slow.
 
         Every rank of the world calls this, after the same step.
         """
-        if len(self._seconds) < WINDOW_STEPS:
+        if len(self._window) < WINDOW_STEPS:
             return
         layout = self._job.layout
         paces = [Pace(**data) for data in collectives.gather_json(asdict(self._take_pace()))]
-        for rank, figures in self.judge(paces).items():
-            message = f"rank {rank} is slow at step {step}: {figures}"
-            if self._mesh.rank == 0:
+        slow = find_slow_ranks(paces)
+        self._slow_windows = count_slow_windows(self._slow_windows, slow)
+        for rank, count in self._slow_windows.items():
+            message = f"rank {rank} is slow at step {step}: {slow[rank]}"
+            # A rank is told of once, until it has been as fast as its peers again.
+            if count == WINDOWS and self._mesh.rank == 0:
                 print(message, file=sys.stderr, flush=True)
                 note_slow_rank(run_dir, layout, rank=rank, step=step, message=message)
 
     def _take_pace(self) -> Pace:
-        """Return the medians of the window, and begin another one."""
-        on_host = self._device.type == "cpu"
-        pace = Pace(
-            stage=self._mesh.coordinate("pp"),
-            seconds=median(self._seconds) if on_host else time_product(self._device),
-            queued_s=median(self._queued),
-            rows=median(self._rows),
-        )
-        self._seconds.clear()
-        self._queued.clear()
-        self._rows.clear()
+        """Return the pace of the window, and begin another one."""
+        pace = median_pace(self._window)
+        if self._device.type != "cpu":
+            pace = replace(pace, seconds=time_product(self._device))
+        self._window = []
         return pace
-
-    def judge(self, paces: Sequence[Pace]) -> Mapping[int, str]:
-        """Return the ranks that have become slow with this window, with the figures.
-
-        A rank is told of once, until it has been as fast as its peers again.
-        """
-        slow = find_slow_ranks(paces)
-        self._windows_slow = {rank: self._windows_slow.get(rank, 0) + 1 for rank in slow}
-        return {rank: slow[rank] for rank, count in self._windows_slow.items() if count == WINDOWS}

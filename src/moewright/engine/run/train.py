@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.profile import ProfilerWindow, merge_traces
 from moewright.engine.observe.record import clamp_to_finite, write_rank_timings
 from moewright.engine.observe.step_timing import StepTimer, add_links, sample_device
+from moewright.engine.observe.wait_clock import WaitClock
 from moewright.engine.optim.lr_schedule import learning_rate
 from moewright.engine.run.build_state import (
     build_coordinator,
@@ -289,9 +291,10 @@ def _train_rank(
     )
     if workload.gc_every_steps:
         _disable_automatic_gc()
-    guard = StateGuard(state, every=workload.check_every, rank=rank, gather=collectives.gather_json)
-    verify_saved = partial(guard.verify_state, only_saved=True)
     wait_clock = state.runtime.counters.wait_clock
+    gather = partial(_gather_and_wait, wait_clock)
+    guard = StateGuard(state, every=workload.check_every, rank=rank, gather=gather)
+    verify_saved = partial(guard.verify_state, only_saved=True)
     straggler_watch = StragglerWatch(plan_job(plan), state)
     # The one step of this session that is counted for the ledger.
     counted_step = min(first_step + workload.ledger_step, last_step)
@@ -313,12 +316,12 @@ def _train_rank(
                 count_ledger=is_counted,
                 before_update=partial(guard.verify, step, is_counted=is_counted),
             )
-        guard.note(step)
         waits, wait_calls = wait_clock.take()
-        host = timer.end_step(result.phases, waits)
+        host = timer.end_step(waits)
+        guard.note(step)
         if step >= first_step + SESSION_WARMUP_STEPS and not is_counted:
             timer.add_steady_step(result.phases, waits, wait_calls, host)
-            straggler_watch.add_step(result, waits, host)
+            straggler_watch.add_step(result.expert_loads, host)
         record = build_step_record(plan, step, lr, result)
         recorder.write_step(replace(record, waits=waits, host=host, device=sample_device(device)))
         if step == first_step and repeated is not None:
@@ -354,6 +357,12 @@ def _train_rank(
     state.optimizer.finish_pending()
     collectives.leave_world()
     return RankOutcome.STOPPED if stopped else RankOutcome.DONE
+
+
+def _gather_and_wait(wait_clock: WaitClock, value: Any) -> list[Any]:
+    """Gather a value of every rank; waiting for them is no work of this step's."""
+    with wait_clock.measure("world"):
+        return collectives.gather_json(value)
 
 
 def _open_heldout(plan: Plan, train: CorpusBlend) -> HeldoutData | None:
