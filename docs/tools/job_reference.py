@@ -21,6 +21,7 @@ from moewright.spec.workload import (
     BatchRampSpec,
     CheckpointSpec,
     DataSpec,
+    DelayedScalingSpec,
     FineTuningSpec,
     LossScalingSpec,
     LossSpec,
@@ -106,6 +107,7 @@ SECTIONS = (
             FineTuningSpec,
             RoutesSpec,
             LossScalingSpec,
+            DelayedScalingSpec,
             BatchRampSpec,
         ),
         left_out=(
@@ -118,6 +120,7 @@ SECTIONS = (
             "fine_tuning",
             "routes",
             "scaling",
+            "delayed",
             "ramp",
             "data",
             "checkpoint",

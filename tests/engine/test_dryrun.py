@@ -95,6 +95,7 @@ def test_any_rank_of_any_world_is_as_predicted(
         ("ep8", Dtype.MXFP8, TensorScaling.CURRENT),
         thorough("tp2,ep4,etp2", Dtype.FP8, TensorScaling.BLOCKWISE),
         thorough("ep4,zero3", Dtype.FP8, TensorScaling.CURRENT),
+        thorough("tp2,ep4,etp2", Dtype.FP8, TensorScaling.DELAYED),
         thorough("ep8", Dtype.NVFP4, TensorScaling.CURRENT),
     ],
 )

@@ -26,8 +26,10 @@ from moewright.spec.layout import (
     Recompute,
 )
 from moewright.spec.workload import (
+    AmaxComputeAlgo,
     CheckpointSpec,
     DataSpec,
+    DelayedScalingSpec,
     DocumentMasking,
     Dtype,
     LossSpec,
@@ -328,6 +330,11 @@ def test_fp8_without_a_recipe_has_delayed_scales(tmp_path):
     ):
         workload = back(QWEN, tmp_path, MORE=more).workload
         assert (workload.precision, workload.tensor_scaling) == (Dtype.FP8, scaling)
+    usual = back(QWEN, tmp_path, MORE="--fp8-format hybrid").workload.delayed
+    assert (usual.amax_history_len, usual.amax_compute_algo) == (1, AmaxComputeAlgo.MOST_RECENT)
+    options = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1"
+    chosen = back(QWEN, tmp_path, MORE=f"--fp8-format hybrid {options}").workload.delayed
+    assert chosen == DelayedScalingSpec(amax_history_len=16, fp8_margin=1)
 
 
 @pytest.mark.parametrize(("more", "note"), RENAMED, ids=[more for more, _ in RENAMED])

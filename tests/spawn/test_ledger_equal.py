@@ -340,6 +340,9 @@ def test_ledgers_with_activations_on_the_host_are_equal(
         (Dtype.MXFP8, TensorScaling.CURRENT, "tp2,ep2"),
         thorough(Dtype.FP8, TensorScaling.CURRENT, "ep2,mbs2"),
         thorough(Dtype.FP8, TensorScaling.BLOCKWISE, "tp2,ep2,recompute=moe_act+mlp"),
+        (Dtype.FP8, TensorScaling.DELAYED, "tp2,ep2"),
+        thorough(Dtype.FP8, TensorScaling.DELAYED, "zero3,ep2,recompute=full"),
+        thorough(Dtype.FP8, TensorScaling.DELAYED, "pp2,mbs2,layout='Et|ttL'"),
         (Dtype.NVFP4, TensorScaling.CURRENT, "etp2"),
         thorough(Dtype.MXFP8, TensorScaling.CURRENT, "zero3,ep2,recompute=full"),
         thorough(

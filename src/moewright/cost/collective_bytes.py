@@ -14,6 +14,7 @@ from moewright.cost.replicas import replica_calls
 from moewright.cost.routed_rows import ExpertRows, rank_chunks, recomputed_layers
 from moewright.cost.tensor_context_calls import context_parallel_calls, tensor_parallel_calls
 from moewright.rules import fsdp, grid, p2p, schedule
+from moewright.rules.delayed_scaling import amax_reduction_bytes
 from moewright.rules.job import Job
 from moewright.rules.recompute import activation_nbytes
 from moewright.rules.stages import Chunk, chunk_layers, stage_position, virtual_stage
@@ -51,6 +52,7 @@ def comm_rows(
         *_unit_calls(job, pp_rank, units or (), micro_batches),
         *muon_calls(job, rank, sets, units or ()),
         *_replica_calls(job, rank),
+        *_scale_calls(job, pp_rank),
         *_pipeline_calls(job, pp_rank, micro_batches),
         *_layer_calls(job, chunks, rows),
     ]
@@ -201,6 +203,13 @@ def _unit_calls(
         for shard in unit.shards:
             if shard.holders and shard.own_numel:
                 yield Collective.ALL_REDUCE, "pp", FP32_BYTES * shard.own_numel, 1
+
+
+def _scale_calls(job: Job, pp_rank: int) -> Iterator[CallSum]:
+    """Yield the maximum of the amaxes of delayed FP8 scales over the ranks of a stage."""
+    nbytes = amax_reduction_bytes(job, pp_rank)
+    if nbytes:
+        yield Collective.ALL_REDUCE, "tp_cp_dp", nbytes, 1
 
 
 def _replica_calls(job: Job, rank: int) -> Iterator[CallSum]:

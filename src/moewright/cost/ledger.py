@@ -17,6 +17,7 @@ from moewright.rules import flops, fsdp, grid, schedule
 from moewright.rules.adapters import MLA_UP_LINEARS, adapted_linears, trains_indexer
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.context_parallel import cp_factors
+from moewright.rules.delayed_scaling import delayed_scaling_rows
 from moewright.rules.job import Job
 from moewright.rules.paired_passes import can_pair
 from moewright.rules.stages import chunk_layers
@@ -78,6 +79,7 @@ def predict_rank_ledger(
         *frozen_rows(job, rank),
         *unit_state_rows(job, rank),
         *replica_rows(job, pp_rank),
+        *delayed_scaling_rows(job, pp_rank),
         *saved(context, rows, chunks=chunks, table=table),
         *hosted_rows(context, rows, chunks=chunks, table=table),
     )

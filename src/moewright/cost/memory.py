@@ -52,6 +52,7 @@ from moewright.cost.stage_parts import Array, LayerPart, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import capacity, grid, recompute, routing, schedule
 from moewright.rules.adapters import trains_module
+from moewright.rules.delayed_scaling import delayed_scaling_rows
 from moewright.spec.layout import Layout, Overlap, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind
@@ -311,6 +312,7 @@ def rank_memory(
     on_host = [row for row in states if row.component is Component.HOST]
     states = [row for row in states if row.component is not Component.HOST]
     states += replica_rows(sym.job, pp_rank)
+    states += delayed_scaling_rows(sym.job, pp_rank)
     if workload.precision.is_narrow:
         share = constants.low_precision_bytes("weight_copies", sym.dtype) / sym.c
         states = list(add_low_precision_copies(states, share))

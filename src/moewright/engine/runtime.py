@@ -13,6 +13,7 @@ from moewright.engine.comm.mesh import Mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.library import DispatchLibrary
 from moewright.engine.dispatch.row_budget import RowBudget
+from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.products import WIDE_PRODUCTS, Products
 from moewright.engine.memory.saved_tensors import SavedTensorManager
@@ -28,7 +29,8 @@ from moewright.spec.workload import Dtype, Workload
 class Runtime:
     """A frozen record of the job, this rank and the objects that the engine's parts share.
 
-    `products` are those of linear layers, but of router and head. `dispatch_library` dispatches
+    `products` are those of linear layers, but of router and head; with delayed scales, in
+    `delayed_scaling`, every linear has its own (Weight.products). `dispatch_library` dispatches
     tokens where the layout names a library; None elsewhere. `row_budget` is there with a
     rank_capacity. `offloading_layers` are the layers of this rank that offload activations.
     """
@@ -43,6 +45,7 @@ class Runtime:
     device: torch.device
     turns: PassTurns
     products: Products = WIDE_PRODUCTS
+    delayed_scaling: DelayedScaling | None = None
     dispatch_library: DispatchLibrary | None = None
     row_budget: RowBudget | None = None
     offloading_layers: frozenset[int] = frozenset()

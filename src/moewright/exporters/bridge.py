@@ -118,6 +118,9 @@ _SECTIONS = {
     "mixed_precision": (
         "fp8-format",
         "fp8-recipe",
+        "fp8-amax-history-len",
+        "fp8-amax-compute-algo",
+        "fp8-margin",
         "fp4-format",
         "fp4-recipe",
     ),

@@ -8,7 +8,7 @@ The sections are:
 - [data]: the fields of DataSpec.
 - [layout]: `text = "ep2,mbs2"`, or the layout's keys; what is absent is for the search to choose.
 - [train]: the fields of Workload, OptimizerSpec, MuonSpec, LossSpec, RouterTraining,
-  LossScalingSpec and BatchRampSpec, and `nproc`, `hardware` and `network`.
+  LossScalingSpec, DelayedScalingSpec and BatchRampSpec, and `nproc`, `hardware` and `network`.
 - [checkpoint]: the fields of CheckpointSpec.
 - [tune]: what tuning may change, each key with a list of values.
 

@@ -16,6 +16,7 @@ from moewright.spec.workload import (
     BatchRampSpec,
     CheckpointSpec,
     DataSpec,
+    DelayedScalingSpec,
     Dtype,
     FineTuningSpec,
     LossScalingSpec,
@@ -46,6 +47,7 @@ _FLAT_RECORDS: Mapping[str, type] = {
     "fine_tuning": FineTuningSpec,
     "routes": RoutesSpec,
     "scaling": LossScalingSpec,
+    "delayed": DelayedScalingSpec,
     "ramp": BatchRampSpec,
 }
 # Records with a section or a table of their own.
@@ -162,6 +164,7 @@ def _range_faults(workload: Workload, where: str) -> Iterator[Reason]:
         ("train.attention_dropout", workload.trainer.attention_dropout, 0, 0.999),
         ("train.hidden_dropout", workload.trainer.hidden_dropout, 0, 0.999),
         *_scaling_ranges(workload.scaling),
+        *_delayed_ranges(workload.delayed),
         ("train.batch_samples", workload.batch_samples, 0, 2**40),
         *_ramp_ranges(workload.ramp, workload.global_batch),
         ("data.attended_share", workload.data.attended_share, 1e-9, 1),
@@ -232,6 +235,11 @@ def _scaling_ranges(scaling: LossScalingSpec) -> Iterator[_Range]:
     yield "train.initial_loss_scale", scaling.initial_loss_scale, 1, 2.0**40
     yield "train.min_loss_scale", scaling.min_loss_scale, 1, scaling.initial_loss_scale
     yield "train.loss_scale_window", scaling.loss_scale_window, 1, MAX_STEPS
+
+
+def _delayed_ranges(delayed: DelayedScalingSpec) -> Iterator[_Range]:
+    yield "train.amax_history_len", delayed.amax_history_len, 1, 2**16
+    yield "train.fp8_margin", delayed.fp8_margin, 0, 16
 
 
 def _ramp_ranges(ramp: BatchRampSpec, global_batch: int) -> Iterator[_Range]:

@@ -32,7 +32,6 @@ from moewright.spec.workload import (
     Dtype,
     ExpertKernels,
     MatrixUpdate,
-    TensorScaling,
     Workload,
 )
 
@@ -57,10 +56,6 @@ _NCCLEP_TOKENS = 8192
 # Rows of torch's grouped GEMM must be multiples of this.
 _GROUPED_ROW_BYTES = 16
 _NOT_YET = "the engine does not run this yet"
-_DELAYED = (
-    "the engine runs no scales of earlier forwards: layouts of one batch that differ in "
-    "micro-batches would train otherwise by definition"
-)
 
 
 def require_runnable(job: Job) -> None:
@@ -321,16 +316,6 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
             if value != own
         ),
         *_check_muon_moments(workload),
-        *(
-            Reason(
-                field="train.tensor_scaling",
-                value=scaling,
-                rule=_DELAYED,
-                nearest=TensorScaling.CURRENT,
-            )
-            for scaling in (workload.tensor_scaling,)
-            if workload.precision is Dtype.FP8 and scaling is TensorScaling.DELAYED
-        ),
         *(
             Reason(field=f"model.{field}", value=str(value), rule=_NOT_YET, nearest=nearest)
             for field, value, is_unsupported, nearest in unsupported_features(model)

@@ -6,6 +6,8 @@ largest of the format. Router, head, norms, attention and communication stay in 
 
 - fp8, tensor_scaling=current: E4M3 (gradients E5M2), an fp32 scale a tensor, of experts a scale for
   each; Transformer Engine's Float8CurrentScaling.
+- fp8, tensor_scaling=delayed: the same formats, with scales of the steps before
+  (rules.delayed_scaling).
 - fp8, tensor_scaling=blockwise: E4M3, a power of two for 1 x 128 numbers along the contraction, of
   weights for 128 x 128 (DeepSeek-V3, arXiv 2412.19437).
 - mxfp8: E4M3, a power of two in 8 bits for 1 x 32 numbers (OCP Microscaling Formats 1.0).

@@ -33,9 +33,28 @@ class TensorScaling(StrEnum):
     """The ways in which FP8 takes the scale of a tensor."""
 
     CURRENT = "current"  # from the tensor itself: a pass over it comes first
-    DELAYED = "delayed"  # from the tensors of earlier steps (not run by this engine)
+    DELAYED = "delayed"  # from the tensors of earlier steps, as DelayedScalingSpec says
     # a scale for each 128 elements, of weights for 128 x 128 (DeepSeek-V3)
     BLOCKWISE = "blockwise"
+
+
+class AmaxComputeAlgo(StrEnum):
+    """Which of the largest magnitudes of earlier steps a delayed scale is for."""
+
+    MAX = "max"  # the largest of the history
+    MOST_RECENT = "most_recent"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DelayedScalingSpec:
+    """How FP8 with tensor_scaling=delayed takes scales; names are Transformer Engine's.
+
+    An amax is the largest magnitude of a tensor in a step, over all micro-batches and ranks.
+    """
+
+    amax_history_len: int = 1024  # steps whose amaxes are remembered
+    amax_compute_algo: AmaxComputeAlgo = AmaxComputeAlgo.MAX  # which of them scales are for
+    fp8_margin: int = 0  # an amax becomes the format's largest number over 2 to the power of this
 
 
 class Routing(StrEnum):
@@ -467,6 +486,7 @@ class Workload(Record):
     fine_tuning: FineTuningSpec = FineTuningSpec()
     routes: RoutesSpec = RoutesSpec()
     scaling: LossScalingSpec = LossScalingSpec()
+    delayed: DelayedScalingSpec = DelayedScalingSpec()
     ramp: BatchRampSpec = BatchRampSpec()
     data: DataSpec = DataSpec()
     # folder of checkpoints or of Hugging Face weights that the first step starts from; "": fresh

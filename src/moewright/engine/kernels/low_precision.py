@@ -140,12 +140,21 @@ def convert(
 def _convert_groups(wide: torch.Tensor, operand: OperandFormat, groups: Groups) -> NarrowTensor:
     """Convert with one scale for each group: the format's largest over the group's."""
     largest = groups.largest(wide)
-    encode = (operand.number.largest / largest).clamp(max=_FP32_LARGEST)
-    encode = torch.where(largest > 0, encode, 1.0)
+    scales = (operand.number.largest / largest).clamp(max=_FP32_LARGEST)
+    return cast_groups(wide, operand, groups, torch.where(largest > 0, scales, 1.0))
+
+
+def cast_groups(
+    wide: torch.Tensor, operand: OperandFormat, groups: Groups, scales: torch.Tensor
+) -> NarrowTensor:
+    """Convert fp32 numbers [R,K] by given scales [G] of groups, saturating at the largest number.
+
+    A scale multiplies what is converted.
+    """
     return NarrowTensor(
-        codes=_round(wide * groups.spread(encode, wide), operand, None),
+        codes=_round(wide * groups.spread(scales, wide), operand, None),
         scales=None,
-        group_scales=1.0 / encode,
+        group_scales=1.0 / scales,
         groups=groups,
         operand=operand,
         columns=wide.shape[1],

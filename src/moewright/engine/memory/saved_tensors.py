@@ -80,6 +80,10 @@ class SavedTensorManager:
         # What makes a tensor that was made of packed weights, by its storage, while it lives.
         self._unpacked: dict[int, Callable[[], torch.Tensor]] = {}
 
+    def is_in_forward(self) -> bool:
+        """Tell whether a tracked forward runs now, and not a recomputation of one."""
+        return self._count is not None
+
     def note_unpacked(
         self, tensor: torch.Tensor, unpack: Callable[[], torch.Tensor]
     ) -> torch.Tensor:

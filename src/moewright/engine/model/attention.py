@@ -224,7 +224,7 @@ def attend_and_project(
                 rows,
                 o.weight,
                 runtime.mesh.tensor_parallel,
-                runtime.products,
+                o.products,
                 runtime.weight_grads,
             )
             return add_row_adapter(runtime, o, projected, rows)
@@ -311,10 +311,10 @@ class Attention(nn.Module):
         weights = self.q.weight, self.k.weight, self.v.weight
         with (
             manager.offload(x_tH, enabled=is_offloaded),
-            manager.keep_converted(x_tH, runtime.products.convert_input),
+            manager.keep_converted(x_tH, self.q.products.convert_input),
         ):
             q, k, v = ColumnParallelLinear.apply(
-                x_tH, tp, runtime.products, runtime.weight_grads, *weights
+                x_tH, tp, self.q.products, runtime.weight_grads, *weights
             )
             q, k, v = (
                 add_column_adapter(runtime, part, y, x_tH)

@@ -5,16 +5,18 @@ Shapes: R routed rows, H hidden, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import nn
 
+from moewright.engine.kernels.delayed_scaling import DelayedScaling
+from moewright.engine.kernels.products import Products
 from moewright.engine.model.activations import ScaleRows, build_activation
 from moewright.engine.model.adapters import add_grouped_adapter
 from moewright.engine.model.biases import AddExpertBias
-from moewright.engine.model.layers import Vector, Weight
+from moewright.engine.model.layers import Vector, Weight, list_parameters
 from moewright.engine.model.parallel_linear import GroupedLinear
 from moewright.engine.model.replicas import ExpertReplicas
 from moewright.engine.runtime import Runtime
@@ -40,9 +42,8 @@ class RoutedExperts(nn.Module):
         hidden = runtime.model.expert_width
         self._runtime = runtime
         self._own_experts = experts // ep
-        row_indices: tuple[int, ...] = ()
-        if slots != tuple(range(experts)):
-            row_indices = tuple(rank_experts(slots, ep, ep_rank)[: self._own_experts])
+        self._experts = tuple(rank_experts(slots, ep, ep_rank)[: self._own_experts])
+        row_indices = self._experts if slots != tuple(range(experts)) else ()
         is_gated = runtime.model.gated
         stacked = (experts, 2) if is_gated else (experts,)
         sharding = (("ep", 0), ("etp", len(stacked)))
@@ -75,22 +76,23 @@ class RoutedExperts(nn.Module):
             weights = (first, self.down)
             parts = (*weights, *(part.bias for part in weights if part.bias is not None))
             exchange = plan_replica_exchange(slots, ep, ep_rank, spare)
-            self.replicas = ExpertReplicas(runtime, parts, exchange, spare)
+            replicated = rank_experts(slots, ep, ep_rank)[self._own_experts :]
+            self.replicas = ExpertReplicas(runtime, parts, exchange, tuple(replicated))
 
     def forward(
         self, rows_RH: torch.Tensor, weights_R: torch.Tensor, ends_E: torch.Tensor
     ) -> torch.Tensor:
         if self.replicas is None:
-            return self._run_experts(rows_RH, weights_R, ends_E, _own_weight)
+            return self._run_experts(rows_RH, weights_R, ends_E, None)
         own_ends = ends_E[: self._own_experts]
         # Replicas have products of their own, so the host must know where their rows begin.
         own_rows = int(own_ends[-1])
-        own_out = self._run_experts(rows_RH[:own_rows], weights_R[:own_rows], own_ends, _own_weight)
+        own_out = self._run_experts(rows_RH[:own_rows], weights_R[:own_rows], own_ends, None)
         replica_out = self._run_experts(
             rows_RH[own_rows:],
             weights_R[own_rows:],
             ends_E[self._own_experts :] - own_rows,
-            self.replicas.weight_of,
+            self.replicas,
         )
         return torch.cat((own_out, replica_out))
 
@@ -99,8 +101,11 @@ class RoutedExperts(nn.Module):
         rows_RH: torch.Tensor,
         weights_R: torch.Tensor,
         ends_E: torch.Tensor,
-        take_weight: Callable[[Weight], torch.Tensor],
+        replicas: ExpertReplicas | None,
     ) -> torch.Tensor:
+        """Run the rank's own experts, or its replicas."""
+        take_weight = _own_weight if replicas is None else replicas.weight_of
+        take_products = _own_products if replicas is None else replicas.products_of
         runtime = self._runtime
         manager = runtime.saved_tensors
         activate: Callable[..., torch.Tensor] = self._activate
@@ -110,12 +115,16 @@ class RoutedExperts(nn.Module):
             activate = self._activate_unweighted
             activation_weights = ()
         (first,) = self._linears
-        convert = partial(runtime.products.convert_input, ends=ends_E)
+        first_products = take_products(first)
+        down_products = take_products(self.down)
+        convert_rows = partial(first_products.convert_input, ends=ends_E)
+        convert_active = partial(down_products.convert_input, ends=ends_E)
         with (
             manager.offload(rows_RH, enabled=runtime.offloads(Offload.EXPERT_FC1)),
-            manager.keep_converted(rows_RH, convert),
+            manager.keep_converted(rows_RH, convert_rows),
         ):
-            hidden = self._multiply(rows_RH, take_weight(first).flatten(1, -2), ends_E)
+            weight = take_weight(first).flatten(1, -2)
+            hidden = self._multiply(rows_RH, weight, ends_E, first_products)
             hidden = add_grouped_adapter(runtime, first, hidden, rows_RH, ends_E)
             if first.bias is not None:
                 bias = take_weight(first.bias).flatten(1)
@@ -130,9 +139,9 @@ class RoutedExperts(nn.Module):
                     *activation_weights,
                     enabled=runtime.recomputes(Recompute.MOE_ACT),
                 ),
-                manager.keep_converted(active, convert),
+                manager.keep_converted(active, convert_active),
             ):
-                out = self._multiply(active, take_weight(self.down), ends_E)
+                out = self._multiply(active, take_weight(self.down), ends_E, down_products)
                 out = add_grouped_adapter(runtime, self.down, out, active, ends_E)
         if self.down.bias is None:
             return out
@@ -140,17 +149,47 @@ class RoutedExperts(nn.Module):
         bias = take_weight(self.down.bias)
         return AddExpertBias.apply(out, bias, weights_R, ends_E, first_column)
 
+    def assign_scales(self, scaling: DelayedScaling, names: Mapping[Weight, str]) -> None:
+        """Take the delayed scales of this rank's experts and of its replicas."""
+        for weight in (*self._linears, self.down):
+            weight.products = scaling.products_of(names[weight], self._experts)
+        if self.replicas is not None:
+            self.replicas.products = [
+                scaling.products_of(names[part], self.replicas.experts)
+                for part in self.replicas.parts
+            ]
+
     def _activate_unweighted(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._activate(hidden, None)
 
     def _multiply(
-        self, rows: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        ends_E: torch.Tensor,
+        products: Products,
     ) -> torch.Tensor:
         runtime = self._runtime
         return GroupedLinear.apply(
-            rows, weight, ends_E, runtime.counters, runtime.products, runtime.weight_grads
+            rows, weight, ends_E, runtime.counters, products, runtime.weight_grads
         )
+
+
+def assign_scales(model: nn.Module, scaling: DelayedScaling) -> None:
+    """Give every weight of a model the products with its own delayed scales."""
+    names: dict[Weight, str] = {}
+    for parameter in list_parameters(model):
+        owner = parameter.owner
+        names[owner] = parameter.name
+        owner.products = scaling.products_of(parameter.name)
+    for experts in model.modules():
+        if isinstance(experts, RoutedExperts):
+            experts.assign_scales(scaling, names)
 
 
 def _own_weight(part: Weight) -> torch.Tensor:
     return part.weight
+
+
+def _own_products(part: Weight) -> Products:
+    return part.products

@@ -17,7 +17,7 @@ from torch import nn
 
 from moewright.engine.comm.collectives import Group
 from moewright.engine.comm.tensor_placement import Sharding, TensorPlacement, place_tensor
-from moewright.engine.kernels.products import WIDE_PRODUCTS
+from moewright.engine.kernels.products import WIDE_PRODUCTS, Products
 from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model import vocab_parallel
@@ -65,6 +65,8 @@ class Weight(nn.Module):
         self.ensure_ready: Callable[[], object] | None = None
         self.bias: Vector | None = None
         self.is_trained = True
+        # What multiplies by it, where it is the first or only weight of a linear layer.
+        self.products: Products = runtime.products
         # The adapter, where the weight has one (model.fine_tuning).
         self.lora_a: Weight | None = None
         self.lora_b: Weight | None = None
@@ -192,17 +194,17 @@ class Mlp(nn.Module):
     def _run_first(self, x_tH: torch.Tensor) -> torch.Tensor:
         """Run the first linear and the activation."""
         runtime = self._runtime
-        # The router keeps the same input as shared experts, as it is.
-        products = runtime.products
-        if self.ledger_module is Module.SHARED_EXPERTS:
-            products = WIDE_PRODUCTS
-        convert = products.convert_input
         (first,) = self._linears
+        # The router keeps the same input as shared experts, as it is.
+        kept_for = first.products
+        if self.ledger_module is Module.SHARED_EXPERTS:
+            kept_for = WIDE_PRODUCTS
+        convert = kept_for.convert_input
         with runtime.saved_tensors.keep_converted(x_tH, convert):
             (hidden,) = ColumnParallelLinear.apply(
                 x_tH,
                 runtime.mesh.tensor_parallel,
-                runtime.products,
+                first.products,
                 runtime.weight_grads,
                 first.weight.flatten(0, -2),
             )
@@ -212,12 +214,12 @@ class Mlp(nn.Module):
     def _run_second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Run the second linear on the activation; `x_tH`, the MLP's input, is for subclasses."""
         runtime = self._runtime
-        with runtime.saved_tensors.keep_converted(active, runtime.products.convert_input):
+        with runtime.saved_tensors.keep_converted(active, self.down.products.convert_input):
             out = RowParallelLinear.apply(
                 active,
                 self.down.weight,
                 runtime.mesh.tensor_parallel,
-                runtime.products,
+                self.down.products,
                 runtime.weight_grads,
             )
         out = add_row_adapter(runtime, self.down, out, active)

@@ -74,11 +74,11 @@ class LatentAttention(nn.Module):
         runtime = self._runtime
         manager = runtime.saved_tensors
         recomputes_up = runtime.recomputes(Recompute.MLA_UP_PROJ)
-        convert = runtime.products.convert_input
+        first = self.q_down if self._spec.q_lora_rank else self.q
         with (
             runtime.counters.scopes.enter(Module.ATTENTION),
             manager.offload(x_tH, enabled=runtime.offloads(Offload.QKV_LINEAR)),
-            manager.keep_converted(x_tH, convert),
+            manager.keep_converted(x_tH, first.products.convert_input),
         ):
             x_tQ = x_tH
             if self._spec.q_lora_rank:
@@ -93,8 +93,8 @@ class LatentAttention(nn.Module):
                 return self._expand_kv(x_tC, down_tCR, context)
 
             with (
-                manager.keep_converted(x_tQ, convert),
-                manager.keep_converted(x_tC, convert),
+                manager.keep_converted(x_tQ, self._query_up.products.convert_input),
+                manager.keep_converted(x_tC, self.kv_up.products.convert_input),
             ):
                 q_BShD = expand_queries(x_tQ)
                 kv_BShDV = expand_kv(x_tC, down_tCR)
@@ -119,13 +119,17 @@ class LatentAttention(nn.Module):
             scored = q_BShD, k_BShD, context.choices[self._layer_number]
             return self.indexer.add_objective(out, inputs, scored, context)
 
+    @property
+    def _query_up(self) -> Weight:
+        return self.q_up if self._spec.q_lora_rank else self.q
+
     def _project_down(self, x_tH: torch.Tensor, down: Weight) -> torch.Tensor:
         runtime = self._runtime
         latent = ReplicatedLinear.apply(
             x_tH,
             down.weight,
             runtime.counters,
-            runtime.products,
+            down.products,
             hidden_replica_group(runtime),
         )
         return add_replicated_adapter(runtime, down, latent, x_tH)
@@ -139,10 +143,8 @@ class LatentAttention(nn.Module):
         runtime = self._runtime
         spec = self._spec
         tp = runtime.mesh.tensor_parallel
-        up = self.q_up if spec.q_lora_rank else self.q
-        (q,) = ColumnParallelLinear.apply(
-            x_tQ, tp, runtime.products, runtime.weight_grads, up.weight
-        )
+        up = self._query_up
+        (q,) = ColumnParallelLinear.apply(x_tQ, tp, up.products, runtime.weight_grads, up.weight)
         q = add_column_adapter(runtime, up, q, x_tQ)
         q_BShD = q.reshape(context.sequences, -1, spec.heads // tp.group.size, spec.head_dim)
         plain, rotary = q_BShD.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
@@ -162,7 +164,7 @@ class LatentAttention(nn.Module):
         tp = runtime.mesh.tensor_parallel
         heads = spec.heads // tp.group.size
         (kv,) = ColumnParallelLinear.apply(
-            x_tC, tp, runtime.products, runtime.weight_grads, self.kv_up.weight
+            x_tC, tp, self.kv_up.products, runtime.weight_grads, self.kv_up.weight
         )
         kv = add_column_adapter(runtime, self.kv_up, kv, x_tC)
         widths = (spec.qk_nope_head_dim, spec.v_head_dim)

@@ -178,7 +178,7 @@ class LatentProjection(torch.nn.Module):
 
     def _project(self, x: torch.Tensor, linear: Weight) -> torch.Tensor:
         runtime = self._runtime
-        y = ReplicatedLinear.apply(x, linear.weight, runtime.counters, runtime.products)
+        y = ReplicatedLinear.apply(x, linear.weight, runtime.counters, linear.products)
         return add_replicated_adapter(runtime, linear, y, x)
 
 

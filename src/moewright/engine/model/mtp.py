@@ -101,7 +101,7 @@ class MtpDepth(nn.Module):
         (columns,) = ColumnParallelLinear.apply(
             joined_tH2,
             tp,
-            self._runtime.products,
+            self.proj.products,
             self._runtime.weight_grads,
             self.proj.weight,
         )

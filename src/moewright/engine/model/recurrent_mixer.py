@@ -47,12 +47,12 @@ def project_in(runtime: Runtime, x_tH: torch.Tensor, *linears: Weight) -> list[t
     manager = runtime.saved_tensors
     with (
         manager.offload(x_tH, enabled=runtime.offloads(Offload.QKV_LINEAR)),
-        manager.keep_converted(x_tH, runtime.products.convert_input),
+        manager.keep_converted(x_tH, linears[0].products.convert_input),
     ):
         outputs = ColumnParallelLinear.apply(
             x_tH,
             runtime.mesh.tensor_parallel,
-            runtime.products,
+            linears[0].products,
             runtime.weight_grads,
             *(linear.weight for linear in linears),
         )
@@ -73,12 +73,12 @@ def take_own_heads(runtime: Runtime, part: Weight) -> torch.Tensor:
 
 def project_out(runtime: Runtime, rows: torch.Tensor, linear: Weight) -> torch.Tensor:
     """Project rows [T, columns of this rank] by `linear`, which TP cuts by columns: [t,H]."""
-    with runtime.saved_tensors.keep_converted(rows, runtime.products.convert_input):
+    with runtime.saved_tensors.keep_converted(rows, linear.products.convert_input):
         projected = RowParallelLinear.apply(
             rows,
             linear.weight,
             runtime.mesh.tensor_parallel,
-            runtime.products,
+            linear.products,
             runtime.weight_grads,
         )
         return add_row_adapter(runtime, linear, projected, rows)

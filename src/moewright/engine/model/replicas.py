@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from moewright.engine.comm.autograd_collectives import all_to_all
+from moewright.engine.kernels.products import Products
 from moewright.engine.model.layers import Weight
 from moewright.engine.observe.storage_census import storage_id
 from moewright.engine.runtime import Runtime, torch_dtype
@@ -22,18 +23,25 @@ from moewright.spec.ledger import Component, MemoryRow, Module
 
 
 class ExpertReplicas:
-    """The replicas in the `spare` slots of a rank.
+    """The replicas in the spare slots of a rank, one of each of `experts`.
 
     `parts` are the weights and biases of the experts that the rank owns; each has its replicas.
     """
 
     def __init__(
-        self, runtime: Runtime, parts: Sequence[Weight], exchange: ReplicaExchange, spare: int
+        self,
+        runtime: Runtime,
+        parts: Sequence[Weight],
+        exchange: ReplicaExchange,
+        experts: tuple[int, ...],
     ) -> None:
         self._group = runtime.mesh.group("ep")
         self._exchange = exchange
         self.parts = tuple(parts)
-        shapes = [(spare, *part.placement.local_shape[1:]) for part in parts]
+        self.experts = experts
+        # What multiplies by the replicas of each part.
+        self.products: list[Products] = [part.products for part in parts]
+        shapes = [(len(experts), *part.placement.local_shape[1:]) for part in parts]
         device = runtime.device
         self._sent_slots = torch.tensor(exchange.sent_slots, dtype=torch.int64, device=device)
         self._weights = [
@@ -62,12 +70,14 @@ class ExpertReplicas:
 
     def weight_of(self, part: Weight) -> torch.Tensor:
         """Return the replicas' weights of one of `parts`."""
-        (weight,) = (
-            weight
-            for weight, own_part in zip(self._weights, self.parts, strict=True)
-            if own_part is part
-        )
-        return weight
+        return self._weights[self._place_of(part)]
+
+    def products_of(self, part: Weight) -> Products:
+        """Return what multiplies by the replicas of one of `parts`."""
+        return self.products[self._place_of(part)]
+
+    def _place_of(self, part: Weight) -> int:
+        return next(place for place, own in enumerate(self.parts) if own is part)
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""

@@ -175,9 +175,7 @@ class Indexer(nn.Module):
     def _project(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         runtime = self._runtime
         replicas = hidden_replica_group(runtime)
-        return ReplicatedLinear.apply(
-            x, weight.weight, runtime.counters, runtime.products, replicas
-        )
+        return ReplicatedLinear.apply(x, weight.weight, runtime.counters, weight.products, replicas)
 
     def _rotate(self, x_tIW: torch.Tensor, first: int, context: AttentionContext) -> torch.Tensor:
         """Rotate the first columns of each head by the positions of tokens from `first` on."""

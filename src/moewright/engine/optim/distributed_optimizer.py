@@ -352,6 +352,8 @@ class DistributedOptimizer:
             yield from replicas.memory_rows()
         if self.fsdp is not None:
             yield from self.fsdp.memory_rows()
+        if self._runtime.delayed_scaling is not None:
+            yield from self._runtime.delayed_scaling.memory_rows()
 
     def local_shards(self) -> list[LocalShard]:
         """Return all that a checkpoint holds of parameters and optimizer state, by global name.

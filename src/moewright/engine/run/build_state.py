@@ -14,12 +14,14 @@ from moewright.engine.dispatch.deepep import verify_library
 from moewright.engine.dispatch.library import DispatchLibrary
 from moewright.engine.dispatch.open_library import open_library
 from moewright.engine.dispatch.row_budget import RowBudget
+from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.select import build_kernels
 from moewright.engine.kernels.products import WIDE_PRODUCTS, NarrowProducts, Products
 from moewright.engine.memory.allocator import keep_freed_memory
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
+from moewright.engine.model.experts import assign_scales
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.counters import Counters
@@ -32,11 +34,12 @@ from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.activation_offload import offloading_layers
+from moewright.rules.delayed_scaling import is_delayed, scaled_linears
 from moewright.rules.grid import axis_size
 from moewright.rules.job import Job
 from moewright.rules.low_precision import find_recipe
 from moewright.rules.routing import LIBRARY_DISPATCHERS
-from moewright.rules.shards import shared_table_ranks
+from moewright.rules.shards import shared_table_ranks, stage_parameters
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import CudaGraphScope
 
@@ -115,12 +118,19 @@ def build_train_state(
     if layout.dispatcher in LIBRARY_DISPATCHERS:
         dispatch_library = _open_library(job, mesh, device)
     recipe = find_recipe(workload)
-    products: Products = WIDE_PRODUCTS
-    if recipe is not None:
-        products = NarrowProducts(recipe, device, workload.seed * layout.world_size + rank)
     saved_tensors = SavedTensorManager(
         counters, replaces_tensors=bool(layout.recompute or layout.offload or recipe)
     )
+    delayed_scaling: DelayedScaling | None = None
+    products: Products = WIDE_PRODUCTS
+    if recipe is not None and is_delayed(workload):
+        linears = scaled_linears(stage_parameters(job.model, layout, mesh.coordinate("pp")))
+        delayed_scaling = DelayedScaling(
+            workload.delayed, recipe, linears, device, saved_tensors.is_in_forward
+        )
+        products = delayed_scaling.products_of("a weight without a name")
+    elif recipe is not None:
+        products = NarrowProducts(recipe, device, workload.seed * layout.world_size + rank)
     chunks = job.rank_chunks(mesh.coordinate("pp"))
     runtime = Runtime(
         model=job.model,
@@ -132,12 +142,15 @@ def build_train_state(
         turns=PassTurns(device, (counters.scopes, saved_tensors)),
         kernels=kernels or build_kernels(workload.fused_kernels, DeviceKind(device.type)),
         products=products,
+        delayed_scaling=delayed_scaling,
         device=device,
         dispatch_library=dispatch_library,
         row_budget=RowBudget(device) if layout.rank_capacity else None,
         offloading_layers=offloading_layers(job.model, layout, chunks),
     )
     model = Transformer(runtime, chunks)
+    if delayed_scaling is not None:
+        assign_scales(model, delayed_scaling)
     optimizer = DistributedOptimizer(
         runtime, model, lambda parameter: initial_value(parameter, runtime), update_rule
     )

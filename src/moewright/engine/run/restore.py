@@ -40,6 +40,7 @@ from moewright.engine.optim.frozen_weights import FrozenWeights, build_frozen_sh
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_frozen
+from moewright.rules.delayed_scaling import is_delayed
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -72,6 +73,8 @@ def describe_job(model: ModelSpec, workload: Workload, data_fingerprint: str) ->
     }
     if workload.precision is Dtype.FP8:
         train["tensor_scaling"] = to_data(workload.tensor_scaling)
+    if is_delayed(workload):
+        train["delayed"] = to_data(workload.delayed)
     if workload.optimizer.matrix_update is MatrixUpdate.MUON:
         train["muon"] = to_data(workload.muon)
     if workload.precision is Dtype.FP16:

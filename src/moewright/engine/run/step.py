@@ -28,6 +28,7 @@ from moewright.engine.run.micro_batch_passes import (
 )
 from moewright.engine.run.step_graph import GraphTensors
 from moewright.engine.run.train_state import TrainState
+from moewright.engine.runtime import Runtime
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.ledger import StepPhase, TimeRow
 
@@ -119,6 +120,7 @@ def _train_step(
     if expert_loads.numel():
         all_reduce(expert_loads, runtime.mesh.group("world"))
     if backward.is_finite:
+        _update_scales(runtime)
         for router in list_routers(state.model):
             layer = runtime.model.routed_layers.index(router.layer_number)
             router.update_selection_bias(expert_loads[layer])
@@ -140,6 +142,14 @@ def _train_step(
         phases=clock.time_rows(),
         is_repeated=backward.is_repeated,
     )
+
+
+def _update_scales(runtime: Runtime) -> None:
+    """Set the delayed scales of the next step, by what all ranks of the stage saw in this one."""
+    scaling = runtime.delayed_scaling
+    if scaling is not None:
+        stage_group = runtime.mesh.group("tp_cp_dp")
+        scaling.update(all_reduce(scaling.step_amaxes(), stage_group, maximum=True))
 
 
 def _sum_expert_loads(state: TrainState, backward: BackwardResult) -> torch.Tensor:
@@ -207,6 +217,8 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
     batches = passes.batches
     valid_targets = passes.valid_targets
     runtime.products.begin_step(passes.step)
+    if runtime.delayed_scaling is not None:
+        runtime.delayed_scaling.begin_step()
     state.optimizer.begin_step(len(batches))
     for router in list_routers(state.model):
         router.begin_step()

@@ -39,7 +39,21 @@ class TrainState:
 
     def _other_shards(self) -> list[LocalShard]:
         frozen = [] if is_frozen(self.runtime.workload) else self.optimizer.frozen.local_shards()
-        return [*frozen, *selection_bias_shards(self.model)]
+        return [*frozen, *selection_bias_shards(self.model), *self._scale_shards()]
+
+    def _scale_shards(self) -> list[LocalShard]:
+        """Return delayed scales and their histories, which all ranks of a stage have alike."""
+        scaling = self.runtime.delayed_scaling
+        states = () if scaling is None else scaling.named_states()
+        return [
+            LocalShard(
+                name=name,
+                global_shape=tuple(state.shape),
+                offsets=(0,) * state.dim(),
+                tensor=state,
+            )
+            for name, state in states
+        ]
 
     def weight_shards(self) -> list[LocalShard]:
         """Return the shards that make the model: parameters, and the routers' selection biases.

@@ -245,6 +245,11 @@ def _precision_flags(workload: Workload, hardware: Hardware) -> Iterator[Flag]:
         fp8_format, recipe = fp8_recipe(workload, hardware)
         yield "--fp8-format", fp8_format
         yield "--fp8-recipe", recipe
+        if recipe == "delayed":
+            delayed = workload.delayed
+            yield "--fp8-amax-history-len", str(delayed.amax_history_len)
+            yield "--fp8-amax-compute-algo", delayed.amax_compute_algo.value
+            yield "--fp8-margin", str(delayed.fp8_margin)
     if workload.grad_dtype is Dtype.BF16:
         yield ("--grad-reduce-in-bf16",)
     else:

@@ -317,6 +317,9 @@ def _take_precision(
         form, recipe = _PRECISIONS[name]
         reader.set_values("--fp8-format", form, chosen)
         reader.set_values("--fp8-recipe", recipe, chosen)
+        if recipe == "delayed":  # Bridge's and NeMo's recipe, not Megatron-LM's defaults
+            reader.set_values("--fp8-amax-history-len", "1024", chosen)
+            reader.set_values("--fp8-amax-compute-algo", "max", chosen)
     elif "nvfp4" in name:
         reader.set_values("--fp4-format", "e2m1", chosen)
     elif not is_unset(name) and not name.startswith("bf16"):

@@ -14,9 +14,11 @@ from moewright.rules.batch_rampup import step_samples
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.workload import (
+    AmaxComputeAlgo,
     BatchRampSpec,
     CheckpointSpec,
     DataSpec,
+    DelayedScalingSpec,
     DocumentMasking,
     DropPolicy,
     Dtype,
@@ -100,6 +102,7 @@ def read_workload(
         router=_read_router(arguments),
         trainer=read_trainer(arguments, environment),
         scaling=_read_scaling(arguments, precision),
+        delayed=_read_delayed(arguments, precision),
         ramp=ramp,
         data=data,
         checkpoint=CheckpointSpec(
@@ -175,6 +178,17 @@ def _read_tensor_scaling(arguments: Arguments, precision: Dtype) -> TensorScalin
         return TensorScaling.CURRENT
     scalings = {"delayed": TensorScaling.DELAYED, "blockwise": TensorScaling.BLOCKWISE}
     return scalings.get(recipe, TensorScaling.CURRENT)
+
+
+def _read_delayed(arguments: Arguments, precision: Dtype) -> DelayedScalingSpec:
+    """Return how delayed scales are taken: Megatron-LM's default is from the last amax alone."""
+    if _read_tensor_scaling(arguments, precision) is not TensorScaling.DELAYED:
+        return DelayedScalingSpec()
+    return DelayedScalingSpec(
+        amax_history_len=arguments.integer("--fp8-amax-history-len", 1),
+        amax_compute_algo=AmaxComputeAlgo(arguments.text("--fp8-amax-compute-algo", "most_recent")),
+        fp8_margin=arguments.integer("--fp8-margin"),
+    )
 
 
 def _note_decay_style(arguments: Arguments) -> tuple[str, ...]:

@@ -1,0 +1,207 @@
+"""FP8 products by scales of earlier steps, and the amaxes that the scales of later ones are from.
+
+Casts are Transformer Engine's with DelayedScaling: a number times the scale, saturated at the
+largest of the format and rounded to it. So is the rule of scales: the format's largest number over
+2^margin and over the amax; a tensor that was not seen, or whose amax is not finite, keeps history
+and scale; the first scale is 1. rules.delayed_scaling says when a history moves on.
+
+Shapes: R rows, K in, N out, E experts of a linear (1 for none), L steps of history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moewright.engine.kernels.low_precision import Groups, NarrowTensor, cast_groups
+from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.rules.delayed_scaling import SCALES_OF_LINEAR, ScaledLinear
+from moewright.rules.low_precision import OperandKind, Recipe
+from moewright.spec.ledger import Component, MemoryRow
+from moewright.spec.workload import AmaxComputeAlgo, DelayedScalingSpec
+
+_KINDS = tuple(OperandKind)
+_FP32_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearScales:
+    """The scales [E,3] of a linear and the amaxes [E,3] of the step that runs, as views of all.
+
+    `experts` are the numbers of the experts whose rows and weights come; None for all in order.
+    """
+
+    name: str
+    scales: torch.Tensor
+    amaxes: torch.Tensor
+    experts: torch.Tensor | None
+
+    def scales_of(self, kind: OperandKind) -> torch.Tensor:
+        """Return the scale of each group of rows."""
+        scales = self.scales[:, _KINDS.index(kind)]
+        return scales if self.experts is None else scales[self.experts]
+
+    def note_largest(self, kind: OperandKind, largest: torch.Tensor) -> None:
+        """Note the largest magnitude of each group of rows."""
+        amaxes = self.amaxes[:, _KINDS.index(kind)]
+        if self.experts is None:
+            torch.maximum(amaxes, largest, out=amaxes)
+        else:
+            amaxes.scatter_reduce_(0, self.experts, largest, "amax")
+
+
+class DelayedProducts:
+    """Products of operands that are converted by the scales of a linear.
+
+    A forward notes the amaxes of input and weight, the product for the input's gradient that of the
+    output's gradient; all other conversions are of tensors that have been noted. A recomputed
+    forward may start from an input that was rounded already, and notes nothing.
+    """
+
+    def __init__(
+        self, recipe: Recipe, scales: LinearScales, is_first_forward: Callable[[], bool]
+    ) -> None:
+        self._recipe = recipe
+        self._scales = scales
+        self._is_first_forward = is_first_forward
+
+    def forward(
+        self, x_RK: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        kind = OperandKind.INPUT
+        is_new = self._is_first_forward()
+        x = self._cast(kind, x_RK, Groups(ends=ends), is_new=is_new).widen(x_RK.dtype)
+        weights = self._cast_weights(w, is_new=is_new)
+        return matmul(x, weights.T) if ends is None else grouped_matmul(x, weights.mT, ends)
+
+    def input_grad(
+        self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        kind = OperandKind.GRADIENT
+        g = self._cast(kind, g_RN, Groups(ends=ends), is_new=True).widen(g_RN.dtype)
+        weights = self._cast_weights(w, is_new=False)
+        return matmul(g, weights) if ends is None else grouped_matmul(g, weights, ends)
+
+    def weight_grad(
+        self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        groups = Groups(ends=ends)
+        g = self._cast(OperandKind.GRADIENT, g_RN, groups, is_new=False).widen(g_RN.dtype)
+        x = self._cast(OperandKind.INPUT, x_RK, groups, is_new=False).widen(x_RK.dtype)
+        return matmul(g.T, x) if ends is None else grouped_matmul(g.T, x, ends)
+
+    def convert_input(self, x_RK: torch.Tensor, ends: torch.Tensor | None = None) -> NarrowTensor:
+        return self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=False)
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def _cast(
+        self, kind: OperandKind, x: torch.Tensor, groups: Groups, *, is_new: bool
+    ) -> NarrowTensor:
+        scales = self._scales
+        if not len(scales.scales):
+            raise ValueError(f"{scales.name} has no scales in rules.delayed_scaling")
+        wide = x.float()
+        if is_new:
+            scales.note_largest(kind, groups.largest(wide))
+        return cast_groups(wide, self._recipe.operand(kind), groups, scales.scales_of(kind))
+
+    def _cast_weights(self, w: torch.Tensor, *, is_new: bool) -> torch.Tensor:
+        """Convert weights [N,K] or [E,N,K], each expert's by its own scale, and widen them."""
+        kind = OperandKind.WEIGHT
+        if w.dim() == 2:
+            return self._cast(kind, w, Groups(), is_new=is_new).widen(w.dtype)
+        ends = torch.arange(1, len(w) + 1, device=w.device) * w.shape[1]
+        narrow = self._cast(kind, w.flatten(0, 1), Groups(ends=ends), is_new=is_new)
+        return narrow.widen(w.dtype).view_as(w)
+
+
+class DelayedScaling:
+    """Histories [E,3,L], newest first, scales and amaxes of the linears of a pipeline stage.
+
+    All its ranks have the same, but for the amaxes of the step that runs. `is_first_forward` tells
+    a forward from its recomputation.
+    """
+
+    def __init__(
+        self,
+        spec: DelayedScalingSpec,
+        recipe: Recipe,
+        linears: Sequence[ScaledLinear],
+        device: torch.device,
+        is_first_forward: Callable[[], bool],
+    ) -> None:
+        self._is_first_forward = is_first_forward
+        self._spec = spec
+        self._recipe = recipe
+        self._linears = tuple(linears)
+        count = sum(linear.experts for linear in linears)
+        self._scales = torch.ones(count, SCALES_OF_LINEAR, device=device)
+        self._amaxes = torch.zeros_like(self._scales)
+        self._history = torch.zeros(count, SCALES_OF_LINEAR, spec.amax_history_len, device=device)
+        tops = [recipe.operand(kind).number.largest * 2.0**-spec.fp8_margin for kind in _KINDS]
+        self._tops = torch.tensor(tops, device=device)
+        self._places: dict[str, slice] = {}
+        first = 0
+        for linear in linears:
+            self._places[linear.name] = slice(first, first + linear.experts)
+            first += linear.experts
+
+    def products_of(self, name: str, experts: Sequence[int] = ()) -> DelayedProducts:
+        """Return the products of a linear by the name of its first weight, or of some experts.
+
+        Those of any other weight raise ValueError when they are used.
+        """
+        place = self._places.get(name, slice(0, 0))
+        numbers = None
+        if experts:
+            numbers = torch.tensor(experts, dtype=torch.int64, device=self._scales.device)
+        scales = LinearScales(
+            name=name, scales=self._scales[place], amaxes=self._amaxes[place], experts=numbers
+        )
+        return DelayedProducts(self._recipe, scales, self._is_first_forward)
+
+    def begin_step(self) -> None:
+        """Forget the amaxes of what ran since the last update."""
+        self._amaxes.zero_()
+
+    def step_amaxes(self) -> torch.Tensor:
+        """Return this rank's amaxes of the step, whose maximum over ranks is that of the step."""
+        # Ranks would not agree on a NaN, which a maximum may leave out.
+        return self._amaxes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+    @torch.no_grad()
+    def update(self, amaxes: torch.Tensor) -> None:
+        """Move the histories on by the amaxes of a step, and set the scales of the next."""
+        is_seen = (amaxes > 0) & amaxes.isfinite()
+        for place in self._places.values():  # not all at once, which would take as much again
+            history = self._history[place]
+            moved = torch.cat((amaxes[place][:, :, None], history[:, :, :-1]), 2)
+            history.copy_(torch.where(is_seen[place][:, :, None], moved, history))
+        if self._spec.amax_compute_algo is AmaxComputeAlgo.MAX:
+            amaxes = self._history.amax(2)
+        scales = (self._tops / amaxes).clamp(max=_FP32_LARGEST)
+        self._scales.copy_(torch.where(is_seen, scales, self._scales))
+
+    def named_states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the histories and scales of each linear by the names that checkpoints have."""
+        for name, place in self._places.items():
+            yield f"optim/amax_history/{name}", self._history[place]
+            yield f"optim/fp8_scale/{name}", self._scales[place]
+
+    def memory_rows(self) -> list[MemoryRow]:
+        """Return the bytes held, in a row for each linear."""
+        return [
+            MemoryRow(
+                component=Component.BUFFERS,
+                module=linear.module,
+                bytes=sum(
+                    tensor[self._places[linear.name]].nbytes
+                    for tensor in (self._history, self._scales, self._amaxes)
+                ),
+            )
+            for linear in self._linears
+        ]
