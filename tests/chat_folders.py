@@ -79,3 +79,17 @@ def write_chats(path: Path, count: int = 40, *, turns: int = 2) -> Path:
                 messages.append({"role": "assistant", "content": f"the answer is {left + right}"})
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def write_preferences(path: Path, count: int = 40) -> Path:
+    """Write preferences of sums, in messages after a prompt, each of other length."""
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            question = "what is the sum of " + "the " * (number % 4) + f"{number} and 1?"
+            record = {
+                "prompt": [{"role": "user", "content": question}],
+                "chosen": [{"role": "assistant", "content": f"the answer is {number + 1}"}],
+                "rejected": [{"role": "assistant", "content": "what " * (number % 3 + 1)}],
+            }
+            file.write(json.dumps(record) + "\n")
+    return path

@@ -145,7 +145,7 @@ def test_a_corpus_of_chats_is_read_back_packed(tmp_path: Path) -> None:
         assert sum(lengths) == 256
         assert tuple(row[: lengths[0]]) in samples
     pairs = sum(length**2 for lengths in rows.lengths for length in lengths)
-    assert packed_share(chats.tokens.lengths, packs) == pytest.approx(
+    assert packed_share(chats.lengths, chats.tokens.lengths, packs) == pytest.approx(
         pairs / (packs.count * 256**2)
     )
     assert build_chats(source, tmp_path / "out", options).outcome is BuildOutcome.REUSED

@@ -77,7 +77,8 @@ def test_a_step_without_a_target_has_no_loss_and_goes_on() -> None:
     result = train_step(state, step=1, lr=1e-3, stop_requested=False, count_ledger=False)
     assert result.loss == 0.0
     assert not result.skipped
-    assert compute_heldout_loss(state, state.train_data, 1, lambda: None) == (0.0, 0)
+    heldout = compute_heldout_loss(state, state.train_data, 1, lambda: None)
+    assert (heldout.loss, heldout.terms) == (0.0, 0)
 
 
 def test_the_norm_of_many_elements_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,4 +27,4 @@ def test_shares_by_hand() -> None:
     packs = pack_lengths(lengths, 8)
     assert packs.count == 2
     assert filled_share(lengths, packs) == pytest.approx(14 / 16)
-    assert packed_share(lengths, packs) == pytest.approx((36 + 4 + 25 + 9) / (2 * 64))
+    assert packed_share(lengths, lengths, packs) == pytest.approx((36 + 4 + 25 + 9) / (2 * 64))

@@ -50,6 +50,8 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
     Raises:
         BadInput: for a folder, a record or a number that cannot be trained.
     """
+    from moewright.engine.data.corpus import count_samples
+
     base = request.base or request.out / _BASE_FOLDER
     if is_first_rank():
         if request.base is None and not (base / "model.safetensors").is_file():
@@ -64,9 +66,9 @@ def finetune(request: FineTuningRequest, tell: Tell) -> int:
         report = _build_data(request, base, chats)
     corpus = report.corpus
     tell(
-        f"{corpus.train.documents:,} samples of {corpus.train.tokens:,} tokens to train on, "
+        f"{count_samples(corpus, corpus.train)} of {corpus.train.tokens:,} tokens to train on, "
         f"{corpus.train.learnt_tokens / max(1, corpus.train.tokens):.0%} of them the assistant's; "
-        f"{corpus.heldout.documents:,} held out"
+        f"{count_samples(corpus, corpus.heldout)} held out"
     )
     job_path = request.out / JOB_FILE
     if is_first_rank():
@@ -162,6 +164,7 @@ def _read_sample(report: BuildReport, base: Path) -> Sample:
     from moewright.engine.data.packing import open_chats
     from moewright.engine.data.tokenizer import load_tokenizer
 
+    # Of a pair that is the chosen answer.
     chats = open_chats(Path(report.data.heldout or report.data.train))
     length = int(chats.tokens.lengths[0])
     tokens = chats.tokens.tokens[:length].tolist()

@@ -18,7 +18,7 @@ from moewright.intake.job import DEFAULT_HARDWARE, read_job
 from moewright.rules.engine_limits import unsupported_model
 from moewright.rules.packing import filled_share
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.workload import BaseQuantization
+from moewright.spec.workload import BaseQuantization, Objective
 
 if TYPE_CHECKING:
     from moewright.engine.data.build_corpus import BuildReport
@@ -32,6 +32,8 @@ _MAX_BATCH = 64
 # The peak learning rates of published recipes for whole models, and for one from fresh weights.
 _LR = 1e-5
 _LORA_LR = 2e-4
+_DPO_LR = 1e-6
+_DPO_LORA_LR = 1e-5
 _FRESH_LR = 3e-3
 _FRESH_EPOCHS = 20
 _EPOCHS = 3
@@ -71,6 +73,7 @@ class _JobNumbers:
     global_batch: int
     steps: int
     heldout_batches: int = 0
+    objective: Objective = Objective.NEXT_TOKEN
 
 
 def check_request(request: FineTuningRequest, base: Path) -> None:
@@ -116,7 +119,7 @@ def write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell:
         seq_len = max(_MIN_SEQ_LEN, 1 << (report.corpus.longest.tokens - 1).bit_length())
     chats = open_chats(Path(report.data.train))
     packs = pack_chats(chats, seq_len=seq_len)
-    filled = filled_share(chats.tokens.lengths, packs)
+    filled = filled_share(chats.lengths, packs)
     batch = request.global_batch or _choose_batch(packs.count, nproc)
     default_epochs = _FRESH_EPOCHS if request.base is None else _EPOCHS
     epochs = default_epochs if request.epochs is None else request.epochs
@@ -139,7 +142,11 @@ def write_job(request: FineTuningRequest, base: Path, report: BuildReport, tell:
     elif report.data.heldout:
         tell("the held-out samples fill no batch, so nothing is evaluated")
     numbers = _JobNumbers(
-        seq_len=seq_len, global_batch=batch, steps=steps, heldout_batches=heldout_batches
+        seq_len=seq_len,
+        global_batch=batch,
+        steps=steps,
+        heldout_batches=heldout_batches,
+        objective=Objective.DPO if chats.holds_pairs else Objective.NEXT_TOKEN,
     )
     return _format_job(request, base, request.out, data, numbers)
 
@@ -156,6 +163,8 @@ def _format_job(
     lr = request.lr
     if lr is None:
         default_lr = _LORA_LR if request.lora_rank else _LR
+        if numbers.objective is Objective.DPO:
+            default_lr = _DPO_LORA_LR if request.lora_rank else _DPO_LR
         lr = _FRESH_LR if request.base is None else default_lr
     task: dict[str, Any] = {"task": "sft"}
     if request.freeze:
@@ -168,6 +177,8 @@ def _format_job(
         }
     if request.quantize_base is not BaseQuantization.NONE:
         task["quantize_base"] = request.quantize_base.value
+    if numbers.objective is not Objective.NEXT_TOKEN:
+        task["objective"] = numbers.objective.value
     steps = numbers.steps
     job = {
         "model": {"weights": os.path.relpath(base, folder)},

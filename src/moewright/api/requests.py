@@ -31,6 +31,7 @@ from moewright.spec.workload import (
     BatchRampSpec,
     DocumentMasking,
     Dtype,
+    Objective,
     Routing,
     Task,
     Workload,
@@ -230,7 +231,7 @@ def _pack_samples(request: PlanRequest, lengths: Int64s, path: Path) -> PlanRequ
     data = replace(
         request.workload.data,
         documents=DocumentMasking.RESTARTED,
-        attended_share=packed_share(lengths, packs),
+        attended_share=packed_share(lengths, lengths, packs),
     )
     line = (
         f"{len(lengths):,} samples of up to {longest:,} tokens, packed into {packs.count:,} "
@@ -345,6 +346,12 @@ def _read_job_request(path: Path, on: str | Hardware, options: WorkloadOptions) 
         hardware = read_hardware(catalogue.hardware(text, job.network), options.network)
         defaults = (f"hardware {job.nproc}x{job.hardware} (from {path}, --on)",)
     job = replace(job, workload=fill_attended_share(job.workload))
+    if job.workload.loss.objective is Objective.DPO:
+        line = (
+            "preferences (train.objective=dpo): a step costs what one of sft does; before the "
+            "first, one forward of all pairs makes the reference, a third of the steps of an epoch"
+        )
+        defaults = (*defaults, line)
     return request_training(job, hardware, defaults)
 
 

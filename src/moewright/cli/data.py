@@ -48,9 +48,10 @@ class CorpusFlags:
         Bytes of tokens after which a pair of files ends and the next begins, such as 2GB; one pair
         when not given. What is read does not depend on it.
     chats
-        The records are chats: messages, conversations (ShareGPT), or prompt and completion. They
-        are written by the chat template of the folder that --tokenizer names, and the assistant's
-        tokens alone are learnt.
+        The records are chats: messages, conversations (ShareGPT), or prompt and completion; or
+        pairs of answers, chosen and rejected, for train.objective = dpo. They are written by the
+        chat template of the folder that --tokenizer names, and the assistant's tokens alone are
+        learnt.
     chat_template
         With --chats, a file with the template, in place of the folder's own.
     """
@@ -180,6 +181,7 @@ def _find_tokenizer(text: str) -> Path:
 
 def _print_chat_report(out: Path, result: BuildReport) -> None:
     from moewright.engine.data.build_corpus import BuildOutcome
+    from moewright.engine.data.corpus import count_samples
     from moewright.spec.units import format_seconds
 
     corpus = result.corpus
@@ -187,10 +189,10 @@ def _print_chat_report(out: Path, result: BuildReport) -> None:
         print(f"{out} already holds these chats; --force builds them again")
     heldout = "nothing held out"
     if corpus.heldout.documents:
-        heldout = f"{corpus.heldout.documents:,} held out"
+        heldout = f"{count_samples(corpus, corpus.heldout)} held out"
     learnt = corpus.train.learnt_tokens / max(1, corpus.train.tokens)
     print(
-        f"{out}: {corpus.train.documents:,} samples of {corpus.train.tokens:,} tokens to train "
+        f"{out}: {count_samples(corpus, corpus.train)} of {corpus.train.tokens:,} tokens to train "
         f"on, of which {learnt:.0%} are the assistant's; {heldout}; the longest sample has "
         f"{corpus.longest.tokens:,} tokens ({corpus.longest.where}); "
         f"{format_seconds(result.seconds)}"

@@ -39,7 +39,7 @@ from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.layout import CudaGraphScope, Layout, Offload, Recompute
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import CrossEntropyKernel
+from moewright.spec.workload import CrossEntropyKernel, Objective
 
 INT64_BYTES = 8
 FP32_BYTES = 4
@@ -322,9 +322,10 @@ def outside_bytes(context: ActivationContext) -> Array:
     hidden = (
         recompute.activation_nbytes(context.job.workload) * tokens * context.job.model.hidden_size
     )
-    return np.array(
-        [_embedding_bytes(context), _head_bytes(context), _modules({Module.MTP: hidden})]
-    )
+    head = _head_bytes(context)
+    if context.job.workload.loss.objective is Objective.DPO:
+        head += _modules({Module.OTHER: FP32_BYTES * _tokens(context)})  # weights of the nll
+    return np.array([_embedding_bytes(context), head, _modules({Module.MTP: hidden})])
 
 
 def mtp_bytes(context: ActivationContext) -> Array:

@@ -23,10 +23,11 @@ from moewright.spec.hardware import Collective
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import CommRow
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import RouterAssignment, Workload
+from moewright.spec.workload import Objective, RouterAssignment, Workload
 
 _STATISTICS_BYTES = 4 * 8  # squared gradient norm, votes to stop, two loss sums, in fp64
 _FLAG_BYTES = 8
+_REWARD_BYTES = 2 * 8  # the pairs that the chosen answer wins, and the margins, in fp64
 _LAYER_LOSS_BYTES = 4 * 8  # the auxiliary losses of a layer, in fp64
 
 
@@ -55,6 +56,7 @@ def comm_rows(
         *_scale_calls(job, pp_rank),
         *_pipeline_calls(job, pp_rank, micro_batches),
         *_layer_calls(job, chunks, rows),
+        *_answer_calls(job, chunks, micro_batches),
     ]
     sums: dict[tuple[Collective, str], tuple[int, int]] = {}
     for op, group, nbytes, count in calls:
@@ -110,9 +112,9 @@ def _uniform_layer_calls(job: Job, chunks: Sequence[Chunk], rows: ExpertRows) ->
 def _step_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
     """Yield the statistics of a step and the counts of its routers.
 
-    Once a step: valid targets (int64), the four statistics and the losses of all routers, and the
-    expert counts of all layers for the record. For each micro-batch and MoE layer of the rank,
-    besides:
+    Once a step: valid targets or pairs (int64), the four statistics, those of pairs and the losses
+    of all routers, and the expert counts of all layers for the record. For each micro-batch and MoE
+    layer of the rank, besides:
 
     - with a balance loss over the micro-batch, its expert counts, over the ranks that share it;
     - with one over sequences, the counts of each sequence, over the same ranks;
@@ -121,12 +123,14 @@ def _step_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
     """
     yield Collective.ALL_REDUCE, "dp_cp", INT64_BYTES, 1
     moe = job.model.moe
+    holds_pairs = job.workload.loss.objective is Objective.DPO
+    statistics_bytes = _STATISTICS_BYTES + holds_pairs * _REWARD_BYTES
     if moe is None:
-        yield Collective.ALL_REDUCE, "world", _STATISTICS_BYTES, 1
+        yield Collective.ALL_REDUCE, "world", statistics_bytes, 1
         return
     layers = len(job.model.routed_layers)
     # Whether some rank had more rows than its budget is one statistic more.
-    statistics_bytes = _STATISTICS_BYTES + bool(job.layout.rank_capacity) * _FLAG_BYTES
+    statistics_bytes += bool(job.layout.rank_capacity) * _FLAG_BYTES
     yield Collective.ALL_REDUCE, "world", statistics_bytes + layers * _LAYER_LOSS_BYTES, 1
     yield Collective.ALL_REDUCE, "world", INT64_BYTES * layers * moe.experts, 1
     if not rows.layers:
@@ -143,6 +147,13 @@ def _step_calls(job: Job, rows: ExpertRows) -> Iterator[CallSum]:
     if router.assignment is RouterAssignment.SINKHORN:
         logits_bytes = job.micro_batch_tokens * moe.experts * router.router_dtype.nbytes
         yield Collective.ALL_GATHER, "tp_cp", passes * logits_bytes, passes
+
+
+def _answer_calls(job: Job, chunks: Sequence[Chunk], micro_batches: int) -> Iterator[CallSum]:
+    """Yield the gathers of the nll of tokens (fp32), of whose sums the losses of pairs are made."""
+    if job.workload.loss.objective is Objective.DPO:
+        calls = micro_batches * sum(chunk.has_loss for chunk in chunks)
+        yield Collective.ALL_GATHER, "cp", calls * FP32_BYTES * job.tp_group_tokens, calls
 
 
 def _gradient_calls(

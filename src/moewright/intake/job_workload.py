@@ -222,6 +222,8 @@ def _loss_ranges(loss: LossSpec) -> Iterator[_Range]:
     yield "train.z_coeff", loss.z_coeff, 0, 1e3
     yield "train.mtp_coeff", loss.mtp_coeff, 0, 1e3
     yield "train.indexer_coeff", loss.indexer_coeff, 0, 1e3
+    yield "train.dpo_beta", loss.dpo_beta, 1e-9, 1e3
+    yield "train.dpo_label_smoothing", loss.dpo_label_smoothing, 0, 0.5
 
 
 def _router_ranges(router: RouterTraining) -> Iterator[_Range]:

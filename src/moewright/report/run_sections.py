@@ -165,6 +165,8 @@ def _judge_learning(record: RunRecord) -> _Learning:
         tile = Tile(label="Training loss", value="none", note="no step was recorded")
         return _Learning(clause="No step was recorded", tone=Tone.BAD, tile=tile)
     broken_steps = sum(1 for step in record.steps if not is_number(step.loss))
+    if record.steps[-1].rewards.pairs:
+        return _judge_preferences((record.evals or record.steps)[-1], broken_steps)
     if not record.evals:
         return _judge_training_loss(record.steps[-1], broken_steps)
     return _judge_heldout_loss(record.evals[-1], broken_steps)
@@ -184,6 +186,21 @@ def _judge_training_loss(last: StepRecord, broken_steps: int) -> _Learning:
         ),
         tone=Tone.BAD if broken_steps else Tone.PLAIN,
         tile=Tile(label="Training loss", value=loss, note="nats/token; no held-out data"),
+    )
+
+
+def _judge_preferences(last: EvalRecord | StepRecord, broken_steps: int) -> _Learning:
+    """Judge a run by its held-out pairs, or without those by its last step's."""
+    accuracy = f"{last.rewards.accuracy:.0%}"
+    kind = "held-out pairs" if isinstance(last, EvalRecord) else "pairs of the last step"
+    has_learned = last.rewards.margin > 0 and not broken_steps
+    return _Learning(
+        clause=(
+            f"After {plural(last.step, 'step')} the chosen answer has the greater reward in "
+            f"{accuracy} of {last.rewards.pairs:,} {kind}, by {last.rewards.margin:.3f} on average"
+        ),
+        tone=Tone.GOOD if has_learned else Tone.BAD,
+        tile=Tile(label="Preferences", value=accuracy, note=f"won, of {kind}"),
     )
 
 

@@ -32,6 +32,7 @@ from moewright.spec.workload import (
     Dtype,
     ExpertKernels,
     MatrixUpdate,
+    Objective,
     Workload,
 )
 
@@ -316,6 +317,7 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
             if value != own
         ),
         *_check_muon_moments(workload),
+        *_check_objective(model, workload),
         *(
             Reason(field=f"model.{field}", value=str(value), rule=_NOT_YET, nearest=nearest)
             for field, value, is_unsupported, nearest in unsupported_features(model)
@@ -327,6 +329,14 @@ def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...
             if dtype not in supported
         ),
     )
+
+
+def _check_objective(model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """Yield the loss of MTP depths beside an objective of whole answers."""
+    if workload.loss.objective is Objective.DPO and model.mtp_layers and workload.loss.mtp_coeff:
+        rule = "MTP depths learn next tokens, of which objective=dpo has none"
+        value = f"{workload.loss.mtp_coeff:g}"
+        yield Reason(field="train.mtp_coeff", value=value, rule=rule, nearest="0")
 
 
 def _check_muon_moments(workload: Workload) -> Iterator[Reason]:

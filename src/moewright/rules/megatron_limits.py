@@ -45,6 +45,7 @@ from moewright.spec.workload import (
     ExpertKernels,
     Fusion,
     MatrixUpdate,
+    Objective,
     RouterAssignment,
     Task,
     Workload,
@@ -289,6 +290,10 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
     if workload.fine_tuning.freeze:
         frozen = "+".join(workload.fine_tuning.freeze)
         yield _refusal("workload.freeze", frozen, "export freezes nothing", "none")
+    if workload.loss.objective is not Objective.NEXT_TOKEN:
+        rule = "export writes pre-training alone"
+        objective = workload.loss.objective
+        yield _refusal("workload.objective", objective, rule, Objective.NEXT_TOKEN)
     if workload.batch_samples:
         rule = "export writes steps of a number of sequences"
         yield _refusal("workload.batch_samples", workload.batch_samples, rule, 0)

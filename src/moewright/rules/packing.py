@@ -94,9 +94,12 @@ def filled_share(lengths: Int64s, packs: PackedSequences) -> float:
     return float(lengths.sum() / (packs.count * packs.seq_len))
 
 
-def packed_share(lengths: Int64s, packs: PackedSequences) -> float:
-    """Return the share of the token pairs of sequences that lie within a sample or padding."""
-    sizes = lengths.astype(np.float64)
-    filled = np.add.reduceat(sizes[packs.samples], packs.starts[:-1])
-    pairs = np.square(sizes).sum() + np.square(packs.seq_len - filled).sum()
+def packed_share(lengths: Int64s, documents: Int64s, packs: PackedSequences) -> float:
+    """Return the share of the token pairs of sequences that lie within a document or padding.
+
+    `lengths` are those of samples, which the `documents` of these lengths make up.
+    """
+    filled = np.add.reduceat(lengths[packs.samples].astype(np.float64), packs.starts[:-1])
+    pairs = np.square(documents.astype(np.float64)).sum()
+    pairs += np.square(packs.seq_len - filled).sum()
     return float(pairs / (packs.count * packs.seq_len**2))

@@ -101,10 +101,23 @@ class RankTiming:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PairRewards:
+    """What a step of preferences has of its pairs of answers.
+
+    A reward is beta times the log-ratio of an answer to the reference.
+    """
+
+    pairs: int = 0  # 0 where the objective is another
+    accuracy: float = 0.0  # share of the pairs whose chosen answer has the greater reward
+    margin: float = 0.0  # mean of the chosen answer's reward less the rejected one's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One line of steps.jsonl of kind "step".
 
-    Rates are per rank; `loss` is nats per valid target of the global batch.
+    Rates are per rank; `loss` is nats per valid target of the global batch, or the mean loss of its
+    pairs.
     """
 
     step: int  # 1 is the first update
@@ -126,19 +139,22 @@ class StepRecord:
     host: HostTime = HostTime()
     device: DeviceSample | None = None
     is_repeated: bool = False  # run twice: some rank had more rows than its rank_capacity
+    rewards: PairRewards = PairRewards()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalRecord:
     """One line of steps.jsonl of kind "eval".
 
-    The loss is mean nats per target over the held-out batches after `step` updates.
+    The loss is mean nats per target over the held-out batches after `step` updates, or the mean
+    loss of the held-out pairs, of which there are `tokens`.
     """
 
     step: int
     heldout_loss: float
     unigram_entropy: float  # of the held-out corpus' tokens under the training unigram distribution
     tokens: int
+    rewards: PairRewards = PairRewards()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

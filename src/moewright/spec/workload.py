@@ -141,13 +141,25 @@ class MuonSpec:
     muon_extra_scale_factor: float = 1.0  # times that; 0.2 fits AdamW's rates (arXiv 2502.16982)
 
 
+class Objective(StrEnum):
+    """What the loss of a job makes of the log-probabilities of targets."""
+
+    NEXT_TOKEN = "next_token"
+    DPO = "dpo"  # direct preference optimization (Rafailov et al. 2023), on pairs of answers
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpec:
-    """The coefficients of the auxiliary losses; 0 switches one off (docs/formulas.md 4).
+    """The objective, and the coefficients of the auxiliary losses (docs/formulas.md 4).
 
-    They may be combined. The three balance losses are over a micro-batch, over each sequence, and
-    with the counts of the global batch so far.
+    Auxiliary losses may be combined; 0 switches one off. The three balance losses are over a
+    micro-batch, over each sequence, and with the counts of the global batch so far.
     """
+
+    objective: Objective = Objective.NEXT_TOKEN  # what the log-probabilities of targets are to do
+    dpo_beta: float = 0.1  # weight of log-ratios to the reference, with objective=dpo
+    # probability that a pair's answers are the wrong way round (conservative DPO)
+    dpo_label_smoothing: float = 0.0
 
     aux_coeff: float = 0.0  # load balance over a micro-batch (Switch Transformer)
     seq_aux_coeff: float = 0.0  # load balance over each sequence (DeepSeek-V3)

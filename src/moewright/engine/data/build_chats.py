@@ -1,8 +1,9 @@
-"""Chats to a corpus for supervised fine-tuning: token pairs, and pairs that mark what is learnt.
+"""Chats to a corpus for fine-tuning: token pairs, and pairs that mark what is learnt.
 
 A document is one sample: a chat, or a part of it that the template renders on its own
-(chat_template). It is rendered and encoded as transformers does. Records are read twice and never
-held: once to see which are held out, once to write them.
+(chat_template). Of preferences a sample is two documents, the chosen answer and the rejected one.
+It is rendered and encoded as transformers does. Records are read twice and never held: once to see
+which are held out, once to write them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from moewright.engine.data.census import (
 )
 from moewright.engine.data.chat_encoder import ChatEncoder, ChatOptions, ChatSample
 from moewright.engine.data.chat_template import TEMPLATE_FILE
-from moewright.engine.data.chats import Chat, ChatSchema, parse_chat
+from moewright.engine.data.chats import Chat, ChatSchema, parse_record
 from moewright.engine.data.corpus import (
     CORPUS_FILE,
     Corpus,
@@ -153,10 +154,11 @@ class _ChatBuild:
                 batch = list(islice(records, _BATCH_CHATS))
                 chats = [(where, self._parse(record, where)) for where, record in batch]
                 keys = hashes[first : first + len(batch)].tolist()
-                for key, samples in zip(keys, self._encoder.encode(chats), strict=True):
+                for key, samples in zip(keys, self._encode(chats), strict=True):
                     for sample in samples:
                         self._note(sample)
-                        (heldout if key < limit else train).append(sample)
+                        for document in sample:
+                            (heldout if key < limit else train).append(document)
                 self._report_progress("encoding", first + len(batch), total)
             (self._out / CORPUS_FILE).unlink(missing_ok=True)
             self._copy_tokenizer()
@@ -168,28 +170,49 @@ class _ChatBuild:
         write_json(self._out / CORPUS_FILE, corpus)
         return corpus
 
-    def _parse(self, record: Mapping[str, Any], where: str) -> Chat:
-        chat = parse_chat(record, where)
+    def _parse(self, record: Mapping[str, Any], where: str) -> tuple[Chat, ...]:
+        chats = parse_record(record, where)
+        schema = chats[0].schema
         if self._schema is None:
-            self._schema = chat.schema
-        if chat.schema is not self._schema:
-            rule = f"is of schema {chat.schema}, and the chats before it of {self._schema}"
+            self._schema = schema
+        if schema is not self._schema:
+            rule = f"is of schema {schema}, and the chats before it of {self._schema}"
             nearest = "one schema in all files"
             raise BadInput(Reason(field=where, rule=rule, nearest=nearest))
-        return chat
+        return chats
 
-    def _note(self, sample: ChatSample) -> None:
+    def _encode(
+        self, records: Sequence[tuple[str, tuple[Chat, ...]]]
+    ) -> Iterator[list[tuple[ChatSample, ...]]]:
+        """Yield the samples of each record: of one document each, or a pair's two."""
+        chats = [(where, chat) for where, pair in records for chat in pair]
+        encoded = iter(self._encoder.encode(chats))
+        for where, pair in records:
+            documents = [next(encoded) for _ in pair]
+            if len(documents) == 1:
+                yield [(document,) for document in documents[0]]
+                continue
+            if any(len(parts) > 1 for parts in documents):
+                rule = "has an answer of several turns, of which the template does not keep all"
+                raise BadInput(Reason(field=where, rule=rule, nearest="answers of one turn"))
+            yield [tuple(parts[0] for parts in documents)]
+
+    def _note(self, sample: tuple[ChatSample, ...]) -> None:
         """Count a sample, or refuse one that no sequence holds or that teaches nothing."""
-        tokens = len(sample.tokens)
+        tokens = sum(len(document.tokens) for document in sample)
+        where = sample[0].where
         limit = self._options.max_tokens
         if limit and tokens > limit:
             rule = f"gives a sample of {tokens:,} tokens; a sequence holds {limit:,}"
-            raise BadInput(Reason(field=sample.where, rule=rule, nearest="a shorter chat"))
-        if not sample.is_learnt[1:].any():
+            raise BadInput(Reason(field=where, rule=rule, nearest="a shorter chat"))
+        if not all(document.is_learnt[1:].any() for document in sample):
             rule = "gives a sample without a token to learn"
-            raise BadInput(Reason(field=sample.where, rule=rule))
+            raise BadInput(Reason(field=where, rule=rule))
+        if len(sample) > 1 and np.array_equal(sample[0].tokens, sample[1].tokens):
+            rule = "gives the same tokens for 'chosen' and 'rejected'"
+            raise BadInput(Reason(field=where, rule=rule))
         if tokens > self._longest.tokens:
-            self._longest = LongestSample(tokens=tokens, where=sample.where)
+            self._longest = LongestSample(tokens=tokens, where=where)
 
     def _copy_tokenizer(self) -> None:
         """Write the tokenizer, its configuration and the template as the folder has them."""
@@ -215,7 +238,7 @@ class _ChatBuild:
             heldout=splits[1],
             unigram_entropy=unigram_entropy,
             stamp=stamp,
-            kind=CorpusKind.CHATS,
+            kind=CorpusKind.PAIRS if self._schema is ChatSchema.PREFERENCE else CorpusKind.CHATS,
             longest=self._longest,
         )
 

@@ -1,10 +1,11 @@
-"""Records of chats: messages, ShareGPT's conversations, or a prompt and its completion."""
+"""Records of chats: messages, conversations, a prompt and its completion, or two answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,7 @@ class ChatSchema(StrEnum):
     MESSAGES = "messages"
     CONVERSATIONS = "conversations"  # ShareGPT
     COMPLETION = "prompt and completion"
+    PREFERENCE = "chosen and rejected"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +57,19 @@ class Chat:
     is_plain: bool = False
 
 
+def parse_record(record: Mapping[str, Any], where: str) -> tuple[Chat, ...]:
+    """Return the chat of a record; of a preference the chat with the chosen answer and the other.
+
+    Raises:
+        BadInput: naming the record, where it is of no known schema, or a message is not whole.
+    """
+    if "chosen" in record or "rejected" in record:
+        return _parse_preference(record, where)
+    return (parse_chat(record, where),)
+
+
 def parse_chat(record: Mapping[str, Any], where: str) -> Chat:
-    """Return the chat of a record.
+    """Return the chat of a record that is no preference.
 
     Raises:
         BadInput: naming the record, where it is of no known schema, or a message is not whole.
@@ -73,7 +86,10 @@ def parse_chat(record: Mapping[str, Any], where: str) -> Chat:
     if "prompt" in record and "completion" in record:
         return _parse_completion(record, tools, where)
     fields = ", ".join(record) or "none"
-    rule = "has no field 'messages', 'conversations', or 'prompt' and 'completion'"
+    rule = (
+        "has no field 'messages', 'conversations', 'prompt' and 'completion', or 'chosen' and "
+        "'rejected'"
+    )
     raise BadInput(Reason(field=where, rule=f"{rule}; it has {fields}"))
 
 
@@ -88,6 +104,53 @@ def _parse_completion(record: Mapping[str, Any], tools: Any, where: str) -> Chat
     before = _parse_messages(prompt, f"{where}: prompt")
     after = _parse_messages(completion, f"{where}: completion")
     return Chat(schema=schema, messages=(*before, *after), tools=tools, first=len(before))
+
+
+def _parse_preference(record: Mapping[str, Any], where: str) -> tuple[Chat, Chat]:
+    """Return both chats of a preference, in the formats that TRL documents.
+
+    The answers follow the `prompt`; messages without one begin with the turns that they share.
+    """
+    for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        if name not in record:
+            raise BadInput(Reason(field=where, rule=f"has no field {name!r} beside {other!r}"))
+    tools = record.get("tools") or None
+    prompt = record.get("prompt")
+    chosen, rejected = record["chosen"], record["rejected"]
+    if chosen == rejected:
+        raise BadInput(Reason(field=where, rule="has the same answer as 'chosen' and 'rejected'"))
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        if not isinstance(prompt, str):
+            rule = "must be text where 'chosen' and 'rejected' are"
+            raise BadInput(Reason(field=f"{where}: prompt", rule=rule))
+        for name in ("chosen", "rejected"):
+            if not isinstance(record[name], str) or not record[name].strip():
+                rule = "must be text, and not empty"
+                raise BadInput(Reason(field=f"{where}: {name}", rule=rule))
+        return _build_plain(prompt, chosen, tools), _build_plain(prompt, rejected, tools)
+    answers = [_parse_messages(record[name], f"{where}: {name}") for name in ("chosen", "rejected")]
+    before: tuple[Message, ...] = ()
+    if isinstance(prompt, list):
+        before = _parse_messages(prompt, f"{where}: prompt")
+    else:  # the text of a prompt is that of the first turn, which both answers begin with
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))
+        before = tuple(message for message, _ in shared)
+        answers = [answer[len(before) :] for answer in answers]
+        if not before and isinstance(prompt, str):
+            before = ({"role": USER, "content": prompt},)
+    return (
+        _build_preference((*before, *answers[0]), tools, len(before)),
+        _build_preference((*before, *answers[1]), tools, len(before)),
+    )
+
+
+def _build_preference(messages: tuple[Message, ...], tools: Any, first: int) -> Chat:
+    return Chat(schema=ChatSchema.PREFERENCE, messages=messages, tools=tools, first=first)
+
+
+def _build_plain(prompt: str, answer: str, tools: Any) -> Chat:
+    turns = ({"role": USER, "content": prompt}, {"role": ASSISTANT, "content": answer})
+    return Chat(schema=ChatSchema.PREFERENCE, messages=turns, tools=tools, is_plain=True)
 
 
 def _parse_messages(value: Any, where: str) -> tuple[Message, ...]:

@@ -23,6 +23,7 @@ class CorpusKind(StrEnum):
 
     TEXT = "text"  # one stream, cut into sequences anywhere
     CHATS = "chats"  # samples that stay whole, of which the assistant's tokens alone are learnt
+    PAIRS = "pairs"  # samples of two documents, a chosen and a rejected answer to one prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class CorpusSplit:
 
     documents: int = 0
     tokens: int = 0
-    learnt_tokens: int = 0  # of chats
+    learnt_tokens: int = 0  # of chats and pairs
     fingerprint: str = ""  # "" where there is no pair
 
 
@@ -64,7 +65,14 @@ class Corpus:
     stamp: str
     empty_documents: int = 0  # left out
     kind: CorpusKind = CorpusKind.TEXT
-    longest: LongestSample = LongestSample()  # of chats
+    longest: LongestSample = LongestSample()  # of chats and pairs
+
+
+def count_samples(corpus: Corpus, split: CorpusSplit) -> str:
+    """Return how many samples a split has, in words; of preferences they are pairs."""
+    if corpus.kind is CorpusKind.PAIRS:
+        return f"{split.documents // 2:,} pairs"
+    return f"{split.documents:,} samples"
 
 
 def learnt_prefix(prefix: Path) -> Path:

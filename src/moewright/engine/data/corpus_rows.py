@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from moewright.engine.data.corpus import corpus_entropy
 from moewright.engine.data.indexed import IndexedDataset
 from moewright.engine.data.packing import (
     ChatDataset,
+    Float64s,
     build_chat_sampler,
     build_pack_sampler,
     is_chat_pair,
@@ -38,7 +39,7 @@ from moewright.engine.data.step_packing import StepSequences, pack_step
 from moewright.engine.data.unigram import sum_token_counts, unigram_nats
 from moewright.rules.packing import PackedSequences, packed_share
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.workload import DocumentMasking, Workload
+from moewright.spec.workload import DocumentMasking, Objective, Workload
 
 _IGNORED_TARGET = -1
 
@@ -48,12 +49,13 @@ class SampleRows:
     """Samples that were read: inputs and targets [rows, seq_len], and the lengths in each row.
 
     A target is -1 where nothing is learnt. The lengths are those of what attends only itself; ()
-    where documents do not bound attention.
+    where documents do not bound attention. `reference` is that of PackedRows; () of text.
     """
 
     inputs: Int64s
     targets: Int64s
     lengths: tuple[tuple[int, ...], ...]
+    reference: tuple[tuple[float, ...], ...] = ()
 
 
 class CorpusReader(Protocol):
@@ -152,12 +154,18 @@ class ChatCorpus:
 
     def attended_share(self, workload: Workload) -> float:
         del workload
-        return packed_share(self.chats.tokens.lengths, self.packs)
+        chats = self.chats
+        return packed_share(chats.lengths, chats.tokens.lengths, self.packs)
 
     def read(self, ids: Int64s, workload: Workload, vocab_size: int) -> SampleRows:
         del workload
         rows = read_packed(self.chats, self.packs, ids, vocab_size=vocab_size)
-        return SampleRows(inputs=rows.inputs, targets=rows.targets, lengths=rows.lengths)
+        return SampleRows(
+            inputs=rows.inputs,
+            targets=rows.targets,
+            lengths=rows.lengths,
+            reference=rows.reference,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,14 +193,34 @@ class CorpusBlend:
 
     def pack_step(self, step: int, workload: Workload) -> StepSequences:
         """Pack the chats of a step of `batch_samples`, counted from 0."""
-        chats = [corpus.chats for corpus in self.corpora if isinstance(corpus, ChatCorpus)]
         return pack_step(
-            chats,
+            self.chats,
             self.order,
             step=step,
             samples=workload.batch_samples,
             seq_len=workload.seq_len,
         )
+
+    @property
+    def chats(self) -> tuple[ChatDataset, ...]:
+        """The corpora that are chats or pairs."""
+        return tuple(corpus.chats for corpus in self.corpora if isinstance(corpus, ChatCorpus))
+
+    def add_references(self, references: Mapping[str, Float64s], *, where: str) -> CorpusBlend:
+        """Return the blend with the log-probabilities of its pairs, by fingerprint of the corpus.
+
+        Raises:
+            BadInput: naming the corpus that `where` has none of.
+        """
+        corpora: list[CorpusReader] = []
+        for corpus in self.corpora:
+            assert isinstance(corpus, ChatCorpus)  # _check_objective
+            if corpus.fingerprint not in references:
+                rule = f"holds other pairs than those that {where} has log-probabilities of"
+                raise BadInput(Reason(field=str(corpus.pair.bin_path), rule=rule))
+            chats = replace(corpus.chats, reference=references[corpus.fingerprint])
+            corpora.append(replace(corpus, chats=chats))
+        return replace(self, corpora=tuple(corpora))
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -203,6 +231,7 @@ class CorpusBlend:
         inputs = np.zeros((count, workload.seq_len), dtype=np.int64)
         targets = np.zeros_like(inputs)
         lengths: list[tuple[int, ...]] = [()] * count
+        reference: list[tuple[float, ...]] = [()] * count
         is_bounded = False
         for part in self.order.locate(first, count):
             rows = self.corpora[part.corpus].read(part.ids, workload, vocab_size)
@@ -211,8 +240,13 @@ class CorpusBlend:
             for row, row_lengths in zip(part.rows.tolist(), rows.lengths, strict=False):
                 lengths[row] = row_lengths
                 is_bounded = True
+            for row, answers in zip(part.rows.tolist(), rows.reference, strict=False):
+                reference[row] = answers
         return SampleRows(
-            inputs=inputs, targets=targets, lengths=tuple(lengths) if is_bounded else ()
+            inputs=inputs,
+            targets=targets,
+            lengths=tuple(lengths) if is_bounded else (),
+            reference=tuple(reference),
         )
 
 
@@ -265,8 +299,23 @@ def join_lengths(lengths: Iterable[Sequence[int]]) -> list[int]:
     return [length for row in lengths for length in row]
 
 
+def _check_objective(prefix: Path, chats: ChatDataset | None, workload: Workload) -> None:
+    """Refuse pairs of answers without an objective that weighs them, and it without pairs."""
+    objective = workload.loss.objective
+    holds_pairs = chats is not None and chats.holds_pairs
+    if holds_pairs is (objective is Objective.DPO):
+        return
+    rule = f"{prefix} holds no pairs of a chosen and a rejected answer"
+    nearest = Objective.NEXT_TOKEN
+    if holds_pairs:
+        rule = f"{prefix} holds pairs of a chosen and a rejected answer, which is not to be learnt"
+        nearest = Objective.DPO
+    raise BadInput(Reason(field="train.objective", value=objective, rule=rule, nearest=nearest))
+
+
 def _open_corpus(prefix: Path, workload: Workload) -> CorpusReader:
     if not is_chat_pair(prefix):
+        _check_objective(prefix, None, workload)
         if workload.batch_samples:
             rule = f"{prefix} holds text, of which every sequence is full; chats alone are packed"
             value = str(workload.batch_samples)
@@ -283,4 +332,5 @@ def _open_corpus(prefix: Path, workload: Workload) -> CorpusReader:
             )
         )
     chats = open_chats(prefix)
+    _check_objective(prefix, chats, workload)
     return ChatCorpus(chats=chats, packs=pack_chats(chats, seq_len=workload.seq_len))

@@ -8,21 +8,44 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moewright.engine.data.corpus import CORPUS_FILE, learnt_prefix, read_corpus
+from moewright.engine.data.corpus import CORPUS_FILE, CorpusKind, learnt_prefix, read_corpus
 from moewright.engine.data.indexed import IndexedDataset, open_indexed, refuse_if_shrunk
 from moewright.engine.data.sampler import SampleOrder, Sampler
 from moewright.rules.packing import PackedSequences, pack_lengths
 from moewright.spec.errors import BadInput, Reason
 
 Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatDataset:
-    """A corpus of chats that was opened and checked: tokens, and which of them are learnt."""
+    """A corpus of chats that was opened and checked: tokens, and which of them are learnt.
+
+    A sample is `sample_documents` documents after each other: a chat, or the two answers of a pair.
+    `reference` [documents] are the log-probabilities of the answers of pairs under the model that
+    the trained one is held against, as far as they are known.
+    """
 
     tokens: IndexedDataset
     learnt: IndexedDataset
+    sample_documents: int = 1
+    reference: Float64s | None = None
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return self.tokens.documents // self.sample_documents
+
+    @property
+    def lengths(self) -> Int64s:
+        """The tokens of each sample."""
+        lengths: Int64s = self.tokens.lengths.reshape(-1, self.sample_documents).sum(1)
+        return lengths
+
+    @property
+    def holds_pairs(self) -> bool:
+        return self.sample_documents == 2
 
     @property
     def fingerprint(self) -> str:
@@ -33,13 +56,15 @@ class ChatDataset:
 class PackedRows:
     """Sequences that were read: inputs and targets [rows, seq_len], and the lengths in each row.
 
-    A target is -1 where nothing is learnt. The lengths are those of the samples, then that of the
-    padding, where there is any; padding repeats token 0.
+    A target is -1 where nothing is learnt. The lengths are those of the documents, then that of the
+    padding, where there is any; padding repeats token 0. Of pairs, `reference` has the
+    log-probability of each answer under the reference, 0 where it is not known yet.
     """
 
     inputs: Int64s
     targets: Int64s
     lengths: tuple[tuple[int, ...], ...]
+    reference: tuple[tuple[float, ...], ...]
 
 
 def is_chat_pair(prefix: Path) -> bool:
@@ -59,7 +84,9 @@ def open_chats(prefix: Path) -> ChatDataset:
     if not np.array_equal(tokens.lengths, learnt.lengths):
         rule = f"has not the samples of {tokens.bin_path.name}; build the data again"
         raise BadInput(Reason(field=str(learnt.bin_path), rule=rule))
-    return ChatDataset(tokens=tokens, learnt=learnt)
+    corpus_file = prefix.parent / CORPUS_FILE
+    is_pairs = corpus_file.is_file() and read_corpus(prefix.parent).kind is CorpusKind.PAIRS
+    return ChatDataset(tokens=tokens, learnt=learnt, sample_documents=2 if is_pairs else 1)
 
 
 def pack_chats(chats: ChatDataset, *, seq_len: int) -> PackedSequences:
@@ -68,7 +95,7 @@ def pack_chats(chats: ChatDataset, *, seq_len: int) -> PackedSequences:
     Raises:
         BadInput: naming the record of the longest sample, when no sequence holds it.
     """
-    lengths = chats.tokens.lengths
+    lengths = chats.lengths
     longest = int(lengths.max())
     if longest > seq_len:
         prefix = chats.tokens.prefix
@@ -94,7 +121,7 @@ def build_pack_sampler(
     """Build the sampler of packed sequences; raise BadInput when they fill no global batch."""
     if packs.count < global_batch:
         rule = (
-            f"{chats.tokens.documents} samples fill {packs.count} sequences of {packs.seq_len} "
+            f"{chats.samples} samples fill {packs.count} sequences of {packs.seq_len} "
             f"tokens; a global batch needs {global_batch}"
         )
         nearest = f"a global_batch of {packs.count}, or a shorter seq_len"
@@ -106,7 +133,7 @@ def build_chat_sampler(
     chats: ChatDataset, *, batch_samples: int, seed: int, order: SampleOrder
 ) -> Sampler:
     """Build the sampler of single chats; raise BadInput when they fill no step."""
-    count = chats.tokens.documents
+    count = chats.samples
     if count < batch_samples:
         rule = f"has {count} samples; a step of train.batch_samples needs {batch_samples}"
         nearest = f"batch_samples of {count}"
@@ -120,21 +147,23 @@ def read_packed(
     """Read the sequences `ids`.
 
     Raises:
-        BadInput: naming the file and the sample, when a token is outside [0, vocab_size).
+        BadInput: naming the file and the document, when a token is outside [0, vocab_size).
     """
     refuse_if_shrunk(chats.tokens)
     refuse_if_shrunk(chats.learnt)
     inputs = np.zeros((len(ids), packs.seq_len), dtype=np.int64)
     targets = np.full((len(ids), packs.seq_len), -1, dtype=np.int64)
     lengths = []
+    reference = []
     for row, index in enumerate(ids.tolist()):
         stop = 0
         row_lengths = []
-        for sample in packs.sequence(index).tolist():
-            span = _sample_span(chats.tokens, sample)
+        documents = sequence_documents(chats, packs, index).tolist()
+        for document in documents:
+            span = _document_span(chats.tokens, document)
             tokens = np.asarray(chats.tokens.tokens[span], dtype=np.int64)
             is_learnt = np.asarray(chats.learnt.tokens[span]) == 1
-            _check_tokens(chats.tokens, tokens, sample, vocab_size)
+            _check_tokens(chats.tokens, tokens, document, vocab_size)
             start, stop = stop, stop + len(tokens)
             inputs[row, start:stop] = tokens
             # The target of a token is the next one of its sample.
@@ -143,17 +172,35 @@ def read_packed(
         if stop < packs.seq_len:
             row_lengths.append(packs.seq_len - stop)
         lengths.append(tuple(row_lengths))
-    return PackedRows(inputs=inputs, targets=targets, lengths=tuple(lengths))
+        reference.append(_read_reference(chats, documents))
+    return PackedRows(
+        inputs=inputs, targets=targets, lengths=tuple(lengths), reference=tuple(reference)
+    )
 
 
-def _sample_span(dataset: IndexedDataset, sample: int) -> slice:
-    start = int(dataset.document_starts[sample])
-    return slice(start, start + int(dataset.lengths[sample]))
+def sequence_documents(chats: ChatDataset, packs: PackedSequences, index: int) -> Int64s:
+    """Return the documents of a sequence, in order."""
+    count = chats.sample_documents
+    documents: Int64s = packs.sequence(index)[:, None] * count + np.arange(count)
+    return documents.ravel()
 
 
-def _check_tokens(dataset: IndexedDataset, tokens: Int64s, sample: int, vocab_size: int) -> None:
+def _read_reference(chats: ChatDataset, documents: list[int]) -> tuple[float, ...]:
+    if not chats.holds_pairs:
+        return ()
+    if chats.reference is None:
+        return (0.0,) * len(documents)
+    return tuple(chats.reference[documents].tolist())
+
+
+def _document_span(dataset: IndexedDataset, document: int) -> slice:
+    start = int(dataset.document_starts[document])
+    return slice(start, start + int(dataset.lengths[document]))
+
+
+def _check_tokens(dataset: IndexedDataset, tokens: Int64s, document: int, vocab_size: int) -> None:
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
-        rule = f"token {int(outside[0])} of sample {sample} is outside the vocabulary"
+        rule = f"token {int(outside[0])} of document {document} is outside the vocabulary"
         nearest = f"an id below {vocab_size}"
         raise BadInput(Reason(field=str(dataset.bin_path), rule=rule, nearest=nearest))

@@ -24,6 +24,7 @@ class StepRows:
     inputs: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     targets: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     lengths: tuple[tuple[int, ...], ...]
+    reference: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,6 +48,7 @@ class StepSequences:
         inputs = np.zeros((len(rows), self.seq_len), dtype=np.int64)
         targets = np.full_like(inputs, -1)
         lengths: list[tuple[int, ...]] = [(self.seq_len,)] * len(rows)
+        reference: list[tuple[float, ...]] = [()] * len(rows)
         first = 0
         for corpus, packs in zip(self.corpora, self.packs, strict=True):
             wanted = range(max(rows.start, first), min(rows.stop, first + packs.count))
@@ -57,8 +59,11 @@ class StepSequences:
                 inputs[places] = read.inputs
                 targets[places] = read.targets
                 lengths[places] = read.lengths
+                reference[places] = read.reference
             first += packs.count
-        return StepRows(inputs=inputs, targets=targets, lengths=tuple(lengths))
+        return StepRows(
+            inputs=inputs, targets=targets, lengths=tuple(lengths), reference=tuple(reference)
+        )
 
 
 def pack_step(
@@ -68,7 +73,7 @@ def pack_step(
     parts = list(order.locate(step * samples, samples))
     packs = []
     for part in parts:
-        packed = pack_lengths(corpora[part.corpus].tokens.lengths[part.ids], seq_len)
+        packed = pack_lengths(corpora[part.corpus].lengths[part.ids], seq_len)
         packs.append(replace(packed, samples=part.ids[packed.samples]))
     return StepSequences(
         corpora=tuple(corpora[part.corpus] for part in parts), packs=tuple(packs), seq_len=seq_len

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from moewright.engine.kernels.attention import Segments
+from moewright.engine.model.preferences import PairAnswers
 from moewright.engine.runtime import Runtime
 
 IGNORED_TARGET = -1
@@ -37,7 +38,7 @@ class MicroBatch:
     `mtp` has the inputs and targets of each MTP depth, each depth one token further ahead than the
     one before. `segments` are the packed documents of the micro-batch before CP splits it, whose
     tokens attend only each other; None where every sequence is one segment. `counted` None: all
-    tokens count.
+    tokens count. `answers` are those of preference pairs; None where the objective is another.
     """
 
     inputs: torch.Tensor
@@ -45,6 +46,7 @@ class MicroBatch:
     mtp: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     segments: Segments | None
     counted: CountedTokens | None = None
+    answers: PairAnswers | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on a device; copies of pinned memory are not waited for."""
@@ -73,12 +75,14 @@ class MicroBatch:
                 mask=convert(counted.mask),
                 sequence_weights=convert(counted.sequence_weights),
             )
+        answers = self.answers
         return MicroBatch(
             inputs=convert(self.inputs),
             targets=convert(self.targets),
             mtp=tuple((convert(inputs), convert(targets)) for inputs, targets in self.mtp),
             segments=segments,
             counted=counted,
+            answers=None if answers is None else answers.convert(convert),
         )
 
 

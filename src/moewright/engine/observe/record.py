@@ -28,7 +28,14 @@ from moewright.rules.expert_placement import rank_loads
 from moewright.rules.routing import measure_load_balance, slot_rows
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.ledger import Ledger, Selection
-from moewright.spec.run import EvalRecord, LayerLoad, RankTiming, Session, StepRecord
+from moewright.spec.run import (
+    EvalRecord,
+    LayerLoad,
+    PairRewards,
+    RankTiming,
+    Session,
+    StepRecord,
+)
 from moewright.spec.workload import RouterForce
 
 _KINDS = ("session", "step", "eval")
@@ -174,6 +181,8 @@ class ConsoleWriter:
             f"{record.tflops_per_rank:.4f} TFLOP/s",
             f"MFU {record.mfu:.1%}",
         ]
+        if record.rewards.pairs:
+            parts.insert(1, _describe_rewards(record.rewards))
         if record.hfu > record.mfu:  # with recomputation
             parts.append(f"HFU {record.hfu:.1%}")
         if record.waits:
@@ -189,10 +198,16 @@ class ConsoleWriter:
             self._line(f"step {record.step}/{self._last}  {text}")
 
     def write_evaluation(self, record: EvalRecord) -> None:
-        self._line(
+        line = (
             f"held-out loss {record.heldout_loss:.4f} nats after {record.step} steps "
             f"(unigram entropy {record.unigram_entropy:.4f}; {record.tokens:,} targets)"
         )
+        if record.rewards.pairs:
+            line = (
+                f"held-out loss {record.heldout_loss:.4f} after {record.step} steps "
+                f"({record.tokens:,} pairs, {_describe_rewards(record.rewards)})"
+            )
+        self._line(line)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -200,6 +215,10 @@ class ConsoleWriter:
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _describe_rewards(rewards: PairRewards) -> str:
+    return f"accuracy {rewards.accuracy:.0%}  margin {rewards.margin:.4f}"
 
 
 def _wait_share(record: StepRecord) -> float:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from moewright.codec import read_text, to_data, write_text
 from moewright.spec.plan import Plan
-from moewright.spec.run import EvalRecord, LayerLoad, Session, StepRecord
+from moewright.spec.run import EvalRecord, LayerLoad, PairRewards, Session, StepRecord
 from moewright.spec.workload import Tracker
 
 # Where a run folder keeps the id that its run has with a tracker.
@@ -52,13 +52,18 @@ class ScalarWriter:
             "speed/tokens_per_s_per_rank": record.tokens_per_s_per_rank,
             "speed/mfu": record.mfu,
         }
+        if record.rewards.pairs:
+            scalars |= _reward_scalars(record.rewards)
         for load in record.loads:
             for name, value in _load_scalars(load):
                 scalars[f"moe/{name}_layer_{load.layer}"] = value
         self._log(scalars, record.step)
 
     def write_evaluation(self, record: EvalRecord) -> None:
-        self._log({"eval/heldout_loss": record.heldout_loss}, record.step)
+        scalars = {"eval/heldout_loss": record.heldout_loss}
+        if record.rewards.pairs:
+            scalars |= {f"eval/{name}": v for name, v in _reward_scalars(record.rewards).items()}
+        self._log(scalars, record.step)
 
     def close(self) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -77,6 +82,10 @@ class ScalarWriter:
     def _leave(self, name: str, error: Exception) -> None:
         del self._trackers[name]
         print(f"{name} takes no more of this run: {error}", file=sys.stderr)
+
+
+def _reward_scalars(rewards: PairRewards) -> dict[str, float]:
+    return {"rewards/accuracies": rewards.accuracy, "rewards/margins": rewards.margin}
 
 
 def open_trackers(plan: Plan, run_dir: Path, *, first_step: int) -> ScalarWriter:

@@ -13,10 +13,11 @@ from moewright.engine.data.sampler import micro_batch_rows
 from moewright.engine.data.step_packing import StepRows
 from moewright.engine.kernels.attention import build_segments
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.model.preferences import build_answers
 from moewright.engine.runtime import Runtime
 from moewright.rules.batch_rampup import step_samples
 from moewright.rules.packing import StepSize, round_up_step
-from moewright.spec.workload import BatchRampSpec
+from moewright.spec.workload import BatchRampSpec, Objective
 
 
 class BatchSource(Protocol):
@@ -97,13 +98,21 @@ class CorpusLoader:
         return self._build(runtime, rows)
 
     def _build(self, runtime: Runtime, rows: SampleRows | StepRows) -> MicroBatch:
-        inputs_BS = torch.from_numpy(rows.inputs)
-        targets_BS = torch.from_numpy(rows.targets)
-        segments = None
-        if rows.lengths:
-            segments = build_segments(join_lengths(rows.lengths), torch.device("cpu"))
-        is_counted_BS = targets_BS >= 0 if self.data.is_chats else None
-        return build_micro_batch(runtime, inputs_BS, targets_BS, segments, is_counted_BS)
+        return build_from_rows(runtime, rows, is_chats=self.data.is_chats)
+
+
+def build_from_rows(runtime: Runtime, rows: SampleRows | StepRows, *, is_chats: bool) -> MicroBatch:
+    """Build this rank's part of a micro-batch from the rows that it holds."""
+    inputs_BS = torch.from_numpy(rows.inputs)
+    targets_BS = torch.from_numpy(rows.targets)
+    segments = None
+    if rows.lengths:
+        segments = build_segments(join_lengths(rows.lengths), torch.device("cpu"))
+    is_counted_BS = targets_BS >= 0 if is_chats else None
+    batch = build_micro_batch(runtime, inputs_BS, targets_BS, segments, is_counted_BS)
+    if runtime.workload.loss.objective is not Objective.DPO:
+        return batch
+    return replace(batch, answers=build_answers(runtime, rows.lengths, rows.reference))
 
 
 def local_rows(runtime: Runtime, micro_batch: int, *, global_batch: int) -> range:

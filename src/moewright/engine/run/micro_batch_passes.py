@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from moewright.engine.memory.weight_gradients import Operands
 from moewright.engine.model.micro_batch import MicroBatch
+from moewright.engine.model.preferences import compute_pair_losses
 from moewright.engine.model.router_losses import aux_loss_coefficients
 from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.observe.phase_clock import PhaseClock
@@ -32,7 +33,7 @@ from moewright.rules.stages import Chunk, chunk_layers
 from moewright.rules.timetable_row import RowKind
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import StepPhase
-from moewright.spec.workload import DocumentMasking
+from moewright.spec.workload import DocumentMasking, Objective
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +44,7 @@ class StepSums:
     router_losses: torch.Tensor
     nll: torch.Tensor  # fp64, on the device like all sums: the host waits once a step
     mtp_loss: torch.Tensor  # of all MTP depths, weighted; fp64
+    rewards: torch.Tensor  # of pairs: the chosen answers that win, and the margins; fp64 [2] or [0]
 
 
 def zero_sums(runtime: Runtime, micro_batch_count: int) -> StepSums:
@@ -64,6 +66,11 @@ def zero_sums(runtime: Runtime, micro_batch_count: int) -> StepSums:
         router_losses=torch.zeros(layers, losses, dtype=torch.float64, device=device),
         nll=torch.zeros((), dtype=torch.float64, device=device),
         mtp_loss=torch.zeros((), dtype=torch.float64, device=device),
+        rewards=torch.zeros(
+            2 * (runtime.workload.loss.objective is Objective.DPO),
+            dtype=torch.float64,
+            device=device,
+        ),
     )
 
 
@@ -199,8 +206,7 @@ class MicroBatchPasses:
         runtime = self.state.runtime
         loss = out.aux_losses.sum() / self._aux_divisor(micro_batch)
         if chunk.has_loss:
-            nll = out.nll.sum()
-            self.sums.nll += nll.detach()
+            nll = self._sum_nll(micro_batch, out)
             loss = nll / _round_like(self.valid_targets, nll) + loss
         if chunk.mtp_layers:
             weight = runtime.workload.loss.mtp_coeff / chunk.mtp_layers / self.valid_targets
@@ -208,6 +214,23 @@ class MicroBatchPasses:
             self.sums.mtp_loss += mtp_loss.detach().sum()
             loss = loss + mtp_loss
         return loss * self.state.optimizer.loss_scale
+
+    def _sum_nll(self, micro_batch: int, out: ModelOutput) -> torch.Tensor:
+        """Return the sum that backward starts from, and count the loss.
+
+        Of pairs it is not the loss, but has its gradient. All CP ranks have the losses of pairs:
+        one of them counts them.
+        """
+        answers = self.batches[micro_batch].answers
+        if answers is None:
+            nll = out.nll.sum()
+            self.sums.nll += nll.detach()
+            return nll
+        pairs = compute_pair_losses(self.state.runtime, answers, out.nll)
+        if self.state.runtime.mesh.coordinate("cp") == 0:
+            self.sums.nll += pairs.sums[0]
+            self.sums.rewards += pairs.sums[1:]
+        return (out.nll * pairs.nll_weights).sum()
 
     def _add_router_results(self, chunk: Chunk, micro_batch: int, out: ModelOutput) -> None:
         if not len(out.expert_counts):

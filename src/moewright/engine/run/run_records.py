@@ -87,6 +87,7 @@ def build_step_record(plan: Plan, step: int, lr: float, result: StepResult) -> S
         hfu=mfu * _hfu_over_mfu(plan),
         skipped=result.skipped,
         is_repeated=result.is_repeated,
+        rewards=result.rewards,
         phases=result.phases,
         loads=_build_loads(plan, result, tokens) if logs_loads else (),
     )

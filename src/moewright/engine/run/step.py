@@ -15,6 +15,7 @@ import torch
 
 from moewright.engine.comm.collectives import all_reduce, await_release
 from moewright.engine.model.micro_batch import MicroBatch
+from moewright.engine.model.preferences import compute_pair_losses
 from moewright.engine.model.router import list_routers
 from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.observe.phase_clock import HostStamps, PhaseClock, build_phase_clock
@@ -31,6 +32,8 @@ from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.ledger import StepPhase, TimeRow
+from moewright.spec.run import PairRewards
+from moewright.spec.workload import Objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,7 @@ class StepResult:
     skipped: bool
     stop_agreed: bool  # some rank was asked to stop
     local_nll: float  # summed over this rank's own targets
+    rewards: PairRewards
     attended_pairs: int
     window_pairs: int
     expert_counts: torch.Tensor
@@ -73,6 +77,7 @@ class BackwardResult:
     is_finite: bool
     stop_agreed: bool
     local_nll: float
+    rewards: PairRewards
     attended_pairs: int
     window_pairs: int
     expert_counts: torch.Tensor
@@ -134,6 +139,7 @@ def _train_step(
         skipped=not backward.is_finite,
         stop_agreed=backward.stop_agreed,
         local_nll=backward.local_nll,
+        rewards=backward.rewards,
         attended_pairs=backward.attended_pairs,
         window_pairs=backward.window_pairs,
         expert_counts=backward.expert_counts,
@@ -181,7 +187,10 @@ def forward_backward(
             state.train_data.micro_batch(runtime, step - 1, number).to(runtime.device)
             for number in range(count)
         ]
-        local_targets = torch.stack([_count_targets(batch) for batch in batches]).sum()
+        is_first = mesh.coordinate("cp") == 0
+        local_targets = torch.stack(
+            [_count_loss_terms(batch, is_first=is_first) for batch in batches]
+        ).sum()
         # A step without a target has no loss to divide; its gradients are those of other losses.
         valid_targets = max(1, int(all_reduce(local_targets[None], mesh.group("dp_cp"))))
     passes = MicroBatchPasses(
@@ -230,12 +239,14 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
         adds_up = float(mesh.coordinate("tp") == 0)
         stop_flag = torch.full_like(squared_norm, float(stop_requested))
         world_sums = [squared_norm, stop_flag, sums.nll * adds_up, sums.mtp_loss * adds_up]
+        world_sums += sums.rewards * adds_up
         if runtime.row_budget is not None:
             world_sums.append(runtime.row_budget.flag())
         local = torch.cat((torch.stack(world_sums), sums.router_losses.flatten()))
         # The last is this rank's own, and comes to the host with the others.
         reduced = torch.cat((all_reduce(local, mesh.group("world")), sums.nll[None])).cpu()
-        squares, stops, nll, mtp_loss, *excess = reduced[: len(world_sums)].tolist()
+        squares, stops, nll, mtp_loss, *others = reduced[: len(world_sums)].tolist()
+        rewards, excess = others[: len(sums.rewards)], others[len(sums.rewards) :]
         local_nll = float(reduced[-1])
         router_losses = reduced[len(world_sums) : -1].view_as(sums.router_losses)
     if sum(excess) > 1:
@@ -249,6 +260,7 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
         is_finite=isfinite(grad_norm) and isfinite(nll),
         stop_agreed=stops > 0,
         local_nll=local_nll,
+        rewards=_average_rewards(rewards, valid_targets),
         attended_pairs=attended_pairs,
         window_pairs=window_pairs,
         expert_counts=sums.expert_counts,
@@ -315,14 +327,37 @@ def apply_update(
         state.optimizer.all_gather_params()
 
 
-def _count_targets(batch: MicroBatch) -> torch.Tensor:
-    return (batch.targets >= 0).sum()
+def _count_loss_terms(batch: MicroBatch, *, is_first: bool) -> torch.Tensor:
+    """Return how many losses this rank adds to a mean: those of its targets, or of pairs.
+
+    All CP ranks have the losses of pairs; the first counts them.
+    """
+    if batch.answers is None:
+        return (batch.targets >= 0).sum()
+    return batch.targets.new_tensor(batch.answers.pairs * is_first)
+
+
+def _average_rewards(sums: Sequence[float], pairs: float | torch.Tensor) -> PairRewards:
+    """Return the means over `pairs` pairs of what MicroBatchPasses has summed."""
+    if not sums:
+        return PairRewards()
+    count = float(pairs)
+    return PairRewards(pairs=int(count), accuracy=sums[0] / count, margin=sums[1] / count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldoutLoss:
+    """The mean loss over held-out data, nats per target or of pairs, and of how many of them."""
+
+    loss: float
+    terms: int
+    rewards: PairRewards
 
 
 def compute_heldout_loss(
     state: TrainState, data: BatchSource, batches: int, beat: Callable[[], None]
-) -> tuple[float, int]:
-    """Return the mean nats per target over `batches` global batches, and the number of targets.
+) -> HeldoutLoss:
+    """Return the mean loss over `batches` global batches.
 
     `beat` is called once a batch, so that a long evaluation is not taken for a hang.
     """
@@ -331,7 +366,9 @@ def compute_heldout_loss(
     count = micro_batches(runtime.workload, mesh.layout)
     # The ranks of a TP group have the same nll: one of them adds it up.
     adds_up = mesh.coordinate("tp") == 0
-    sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)  # nll and targets
+    is_first = mesh.coordinate("cp") == 0
+    # The number of targets or pairs, their nll or loss, and of pairs what StepSums has.
+    sums = torch.zeros(4, dtype=torch.float64, device=runtime.device)
     for step in range(batches):
         beat()
         batch = [
@@ -340,10 +377,21 @@ def compute_heldout_loss(
 
         def add_losses(key: Key, out: ModelOutput, batch: Sequence[MicroBatch] = batch) -> None:
             micro_batch, chunk = key
-            if adds_up and state.model.chunks[chunk].has_loss:
-                sums[0] += out.nll.sum()
-                sums[1] += _count_targets(batch[micro_batch])
+            if not state.model.chunks[chunk].has_loss:
+                return
+            answers = batch[micro_batch].answers
+            if answers is None:
+                sums[1] += out.nll.sum() * adds_up
+            else:
+                pairs = compute_pair_losses(runtime, answers, out.nll)
+                sums[1:] += pairs.sums * (adds_up and is_first)
+            sums[0] += _count_loss_terms(batch[micro_batch], is_first=is_first) * adds_up
 
         evaluate_batch(runtime, state.model, batch, add_losses)
-    total_nll, total_targets = all_reduce(sums, mesh.group("world")).tolist()
-    return total_nll / max(1.0, total_targets), int(total_targets)
+    terms, loss, *rewards = all_reduce(sums, mesh.group("world")).tolist()
+    holds_pairs = runtime.workload.loss.objective is Objective.DPO
+    return HeldoutLoss(
+        loss=loss / max(1.0, terms),
+        terms=int(terms),
+        rewards=_average_rewards(rewards if holds_pairs else (), max(1.0, terms)),
+    )

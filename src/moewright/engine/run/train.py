@@ -44,7 +44,7 @@ from moewright.engine.run.build_state import (
     build_train_state,
     init_distributed,
 )
-from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData
+from moewright.engine.run.corpus_loader import CorpusLoader, HeldoutData, NoBatches
 from moewright.engine.run.corruption import StateGuard
 from moewright.engine.run.env import (
     is_triton_interpreted,
@@ -66,6 +66,7 @@ from moewright.engine.run.rank_checks import (
     missing_devices,
     refuse_different_ranks,
 )
+from moewright.engine.run.reference_pass import attach_references
 from moewright.engine.run.restore import (
     build_identity,
     fetch_remote_checkpoint,
@@ -94,7 +95,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.layout import Overlap
 from moewright.spec.plan import Plan
 from moewright.spec.run import SESSION_WARMUP_STEPS, EvalRecord, RankTiming
-from moewright.spec.workload import Workload
+from moewright.spec.workload import Objective, Workload
 
 # Without train.hang_timeout_s, a rank hangs that shows no life for so many predicted steps, or for
 # this long where that is longer.
@@ -250,24 +251,30 @@ def _train_rank(
     comm = build_coordinator(context)
     refuse_different_ranks(plan, comm)
     corpora = open_corpora(workload.data.train, workload, SampleOrder.SHUFFLED)
-    train_data = CorpusLoader(data=corpora, follows_rampup=True)
     heldout = _open_heldout(plan, corpora)
+    fresh = build_train_state(
+        plan_job(plan),
+        NoBatches(),
+        rank=rank,
+        device=device,
+        initial_value=partial(_draw_initial_value, context),
+    )
+    fresh.runtime.counters.note = context.note
+    identity = build_identity(plan, corpora.fingerprint)
+    steps_done = restore(fresh, run_dir, identity, comm, falls_back=falls_back)
+    first_step = steps_done + 1
+    if workload.loss.objective is Objective.DPO:
+        blends = [corpora, *([heldout.loader.data] if heldout else [])]
+        corpora, *others = attach_references(fresh, blends, run_dir, context, steps_done=steps_done)
+        if heldout:
+            heldout = replace(heldout, loader=replace(heldout.loader, data=others[0]))
+    train_data = CorpusLoader(data=corpora, follows_rampup=True)
     batches = PrefetchedBatches(
         train_data,
         stop=last_step if workload.data.prefetch else 0,
         step_size=train_data.step_size,
     )
-    fresh = build_train_state(
-        plan_job(plan),
-        batches,
-        rank=rank,
-        device=device,
-        initial_value=partial(_draw_initial_value, context),
-    )
-    state = replace(fresh, step_size=train_data.step_size)
-    state.runtime.counters.note = context.note
-    identity = build_identity(plan, corpora.fingerprint)
-    first_step = restore(state, run_dir, identity, comm, falls_back=falls_back) + 1
+    state = replace(fresh, train_data=batches, step_size=train_data.step_size)
     saver = CheckpointSaver(
         run_dir / "checkpoints",
         spec=workload.checkpoint,
@@ -397,12 +404,13 @@ def _evaluate(
         limit=workload.eval_batches,
     )
     beat = partial(context.beat, step)
-    loss, targets = compute_heldout_loss(state, heldout.loader, batches, beat)
+    heldout_loss = compute_heldout_loss(state, heldout.loader, batches, beat)
     return EvalRecord(
         step=step,
-        heldout_loss=clamp_to_finite(loss),
+        heldout_loss=clamp_to_finite(heldout_loss.loss),
         unigram_entropy=heldout.unigram_entropy,
-        tokens=targets,
+        tokens=heldout_loss.terms,
+        rewards=heldout_loss.rewards,
     )
 
 
