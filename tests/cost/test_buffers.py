@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
+from moewright.cost import memory
 from moewright.cost.buffers import (
     dispatcher_bytes,
     fsdp_buffer_bytes,
+    fsdp_layer_bytes,
     gathered_bytes,
     graph_bytes,
     rank_layer_numel,
@@ -132,16 +134,33 @@ def test_no_load_fills_a_dense_model_or_a_capacity() -> None:
 def test_fsdp_holds_the_ends_of_the_model_and_gradients_of_attention() -> None:
     """By hand: embedding and head of Qwen3-30B-A3B in 16 bits, and 4,096 tokens of attention."""
 
-    def held(text: str, on: str = "16xH100") -> int:
+    def held(text: str, on: str = "16xH100") -> tuple[int, int]:
         hardware = catalogue.hardware(on)
         layout = parse_layout(text, world_size=hardware.count)
         job = Job(model=QWEN, workload=WORK, layout=layout)
-        return fsdp_buffer_bytes(expected_symbols(job, hardware, Constants(hardware)))
+        sym = expected_symbols(job, hardware, Constants(hardware))
+        return fsdp_buffer_bytes(sym), fsdp_layer_bytes(sym)
 
     ends = 2 * 2 * 151936 * 2048
     gradients = 4096 * (16 * 4096 + 20 * 512)
-    assert held("zero3") == ends + gradients
-    assert held("zero3,mbs2") == ends + 2 * gradients
-    assert held("zero3,tp2") == (ends + gradients) / 2
-    assert held("zero3", on="1xH100") == gradients  # nothing to gather
-    assert held("ep8") == 0
+    assert held("zero3") == (ends, gradients)
+    assert held("zero3,mbs2") == (ends, 2 * gradients)
+    assert held("zero3,tp2") == (ends / 2, gradients / 2)
+    assert held("zero3", on="1xH100") == (0, gradients)  # nothing to gather
+    assert held("ep8") == (0, 0)
+
+
+def test_gradients_of_attention_are_gone_while_the_logits_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 65,536 tokens of a small model the logits are the peak: attention adds nothing to it."""
+
+    def peak(layer_bytes: int | None = None) -> int:
+        if layer_bytes is not None:
+            monkeypatch.setattr(memory, "fsdp_layer_bytes", lambda sym: layer_bytes)
+        work = replace(WORK, seq_len=65536, global_batch=16)
+        layout = "zero3,recompute=full"
+        return estimate_layout(layout, "Qwen3-4B-Instruct-2507", "8xB200", work).peak_bytes
+
+    assert peak() == peak(0)
+    assert peak(2**36) > peak(0)

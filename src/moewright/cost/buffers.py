@@ -96,23 +96,31 @@ def gathered_bytes(workload: Workload, layer_numel: Array, *, zero: int) -> Arra
 def fsdp_buffer_bytes(sym: Symbols) -> int:
     """Return the bytes that torch's FSDP holds on a CUDA device besides the gathered layers.
 
-    Where ranks share them, embedding and head stand in the buffer of their gather too. In the
-    backward of attention the gradients of queries, keys and values stand in 16 bits, those that
-    FlashAttention sums up in 32 beside them, and what undoes the rotation: 16 bytes an element of
-    the queries and 20 of the keys. Experts with adapters hold results of their products.
+    Where ranks share them, embedding and head stand in the buffer of their gather too. Experts with
+    adapters hold results of their products.
     """
     if not sym.is_fused or sym.layout.zero != 3:
         return 0
-    model, layout, spec = sym.model, sym.layout, sym.model.attention
+    model, layout = sym.model, sym.layout
     ends = 0
     if grid.group_size(layout, fsdp.state_group(layout, "dp_cp")) > 1:
         tables = 1 if model.tie_embeddings else 2
         ends = sym.c * tables * model.vocab_size * model.hidden_size // layout.tp
-    ends += _adapted_experts_bytes(sym)
-    if spec.kind is not AttentionKind.GQA:
-        return ends
+    return ends + _adapted_experts_bytes(sym)
+
+
+def fsdp_layer_bytes(sym: Symbols) -> int:
+    """Return the bytes that torch's FSDP holds on a CUDA device while a layer's backward runs.
+
+    In the backward of attention the gradients of queries, keys and values stand in 16 bits, those
+    that FlashAttention sums up in 32 beside them, and what undoes the rotation: 16 bytes an element
+    of the queries and 20 of the keys. They are gone while the head runs.
+    """
+    spec = sym.model.attention
+    if not sym.is_fused or sym.layout.zero != 3 or spec.kind is not AttentionKind.GQA:
+        return 0
     elements = _QUERY_GRADIENT_BYTES * spec.q_width + _KEY_GRADIENT_BYTES * spec.kv_width
-    return ends + sym.T * elements // layout.tp
+    return sym.T * elements // sym.layout.tp
 
 
 def _adapted_experts_bytes(sym: Symbols) -> int:

@@ -26,6 +26,7 @@ from moewright.cost.activations import (
 from moewright.cost.buffers import (
     dispatcher_bytes,
     fsdp_buffer_bytes,
+    fsdp_layer_bytes,
     gathered_bytes,
     head_placeholder_bytes,
     rank_layer_numel,
@@ -180,16 +181,17 @@ class ModelMemory:
             total += (owed @ self.owed.sum(axis=1))[:, None]
         return np.asarray(total)
 
-    def transient_bytes(self, backward: Array, paired: Array) -> Array:
+    def transient_bytes(self, backward: Array, paired: Array, *, beside_layer: int) -> Array:
         """Return the bytes that are short-lived in backward at moments [moments, policies].
 
-        They are those of the head or of the largest layer of the chunk, whichever are more, and one
-        more layer of a forward that runs beside the backward.
+        They are those of the head or of the largest layer of the chunk with `beside_layer` more,
+        whichever are more, and one more layer of a forward that runs beside the backward.
         """
         head_passes = backward[:, self.parts.head_columns].sum(axis=1)
         short = np.multiply.outer(self.head.backward * head_passes, np.ones(self.saved.shape[1]))
         for column, layer in enumerate(self.layers):
-            np.maximum(short, (backward[:, column, None] > 0) * layer.transient, out=short)
+            of_layer = layer.transient + beside_layer
+            np.maximum(short, (backward[:, column, None] > 0) * of_layer, out=short)
         if paired.any():
             short += np.floor(paired @ self.saved_bytes / self.parts.count_layers(paired)[:, None])
         return np.asarray(short)
@@ -261,7 +263,9 @@ def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tup
     """
     moments = count_moments(memory.parts, counts, table)
     live = memory.live_bytes(moments.live)[:, 0]
-    transient = memory.transient_bytes(moments.backward, moments.paired)[:, 0]
+    transient = memory.transient_bytes(
+        moments.backward, moments.paired, beside_layer=fsdp_layer_bytes(memory.sym)
+    )[:, 0]
     peak = int((live + transient).argmax())
     count = memory.parts.count
     kept, passes, owed = np.split(moments.live[peak], [count, count + 2])

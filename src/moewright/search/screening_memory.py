@@ -17,6 +17,7 @@ from moewright.cost.activations import ActivationPolicies, activation_context
 from moewright.cost.buffers import (
     dispatcher_bytes,
     fsdp_buffer_bytes,
+    fsdp_layer_bytes,
     gathered_bytes,
     resident_bytes,
 )
@@ -127,19 +128,19 @@ class ScreeningMemory:
         Both are [pipelines, activation policies, state policies]. Where `is_searched` [pipelines,
         state policies] is false, allocated bytes count as 0.
         """
-        backward, paired, moment = batch.transients
-        short = parts_memory.transient_bytes(backward, paired)
-        fullest = parts_memory.live_bytes(batch.live)
-        # In place: to allocate another array of this size takes longer than the sum itself.
-        fullest += short.take(moment, axis=0)
-        activations = batch.fullest_moments(fullest)
+        live = parts_memory.live_bytes(batch.live)
+        activations = _fullest_moments(parts_memory, batch, live, beside_layer=0)
+        gathered = activations
+        beside_layer = self._fsdp_layer_bytes(parts_memory.sym)
+        if beside_layer:
+            gathered = _fullest_moments(parts_memory, batch, live, beside_layer=beside_layer)
         at_step = self._step_bytes(parts_memory.sym, batch)
         resident = self._resident_bytes(parts_memory.sym, batch)
         resident = resident + self._buffer_bytes(parts_memory.sym, batch)[:, None]
         allocated = np.zeros((*is_searched.shape, len(self._policies.members)))
-        for column in range(len(self._state_policies)):
+        for column, policy in enumerate(self._state_policies):
             some = np.flatnonzero(is_searched[:, column])
-            short_lived = activations
+            short_lived = gathered if policy.zero == 3 else activations
             if at_step is not None:
                 short_lived = np.maximum(activations, at_step[:, column, None])
             allocated[some, column] = batch.fullest_ranks(short_lived, resident[:, column], some)
@@ -261,6 +262,13 @@ class ScreeningMemory:
             own_matrices=own_matrices,
             checkpointed=checkpointed,
         )
+
+    def _fsdp_layer_bytes(self, sym: Symbols) -> int:
+        """Return `fsdp_layer_bytes` under ZeRO-3, 0 where that is not searched."""
+        if all(policy.zero != 3 for policy in self._state_policies):
+            return 0
+        job = replace(sym.job, layout=replace(sym.layout, zero=3))
+        return fsdp_layer_bytes(replace(sym, job=job))
 
     def _step_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array | None:
         """Return the bytes of the step [ranks, state policies]; None where it needs none."""
@@ -477,6 +485,20 @@ def _unit_rows(
 
 def _is_linear(param: Param) -> bool:
     return param.module in model_states.LINEAR_MODULES
+
+
+def _fullest_moments(
+    parts_memory: memory.ModelMemory, batch: PipelineBatch, live: Array, *, beside_layer: int
+) -> Array:
+    """Return the bytes at the fullest moment of every rank [ranks, activation policies].
+
+    `live` [moments, activation policies] is what is kept at each of their moments.
+    """
+    backward, paired, moment = batch.transients
+    short = parts_memory.transient_bytes(backward, paired, beside_layer=beside_layer)
+    moments = short.take(moment, axis=0)
+    moments += live
+    return batch.fullest_moments(moments)
 
 
 def _fsdp_buffer_bytes(sym: Symbols, layout: Layout, batch: PipelineBatch) -> Array:
