@@ -57,8 +57,8 @@ test-all: check
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants/run.py
 
-# Mutated inputs for every reader; every fault of the matrix at five moments, and the table of what held (an hour
-# on two cores).
+# Mutated inputs for every reader; every fault of the matrix at five moments, and the table of what held (half an
+# hour on two cores that do other work beside).
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults/fuzz.py
 	$(BIN)/python tests/faults/run.py

@@ -1,5 +1,6 @@
 """Checkpoints: any sharding to any other, damage is named, nothing is lost when a save fails."""
 
+import errno
 import hashlib
 import json
 import os
@@ -346,6 +347,25 @@ def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path) -> N
     save_sharded(tmp_path, step=1, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stays_for_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = save_sharded(tmp_path, step=1)
+    rename = Path.rename
+
+    def rename_no_old(path: Path, target: Path) -> Path:
+        if path == old:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_no_old)
+        new = save_sharded(tmp_path, step=2, keep=1)
+    assert list_checkpoints(tmp_path) == (old, new)
+    newest = save_sharded(tmp_path, step=3, keep=1)
+    assert list_checkpoints(tmp_path) == (newest,)
 
 
 def failed_save(directory: Path) -> str:

@@ -43,7 +43,7 @@ def build_plan(data: DataSpec, *, check_every: int = 0) -> Plan:
         data, steps=STEPS, hang_timeout_s=2.0, check_every=check_every
     )
     checkpoint = replace(workload.checkpoint, every_steps=4)
-    return tiny_jobs.build_plan(replace(workload, checkpoint=checkpoint), "ep2,mbs1", world_size=2)
+    return tiny_jobs.build_plan(replace(workload, checkpoint=checkpoint), "ep2,mbs2", world_size=2)
 
 
 def list_children(pid: int) -> list[int]:
@@ -455,7 +455,7 @@ FAULTS: dict[str, Callable[[SupervisedRun, random.Random], None]] = {
 }
 NEEDS_DISK = ("fill_disk",)
 NEEDS_NETWORK = ("cut_network",)
-# What must come early, for it takes two windows of ten steps to be noticed.
-NEEDS_TIME = ("slow_down_rank",)
+# What must come early: it takes two windows of ten steps, or another job's start, to be noticed.
+NEEDS_TIME = ("slow_down_rank", "start_twice")
 NEEDS_CHECKS = ("flip_weight", "flip_moment", "flip_gradient")
 NEEDS_CLOCK = ("turn_clock",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -352,7 +353,8 @@ def _commit(request: SaveRequest, index: CheckpointIndex) -> None:
 def _purge(request: SaveRequest) -> None:
     """Remove all but the newest checkpoints and those to be kept for good.
 
-    The one just written always stays. A rename makes each vanish at once.
+    The one just written always stays. A rename makes each vanish at once; what cannot be renamed or
+    removed is left to the next save, which says what is wrong with the disk.
     """
     retention = request.retention
     older = [path for path in list_checkpoints(request.path.parent) if path != request.path]
@@ -360,8 +362,9 @@ def _purge(request: SaveRequest) -> None:
         if retention.keeps_for_good(checkpoint_step(path.name) or 0):
             continue
         purged = path.with_name(_PURGED + path.name)
-        path.rename(purged)
-        shutil.rmtree(purged, ignore_errors=True)  # what is left is removed by the next save
+        with suppress(OSError):
+            path.rename(purged)
+        shutil.rmtree(purged, ignore_errors=True)
 
 
 def _nearest_existing(path: Path) -> Path:
