@@ -168,6 +168,41 @@ FAMILY_CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
                 "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
             },
         ),
+        "deepseek_v4": (
+            "DeepseekV4ForCausalLM",
+            {
+                **_EIGHT_ROUTED_EXPERTS,
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 1,
+                "head_dim": 16,
+                "partial_rotary_factor": 0.5,
+                "q_lora_rank": 24,
+                "o_groups": 2,
+                "o_lora_rank": 8,
+                "moe_intermediate_size": 16,
+                "sliding_window": 6,
+                "index_n_heads": 16,
+                "index_head_dim": 12,
+                "index_topk": 2,
+                "hc_mult": 3,
+                "hc_sinkhorn_iters": 4,
+                "swiglu_limit": 0.5,  # most rows reach it
+                "layer_types": [
+                    "sliding_attention",
+                    "compressed_sparse_attention",
+                    "heavily_compressed_attention",
+                    "compressed_sparse_attention",
+                ],
+                "compress_rates": {
+                    "compressed_sparse_attention": 4,
+                    "heavily_compressed_attention": 8,
+                },
+                "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+                "rope_parameters": {
+                    name: value for name, value in _YARN.items() if name != "rope_theta"
+                },
+            },
+        ),
         "glm_moe_dsa": (
             "GlmMoeDsaForCausalLM",
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -194,8 +195,10 @@ def write_model(
     """
     model = _nested_model(family, **more) if family in NESTED else _model(family, **more)
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "sinks")):
+        if name.endswith(("bias", "sinks", "hc.base", "hc_base")):
             nn.init.normal_(parameter, 0.0, 0.2)
+        if name.endswith(("hc.scale", "hc_scale")):
+            nn.init.uniform_(parameter, 0.5, 1.5)
         if "conv1d" in name:
             nn.init.normal_(parameter, 0.0, 0.6)
         if name.endswith("mixer.D"):
@@ -208,7 +211,19 @@ def write_model(
     for name, bias in model.named_buffers():
         if "correction_bias" in name:
             nn.init.uniform_(bias, -0.2, 0.2)
+        if "tid2eid" in name:
+            bias.copy_(torch.rand(len(bias), 8).topk(bias.shape[1]).indices)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_bytes)
+
+
+def save_gradients(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the gradients of a model in the names that transformers gives to its files."""
+    holder = copy.deepcopy(model)
+    with torch.no_grad():
+        for own, parameter in zip(holder.parameters(), model.parameters(), strict=True):
+            own.copy_(torch.zeros_like(own) if parameter.grad is None else parameter.grad)
+    holder.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 def write_fused_experts(source: Path, folder: Path) -> None:

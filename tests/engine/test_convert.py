@@ -411,7 +411,7 @@ _FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a dtype of another world": (
         lambda extra: extra["hf"]["files"]["model.safetensors"][0].__setitem__(1, "F7"),
-        "is of F7; known are F32, BF16, F16",
+        "is of F7; known are I64, F32, BF16, F16",
     ),
     "a tensor twice": (
         lambda extra: extra["hf"]["files"].update({"more.safetensors": [[_NORM, "BF16"]]}),

@@ -42,7 +42,7 @@ def test_the_best_keys_up_to_a_query_are_chosen_on_any_part_of_the_tokens(
     for first, count in ((0, total), (0, 16), (16, 16), (32, 16), (20, 9)):
         rows = slice(first, first + count)
         chosen = sparse_attention.CHOOSE_KEYS(
-            q[rows], k, heads[rows], first, TOKENS, TOP_K, lengths
+            q[rows], k, heads[rows], (first, TOKENS, 1), TOP_K, lengths
         )
         assert chosen.shape == (count, TOP_K)
         for row, keys in zip(range(first, first + count), chosen, strict=True):
@@ -91,4 +91,4 @@ def test_counted_pairs_are_those_of_the_published_formula(top_k: int) -> None:
     chosen = torch.empty(1, TOKENS, min(top_k, TOKENS))
     width = attention.head_dim + attention.v_head_dim
     assert sparse_attention.sparse_attention_flops(q, chosen, width) == core
-    assert sparse_attention.choice_flops(torch.empty(TOKENS, 2, 3), TOKENS) == scores
+    assert sparse_attention.choice_flops(torch.empty(TOKENS, 2, 3), (0, TOKENS, 1)) == scores

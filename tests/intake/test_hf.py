@@ -26,7 +26,7 @@ PLANNED_FAMILIES = frozenset(hf.FAMILIES) - {
     *("glm4_moe_lite", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "granitemoeshared"),
     *("llama4_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_vl_moe_text"),
     *("bailing_moe", "bailing_moe_v2", "phimoe", "solar_open", "nemotron_h", "nemotron", "hy_v3"),
-    *("deepseek_v32", "glm_moe_dsa"),
+    *("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
 }
 
 QWEN: dict[str, Any] = {

@@ -354,8 +354,7 @@ def refused_features(name: str) -> Iterator[str]:
         ("GraniteMoe", "multipliers.attention"),
         ("KimiLinear", "mixers"),
         ("Jamba", "mixers"),
-        ("DeepseekV4", "attention.indexer.top_k"),
-        ("DeepseekV4", "residual_streams"),
+        ("DeepseekV4", "mtp_layers"),
         ("Olmo3", "norm_placement"),
     ],
 )

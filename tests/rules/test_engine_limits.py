@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,14 @@ from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import Job
 from moewright.rules.legality import check_legality
 from moewright.spec.model import MixerKind, ModelSpec
-from moewright.spec.workload import DataSpec, Dtype
+from moewright.spec.workload import (
+    DataSpec,
+    DocumentMasking,
+    Dtype,
+    FineTuningSpec,
+    FrozenPart,
+    Task,
+)
 from tiny_jobs import MODEL, build_workload
 
 
@@ -146,6 +154,42 @@ def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
         f"needs the package {package} "
         in refusals(f"ep4,dispatcher={kind}", precision=Dtype.BF16)[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "refusal"),
+    [
+        ("tp2,pp2,ep2", {}, ""),
+        ("ep2,offload=moe_act", {}, ""),
+        ("cp2", {}, "layout.cp=2: the engine compresses blocks of whole sequences"),
+        ("tp2,sp0", {}, "layout.sp=0: the engine has each TP rank choose blocks"),
+        ("offload=core_attn", {}, "layout.offload=core_attn: the engine keeps"),
+        ("ep2", {"precision": Dtype.FP8}, "train.precision=fp8: the engine multiplies"),
+        (
+            "ep2",
+            {"data": DataSpec(documents=DocumentMasking.BOUNDED)},
+            "data.documents=bounded: the engine compresses blocks of tokens wherever documents",
+        ),
+        (
+            "ep2",
+            {"fine_tuning": FineTuningSpec(freeze=(FrozenPart.ROUTER,))},
+            "train.freeze=router: the engine trains all of a model with compressed attention",
+        ),
+        (
+            "ep2",
+            {"fine_tuning": FineTuningSpec(task=Task.LORA)},
+            "train.task=lora: the engine trains all of a model with compressed attention",
+        ),
+    ],
+)
+def test_what_compressed_attention_does_not_go_with(
+    layout: str, more: dict[str, Any], refusal: str
+) -> None:
+    work = replace(build_workload(DataSpec()), **more)
+    chosen = parse_layout(layout, world_size=8)
+    reasons = unsupported_layout(chosen, model=SHAPES["compressed"], workload=work)
+    assert len(reasons) == bool(refusal), reasons
+    assert all(str(reason).startswith(refusal) for reason in reasons)
 
 
 def test_what_indexers_do_not_go_with() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_configs import VOCABULARY
-from hf_families import write_model
+from hf_families import save_gradients, write_model
 from moewright.cli.main import main
 from moewright.engine.run import batch_file
 from moewright.spec.workload import LossSpec
@@ -51,11 +51,46 @@ def index_scores(indexer: nn.Module, inputs: Any, rotate: Any) -> torch.Tensor:
     return torch.einsum("bqi,bqik->bqk", heads, products)
 
 
+def diverge(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the mean over queries of the divergence of scores from a target [B,S,keys]."""
+    logs = scores.masked_fill(target == 0, float("-inf")).log_softmax(-1)
+    terms = torch.xlogy(target, target) - target * logs.masked_fill(target == 0, 0.0)
+    return terms.sum(-1).mean()
+
+
+def compute_block_gradients(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients of DeepSeek-V4's indexers, by the names in the folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    losses = []
+    noted: list[torch.Tensor] = []
+
+    def add_loss(module: nn.Module, args: Any, result: Any) -> None:
+        read = result[1].detach()[..., ids.shape[1] :].sum(1)  # of blocks, by all heads
+        scores = noted.pop()
+        losses.append(diverge(read / read.sum(-1, keepdim=True).clamp(min=1e-30), scores))
+
+    def note_scores(module: nn.Module, args: Any, result: Any) -> None:
+        noted.append(result)
+
+    for layer in model.model.layers:
+        if hasattr(layer.self_attn.compressor, "indexer"):
+            layer.self_attn.register_forward_hook(add_loss)
+            layer.self_attn.compressor.indexer.scorer.register_forward_hook(note_scores)
+    model(ids)
+    (COEFFICIENT * sum(losses)).backward()
+    gradients = save_gradients(model, folder.with_name("gradients"))
+    return {name: grad for name, grad in gradients.items() if ".indexer." in name}
+
+
 def compute_gradients(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the gradients of indexers: mean over tokens of the divergence, summed over layers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
+    if model.config.model_type == "deepseek_v4":
+        return compute_block_gradients(folder, ids)
     modeling = __import__(type(model).__module__, fromlist=["rotate_half"])
     is_glm = model.config.model_type == "glm_moe_dsa"
     rotate = modeling.apply_rotary_pos_emb_interleave if is_glm else modeling.apply_rotary_pos_emb
@@ -69,9 +104,7 @@ def compute_gradients(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor
             return
         target = result[1].detach().mean(1)  # what heads read of the chosen keys, and of no others
         scores = index_scores(module.indexer, module.indexer.inputs, rotate)
-        logs = scores.masked_fill(target == 0, float("-inf")).log_softmax(-1)
-        divergence = torch.xlogy(target, target) - target * logs.masked_fill(target == 0, 0.0)
-        losses.append(divergence.sum(-1).mean())
+        losses.append(diverge(target, scores))
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(add_loss)
@@ -87,6 +120,7 @@ def compute_gradients(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor
     ("family", "layout", "nproc"),
     [
         ("glm_moe_dsa", "tp2,ep2,mbs2", 2),
+        ("deepseek_v4", "tp2,ep2,mbs2", 2),
         thorough("deepseek_v32", "ep2,zero3,recompute=full", 2),
         thorough("deepseek_v32", "pp2,mbs2", 2),
     ],

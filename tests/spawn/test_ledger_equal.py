@@ -492,6 +492,33 @@ def test_ledgers_of_hybrids_are_equal(
 
 
 @pytest.mark.turns
+@pytest.mark.parametrize(
+    ("world_size", "layout", "coefficient"),
+    [
+        (2, "tp2,ep2,mbs2,recompute=core_attn", 1.0),
+        (1, "mbs2,recompute=layernorm+moe", 0.0),
+        thorough(2, "tp2,ep2,mbs2,recompute=full", 1.0),
+        thorough(2, "ep2,zero3,recompute=uniform2", 1.0),
+        thorough(2, "pp2,schedule=zb-h1", 1.0),
+        thorough(4, "pp2,tp2,ep2,overlap=tp,offload=expert_fc1+moe_act", 0.0),
+    ],
+)
+def test_ledgers_of_compressed_attention_and_parallel_streams_are_equal(
+    world_size: int, layout: str, coefficient: float, data: DataSpec, tmp_path: Path
+) -> None:
+    model = replace(SHAPES["compressed"], vocab_size=tiny_jobs.VOCABULARY)
+    workload = tiny_jobs.build_workload(
+        data,
+        steps=2,
+        precision=Dtype.BF16,
+        loss=LossSpec(aux_coeff=0.01, indexer_coeff=coefficient),
+    )
+    assert_ledgers_equal(
+        tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model), tmp_path
+    )
+
+
+@pytest.mark.turns
 @pytest.mark.parametrize("norm", [QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL])
 @pytest.mark.parametrize("recompute", ["", thorough(",recompute=full")])
 def test_ledgers_of_more_ranks_than_key_heads_are_equal(
@@ -712,6 +739,9 @@ def _assert_storages_bounded(plan: Plan, predicted: Ledger, counted: Ledger) -> 
         largest += _conversion_bytes(workload, model, layout)
     storages = counted.storages
     beside = under_way + _TABLES
+    if model.moe is not None:  # the experts of each token of the vocabulary, where they are fixed
+        router = model.moe.router
+        beside += 8 * model.vocab_size * router.top_k * router.hash_layers
     if workload.data.prefetch:
         beside += inputs  # of the step that is read ahead, which a CPU holds where it computes
     assert states <= storages.resident <= states + beside

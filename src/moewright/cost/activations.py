@@ -368,6 +368,9 @@ def _head_bytes(context: ActivationContext) -> Array:
         # of the logits gives.
         if recomputes or layout.tp > 1:
             head += FP32_BYTES * T
+    if model.residual_streams > 1:  # the streams, and the weights of their sum
+        streams = model.residual_streams
+        head += t * (streams * c * model.hidden_size + FP32_BYTES * (2 * streams + 1))
     norm = c * t * model.hidden_size + recompute.norm_statistics(model, t)
     return _modules({Module.NORM: norm, Module.HEAD: head})
 

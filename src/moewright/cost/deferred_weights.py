@@ -102,6 +102,9 @@ def _mixer(job: Job, layer: int, inputs: dict[tuple[Module, str], int]) -> Itera
         # The projections to the latents are replicated, and their gradients are not deferred.
         names = ["q_latent" if spec.q_lora_rank else "input_norm_out", "kv_latent", "attention_out"]
         width = spec.q_width + spec.heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    elif spec.kind is AttentionKind.COMPRESSED:
+        names = ["q_latent", "attention_out", "o_down"]
+        width = spec.q_width + spec.output_groups * spec.output_lora_rank
     kept = sum(inputs.get((Module.ATTENTION, name), 0) for name in names)
     yield Module.ATTENTION, kept + _output_gradients(job, width)
 

@@ -50,7 +50,7 @@ def mixer_products(sym: Symbols, layer: int) -> Iterator[OpRow]:
         assert model.recurrent is not None  # what a recurrent layer needs
         yield from _recurrent_products(sym, model.recurrent)
     elif model.attention.kind is AttentionKind.COMPRESSED:
-        yield from _compressed_products(sym, mixer)
+        yield from _compressed_products(sym, layer)
 
 
 def _recurrent_products(sym: Symbols, spec: RecurrentSpec) -> Iterator[OpRow]:
@@ -64,7 +64,7 @@ def _recurrent_products(sym: Symbols, spec: RecurrentSpec) -> Iterator[OpRow]:
     yield gemm_row("mixer.out", sym, T, h, out, TimePart.DENSE)
 
 
-def _compressed_products(sym: Symbols, mixer: MixerKind) -> Iterator[OpRow]:
+def _compressed_products(sym: Symbols, layer: int) -> Iterator[OpRow]:
     spec, h, tp = sym.model.attention, sym.model.hidden_size, sym.layout.tp
     rank, dense = spec.q_lora_rank, TimePart.DENSE
     yield gemm_row("attention.q_down", sym, sym.t, rank + spec.head_dim, h, dense)
@@ -73,7 +73,7 @@ def _compressed_products(sym: Symbols, mixer: MixerKind) -> Iterator[OpRow]:
     yield gemm_row("attention.o_down", sym, sym.T, low, spec.out_width / tp, dense)
     groups = spec.output_groups * low / tp
     yield gemm_row("attention.o", sym, sym.T, h, groups, dense)
-    _, replicated = mixer_flops.compressed_macs(spec, h, mixer)
+    _, replicated = mixer_flops.mixer_macs(sym.model, layer)
     compressor = replicated / h - rank - spec.head_dim
     if compressor:
         yield gemm_row("attention.compressor", sym, sym.t, compressor, h, dense)

@@ -39,9 +39,9 @@ from moewright.spec.layout import Recompute
 from moewright.spec.ledger import MemoryRow, Module
 
 Key = tuple[int, int]  # micro-batch, chunk
-# What the experts keep that is there before their rows leave, or after they have come back.
+# What is kept of experts before their rows leave, or after they have come back.
 _SENT = ("sent_indices",)
-_RETURNED = ("returned_indices", "latent_out")
+_RETURNED = ("returned_indices", "latent_out", "mlp_out")
 # What a router decided, which the replay of a checkpoint reuses.
 _DECISIONS = ("chosen", "load_share")
 

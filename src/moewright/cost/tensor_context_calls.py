@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moewright.cost.collective_calls import (
     FP32_BYTES,
@@ -26,7 +27,19 @@ from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, Overlap, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import AttentionKind, MixerKind, ModelSpec, QkNorm, RecurrentKind
+from moewright.spec.model import (
+    AttentionKind,
+    IndexerSpec,
+    MixerKind,
+    ModelSpec,
+    QkNorm,
+    RecurrentKind,
+)
+
+# The widths of a key that each projection of a compressor has.
+_OVERLAPS: Mapping[MixerKind, int] = MappingProxyType(
+    {MixerKind.HEAVILY_COMPRESSED: 1, MixerKind.COMPRESSED_SPARSE: 2}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +130,9 @@ def _indexer_calls(job: Job, chunks: Sequence[Chunk], micro_batches: int) -> Ite
     spec, layout = job.model.attention.indexer, job.layout
     if spec is None:
         return
+    if job.model.attention.kind is AttentionKind.COMPRESSED:
+        yield from _block_indexer_calls(job, spec, chunks, micro_batches)
+        return
     layers = [layer for chunk in chunks for layer in chunk_layers(job.model, chunk)]
     indexers = [layer for layer in layers if job.model.mixer(layer) is MixerKind.ATTENTION]
     passes = micro_batches * len(indexers)
@@ -132,6 +148,35 @@ def _indexer_calls(job: Job, chunks: Sequence[Chunk], micro_batches: int) -> Ite
     passes *= 1 + repeats_forward(layout)
     gathered_bytes = (key_bytes + choice_bytes) * job.tp_group_tokens // layout.tp
     yield Collective.ALL_GATHER, "tp", passes * gathered_bytes, 2 * passes
+
+
+def _block_indexer_calls(
+    job: Job, spec: IndexerSpec, chunks: Sequence[Chunk], micro_batches: int
+) -> Iterator[CallSum]:
+    """Yield the gathers of both projections of a compressor of indexers, and of what they chose.
+
+    To train, they gather the projections again for the gradients, sum these, and sum what heads
+    read of the chosen blocks.
+    """
+    layout, T = job.layout, job.tp_group_tokens
+    layers = [layer for chunk in chunks for layer in chunk_layers(job.model, chunk)]
+    mixers = [job.model.mixer(layer) for layer in layers]
+    passes = micro_batches * mixers.count(MixerKind.COMPRESSED_SPARSE)
+    trained = passes * trains_indexer(job.workload)
+    repeated = passes * (1 + repeats_forward(layout))
+    overlap = _OVERLAPS[MixerKind.COMPRESSED_SPARSE]
+    projected_bytes = activation_nbytes(job.workload) * overlap * spec.head_dim
+    blocks = job.workload.seq_len // job.model.attention.sparse_rate
+    choice_bytes = INT32_BYTES * min(spec.top_k, blocks)
+    gathered_bytes = 2 * (repeated + trained) * projected_bytes + repeated * choice_bytes
+    yield (
+        Collective.ALL_GATHER,
+        "tp",
+        gathered_bytes * T // layout.tp,
+        2 * (repeated + trained) + repeated,
+    )
+    summed_bytes = trained * (2 * projected_bytes + choice_bytes)  # fp32 beside int32
+    yield Collective.REDUCE_SCATTER, "tp", summed_bytes * T, 3 * trained
 
 
 def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
@@ -160,13 +205,14 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
         embeddings = chunk.has_embedding + chunk.mtp_layers
         mixers = [layer for layer in layers if model.mixer(layer) is not MixerKind.NONE]
         for layer in mixers:
-            inputs, rotated_keys = _mixer_inputs(model, layer)
+            inputs, rotated_keys, block_inputs = _mixer_inputs(model, layer)
             repeats_inputs = repeats_forward(layout, Recompute.MLA_UP_PROJ)
             input_gathers += [*(1 + repeats_inputs) * inputs, h]
             gathered += (1 + repeats_inputs) * rotated_keys
+            gathered += (2 + repeats_inputs) * block_inputs
             gathered += trains_module(fine_tuning, Module.ATTENTION) * inputs
             output_scatters += (1 + repeats_layer) * [h]
-            scattered += [*inputs, *rotated_keys]
+            scattered += [*inputs, *rotated_keys, *block_inputs]
         input_gathers += (2 * mlps + repeated_mlps) * [h]
         output_scatters += (mlps + repeated_mlps) * [h]
         # The input of a product is gathered again for the gradient of its weight.
@@ -216,23 +262,28 @@ def _repeating_choices(linear: AdaptedLinear) -> tuple[Recompute, ...]:
     return (Recompute.MLP,)
 
 
-def _mixer_inputs(model: ModelSpec, layer: int) -> tuple[list[int], list[int]]:
+def _mixer_inputs(model: ModelSpec, layer: int) -> tuple[list[int], list[int], list[int]]:
     """Return the widths of what a layer's mixer gathers over TP for products, and besides.
 
     Its input is gathered for the products and again for their weight gradients; latent attention
-    gathers its latents instead, and the rotated part of the keys. The output's gradient is
+    gathers its latents instead, and the rotated part of the keys. Compressed attention gathers the
+    queries' latent and its keys; a compressor's two projections, the last of the three, are
+    gathered again in backward. The output's gradient is
     gathered; the output and the gradients of what was gathered are summed and scattered.
     """
     spec, h = model.attention, model.hidden_size
     product_inputs = [h]
     rotated_keys: list[int] = []
+    block_inputs: list[int] = []
     is_recurrent = model.mixer(layer) is MixerKind.RECURRENT
     if spec.kind is AttentionKind.MLA and not is_recurrent:
         product_inputs = [spec.q_lora_rank or h, spec.kv_lora_rank]
         rotated_keys = [spec.qk_rope_head_dim]
     elif spec.kind is AttentionKind.COMPRESSED and not is_recurrent:
-        product_inputs = [spec.q_lora_rank, spec.head_dim]
-    return product_inputs, rotated_keys
+        product_inputs = [spec.q_lora_rank]
+        rotated_keys = [spec.head_dim]
+        block_inputs = 2 * [_OVERLAPS.get(model.mixer(layer), 0) * spec.head_dim]
+    return product_inputs, rotated_keys, [width for width in block_inputs if width]
 
 
 def context_parallel_calls(

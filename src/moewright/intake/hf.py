@@ -299,6 +299,9 @@ def _read_rotary(fields: FieldReader, family: str, name: str) -> ModelSpec:
         multipliers=style.multipliers,
         score_cap=style.score_cap,
         residual_streams=style.residual_streams,
+        stream_iterations=style.stream_iterations,
+        stream_eps=style.stream_eps,
+        activation_limit=style.activation_limit,
         zero_centered_norms=style.zero_centered_norms,
     )
     return replace(model, dense_ffn_size=_read_dense_width(fields, family, model))

@@ -15,7 +15,7 @@ from moewright.intake.fields import (
     nearest_divisor,
 )
 from moewright.intake.hf_layers import CHUNKED, FULL, MLA_FAMILIES, SLIDING, read_kinds
-from moewright.intake.hf_rope import read_rope
+from moewright.intake.hf_rope import read_compressed_ropes, read_rope
 from moewright.spec.model import AttentionKind, AttentionSpec, IndexerSpec, MixerKind, QkNorm
 
 # How a family normalises queries and keys, or would where its config switches that on.
@@ -345,8 +345,12 @@ def _read_compressed(fields: FieldReader, family: str, max_position: int) -> Att
         )
     for name in ("attention_bias", "mlp_bias"):
         fields.require_neutral(name, False)
-    rotated = fields.integer("qk_rope_head_dim", low=2, high=head_dim, default=min(64, head_dim))
-    fields.ignore("compress_rope_theta", "partial_rotary_factor")
+    share = fields.number("partial_rotary_factor", low=0, high=1, default=0.125)
+    # The factor says what the width was, where both are there.
+    rotated = fields.integer(
+        "qk_rope_head_dim", low=2, high=head_dim, default=max(2, int(head_dim * share))
+    )
+    rope, compressed_rope = read_compressed_ropes(fields, family, max_position, rotated / head_dim)
     return AttentionSpec(
         kind=AttentionKind.COMPRESSED,
         heads=heads,
@@ -362,5 +366,6 @@ def _read_compressed(fields: FieldReader, family: str, max_position: int) -> Att
         output_lora_rank=fields.integer("o_lora_rank", low=1, high=MAX_HIDDEN),
         sparse_rate=sparse_rate,
         heavy_rate=heavy_rate,
-        rope=read_rope(fields, family, max_position, interleaved=True, head_dim=head_dim),
+        rope=rope,
+        compressed_rope=compressed_rope,
     )

@@ -60,7 +60,8 @@ _NEMOTRON_WORDS: Mapping[str, str] = MappingProxyType(
     {"mamba": "M", LINEAR: "M", "attention": "*", FULL: "*", "moe": "E", "mlp": "-"}
 )
 _JAMBA_WORDS: Mapping[str, str] = MappingProxyType({FULL: "attention", LINEAR: "mamba"})
-_COMPRESSED_KINDS: Mapping[str, MixerKind] = MappingProxyType(
+# transformers' words for the kinds of layers of DeepSeek-V4.
+COMPRESSED_KINDS: Mapping[str, MixerKind] = MappingProxyType(
     {
         SLIDING: MixerKind.LOCAL_ATTENTION,
         "compressed_sparse_attention": MixerKind.COMPRESSED_SPARSE,
@@ -291,7 +292,7 @@ def _read_indexer_types(fields: FieldReader) -> tuple[MixerKind, ...]:
 def _read_compressed(fields: FieldReader) -> tuple[MixerKind, ...]:
     """Read DeepSeek-V4's kinds of layers, or the ratios that older configs give for them."""
     layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
-    kinds = read_kinds(fields, "layer_types", layers, tuple(_COMPRESSED_KINDS))
+    kinds = read_kinds(fields, "layer_types", layers, tuple(COMPRESSED_KINDS))
     ratios = fields.sequence("compress_ratios", max_length=MAX_LAYERS)
     if kinds is None and ratios is not None:
         if any(ratio not in _COMPRESSED_RATIOS for ratio in ratios) or len(ratios) < layers:
@@ -300,7 +301,7 @@ def _read_compressed(fields: FieldReader) -> tuple[MixerKind, ...]:
     if kinds is None:
         heavy, sparse = _COMPRESSED_RATIOS[128], _COMPRESSED_RATIOS[4]
         kinds = tuple(sparse if i >= 2 and i % 2 else heavy for i in range(layers))
-    return tuple(_COMPRESSED_KINDS[kind] for kind in kinds)
+    return tuple(COMPRESSED_KINDS[kind] for kind in kinds)
 
 
 def read_kinds(

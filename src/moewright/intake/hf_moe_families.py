@@ -301,9 +301,13 @@ def read_deepseek_v4(fields: FieldReader, layers: int) -> MoeLayers:
     fields.choice("scoring_func", choices=("sqrtsoftplus",), default="sqrtsoftplus")
     fields.choice("topk_method", choices=("noaux_tc",), default="noaux_tc")
     fields.require_neutral("router_jitter_noise", 0)
-    fields.ignore("expert_dtype", "swiglu_limit", "intermediate_size")
+    fields.ignore("expert_dtype", "intermediate_size")
     kinds = fields.sequence("mlp_layer_types", max_length=layers)
     default = 3 if kinds is None else sum(kind == "hash_moe" for kind in kinds)
+    words = ["hash_moe"] * default + ["moe"] * (layers - default)
+    if kinds is not None and list(kinds) != words:
+        rule = "must hold hash_moe for the first layers, and moe for all others"
+        raise fields.refusal("mlp_layer_types", rule)
     hash_layers = fields.integer("num_hash_layers", low=0, high=MAX_VOCAB, default=default)
     router = RouterSpec(
         top_k=top_k,

@@ -58,8 +58,6 @@ def read_rope(
         # A table for each kind of layer; windows do not rotate otherwise but for the scaling.
         new_table.ignore("sliding_attention")
         table = new_table.table("full_attention") or new_table
-    if family == "deepseek_v4" and table is not None:
-        return RopeSpec(theta=theta, interleaved=interleaved)  # a table for each kind of layer
     share = _read_share(fields, table, family, head_dim)
     if table is None:
         return RopeSpec(theta=theta, interleaved=interleaved, rotary_share=share)
@@ -87,6 +85,51 @@ def read_rope(
     for name in table.unread_names():
         raise table.refusal(name, f"is not known for rope type {scaling}", "leave it out")
     return rope
+
+
+def read_compressed_ropes(
+    fields: FieldReader, family: str, max_position: int, share: float
+) -> tuple[RopeSpec, RopeSpec]:
+    """Read DeepSeek-V4's two ropes: of layers with a window alone, and of those with a compressor.
+
+    The new form has a table for each; of the old one, the table is of the second. No scaling
+    grows cosines and sines.
+
+    Raises:
+        BadInput: a field is missing or wrong, or asks for a rotation that the family has not.
+    """
+    theta = fields.number("rope_theta", low=1, high=_MAX_THETA, default=10000.0)
+    second_theta = fields.number("compress_rope_theta", low=1, high=_MAX_THETA, default=160000.0)
+    table = fields.table("rope_parameters") or fields.table("rope_scaling")
+    fields.ignore("rope_parameters", "rope_scaling")
+    plain, second = None, table
+    if table is not None and "main" in table:
+        plain, second = table.table("main"), table.table("compress")
+        table.ignore("rope_type")
+        for name in table.unread_names():
+            raise table.refusal(name, "is no kind of layer: main, compress", "leave it out")
+    main = RopeSpec(theta=_read_theta(plain, theta), interleaved=True)
+    if plain is not None:
+        plain.choice("rope_type", "type", choices=("default",), default="default")
+        plain.require_neutral("partial_rotary_factor", share)
+    rope = RopeSpec(theta=_read_theta(second, second_theta), interleaved=True)
+    if second is None:
+        return main, rope
+    second.require_neutral("partial_rotary_factor", share)
+    second.require_neutral("attention_factor", 1)
+    scaling = second.choice("rope_type", "type", choices=("default", "yarn"), default="default")
+    if scaling == "yarn":
+        rope = _with_scaling(second, replace(rope, scaling=scaling), family, max_position)
+        rope = replace(rope, mscale=1.0, mscale_all_dim=1.0)
+    for name in second.unread_names():
+        raise second.refusal(name, f"is not known for rope type {scaling}", "leave it out")
+    return main, rope
+
+
+def _read_theta(table: FieldReader | None, default: float) -> float:
+    if table is None:
+        return default
+    return table.number("rope_theta", low=1, high=_MAX_THETA, default=default)
 
 
 def _read_share(
@@ -128,7 +171,8 @@ def _with_scaling(table: FieldReader, rope: RopeSpec, family: str, max_position:
     fast = table.number("beta_fast", low=0, high=_MAX_FACTOR, default=rope.beta_fast)
     _require_order(table, "beta_slow", slow, fast)
     table.require_neutral("truncate", family != "gpt_oss")
-    table.require_neutral("attention_factor")
+    if family != "deepseek_v4":
+        table.require_neutral("attention_factor")
     return replace(
         rope,
         beta_slow=slow,

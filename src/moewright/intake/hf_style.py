@@ -35,6 +35,7 @@ _PLACEMENTS: Mapping[str, NormPlacement] = MappingProxyType(
 _ZERO_CENTERED = ("nemotron", "qwen3_next", "qwen3_5_moe_text")
 _MAX_FACTOR = 1e6
 _MAX_STREAMS = 64
+_MAX_ITERATIONS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,9 @@ class Style:
     multipliers: MultiplierSpec
     score_cap: float
     residual_streams: int
+    stream_iterations: int
+    stream_eps: float
+    activation_limit: float
     zero_centered_norms: bool
 
 
@@ -61,6 +65,7 @@ def read_style(fields: FieldReader, family: str) -> Style:
     """
     for dropout in ("attention_dropout", "hidden_dropout", "embedding_dropout", "output_dropout"):
         fields.require_neutral(dropout, 0)
+    has_streams = family == "deepseek_v4"
     spellings = _ACTIVATIONS.get(family, ("silu", "swiglu"))
     names = ("mlp_hidden_act", "hidden_act") if family == "nemotron_h" else ("hidden_act",)
     activation = _SPELLINGS[fields.choice(*names, choices=spellings, default=spellings[0])]
@@ -73,7 +78,10 @@ def read_style(fields: FieldReader, family: str) -> Style:
         head_bias=family == "phimoe" and fields.boolean("lm_head_bias", default=False),
         multipliers=_read_multipliers(fields, family),
         score_cap=_read_score_cap(fields, family),
-        residual_streams=_read_streams(fields, family),
+        residual_streams=_read_streams(fields) if has_streams else 1,
+        stream_iterations=_read_iterations(fields) if has_streams else 20,
+        stream_eps=_read_stream_eps(fields) if has_streams else 1e-6,
+        activation_limit=_read_limit(fields) if has_streams else 0.0,
         zero_centered_norms=family in _ZERO_CENTERED,
     )
 
@@ -115,8 +123,17 @@ def _read_score_cap(fields: FieldReader, family: str) -> float:
     return fields.number("max_attn_value", low=0, high=_MAX_FACTOR, default=0.0)
 
 
-def _read_streams(fields: FieldReader, family: str) -> int:
-    if family != "deepseek_v4":
-        return 1
-    fields.ignore("hc_sinkhorn_iters", "hc_eps")
+def _read_streams(fields: FieldReader) -> int:
     return fields.integer("hc_mult", low=1, high=_MAX_STREAMS, default=4)
+
+
+def _read_iterations(fields: FieldReader) -> int:
+    return fields.integer("hc_sinkhorn_iters", low=1, high=_MAX_ITERATIONS, default=20)
+
+
+def _read_stream_eps(fields: FieldReader) -> float:
+    return fields.number("hc_eps", low=0, high=1, default=1e-6)
+
+
+def _read_limit(fields: FieldReader) -> float:
+    return fields.number("swiglu_limit", low=1 / _MAX_FACTOR, high=_MAX_FACTOR, default=10.0)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.intake.hf_layers import nemotron_pattern
+from moewright.intake.hf_write_v4 import build_v4_fields
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import (
     AttentionKind,
@@ -31,6 +32,7 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "deepseek_v3": "DeepseekV3ForCausalLM",
         "kimi_k2": "DeepseekV3ForCausalLM",
         "deepseek_v32": "DeepseekV32ForCausalLM",
+        "deepseek_v4": "DeepseekV4ForCausalLM",
         "glm_moe_dsa": "GlmMoeDsaForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
         "dots1": "Dots1ForCausalLM",
@@ -90,6 +92,8 @@ def build_config(model: ModelSpec) -> dict[str, Any]:
         return head | _gpt2_fields(model)
     if model.family == "nemotron_h":
         return head | _nemotron_h_fields(model)
+    if model.family == "deepseek_v4":
+        return head | build_v4_fields(model)
     attention = model.attention
     config = head | {
         "hidden_size": model.hidden_size,

@@ -77,7 +77,7 @@ def trains_indexer(workload: Workload) -> bool:
 
 def frozen_part(name: str) -> FrozenPart | None:
     """Return the part that a parameter belongs to; norms between blocks belong to none."""
-    if name.startswith(_TABLES) and not name.startswith("head.streams"):
+    if name.startswith(_TABLES):
         return FrozenPart.EMBEDDINGS
     in_layer = name_in_layer(name)
     return next((part for start, part in _NAME_PARTS if in_layer.startswith(start)), None)

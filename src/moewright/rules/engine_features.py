@@ -26,6 +26,8 @@ _MIXERS = (
     MixerKind.ATTENTION,
     MixerKind.LOCAL_ATTENTION,
     MixerKind.SHARED_INDEX,
+    MixerKind.COMPRESSED_SPARSE,
+    MixerKind.HEAVILY_COMPRESSED,
     MixerKind.NONE,
 )
 _ROPE_SCALINGS = ("default", "linear", "yarn", "llama3", "longrope")
@@ -60,7 +62,16 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     # A head that is the embedding has no tensors of its own.
     yield "head_bias", True, model.head_bias and model.tie_embeddings, "false"
     yield "score_cap", model.score_cap, model.score_cap > 0, "0"
-    yield "residual_streams", model.residual_streams, model.residual_streams > 1, "1"
+    has_streams = model.residual_streams > 1
+    is_plain_stream = spec.kind is not AttentionKind.COMPRESSED
+    yield "residual_streams", model.residual_streams, has_streams and is_plain_stream, "1"
+    factor = model.multipliers.residual
+    yield "multipliers.residual", factor, has_streams and factor != 1, "1"
+    # A depth of such a model reads its streams in a way of its own, which transformers lacks too.
+    is_other_depth = has_streams or spec.kind is AttentionKind.COMPRESSED
+    yield "mtp_layers", model.mtp_layers, is_other_depth and model.mtp_layers > 0, "0"
+    limit = model.activation_limit
+    yield "activation_limit", limit, limit > 0 and not model.gated, "0"
     yield "mtp_shared", True, model.mtp_shared and model.mtp_layers > 0, "false"
     if model.moe is not None:
         yield from _expert_features(model.moe)
@@ -78,7 +89,6 @@ def _missing_mixers(model: ModelSpec) -> Iterator[MixerKind | RecurrentKind]:
 def _attention_features(spec: AttentionSpec) -> Iterator[Feature]:
     is_mla = spec.kind is AttentionKind.MLA
     is_compressed = spec.kind is AttentionKind.COMPRESSED
-    yield "attention.kind", spec.kind, is_compressed, AttentionKind.GQA
     yield "attention.qkv_bias", True, is_mla and (spec.qkv_bias or spec.out_bias), "false"
     scaling = spec.rope.scaling
     yield "attention.rope.scaling", scaling, scaling not in _ROPE_SCALINGS, "default"
@@ -86,7 +96,7 @@ def _attention_features(spec: AttentionSpec) -> Iterator[Feature]:
     yield "attention.output_gate", True, is_gated, "false"
     # An indexer's queries come from those of latent attention, before they are expanded.
     top_k = spec.indexer.top_k if spec.indexer else 0
-    has_latent = is_mla and spec.q_lora_rank > 0
+    has_latent = (is_mla or is_compressed) and spec.q_lora_rank > 0
     yield "attention.indexer.top_k", top_k, top_k > 0 and not has_latent, "none"
 
 
@@ -95,4 +105,3 @@ def _expert_features(spec: MoeSpec) -> Iterator[Feature]:
     is_biased = router.selection_bias or router.top_groups < router.groups
     is_mixed = router.score is ScoreFunction.SPARSE_MIXER
     yield "moe.router.score", router.score, is_mixed and is_biased, "softmax"
-    yield "moe.router.hash_layers", router.hash_layers, router.hash_layers > 0, "0"

@@ -8,6 +8,7 @@ from itertools import islice
 from types import MappingProxyType
 
 from moewright.rules.adapters import is_frozen, trains_all, trains_module
+from moewright.rules.compressed_limits import check_compressed
 from moewright.rules.divisibility import divisors, nearest_legal
 from moewright.rules.engine_features import unsupported_features
 from moewright.rules.engine_graphs import check_graphs
@@ -82,6 +83,7 @@ def unsupported_layout(
         *_check_packed(layout, model, workload),
         *_check_recurrence(layout, model, workload),
         *_check_indexer(layout, model),
+        *check_compressed(layout, model, workload),
         *check_graphs(Job(model=model, workload=workload, layout=layout)),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
@@ -249,7 +251,7 @@ def _check_recurrence(layout: Layout, model: ModelSpec, workload: Workload) -> I
 
 def _check_indexer(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     """Yield what layers that choose the keys of their attention do not go with."""
-    if model.attention.indexer is None:
+    if model.attention.indexer is None or model.attention.kind is AttentionKind.COMPRESSED:
         return
     if layout.cp > 1:
         rule = "the engine has an indexer score the keys of whole sequences"

@@ -242,6 +242,9 @@ def head_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlo
     """Return the FLOPs of the logits, of the head and of each MTP depth."""
     passes = share.mtp + share.head
     flops = passes * 2 * share.tokens * model.hidden_size * shard_size(model.vocab_size, layout.tp)
+    if share.head and model.residual_streams > 1:  # what decides how the streams become one
+        local_tokens = share.tokens // layout.tp if layout.sp else share.tokens
+        flops += 2 * local_tokens * model.residual_streams**2 * model.hidden_size
     return ForwardFlops(op=FlopOp.GEMM, module=Module.HEAD, flops=flops)
 
 

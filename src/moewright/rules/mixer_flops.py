@@ -29,7 +29,8 @@ def mixer_macs(model: ModelSpec, layer: int) -> tuple[int, int]:
         assert model.recurrent is not None  # what a recurrent layer needs
         return recurrent_macs(model.recurrent, h)
     if spec.kind is AttentionKind.COMPRESSED:
-        return compressed_macs(spec, h, mixer)
+        sharded, replicated = compressed_macs(spec, h, mixer)
+        return sharded, replicated + indexer_macs(model, layer)
     if spec.kind is AttentionKind.GQA:
         sharded, replicated = _grouped_query_macs(spec, h), 0
     else:
@@ -51,24 +52,34 @@ def _latent_macs(spec: AttentionSpec, h: int) -> tuple[int, int]:
 
 
 def indexer_macs(model: ModelSpec, layer: int) -> int:
-    """Return the multiply-adds of a token in the projections of a layer's indexer of tokens."""
-    spec, h = model.attention, model.hidden_size
-    if spec.indexer is None or model.mixer(layer) is not MixerKind.ATTENTION:
+    """Return the multiply-adds of a token in the projections of a layer's indexer.
+
+    One that chooses among blocks has a compressor of its own.
+    """
+    spec, h, mixer = model.attention, model.hidden_size, model.mixer(layer)
+    if spec.indexer is None or mixer not in (MixerKind.ATTENTION, MixerKind.COMPRESSED_SPARSE):
         return 0
     heads, width = spec.indexer.heads, spec.indexer.head_dim
+    if mixer is MixerKind.COMPRESSED_SPARSE:
+        return spec.q_lora_rank * heads * width + h * (4 * width + heads)
     return (spec.q_lora_rank or h) * heads * width + h * (width + heads)
 
 
 def scoring_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> int:
-    """Return the forward FLOPs of the scores that a layer's indexer gives all pairs of tokens."""
-    spec = model.attention.indexer
-    if spec is None or model.mixer(layer) is not MixerKind.ATTENTION:
+    """Return the forward FLOPs of the scores that a layer's indexer gives all pairs.
+
+    They are pairs of tokens, or of a token and a block.
+    """
+    spec, mixer = model.attention.indexer, model.mixer(layer)
+    if spec is None or mixer not in (MixerKind.ATTENTION, MixerKind.COMPRESSED_SPARSE):
         return 0
+    if mixer is MixerKind.COMPRESSED_SPARSE:
+        return tokens * spec.heads * spec.head_dim * (seq_len // model.attention.sparse_rate)
     return tokens * spec.heads * spec.head_dim * _twice_pairs(seq_len, 0) // seq_len
 
 
 def compressed_macs(spec: AttentionSpec, h: int, mixer: MixerKind) -> tuple[int, int]:
-    """Return `mixer_macs` of a layer of DeepSeek-V4."""
+    """Return `mixer_macs` of a layer of DeepSeek-V4, without those of its indexer."""
     sharded = spec.q_lora_rank * spec.q_width
     sharded += spec.out_width * spec.output_lora_rank
     sharded += spec.output_groups * spec.output_lora_rank * h
@@ -76,10 +87,7 @@ def compressed_macs(spec: AttentionSpec, h: int, mixer: MixerKind) -> tuple[int,
     if mixer is MixerKind.HEAVILY_COMPRESSED:
         replicated += 2 * h * spec.head_dim
     elif mixer is MixerKind.COMPRESSED_SPARSE:
-        assert spec.indexer is not None  # what chooses the blocks of such a layer
-        index_width = spec.indexer.heads * spec.indexer.head_dim
-        replicated += 4 * h * (spec.head_dim + spec.indexer.head_dim)
-        replicated += spec.q_lora_rank * index_width + h * spec.indexer.heads
+        replicated += 4 * h * spec.head_dim
     return sharded, replicated
 
 
@@ -126,7 +134,8 @@ def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> 
     if mixer in (MixerKind.NONE, MixerKind.RECURRENT):
         return 0
     if spec.kind is AttentionKind.COMPRESSED:
-        return tokens * _compressed_pair_flops(spec, mixer, seq_len) // seq_len
+        flops = tokens * _compressed_pair_flops(spec, mixer, seq_len) // seq_len
+        return flops + scoring_flops(model, layer, tokens, seq_len)
     if spec.indexer is None:
         pairs = attended_pairs(model, layer, seq_len)
         return tokens * spec.heads * (spec.head_dim + spec.v_head_dim) * pairs // seq_len
@@ -158,12 +167,10 @@ def _compressed_pair_flops(spec: AttentionSpec, mixer: MixerKind, seq_len: int) 
     query, a compressed sparse one to the `top_k` blocks that its indexer scores highest.
     """
     pairs = _twice_pairs(seq_len, spec.sliding_window)
-    scoring = 0
     if mixer is MixerKind.HEAVILY_COMPRESSED:
-        pairs += seq_len**2 // spec.heavy_rate
+        pairs += spec.heavy_rate * (seq_len // spec.heavy_rate) ** 2
     elif mixer is MixerKind.COMPRESSED_SPARSE:
         assert spec.indexer is not None  # what chooses the blocks of such a layer
         blocks = seq_len // spec.sparse_rate
         pairs += spec.sparse_rate * _twice_pairs(blocks, spec.indexer.top_k)
-        scoring = spec.indexer.heads * spec.indexer.head_dim * seq_len**2 // spec.sparse_rate
-    return 2 * spec.heads * spec.head_dim * pairs + scoring
+    return 2 * spec.heads * spec.head_dim * pairs

@@ -80,23 +80,52 @@ def recurrent_saved(
 
 
 def compressed_saved(
-    model: ModelSpec, mixer: MixerKind, symbols: MixerSymbols
+    model: ModelSpec, mixer: MixerKind, symbols: MixerSymbols, *, trains_indexer: bool
 ) -> Iterator[SavedTensor]:
-    """Yield what DeepSeek-V4's attention saves behind its input norm."""
+    """Yield what DeepSeek-V4's attention saves behind its input norm.
+
+    Queries are kept before their norm and after their rotation. A compressor keeps its projections
+    of the rank's own tokens, and its keys before their norm and after their rotation.
+    """
     spec, c, T, t, tp = model.attention, symbols.c, symbols.T, symbols.t, symbols.tp
     yield _row("q_down", c * t * spec.q_lora_rank)
     yield _row("q_latent", c * t * spec.q_lora_rank)
     yield _row("latent_rstd", 2 * _FP32_BYTES * t)
     yield _row("kv_down", c * t * spec.head_dim)
+    yield _row("qk_norm_rstd", _FP32_BYTES * T * spec.heads // tp)
     yield _row("qkv", c * T * (2 * spec.q_width // tp + spec.head_dim))
     yield _row("attention_out", c * T * spec.out_width // tp)
     yield _row("o_down", c * T * spec.output_groups * spec.output_lora_rank // tp)
     if mixer is MixerKind.HEAVILY_COMPRESSED:
-        yield _row("compressor", 2 * c * t * spec.head_dim)
+        yield from _compressor_saved("", symbols, spec.head_dim, spec.heavy_rate, overlap=1)
     elif mixer is MixerKind.COMPRESSED_SPARSE:
-        assert spec.indexer is not None  # what chooses the blocks of such a layer
-        yield _row("compressor", 4 * c * t * (spec.head_dim + spec.indexer.head_dim))
-        yield from indexer_saved(spec, symbols, is_trained=True, is_fused_stack=True)
+        yield from _compressor_saved("", symbols, spec.head_dim, spec.sparse_rate, overlap=2)
+        yield from _block_indexer_saved(spec, symbols, is_trained=trains_indexer)
+
+
+def _compressor_saved(
+    prefix: str, symbols: MixerSymbols, width: int, rate: int, *, overlap: int
+) -> Iterator[SavedTensor]:
+    blocks = symbols.T // symbols.seq_len * (symbols.seq_len // rate)
+    yield _row(f"{prefix}compressor", 2 * overlap * symbols.c * symbols.t * width)
+    yield _row(f"{prefix}blocks", blocks * (2 * symbols.c * width + _FP32_BYTES))
+
+
+def _block_indexer_saved(
+    spec: AttentionSpec, symbols: MixerSymbols, *, is_trained: bool
+) -> Iterator[SavedTensor]:
+    """Yield what a chooser of blocks saves: its choice, and to train what its scores are of."""
+    assert spec.indexer is not None  # what chooses the blocks of such a layer
+    heads, width = spec.indexer.heads, spec.indexer.head_dim
+    chosen_bytes = _INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len // spec.sparse_rate)
+    yield _row("index_chosen", chosen_bytes * symbols.T)
+    if not is_trained:
+        return
+    yield from _compressor_saved("index_", symbols, width, spec.sparse_rate, overlap=2)
+    yield _row("index_queries", symbols.c * symbols.t * heads * width)
+    yield _row("index_heads", _FP32_BYTES * symbols.t * heads)
+    # The slope of the objective by the score of each chosen block.
+    yield _row("index_slopes", chosen_bytes * symbols.t)
 
 
 def indexer_saved(

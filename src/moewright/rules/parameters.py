@@ -62,6 +62,14 @@ def selection_bias_name(layer: int) -> str:
     return f"layers.{layer}.moe.router.selection_bias"
 
 
+def expert_table_name(layer: int) -> str:
+    """Return the global name of the experts [vocabulary, top_k] that tokens have by their number.
+
+    The table of a layer that routes so is fixed, hence no parameter.
+    """
+    return f"layers.{layer}.moe.router.expert_table"
+
+
 def count_parameters(model: ModelSpec) -> ParamCount:
     """Return the totals; an expert tensor is active with top_k / experts of its elements."""
     total = active = mtp = embedding = 0
@@ -99,7 +107,9 @@ def _all_parameters(model: ModelSpec) -> Iterator[Param]:
     if model.head_bias:
         yield tensor("head.bias", (model.vocab_size,), Module.HEAD, L, TP_ROWS)
     if model.residual_streams > 1:
-        yield from _stream_mix(model, "head.", L, outputs=model.residual_streams, scales=1)
+        streams = model.residual_streams
+        for param in _stream_mix(model, "final_", L, outputs=streams, scales=1):
+            yield replace(param, module=Module.HEAD)
     for depth in range(min(1, model.mtp_layers) if model.mtp_shared else model.mtp_layers):
         yield from _mtp(model, depth)
 

@@ -213,6 +213,7 @@ def _mixer(
     yield saved_tensor(Module.NORM, name, layer_input, full=False)
     if mixer is MixerKind.NONE:
         return
+    yield from _streams(model, symbols, "attention")
     # Fused into the QKV projection for GQA in the stacks that the table is compared with, so only
     # MLA can drop its output.
     is_fused = mixer is MixerKind.RECURRENT or model.attention.kind is AttentionKind.GQA
@@ -224,7 +225,7 @@ def _mixer(
         assert model.recurrent is not None  # what a recurrent layer needs
         yield from recurrent_saved(model.recurrent, shared, is_fused_stack=repeats_exchange)
     elif model.attention.kind is AttentionKind.COMPRESSED:
-        yield from compressed_saved(model, mixer, shared)
+        yield from compressed_saved(model, mixer, shared, trains_indexer=symbols.trains_indexer)
         yield from _scores(model, symbols)
     else:
         yield from _attention(model, symbols, repeats_exchange=repeats_exchange)
@@ -268,9 +269,25 @@ def _second_norm(
     yield saved_tensor(Module.NORM, "dropout_masks", mask_bytes)
     if has_mixer:
         yield saved_tensor(Module.NORM, "residual", model.residual_streams * c * t * h)
+    yield from _streams(model, symbols, "mlp")
     yield saved_tensor(
         Module.NORM, "post_norm_rstd", norm_statistics(model, t), Recompute.LAYERNORM
     )
+
+
+def _streams(model: ModelSpec, symbols: _TableSymbols, block: str) -> Iterator[SavedTensor]:
+    """Yield what parallel residual streams save around a block, besides themselves.
+
+    They are the block's input and output, and the weights of the streams as they are projected
+    and as they are used, with the statistic of the norm before.
+    """
+    if model.residual_streams == 1:
+        return
+    hidden_bytes = symbols.c * symbols.t * symbols.h
+    weights = model.residual_streams * (model.residual_streams + 2)
+    weight_bytes = _FP32_BYTES * symbols.t * (2 * weights + 1)
+    yield saved_tensor(Module.NORM, f"{block}_streams", hidden_bytes + weight_bytes)
+    yield saved_tensor(Module.NORM, f"{block}_out", hidden_bytes)
 
 
 def _scores(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:

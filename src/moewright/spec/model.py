@@ -144,7 +144,7 @@ class AttentionSpec:
     k, and v has `v_head_dim`. For compressed attention, one head of `head_dim` is key and value;
     the output passes through `output_groups` products of rank `output_lora_rank`; a compressed
     sparse layer makes a key of every `sparse_rate` tokens, a heavily compressed one of every
-    `heavy_rate`.
+    `heavy_rate`, and both rotate by `compressed_rope`.
     """
 
     kind: AttentionKind
@@ -174,6 +174,7 @@ class AttentionSpec:
     output_lora_rank: int = 0
     sparse_rate: int = 0
     heavy_rate: int = 0
+    compressed_rope: RopeSpec = RopeSpec()
 
     @property
     def q_width(self) -> int:
@@ -336,7 +337,11 @@ class ModelSpec(Record):
     multipliers: MultiplierSpec = MultiplierSpec()
     score_cap: float = 0.0  # attention's scores pass through cap * tanh(score / cap); 0: none
     residual_streams: int = 1  # parallel residual streams (hyper-connections, DeepSeek-V4)
+    stream_iterations: int = 20  # of Sinkhorn and Knopp, on the matrix that mixes the streams
+    stream_eps: float = 1e-6  # added to what mixes the streams, and to the sums of its rows
     zero_centered_norms: bool = False  # norms scale by 1 + weight (Qwen3-Next)
+    # Gates of SwiGLU are this at most, and what they multiply within it (DeepSeek-V4); 0: no bound.
+    activation_limit: float = 0.0
 
     @property
     def expert_count(self) -> int:

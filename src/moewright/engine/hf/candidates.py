@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,8 +16,11 @@ from moewright.engine.hf.name_patterns import (
     TOP_LEVEL_NAMES,
     NamePattern,
 )
-from moewright.rules.parameters import parameters, selection_bias_name
-from moewright.spec.model import MixerKind, ModelSpec
+from moewright.rules.parameters import expert_table_name, parameters, selection_bias_name
+from moewright.spec.model import MixerKind, ModelSpec, MoeSpec
+
+# The safetensors name of the dtype of tables of experts.
+TABLE_DTYPE = "I64"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,26 +69,35 @@ class HfTensor:
 class ModelTensor:
     """A tensor of our checkpoints that Hugging Face's have too.
 
-    It is a parameter, which is trained, or a router's selection bias.
+    It is a parameter, which is trained, or a state of a router: a selection bias, or a table of
+    experts. `dtype` is the safetensors name of what our checkpoints hold it in.
     """
 
     name: str
     shape: tuple[int, ...]
     trained: bool
+    dtype: str = "F32"
 
 
 def list_model_tensors(model: ModelSpec) -> tuple[ModelTensor, ...]:
-    """List what goes in and out of a model: its parameters, then the selection biases."""
+    """List what goes in and out of a model: its parameters, then the states of its routers."""
     tensors = [
         ModelTensor(name=param.name, shape=param.shape, trained=True) for param in parameters(model)
     ]
-    if model.moe is not None and model.moe.router.selection_bias:
-        shape = (model.moe.experts,)
-        tensors += [
-            ModelTensor(name=selection_bias_name(layer), shape=shape, trained=False)
-            for layer in model.routed_layers
-        ]
+    if model.moe is not None:
+        tensors += _router_states(model, model.moe)
     return tuple(tensors)
+
+
+def _router_states(model: ModelSpec, moe: MoeSpec) -> Iterator[ModelTensor]:
+    for layer in model.routed_layers:
+        if layer < moe.router.hash_layers:
+            shape = (model.vocab_size, moe.router.top_k)
+            yield ModelTensor(
+                name=expert_table_name(layer), shape=shape, trained=False, dtype=TABLE_DTYPE
+            )
+        elif moe.router.selection_bias:
+            yield ModelTensor(name=selection_bias_name(layer), shape=(moe.experts,), trained=False)
 
 
 def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTensor, ...], ...]:
@@ -93,10 +105,12 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
 
     There may be none.
     """
+    top_names = TOP_LEVEL_FAMILY_NAMES.get(model.family, {}).get(tensor.name, ())
     if tensor.name in TOP_LEVEL_NAMES:
-        family_names = TOP_LEVEL_FAMILY_NAMES.get(model.family, {})
-        hf_name = family_names.get(tensor.name, TOP_LEVEL_NAMES[tensor.name])
-        return ((HfTensor(name=hf_name, index=(), shape=tensor.shape),),)
+        top_names = top_names or (TOP_LEVEL_NAMES[tensor.name],)
+    if top_names:
+        whole = HfTensor(name="", index=(), shape=tensor.shape)
+        return tuple((replace(whole, name=hf_name),) for hf_name in top_names)
     kind, number, suffix = tensor.name.split(".", 2)
     layer = int(number)
     if kind == "mtp":
@@ -123,8 +137,11 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
         for pattern in patterns
         if not pattern.families and (pattern.names, pattern.dim_order) not in own_forms
     ]
-    prefix = f"{LAYER_PREFIXES.get(model.family, 'model.layers.')}{layer}."
-    return tuple(_expand(model, pattern, prefix, tensor.shape) for pattern in (*own, *usual))
+    return tuple(
+        _expand(model, pattern, f"{prefix}{layer}.", tensor.shape)
+        for prefix in LAYER_PREFIXES.get(model.family, ("model.layers.",))
+        for pattern in (*own, *usual)
+    )
 
 
 def _expand(

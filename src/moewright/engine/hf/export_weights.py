@@ -268,12 +268,14 @@ def _original_headers(origin: HfOrigin, sources: Sources) -> dict[str, list[Tens
 
 
 def _build_headers(model: ModelSpec, sources: Sources, dtype: Dtype) -> list[TensorHeader]:
-    """Return the headers of all tensors; selection biases stay in fp32."""
-    biases = {tensor.name for tensor in list_model_tensors(model) if not tensor.trained}
+    """Return the headers of all tensors; states of routers stay as they are."""
+    states = {
+        tensor.name: tensor.dtype for tensor in list_model_tensors(model) if not tensor.trained
+    }
     return [
         TensorHeader(
             name=hf_name,
-            dtype="F32" if parts[0][0] in biases else _DTYPE_NAMES[dtype],
+            dtype=states.get(parts[0][0], _DTYPE_NAMES[dtype]),
             shape=parts[0][1].stored_shape,
         )
         for hf_name, parts in sources.items()

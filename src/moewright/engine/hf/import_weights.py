@@ -20,6 +20,7 @@ import torch
 
 from moewright.codec import read_text, to_data
 from moewright.engine.checkpoint import (
+    SAFETENSORS_DTYPES,
     SaveRequest,
     StoredShard,
     TensorEntry,
@@ -27,7 +28,7 @@ from moewright.engine.checkpoint import (
     payload_file_name,
     write_single_process,
 )
-from moewright.engine.hf.candidates import ModelTensor, list_model_tensors
+from moewright.engine.hf.candidates import TABLE_DTYPE, ModelTensor, list_model_tensors
 from moewright.engine.hf.folder import INDEX_FILE, HfFolder, HfReader, open_hf_folder
 from moewright.engine.hf.names import (
     NameTable,
@@ -48,7 +49,7 @@ _BOX_BYTES = 256 * 2**20
 # Tensors of all experts have so many dims; families differ in their order.
 _FUSED_DIMS = 3
 # The dtypes whose values fp32 holds bit for bit.
-_EXACT_DTYPES = ("F32", "BF16", "F16")
+_EXACT_DTYPES = ("F32", "BF16", "F16", TABLE_DTYPE)
 
 # Is called with the bytes of each part as it is written.
 ReportProgress = Callable[[int], None]
@@ -123,7 +124,7 @@ def run_import(plan: ImportPlan, on_progress: ReportProgress) -> Path:
         def build_box(tensor: TensorEntry, shard: StoredShard) -> torch.Tensor:
             box = read_parameter_box(reader, plan.table[tensor.name], *shard.box)
             on_progress(box.nbytes)
-            return box
+            return box.to(SAFETENSORS_DTYPES[tensor.dtype])
 
         return write_single_process(plan.request, build_box)
 
@@ -148,4 +149,6 @@ def plan_shards(tensors: Iterable[ModelTensor]) -> Iterator[TensorEntry]:
             box = (offsets, (count, *row_shape)) if tensor.shape else ((), ())
             shards.append(StoredShard(box=box, file=payload_file_name(file_number)))
             file_bytes += count * row_bytes
-        yield TensorEntry(name=tensor.name, dtype="F32", shape=tensor.shape, shards=tuple(shards))
+        yield TensorEntry(
+            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, shards=tuple(shards)
+        )

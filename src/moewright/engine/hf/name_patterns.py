@@ -74,6 +74,7 @@ _QWEN35 = ("qwen3_5_moe_text",)
 _QWEN_VL = ("qwen3_vl_moe_text",)
 _BAILING = ("bailing_moe", "bailing_moe_v2")
 _NEMOTRON_H = ("nemotron_h",)
+_V4 = ("deepseek_v4",)
 _ONE_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", *_QWEN35)
 # Names of the tensors that are of no layer.
 TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
@@ -85,18 +86,30 @@ TOP_LEVEL_NAMES: Mapping[str, str] = MappingProxyType(
         "head.bias": "lm_head.bias",
     }
 )
-# Those of families that name some in a way of their own.
-TOP_LEVEL_FAMILY_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+# Those of families that name some in a way of their own; of DeepSeek-V4 as transformers writes
+# them, then as they are published.
+TOP_LEVEL_FAMILY_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        **{key: {"embedding.weight": "model.word_embeddings.weight"} for key in _BAILING},
+        **{key: {"embedding.weight": ("model.word_embeddings.weight",)} for key in _BAILING},
         "nemotron_h": {
-            "embedding.weight": "backbone.embeddings.weight",
-            "final_norm.weight": "backbone.norm_f.weight",
+            "embedding.weight": ("backbone.embeddings.weight",),
+            "final_norm.weight": ("backbone.norm_f.weight",),
+        },
+        "deepseek_v4": {
+            "embedding.weight": (HF_EMBEDDING, "embed.weight"),
+            "final_norm.weight": ("model.norm.weight", "norm.weight"),
+            "head.weight": ("head.weight",),
+            **{
+                f"final_streams.{own}": (f"model.hc_head.hc_{part}", f"hc_head_{part}")
+                for own, part in (("weight", "fn"), ("bias", "base"), ("scale", "scale"))
+            },
         },
     }
 )
 # What stands before a layer's number in the names of its tensors, where it is not "model.layers.".
-LAYER_PREFIXES: Mapping[str, str] = MappingProxyType({"nemotron_h": "backbone.layers."})
+LAYER_PREFIXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"nemotron_h": ("backbone.layers.",), "deepseek_v4": ("model.layers.", "layers.")}
+)
 NESTINGS = (
     Nesting(model="model.language_model.", head=_HEAD_PREFIX),  # Qwen3-VL, Qwen3.5
     Nesting(model="language_model.model.", head="language_model.lm_head."),  # Llama 4, Kimi K2.5
@@ -106,11 +119,13 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
     {
         "input_norm.weight": (
             *_block_patterns("norm.weight"),
+            *_patterns("attn_norm.weight", families=_V4),
             *_patterns("input_layernorm.weight"),
         ),
         "input_norm.bias": _patterns("input_layernorm.bias"),
         "post_norm.weight": (
             *_block_patterns("norm.weight"),
+            *_patterns("ffn_norm.weight", families=_V4),
             *_patterns("post_attention_layernorm.weight"),
         ),
         "post_norm.bias": _patterns("post_attention_layernorm.bias"),
@@ -129,6 +144,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         },
         "attention.o.weight": (
             *_patterns("attention.dense.weight", families=_BAILING),
+            *_patterns("attn.wo_b.weight", families=_V4),
             *_block_patterns("mixer.o_proj.weight"),
             *_patterns("self_attn.o_proj.weight"),
             *_block_patterns("mixer.out_proj.weight", recurrent=True),
@@ -194,17 +210,52 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             *_patterns("attention.dense.bias", families=_BAILING),
             *_patterns("self_attn.o_proj.bias"),
         ),
-        "attention.q_down.weight": _patterns("self_attn.q_a_proj.weight"),
-        "attention.q_down_norm.weight": _patterns("self_attn.q_a_layernorm.weight"),
-        "attention.q_up.weight": _patterns("self_attn.q_b_proj.weight"),
+        "attention.q_down.weight": (
+            *_patterns("attn.wq_a.weight", families=_V4),
+            *_patterns("self_attn.q_a_proj.weight"),
+        ),
+        "attention.q_down_norm.weight": (
+            *_patterns("attn.q_norm.weight", families=_V4),
+            *_patterns("self_attn.q_a_layernorm.weight"),
+        ),
+        "attention.q_up.weight": (
+            *_patterns("attn.wq_b.weight", families=_V4),
+            *_patterns("self_attn.q_b_proj.weight"),
+        ),
+        "attention.kv.weight": _patterns("attn.wkv.weight", families=_V4),
+        "attention.o_down.weight": _patterns("attn.wo_a.weight", families=_V4),
+        **{
+            f"attention.{own}{part}": _patterns(f"attn.{prefix}compressor.{name}", families=_V4)
+            for own, prefix in (("compress_", ""), ("indexer.", "indexer."))
+            for part, name in (
+                ("kv.weight", "wkv.weight"),
+                ("gate.weight", "wgate.weight"),
+                ("position", "ape"),
+                ("norm.weight", "norm.weight"),
+            )
+        },
+        **{
+            f"{own}_streams.{part}": _patterns(f"hc_{block}_{name}", families=_V4)
+            for own, block in (("attention", "attn"), ("mlp", "ffn"))
+            for part, name in (("weight", "fn"), ("bias", "base"), ("scale", "scale"))
+        },
         "attention.kv_down.weight": _patterns("self_attn.kv_a_proj_with_mqa.weight"),
-        "attention.kv_norm.weight": _patterns("self_attn.kv_a_layernorm.weight"),
+        "attention.kv_norm.weight": (
+            *_patterns("attn.norm.weight", "attn.kv_norm.weight", families=_V4),
+            *_patterns("self_attn.kv_a_layernorm.weight"),
+        ),
         "attention.kv_up.weight": _patterns("self_attn.kv_b_proj.weight"),
-        "attention.indexer.q.weight": _patterns("self_attn.indexer.wq_b.weight"),
+        "attention.indexer.q.weight": (
+            *_patterns("attn.indexer.wq_b.weight", families=_V4),
+            *_patterns("self_attn.indexer.wq_b.weight"),
+        ),
         "attention.indexer.k.weight": _patterns("self_attn.indexer.wk.weight"),
         "attention.indexer.k_norm.weight": _patterns("self_attn.indexer.k_norm.weight"),
         "attention.indexer.k_norm.bias": _patterns("self_attn.indexer.k_norm.bias"),
-        "attention.indexer.heads.weight": _patterns("self_attn.indexer.weights_proj.weight"),
+        "attention.indexer.heads.weight": (
+            *_patterns("attn.indexer.weights_proj.weight", families=_V4),
+            *_patterns("self_attn.indexer.weights_proj.weight"),
+        ),
         "attention.q_norm.weight": (
             *_patterns("self_attn.query_layernorm.weight", families=_HUNYUAN),
             *_patterns("attention.query_layernorm.weight", families=_BAILING),
@@ -215,7 +266,10 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             *_patterns("attention.key_layernorm.weight", families=_BAILING),
             *_patterns("self_attn.k_norm.weight"),
         ),
-        "attention.sinks": _patterns("self_attn.sinks"),
+        "attention.sinks": (
+            *_patterns("attn.attn_sink", families=_V4),
+            *_patterns("self_attn.sinks"),
+        ),
         "mlp.gate_up.weight": (
             NamePattern(
                 names=("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"),
@@ -243,6 +297,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "moe.router.weight": (
             NamePattern(names=("block_sparse_moe.gate.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.router.weight",), families=_GPT_OSS),
+            *_patterns("ffn.gate.weight", families=_V4),
             *_patterns("mlp.gate.wg.weight", families=_HUNYUAN),
             *_patterns("mlp.router.gate.weight", families=_HY3),
             *_patterns("block_sparse_moe.router.layer.weight", families=_GRANITE),
@@ -251,6 +306,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             *_patterns("mlp.gate.weight"),
         ),
         "moe.router.bias": _patterns("mlp.router.bias"),
+        "moe.router.expert_table": _patterns("ffn.gate.tid2eid", families=_V4),
         "moe.router.selection_bias": (
             NamePattern(
                 names=("block_sparse_moe.e_score_correction_bias",), families=("minimax_m2",)
@@ -260,6 +316,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
                 unit_dim=0,
                 families=("ernie4_5_moe",),
             ),
+            *_patterns("ffn.gate.bias", families=_V4),
             *_patterns("mlp.gate.expert_bias", families=_BAILING),
             *_block_patterns("mixer.gate.e_score_correction_bias"),
             *_patterns("mlp.expert_bias", families=_HY3),
@@ -269,6 +326,10 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         "moe.latent.up.weight": _block_patterns("mixer.fc2_latent_proj.weight"),
         "moe.shared.up.weight": _block_patterns("mixer.shared_experts.up_proj.weight"),
         "moe.shared.gate_up.weight": (
+            NamePattern(
+                names=("ffn.shared_experts.w1.weight", "ffn.shared_experts.w3.weight"),
+                families=_V4,
+            ),
             NamePattern(
                 names=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
                 families=_ONE_SHARED_EXPERT,
@@ -290,6 +351,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
             ),
         ),
         "moe.shared.down.weight": (
+            *_patterns("ffn.shared_experts.w2.weight", families=_V4),
             *_patterns("mlp.shared_expert.down_proj.weight", families=_ONE_SHARED_EXPERT),
             *_patterns("mlp.shared_mlp.down_proj.weight", families=(*_HUNYUAN, *_HY3)),
             *_patterns("shared_mlp.output_linear.weight", families=_GRANITE),
@@ -299,6 +361,9 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         ),
         "moe.shared.gate.weight": _patterns("mlp.shared_expert_gate.weight"),
         "moe.experts.gate_up.weight": (
+            NamePattern(
+                names=("ffn.experts.{}.w1.weight", "ffn.experts.{}.w3.weight"), families=_V4
+            ),
             NamePattern(
                 names=(
                     "block_sparse_moe.experts.{}.w1.weight",
@@ -338,6 +403,7 @@ LAYER_PATTERNS: Mapping[str, tuple[NamePattern, ...]] = MappingProxyType(
         ),
         "moe.experts.up.weight": _block_patterns("mixer.experts.{}.up_proj.weight"),
         "moe.experts.down.weight": (
+            *_patterns("ffn.experts.{}.w2.weight", families=_V4),
             *_block_patterns("mixer.experts.{}.down_proj.weight"),
             NamePattern(names=("block_sparse_moe.experts.{}.w2.weight",), families=_MIXTRAL),
             NamePattern(names=("mlp.experts.down_proj",), dim_order=(0, 2, 1), families=_GPT_OSS),

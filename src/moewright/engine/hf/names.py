@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from moewright.engine.hf.candidates import (
+    TABLE_DTYPE,
     HfTensor,
     ModelTensor,
     candidate_names,
@@ -33,7 +34,7 @@ from moewright.engine.hf.name_patterns import (
 )
 from moewright.engine.hf.packed import PACKED_DTYPES, tensor_error
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import AttentionKind, ModelSpec
 
 READABLE_DTYPES = ("F64", "F32", "BF16", "F16", *PACKED_DTYPES)
 
@@ -54,12 +55,14 @@ def is_beside(model: ModelSpec, nesting: Nesting | None, name: str) -> bool:
     """Return whether a folder's tensor is no part of the language model.
 
     What sees or hears lies beside a nested model, and published folders of Qwen3-Next hold an MTP
-    depth that their config.json does not name: transformers reads none of them into the language
-    model either (`_keys_to_ignore_on_load_unexpected` of its classes).
+    depth that their config.json does not name, those of DeepSeek-V4 one of a form of its own:
+    transformers reads none of them into the language model either
+    (`_keys_to_ignore_on_load_unexpected` of its classes).
     """
     if nesting is not None:
         return not name.startswith((nesting.model, nesting.head))
-    return model.recurrent is not None and name.startswith("mtp.")
+    has_depth = model.recurrent is not None or model.attention.kind is AttentionKind.COMPRESSED
+    return has_depth and name.startswith("mtp.")
 
 
 def duplicate_tensors(model: ModelSpec, nesting: Nesting | None = None) -> Mapping[str, str]:
@@ -104,6 +107,12 @@ def build_name_table(model: ModelSpec, folder: HfFolder) -> NameTable:
     nesting = find_nesting(stored_shapes)
     table = match_names(model, stored_shapes, folder.path)
     shapes = {tensor.name: tensor.stored_shape for tensors in table.values() for tensor in tensors}
+    integers = {
+        part.name
+        for tensor in list_model_tensors(model)
+        if tensor.dtype == TABLE_DTYPE
+        for part in table[tensor.name]
+    }
     originals = {
         name: table[own_name][0].name
         for name, own_name in duplicate_tensors(model, nesting).items()
@@ -120,8 +129,9 @@ def build_name_table(model: ModelSpec, folder: HfFolder) -> NameTable:
         if stored.shape != shape:
             rule = f"has shape {list(stored.shape)}, config.json says {list(shape)}"
             raise tensor_error(folder.path, name, rule)
-        if stored.dtype not in READABLE_DTYPES:
-            rule = f"is of {stored.dtype}; known are {', '.join(READABLE_DTYPES)}"
+        readable = (TABLE_DTYPE,) if name in integers else READABLE_DTYPES
+        if stored.dtype not in readable:
+            rule = f"is of {stored.dtype}; known are {', '.join(readable)}"
             raise tensor_error(folder.path, name, rule)
     with HfReader(folder) as reader:
         for name in originals.keys() & folder.tensors.keys():

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from moewright.codec import from_data
 from moewright.engine.checkpoint import CheckpointIndex
+from moewright.engine.hf.candidates import TABLE_DTYPE
 from moewright.engine.hf.folder import SINGLE_FILE
 from moewright.engine.hf.import_weights import TEXT_FILES
 from moewright.spec.errors import BadInput, Reason
 
 # The order of dtypes in a file, as safetensors has it.
-DTYPE_ORDER = ("F32", "BF16", "F16")
+DTYPE_ORDER = (TABLE_DTYPE, "F32", "BF16", "F16")
 
 # The names that a checkpoint may give files of weights: no folders, nothing hidden.
 _WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")

@@ -6,6 +6,8 @@ their FLOPs count by the published formula on any device (docs/formulas.md 13).
 
 Shapes: B sequences of S tokens, T = B*S, of which t are this rank's; I heads of the indexer, W
 wide; H heads of attention, queries and keys D wide and values V; K keys chosen for each query.
+The keys that an indexer scores are of tokens, or one of every `rate` tokens, S / rate in a
+sequence (DeepSeek-V4): those that end before the next token.
 """
 
 from __future__ import annotations
@@ -26,26 +28,27 @@ def _choose_keys(
     q_tIW: torch.Tensor,
     k_TW: torch.Tensor,
     heads_tI: torch.Tensor,
-    first: int,
-    seq_len: int,
+    place: Sequence[int],
     top_k: int,
     lengths: Sequence[int],
 ) -> torch.Tensor:
     """Return the keys with the highest scores of each query: [t,K] int32, places in its sequence.
 
     A query's keys are those of its document up to itself; where they are fewer than K, the rest
-    is -1. `first` is the token at which this rank's begin, and `lengths` are those of the
-    documents of all T tokens, () where sequences are whole.
+    is -1. `place` is the token at which this rank's begin, S and the tokens of a key; `lengths` are
+    those of the documents of all T tokens, () where sequences are whole.
     """
-    chosen = q_tIW.new_full((len(q_tIW), min(top_k, seq_len)), -1, dtype=torch.int32)
+    first, seq_len, rate = place
+    width = min(top_k, seq_len // rate)
+    chosen = q_tIW.new_full((len(q_tIW), width), -1, dtype=torch.int32)
     starts = _document_starts(lengths, seq_len, q_tIW.device)
-    for rows, keys in _blocks(first, len(q_tIW), seq_len, q_tIW.shape[1]):
+    for rows, keys in _blocks(place, *q_tIW.shape[:2]):
         scores = index_scores(q_tIW[rows], k_TW[keys], heads_tI[rows])
-        places = torch.arange(rows.start, rows.stop, device=scores.device) + first - keys.start
+        tokens = torch.arange(rows.start, rows.stop, device=scores.device) + first
         columns = torch.arange(scores.shape[1], device=scores.device)
-        hidden = columns > places[:, None]
+        hidden = columns >= (tokens % seq_len + 1)[:, None] // rate
         if starts is not None:
-            hidden |= columns < starts[places + keys.start][:, None]
+            hidden |= columns < starts[tokens][:, None]
         scores.masked_fill_(hidden, float("-inf"))
         best = choose_best(scores, top_k)
         chosen[rows, : best.shape[1]] = best
@@ -75,18 +78,21 @@ def _document_starts(
     return starts.repeat_interleave(sizes)
 
 
-def _blocks(first: int, count: int, seq_len: int, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of `count` queries from token `first` on, each with the keys it may score.
+def _blocks(place: Sequence[int], count: int, heads: int) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of `count` queries, each with the keys it may score; `place` as in the choice.
 
     The queries of a block are of one sequence and number from 0; its keys are all before the last.
     """
+    first, seq_len, rate = place
+    keys = seq_len // rate
     start = 0
     while start < count:
-        sequence, place = divmod(first + start, seq_len)
+        sequence, token = divmod(first + start, seq_len)
         step = max(1, _BLOCK_SCORES // (heads * seq_len))
-        stop = min(start + step, count, start + seq_len - place)
-        begin = sequence * seq_len
-        yield slice(start, stop), slice(begin, first + stop)
+        stop = min(start + step, count, start + seq_len - token)
+        begin = sequence * keys
+        visible = (first + stop - sequence * seq_len) // rate
+        yield slice(start, stop), slice(begin, begin + visible)
         start = stop
 
 
@@ -149,22 +155,25 @@ def _diverge(
     heads_tI: torch.Tensor,
     chosen_tK: torch.Tensor,
     target_tK: torch.Tensor,
-    first: int,
-    seq_len: int,
+    place: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the divergence [t] of the scores' softmax from a target, and its slope [t,K].
 
-    Both distributions are over the chosen keys; the slope is by the score of each.
+    Both distributions are over the chosen keys; the slope is by the score of each. A query without
+    a key has none.
     """
-    slopes = torch.empty_like(target_tK)
-    divergences = target_tK.new_empty(len(target_tK))
-    for rows, keys in _blocks(first, len(q_tIW), seq_len, q_tIW.shape[1]):
+    slopes = torch.zeros_like(target_tK)
+    divergences = target_tK.new_zeros(len(target_tK))
+    for rows, keys in _blocks(place, *q_tIW.shape[:2]):
+        if keys.start == keys.stop:
+            continue
         scores = index_scores(q_tIW[rows], k_TW[keys], heads_tI[rows])
         logs = _at_places(scores, chosen_tK[rows], float("-inf")).log_softmax(-1)
         target = target_tK[rows]
         terms = torch.xlogy(target, target) - target * logs.masked_fill(target == 0, 0.0)
-        divergences[rows] = terms.sum(-1)
-        slopes[rows] = logs.exp() - target
+        is_empty = (chosen_tK[rows] < 0).all(-1)
+        divergences[rows] = terms.sum(-1).masked_fill(is_empty, 0.0)
+        slopes[rows] = (logs.exp() - target).masked_fill(is_empty[:, None], 0.0)
     return divergences, slopes
 
 
@@ -174,13 +183,12 @@ def _score_gradients(
     k_TW: torch.Tensor,
     heads_tI: torch.Tensor,
     chosen_tK: torch.Tensor,
-    first: int,
-    seq_len: int,
+    place: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and heads, given those of the scores of chosen keys."""
     dq, dheads = torch.empty_like(q_tIW), torch.empty_like(heads_tI)
     dk = torch.zeros_like(k_TW, dtype=torch.float32)
-    for rows, keys in _blocks(first, len(q_tIW), seq_len, q_tIW.shape[1]):
+    for rows, keys in _blocks(place, *q_tIW.shape[:2]):
         q, k = q_tIW[rows].float(), k_TW[keys].float()
         places = torch.where(chosen_tK[rows] < 0, len(k), chosen_tK[rows]).long()
         slopes = q.new_zeros(len(q), len(k) + 1).scatter_(1, places, slopes_tK[rows])[:, :-1]
@@ -221,10 +229,11 @@ def attention_scores(
     return scores.masked_fill_(hidden[:, None, :, :-1], float("-inf"))
 
 
-def choice_flops(q_tIW: Any, seq_len: int) -> int:
+def choice_flops(q_tIW: Any, place: Sequence[int]) -> int:
     """Count the indexer's scores of the causal half of all pairs."""
+    _, seq_len, rate = place
     queries, heads, width = q_tIW.shape
-    return int(queries) * int(heads) * int(width) * seq_len
+    return int(queries) * int(heads) * int(width) * (seq_len // rate)
 
 
 def sparse_attention_flops(q: Any, chosen: Any, counted_width: int) -> int:
@@ -248,11 +257,11 @@ def _empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 CHOOSE_KEYS = define_operation(
-    "choose_keys(Tensor q, Tensor k, Tensor heads, int first, int seq_len, int top_k, "
+    "choose_keys(Tensor q, Tensor k, Tensor heads, int[] place, int top_k, "
     "int[] lengths) -> Tensor",
     _choose_keys,
-    lambda q, k, heads, first, seq_len, top_k, lengths: q.new_empty(
-        (len(q), min(top_k, seq_len)), dtype=torch.int32
+    lambda q, k, heads, place, top_k, lengths: q.new_empty(
+        (len(q), min(top_k, place[1] // place[2])), dtype=torch.int32
     ),
 )
 SPARSE_ATTENTION = define_operation(
@@ -273,17 +282,17 @@ SUM_SHARES = define_operation(
     lambda q, k, chosen: q.new_empty(chosen.shape, dtype=torch.float32),
 )
 DIVERGE = define_operation(
-    "diverge(Tensor q, Tensor k, Tensor heads, Tensor chosen, Tensor target, int first, "
-    "int seq_len) -> (Tensor, Tensor)",
+    "diverge(Tensor q, Tensor k, Tensor heads, Tensor chosen, Tensor target, "
+    "int[] place) -> (Tensor, Tensor)",
     _diverge,
-    lambda q, k, heads, chosen, target, first, seq_len: (
+    lambda q, k, heads, chosen, target, *_: (
         target.new_empty(len(target)),
         torch.empty_like(target),
     ),
 )
 SCORE_GRADIENTS = define_operation(
-    "score_gradients(Tensor slopes, Tensor q, Tensor k, Tensor heads, Tensor chosen, int first, "
-    "int seq_len) -> (Tensor, Tensor, Tensor)",
+    "score_gradients(Tensor slopes, Tensor q, Tensor k, Tensor heads, Tensor chosen, "
+    "int[] place) -> (Tensor, Tensor, Tensor)",
     _score_gradients,
-    lambda slopes, q, k, heads, chosen, first, seq_len: _empty_like(q, k, heads),
+    lambda slopes, q, k, heads, *_: _empty_like(q, k, heads),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.spec.model import ModelSpec
@@ -62,6 +63,39 @@ class SwiGlu(torch.autograd.Function):
         return *ctx.kernels.swiglu_backward(grad, x, weight, ctx.clamped), None, None
 
 
+class ClampedSwiGlu(torch.autograd.Function):
+    """silu(gate) * up * weight for x [R,2F] = (gate, up), in fp32; keeps x and weight [R] fp32.
+
+    Gates are `limit` at most, and ups within it (DeepSeek-V4); beyond, neither has a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, limit: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.limit = limit
+        gate, up = x.float().chunk(2, -1)
+        active = F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+        return (active if weight is None else active.mul_(weight[:, None])).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        raw_gate, raw_up = x.float().chunk(2, -1)
+        gate, up = raw_gate.clamp(max=ctx.limit), raw_up.clamp(-ctx.limit, ctx.limit)
+        active = F.silu(gate)
+        wide_grad = grad.float()
+        grad_weight = None
+        if weight is not None:
+            grad_weight = (wide_grad * active * up).sum(-1)
+            wide_grad = wide_grad * weight[:, None]
+        grad_gate = torch.ops.aten.silu_backward(wide_grad * up, gate)
+        grad_gate.mul_(raw_gate <= ctx.limit)
+        grad_up = (wide_grad * active).mul_(raw_up.abs() <= ctx.limit)
+        return torch.cat((grad_gate, grad_up), -1).to(x.dtype), grad_weight, None
+
+
 class SquaredRelu(torch.autograd.Function):
     """relu(x)^2 * weight for x [R,F], in fp32; `weight` is [R] fp32 or None; keeps x and weight."""
 
@@ -89,5 +123,8 @@ def build_activation(model: ModelSpec, kernels: KernelSet) -> Activation:
     """
     if not model.gated:
         return SquaredRelu.apply
+    if model.activation_limit:
+        limit = model.activation_limit
+        return lambda x, weight: ClampedSwiGlu.apply(x, weight, limit)
     clamped = model.family == "gpt_oss"
     return lambda x, weight: SwiGlu.apply(x, weight, kernels, clamped)

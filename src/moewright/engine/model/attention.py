@@ -44,7 +44,7 @@ from moewright.rules.context_parallel import split_at_chunks
 from moewright.rules.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import PositionKind, QkNorm
+from moewright.spec.model import AttentionKind, PositionKind, QkNorm, RopeSpec
 from moewright.spec.workload import DocumentMasking
 
 
@@ -60,6 +60,8 @@ class AttentionContext:
     `segments` are the documents that bound attention, None for whole sequences. `choices` are the
     keys that the indexers of layers have chosen, by the number of the layer; `objective_weight` is
     what the objectives of indexers, means over the micro-batch, are multiplied by, 0 for none.
+    `compressed_rotation` are the cos and sin of layers that attend to compressed blocks; `ids` [t]
+    are this rank's tokens between blocks, where some layers choose experts by them.
     """
 
     sequences: int
@@ -74,6 +76,15 @@ class AttentionContext:
     segments: Segments | None = None
     choices: dict[int, torch.Tensor] = field(default_factory=dict)
     objective_weight: float = 0.0
+    compressed_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    ids: torch.Tensor | None = None
+
+    def for_compressed(self) -> AttentionContext:
+        """Return the context of layers that attend to compressed blocks."""
+        if self.compressed_rotation is None:
+            raise ValueError("the model has no compressed attention")
+        cos, sin = self.compressed_rotation
+        return replace(self, cos=cos, sin=sin)
 
     def select_tokens(self, tokens: slice) -> AttentionContext:
         """Return the context of some of the tokens, as one sequence, for rotations."""
@@ -108,20 +119,14 @@ class AttentionContextBuilder:
 
     def __init__(self, runtime: Runtime) -> None:
         spec = runtime.model.attention
-        # A head may be rotated in part. gpt-oss alone does not round the bounds of its yarn blend.
-        frequencies, factor = rope_frequencies(
-            spec.rope,
-            spec.qk_rope_head_dim or round(spec.head_dim * spec.rope.rotary_share),
-            seq_len=runtime.workload.seq_len,
-            rounded=runtime.model.family != "gpt_oss",
-        )
         self._runtime = runtime
         self._restarts = runtime.workload.data.documents is DocumentMasking.RESTARTED
         seq_len = runtime.workload.seq_len
         positions = torch.arange(seq_len) if self._restarts else runtime.positions
-        angles = torch.outer(positions.double(), frequencies)
-        self.cos = (angles.cos() * factor).to(runtime.device, torch.float32)
-        self.sin = (angles.sin() * factor).to(runtime.device, torch.float32)
+        self.cos, self.sin = self._compute_rotation(spec.rope, positions)
+        self._compressed_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+        if spec.kind is AttentionKind.COMPRESSED:
+            self._compressed_rotation = self._compute_rotation(spec.compressed_rope, positions)
         self._window = runtime.model.max_window if runtime.model.max_window < seq_len else 0
         self._chunk = self._window if spec.chunked else 0
         self._temperatures = self._compute_temperatures(positions)
@@ -160,6 +165,26 @@ class AttentionContextBuilder:
             counted=counted,
             temperatures=temperatures,
             segments=segments,
+            compressed_rotation=self._compressed_rotation,
+        )
+
+    def _compute_rotation(
+        self, rope: RopeSpec, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin [positions, D/2] of a rope; a head may be rotated in part."""
+        runtime = self._runtime
+        spec = runtime.model.attention
+        # gpt-oss alone does not round the bounds of its yarn blend.
+        frequencies, factor = rope_frequencies(
+            rope,
+            spec.qk_rope_head_dim or round(spec.head_dim * rope.rotary_share),
+            seq_len=runtime.workload.seq_len,
+            rounded=runtime.model.family != "gpt_oss",
+        )
+        angles = torch.outer(positions.double(), frequencies)
+        return (
+            (angles.cos() * factor).to(runtime.device, torch.float32),
+            (angles.sin() * factor).to(runtime.device, torch.float32),
         )
 
     def _split_at_chunks(self, sequences: int, segments: Segments | None) -> Segments:

@@ -107,7 +107,7 @@ class RmsNorm(torch.autograd.Function):
         weight = _norm_factor(x, trained, settings)
         weight_rows = slice(None)
         if settings.replica_group is not None:
-            weight_rows = _split_rows(grad[..., 0].numel(), settings.replica_group)
+            weight_rows = split_rows(grad[..., 0].numel(), settings.replica_group)
         if settings.shard_group is None:
             grad_x, grad_weight = settings.kernels.rms_norm_backward(
                 grad, x, weight, settings.eps, scale, weight_rows
@@ -165,7 +165,7 @@ class LayerNorm(torch.autograd.Function):
             grad_rows, x_rows, shape, *statistic_rows, *weights, [True, False, False]
         )
         if settings.replica_group is not None:
-            part = _split_rows(len(x_rows), settings.replica_group)
+            part = split_rows(len(x_rows), settings.replica_group)
             grad_rows, x_rows, *statistic_rows = (tensor[part] for tensor in rows)
         _, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad_rows, x_rows, shape, *statistic_rows, *weights, [False, True, True]
@@ -204,7 +204,7 @@ def _norm_factor(
     return 1 + trained.float() if settings.zero_centered else trained
 
 
-def _split_rows(rows: int, group: Group) -> slice:
+def split_rows(rows: int, group: Group) -> slice:
     """Return this rank's part of the rows."""
     return slice(rows * group.index // group.size, rows * (group.index + 1) // group.size)
 

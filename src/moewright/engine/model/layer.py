@@ -7,11 +7,13 @@ from torch import nn
 
 from moewright.engine.memory.saved_tensors import RoutingDecisions
 from moewright.engine.model.attention import Attention, AttentionContext
+from moewright.engine.model.compressed_attention import CompressedAttention
 from moewright.engine.model.delta_net import GatedDeltaNet
 from moewright.engine.model.layers import HiddenNorm, Mlp
 from moewright.engine.model.mamba import Mamba2
 from moewright.engine.model.mla import LatentAttention
 from moewright.engine.model.moe import MoeLayer
+from moewright.engine.model.residual_streams import StreamMix
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
@@ -21,27 +23,29 @@ from moewright.spec.model import AttentionKind, MixerKind, RecurrentKind
 class TransformerLayer(nn.Module):
     """A pre-norm mixer and MLP or MoE, each added to the residual stream [t,H].
 
-    A layer of Nemotron-H has one of them alone.
+    A layer of Nemotron-H has one of them alone. One of DeepSeek-V4 has parallel streams [t,NH].
     """
 
     def __init__(self, runtime: Runtime, layer_number: int) -> None:
         super().__init__()
         model = runtime.model
-        is_latent = model.attention.kind is AttentionKind.MLA
+        is_grouped = model.attention.kind is AttentionKind.GQA
+        has_streams = model.residual_streams > 1
         self._runtime = runtime
         self._number = layer_number
         self._residual_factor = model.multipliers.residual
         self._recomputes_norms = runtime.recomputes(Recompute.LAYERNORM)
-        # The stacks that the rules are compared with fuse this norm into the QKV projection of GQA:
-        # only MLA recomputes it.
-        self._recomputes_input_norm = is_latent and self._recomputes_norms
+        # The stacks that the rules are compared with fuse this norm into the QKV projection of GQA.
+        self._recomputes_input_norm = not is_grouped and self._recomputes_norms
         self._has_mixer = model.mixer(layer_number) is not MixerKind.NONE
         if self._has_mixer:
+            self.attention_streams = StreamMix(runtime) if has_streams else None
             self.input_norm = HiddenNorm(runtime, recompute=self._recomputes_input_norm)
             self.attention = _build_mixer(runtime, layer_number)
         self._has_mlp = model.has_mlp(layer_number)
         if not self._has_mlp:
             return
+        self.mlp_streams = StreamMix(runtime) if has_streams else None
         self.post_norm = HiddenNorm(runtime, recompute=self._recomputes_norms)
         # MTP depths are like the last layer.
         self._is_moe = model.moe_layers[min(layer_number, model.layers - 1)]
@@ -62,9 +66,10 @@ class TransformerLayer(nn.Module):
                 x_tH = self._mix(context, x_tH)
             return self._run_mlp(decisions, context, x_tH) if self._has_mlp else (x_tH,)
 
-    def _mix(self, context: AttentionContext, x_tH: torch.Tensor) -> torch.Tensor:
+    def _mix(self, context: AttentionContext, residual: torch.Tensor) -> torch.Tensor:
         runtime = self._runtime
         manager = runtime.saved_tensors
+        x_tH, weights = _enter_block(self.attention_streams, residual)
         with manager.offload(x_tH, enabled=runtime.offloads(Offload.ATTN_NORM)):
             with runtime.counters.scopes.enter(Module.NORM):
                 normed = self.input_norm(x_tH)
@@ -72,13 +77,14 @@ class TransformerLayer(nn.Module):
                 normed, self.input_norm, x_tH, enabled=self._recomputes_input_norm
             ):
                 attended = self.attention(normed, context)
-        return torch.add(x_tH, attended, alpha=self._residual_factor)
+        return self._leave_block(self.attention_streams, residual, attended, weights)
 
     def _run_mlp(
-        self, decisions: RoutingDecisions | None, context: AttentionContext, x_tH: torch.Tensor
+        self, decisions: RoutingDecisions | None, context: AttentionContext, residual: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         runtime = self._runtime
         manager = runtime.saved_tensors
+        x_tH, weights = _enter_block(self.mlp_streams, residual)
         with manager.offload(x_tH, enabled=runtime.offloads(Offload.MLP_NORM)):
             with runtime.counters.scopes.enter(Module.NORM):
                 normed = self.post_norm(x_tH)
@@ -87,10 +93,29 @@ class TransformerLayer(nn.Module):
             ):
                 if not self._is_moe:
                     out = self.mlp(normed)
-                    return (torch.add(x_tH, out, alpha=self._residual_factor),)
+                    return (self._leave_block(self.mlp_streams, residual, out, weights),)
                 out, aux_losses, sent_counts = self.moe(normed, decisions, context)
-                x_tH = torch.add(x_tH, out, alpha=self._residual_factor)
-                return x_tH, aux_losses, sent_counts
+                after = self._leave_block(self.mlp_streams, residual, out, weights)
+                return after, aux_losses, sent_counts
+
+    def _leave_block(
+        self,
+        streams: StreamMix | None,
+        residual: torch.Tensor,
+        out_tH: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the residual stream, or streams, after a block with this output."""
+        if streams is None or weights is None:
+            return torch.add(residual, out_tH, alpha=self._residual_factor)
+        return streams.expand(residual, out_tH, weights)
+
+
+def _enter_block(
+    streams: StreamMix | None, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the input [t,H] of a block, and the weights with which parallel streams go on."""
+    return (residual, None) if streams is None else streams.collapse(residual)
 
 
 def _build_mixer(runtime: Runtime, layer_number: int) -> nn.Module:
@@ -100,6 +125,8 @@ def _build_mixer(runtime: Runtime, layer_number: int) -> nn.Module:
         if recurrent.kind is RecurrentKind.MAMBA2:
             return Mamba2(runtime)
         return GatedDeltaNet(runtime)
+    if runtime.model.attention.kind is AttentionKind.COMPRESSED:
+        return CompressedAttention(runtime, layer_number)
     if runtime.model.attention.kind is AttentionKind.MLA:
         return LatentAttention(runtime, layer_number)
     return Attention(runtime, layer_number)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moewright.engine.comm.autograd_collectives import GatherSequence
+from moewright.engine.kernels.sparse_attention import SUM_SHARES
 from moewright.engine.model.adapters import add_column_adapter, add_replicated_adapter
 from moewright.engine.model.attention import (
     AttentionContext,
@@ -117,7 +118,7 @@ class LatentAttention(nn.Module):
                 return out
             k_BShD = kv_BShDV[..., : self._spec.head_dim]
             scored = q_BShD, k_BShD, context.choices[self._layer_number]
-            return self.indexer.add_objective(out, inputs, scored, context)
+            return self.indexer.add_objective(out, inputs, partial(SUM_SHARES, *scored), context)
 
     @property
     def _query_up(self) -> Weight:

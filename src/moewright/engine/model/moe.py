@@ -238,7 +238,8 @@ class MoeLayer(torch.nn.Module):
         with counters.scopes.enter(Module.ROUTER):
             first_sequence = context.first_sequence if context else None
             counted = context.counted if context else None
-            selection, aux_losses = self.router(x_TH, decisions, first_sequence, counted)
+            ids = context.ids if context else None
+            selection, aux_losses = self.router(x_TH, decisions, first_sequence, counted, ids)
         split_shared = None
         with counters.scopes.enter(Module.EXPERTS):
             experts_Tk = self._drop_over_capacity(selection)

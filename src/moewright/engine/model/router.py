@@ -8,6 +8,7 @@ sequences.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from moewright.engine.model.router_jitter import uniform_noise
 from moewright.engine.model.router_losses import count_counted, loss_terms
 from moewright.engine.model.routes import LayerRoutes
 from moewright.engine.runtime import Runtime
-from moewright.rules.parameters import selection_bias_name
+from moewright.rules.parameters import expert_table_name, selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import RouterSpec
 from moewright.spec.workload import (
@@ -43,6 +44,8 @@ _MIN_COLUMN_SUM = 1e-290  # added to sums of fp64 exponentials, which may all ha
 _SINKHORN_TOLERANCE = 1e-4  # mean relative change of converged scales (Megatron-LM)
 # A bound: an expert that no token prefers keeps the scales moving, by less and less.
 _MAX_ITERATIONS = 10_000
+# Tokens whose experts are drawn at a time.
+_TABLE_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +150,15 @@ class Router(Weight):
         self._recorded = self._open_routes(runtime.workload.routes.record_routes, experts)
         self._replayed = self._open_routes(runtime.workload.routes.replay_routes, experts)
         self.selection_bias: torch.Tensor | None = None
-        if self._spec.selection_bias:
+        self.expert_table: torch.Tensor | None = None
+        if layer_number < self._spec.hash_layers:
+            self.expert_table = draw_expert_table(
+                runtime.workload.seed,
+                layer_number,
+                shape=(runtime.model.vocab_size, self._spec.top_k),
+                experts=experts,
+            ).to(device)
+        elif self._spec.selection_bias:
             self.selection_bias = torch.zeros(experts, device=device)
 
     def _open_routes(self, folder: str, experts: int) -> LayerRoutes | None:
@@ -163,11 +174,12 @@ class Router(Weight):
         decisions: RoutingDecisions | None = None,
         first_sequence: int | None = None,
         counted: CountedTokens | None = None,
+        ids: torch.Tensor | None = None,
     ) -> tuple[ExpertSelection, torch.Tensor]:
         """Select experts and compute the auxiliary losses.
 
         `decisions` belong to the checkpointed block around this layer; None where there is none.
-        `first_sequence` and `counted` as in AttentionContext.
+        `first_sequence`, `counted` and `ids` as in AttentionContext.
         """
         runtime = self._runtime
         noise = None
@@ -183,6 +195,8 @@ class Router(Weight):
         if is_first and first_sequence is not None and self._replayed is not None:
             numbers = self._number_tokens(first_sequence, len(x_TH))
             experts = self._replayed.read(numbers).to(x_TH.device)
+        if experts is None and self.expert_table is not None and ids is not None:
+            experts = self.expert_table[ids]
         is_sinkhorn = self._training.assignment is RouterAssignment.SINKHORN
         if experts is None and is_sinkhorn and first_sequence is not None:
             experts = self._assign_by_sinkhorn(logits)
@@ -297,6 +311,9 @@ class Router(Weight):
         if loss.global_aux_coeff:
             self._step_counts += all_reduce(counts.clone(), batch_group)
             shares.append(self._step_counts / self._step_counts.sum().clamp(min=1))
+        if self.expert_table is not None:
+            # No gradient of a score moves a choice that is fixed.
+            return tuple(map(torch.zeros_like, shares))
         return tuple(shares)
 
     def _compute_sequence_shares(
@@ -353,13 +370,38 @@ def list_routers(model: torch.nn.Module) -> tuple[Router, ...]:
     return tuple(module for module in model.modules() if isinstance(module, Router))
 
 
-def selection_bias_shards(model: torch.nn.Module) -> list[LocalShard]:
-    """Return the selection biases of a model as the shards that a checkpoint stores."""
-    shards = []
+def draw_expert_table(
+    seed: int, layer_number: int, *, shape: tuple[int, int], experts: int
+) -> torch.Tensor:
+    """Draw the experts [V,k] int64 of every token of the vocabulary, for a layer that routes so.
+
+    A token's are different, and all experts have nearly equally many tokens.
+    """
+    tokens, top_k = shape
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer_number)
+    table = torch.empty(tokens, top_k, dtype=torch.int64)
+    for rows in torch.arange(tokens).split(_TABLE_ROWS):
+        table[rows] = torch.rand(len(rows), experts, generator=generator).topk(top_k).indices
+    return table
+
+
+def router_states(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what routers hold that no gradient reaches, by name: biases, and tables of experts."""
     for router in list_routers(model):
-        bias = router.selection_bias
-        if bias is not None:
-            name = selection_bias_name(router.layer_number)
-            shape = tuple(bias.shape)
-            shards.append(LocalShard(name=name, global_shape=shape, offsets=(0,), tensor=bias))
-    return shards
+        if router.selection_bias is not None:
+            yield selection_bias_name(router.layer_number), router.selection_bias
+        if router.expert_table is not None:
+            yield expert_table_name(router.layer_number), router.expert_table
+
+
+def router_state_shards(model: torch.nn.Module) -> list[LocalShard]:
+    """Return what the routers of a model hold as the shards that a checkpoint stores."""
+    return [
+        LocalShard(
+            name=name,
+            global_shape=tuple(state.shape),
+            offsets=(0,) * state.dim(),
+            tensor=state,
+        )
+        for name, state in router_states(model)
+    ]

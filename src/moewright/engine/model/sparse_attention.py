@@ -10,6 +10,7 @@ hidden; the rest as in kernels.sparse_attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,6 @@ from moewright.engine.kernels.sparse_attention import (
     SCORE_GRADIENTS,
     SPARSE_ATTENTION,
     SPARSE_ATTENTION_BACKWARD,
-    SUM_SHARES,
 )
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction, LayerNorm, NormSettings
@@ -35,6 +35,8 @@ from moewright.rules.adapters import trains_indexer
 
 # The norm of the indexer's keys adds this whatever other norms add (DeepSeek-V3.2's code).
 _KEY_EPS = 1e-6
+# Of queries without a key, whose target is nothing.
+_MIN_SHARE = 1e-30
 
 
 class _KeyNorm(Weight):
@@ -59,7 +61,8 @@ class _KeyNorm(Weight):
 class IndexInputs:
     """What an indexer makes its scores of: [t,I,W], [T,W] and [t,I], and its choice [t,K].
 
-    `first` is the token at which this rank's begin, in sequences of `seq_len`.
+    `first` is the token at which this rank's begin, in sequences of `seq_len`; a key is of `rate`
+    tokens.
     """
 
     q_tIW: torch.Tensor
@@ -69,6 +72,12 @@ class IndexInputs:
     first: int
     seq_len: int
     counters: Counters
+    rate: int = 1
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where the queries lie among all tokens, and the keys."""
+        return self.first, self.seq_len, self.rate
 
     @property
     def scores(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,14 +117,14 @@ class Indexer(nn.Module):
         self,
         out_tH: torch.Tensor,
         inputs: IndexInputs,
-        scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sum_shares: Callable[[], torch.Tensor],
         context: AttentionContext,
     ) -> torch.Tensor:
         """Return attention's output, through which the gradients of the objective pass.
 
-        `scored` are the queries, the keys and the choice [B,S,K] of attention. The objective is
-        the mean over tokens of the divergence of the scores from what attention reads, both over
-        the chosen keys (DeepSeek-V3.2, equation 4), times train.indexer_coeff.
+        `sum_shares` sums what the heads of this rank read of the chosen keys: [B,S,K]. The
+        objective is the mean over tokens of the divergence of the scores from what attention
+        reads, both over the chosen keys (DeepSeek-V3.2, equation 4), times train.indexer_coeff.
         """
         runtime = self._runtime
         if not self.q.is_trained:
@@ -125,12 +134,11 @@ class Indexer(nn.Module):
         if not torch.is_grad_enabled():
             return out_tH
         with torch.no_grad():
-            shares_TK = SUM_SHARES(*scored).flatten(0, 1)
+            shares_TK = sum_shares().flatten(0, 1)
             total = len(shares_TK)
             target_tK = runtime.mesh.tensor_parallel.reduce(shares_TK)
-            target_tK = target_tK / runtime.model.attention.heads
-            place = inputs.first, inputs.seq_len
-            _, slopes_tK = DIVERGE(*inputs.scores, inputs.chosen_tK, target_tK, *place)
+            target_tK = target_tK / target_tK.sum(-1, keepdim=True).clamp(min=_MIN_SHARE)
+            _, slopes_tK = DIVERGE(*inputs.scores, inputs.chosen_tK, target_tK, inputs.place)
             weight = context.objective_weight * runtime.workload.loss.indexer_coeff
             if context.counted is None:
                 slopes_tK *= weight / total
@@ -158,8 +166,9 @@ class Indexer(nn.Module):
         scale = (spec.heads * spec.head_dim) ** -0.5
         heads_tI = self._project(x_tH, self.heads).float() * scale
         lengths = () if context.segments is None else context.segments.lengths
+        place = first, seq_len, 1
         with torch.no_grad():
-            chosen_tK = CHOOSE_KEYS(q_tIW, k_TW, heads_tI, first, seq_len, spec.top_k, lengths)
+            chosen_tK = CHOOSE_KEYS(q_tIW, k_TW, heads_tI, place, spec.top_k, lengths)
             chosen_TK = tp.gather(chosen_tK)
         inputs = IndexInputs(
             q_tIW=q_tIW,
@@ -224,14 +233,14 @@ class IndexerObjective(CountedFunction):
         inputs: IndexInputs,
     ) -> torch.Tensor:
         CountedFunction.save_scope(ctx, inputs.counters)
-        ctx.place = inputs.first, inputs.seq_len
+        ctx.place = inputs.place
         ctx.save_for_backward(slopes_tK, q_tIW, k_TW, heads_tI, inputs.chosen_tK)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.counters.scopes.enter(ctx.scope):
-            grads = SCORE_GRADIENTS(*ctx.saved_tensors, *ctx.place)
+            grads = SCORE_GRADIENTS(*ctx.saved_tensors, ctx.place)
         return grad, *grads, None, None
 
 

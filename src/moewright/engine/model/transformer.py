@@ -27,6 +27,7 @@ from moewright.engine.model.layers import (
 )
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.mtp import MtpDepth
+from moewright.engine.model.residual_streams import StreamMix
 from moewright.engine.model.router_losses import aux_loss_coefficients
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter
@@ -110,6 +111,9 @@ class Transformer(nn.Module):
         )
         self.final_norm = HiddenNorm(runtime) if has_loss else None
         self.head = OutputHead(runtime) if needs_head else None
+        self.final_streams: StreamMix | None = None
+        if has_loss and runtime.model.residual_streams > 1:
+            self.final_streams = StreamMix(runtime, collapses_only=True)
         depth_numbers = [
             number
             for chunk in chunks
@@ -141,12 +145,16 @@ class Transformer(nn.Module):
         x_tH = hidden_tH
         if held_chunk.has_embedding:
             x_tH = self._embed(batch.inputs)
+            if self._runtime.model.residual_streams > 1:
+                x_tH = x_tH.repeat(1, self._runtime.model.residual_streams)
         assert x_tH is not None  # only the first chunk starts from ids
         results = _RouterResults()
         context = self._contexts.build(
             len(batch.inputs), batch.segments, first_sequence, batch.counted
         )
-        context = replace(context, objective_weight=objective_weight)
+        context = replace(
+            context, objective_weight=objective_weight, ids=self._own_ids(batch.inputs)
+        )
         for layers, recomputes in self._checkpoints(held_chunk.layers):
             x_tH, *router_results = self._run_span(layers, recomputes, context, x_tH)
             results.add(router_results)
@@ -154,8 +162,11 @@ class Transformer(nn.Module):
         logits = x_tH.new_zeros(0)
         if held_chunk.has_loss:
             assert self.final_norm is not None  # made with the chunk
+            last_tH = x_tH
+            if self.final_streams is not None:
+                last_tH, _ = self.final_streams.collapse(x_tH)
             nll, logits = self._compute_loss(
-                self.final_norm, x_tH, batch.targets, needs_logits=needs_logits
+                self.final_norm, last_tH, batch.targets, needs_logits=needs_logits
             )
         mtp_nll = nll.new_zeros(())
         if held_chunk.mtp_layers:
@@ -179,6 +190,17 @@ class Transformer(nn.Module):
             )
             for chunk in self.chunks
         )
+
+    def _own_ids(self, ids_BS: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's tokens between blocks, where some layers choose experts by them."""
+        moe = self._runtime.model.moe
+        if moe is None or not moe.router.hash_layers:
+            return None
+        layout = self._runtime.mesh.layout
+        ids_T = ids_BS.flatten()
+        if not layout.sp:
+            return ids_T
+        return ids_T.chunk(layout.tp)[self._runtime.mesh.coordinate("tp")]
 
     def _embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         assert self.embedding is not None  # made with the chunk
@@ -272,13 +294,13 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
     So it is the same in every layout. Matrices are normal with the model's initializer_range; those
     that write into the residual stream are scaled by 1 / sqrt(2 * layers) (GPT-2). Norm weights are
     1 (0 where they are centred there), biases 0, attention sinks normal; decay rates of recurrent
-    layers are uniform. Time steps begin at softplus(1) (Qwen3-Next), those of Mamba-2 uniform in
-    their logarithms, and its skips D at 1 (Megatron-LM). Adapters begin without effect: the second
-    matrix is 0.
+    layers are uniform. Scales of residual streams are 1, and positions in a compressed block 0.
+    Time steps begin at softplus(1) (Qwen3-Next), those of Mamba-2 uniform in their logarithms, and
+    its skips D at 1 (Megatron-LM). Adapters begin without effect: the second matrix is 0.
     """
     name = parameter.name
     placement = parameter.placement
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "position")):
         return torch.zeros(placement.local_shape)
     if len(placement.local_shape) == 1 and name.endswith(".weight"):
         is_centered = runtime.model.zero_centered_norms and not name.endswith(
@@ -287,7 +309,7 @@ def draw_initial_value(parameter: NamedParameter, runtime: Runtime) -> torch.Ten
         return torch.full(placement.local_shape, 0.0 if is_centered else 1.0)
     recurrent = runtime.model.recurrent
     is_mamba = recurrent is not None and recurrent.kind is RecurrentKind.MAMBA2
-    if name.endswith(".D") or (name.endswith(".dt_bias") and not is_mamba):
+    if name.endswith((".D", "streams.scale")) or (name.endswith(".dt_bias") and not is_mamba):
         return torch.ones(placement.local_shape)
     std = runtime.model.initializer_range
     if is_adapter(name):

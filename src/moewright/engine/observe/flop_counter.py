@@ -15,6 +15,11 @@ from moewright.engine.kernels.causal_conv import (
     CAUSAL_CONV_BACKWARD,
     conv_flops,
 )
+from moewright.engine.kernels.compressed_attention import (
+    COMPRESSED_ATTENTION,
+    COMPRESSED_ATTENTION_BACKWARD,
+    compressed_attention_flops,
+)
 from moewright.engine.kernels.delta_rule import (
     DELTA_RULE,
     DELTA_RULE_BACKWARD,
@@ -156,11 +161,11 @@ def _state_space_backward_flops(args: OperationArgs, kwargs: OperationKwargs) ->
 
 
 def _choice_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
-    return choice_flops(args[0], args[4])
+    return choice_flops(args[0], args[3])
 
 
 def _score_gradient_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
-    return 2 * choice_flops(args[1], args[6])
+    return 2 * choice_flops(args[1], args[5])
 
 
 def _sparse_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
@@ -169,6 +174,14 @@ def _sparse_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
 
 def _sparse_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return 2 * sparse_attention_flops(args[1], args[6], args[7])
+
+
+def _compressed_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return compressed_attention_flops(args[0], args[2], args[3], args[5], args[6])
+
+
+def _compressed_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return 2 * compressed_attention_flops(args[1], args[3], args[4], args[8], args[9])
 
 
 def _stated_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
@@ -209,6 +222,8 @@ class FlopCounter:
         self._rules[SCORE_GRADIENTS] = (FlopOp.GEMM, _score_gradient_flops)
         self._rules[SPARSE_ATTENTION] = (FlopOp.ATTENTION, _sparse_flops)
         self._rules[SPARSE_ATTENTION_BACKWARD] = (FlopOp.ATTENTION, _sparse_backward_flops)
+        self._rules[COMPRESSED_ATTENTION] = (FlopOp.ATTENTION, _compressed_flops)
+        self._rules[COMPRESSED_ATTENTION_BACKWARD] = (FlopOp.ATTENTION, _compressed_backward_flops)
         self._rules[CAUSAL_CONV] = (FlopOp.SCAN, _conv_flops)
         self._rules[CAUSAL_CONV_BACKWARD] = (FlopOp.SCAN, _conv_backward_flops)
         self._rules[DELTA_RULE] = (FlopOp.SCAN, _scan_flops)

@@ -157,8 +157,8 @@ def _open_channel(
 
     def new_buffer(micro_batch: int) -> torch.Tensor:
         tokens = batches[micro_batch].inputs.numel() // (layout.tp if layout.sp else 1)
-        hidden_size = runtime.model.hidden_size
-        return torch.empty(tokens, hidden_size, dtype=runtime.dtype, device=runtime.device)
+        width = runtime.model.residual_streams * runtime.model.hidden_size
+        return torch.empty(tokens, width, dtype=runtime.dtype, device=runtime.device)
 
     return P2PChannel(layout, actions, mesh.group("pp"), mesh.upstream, new_buffer)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moewright.engine.checkpoint import LocalShard
-from moewright.engine.model.router import selection_bias_shards
+from moewright.engine.model.router import router_state_shards
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.run.corpus_loader import BatchSource, StepSizes, planned_step_size
@@ -39,7 +39,7 @@ class TrainState:
 
     def _other_shards(self) -> list[LocalShard]:
         frozen = [] if is_frozen(self.runtime.workload) else self.optimizer.frozen.local_shards()
-        return [*frozen, *selection_bias_shards(self.model), *self._scale_shards()]
+        return [*frozen, *router_state_shards(self.model), *self._scale_shards()]
 
     def _scale_shards(self) -> list[LocalShard]:
         """Return delayed scales and their histories, which all ranks of a stage have alike."""

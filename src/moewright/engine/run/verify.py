@@ -37,7 +37,7 @@ from moewright.engine.hf.names import (
 from moewright.engine.hf.read_parts import read_local_part, read_parameter_box
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
-from moewright.engine.model.router import list_routers
+from moewright.engine.model.router import router_states
 from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.observe.phase_clock import build_phase_clock
 from moewright.engine.observe.record import clamp_to_finite
@@ -60,7 +60,7 @@ from moewright.rules.context_parallel import rank_positions
 from moewright.rules.engine_limits import require_runnable
 from moewright.rules.job import Job
 from moewright.rules.micro_batches import micro_batches
-from moewright.rules.parameters import parameters, selection_bias_name
+from moewright.rules.parameters import parameters
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
@@ -227,11 +227,8 @@ def load_hf_state(
             initial_value=read_weight,
             update_rule=update_rule,
         )
-        for router in list_routers(state.model):
-            bias = router.selection_bias
-            if bias is not None:
-                stored = table[selection_bias_name(router.layer_number)]
-                bias.copy_(read_parameter_box(reader, stored, (0,), bias.shape))
+        for name, value in router_states(state.model):
+            value.copy_(read_parameter_box(reader, table[name], (0,) * value.dim(), value.shape))
     return state
 
 

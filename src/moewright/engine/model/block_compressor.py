@@ -1,0 +1,232 @@
+"""Compressors over time: one key of every few tokens, and the indexer that chooses among them.
+
+DeepSeek-V4, section 2.3, as transformers' deepseek_v4 computes it. A compressor is whole on every
+TP rank: each projects its own tokens, and the projections are gathered.
+
+Shapes: t of the T tokens of the TP group are this rank's between blocks; B sequences of S tokens,
+M = S / rate blocks of `rate` tokens in each; H hidden, D the width of a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moewright.engine.comm.collectives import TensorParallel
+from moewright.engine.kernels.sparse_attention import CHOOSE_KEYS
+from moewright.engine.model.attention import AttentionContext
+from moewright.engine.model.autograd import Rotary
+from moewright.engine.model.layers import Norm, Vector, Weight, hidden_replica_group
+from moewright.engine.model.parallel_linear import ReplicatedLinear
+from moewright.engine.model.sparse_attention import Indexer, IndexInputs
+from moewright.engine.runtime import Runtime
+from moewright.rules.adapters import trains_indexer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressorParts:
+    """The parameters of a compressor to keys of `width`, each of `rate` tokens.
+
+    With `overlaps`, a key has a part of the block before its own too, and the projections have rows
+    for either.
+    """
+
+    kv: Weight
+    gate: Weight
+    position: Vector
+    norm: Norm
+    rate: int
+    width: int
+    overlaps: bool
+
+
+def build_parts(runtime: Runtime, width: int, rate: int, *, overlaps: bool) -> CompressorParts:
+    """Build the parameters of a compressor; their owner gives them names."""
+    hidden = runtime.model.hidden_size
+    rows = width * (1 + overlaps)
+    return CompressorParts(
+        kv=Weight(runtime, rows, hidden),
+        gate=Weight(runtime, rows, hidden),
+        position=Vector(runtime, rate, rows),
+        norm=Norm(runtime, width),
+        rate=rate,
+        width=width,
+        overlaps=overlaps,
+    )
+
+
+def compress(
+    runtime: Runtime, parts: CompressorParts, x_tH: torch.Tensor, context: AttentionContext
+) -> torch.Tensor:
+    """Return the keys of complete blocks [B,M,D], each rotated as the first of its tokens."""
+    compressed_BMD = _CompressBlocks.apply(
+        project_whole(runtime, x_tH, parts.kv),
+        project_whole(runtime, x_tH, parts.gate),
+        parts.position.weight,
+        _BlockShape(
+            tp=runtime.mesh.tensor_parallel,
+            sequences=context.sequences,
+            rate=parts.rate,
+            overlaps=parts.overlaps,
+        ),
+    )
+    stop = compressed_BMD.shape[1] * parts.rate
+    firsts = slice(0, stop, parts.rate)
+    cos, sin = context.cos[..., firsts, :], context.sin[..., firsts, :]
+    return turn_last(runtime, parts.norm(compressed_BMD)[:, :, None], cos, sin)[:, :, 0]
+
+
+def project_whole(runtime: Runtime, x_tH: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Project a rank's own tokens by a weight that is whole on every rank."""
+    replicas = hidden_replica_group(runtime)
+    return ReplicatedLinear.apply(x_tH, weight.weight, runtime.counters, runtime.products, replicas)
+
+
+def turn_last(
+    runtime: Runtime, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """Rotate the last columns of each head, whose interleaved pairs are first moved to halves.
+
+    Queries, keys and values alike, so that only `turn_back` need know.
+    """
+    width = 2 * cos.shape[-1]
+    plain, rotary = x_BSHD.split((x_BSHD.shape[-1] - width, width), -1)
+    halves = rotary.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((plain, Rotary.apply(halves.contiguous(), cos, sin, runtime.kernels)), -1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BlockShape:
+    tp: TensorParallel
+    sequences: int
+    rate: int
+    overlaps: bool
+
+
+class _CompressBlocks(torch.autograd.Function):
+    """Softmax-gated sums [B,M,D] of kv [t,D'] over blocks of tokens, gated by gate + position.
+
+    Keeps kv and gate of the rank's own tokens, and gathers them again in backward. The gradient of
+    the position is that of this rank's heads.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kv_t: torch.Tensor,
+        gate_t: torch.Tensor,
+        position: torch.Tensor,
+        shape: _BlockShape,
+    ) -> torch.Tensor:
+        ctx.shape = shape
+        ctx.save_for_backward(kv_t, gate_t, position)
+        kv, gate = (_gather_blocks(x, shape) for x in (kv_t, gate_t))
+        return _sum_blocks(kv, gate, position, overlaps=shape.overlaps)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BMD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kv_t, gate_t, position = ctx.saved_tensors
+        shape: _BlockShape = ctx.shape
+        gathered = [_gather_blocks(x, shape).detach() for x in (kv_t, gate_t)]
+        inputs = [x.requires_grad_() for x in (*gathered, position.detach().clone())]
+        with torch.enable_grad():
+            sums = _sum_blocks(*inputs, overlaps=shape.overlaps)
+        *block_grads, grad_position = torch.autograd.grad(sums, inputs, grad_BMD)
+        length = _sequence_length(kv_t, shape)
+        grads = []
+        for grad in block_grads:
+            tokens = grad.flatten(1, 2)
+            whole = F.pad(tokens, (0, 0, 0, length - tokens.shape[1]))
+            grads.append(shape.tp.reduce(whole.flatten(0, 1)))
+        return *grads, grad_position, None
+
+
+def _sequence_length(x_t: torch.Tensor, shape: _BlockShape) -> int:
+    ranks = shape.tp.group.size if shape.tp.sequence_parallel else 1
+    return ranks * len(x_t) // shape.sequences
+
+
+def _gather_blocks(x_t: torch.Tensor, shape: _BlockShape) -> torch.Tensor:
+    """Return [B,M,rate,D'] of all tokens of the TP group that lie in complete blocks."""
+    whole = shape.tp.gather(x_t).unflatten(0, (shape.sequences, -1))
+    blocks = whole.shape[1] // shape.rate
+    return whole[:, : blocks * shape.rate].unflatten(1, (blocks, shape.rate))
+
+
+def _sum_blocks(
+    kv: torch.Tensor, gate: torch.Tensor, position: torch.Tensor, *, overlaps: bool
+) -> torch.Tensor:
+    """Sum kv [B,M,rate,D'] over blocks, and over what each takes of the block before it."""
+    gate = gate + position
+    if overlaps:
+        before, own = kv.chunk(2, -1)
+        gate_before, own_gate = gate.chunk(2, -1)
+        kv = torch.cat((_shift(before, 0.0), own), 2)
+        gate = torch.cat((_shift(gate_before, float("-inf")), own_gate), 2)
+    return (kv * gate.float().softmax(2).to(kv.dtype)).sum(2)
+
+
+def _shift(x: torch.Tensor, fill: float) -> torch.Tensor:
+    """Move blocks [B,M,...] to the next place, with `fill` in the first."""
+    return torch.cat((torch.full_like(x[:, :1], fill), x[:, :-1]), 1)
+
+
+class BlockIndexer(Indexer):
+    """The chooser of blocks: the queries' latent [t,Q], hidden states [t,H] -> [B,S,K] int32.
+
+    Its keys come from a compressor of its own. As an Indexer otherwise.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        torch.nn.Module.__init__(self)
+        attention = runtime.model.attention
+        spec = attention.indexer
+        if spec is None:
+            raise ValueError("a layer that chooses blocks needs attention.indexer")
+        self._runtime = runtime
+        self._spec = spec
+        self._is_trained = trains_indexer(runtime.workload)
+        self._parts = build_parts(runtime, spec.head_dim, attention.sparse_rate, overlaps=True)
+        self.kv = self._parts.kv
+        self.gate = self._parts.gate
+        self.position = self._parts.position
+        self.norm = self._parts.norm
+        self.q = Weight(runtime, spec.heads * spec.head_dim, attention.q_lora_rank)
+        self.heads = Weight(runtime, spec.heads, runtime.model.hidden_size)
+
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        owners = (self.kv, self.gate, self.position, self.norm, self.q, self.heads)
+        return tuple(owner.weight for owner in owners)
+
+    def _choose(
+        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, IndexInputs]:
+        runtime = self._runtime
+        spec = self._spec
+        tp = runtime.mesh.tensor_parallel
+        first = tp.group.index * len(x_tH) if tp.sequence_parallel else 0
+        seq_len = runtime.workload.seq_len
+        k_TW = compress(runtime, self._parts, x_tH, context).flatten(0, 1)
+        own = context.select_tokens(slice(first, first + len(x_tH)))
+        q_tIW = project_whole(runtime, x_tQ, self.q).unflatten(1, (spec.heads, spec.head_dim))
+        q_tIW = turn_last(runtime, q_tIW[None], own.cos, own.sin)[0]
+        scale = (spec.heads * spec.head_dim) ** -0.5
+        heads_tI = project_whole(runtime, x_tH, self.heads).float() * scale
+        place = first, seq_len, self._parts.rate
+        with torch.no_grad():
+            chosen_tK = CHOOSE_KEYS(q_tIW, k_TW, heads_tI, place, spec.top_k, ())
+            chosen_TK = tp.gather(chosen_tK)
+        inputs = IndexInputs(
+            q_tIW=q_tIW,
+            k_TW=k_TW,
+            heads_tI=heads_tI,
+            chosen_tK=chosen_TK[first : first + len(x_tH)],
+            first=first,
+            seq_len=seq_len,
+            counters=runtime.counters,
+            rate=self._parts.rate,
+        )
+        return chosen_TK.unflatten(0, (context.sequences, seq_len)), inputs

@@ -1,0 +1,49 @@
+"""What the engine does not run beside attention to compressed blocks of tokens (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moewright.rules.activation_offload import activation_offloads
+from moewright.rules.adapters import is_frozen, trains_all
+from moewright.spec.errors import Reason
+from moewright.spec.layout import Layout, Offload
+from moewright.spec.model import AttentionKind, ModelSpec
+from moewright.spec.workload import DocumentMasking, Workload
+
+_EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
+
+
+def check_compressed(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """Yield what attention to compressed blocks of tokens does not go with."""
+    if model.attention.kind is not AttentionKind.COMPRESSED:
+        return
+    if layout.cp > 1:
+        rule = "the engine compresses blocks of whole sequences"
+        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
+    if layout.tp > 1 and not layout.sp:
+        rule = "the engine has each TP rank choose blocks for tokens of its own"
+        yield Reason(field="layout.sp", value="0", rule=rule, nearest="1")
+    offloads = set(activation_offloads(layout.offload)).difference(_EXPERT_OFFLOADS)
+    if offloads:
+        rule = "the engine keeps what compressed attention and residual streams save on the device"
+        value = "+".join(sorted(offloads))
+        yield Reason(field="layout.offload", value=value, rule=rule, nearest="none")
+    yield from _check_workload(workload)
+
+
+def _check_workload(workload: Workload) -> Iterator[Reason]:
+    documents = workload.data.documents
+    if documents is not DocumentMasking.JOINED:
+        rule = "the engine compresses blocks of tokens wherever documents end"
+        yield Reason(field="data.documents", value=documents, rule=rule, nearest="joined")
+    if workload.precision.is_narrow:
+        rule = "the engine multiplies in compressed attention in 16 bits or more"
+        precision = str(workload.precision)
+        yield Reason(field="train.precision", value=precision, rule=rule, nearest="bf16")
+    rule = "the engine trains all of a model with compressed attention"
+    if is_frozen(workload):
+        yield Reason(field="train.task", value="lora", rule=rule, nearest="pretrain")
+    elif not trains_all(workload.fine_tuning):
+        value = "+".join(workload.fine_tuning.freeze)
+        yield Reason(field="train.freeze", value=value, rule=rule, nearest="[]")
