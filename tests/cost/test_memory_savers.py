@@ -21,7 +21,7 @@ from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Recompute
 from moewright.spec.ledger import Component, Module
-from moewright.spec.plan import Estimate
+from moewright.spec.plan import Estimate, TimePart
 from moewright.spec.units import GIB, MIB
 from moewright.spec.workload import Dtype, OptimizerSpec, SaveMode, Workload
 
@@ -272,3 +272,21 @@ def test_moments_in_fewer_bits(moments: Dtype, share: float) -> None:
     # Shards of 8-bit moments are of multiples of 64 elements.
     padding = master - memory_bytes(estimate_layout(DEGREES), Component.MASTER)
     assert 0 <= padding <= (1024 if moments is Dtype.FP8 else 0)
+
+
+def test_copies_of_whole_chunks_are_priced_beside_the_rows_around() -> None:
+    """A copy has its own row and that beside it, which under GIS is of another chunk."""
+
+    def exposed_s(schedule: str, offload: str) -> float:
+        text = f"pp4,vpp2,ep4,{schedule}offload={offload}+chunks1"
+        result = estimate(
+            catalogue.model("Qwen3-30B-A3B"),
+            Workload(seq_len=4096, global_batch=256),
+            catalogue.hardware("16xH100"),
+            parse_layout(text, world_size=16),
+        )
+        return sum(share.seconds for share in result.shares if share.part is TimePart.OFFLOAD)
+
+    every = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+moe_act"
+    assert exposed_s("schedule=gis,", "core_attn+moe_act") == 0
+    assert 0 < exposed_s("schedule=gis,", every) < 0.5 * exposed_s("", every)

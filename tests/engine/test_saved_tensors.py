@@ -9,6 +9,7 @@ from moewright.engine.memory import saved_tensors
 from moewright.engine.memory.host_copies import PlainCopies
 from moewright.engine.memory.saved_tensors import SavedTensorManager, run_checkpointed
 from moewright.engine.observe.counters import Counters
+from moewright.spec.ledger import Component
 
 
 def is_never_resident(tensor: torch.Tensor) -> bool:
@@ -118,12 +119,12 @@ class NotedCopies(PlainCopies):
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def start_fetch(self, copied: torch.Tensor) -> torch.Tensor:
+    def start_fetch(self, copied: torch.Tensor) -> tuple[torch.Tensor, None]:
         self._events.append(f"fetch {copied[0]:.0f}")
         return super().start_fetch(copied)
 
-    def finish_fetch(self, fetched: torch.Tensor) -> torch.Tensor:
-        self._events.append(f"use {fetched[0]:.0f}")
+    def finish_fetch(self, fetched: tuple[torch.Tensor, None]) -> torch.Tensor:
+        self._events.append(f"use {fetched[0][0]:.0f}")
         return super().finish_fetch(fetched)
 
 
@@ -160,6 +161,32 @@ def test_what_lies_on_the_host_is_fetched_before_the_backward_that_needs_it(
             *(f"use {name}{number}" for number in (22, 21, 12, 11)),
         ]
         events.clear()
+
+
+def test_a_whole_chunk_is_fetched_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last layer first; what has come back is kept for the chunk until its backward has used it."""
+    events: list[str] = []
+    monkeypatch.setattr(saved_tensors, "build_host_copies", lambda device: NotedCopies(events))
+    counters = Counters()
+    manager = SavedTensorManager(counters, replaces_tensors=True)
+    x = torch.zeros(4, requires_grad=True)
+    with counters.counting():
+        with manager.track_forward((0, 0), is_never_resident):
+            y = x
+            for layer in (1, 2):
+                with counters.scopes.in_layer(layer):
+                    kept = torch.full((4,), float(layer))
+                    with manager.offload(kept, enabled=True):
+                        y = y * kept
+        manager.fetch_chunk((0, 0))
+        assert events == ["fetch 2", "fetch 1"]
+        manager.fetch_last_layer((0, 0))  # nothing is left
+        y.sum().backward()
+        counters.release((0, 0))
+    assert events == ["fetch 2", "fetch 1", "use 2", "use 1"]
+    ledger = counters.build_ledger(rank=0, pp_rank=0, state=(), time=(), notes=())
+    saved = sum(row.bytes for row in ledger.memory if row.component is Component.ACTIVATIONS)
+    assert saved == 2 * 16
 
 
 def test_a_saved_number_stays_where_it_is() -> None:

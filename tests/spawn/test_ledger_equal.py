@@ -321,6 +321,7 @@ def test_ledgers_under_full_recompute_of_some_layers_are_equal(
         thorough(2, "ep2,overlap=ep,offload=core_attn+expert_fc1+layers0.4"),
         thorough(2, "pp2,schedule=v-half,offload=core_attn+layers0.5,layout='E|t|t|tL'"),
         (2, f"pp2,vpp2,schedule=gis,offload={EVERY_OFFLOAD}+chunks1,layout='Et|t|t|L'"),
+        thorough(2, "pp2,vpp2,schedule=gis,offload=core_attn+moe_act,layout='Et|t|t|L'"),
         thorough(2, f"pp2,vpp2,offload={EVERY_OFFLOAD}+chunks1+layers0.5,layout='E|tt|t|L'"),
         thorough(2, "pp2,schedule=zbv,offload=core_attn+moe_act+chunks1,layout='E|t|t|tL'"),
         thorough(4, "ep2,pp2,vpp2,overlap=ep,offload=core_attn+moe_act+chunks1,layout='E|t|t|tL'"),

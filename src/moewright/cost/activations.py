@@ -168,7 +168,8 @@ def _kept_logit_bytes(constants: Constants, sym: Symbols) -> int:
 class LayerActivations:
     """Bytes of one layer and micro-batch, for each policy.
 
-    `saved` [policies, modules] stays on the device; `offloaded` [policies] goes to the host;
+    `saved` [policies, modules] stays on the device; `offloaded` [policies, modules] goes to the
+    host;
     `recomputed` [policies] is what backward computes again and holds meanwhile, and
     `recomputed_attention` what attention has of it.
     """
@@ -216,7 +217,7 @@ def layer_activations(
     saved[:, _COLUMN[Module.OTHER]] = _graph_bytes(context, policies)
     return LayerActivations(
         saved=saved,
-        offloaded=masks.sent @ kept,
+        offloaded=masks.sent @ by_module,
         recomputed=whole.sum() - masks.recomputed_kept @ whole,
         recomputed_attention=in_attention.sum() - masks.recomputed_kept @ in_attention,
     )
@@ -272,7 +273,7 @@ def offloaded_activations(
         return OffloadedActivations(bytes=0.0 * modules, modules=modules)
     layer = layer_kinds(context.job.model)[kind]
     part = LayerPart(kind=kind, layer=layer, position=0, is_mtp=False, offloads=True)
-    sent = layer_activations(context, policies, part, load=load).offloaded
+    sent = layer_activations(context, policies, part, load=load).offloaded.sum(axis=1)
     return OffloadedActivations(bytes=sent, modules=modules)
 
 
@@ -409,16 +410,18 @@ def ledger_saved_rows(
     """
     columns = table_from_rows(context.job.layout, table)
     micro_batches = int(columns.micro_batch.max()) + 1
-    kept_bytes = _chunk_bytes(context, rows, chunks, micro_batches=micro_batches)
+    kept_bytes, sent_bytes = _chunk_bytes(context, rows, chunks, micro_batches=micro_batches)
     owed_bytes = None
     if columns.settles.any():
         owed_bytes = _owed_bytes(context, rows, chunks, micro_batches=micro_batches)
     item = columns.micro_batch * len(chunks) + columns.chunk
-    moments = take_snapshots(columns, kept_bytes, item, owed_bytes)
+    moments = take_snapshots(columns, kept_bytes, item, owed_bytes, sent_bytes)
     layers = np.array([max(1, len(chunk_layers(context.job.model, chunk))) for chunk in chunks])
     a_layer = kept_bytes.sum(axis=1)[moments.paired] // layers[moments.paired % len(chunks)]
     transient = np.where(moments.paired < 0, 0.0, a_layer)
     live = moments.live + moments.owed
+    if len(moments.fetched):
+        live = live + moments.fetched
     peak = int((live.sum(axis=1) + transient).argmax())
     return saved_rows(live[peak], logits=0, transient=int(transient[peak]))
 
@@ -459,11 +462,15 @@ def _owed_bytes(
 
 def _chunk_bytes(
     context: ActivationContext, rows: ExpertRows, chunks: Sequence[Chunk], *, micro_batches: int
-) -> Array:
-    """Return what every micro-batch and chunk keeps [micro-batches x chunks, modules]."""
+) -> tuple[Array, Array]:
+    """Return what every micro-batch and chunk keeps, and what it sends to the host.
+
+    Shapes: [micro-batches x chunks, modules].
+    """
     parts = list_parts(context.job.model, context.job.layout)
     counts = count_parts(context.job.model, context.job.layout, parts, chunks)
-    outside = counts[:, len(parts.layers) :] @ outside_bytes(context)
+    kept_outside = counts[:, len(parts.layers) :] @ outside_bytes(context)
+    outside = np.stack([kept_outside, np.zeros_like(kept_outside)], axis=1)
     policies = policy_of(context.job.layout)
     by_layer: dict[tuple[object, ...], Array] = {}
 
@@ -471,11 +478,11 @@ def _chunk_bytes(
         key = column, load, dispatch
         if key not in by_layer:
             part = parts.layers[column]
-            by_layer[key] = layer_activations(
-                context, policies, part, load=load, dispatch=dispatch
-            ).saved[0]
+            layer = layer_activations(context, policies, part, load=load, dispatch=dispatch)
+            kept = layer.saved[0]
             if part.is_mtp:
-                by_layer[key] = by_layer[key] + mtp_bytes(context)
+                kept = kept + mtp_bytes(context)
+            by_layer[key] = np.stack([kept, layer.offloaded[0]])
         return by_layer[key]
 
     chunk_columns = [
@@ -499,7 +506,8 @@ def _chunk_bytes(
                 for chunk, columns in enumerate(chunk_columns)
             ]
         kept_bytes += batches[batch]
-    return np.array(kept_bytes)
+    kept, sent = np.stack(kept_bytes, axis=1)
+    return kept, sent
 
 
 def saved_rows(live: Array, *, logits: int, transient: int) -> tuple[MemoryRow, ...]:

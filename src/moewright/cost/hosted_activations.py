@@ -1,8 +1,9 @@
 """The activations that a rank has sent to host memory and not yet taken back, at their most.
 
 They are counted between the rows of its timetable: a forward has sent everything when it ends, and
-its backward has taken everything back, whether weight gradients follow or not. A forward and a
-backward that run beside each other end together.
+its backward has taken everything back, whether weight gradients follow or not; where whole chunks
+come back a row ahead, the row before has. A forward and a backward that run beside each other end
+together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from moewright.cost.activations import ActivationContext, layer_activations, policy_of
 from moewright.cost.routed_rows import ExpertRows
 from moewright.cost.stage_parts import layer_columns, list_parts
-from moewright.rules.activation_offload import activation_offloads
+from moewright.rules.activation_offload import activation_offloads, chunk_to_fetch, fetches_chunks
 from moewright.rules.paired_passes import can_pair, paired_rows
 from moewright.rules.routing import DispatchCounts
 from moewright.rules.stages import Chunk
@@ -38,7 +39,13 @@ def hosted_rows(
         return ()
     sent = _sent_bytes(context, rows, chunks, [row for row in table if row.kind is RowKind.F])
     change = {RowKind.F: 1, RowKind.B: -1, RowKind.W: 0}
-    live = np.cumsum([change[row.kind] * sent[row.micro_batch, row.chunk] for row in table])
+    changes = [change[row.kind] * sent[row.micro_batch, row.chunk] for row in table]
+    if fetches_chunks(context.job.layout):
+        for index in range(len(table)):
+            if chunk_to_fetch(table, index) is not None:
+                changes[index] += changes[index + 1]
+                changes[index + 1] = 0
+    live = np.cumsum(changes)
     if can_pair(context.job.layout, context.job.micro_batches):
         live = np.delete(live, sorted(paired_rows(table)))
     most = int(live.max(initial=0))
@@ -60,7 +67,7 @@ def _sent_bytes(
     def layer_bytes(column: int, load: float, dispatch: DispatchCounts | None) -> int:
         part = parts.layers[column]
         kept = layer_activations(context, policies, part, load=load, dispatch=dispatch)
-        return int(kept.offloaded[0])
+        return int(kept.offloaded[0].sum())
 
     columns = [layer_columns(layout, parts, chunk, context.job.model) for chunk in chunks]
     return {

@@ -29,6 +29,7 @@ from moewright.cost.layer_collectives import (
 from moewright.cost.op_time import DeviceRates, TimedRows
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols
+from moewright.rules.activation_offload import fetches_chunks
 from moewright.spec.hardware import Collective
 from moewright.spec.layout import CpComm, CudaGraphScope, Layout, Overlap, Recompute
 from moewright.spec.model import MixerKind, ModelSpec
@@ -422,7 +423,8 @@ def pass_times(
 ) -> PassTimes:
     """Return the passes of a layer: device and host side by side, and copies beside both.
 
-    Copies that take longer than a pass are exposed as waits. An offloaded module costs the host as
+    Copies that take longer than a pass are exposed as waits; where whole chunks come and go, those
+    that take longer than their row and the one beside it. An offloaded module costs the host as
     much as a recomputed one, in forward and in backward. `synced` tells that the host waits for
     transfers between stages.
     """
@@ -440,13 +442,18 @@ def pass_times(
     backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s) + sync_s
     block_s = join_times(p, replay.block_s, replay.block_host_share * forward_host_s)
     has_block = replay.block_s > 0
+    forward_window_s, backward_window_s = forward_s, backward_s
+    if fetches_chunks(layout):
+        # A copy out runs on beside the next row, a copy back begins beside the row before: F, B and
+        # W follow each other, and B is half of a whole backward.
+        forward_window_s = backward_window_s = forward_s + backward_s / 2
     copy_s = cost.offloaded.bytes / (c["host_link_Bps"] * c["host_link_efficiency"])
     return PassTimes(
         forward_s=forward_s,
         backward_s=backward_s,
         block_s=has_block * replay.block_layer_share * block_s,
-        forward_wait_s=_positive(copy_s - forward_s),
-        backward_wait_s=_positive(copy_s - backward_s),
+        forward_wait_s=_positive(copy_s - forward_window_s),
+        backward_wait_s=_positive(copy_s - backward_window_s),
         copy_s=copy_s,
     )
 

@@ -92,7 +92,7 @@ class LayerMemory:
     """The bytes that one layer and micro-batch takes, for each policy.
 
     `saved` [policies, modules] stays on the device for backward; `transient` [policies] is
-    short-lived in backward; `offloaded` [policies] goes to the host.
+    short-lived in backward; `offloaded` [policies, modules] goes to the host.
     """
 
     saved: Array
@@ -172,13 +172,25 @@ class ModelMemory:
         passes = np.array([[self.head.forward], [self.head.weights]], dtype=float)
         return np.concatenate([self.saved_bytes, np.repeat(passes, self.saved.shape[1], axis=1)])
 
-    def live_bytes(self, live: Array) -> Array:
+    @cached_property
+    def fetched_prices(self) -> Array:
+        """Return what the parts take that have come back from the host.
+
+        Shape: [parts, policies, modules].
+        """
+        sent = np.stack([layer.offloaded for layer in self.layers])
+        outside = np.zeros((self.parts.count - len(self.layers), *sent.shape[1:]))
+        return np.concatenate([sent, outside])
+
+    def live_bytes(self, live: Array, fetched: Array) -> Array:
         """Return the bytes kept at moments, short-lived logits included [moments, policies]."""
         count = self.parts.count
         kept, owed = np.split(live, [count + 2], axis=1)
         total = kept @ self.live_prices
         if owed.any():  # under schedules that split the backward
             total += (owed @ self.owed.sum(axis=1))[:, None]
+        if len(fetched):
+            total += fetched @ self.fetched_prices.sum(axis=2)
         return np.asarray(total)
 
     def transient_bytes(self, backward: Array, paired: Array, *, beside_layer: int) -> Array:
@@ -203,12 +215,14 @@ class MomentCounts:
 
     `live` [moments, 2 parts + 2] counts the parts that are kept; the passes through the head of the
     forward that ends at the moment, and of the weight gradients that are computed; and the parts
-    whose weight gradients wait. `backward` [moments, parts] is the
-    chunk whose backward runs. `paired` [moments, parts] is the chunk whose forward runs layer by
+    whose weight gradients wait. `fetched` [moments, parts] are those that have come back from the
+    host (no rows where chunks are not fetched whole). `backward` [moments, parts] is the chunk
+    whose backward runs. `paired` [moments, parts] is the chunk whose forward runs layer by
     layer beside that backward, of which one more layer is held.
     """
 
     live: Array
+    fetched: Array
     backward: Array
     paired: Array
 
@@ -224,6 +238,7 @@ def count_moments(parts: StageParts, counts: Array, table: RankTable) -> MomentC
     ]
     return MomentCounts(
         live=np.concatenate([moments.live, *head_passes, moments.owed], axis=1),
+        fetched=moments.fetched,
         backward=chunks[moments.backward],
         paired=chunks[moments.paired],
     )
@@ -262,15 +277,18 @@ def activation_rows(memory: ModelMemory, counts: Array, table: RankTable) -> tup
     short-lived bytes of backward as transient.
     """
     moments = count_moments(memory.parts, counts, table)
-    live = memory.live_bytes(moments.live)[:, 0]
+    live = memory.live_bytes(moments.live, moments.fetched)[:, 0]
     transient = memory.transient_bytes(
         moments.backward, moments.paired, beside_layer=fsdp_layer_bytes(memory.sym)
     )[:, 0]
     peak = int((live + transient).argmax())
     count = memory.parts.count
     kept, passes, owed = np.split(moments.live[peak], [count, count + 2])
+    on_device = kept @ memory.saved[:, 0] + owed @ memory.owed
+    if len(moments.fetched):
+        on_device += moments.fetched[peak] @ memory.fetched_prices[:, 0]
     return saved_rows(
-        kept @ memory.saved[:, 0] + owed @ memory.owed,
+        on_device,
         logits=int(passes[0]) * memory.head.forward,
         transient=int(transient[peak]) + int(passes[1]) * memory.head.weights,
     )
@@ -281,11 +299,14 @@ def hosted_activation_bytes(memory: ModelMemory, counts: Array, table: RankTable
 
     `counts` [chunks, parts] is what the rank holds.
     """
-    sent = np.array([layer.offloaded[0] for layer in memory.layers])
+    sent = np.array([layer.offloaded[0].sum() for layer in memory.layers])
     if not sent.any():
         return 0
-    live = take_snapshots(table, counts, table.chunk).live
-    return int((live[:, : len(sent)] @ sent).max())
+    moments = take_snapshots(table, counts, table.chunk)
+    away = moments.live
+    if len(moments.fetched):
+        away = away - moments.fetched
+    return int((away[:, : len(sent)] @ sent).max())
 
 
 def rank_memory(

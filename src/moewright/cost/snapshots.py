@@ -16,6 +16,7 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.rules import schedule, timetable_row
+from moewright.rules.activation_offload import fetches_chunks
 from moewright.rules.paired_passes import can_pair
 from moewright.spec.layout import Layout
 
@@ -33,7 +34,8 @@ class RankTable:
 
     `frees` marks the rows that free what their forward kept. Of those, `owes` marks the rows that
     leave weight gradients, and `settles` the rows that compute these. `is_paired` marks the
-    forwards that run beside the backward in the next row.
+    forwards that run beside the backward in the next row. `fetches` marks the rows beside which the
+    chunk of the next row, a backward, comes back from the host.
     """
 
     micro_batch: Array
@@ -43,6 +45,7 @@ class RankTable:
     owes: Array
     settles: Array
     is_paired: Array
+    fetches: Array
 
 
 def rank_table(layout: Layout, micro_batches: int, pp_rank: int) -> RankTable:
@@ -92,7 +95,16 @@ def _build_table(layout: Layout, kind: Array, micro_batch: Array, chunk: Array) 
         owes=frees & np.isin(key, key[settles]),
         settles=settles,
         is_paired=is_paired,
+        fetches=_mark_fetches(layout, kind, key),
     )
+
+
+def _mark_fetches(layout: Layout, kind: Array, key: Array) -> Array:
+    """Mark the rows of rules.activation_offload.chunk_to_fetch, where whole chunks are fetched."""
+    marks = np.zeros(len(kind), dtype=bool)
+    if fetches_chunks(layout):
+        marks[:-1] = (kind[1:] == _BACKWARD) & (key[:-1] != key[1:])
+    return marks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +112,16 @@ class Snapshots:
     """The contents alive at each moment, and the items that run then.
 
     `live` [snapshots, columns] is what forwards have kept, `owed` [snapshots, columns] what weight
-    gradients wait with. The others [snapshots] are items, -1 for none: the forward of `forward`
+    gradients wait with, `fetched` [snapshots, columns] what has come back from the host (no rows
+    where chunks are not fetched whole). The others [snapshots] are items, -1 for none: the forward
+    of `forward`
     ends, the backward of `backward` runs, the weight gradients of `weights` are computed, and
     `paired` holds one more layer because its forward runs beside that backward.
     """
 
     live: Array
     owed: Array
+    fetched: Array
     forward: Array
     backward: Array
     weights: Array
@@ -114,13 +129,18 @@ class Snapshots:
 
 
 def take_snapshots(
-    table: RankTable, contents: Array, item: Array, owed_contents: Array | None = None
+    table: RankTable,
+    contents: Array,
+    item: Array,
+    owed_contents: Array | None = None,
+    sent_contents: Array | None = None,
 ) -> Snapshots:
     """Return what is alive at the moments of a timetable, in the order of its rows.
 
     `contents` [items, columns] is what a forward of each item keeps, in any unit, and
-    `owed_contents` what its weight gradients wait with (None: the same); `item` [rows] is the item
-    of each row: its chunk, or its micro-batch and chunk where micro-batches differ.
+    `owed_contents` what its weight gradients wait with and `sent_contents` what it has on the host
+    (None: the same); `item` [rows] is the item of each row: its chunk, or its micro-batch and chunk
+    where micro-batches differ.
     """
     row_contents = contents[item]
     change = table.is_forward.astype(float) - table.frees  # 1 keeps its contents, -1 frees them
@@ -131,6 +151,8 @@ def take_snapshots(
     first = np.flatnonzero(table.is_paired)  # the forward of each pair
     is_alone = np.ones(len(item), dtype=bool)
     is_alone[first] = is_alone[first + 1] = False
+    sent = contents if sent_contents is None else sent_contents
+    fetched = _fetched_contents(table, sent[item])
     none = np.full(len(item), -1)
     # A backward still holds what it frees.
     during = kept + row_contents * table.frees[:, None]
@@ -161,8 +183,24 @@ def take_snapshots(
     return Snapshots(
         live=live,
         owed=owed_live,
+        fetched=fetched,
         forward=forward,
         backward=backward,
         weights=weights,
         paired=paired,
     )
+
+
+def _fetched_contents(table: RankTable, sent: Array) -> Array:
+    """Return what has come back from the host at each row [rows, columns]; no rows for nothing.
+
+    `sent` [rows, columns] is what the item of a row has there. It comes back beside the row before
+    its backward, and stays until that ends. Of tables that fetch, no rows run beside each other.
+    """
+    if not table.fetches.any():
+        return np.zeros((0, sent.shape[1]))
+    fetched = np.zeros_like(sent)
+    first = np.flatnonzero(table.fetches)
+    fetched[first] += sent[first + 1]
+    fetched[first + 1] += sent[first + 1]
+    return fetched

@@ -4,6 +4,9 @@ A fraction covers the first layers of each chunk, as in Megatron-LM, whose group
 layer instead of layers: what a forward releases first stays away longest. A number of chunks covers
 the first of each rank, which it would hold longest whatever the schedule (the selective offload of
 PipeOffload, Wan et al., arXiv 2503.01328).
+
+They come back a layer ahead of the backward that needs them; under schedule=gis the whole chunk
+comes back beside the row before its backward, as in PipeOffload, whose rows leave time for that.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from types import MappingProxyType
 
 from moewright.rules.saved_tensor import SavedTensor
 from moewright.rules.stages import Chunk, chunk_layers
-from moewright.spec.layout import Layout, Offload
+from moewright.rules.timetable_row import RowKind, TimetableRow
+from moewright.spec.layout import Layout, Offload, Schedule
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
 
@@ -61,6 +65,23 @@ def offloads_at(layout: Layout, chunk: int, place: int, layers: int) -> bool:
     if layout.offload_chunks and chunk >= layout.offload_chunks:
         return False
     return place < ceil(round(layout.offload_layers * layers, _DIGITS))
+
+
+def fetches_chunks(layout: Layout) -> bool:
+    """Return whether the activations of whole chunks come back a row ahead of their backwards."""
+    return layout.schedule is Schedule.GIS
+
+
+def chunk_to_fetch(rows: Sequence[TimetableRow], index: int) -> TimetableRow | None:
+    """Return the backward whose chunk comes back beside the row at `index`, None for none.
+
+    It is that of the next row, but for a backward that follows its own forward.
+    """
+    if index + 1 >= len(rows):
+        return None
+    row, after = rows[index], rows[index + 1]
+    is_own = (row.micro_batch, row.chunk) == (after.micro_batch, after.chunk)
+    return after if after.kind is RowKind.B and not is_own else None
 
 
 def offloading_layers(model: ModelSpec, layout: Layout, chunks: Sequence[Chunk]) -> frozenset[int]:

@@ -110,6 +110,8 @@ def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
     live = moments.live.copy()
     live[:, : parts.count] += moments.paired / parts.count_layers(moments.paired)[:, None]
     keys = np.concatenate([live, backward], axis=1)
+    if len(moments.fetched):
+        keys = np.concatenate([keys, moments.fetched], axis=1)
     # Equal rows are found by their bytes: to compare column by column would take far longer. Adding
     # 0.0 turns -0.0 into 0.0, so that equal rows have equal bytes.
     rounded = np.ascontiguousarray(np.round(keys, 9) + 0.0)
@@ -123,7 +125,10 @@ def _undominated(parts: StageParts, moments: MomentCounts) -> MomentCounts:
         left = left[~(keys[left] <= keys[left[0]] + 1e-9).all(axis=1)]
     chosen = index[np.sort(kept)]
     return MomentCounts(
-        live=moments.live[chosen], backward=backward[chosen], paired=moments.paired[chosen]
+        live=moments.live[chosen],
+        fetched=moments.fetched[chosen] if len(moments.fetched) else moments.fetched,
+        backward=backward[chosen],
+        paired=moments.paired[chosen],
     )
 
 
@@ -151,6 +156,7 @@ class PipelineBatch:
     nodes: Array  # [ranks, sets] nodes of the ParameterTree, 0 for none
     holders: Array  # [ranks, sets]
     live: Array  # [moments, 2 parts + 2]
+    fetched: Array  # [moments, parts], or no rows
     backward: Array  # [moments, parts]
     paired: Array  # [moments, parts]
     moment_starts: Array  # [sets of moments]
@@ -235,6 +241,18 @@ def _highest(values: Array, segment_rows: Sequence[Array], more: Array | None = 
     return highest
 
 
+def _join_fetched(counts: Sequence[MomentCounts]) -> Array:
+    """Return what has come back from the host at all moments; no rows where nothing has."""
+    if not any(len(moment.fetched) for moment in counts):
+        return counts[0].fetched
+    return np.concatenate(
+        [
+            moment.fetched if len(moment.fetched) else np.zeros_like(moment.backward)
+            for moment in counts
+        ]
+    )
+
+
 def batch_pipelines(
     pipelines: PipelineShapes,
     layouts: Sequence[Layout],
@@ -269,6 +287,7 @@ def batch_pipelines(
         nodes=np.concatenate([distinct.nodes for distinct in ranks]),
         holders=np.concatenate([distinct.holders for distinct in ranks]),
         live=np.concatenate([moment.live for moment in counts]),
+        fetched=_join_fetched(counts),
         backward=np.concatenate([moment.backward for moment in counts]),
         paired=np.concatenate([moment.paired for moment in counts]),
         moment_starts=np.cumsum([0, *(len(moment.live) for moment in counts[:-1])]),

@@ -101,7 +101,8 @@ class PipelineCache:
         return self._moments[key]
 
     def _place(self, counts: MomentCounts) -> int:
-        key = counts.live.tobytes() + counts.backward.tobytes() + counts.paired.tobytes()
+        arrays = counts.live, counts.fetched, counts.backward, counts.paired
+        key = b"".join(array.tobytes() for array in arrays)
         if key not in self._places:
             self._places[key] = len(self._distinct_moments)
             self._distinct_moments.append(counts)

@@ -128,7 +128,7 @@ class ScreeningMemory:
         Both are [pipelines, activation policies, state policies]. Where `is_searched` [pipelines,
         state policies] is false, allocated bytes count as 0.
         """
-        live = parts_memory.live_bytes(batch.live)
+        live = parts_memory.live_bytes(batch.live, batch.fetched)
         activations = _fullest_moments(parts_memory, batch, live, beside_layer=0)
         gathered = activations
         beside_layer = self._fsdp_layer_bytes(parts_memory.sym)

@@ -134,7 +134,7 @@ class ScreeningTimes:
                 for kind in self.parts.kinds
             }
         by_kind = {
-            part.kind: layer.offloaded
+            part.kind: layer.offloaded.sum(axis=1)
             for part, layer in reversed(list(zip(self.parts.layers, memory.layers, strict=True)))
             if part.offloads
         }

@@ -11,12 +11,12 @@ class HostCopies(Protocol):
     """A way to copy flat tensors to the host and back.
 
     What `start_copy` returns goes to `start_fetch`, and what that returns to `finish_fetch`, which
-    gives the tensor to the work that follows.
+    gives the tensor to the work that follows. The first of what a fetch returns is the tensor.
     """
 
     def start_copy(self, flat: torch.Tensor) -> Any: ...
-    def start_fetch(self, copied: Any) -> Any: ...
-    def finish_fetch(self, fetched: Any) -> torch.Tensor: ...
+    def start_fetch(self, copied: Any) -> tuple[torch.Tensor, Any]: ...
+    def finish_fetch(self, fetched: tuple[torch.Tensor, Any]) -> torch.Tensor: ...
 
 
 def build_host_copies(device: torch.device) -> HostCopies:
@@ -30,11 +30,11 @@ class PlainCopies:
     def start_copy(self, flat: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(flat, device="cpu").copy_(flat)
 
-    def start_fetch(self, copied: torch.Tensor) -> torch.Tensor:
-        return copied.clone()
+    def start_fetch(self, copied: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return copied.clone(), None
 
-    def finish_fetch(self, fetched: torch.Tensor) -> torch.Tensor:
-        return fetched
+    def finish_fetch(self, fetched: tuple[torch.Tensor, None]) -> torch.Tensor:
+        return fetched[0]
 
 
 class StreamCopies:

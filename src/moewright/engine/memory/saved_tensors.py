@@ -30,6 +30,7 @@ from moewright.engine.observe.counters import Counters
 from moewright.engine.observe.storage_census import storage_id
 
 IsResident = Callable[[torch.Tensor], bool]
+CountTensor = Callable[[torch.Tensor], None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,6 +140,17 @@ class SavedTensorManager:
         layer = self._last_layers.pop(key, None)
         if layer is not None:
             layer.fetch()
+
+    def fetch_chunk(self, key: tuple[int, int]) -> None:
+        """Begin to fetch all that the backward of `key` needs, and count it as kept from now on."""
+        layer = self._last_layers.pop(key, None)
+        if layer is None:
+            return
+        count = self._counters.count_fetched(key)
+        while layer is not None:
+            layer.fetch(count)
+            layer = layer.take_before()
+        self._counters.note_saved()
 
     def count_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count and return a tensor that is kept for backward without autograd's knowledge."""
@@ -369,15 +381,20 @@ class _OffloadedLayer:
         self.tensors: list[_Offloaded] = []
         self._before = before
 
-    def fetch(self) -> None:
+    def fetch(self, count: CountTensor | None = None) -> None:
         """Begin to fetch every tensor, those that backward needs first before the others."""
         while self.tensors:
-            self.tensors.pop().fetch()
+            self.tensors.pop().fetch(count)
+
+    def take_before(self) -> _OffloadedLayer | None:
+        """Return the layer before this one, once."""
+        before, self._before = self._before, None
+        return before
 
     def begin_backward(self) -> None:
         """Fetch what has not been fetched, and begin with the layer whose backward comes next."""
         self.fetch()
-        before, self._before = self._before, None
+        before = self.take_before()
         if before is not None:
             before.fetch()
 
@@ -394,16 +411,19 @@ class _Offloaded(_Replacement):
 
     def add_view(self, tensor: torch.Tensor) -> _SavedView:
         if self._host is None:
+            self._scope = self._counters.scopes.current  # of the module that would have kept it
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             with self._counters.scopes.on_host():
                 self._host = self._copies.start_copy(tensor.as_strided((size,), (1,), 0))
         return super().add_view(tensor)
 
-    def fetch(self) -> None:
-        """Begin to copy it back, where an operation has saved it."""
+    def fetch(self, count: CountTensor | None = None) -> None:
+        """Begin to copy it back, where an operation has saved it, and count it as kept."""
         if self._host is not None:
             with torch.no_grad(), self._counters.scopes.enter(self._scope):
                 self._fetched = self._copies.start_fetch(self._host)
+                if count is not None:
+                    count(self._fetched[0])
             self._host = None
 
     def restore(self) -> torch.Tensor:

@@ -195,9 +195,27 @@ class Counters:
         if not self._is_counting:
             yield None
             return
-        # By storage, while it lives: the module that kept it.
-        seen: dict[int, Module] = {}
         saved_bytes: dict[Module, int] = defaultdict(int)
+        before = self._saved_in_flight.get(key)
+        if before is None:
+            self._saved_in_flight[key] = saved_bytes
+            self._peak_in_flight = max(self._peak_in_flight, len(self._saved_in_flight))
+        yield self._count_into(saved_bytes, is_weight)
+        self._saved_in_flight[key] = saved_bytes
+        self.note_saved()
+
+    def count_fetched(self, key: ForwardKey) -> Callable[[torch.Tensor], None]:
+        """Return what counts a tensor that comes back from the host for the backward of `key`."""
+        saved_bytes = self._saved_in_flight.get(key, {})
+        if not self._is_counting:
+            return lambda tensor: None
+        return self._count_into(saved_bytes, lambda tensor: False)
+
+    def _count_into(
+        self, saved_bytes: dict[Module, int], is_weight: Callable[[torch.Tensor], bool]
+    ) -> Callable[[torch.Tensor], None]:
+        """Return what adds storages to the bytes of the module that runs, while they live."""
+        seen: dict[int, Module] = {}
 
         def forget(storage: int, nbytes: int) -> None:
             saved_bytes[seen.pop(storage)] -= nbytes
@@ -210,13 +228,7 @@ class Counters:
                 saved_bytes[self.scopes.module] += storage.nbytes()
                 weakref.finalize(storage, forget, number, storage.nbytes()).atexit = False
 
-        before = self._saved_in_flight.get(key)
-        if before is None:
-            self._saved_in_flight[key] = saved_bytes
-            self._peak_in_flight = max(self._peak_in_flight, len(self._saved_in_flight))
-        yield count
-        self._saved_in_flight[key] = saved_bytes
-        self.note_saved()
+        return count
 
     def note_saved(self) -> None:
         """Note that a pass, or a segment of it, has ended: this may be the fullest moment."""

@@ -45,8 +45,13 @@ class Pairing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowHooks:
-    """Calls around rows: before a backward waits for its input, and when a result is on its way."""
+    """Calls around rows.
 
+    They come before a row begins, by its index; before a backward waits for its input; and when a
+    result is on its way.
+    """
+
+    before_row: Callable[[int], None] = lambda index: None
     before_backward: Callable[[Key], None] = lambda key: None
     after_row: Callable[[], None] = lambda: None
 
@@ -135,6 +140,7 @@ def execute_timetable(
 
     index = 0
     while index < len(actions):
+        hooks.before_row(index)
         if pairing is not None and index in pairing.forwards:
             run_pair(index, pairing)
             index += 2

@@ -25,6 +25,7 @@ from moewright.engine.pipeline.executor import (
 )
 from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.runtime import Runtime
+from moewright.rules.activation_offload import chunk_to_fetch, fetches_chunks
 from moewright.rules.job import Job
 from moewright.rules.p2p import PipelineAction, pipeline_actions
 from moewright.rules.paired_passes import (
@@ -36,7 +37,7 @@ from moewright.rules.paired_passes import (
 )
 from moewright.rules.schedule import timetable
 from moewright.rules.stages import Chunk
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable_row import RowKind, TimetableRow
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 
@@ -72,11 +73,21 @@ def train_batch(
         backward=backward,
         weight_grad=weight_grad,
         hooks=RowHooks(
+            before_row=partial(_fetch_chunk, runtime, [action.row for action in actions]),
             before_backward=runtime.saved_tensors.fetch_last_layer,
             after_row=partial(runtime.counters.note_row_end, await_release),
         ),
         pairing=pairing,
     )
+
+
+def _fetch_chunk(runtime: Runtime, rows: Sequence[TimetableRow], index: int) -> None:
+    """Begin to fetch what the backward of the next row needs, where whole chunks are fetched."""
+    if not fetches_chunks(runtime.mesh.layout):
+        return
+    row = chunk_to_fetch(rows, index)
+    if row is not None:
+        runtime.saved_tensors.fetch_chunk((row.micro_batch, row.chunk))
 
 
 def _run_pair(
