@@ -184,21 +184,40 @@ def test_depths_that_no_config_names_go_there_and_back(tmp_path: Path) -> None:
 
 
 def test_a_hybrid_as_it_is_published_goes_there_and_back(tmp_path: Path) -> None:
-    """With a letter a layer, an infinite bound of steps that is no JSON, and depths of MTP."""
-    write_model("nemotron_h", tmp_path / "hf", dtype=torch.bfloat16)
+    """With a letter a layer, an infinite bound of steps that is no JSON, and depths of MTP.
+
+    Both depths have the weights of one, whose two blocks are numbered by themselves.
+    """
+    blocks = ["mamba", "mlp", "attention", "moe"]
+    write_model("nemotron_h", tmp_path / "hf", dtype=torch.bfloat16, layers_block_type=blocks)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     del config["layers_block_type"], config["mtp_layers_block_type"]
     config |= {
-        "hybrid_override_pattern": "ME*-",
+        "hybrid_override_pattern": "M-*E",
         "mtp_hybrid_override_pattern": "*E",
-        "num_nextn_predict_layers": 1,
+        "num_nextn_predict_layers": 2,
         "time_step_limit": [0.0, math.inf],
     }
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config, indent=2))
     path = tmp_path / "hf" / "model.safetensors"
-    depth = {"mtp.layers.0.enorm.weight": torch.ones(8)}
-    save_file({**load_file(path), **depth}, path, metadata={"format": "pt"})
+    stored = load_file(path)
+    hidden = stored["backbone.norm_f.weight"]
+    depth = {
+        name.replace(f"backbone.layers.{layer}.", f"mtp.layers.{block}."): tensor.flip(0)
+        for block, layer in enumerate((2, 3))
+        for name, tensor in stored.items()
+        if name.startswith(f"backbone.layers.{layer}.")
+    }
+    depth["mtp.layers.0.eh_proj.weight"] = torch.cat((hidden, hidden)).expand(len(hidden), -1)
+    for name in ("0.enorm", "0.hnorm", "1.final_layernorm"):
+        depth[f"mtp.layers.{name}.weight"] = torch.rand(len(hidden)).to(hidden.dtype)
+    depth = {name: tensor.contiguous() for name, tensor in depth.items()}
+    save_file({**stored, **depth}, path, metadata={"format": "pt"})
     assert_same_bytes(round_trip(tmp_path / "hf", tmp_path), tmp_path / "hf")
+    names = {tensor.name for tensor in read_index(tmp_path / "ours" / "step-00000000").tensors}
+    depth_names = {name for name in names if name.startswith("mtp.")}
+    assert len(depth_names) == 17
+    assert "layers.5.moe.router.selection_bias" in names - depth_names
 
 
 @pytest.mark.parametrize("family", NESTED)

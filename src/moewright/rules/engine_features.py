@@ -72,7 +72,6 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     yield "mtp_layers", model.mtp_layers, is_other_depth and model.mtp_layers > 0, "0"
     limit = model.activation_limit
     yield "activation_limit", limit, limit > 0 and not model.gated, "0"
-    yield "mtp_shared", True, model.mtp_shared and model.mtp_layers > 0, "false"
     if model.moe is not None:
         yield from _expert_features(model.moe)
 

@@ -23,7 +23,14 @@ from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.shared_choices import parted_choices
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.layout import CapacityFill, DispatcherKind, Layout, Overlap, Schedule
+from moewright.spec.layout import (
+    CapacityFill,
+    DispatcherKind,
+    ExpertPlacement,
+    Layout,
+    Overlap,
+    Schedule,
+)
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import (
@@ -84,6 +91,7 @@ def unsupported_layout(
         *_check_recurrence(layout, model, workload),
         *_check_indexer(layout, model),
         *check_compressed(layout, model, workload),
+        *_check_shared_depths(layout, model, workload),
         *check_graphs(Job(model=model, workload=workload, layout=layout)),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),
     )
@@ -259,6 +267,28 @@ def _check_indexer(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     for layer, source in islice(parted_choices(model, layout), 1):
         rule = f"would part layer {layer} from layer {source}, whose choice of keys it takes"
         yield Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1")
+
+
+def _check_shared_depths(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+    """Yield what MTP depths do not go with that have the same weights."""
+    if not model.mtp_shared or model.mtp_layers < 2:
+        return
+    routes = workload.routes.record_routes or workload.routes.replay_routes
+    choices = (
+        ("layout.zero", str(layout.zero), layout.zero >= 2, "1"),
+        ("layout.spare", str(layout.spare), layout.spare > 0, "0"),
+        (
+            "layout.expert_placement",
+            str(layout.expert_placement),
+            layout.expert_placement is not ExpertPlacement.CONTIGUOUS,
+            str(ExpertPlacement.CONTIGUOUS),
+        ),
+        ("train.routes", routes, bool(routes), "no routes"),
+    )
+    for field, value, is_refused, nearest in choices:
+        if is_refused:
+            rule = "the engine passes through the weights of an MTP depth once a micro-batch"
+            yield Reason(field=field, value=value, rule=f"{rule} there", nearest=nearest)
 
 
 def _check_shard_sizes(job: Job) -> Iterator[Reason]:

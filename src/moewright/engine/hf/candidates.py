@@ -10,6 +10,7 @@ import torch
 from moewright.engine.hf.name_patterns import (
     LAYER_PATTERNS,
     LAYER_PREFIXES,
+    MTP_BLOCKS,
     MTP_FINAL_NORMS,
     MTP_NAMES,
     TOP_LEVEL_FAMILY_NAMES,
@@ -91,6 +92,8 @@ def list_model_tensors(model: ModelSpec) -> tuple[ModelTensor, ...]:
 
 def _router_states(model: ModelSpec, moe: MoeSpec) -> Iterator[ModelTensor]:
     for layer in model.routed_layers:
+        if model.mtp_shared and layer > model.layers + 1:
+            continue  # of the first depth
         if layer < moe.router.hash_layers:
             shape = (model.vocab_size, moe.router.top_k)
             yield ModelTensor(
@@ -119,7 +122,7 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
             hf_suffix = MTP_NAMES[suffix]
             if suffix == "final_norm.weight":
                 hf_suffix = MTP_FINAL_NORMS.get(model.family, hf_suffix)
-            hf_name = f"model.layers.{layer}.{hf_suffix}"
+            hf_name = f"{_layer_prefixes(model, layer, suffix)[0]}{hf_suffix}"
             return ((HfTensor(name=hf_name, index=(), shape=tensor.shape),),)
         suffix = suffix.removeprefix("layer.")
     elif layer > model.layers:  # the selection bias of a depth
@@ -138,10 +141,23 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
         if not pattern.families and (pattern.names, pattern.dim_order) not in own_forms
     ]
     return tuple(
-        _expand(model, pattern, f"{prefix}{layer}.", tensor.shape)
-        for prefix in LAYER_PREFIXES.get(model.family, ("model.layers.",))
+        _expand(model, pattern, prefix, tensor.shape)
+        for prefix in _layer_prefixes(model, layer, suffix)
         for pattern in (*own, *usual)
     )
+
+
+def _layer_prefixes(model: ModelSpec, layer: int, suffix: str) -> list[str]:
+    """Return what may stand before the name of a tensor of a layer; MTP depths follow the layers.
+
+    Where layers are of one block, an MTP depth is two: attention, and what follows it.
+    """
+    prefixes = LAYER_PREFIXES.get(model.family, ("model.layers.",))
+    if layer >= model.layers and model.family in MTP_BLOCKS:
+        is_second = suffix.startswith(("post_norm.", "moe.", "mlp.", "final_norm."))
+        layer = 2 * (layer - model.layers) + is_second
+        prefixes = (MTP_BLOCKS[model.family],)
+    return [f"{prefix}{layer}." for prefix in prefixes]
 
 
 def _expand(

@@ -437,8 +437,10 @@ MTP_NAMES: Mapping[str, str] = MappingProxyType(
 )
 # What families call the last norm of a depth otherwise.
 MTP_FINAL_NORMS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(_BAILING, "final_layernorm.weight")
+    dict.fromkeys((*_BAILING, *_NEMOTRON_H), "final_layernorm.weight")
 )
+# What stands before the blocks of MTP depths, where these are numbered by themselves.
+MTP_BLOCKS: Mapping[str, str] = MappingProxyType({"nemotron_h": "mtp.layers."})
 # Names of tensors of an MTP depth that are copies of tensors of ours.
 MTP_DUPLICATES: Mapping[str, str] = MappingProxyType(
     {"embed_tokens.weight": "embedding.weight", "shared_head.head.weight": "head.weight"}

@@ -27,6 +27,7 @@ from moewright.engine.hf.folder import HfFolder, HfReader
 from moewright.engine.hf.name_patterns import (
     BESIDE_PREFIX,
     HF_HEAD,
+    MTP_BLOCKS,
     MTP_DUPLICATES,
     MTP_FINAL_NORMS,
     NESTINGS,
@@ -62,7 +63,8 @@ def is_beside(model: ModelSpec, nesting: Nesting | None, name: str) -> bool:
     if nesting is not None:
         return not name.startswith((nesting.model, nesting.head))
     has_depth = model.recurrent is not None or model.attention.kind is AttentionKind.COMPRESSED
-    return has_depth and name.startswith("mtp.")
+    is_read = model.mtp_layers > 0 and model.family in MTP_BLOCKS
+    return has_depth and not is_read and name.startswith("mtp.")
 
 
 def duplicate_tensors(model: ModelSpec, nesting: Nesting | None = None) -> Mapping[str, str]:
@@ -88,7 +90,7 @@ def drop_absent_mtp(model: ModelSpec, names: Collection[str]) -> ModelSpec:
     transformers writes such checkpoints.
     """
     nesting = find_nesting(names)
-    prefix = f"model.layers.{model.layers}."
+    prefix = MTP_BLOCKS.get(model.family, f"model.layers.{model.layers}.")
     if nesting is not None:
         prefix = nesting.rename(prefix)
     if not model.mtp_layers or any(name.startswith(prefix) for name in names):

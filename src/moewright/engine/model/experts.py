@@ -48,8 +48,8 @@ class RoutedExperts(nn.Module):
         stacked = (experts, 2) if is_gated else (experts,)
         sharding = (("ep", 0), ("etp", len(stacked)))
         first = Weight(runtime, *stacked, width, hidden, sharding=sharding, row_indices=row_indices)
-        self._linears = (first,)  # in a tuple, which registers nothing
-        self.add_module("gate_up" if is_gated else "up", first)
+        self._first_name = "gate_up" if is_gated else "up"
+        self.add_module(self._first_name, first)
         self.down = Weight(
             runtime,
             experts,
@@ -96,6 +96,12 @@ class RoutedExperts(nn.Module):
         )
         return torch.cat((own_out, replica_out))
 
+    @property
+    def _first(self) -> Weight:
+        weight = self.get_submodule(self._first_name)
+        assert isinstance(weight, Weight)
+        return weight
+
     def _run_experts(
         self,
         rows_RH: torch.Tensor,
@@ -114,7 +120,7 @@ class RoutedExperts(nn.Module):
             rows_RH = ScaleRows.apply(rows_RH, weights_R)
             activate = self._activate_unweighted
             activation_weights = ()
-        (first,) = self._linears
+        first = self._first
         first_products = take_products(first)
         down_products = take_products(self.down)
         convert_rows = partial(first_products.convert_input, ends=ends_E)
@@ -151,7 +157,7 @@ class RoutedExperts(nn.Module):
 
     def assign_scales(self, scaling: DelayedScaling, names: Mapping[Weight, str]) -> None:
         """Take the delayed scales of this rank's experts and of its replicas."""
-        for weight in (*self._linears, self.down):
+        for weight in (self._first, self.down):
             weight.products = scaling.products_of(names[weight], self._experts)
         if self.replicas is not None:
             self.replicas.products = [

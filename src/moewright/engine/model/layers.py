@@ -173,8 +173,8 @@ class Mlp(nn.Module):
         stacked = (2,) if is_gated else ()
         sharding = (("tp", len(stacked)),)
         first = Weight(runtime, *stacked, width, hidden, sharding=sharding)
-        self._linears = (first,)  # in a tuple, which registers nothing
-        self.add_module("gate_up" if is_gated else "up", first)
+        self._first_name = "gate_up" if is_gated else "up"
+        self.add_module(self._first_name, first)
         self.down = Weight(runtime, hidden, width, sharding=TP_COLUMNS)
         if kind is Module.DENSE_MLP and runtime.model.mlp_bias:
             first.bias = Vector(runtime, *stacked, width, sharding=sharding)
@@ -188,13 +188,19 @@ class Mlp(nn.Module):
                 (out,) = self._block(x_tH)
             return out
 
+    @property
+    def _first(self) -> Weight:
+        weight = self.get_submodule(self._first_name)
+        assert isinstance(weight, Weight)
+        return weight
+
     def _block(self, x_tH: torch.Tensor) -> tuple[torch.Tensor]:
         return (self._run_second(x_tH, self._run_first(x_tH)),)
 
     def _run_first(self, x_tH: torch.Tensor) -> torch.Tensor:
         """Run the first linear and the activation."""
         runtime = self._runtime
-        (first,) = self._linears
+        first = self._first
         # The router keeps the same input as shared experts, as it is.
         kept_for = first.products
         if self.ledger_module is Module.SHARED_EXPERTS:
@@ -323,12 +329,17 @@ class NamedParameter:
 
 
 def list_parameters(model: nn.Module) -> tuple[NamedParameter, ...]:
-    """List every parameter of the model in registration order."""
+    """List every parameter of the model in registration order.
+
+    One that several modules share is listed once, by the first of its names.
+    """
     parameters: list[NamedParameter] = []
+    owners: set[Weight] = set()
 
     def visit(module: nn.Module, prefix: str, inherited: Module) -> None:
         ledger_module = _ledger_module(module, inherited)
-        if isinstance(module, Weight):
+        if isinstance(module, Weight) and module not in owners:
+            owners.add(module)
             name = (prefix + module.suffix).removesuffix(".")
             parameters.append(NamedParameter(name=name, owner=module, module=ledger_module))
         for name, child in module.named_children():

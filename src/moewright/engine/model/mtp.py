@@ -113,3 +113,15 @@ class MtpDepth(nn.Module):
         splits = [tokens] * tp_group.size
         exchanged = all_to_all(columns, tp_group, send=splits, receive=splits)
         return exchanged.view(tp_group.size, tokens, -1).transpose(0, 1).flatten(1)
+
+
+def share_weights(module: nn.Module, source: nn.Module) -> None:
+    """Give a module the weights of another one of the same kind in place of its own.
+
+    Routers are weights, and are shared with their selection bias and counts.
+    """
+    for name, child in source.named_children():
+        if isinstance(child, Weight):
+            setattr(module, name, child)
+        else:
+            share_weights(module.get_submodule(name), child)

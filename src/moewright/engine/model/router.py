@@ -31,7 +31,7 @@ from moewright.engine.model.routes import LayerRoutes
 from moewright.engine.runtime import Runtime
 from moewright.rules.parameters import expert_table_name, selection_bias_name
 from moewright.spec.ledger import Module
-from moewright.spec.model import RouterSpec
+from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.workload import (
     DropPolicy,
     FrozenPart,
@@ -368,6 +368,17 @@ class Router(Weight):
 def list_routers(model: torch.nn.Module) -> tuple[Router, ...]:
     """List the routers of a model, by layer."""
     return tuple(module for module in model.modules() if isinstance(module, Router))
+
+
+def load_rows(model: ModelSpec, router: Router) -> list[int]:
+    """Return the places among the routed layers of those that pass through a router.
+
+    They are its own, and of MTP depths with the same weights those of all depths.
+    """
+    layers = model.routed_layers
+    if model.mtp_shared and router.layer_number > model.layers:
+        return [row for row, layer in enumerate(layers) if layer > model.layers]
+    return [layers.index(router.layer_number)]
 
 
 def draw_expert_table(

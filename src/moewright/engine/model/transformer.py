@@ -26,7 +26,7 @@ from moewright.engine.model.layers import (
     compute_token_loss,
 )
 from moewright.engine.model.micro_batch import MicroBatch
-from moewright.engine.model.mtp import MtpDepth
+from moewright.engine.model.mtp import MtpDepth, share_weights
 from moewright.engine.model.residual_streams import StreamMix
 from moewright.engine.model.router_losses import aux_loss_coefficients
 from moewright.engine.runtime import Runtime
@@ -122,6 +122,9 @@ class Transformer(nn.Module):
         self._depths = tuple(
             MtpDepth(runtime, TransformerLayer(runtime, number)) for number in depth_numbers
         )
+        if runtime.model.mtp_shared:
+            for depth in self._depths[1:]:
+                share_weights(depth, self._depths[0])
         self.mtp = nn.ModuleDict({str(index): depth for index, depth in enumerate(self._depths)})
         apply_fine_tuning(runtime, self)
 

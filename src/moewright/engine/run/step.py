@@ -16,7 +16,7 @@ import torch
 from moewright.engine.comm.collectives import all_reduce, await_release
 from moewright.engine.model.micro_batch import MicroBatch
 from moewright.engine.model.preferences import compute_pair_losses
-from moewright.engine.model.router import list_routers
+from moewright.engine.model.router import list_routers, load_rows
 from moewright.engine.model.transformer import ModelOutput
 from moewright.engine.observe.phase_clock import HostStamps, PhaseClock, build_phase_clock
 from moewright.engine.pipeline.executor import Key
@@ -127,8 +127,8 @@ def _train_step(
     if backward.is_finite:
         _update_scales(runtime)
         for router in list_routers(state.model):
-            layer = runtime.model.routed_layers.index(router.layer_number)
-            router.update_selection_bias(expert_loads[layer])
+            rows = load_rows(runtime.model, router)
+            router.update_selection_bias(expert_loads[rows].sum(0))
     gc_every = runtime.workload.gc_every_steps
     if gc_every and step % gc_every == 0:
         gc.collect()
@@ -167,7 +167,11 @@ def _sum_expert_loads(state: TrainState, backward: BackwardResult) -> torch.Tens
         return loads
     loads.zero_()
     for router in list_routers(state.model):
-        loads[runtime.model.routed_layers.index(router.layer_number)] = router.counted_loads
+        first, *others = load_rows(runtime.model, router)
+        # MTP depths with the same weights have counted together: each gets an even part.
+        part = router.counted_loads // (1 + len(others))
+        loads[others] = part
+        loads[first] = router.counted_loads - part * len(others)
     return loads
 
 
