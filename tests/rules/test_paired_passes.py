@@ -18,6 +18,7 @@ from moewright.rules.paired_passes import (
     paired_rows,
 )
 from moewright.rules.schedule import check_schedule, timetable
+from moewright.rules.simulate import StageSeconds, row_end_times
 from moewright.rules.stages import virtual_stage
 from moewright.rules.timetable_row import RowKey, RowKind
 from moewright.spec.layout import Layout, Overlap, Recompute, Schedule
@@ -98,12 +99,16 @@ def test_a_pass_without_an_exchange_runs_beside_the_first_of_the_other() -> None
     assert "".join(segment.kind for segment in merged) == "BFBBBB"
 
 
-def runs_to_the_end(layout: Layout, micro_batches: int) -> bool:
-    """Run all ranks; both rows of a pair take their input before either begins."""
+def paired_end_s(layout: Layout, micro_batches: int) -> float | None:
+    """Return when the rows end where pairs begin and end together, and a row takes a second.
+
+    None where ranks wait for each other for ever.
+    """
     last_stage = layout.pp * layout.vpp - 1
-    done: set[RowKey] = set()
+    ends_s: dict[RowKey, float] = {}
     table = timetable(layout, micro_batches)
     places = [0] * layout.pp
+    clocks_s = [0.0] * layout.pp
     has_moved = True
     while has_moved:
         has_moved = False
@@ -121,12 +126,14 @@ def runs_to_the_end(layout: Layout, micro_batches: int) -> bool:
                     for kind, micro_batch, stage in keys
                     if kind is not RowKind.W
                 }
-                if {need for need in needs if 0 <= need[2] <= last_stage} - done:
+                needs = {need for need in needs if 0 <= need[2] <= last_stage}
+                if needs - ends_s.keys():
                     break
-                done.update(keys)
+                clocks_s[rank] = max(clocks_s[rank], *(ends_s[need] for need in needs), 0) + size
+                ends_s |= dict.fromkeys(keys, clocks_s[rank])
                 places[rank] += size
                 has_moved = True
-    return places == [len(rows) for rows in table]
+    return max(clocks_s) if places == [len(rows) for rows in table] else None
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (2, 3), (3, 2), (4, 2), (5, 2)])
@@ -142,7 +149,7 @@ def test_pairs_wait_for_ever_in_a_single_short_group_alone(pp: int, vpp: int) ->
         )
         for micro_batches in range(pp, 4 * pp):
             if not check_schedule(layout, micro_batches):
-                ends = runs_to_the_end(layout, micro_batches)
+                ends = paired_end_s(layout, micro_batches) is not None
                 assert ends == can_pair(layout, micro_batches), (group, micro_batches)
 
 
@@ -151,7 +158,20 @@ def test_pairs_of_dualpipev_wait_for_no_one_for_ever(pp: int) -> None:
     layout = Layout(world_size=pp, pp=pp, vpp=2, schedule=Schedule.DUALPIPEV, overlap=(Overlap.EP,))
     for micro_batches in (2 * pp, 2 * pp + 1, 4 * pp):
         assert can_pair(layout, micro_batches)
-        assert runs_to_the_end(layout, micro_batches)
+        assert paired_end_s(layout, micro_batches) is not None
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("vpp", [2, 4])
+def test_pairs_make_a_step_of_gis_longer_than_they_could_hide(pp: int, vpp: int) -> None:
+    """So overlap=ep is refused: a forward that ends with a backward reaches the next rank late."""
+    layout = Layout(world_size=pp, pp=pp, vpp=vpp, schedule=Schedule.GIS)
+    second = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)
+    stages = [second] * pp * vpp
+    alone_s = max(row_end_times(layout, timetable(layout, 32), stages).values())
+    together_s = paired_end_s(layout, 32)
+    assert together_s is not None
+    assert 1.25 * alone_s < together_s < 1.35 * alone_s
 
 
 def test_megatron_pairs_fewer_passes_than_the_engine() -> None:
