@@ -258,7 +258,15 @@ class _ConstantParts:
 class Fit:
     """Constants fitted to runs: for every site among them, and for others by what sites share."""
 
-    __slots__ = ("_covariance", "_spreads", "jacobian", "log_shifts", "parts", "run_count")
+    __slots__ = (
+        "_covariance",
+        "_spreads",
+        "errors",
+        "jacobian",
+        "log_shifts",
+        "parts",
+        "run_count",
+    )
 
     def __init__(
         self,
@@ -269,6 +277,7 @@ class Fit:
         log_shifts: Vector,
         covariance: Vector,
         jacobian: Vector,
+        errors: Vector,
     ) -> None:
         self.parts = parts
         self._spreads = spreads
@@ -276,13 +285,17 @@ class Fit:
         self.run_count = run_count
         self.log_shifts = log_shifts
         self.jacobian = jacobian
+        self.errors = errors
 
     @property
     def free_constants(self) -> tuple[FreeConstant, ...]:
         return self.parts.free_constants
 
-    def restrict_to_runs(self, indices: Sequence[int]) -> Fit:
-        """Return this fit as the start of another on some of its runs, given by their indices."""
+    def restrict_to_runs(self, indices: Sequence[int], errors: Vector | None = None) -> Fit:
+        """Return this fit as the start of another on some of its runs, given by their indices.
+
+        `errors` are `log_errors` of all its runs, where the other has these very runs.
+        """
         return Fit(
             parts=self.parts,
             run_count=self.run_count,
@@ -290,7 +303,12 @@ class Fit:
             log_shifts=self.log_shifts,
             covariance=self._covariance,
             jacobian=self.jacobian[list(indices)],
+            errors=np.zeros(0) if errors is None else errors[list(indices)],
         )
+
+    def log_errors(self, runs: Sequence[MeasuredRun]) -> Vector:
+        """Return log(predicted / measured) of every run."""
+        return _log_residuals(runs, self.parts, self.log_shifts)
 
     def constants_for(
         self, hardware: Hardware, *, publisher: str = "", network: str = ""
@@ -380,11 +398,14 @@ def fit_constants(
     log_shifts = start.log_shifts.copy() if start else np.zeros(len(unknowns.parts))
     weights = np.array([run.weight / run.noise for run in runs])
     jacobian = None
+    errors = np.zeros(0)
     if start is not None and len(start.jacobian) == len(runs):
         jacobian = start.jacobian
+        errors = start.errors
     hessian = np.diag(1 / spreads**2)
     for iteration in range(_MAX_ITERATIONS):
-        errors = _log_residuals(runs, unknowns, log_shifts)
+        if iteration or len(errors) != len(runs):
+            errors = _log_residuals(runs, unknowns, log_shifts)
         if jacobian is None or (start is None and iteration <= _LAST_JACOBIAN):
             jacobian = _jacobian(runs, unknowns, log_shifts, errors)
         move, hessian = _solve(jacobian, errors, weights, log_shifts, spreads)
@@ -399,6 +420,7 @@ def fit_constants(
         log_shifts=log_shifts,
         covariance=np.asarray(np.linalg.inv(hessian), dtype=np.float64),
         jacobian=np.zeros((0, len(unknowns.parts))) if jacobian is None else jacobian,
+        errors=np.zeros(0),
     )
 
 
@@ -438,6 +460,7 @@ def predict_left_out(
     if len({key(run) for run in runs}) == 1:
         return tuple(run.prepared.step_s(()) for run in runs)
     fit_of_all = fit_constants(runs, free_constants=free_constants, centre=centre)
+    errors = fit_of_all.log_errors(runs)
     predicted = [0.0] * len(runs)
     for left_out in dict.fromkeys(key(run) for run in runs):
         inside = [index for index, run in enumerate(runs) if key(run) == left_out]
@@ -446,7 +469,7 @@ def predict_left_out(
             [runs[index] for index in others],
             free_constants=free_constants,
             centre=centre,
-            start=fit_of_all.restrict_to_runs(others),
+            start=fit_of_all.restrict_to_runs(others, errors),
         )
         for index in inside:
             run = runs[index]

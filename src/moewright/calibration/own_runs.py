@@ -79,11 +79,13 @@ def predict_own_runs(
     if len(runs) == 1:
         return (runs[0].prepared.step_s(()),)
     fit_of_all = fit_constants(runs, centre=centre)
+    errors = fit_of_all.log_errors(runs)
     predicted = []
     for index, run in enumerate(runs):
         kept = [place for place in range(len(runs)) if place != index]
         others = [runs[place] for place in kept]
-        fit = fit_constants(others, centre=centre, start=fit_of_all.restrict_to_runs(kept))
+        start = fit_of_all.restrict_to_runs(kept, errors)
+        fit = fit_constants(others, centre=centre, start=start)
         constants = fit.constants_for(run.hardware, publisher=run.publisher, network=run.network)
         steps = [other.prepared.step_s(constants) for other in others]
         own_runs = weigh_own_runs(others, steps, source="")

@@ -88,19 +88,23 @@ def _excess_of_slowest(devices: int) -> float:
 class DeviceRates:
     """The rates of one device, with stand-ins where its hardware file has no curve."""
 
-    __slots__ = ("_curves", "_hardware", "_peaks", "_scales", "constants")
+    __slots__ = ("_curves", "_hardware", "_peaks", "_scales", "_slowest", "constants")
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self.constants = Constants(hardware)
         self._curves = {(rate.op, rate.dtype): rate.curve for rate in hardware.device.rates}
         self._peaks = {peak.dtype: peak.rate.value for peak in hardware.device.peaks}
-        slowest = 1 + self.constants["device_spread"] * _excess_of_slowest(hardware.count)
-        self._scales = {
-            (op, dtype): max(slowest * self._time_scale(op, dtype), self._least_scale(op, dtype))
-            for op in Op
-            for dtype in Dtype
-        }
+        self._slowest = 1 + self.constants["device_spread"] * _excess_of_slowest(hardware.count)
+        self._scales: dict[tuple[Op, Dtype], float] = {}
+
+    def _scale(self, op: Op, dtype: Dtype) -> float:
+        """Return the factor on the time of an operation; a step has a few of all there are."""
+        scale = self._scales.get((op, dtype))
+        if scale is None:
+            scale = max(self._slowest * self._time_scale(op, dtype), self._least_scale(op, dtype))
+            self._scales[op, dtype] = scale
+        return scale
 
     def _time_scale(self, op: Op, dtype: Dtype) -> float:
         """Return the factor on the time of an operation.
@@ -193,7 +197,7 @@ class DeviceRates:
         """
         if not row.amount:
             return 0.0
-        scale = self._scales[row.op, row.dtype]
+        scale = self._scale(row.op, row.dtype)
         if row.scale_constant:
             scale *= self.constants[row.scale_constant]
         return scale * row.amount / (self.rate(row.op, row.dtype, row.x) * row.efficiency)
