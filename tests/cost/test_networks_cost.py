@@ -12,9 +12,10 @@ from moewright.cost.collective_time import CollectiveModel, GroupSpan
 from moewright.cost.estimate import estimate
 from moewright.cost.op_time import DeviceRates
 from moewright.intake import catalogue
-from moewright.spec.hardware import Collective
-from moewright.spec.layout import DispatcherKind, Layout
+from moewright.spec.hardware import Collective, Constant
+from moewright.spec.layout import DispatcherKind, Layout, Overlap
 from moewright.spec.plan import Estimate, TimePart
+from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.workload import Workload
 
 QWEN = catalogue.model("Qwen3-30B-A3B")
@@ -33,7 +34,7 @@ def dispatch_s(network: str, ep: int, dispatcher: DispatcherKind, tokens: int = 
     moving_s = collectives.dispatch_s(
         layout, tokens=tokens, router=QWEN.moe.router, row_bytes=4096, load=1.0
     )
-    return 2 * moving_s + collectives.dispatch_wait_s(layout)
+    return 2 * moving_s + sum(collectives.dispatch_waits_s(layout)) / 2
 
 
 @pytest.mark.parametrize(
@@ -127,3 +128,48 @@ def test_the_efa_constants_are_listed_where_they_count() -> None:
     names = [{item.name for item in answer.assumptions} for answer in (plain, efa)]
     assert "proxy_message_s" not in names[0]
     assert "proxy_message_s" in names[1]
+
+
+def test_split_sizes_are_waited_for_in_forward_alone() -> None:
+    """Backward knows them; older software makes up longer, another micro-batch hides a share."""
+    machines = catalogue.hardware("64xH100")
+
+    def waits_s(layout: Layout, *, age_years: float = 0.0) -> tuple[float, float]:
+        age = Constant(
+            name="stack_age_years",
+            value=Sourced(value=age_years, kind=SourceKind.ASSUMED, source="age"),
+        )
+        aged = replace(machines, constants=(*machines.constants, age))
+        return CollectiveModel(aged, DeviceRates(aged).constants).dispatch_waits_s(layout)
+
+    constants = DeviceRates(machines).constants
+    plain = Layout(world_size=64, ep=8)
+    forward_s, backward_s = waits_s(plain)
+    assert forward_s > 0
+    assert backward_s == 0
+    assert waits_s(plain, age_years=1)[0] == pytest.approx(constants["host_per_year"] * forward_s)
+    hidden = replace(plain, overlap=(Overlap.EP,))
+    assert waits_s(hidden)[0] == pytest.approx((1 - constants["ep_overlap_hidden"]) * forward_s)
+    library_s = waits_s(replace(plain, dispatcher=DispatcherKind.DEEPEP))
+    assert library_s[0] == library_s[1] < forward_s
+
+
+def test_a_recomputed_layer_waits_for_split_sizes_again() -> None:
+    machines = catalogue.hardware("16xH100")
+    longer = Constant(
+        name="sync_s_alltoall",
+        value=Sourced(value=2e-3, kind=SourceKind.ASSUMED, source="longer"),
+    )
+    slower = replace(machines, constants=(*machines.constants, longer))
+    work = Workload(seq_len=4096, global_batch=64)
+
+    def added_s(text: str) -> float:
+        layout = parse_layout(text, world_size=16)
+        return (
+            estimate(QWEN, work, slower, layout).step_s
+            - estimate(QWEN, work, machines, layout).step_s
+        )
+
+    assert added_s("ep8") > 0
+    for recompute in ("full", "moe"):
+        assert added_s(f"ep8,recompute={recompute}") == pytest.approx(2 * added_s("ep8"), rel=1e-6)

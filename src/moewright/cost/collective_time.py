@@ -15,7 +15,7 @@ from moewright.rules import grid, routing
 from moewright.rules.networks import message_path
 from moewright.rules.token_copies import expected_places, message_tokens
 from moewright.spec.hardware import Collective, Curve, Hardware, MessagePath, NetworkKind
-from moewright.spec.layout import DispatcherKind, Layout
+from moewright.spec.layout import DispatcherKind, Layout, Overlap
 from moewright.spec.model import RouterSpec
 
 # Groups that the degrees of a layout decide.
@@ -205,21 +205,28 @@ class CollectiveModel:
         moving_s += c["dedup_between_time_scale"] * between_s
         return load * moving_s + call_s + self._latency_s(span)
 
-    def dispatch_wait_s(self, layout: Layout) -> float:
-        """Return how long the host waits in each direction for the counts of a dispatch.
+    def dispatch_waits_s(self, layout: Layout) -> tuple[float, float]:
+        """Return how long the host waits in a dispatch and combine, forward and backward.
 
-        Nothing hides it. Counts that a CPU thread sends come later; where the number of rows is
-        fixed there are none.
+        A plain all-to-all waits for the split sizes of a forward, which its backward knows. What
+        is lost is that the host has launched nothing ahead, so it takes as long as launches do,
+        longer in older software, and the kernels of another micro-batch beside it hide a share.
+        Counts that a CPU thread sends come later; where the number of rows is fixed there are none.
         """
         c = self.constants
         if layout.ep == 1:
-            return 0.0
+            return 0.0, 0.0
         if layout.dispatcher not in routing.LIBRARY_DISPATCHERS:
-            return c["sync_s_fused" if layout.has_fixed_rows else "sync_s_alltoall"]
+            if layout.has_fixed_rows:
+                return c["sync_s_fused"], c["sync_s_fused"]
+            wait_s = c["sync_s_alltoall"] * c["host_per_year"] ** c["stack_age_years"]
+            if Overlap.EP in layout.overlap:
+                wait_s *= 1 - c["ep_overlap_hidden"]
+            return wait_s, 0.0
         span = self.span(layout, "ep")
         path = message_path(self._fabric, layout.dispatcher, domains=span.domains)
         proxy_s = self._proxy_cost(span).wait_s if path is MessagePath.PROXY else 0.0
-        return c["sync_s_fused"] + proxy_s
+        return c["sync_s_fused"] + proxy_s, c["sync_s_fused"] + proxy_s
 
     def _proxy_cost(self, span: GroupSpan) -> _ProxyCost:
         """Return what a CPU thread that posts the messages of a library adds.

@@ -432,15 +432,19 @@ def pass_times(
     device = cost.device
     replay = cost.replay
     p = host_exponent(c, sym, synced=synced, is_moe=cost.is_moe)
-    sync_s = collectives.dispatch_wait_s(layout) if cost.is_moe else 0.0
+    forward_sync_s, backward_sync_s = 0.0, 0.0
+    if cost.is_moe:
+        forward_sync_s, backward_sync_s = collectives.dispatch_waits_s(layout)
     group_s = c["host_s_per_recompute_module"]
     forward_host_s = replay.host_s / 3  # backward launches twice as much (docs/findings.md 2)
     backward_host_s = 2 * forward_host_s + group_s * replay.kernel_groups
     copies_host_s = group_s * cost.offloaded.modules
-    forward_s = join_times(p, device.forward_s, forward_host_s + copies_host_s) + sync_s
+    forward_s = join_times(p, device.forward_s, forward_host_s + copies_host_s) + forward_sync_s
     backward_device_s = device.backward_s + replay.kernel_s
-    backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s) + sync_s
+    backward_s = join_times(p, backward_device_s, backward_host_s + copies_host_s)
+    backward_s = backward_s + backward_sync_s
     block_s = join_times(p, replay.block_s, replay.block_host_share * forward_host_s)
+    block_s = block_s + forward_sync_s
     has_block = replay.block_s > 0
     forward_window_s, backward_window_s = forward_s, backward_s
     if fetches_chunks(layout):
