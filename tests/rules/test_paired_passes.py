@@ -163,7 +163,7 @@ def test_pairs_of_dualpipev_wait_for_no_one_for_ever(pp: int) -> None:
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("vpp", [2, 4])
-def test_pairs_make_a_step_of_gis_longer_than_they_could_hide(pp: int, vpp: int) -> None:
+def test_pairs_make_a_step_of_gis_three_tenths_longer(pp: int, vpp: int) -> None:
     """So overlap=ep is refused: a forward that ends with a backward reaches the next rank late."""
     layout = Layout(world_size=pp, pp=pp, vpp=vpp, schedule=Schedule.GIS)
     second = StageSeconds(forward=1.0, input_backward=1.0, weight_backward=1.0)

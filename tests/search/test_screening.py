@@ -43,6 +43,7 @@ from moewright.spec.workload import (
     OptimizerSpec,
     SaveMode,
     Task,
+    TensorScaling,
     TrainerSpec,
     Workload,
 )
@@ -112,6 +113,7 @@ QLORA = replace(
     LORA,
     fine_tuning=FineTuningSpec(task=Task.LORA, quantize_base=BaseQuantization.NF4),
 )
+DELAYED = replace(_work(4096, 2048, Dtype.FP8), tensor_scaling=TensorScaling.DELAYED)
 SAVES_BESIDE = replace(LARGE, checkpoint=replace(CheckpointSpec(), mode=SaveMode.ASYNC))
 OTHER_TRAINER = replace(
     _work(4096, 256),
@@ -149,6 +151,7 @@ CASES = (
     Case("Qwen3-235B-A22B", "256xH800", LARGE, "recompute=block2"),
     Case("Qwen3-235B-A22B", "256xH800", LARGE, "recompute=uniform2"),
     Case("DeepSeek-V3", "1024xH800", _work(4096, 8192, Dtype.FP8)),
+    Case("Qwen3-235B-A22B", "256xH800", DELAYED),
     GATHERS_CASE,
     Case("gpt-oss-120b", "64xB200", _work(4096, 512)),
     Case("Qwen3-30B-A3B", "32xH100", LORA),

@@ -30,12 +30,13 @@ from moewright.cost.stage_parts import Array, StageParts
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, shards
 from moewright.rules.adapters import is_trained
+from moewright.rules.delayed_scaling import delayed_scaling_rows, is_delayed
 from moewright.rules.moments import shard_multiple
 from moewright.rules.packed_base import holds_packed
 from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
 from moewright.search.pipeline_arrays import PipelineBatch
-from moewright.search.space import SearchSpace, StatePolicy
+from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
@@ -95,6 +96,7 @@ class ScreeningMemory:
         self._fills: dict[tuple[str, int, int, bool], BucketFill] = {}
         self._elements: dict[tuple[object, ...], RankElements] = {}
         self._resident: dict[tuple[object, ...], Array] = {}
+        self._scales: dict[PipelineShapes, Array] = {}
         self._block_numel: dict[tuple[int, int, int], Array] = {}
 
     def model_memory(self, sym: Symbols) -> memory.ModelMemory:
@@ -326,6 +328,8 @@ class ScreeningMemory:
             total += _fsdp_buffer_bytes(sym, layout, batch)[ranks]
         if layout.spare:
             total += self._replica_bytes(sym, batch)[ranks]
+        if is_delayed(workload):
+            total += self._scale_bytes(sym, batch)[ranks]
         return total
 
     def _flat_or_unit_bytes(
@@ -459,6 +463,21 @@ class ScreeningMemory:
             )
         counts = batch.count_blocks(ranks, len(blocks))
         return np.concatenate([self._block_numel[key] * (counts > n) for n in (0, 1)], axis=1)
+
+    def _scale_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
+        """Return the bytes of delayed scales and their histories [ranks]."""
+        if batch.pipelines not in self._scales:
+            self._scales[batch.pipelines] = np.array(
+                [
+                    sum(
+                        row.bytes
+                        for row in delayed_scaling_rows(replace(sym.job, layout=layout), pp_rank)
+                    )
+                    for layout, pp_rank in batch.rank_layouts(sym.layout)
+                ],
+                dtype=float,
+            )
+        return self._scales[batch.pipelines]
 
     def _replica_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return the bytes of expert replicas [ranks]: weights, their 8-bit copies, gradients."""
