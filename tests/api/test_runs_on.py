@@ -28,16 +28,12 @@ def refusals(plan: Plan, trainer: str) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("trainer", TargetTrainer)
-def test_every_answer_starts_in_the_trainer(trainer: str) -> None:
-    bound = plans(trainer)
+def test_every_answer_starts_in_the_trainer_and_none_is_faster_than_any(trainer: str) -> None:
+    """Both of one search, which takes seconds, and is made again in every process of the tests."""
+    free, bound = plans(""), plans(trainer)
     for plan in (*bound.plans, *bound.gambles):
         assert not refusals(plan, trainer)
         assert STARTED_AS[trainer] in list_trainers(plan)
-
-
-@pytest.mark.parametrize("trainer", TargetTrainer)
-def test_a_trainer_is_never_faster_than_any(trainer: str) -> None:
-    free, bound = plans(""), plans(trainer)
     assert bound.best is not None
     assert free.best is not None
     longest = free.best.estimate.step_interval_80[1]
