@@ -505,6 +505,13 @@ CORNERS = (
         "pp2,tp2,ep2,schedule=zb-h1,mbs2",
         DocumentMasking.BOUNDED,
     ),
+    _corner(
+        "keys chosen of all CP ranks, inside documents",
+        "sparse",
+        4,
+        "tp2,cp2,cp_comm=a2a,ep2,mbs2,recompute=core_attn",
+        DocumentMasking.RESTARTED,
+    ),
     _corner("keys chosen by weights in shards", "sparse", 2, "ep2,zero3,mbs2,recompute=full"),
     _corner("keys chosen again, TP ranks", "sparse", 2, "tp2,ep2,mbs4,recompute=full"),
     _corner("keys chosen by two passes", "sparse", 2, "ep2,mbs1,overlap=ep+wgrad"),

@@ -193,13 +193,14 @@ def test_what_compressed_attention_does_not_go_with(
 
 
 def test_what_indexers_do_not_go_with() -> None:
-    """Keys of whole sequences are scored, and no choice goes from stage to stage."""
+    """CP ranks exchange heads for whole sequences, and no choice goes from stage to stage."""
     attention, shared = MixerKind.ATTENTION, MixerKind.SHARED_INDEX
     model = replace(SHAPES["sparse"], mtp_layers=0, mixers=(attention, shared, attention, shared))
     work = build_workload(DataSpec())
     for layout, refusal in (
         ("tp2,pp2", ""),
-        ("cp2", "layout.cp=2: the engine has an indexer score the keys of whole sequences"),
+        ("cp2,cp_comm=a2a", ""),
+        ("cp2", "layout.cp_comm=p2p: the engine attends to chosen keys in whole sequences"),
         ("pp4", "layout.pp=4: would part layer 1 from layer 0, whose choice of keys it takes"),
         ("pp2,layout='Ettt|tL'", "layout.pp=2: would part layer 3 from layer 2"),
     ):

@@ -120,9 +120,11 @@ def compute_gradients(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor
     ("family", "layout", "nproc"),
     [
         ("glm_moe_dsa", "tp2,ep2,mbs2", 2),
+        ("deepseek_v32", "cp2,cp_comm=a2a,ep2,mbs2", 2),
         ("deepseek_v4", "tp2,ep2,mbs2", 2),
         thorough("deepseek_v32", "ep2,zero3,recompute=full", 2),
         thorough("deepseek_v32", "pp2,mbs2", 2),
+        thorough("glm_moe_dsa", "tp2,cp2,cp_comm=a2a,ep2,mbs2,recompute=full", 4),
     ],
 )
 def test_gradients_of_indexers_are_those_of_the_divergence_and_of_no_other_weight(

@@ -267,6 +267,9 @@ def test_ledgers_of_latent_attention_are_equal(
     [
         (2, "tp2,ep2,mbs2,recompute=core_attn", 1.0),
         (1, f"mbs2,offload={EVERY_OFFLOAD}", 0.0),
+        (2, "cp2,cp_comm=a2a,ep2,recompute=full", 1.0),
+        thorough(4, "tp2,cp2,cp_comm=a2a,ep2,mbs2", 1.0),
+        thorough(2, "cp2,cp_comm=a2a,ep2", 0.0),
         thorough(2, "tp2,ep2,mbs2,recompute=full", 1.0),
         thorough(2, "ep2,zero3,recompute=uniform2", 1.0),
         thorough(2, "pp2,layout='Et|ttL',recompute=full,schedule=zb-h1", 0.0),

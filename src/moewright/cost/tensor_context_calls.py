@@ -125,7 +125,8 @@ def _indexer_calls(job: Job, chunks: Sequence[Chunk], micro_batches: int) -> Ite
     """Yield the gathers of the keys that indexers score, and of what each rank's tokens chose.
 
     Without sequence parallelism every rank chooses for all tokens. To train, they sum what heads
-    read of the chosen keys, and under sequence parallelism the gradients of the keys.
+    read of the chosen keys, and under sequence parallelism the gradients of the keys. CP ranks
+    gather and sum the same.
     """
     spec, layout = job.model.attention.indexer, job.layout
     if spec is None:
@@ -139,15 +140,18 @@ def _indexer_calls(job: Job, chunks: Sequence[Chunk], micro_batches: int) -> Ite
     key_bytes = activation_nbytes(job.workload) * spec.head_dim
     choice_bytes = INT32_BYTES * min(spec.top_k, job.workload.seq_len)
     trained_passes = passes * trains_indexer(job.workload)
-    summed_bytes = trained_passes * choice_bytes * job.tp_group_tokens  # fp32 beside int32
+    T = job.tp_group_tokens
+    repeated_passes = passes * (1 + repeats_forward(layout))
+    choice_sums = trained_passes * choice_bytes * T  # fp32 beside int32
+    sums = choice_sums + trained_passes * key_bytes * T
+    gathers = repeated_passes * (key_bytes + choice_bytes) * T
+    yield Collective.REDUCE_SCATTER, "cp", sums * layout.cp, 2 * trained_passes
+    yield Collective.ALL_GATHER, "cp", gathers, 2 * repeated_passes
     if not layout.sp:
-        yield Collective.ALL_REDUCE, "tp", summed_bytes, trained_passes
+        yield Collective.ALL_REDUCE, "tp", choice_sums, trained_passes
         return
-    summed_bytes += trained_passes * key_bytes * job.tp_group_tokens
-    yield Collective.REDUCE_SCATTER, "tp", summed_bytes, 2 * trained_passes
-    passes *= 1 + repeats_forward(layout)
-    gathered_bytes = (key_bytes + choice_bytes) * job.tp_group_tokens // layout.tp
-    yield Collective.ALL_GATHER, "tp", passes * gathered_bytes, 2 * passes
+    yield Collective.REDUCE_SCATTER, "tp", sums, 2 * trained_passes
+    yield Collective.ALL_GATHER, "tp", gathers // layout.tp, 2 * repeated_passes
 
 
 def _block_indexer_calls(

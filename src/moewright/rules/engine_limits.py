@@ -25,6 +25,7 @@ from moewright.rules.shared_choices import parted_choices
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (
     CapacityFill,
+    CpComm,
     DispatcherKind,
     ExpertPlacement,
     Layout,
@@ -261,9 +262,9 @@ def _check_indexer(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     """Yield what layers that choose the keys of their attention do not go with."""
     if model.attention.indexer is None or model.attention.kind is AttentionKind.COMPRESSED:
         return
-    if layout.cp > 1:
-        rule = "the engine has an indexer score the keys of whole sequences"
-        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
+    if layout.cp > 1 and layout.cp_comm is not CpComm.A2A:
+        rule = "the engine attends to chosen keys in whole sequences, of some heads on each CP rank"
+        yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
     for layer, source in islice(parted_choices(model, layout), 1):
         rule = f"would part layer {layer} from layer {source}, whose choice of keys it takes"
         yield Reason(field="layout.pp", value=str(layout.pp), rule=rule, nearest="1")

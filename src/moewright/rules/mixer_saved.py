@@ -29,12 +29,13 @@ _INT32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerSymbols:
-    """Bytes `c` of an activation, T tokens on a TP group and t on a rank, and its degree."""
+    """Bytes `c` of an activation, T tokens on a TP group and t on a rank, degrees of TP and CP."""
 
     c: int
     T: int
     t: int
     tp: int
+    cp: int
     seq_len: int
 
 
@@ -140,11 +141,12 @@ def indexer_saved(
 
     Without an objective it saves the choice alone. Our attention takes the choice as an input, for
     all tokens of the TP group, and so may other layers; core attention of Megatron-LM has the
-    scorer inside.
+    scorer inside. CP ranks hold the keys and the choice of all tokens.
     """
     if spec.indexer is None:
         return
-    T, t, heads, width = symbols.T, symbols.t, spec.indexer.heads, spec.indexer.head_dim
+    t, heads, width = symbols.t, spec.indexer.heads, spec.indexer.head_dim
+    all_tokens = symbols.T * symbols.cp
     chosen_bytes = _INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len)
     if is_fused_stack:
         if is_trained:
@@ -154,13 +156,14 @@ def indexer_saved(
     else:
         if is_trained:
             # The keys before their norm are of this rank's tokens; those that it scores are of all.
-            yield _row("index_qk", symbols.c * (t * (heads * width + width) + T * width))
+            yield _row("index_qk", symbols.c * (t * (heads * width + width) + all_tokens * width))
             yield _row("index_heads", _FP32_BYTES * t * heads)
             yield _row("index_norm_rstd", 2 * _FP32_BYTES * t)
-            # The slope of the objective by each score.
-            yield _row("index_slopes", chosen_bytes * t)
+            # The slope of the objective by each score; beside it the choice of this rank's tokens,
+            # which CP ranks hold in another order than that of all.
+            yield _row("index_slopes", chosen_bytes * t * (1 + (symbols.cp > 1)))
         full = not is_shared
-        yield saved_tensor(Module.ATTENTION, "index_chosen", chosen_bytes * T, full=full)
+        yield saved_tensor(Module.ATTENTION, "index_chosen", chosen_bytes * all_tokens, full=full)
 
 
 def gate_saved(spec: AttentionSpec, symbols: MixerSymbols) -> Iterator[SavedTensor]:

@@ -63,6 +63,7 @@ class _TableSymbols:
     t: int
     h: int
     tp: int
+    cp: int
     a2a_ranks: int  # ranks that exchange heads for tokens
     seq_len: int
     trainer: TrainerSpec
@@ -102,6 +103,7 @@ def saved_tensors(
         t=micro_batch_tokens(job.workload, job.layout),
         h=job.model.hidden_size,
         tp=job.layout.tp,
+        cp=job.layout.cp,
         a2a_ranks=cp_factors(job.layout)[0],
         seq_len=job.workload.seq_len,
         trainer=job.workload.trainer,
@@ -220,7 +222,9 @@ def _mixer(
     freed_by = () if is_fused else (Recompute.LAYERNORM,)
     yield saved_tensor(Module.NORM, "input_norm_rstd", norm_statistics(model, t), *freed_by)
     yield saved_tensor(Module.ATTENTION, "input_norm_out", c * t * h, *freed_by)
-    shared = MixerSymbols(c=c, T=symbols.T, t=t, tp=symbols.tp, seq_len=symbols.seq_len)
+    shared = MixerSymbols(
+        c=c, T=symbols.T, t=t, tp=symbols.tp, cp=symbols.cp, seq_len=symbols.seq_len
+    )
     if mixer is MixerKind.RECURRENT:
         assert model.recurrent is not None  # what a recurrent layer needs
         yield from recurrent_saved(model.recurrent, shared, is_fused_stack=repeats_exchange)

@@ -224,7 +224,7 @@ class BlockIndexer(Indexer):
             k_TW=k_TW,
             heads_tI=heads_tI,
             chosen_tK=chosen_TK[first : first + len(x_tH)],
-            first=first,
+            runs=((slice(0, len(x_tH)), first),),
             seq_len=seq_len,
             counters=runtime.counters,
             rate=self._parts.rate,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moewright.engine.comm.autograd_collectives import all_to_all
+from moewright.engine.comm.autograd_collectives import AllGatherRows, all_to_all
 from moewright.engine.comm.collectives import Group, RingShift, all_gather_rows, reduce_scatter_rows
 from moewright.engine.kernels.attention import AttentionState, Segments
 from moewright.engine.model.attention_blocks import (
@@ -107,6 +107,32 @@ def attend(
         return CausalAttention.apply(q_BSHD, k_BSGD, v_BSGD, sinks, mask, runtime.counters)
     function = AllGatherAttention if _gathers_keys(runtime) else RingAttention
     return function.apply(q_BSHD, k_BSGD, v_BSGD, sinks, blocks, kv_group)
+
+
+def join_sequences(runtime: Runtime, x_T: torch.Tensor) -> torch.Tensor:
+    """Gather rows [T,...] of the tokens of a CP group's ranks, in the order of the sequences.
+
+    Each rank's are those of whole sequences, cut as rules.context_parallel says: [B S / cp,...] ->
+    [B S,...].
+    """
+    group = runtime.mesh.group("cp")
+    if group.size == 1:
+        return x_T
+    gathered = AllGatherRows.apply(x_T, group)
+    chunk = runtime.workload.seq_len // (2 * group.size)
+    parts = gathered.unflatten(0, (group.size, -1, 2, chunk))
+    early, late = parts.unbind(2)
+    return torch.cat((early, late.flip(0))).transpose(0, 1).flatten(0, 2)
+
+
+def sum_and_split_sequences(runtime: Runtime, x: torch.Tensor) -> torch.Tensor:
+    """Sum rows over a CP group, and return those of this rank's tokens: [B S,...] -> [T,...]."""
+    group = runtime.mesh.group("cp")
+    if group.size == 1:
+        return x
+    chunk = runtime.workload.seq_len // (2 * group.size)
+    early, late = x.unflatten(0, (-1, 2 * group.size, chunk)).transpose(0, 1).chunk(2)
+    return reduce_scatter_rows(torch.stack((early, late.flip(0)), 2).flatten(0, 3), group)
 
 
 def scatter_heads(

@@ -20,9 +20,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn.functional import logsigmoid
 
-from moewright.engine.comm.collectives import all_gather_rows
+from moewright.engine.model.context_parallel import join_sequences
 from moewright.engine.runtime import Runtime
-from moewright.rules.context_parallel import rank_positions
 from moewright.spec.workload import LossSpec
 
 
@@ -32,14 +31,12 @@ class PairAnswers:
 
     `lengths` [segments] int64 are those of all segments, `segments` [P, 2] the places among them of
     the chosen and the rejected answer of each pair, and `reference` [P, 2] fp64 the
-    log-probabilities of those under the reference. The nll of CP ranks, one after the other, is
-    that of the sequences at `places` [B S].
+    log-probabilities of those under the reference.
     """
 
     lengths: torch.Tensor
     segments: torch.Tensor
     reference: torch.Tensor
-    places: torch.Tensor
 
     @property
     def pairs(self) -> int:
@@ -65,9 +62,7 @@ class PairLosses:
 
 
 def build_answers(
-    runtime: Runtime,
-    lengths: Sequence[Sequence[int]],
-    reference: Sequence[Sequence[float]],
+    lengths: Sequence[Sequence[int]], reference: Sequence[Sequence[float]]
 ) -> PairAnswers:
     """Build the answers of sequences whose segments have these lengths.
 
@@ -84,19 +79,7 @@ def build_answers(
         lengths=torch.tensor([size for row in lengths for size in row], dtype=torch.int64),
         segments=torch.tensor(segments, dtype=torch.int64).view(-1, 2),
         reference=torch.tensor(logps, dtype=torch.float64).view(-1, 2),
-        places=_gathered_places(runtime, len(lengths)),
     )
-
-
-def _gathered_places(runtime: Runtime, sequences: int) -> torch.Tensor:
-    """Return where the tokens of the sequences lie among those of all CP ranks, int64 [B S]."""
-    seq_len, cp = runtime.workload.seq_len, runtime.mesh.layout.cp
-    numbers_BS = torch.arange(sequences * seq_len).view(sequences, seq_len)
-    by_rank = [
-        numbers_BS[:, [place for part in rank_positions(seq_len, cp, rank) for place in part]]
-        for rank in range(cp)
-    ]
-    return torch.argsort(torch.cat([numbers.flatten() for numbers in by_rank]))
 
 
 @torch.no_grad()
@@ -105,7 +88,7 @@ def sum_answers(runtime: Runtime, answers: PairAnswers, nll_t: torch.Tensor) -> 
 
     All CP ranks call this, and have the same bits.
     """
-    nll_T = all_gather_rows(nll_t, runtime.mesh.group("cp"))[answers.places]
+    nll_T = join_sequences(runtime, nll_t)
     sums = torch.segment_reduce(nll_T.double(), "sum", lengths=answers.lengths, unsafe=True)
     return -sums[answers.segments]
 

@@ -2,7 +2,8 @@
 
 DeepSeek-V3.2 (arXiv 2512.02556, section 2.1); what an indexer computes is what transformers'
 deepseek_v32 and glm_moe_dsa compute. It is whole on every TP rank, which chooses for the queries
-of its own tokens; the keys it scores are gathered, and so is what it chose.
+of its own tokens; the keys it scores are gathered, and so is what it chose. So are they over CP
+ranks, which exchange heads for tokens around attention: it has whole sequences then.
 
 Shapes: t of the T tokens of the TP group are this rank's between blocks; Q the queries' latent, H
 hidden; the rest as in kernels.sparse_attention.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from moewright.engine.kernels.sparse_attention import (
 )
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction, LayerNorm, NormSettings
+from moewright.engine.model.context_parallel import join_sequences, sum_and_split_sequences
 from moewright.engine.model.layers import Vector, Weight, hidden_replica_group
 from moewright.engine.model.parallel_linear import ReplicatedLinear
 from moewright.engine.observe.counters import Counters
@@ -57,27 +60,33 @@ class _KeyNorm(Weight):
         return LayerNorm.apply(x, self.weight, self.bias.weight, self._settings)
 
 
+# Rows of this rank's tokens that are neighbours, and the first of them among all tokens.
+Run = tuple[slice, int]
+# The same with the length of sequences and the tokens of a key.
+Places = tuple[tuple[slice, tuple[int, int, int]], ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexInputs:
     """What an indexer makes its scores of: [t,I,W], [T,W] and [t,I], and its choice [t,K].
 
-    `first` is the token at which this rank's begin, in sequences of `seq_len`; a key is of `rate`
-    tokens.
+    T counts the tokens of all CP ranks. `runs` are rows of neighbours among this rank's tokens, and
+    the token at which each begins, in sequences of `seq_len`; a key is of `rate` tokens.
     """
 
     q_tIW: torch.Tensor
     k_TW: torch.Tensor
     heads_tI: torch.Tensor
     chosen_tK: torch.Tensor
-    first: int
+    runs: tuple[Run, ...]
     seq_len: int
     counters: Counters
     rate: int = 1
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Where the queries lie among all tokens, and the keys."""
-        return self.first, self.seq_len, self.rate
+    def places(self) -> Places:
+        """Where the queries of each run lie among all tokens, and the keys."""
+        return tuple((rows, (first, self.seq_len, self.rate)) for rows, first in self.runs)
 
     @property
     def scores(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,11 +143,12 @@ class Indexer(nn.Module):
         if not torch.is_grad_enabled():
             return out_tH
         with torch.no_grad():
-            shares_TK = sum_shares().flatten(0, 1)
-            total = len(shares_TK)
+            shares = sum_shares().flatten(0, 1)
+            total = len(shares)
+            shares_TK = sum_and_split_sequences(runtime, shares)
             target_tK = runtime.mesh.tensor_parallel.reduce(shares_TK)
             target_tK = target_tK / target_tK.sum(-1, keepdim=True).clamp(min=_MIN_SHARE)
-            _, slopes_tK = DIVERGE(*inputs.scores, inputs.chosen_tK, target_tK, inputs.place)
+            slopes_tK = _find_slopes(inputs, target_tK)
             weight = context.objective_weight * runtime.workload.loss.indexer_coeff
             if context.counted is None:
                 slopes_tK *= weight / total
@@ -163,23 +173,35 @@ class Indexer(nn.Module):
         k_TW = self._rotate(self.k_norm(self._project(x_tH, self.k))[:, None], first, context)[:, 0]
         if tp.sequence_parallel:
             k_TW = AllGatherRows.apply(k_TW, tp.group)
+        k_TW = join_sequences(runtime, k_TW)
         scale = (spec.heads * spec.head_dim) ** -0.5
         heads_tI = self._project(x_tH, self.heads).float() * scale
         lengths = () if context.segments is None else context.segments.lengths
-        place = first, seq_len, 1
+        own = slice(first, first + len(x_tH))
+        runs = _list_runs(runtime, own, context.sequences)
         with torch.no_grad():
-            chosen_tK = CHOOSE_KEYS(q_tIW, k_TW, heads_tI, place, spec.top_k, lengths)
+            chosen_tK = _join(
+                [
+                    CHOOSE_KEYS(
+                        q_tIW[rows], k_TW, heads_tI[rows], (start, seq_len, 1), spec.top_k, lengths
+                    )
+                    for rows, start in runs
+                ]
+            )
             chosen_TK = tp.gather(chosen_tK)
+            chosen = join_sequences(runtime, chosen_TK)
+        if chosen is chosen_TK:
+            chosen_tK = chosen_TK[own]  # a part of what attention keeps
         inputs = IndexInputs(
             q_tIW=q_tIW,
             k_TW=k_TW,
             heads_tI=heads_tI,
-            chosen_tK=chosen_TK[first : first + len(x_tH)],
-            first=first,
+            chosen_tK=chosen_tK,
+            runs=runs,
             seq_len=seq_len,
             counters=runtime.counters,
         )
-        return chosen_TK.unflatten(0, (context.sequences, seq_len)), inputs
+        return chosen.unflatten(0, (context.sequences, seq_len)), inputs
 
     def _project(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         runtime = self._runtime
@@ -193,6 +215,36 @@ class Indexer(nn.Module):
         rotary, plain = x_tIW[None].split(widths, -1)
         own = context.select_tokens(tokens)
         return torch.cat((own.rotate(rotary, interleaved=self._spec.interleaved), plain), -1)[0]
+
+
+def _list_runs(runtime: Runtime, own: slice, sequences: int) -> tuple[Run, ...]:
+    """Return the runs of a rank's tokens, which are some of those that its TP group has."""
+    if runtime.mesh.layout.cp == 1:
+        return ((slice(0, own.stop - own.start), own.start),)
+    firsts = torch.arange(sequences)[:, None] * runtime.workload.seq_len
+    numbers = (firsts + runtime.positions).flatten()[own]
+    edges = (torch.diff(numbers) != 1).nonzero().flatten() + 1
+    return tuple(
+        (slice(start, stop), int(numbers[start]))
+        for start, stop in pairwise([0, *edges.tolist(), len(numbers)])
+    )
+
+
+def _find_slopes(inputs: IndexInputs, target_tK: torch.Tensor) -> torch.Tensor:
+    """Return the slopes [t,K] of the divergence from a target by the scores of chosen keys."""
+    q_tIW, k_TW, heads_tI = inputs.scores
+    return _join(
+        [
+            DIVERGE(
+                q_tIW[rows], k_TW, heads_tI[rows], inputs.chosen_tK[rows], target_tK[rows], place
+            )[1]
+            for rows, place in inputs.places
+        ]
+    )
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class ZeroGradients(torch.autograd.Function):
@@ -233,15 +285,20 @@ class IndexerObjective(CountedFunction):
         inputs: IndexInputs,
     ) -> torch.Tensor:
         CountedFunction.save_scope(ctx, inputs.counters)
-        ctx.place = inputs.place
+        ctx.places = inputs.places
         ctx.save_for_backward(slopes_tK, q_tIW, k_TW, heads_tI, inputs.chosen_tK)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        slopes, q, k, heads, chosen = ctx.saved_tensors
         with ctx.counters.scopes.enter(ctx.scope):
-            grads = SCORE_GRADIENTS(*ctx.saved_tensors, ctx.place)
-        return grad, *grads, None, None
+            parts = [
+                SCORE_GRADIENTS(slopes[rows], q[rows], k, heads[rows], chosen[rows], place)
+                for rows, place in ctx.places
+            ]
+        dq, dk, dheads = zip(*parts, strict=True)
+        return grad, _join(list(dq)), sum(dk[1:], dk[0]), _join(list(dheads)), None, None
 
 
 class SparseAttention(CountedFunction):

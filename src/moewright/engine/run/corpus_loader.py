@@ -112,7 +112,7 @@ def build_from_rows(runtime: Runtime, rows: SampleRows | StepRows, *, is_chats: 
     batch = build_micro_batch(runtime, inputs_BS, targets_BS, segments, is_counted_BS)
     if runtime.workload.loss.objective is not Objective.DPO:
         return batch
-    return replace(batch, answers=build_answers(runtime, rows.lengths, rows.reference))
+    return replace(batch, answers=build_answers(rows.lengths, rows.reference))
 
 
 def local_rows(runtime: Runtime, micro_batch: int, *, global_batch: int) -> range:
