@@ -26,6 +26,7 @@ from moewright.spec.workload import (
     Dtype,
     LossSpec,
     MatrixUpdate,
+    Objective,
     OptimizerSpec,
     RouterTraining,
     TensorScaling,
@@ -119,6 +120,13 @@ def test_muon_in_a_large_world() -> None:
         seq_len=32, global_batch=64, optimizer=OptimizerSpec(matrix_update=MatrixUpdate.MUON)
     )
     assert_as_predicted(tiny_jobs.MODEL, work, parse_layout("tp2,ep4", world_size=64), 5)
+
+
+def test_pairs_of_answers_over_ranks_that_cut_sequences() -> None:
+    """Ranks gather the nll of tokens, and keep a weight for each of their own."""
+    work = Workload(seq_len=64, global_batch=8, loss=LossSpec(objective=Objective.DPO))
+    layout = parse_layout("tp2,cp2,ep4", world_size=8)
+    assert_as_predicted(tiny_jobs.MODEL, work, layout, 3)
 
 
 def test_sinks_windows_and_biases_of_gpt_oss() -> None:

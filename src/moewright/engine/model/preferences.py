@@ -102,7 +102,9 @@ def compute_pair_losses(runtime: Runtime, answers: PairAnswers, nll_t: torch.Ten
     # The log-probability of an answer is the negative sum of its nll.
     weights[answers.segments[:, 0]] = -slopes.float()
     weights[answers.segments[:, 1]] = slopes.float()
-    weights_BS = weights.repeat_interleave(answers.lengths).view(-1, runtime.workload.seq_len)
+    tokens = len(nll_t) * runtime.mesh.layout.cp  # known, so that the host waits for no sum
+    weights_T = weights.repeat_interleave(answers.lengths, output_size=tokens)
+    weights_BS = weights_T.view(-1, runtime.workload.seq_len)
     return PairLosses(
         sums=torch.stack((losses.sum(), (margins > 0).double().sum(), margins.sum())),
         nll_weights=weights_BS[:, runtime.positions.to(weights.device)].flatten(),

@@ -18,6 +18,7 @@ from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.matmul import has_native_bf16
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
+from moewright.engine.model.preferences import build_answers
 from moewright.engine.observe.counters import NoteActivity, ignore_activity
 from moewright.engine.observe.host_answers import HostAnswers
 from moewright.engine.observe.storage_census import freeze_older_objects
@@ -31,7 +32,7 @@ from moewright.rules.routing import LIBRARY_DISPATCHERS, drops_by_probability
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import DispatcherKind, ExpertPlacement
 from moewright.spec.ledger import Component, Ledger, Module
-from moewright.spec.workload import DropPolicy, Dtype, RouterForce, Workload
+from moewright.spec.workload import DropPolicy, Dtype, Objective, RouterForce, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,4 +158,9 @@ class _BlankBatches:
     def micro_batch(self, runtime: Runtime, step: int, micro_batch: int) -> MicroBatch:
         shape = (runtime.mesh.layout.mbs, runtime.workload.seq_len)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        return build_micro_batch(runtime, tokens, tokens, None)
+        batch = build_micro_batch(runtime, tokens, tokens, None)
+        if runtime.workload.loss.objective is not Objective.DPO:
+            return batch
+        half = shape[1] // 2  # a pair of answers in every sequence
+        lengths = [(half, shape[1] - half)] * shape[0]
+        return replace(batch, answers=build_answers(lengths, [(0.0, 0.0)] * shape[0]))
