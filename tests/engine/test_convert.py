@@ -261,6 +261,21 @@ def test_ling_goes_there_and_back(source: str, tmp_path: Path) -> None:
     assert new == old
 
 
+def test_published_names_of_deepseek_v4_come_back(tmp_path: Path) -> None:
+    """They have no prefix, and an MTP depth that transformers does not read lies beside them."""
+    write_model("deepseek_v4", tmp_path / "hf", dtype=torch.bfloat16)
+    path = tmp_path / "hf" / "model.safetensors"
+    published = {"mtp.0.e_proj.weight": torch.ones(2, 3, dtype=torch.bfloat16)}
+    for name, tensor in load_file(path).items():
+        own = name.removeprefix("model.").replace("embed_tokens", "embed")
+        own = own.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
+        published[own] = tensor
+    assert len(published) == 1 + len(load_file(path))
+    save_file(published, path, {"format": "pt"})
+    back = round_trip(tmp_path / "hf", tmp_path)
+    assert_same_bytes(back, tmp_path / "hf")
+
+
 def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:
     """As DeepSeek-V3 is published: one layer more, with copies of embedding and head."""
     write_model("deepseek_v3", tmp_path / "hf")
