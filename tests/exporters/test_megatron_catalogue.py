@@ -4,6 +4,7 @@
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def test_these_models_are_refused_for_these_reasons_and_no_others():
     assert {
         name: model_reasons[0].field for name, model_reasons in reasons.items() if model_reasons
     } == REFUSED_MODELS
+
+
+def test_what_is_new_in_deepseek_v4_is_refused_whatever_the_engine_runs():
+    plan = build_plan(
+        "DeepSeek-V4-Flash", Layout(world_size=8), Workload(seq_len=4096, global_batch=64)
+    )
+    fields = {
+        reason.field for reason in refusals(replace(plan, model=replace(plan.model, mtp_layers=0)))
+    }
+    assert fields >= {
+        "model.attention.kind",
+        "model.residual_streams",
+        "model.activation_limit",
+        "model.moe.router.hash_layers",
+    }
 
 
 def test_every_recorded_verdict_is_about_the_command_that_is_written_today():

@@ -99,6 +99,7 @@ _TELLING_PARTS = (
     "full_attention_interval",
     "attention_chunk",
     "no_rope",
+    "partial_rotary",
     "inverse_layer",
     "logit_scale",
     "dropout",

@@ -184,6 +184,10 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
     is_latent = attention.kind is AttentionKind.MLA
     top_k = attention.indexer.top_k if attention.indexer and is_latent else 0
     is_squared = model.activation is Activation.RELU_SQUARED
+    is_compressed = attention.kind is AttentionKind.COMPRESSED
+    hash_layers = model.moe.router.hash_layers if model.moe else 0
+    streams = model.residual_streams
+    limit = model.activation_limit
     features: tuple[Feature, ...] = (
         ("activation", model.activation, is_squared, Activation.SILU),
         ("attention.rope.rotary_share", share, share != 1, "1"),
@@ -191,6 +195,11 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
         ("attention.chunked", True, attention.chunked, "false"),
         ("attention.indexer.top_k", top_k, top_k > 0, "none"),
         ("mixers", MixerKind.LOCAL_ATTENTION, is_local, "attention"),
+        ("attention.kind", attention.kind, is_compressed, AttentionKind.GQA),
+        ("residual_streams", streams, streams > 1, "1"),
+        ("activation_limit", limit, limit > 0, "0"),
+        ("mtp_shared", True, model.mtp_shared and model.mtp_layers > 0, "false"),
+        ("moe.router.hash_layers", hash_layers, hash_layers > 0, "0"),
         ("rope_layers", "some", not all(model.rope_layers), "all"),
         ("multipliers", "other than 1", model.multipliers != MultiplierSpec(), "1"),
         ("moe.router.scales_input", True, scales_input, "false"),
