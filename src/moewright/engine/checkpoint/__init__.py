@@ -48,6 +48,7 @@ from moewright.engine.checkpoint.local_shard import (
     SAFETENSORS_DTYPES,
     LocalShard,
     flat_range_shards,
+    whole_shard,
 )
 from moewright.engine.checkpoint.remote import fetch_newer
 from moewright.engine.checkpoint.saver import CheckpointSaver, save_checkpoint
@@ -88,6 +89,7 @@ __all__ = [
     "save_checkpoint",
     "single_process",
     "verify_file",
+    "whole_shard",
     "write_error",
     "write_single_process",
     "write_tensors",

@@ -67,6 +67,16 @@ class LocalShard:
         return next(name for name, candidate in SAFETENSORS_DTYPES.items() if candidate == dtype)
 
 
+def whole_shard(name: str, tensor: torch.Tensor) -> LocalShard:
+    """Return the shard of a tensor that every rank which has it holds whole."""
+    return LocalShard(
+        name=name,
+        global_shape=tuple(tensor.shape),
+        offsets=(0,) * tensor.dim(),
+        tensor=tensor,
+    )
+
+
 def is_legal_name(name: str) -> bool:
     """Tell whether a tensor may have this name."""
     return _NAME.fullmatch(name) is not None and ".." not in name

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from moewright.engine.checkpoint import LocalShard
+from moewright.engine.checkpoint import LocalShard, whole_shard
 from moewright.engine.comm.collectives import Group, all_gather_rows, all_reduce
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.fused import reference
@@ -407,12 +407,4 @@ def router_states(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def router_state_shards(model: torch.nn.Module) -> list[LocalShard]:
     """Return what the routers of a model hold as the shards that a checkpoint stores."""
-    return [
-        LocalShard(
-            name=name,
-            global_shape=tuple(state.shape),
-            offsets=(0,) * state.dim(),
-            tensor=state,
-        )
-        for name, state in router_states(model)
-    ]
+    return [whole_shard(name, state) for name, state in router_states(model)]

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from moewright.engine.checkpoint import LocalShard
+from moewright.engine.checkpoint import LocalShard, whole_shard
 from moewright.engine.comm.collectives import AsyncCollective, all_reduce
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import NamedParameter, list_parameters
@@ -377,10 +377,7 @@ class DistributedOptimizer:
         return [stored for holder in self._state_holders for stored in holder.stored_states()]
 
     def _scalar_shards(self) -> list[LocalShard]:
-        updates = LocalShard(
-            name="optim/updates", global_shape=(1,), offsets=(0,), tensor=self._updates
-        )
-        return [updates, *self._loss_scaler.local_shards()]
+        return [whole_shard("optim/updates", self._updates), *self._loss_scaler.local_shards()]
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor lies in the weight buffers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moewright.engine.checkpoint import LocalShard
+from moewright.engine.checkpoint import LocalShard, whole_shard
 from moewright.spec.workload import Dtype, Workload
 
 
@@ -43,7 +43,4 @@ class LossScaler:
         """Return what a checkpoint must hold of it."""
         if not self._is_active:
             return []
-        shard = LocalShard(
-            name="optim/loss_scale", global_shape=(2,), offsets=(0,), tensor=self._state
-        )
-        return [shard]
+        return [whole_shard("optim/loss_scale", self._state)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moewright.engine.checkpoint import LocalShard
+from moewright.engine.checkpoint import LocalShard, whole_shard
 from moewright.engine.model.router import router_state_shards
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
@@ -45,15 +45,7 @@ class TrainState:
         """Return delayed scales and their histories, which all ranks of a stage have alike."""
         scaling = self.runtime.delayed_scaling
         states = () if scaling is None else scaling.named_states()
-        return [
-            LocalShard(
-                name=name,
-                global_shape=tuple(state.shape),
-                offsets=(0,) * state.dim(),
-                tensor=state,
-            )
-            for name, state in states
-        ]
+        return [whole_shard(name, state) for name, state in states]
 
     def weight_shards(self) -> list[LocalShard]:
         """Return the shards that make the model: parameters, and the routers' selection biases.

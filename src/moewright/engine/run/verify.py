@@ -25,6 +25,7 @@ from moewright.engine.checkpoint import (
     read_index,
     save_checkpoint,
     single_process,
+    whole_shard,
 )
 from moewright.engine.comm import collectives
 from moewright.engine.hf.folder import HfFolder, HfReader, open_hf_folder, open_safetensors
@@ -294,12 +295,7 @@ def _write_results(
     The folder through which they were gathered is removed.
     """
     tensors = {entry.name: torch.empty(entry.shape) for entry in read_index(gathered).tensors}
-    shards = [
-        LocalShard(
-            name=name, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor
-        )
-        for name, tensor in tensors.items()
-    ]
+    shards = [whole_shard(name, tensor) for name, tensor in tensors.items()]
     load_checkpoint(gathered, shards=shards, comm=single_process())
     results = {"logits": tensors["logits"], "nll": tensors["nll"][:, :-1].contiguous()}
     table = build_name_table(job.model, open_hf_folder(job.weights))
