@@ -103,8 +103,10 @@ def test_steps_of_as_many_micro_batches_as_their_chats_fill_train_as_one_process
         plan = replace(plan, workload=replace(plan.workload, loss=loss))
         assert train(plan, tmp_path / name) is ExitCode.DONE
     assert_same_training(tmp_path / "cut", tmp_path / "one")
-    tokens = [step["tokens"] for step in read_steps(tmp_path / "one")]
-    assert tokens == [112 * count for count in (5, 6, 7)]
+    steps = read_steps(tmp_path / "one")
+    assert [step["tokens"] for step in steps] == [112 * count for count in (5, 6, 7)]
+    # Tokens that are not learnt from, which no load counts, are not dropped.
+    assert {load["dropped_share"] for step in steps for load in step["loads"]} == {0.0}
 
 
 def test_ledgers_of_steps_of_any_number_of_micro_batches_are_equal(

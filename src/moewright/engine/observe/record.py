@@ -262,8 +262,9 @@ def build_layer_loads(
     """Build the load statistics of every MoE layer.
 
     `loads` [MoE layers, E] are the rows that experts received, `losses` [MoE layers, 4] the router
-    losses, `chosen_rows` the rows that all tokens chose in each layer. `slots` maps each MoE layer,
-    in order, to the expert in each of its slots; an expert's rows are dealt evenly to its slots.
+    losses, `chosen_rows` the rows that all tokens chose in each layer, 0 where none are dropped.
+    `slots` maps each MoE layer, in order, to the expert in each of its slots; an expert's rows are
+    dealt evenly to its slots.
     """
     layer_loads = []
     for (layer, slot_experts), counts, layer_losses in zip(
@@ -280,7 +281,7 @@ def build_layer_loads(
                 entropy=load.entropy,
                 counts=tuple(counts),
                 rank_counts=rank_loads(slot_rows([counts], slot_experts), ep),
-                dropped_share=1 - sum(counts) / chosen_rows,
+                dropped_share=1 - sum(counts) / chosen_rows if chosen_rows else 0.0,
                 aux_loss=aux,
                 seq_aux_loss=seq_aux,
                 global_aux_loss=global_aux,

@@ -110,10 +110,12 @@ def _build_loads(plan: Plan, result: StepResult, tokens: int) -> tuple[LayerLoad
     if plan.model.moe is None:
         return ()
     slots = {layer: slot_experts(plan_job(plan), layer) for layer in plan.model.routed_layers}
+    # Without a capacity rows that no expert got are of tokens that do not count.
+    chosen_rows = tokens * plan.model.moe.router.top_k if plan.layout.capacity else 0
     return build_layer_loads(
         result.expert_loads,
         result.router_losses,
         slots,
         ep=plan.layout.ep,
-        chosen_rows=tokens * plan.model.moe.router.top_k,
+        chosen_rows=chosen_rows,
     )
