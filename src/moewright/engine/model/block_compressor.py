@@ -16,14 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from moewright.engine.comm.collectives import TensorParallel
-from moewright.engine.kernels.sparse_attention import CHOOSE_KEYS
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import Rotary
-from moewright.engine.model.layers import Norm, Vector, Weight, hidden_replica_group
-from moewright.engine.model.parallel_linear import ReplicatedLinear
-from moewright.engine.model.sparse_attention import Indexer, IndexInputs
+from moewright.engine.model.layers import Norm, Vector, Weight, project_replicated
+from moewright.engine.model.sparse_attention import Indexer
 from moewright.engine.runtime import Runtime
-from moewright.rules.adapters import trains_indexer
+from moewright.spec.model import AttentionSpec, IndexerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +61,8 @@ def compress(
 ) -> torch.Tensor:
     """Return the keys of complete blocks [B,M,D], each rotated as the first of its tokens."""
     compressed_BMD = _CompressBlocks.apply(
-        project_whole(runtime, x_tH, parts.kv),
-        project_whole(runtime, x_tH, parts.gate),
+        project_replicated(runtime, x_tH, parts.kv),
+        project_replicated(runtime, x_tH, parts.gate),
         parts.position.weight,
         _BlockShape(
             tp=runtime.mesh.tensor_parallel,
@@ -77,12 +75,6 @@ def compress(
     firsts = slice(0, stop, parts.rate)
     cos, sin = context.cos[..., firsts, :], context.sin[..., firsts, :]
     return turn_last(runtime, parts.norm(compressed_BMD)[:, :, None], cos, sin)[:, :, 0]
-
-
-def project_whole(runtime: Runtime, x_tH: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Project a rank's own tokens by a weight that is whole on every rank."""
-    replicas = hidden_replica_group(runtime)
-    return ReplicatedLinear.apply(x_tH, weight.weight, runtime.counters, runtime.products, replicas)
 
 
 def turn_last(
@@ -180,16 +172,10 @@ class BlockIndexer(Indexer):
     Its keys come from a compressor of its own. As an Indexer otherwise.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        torch.nn.Module.__init__(self)
-        attention = runtime.model.attention
-        spec = attention.indexer
-        if spec is None:
-            raise ValueError("a layer that chooses blocks needs attention.indexer")
-        self._runtime = runtime
-        self._spec = spec
-        self._is_trained = trains_indexer(runtime.workload)
-        self._parts = build_parts(runtime, spec.head_dim, attention.sparse_rate, overlaps=True)
+    def _build_weights(self, attention: AttentionSpec, spec: IndexerSpec) -> None:
+        runtime = self._runtime
+        self._rate = attention.sparse_rate
+        self._parts = build_parts(runtime, spec.head_dim, self._rate, overlaps=True)
         self.kv = self._parts.kv
         self.gate = self._parts.gate
         self.position = self._parts.position
@@ -201,32 +187,10 @@ class BlockIndexer(Indexer):
         owners = (self.kv, self.gate, self.position, self.norm, self.q, self.heads)
         return tuple(owner.weight for owner in owners)
 
-    def _choose(
-        self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
-    ) -> tuple[torch.Tensor, IndexInputs]:
-        runtime = self._runtime
-        spec = self._spec
-        tp = runtime.mesh.tensor_parallel
-        first = tp.group.index * len(x_tH) if tp.sequence_parallel else 0
-        seq_len = runtime.workload.seq_len
-        k_TW = compress(runtime, self._parts, x_tH, context).flatten(0, 1)
-        own = context.select_tokens(slice(first, first + len(x_tH)))
-        q_tIW = project_whole(runtime, x_tQ, self.q).unflatten(1, (spec.heads, spec.head_dim))
-        q_tIW = turn_last(runtime, q_tIW[None], own.cos, own.sin)[0]
-        scale = (spec.heads * spec.head_dim) ** -0.5
-        heads_tI = project_whole(runtime, x_tH, self.heads).float() * scale
-        place = first, seq_len, self._parts.rate
-        with torch.no_grad():
-            chosen_tK = CHOOSE_KEYS(q_tIW, k_TW, heads_tI, place, spec.top_k, ())
-            chosen_TK = tp.gather(chosen_tK)
-        inputs = IndexInputs(
-            q_tIW=q_tIW,
-            k_TW=k_TW,
-            heads_tI=heads_tI,
-            chosen_tK=chosen_TK[first : first + len(x_tH)],
-            runs=((slice(0, len(x_tH)), first),),
-            seq_len=seq_len,
-            counters=runtime.counters,
-            rate=self._parts.rate,
-        )
-        return chosen_TK.unflatten(0, (context.sequences, seq_len)), inputs
+    def _make_keys(
+        self, x_tH: torch.Tensor, context: AttentionContext, own: AttentionContext
+    ) -> torch.Tensor:
+        return compress(self._runtime, self._parts, x_tH, context).flatten(0, 1)
+
+    def _rotate(self, x_tIW: torch.Tensor, own: AttentionContext) -> torch.Tensor:
+        return turn_last(self._runtime, x_tIW[None], own.cos, own.sin)[0]

@@ -32,10 +32,9 @@ from moewright.engine.model.block_compressor import (
     BlockIndexer,
     build_parts,
     compress,
-    project_whole,
     turn_last,
 )
-from moewright.engine.model.layers import Norm, Vector, Weight
+from moewright.engine.model.layers import Norm, Vector, Weight, project_replicated
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.model.sparse_attention import IndexInputs
 from moewright.engine.observe.counters import Counters
@@ -95,9 +94,9 @@ class CompressedAttention(nn.Module):
         is_local = self._mixer is MixerKind.LOCAL_ATTENTION
         with runtime.counters.scopes.enter(Module.ATTENTION):
             context = context if is_local else context.for_compressed()
-            x_tQ = self.q_down_norm(project_whole(runtime, x_tH, self.q_down))
+            x_tQ = self.q_down_norm(project_replicated(runtime, x_tH, self.q_down))
             q_BShD = self._expand_queries(x_tQ, context)
-            k_tD = self.kv_norm(project_whole(runtime, x_tH, self.kv))
+            k_tD = self.kv_norm(project_replicated(runtime, x_tH, self.kv))
             k_BS1D = GatherSequence.apply(k_tD, tp).unflatten(0, (context.sequences, -1))[
                 :, :, None
             ]

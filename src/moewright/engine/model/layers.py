@@ -26,7 +26,11 @@ from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
 from moewright.engine.model.autograd import LayerNorm, NormSettings, RmsNorm
 from moewright.engine.model.biases import AddBias, AddBiasInPlace
 from moewright.engine.model.linear_loss import ChunkedLossSettings, LinearCrossEntropy
-from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from moewright.engine.model.parallel_linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from moewright.engine.runtime import Runtime
 from moewright.rules.param import TP_COLUMNS, TP_ROWS, has_weight_decay
 from moewright.rules.recompute import loss_chunk_columns
@@ -91,6 +95,12 @@ class Weight(nn.Module):
         if self.bias is None:
             return y
         return AddBias.apply(y, self.bias.weight.flatten(), replica_group)
+
+
+def project_replicated(runtime: Runtime, x_tK: torch.Tensor, linear: Weight) -> torch.Tensor:
+    """Project a rank's own tokens [t,K] by a weight that every TP rank has whole: [t,N]."""
+    replicas = hidden_replica_group(runtime)
+    return ReplicatedLinear.apply(x_tK, linear.weight, runtime.counters, linear.products, replicas)
 
 
 class Vector(Weight):

@@ -24,8 +24,8 @@ from moewright.engine.model.attention import (
 )
 from moewright.engine.model.attention_blocks import BlocksBySource
 from moewright.engine.model.context_parallel import attend, scatter_heads
-from moewright.engine.model.layers import Norm, Weight, hidden_replica_group
-from moewright.engine.model.parallel_linear import ColumnParallelLinear, ReplicatedLinear
+from moewright.engine.model.layers import Norm, Weight, project_replicated
+from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.model.rope import softmax_factor
 from moewright.engine.model.sparse_attention import Indexer, IndexInputs, SparseAttention
 from moewright.engine.runtime import Runtime
@@ -126,13 +126,7 @@ class LatentAttention(nn.Module):
 
     def _project_down(self, x_tH: torch.Tensor, down: Weight) -> torch.Tensor:
         runtime = self._runtime
-        latent = ReplicatedLinear.apply(
-            x_tH,
-            down.weight,
-            runtime.counters,
-            down.products,
-            hidden_replica_group(runtime),
-        )
+        latent = project_replicated(runtime, x_tH, down)
         return add_replicated_adapter(runtime, down, latent, x_tH)
 
     def _expand_queries(self, x_tQ: torch.Tensor, context: AttentionContext) -> torch.Tensor:

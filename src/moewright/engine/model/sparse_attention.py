@@ -30,11 +30,11 @@ from moewright.engine.kernels.sparse_attention import (
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction, LayerNorm, NormSettings
 from moewright.engine.model.context_parallel import join_sequences, sum_and_split_sequences
-from moewright.engine.model.layers import Vector, Weight, hidden_replica_group
-from moewright.engine.model.parallel_linear import ReplicatedLinear
+from moewright.engine.model.layers import Vector, Weight, hidden_replica_group, project_replicated
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import trains_indexer
+from moewright.spec.model import AttentionSpec, IndexerSpec
 
 # The norm of the indexer's keys adds this whatever other norms add (DeepSeek-V3.2's code).
 _KEY_EPS = 1e-6
@@ -81,7 +81,7 @@ class IndexInputs:
     runs: tuple[Run, ...]
     seq_len: int
     counters: Counters
-    rate: int = 1
+    rate: int
 
     @property
     def places(self) -> Places:
@@ -97,8 +97,11 @@ class IndexInputs:
 class Indexer(nn.Module):
     """The chooser of keys: the queries' latent [t,Q] and hidden states [t,H] -> [B,S,K] int32.
 
-    What it is given has no gradient. Its weights have that of its own objective alone.
+    What it is given has no gradient. Its weights have that of its own objective alone. A key is of
+    `_rate` tokens.
     """
+
+    _rate = 1
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
@@ -106,15 +109,13 @@ class Indexer(nn.Module):
         spec = attention.indexer
         if spec is None:
             raise ValueError("a layer that chooses keys needs attention.indexer")
-        hidden = runtime.model.hidden_size
         self._runtime = runtime
         self._spec = spec
         self._rotary_width = attention.qk_rope_head_dim
         self._is_trained = trains_indexer(runtime.workload)
-        self.q = Weight(runtime, spec.heads * spec.head_dim, attention.q_lora_rank)
-        self.k = Weight(runtime, spec.head_dim, hidden)
-        self.k_norm = _KeyNorm(runtime, spec.head_dim)
-        self.heads = Weight(runtime, spec.heads, hidden)
+        self.q: Weight
+        self.heads: Weight
+        self._build_weights(attention, spec)
 
     def forward(
         self, x_tQ: torch.Tensor, x_tH: torch.Tensor, context: AttentionContext
@@ -167,23 +168,26 @@ class Indexer(nn.Module):
         spec = self._spec
         tp = runtime.mesh.tensor_parallel
         first = tp.group.index * len(x_tH) if tp.sequence_parallel else 0
-        seq_len = runtime.workload.seq_len
-        q_tIW = self._project(x_tQ, self.q).unflatten(1, (spec.heads, spec.head_dim))
-        q_tIW = self._rotate(q_tIW, first, context)
-        k_TW = self._rotate(self.k_norm(self._project(x_tH, self.k))[:, None], first, context)[:, 0]
-        if tp.sequence_parallel:
-            k_TW = AllGatherRows.apply(k_TW, tp.group)
-        k_TW = join_sequences(runtime, k_TW)
-        scale = (spec.heads * spec.head_dim) ** -0.5
-        heads_tI = self._project(x_tH, self.heads).float() * scale
-        lengths = () if context.segments is None else context.segments.lengths
         own = slice(first, first + len(x_tH))
+        own_context = context.select_tokens(own)
+        seq_len = runtime.workload.seq_len
+        q_tIW = project_replicated(runtime, x_tQ, self.q).unflatten(1, (spec.heads, spec.head_dim))
+        q_tIW = self._rotate(q_tIW, own_context)
+        k_TW = join_sequences(runtime, self._make_keys(x_tH, context, own_context))
+        scale = (spec.heads * spec.head_dim) ** -0.5
+        heads_tI = project_replicated(runtime, x_tH, self.heads).float() * scale
+        lengths = () if context.segments is None else context.segments.lengths
         runs = _list_runs(runtime, own, context.sequences)
         with torch.no_grad():
             chosen_tK = _join(
                 [
                     CHOOSE_KEYS(
-                        q_tIW[rows], k_TW, heads_tI[rows], (start, seq_len, 1), spec.top_k, lengths
+                        q_tIW[rows],
+                        k_TW,
+                        heads_tI[rows],
+                        (start, seq_len, self._rate),
+                        spec.top_k,
+                        lengths,
                     )
                     for rows, start in runs
                 ]
@@ -200,20 +204,32 @@ class Indexer(nn.Module):
             runs=runs,
             seq_len=seq_len,
             counters=runtime.counters,
+            rate=self._rate,
         )
         return chosen.unflatten(0, (context.sequences, seq_len)), inputs
 
-    def _project(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def _build_weights(self, attention: AttentionSpec, spec: IndexerSpec) -> None:
+        """Build the parameters, in the order of rules.mixer_parameters."""
         runtime = self._runtime
-        replicas = hidden_replica_group(runtime)
-        return ReplicatedLinear.apply(x, weight.weight, runtime.counters, weight.products, replicas)
+        hidden = runtime.model.hidden_size
+        self.q = Weight(runtime, spec.heads * spec.head_dim, attention.q_lora_rank)
+        self.k = Weight(runtime, spec.head_dim, hidden)
+        self.k_norm = _KeyNorm(runtime, spec.head_dim)
+        self.heads = Weight(runtime, spec.heads, hidden)
 
-    def _rotate(self, x_tIW: torch.Tensor, first: int, context: AttentionContext) -> torch.Tensor:
-        """Rotate the first columns of each head by the positions of tokens from `first` on."""
-        tokens = slice(first, first + len(x_tIW))
+    def _make_keys(
+        self, x_tH: torch.Tensor, context: AttentionContext, own: AttentionContext
+    ) -> torch.Tensor:
+        """Return the keys [T,W] of the TP group; `own` is the context of this rank's tokens."""
+        tp = self._runtime.mesh.tensor_parallel
+        k_tW = self.k_norm(project_replicated(self._runtime, x_tH, self.k))
+        k_tW = self._rotate(k_tW[:, None], own)[:, 0]
+        return AllGatherRows.apply(k_tW, tp.group) if tp.sequence_parallel else k_tW
+
+    def _rotate(self, x_tIW: torch.Tensor, own: AttentionContext) -> torch.Tensor:
+        """Rotate the first columns of each head by the positions of this rank's tokens."""
         widths = (self._rotary_width, x_tIW.shape[-1] - self._rotary_width)
         rotary, plain = x_tIW[None].split(widths, -1)
-        own = context.select_tokens(tokens)
         return torch.cat((own.rotate(rotary, interleaved=self._spec.interleaved), plain), -1)[0]
 
 
