@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Callable
 
 import torch
@@ -27,8 +29,10 @@ from moewright.engine.model.transformer import Transformer
 from moewright.engine.observe.counters import Counters
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
+from moewright.engine.run.adapter_binding import bind_adapters
 from moewright.engine.run.corpus_loader import BatchSource
 from moewright.engine.run.cpu_binding import bind_to_gpu
+from moewright.engine.run.env import read_torchrun_env
 from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
@@ -60,6 +64,7 @@ def init_distributed(context: RankContext) -> torch.device:
         backend = "nccl"
         torch.cuda.set_device(device)
         bind_to_gpu(device)
+        _bind_adapters(context)
     else:
         device = torch.device("cpu")
         backend = "gloo"
@@ -74,6 +79,16 @@ def init_distributed(context: RankContext) -> torch.device:
             timeout_s=context.timeouts.collective_s,
         )
     return device
+
+
+def _bind_adapters(context: RankContext) -> None:
+    """Choose NCCL's adapters where ranks run on several machines; one rank of each says which."""
+    env = read_torchrun_env()
+    if env is None or not 0 < env.local_world_size < env.world_size:
+        return
+    sentence = bind_adapters(env.local_world_size)
+    if context.local_rank == 0:
+        print(f"{socket.gethostname()}: {sentence}", file=sys.stderr, flush=True)
 
 
 def build_coordinator(context: RankContext, *, in_background: bool = False) -> Coordinator:

@@ -1,20 +1,17 @@
 """Processor cores for a rank: those of the NUMA node that its GPU is attached to.
 
 A rank whose threads run on the other socket starts kernels later and copies through the link
-between sockets; page-locked memory lies where the thread that first writes it runs. Nothing is
-chosen for NICs: NCCL takes those with the shortest PCI path to the GPU by itself.
+between sockets; page-locked memory lies where the thread that first writes it runs.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
-SYSFS = Path("/sys")
+from moewright.engine.run.sysfs import SYSFS, pci_address, read_line
 
 
 def bind_to_gpu(device: torch.device) -> None:
@@ -23,12 +20,7 @@ def bind_to_gpu(device: torch.device) -> None:
     Nothing changes where the node is not known, or where a launcher has chosen cores already
     (numactl, Slurm, torchrun --numa-binding): fewer than the machine has.
     """
-    properties: Any = torch.cuda.get_device_properties(device)  # torch types not all of them
-    address = (
-        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
-        f"{properties.pci_device_id:02x}.0"
-    )
-    cores = find_near_cores(SYSFS, address, os.sched_getaffinity(0))
+    cores = find_near_cores(SYSFS, pci_address(device), os.sched_getaffinity(0))
     if cores:
         os.sched_setaffinity(0, cores)
 
@@ -38,11 +30,11 @@ def find_near_cores(sysfs: Path, pci_address: str, allowed: set[int]) -> set[int
 
     `allowed` are the cores that this process may use.
     """
-    online = parse_core_list(_read(sysfs / "devices/system/cpu/online"))
-    node = _read(sysfs / "bus/pci/devices" / pci_address / "numa_node")
+    online = parse_core_list(read_line(sysfs / "devices/system/cpu/online"))
+    node = read_line(sysfs / "bus/pci/devices" / pci_address / "numa_node")
     if allowed != online or not node.isdigit():  # -1: the firmware does not say
         return set()
-    cores = parse_core_list(_read(sysfs / f"devices/system/node/node{node}/cpulist"))
+    cores = parse_core_list(read_line(sysfs / f"devices/system/node/node{node}/cpulist"))
     return cores & allowed if cores != online else set()
 
 
@@ -53,9 +45,3 @@ def parse_core_list(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cores |= set(range(int(first), int(last or first) + 1))
     return cores
-
-
-def _read(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text(encoding="ascii").strip()
-    return ""

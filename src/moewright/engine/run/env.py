@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from moewright.spec.errors import BadInput, Reason
 
@@ -31,6 +33,19 @@ _SHARED_SETTINGS = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TRITON_INTERPRET",
 )
+_ADAPTERS = "NCCL_IB_HCA"
+# Variables by which a user or an administrator has chosen adapters, or another network, or says
+# that /sys does not show this machine's PCI tree.
+_ADAPTER_SETTINGS = (
+    _ADAPTERS,
+    "NCCL_IB_DISABLE",
+    "NCCL_NET",
+    "NCCL_NET_PLUGIN",
+    "NCCL_TOPO_FILE",
+)
+_NCCL_FILES = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
+# Where NCCL looks for a description of a virtual machine's PCI tree.
+_VIRTUAL_TOPOLOGY = Path("/var/run/nvidia-topologyd/virtualTopology.xml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +122,30 @@ def read_shared_settings() -> dict[str, str]:
 def read_device_queues() -> str:
     """Return CUDA_DEVICE_MAX_CONNECTIONS: the hardware queues of a GPU, or nothing where unset."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+
+
+def find_adapter_setting() -> str:
+    """Return what has already chosen NCCL's adapters: a variable or a file; nothing if nothing has.
+
+    NCCL takes variables from files too, /etc/nccl.conf and ~/.nccl.conf or $NCCL_CONF_FILE, and a
+    variable of the environment would overrule them.
+    """
+    for name in _ADAPTER_SETTINGS:
+        if name in os.environ:
+            return name
+    own_file = os.environ.get("NCCL_CONF_FILE")
+    for path in (_NCCL_FILES[0], Path(own_file) if own_file else _NCCL_FILES[1]):
+        file = path.expanduser()
+        lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
+        for line in lines:
+            if line.partition("=")[0].strip() in _ADAPTER_SETTINGS:
+                return f"{line.partition('=')[0].strip()} in {file}"
+    return str(_VIRTUAL_TOPOLOGY) if _VIRTUAL_TOPOLOGY.is_file() else ""
+
+
+def set_adapters(names: Sequence[str]) -> None:
+    """Let NCCL open these adapters alone; "=" because it takes names for prefixes otherwise."""
+    os.environ[_ADAPTERS] = "=" + ",".join(names)
 
 
 def is_triton_interpreted() -> bool:
