@@ -178,7 +178,7 @@ def test_a_packed_base_takes_half_a_byte_and_its_scales() -> None:
     numel = sum(
         prod(local_shape(param, layout))
         for param in stage_parameters(MODEL, layout, 0)
-        if is_packed(param.module, param.shape, tuning)
+        if is_packed(param.name, param.module, param.shape, tuning)
     )
     table = 2 * MODEL.vocab_size * MODEL.hidden_size // layout.tp
     norms = (2 * MODEL.layers + 1) * MODEL.hidden_size

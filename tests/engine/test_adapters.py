@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from layout_space import SHAPES
 from moewright.engine.model.layers import NamedParameter, list_parameters
 from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.model.transformer import Transformer, draw_initial_value
@@ -34,6 +35,9 @@ LATENT = AttentionSpec(
 SHARED = replace(
     MODEL, moe=MoeSpec(experts=8, ffn_size=16, router=RouterSpec(top_k=2), shared_ffn_size=24)
 )
+
+
+COMPRESSED = replace(SHAPES["compressed"], vocab_size=MODEL.vocab_size)
 
 
 def draw_value(parameter: NamedParameter, runtime: Runtime) -> torch.Tensor:
@@ -74,7 +78,7 @@ def merge(base: torch.Tensor, name: str, values: dict[str, torch.Tensor]) -> tor
     return base + 6.0 / 4 * b @ a
 
 
-@pytest.mark.parametrize("model", [MODEL, SHARED, replace(MODEL, attention=LATENT)])
+@pytest.mark.parametrize("model", [MODEL, SHARED, replace(MODEL, attention=LATENT), COMPRESSED])
 def test_adapters_compute_what_merged_weights_do(model) -> None:  # type: ignore[no-untyped-def]
     """The gradient of an adapter follows from that of the merged weight by the chain rule."""
     adapted = build_state(EVERYWHERE, model)

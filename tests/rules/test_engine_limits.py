@@ -170,16 +170,8 @@ def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
             {"data": DataSpec(documents=DocumentMasking.BOUNDED)},
             "data.documents=bounded: the engine compresses blocks of tokens wherever documents",
         ),
-        (
-            "ep2",
-            {"fine_tuning": FineTuningSpec(freeze=(FrozenPart.ROUTER,))},
-            "train.freeze=router: the engine trains all of a model with compressed attention",
-        ),
-        (
-            "ep2",
-            {"fine_tuning": FineTuningSpec(task=Task.LORA)},
-            "train.task=lora: the engine trains all of a model with compressed attention",
-        ),
+        ("ep2", {"fine_tuning": FineTuningSpec(freeze=(FrozenPart.ROUTER,))}, ""),
+        ("ep2", {"fine_tuning": FineTuningSpec(task=Task.LORA)}, ""),
     ],
 )
 def test_what_compressed_attention_does_not_go_with(

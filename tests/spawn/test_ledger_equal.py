@@ -497,25 +497,38 @@ def test_ledgers_of_hybrids_are_equal(
 
 @pytest.mark.turns
 @pytest.mark.parametrize(
-    ("world_size", "layout", "coefficient"),
+    ("world_size", "layout", "coefficient", "fine_tuning"),
     [
-        (2, "tp2,ep2,mbs2,recompute=core_attn", 1.0),
-        (1, "mbs2,recompute=layernorm+moe", 0.0),
-        thorough(2, "tp2,ep2,mbs2,recompute=full", 1.0),
-        thorough(2, "ep2,zero3,recompute=uniform2", 1.0),
-        thorough(2, "pp2,schedule=zb-h1", 1.0),
-        thorough(4, "pp2,tp2,ep2,overlap=tp,offload=expert_fc1+moe_act", 0.0),
+        (2, "tp2,ep2,mbs2,recompute=core_attn", 1.0, FineTuningSpec()),
+        (1, "mbs2,recompute=layernorm+moe", 0.0, FineTuningSpec()),
+        thorough(2, "tp2,ep2,mbs2,recompute=full", 1.0, FineTuningSpec()),
+        thorough(2, "ep2,zero3,recompute=uniform2", 1.0, FineTuningSpec()),
+        thorough(2, "pp2,schedule=zb-h1", 1.0, FineTuningSpec()),
+        thorough(4, "pp2,tp2,ep2,overlap=tp,offload=expert_fc1+moe_act", 0.0, FineTuningSpec()),
+        (2, "tp2,ep2,mbs2,recompute=core_attn", 1.0, ADAPTERS_EVERYWHERE),
+        thorough(2, "ep2,mbs2", 0.0, ADAPTERS),
+        thorough(2, "pp2,schedule=zb-h1,recompute=moe", 1.0, ADAPTERS_EVERYWHERE),
+        thorough(2, "tp2,ep2,recompute=core_attn+layernorm", 1.0, FROZEN_ATTENTION),
+        thorough(2, "tp2,ep2,mbs2,recompute=shared_experts", 1.0, FROZEN_EXPERTS),
     ],
 )
 def test_ledgers_of_compressed_attention_and_parallel_streams_are_equal(
-    world_size: int, layout: str, coefficient: float, data: DataSpec, tmp_path: Path
+    world_size: int,
+    layout: str,
+    coefficient: float,
+    fine_tuning: FineTuningSpec,
+    data: DataSpec,
+    tmp_path: Path,
 ) -> None:
+    if fine_tuning.lora_experts:  # grouped products need a rank of whole 16 bytes
+        fine_tuning = replace(fine_tuning, lora_rank=8)
     model = replace(SHAPES["compressed"], vocab_size=tiny_jobs.VOCABULARY)
     workload = tiny_jobs.build_workload(
         data,
         steps=2,
         precision=Dtype.BF16,
         loss=LossSpec(aux_coeff=0.01, indexer_coeff=coefficient),
+        fine_tuning=fine_tuning,
     )
     assert_ledgers_equal(
         tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model), tmp_path

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiny_jobs
+from layout_space import SHAPES
 from moewright.codec import read_json
 from moewright.cost.ledger import predict_ledger
 from moewright.engine.run.train import train
@@ -17,8 +18,16 @@ from moewright.rules.adapters import adapter_parameters, frozen_part, is_trained
 from moewright.rules.parameters import parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component, Ledger
+from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
-from moewright.spec.workload import DataSpec, Dtype, FineTuningSpec, FrozenPart, Task
+from moewright.spec.workload import (
+    BaseQuantization,
+    DataSpec,
+    Dtype,
+    FineTuningSpec,
+    FrozenPart,
+    Task,
+)
 from selection import thorough
 from tiny_jobs import read_state, read_steps
 
@@ -29,14 +38,20 @@ STEPS = 3
 STATES = (Component.WEIGHTS, Component.GRADIENTS, Component.MASTER, Component.MOMENTS)
 
 
-def build_plan(data: DataSpec, layout: str, world_size: int, fine_tuning: FineTuningSpec) -> Plan:
+def build_plan(
+    data: DataSpec,
+    layout: str,
+    world_size: int,
+    fine_tuning: FineTuningSpec,
+    model: ModelSpec = tiny_jobs.MODEL,
+) -> Plan:
     workload = tiny_jobs.build_workload(data, steps=STEPS, fine_tuning=fine_tuning)
     workload = replace(
         workload,
         optimizer=replace(workload.optimizer, bucket_elements=4000, eps=1e-4),
         checkpoint=replace(workload.checkpoint, every_steps=1, keep=STEPS),
     )
-    return tiny_jobs.build_plan(workload, layout, world_size=world_size)
+    return tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model)
 
 
 def train_whole_and_cut(
@@ -87,6 +102,33 @@ def test_adapters_train_as_in_one_process(
     expected, actual = train_whole_and_cut(*plans, tmp_path)
     names = {param.name for param in adapter_parameters(tiny_jobs.MODEL, fine_tuning)}
     assert {name for name in expected if not name.startswith("optim/")} == names
+    assert_trained_alike(expected, actual, tmp_path)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("world_size", "layout", "fine_tuning"),
+    [
+        (2, "tp2,ep2", EXPERTS),
+        thorough(2, "pp2,schedule=zb-h1,recompute=full", EXPERTS),
+        thorough(2, "ep2,zero0", replace(EXPERTS, quantize_base=BaseQuantization.NF4)),
+        thorough(2, "tp2,ep2", FineTuningSpec(freeze=(FrozenPart.ATTENTION,))),
+        thorough(2, "ep2", FineTuningSpec(freeze=(FrozenPart.EMBEDDINGS, FrozenPart.EXPERTS))),
+    ],
+)
+def test_compressed_attention_is_tuned_as_in_one_process(
+    world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
+) -> None:
+    model = replace(SHAPES["compressed"], vocab_size=tiny_jobs.VOCABULARY)
+    plans = (build_plan(data, *cut, fine_tuning, model) for cut in (("", 1), (layout, world_size)))
+    expected, actual = train_whole_and_cut(*plans, tmp_path)
+    trained = {name.removeprefix("optim/exp_avg/") for name in expected if "/exp_avg/" in name}
+    if fine_tuning.task is Task.LORA:
+        assert trained == {param.name for param in adapter_parameters(model, fine_tuning)}
+        assert not any("position" in name or ".o_down." in name for name in trained)
+    else:
+        names = {param.name for param in parameters(model)}
+        assert trained == {name for name in names if is_trained(fine_tuning, name)}
     assert_trained_alike(expected, actual, tmp_path)
 
 

@@ -139,22 +139,34 @@ def test_adapters_of_ling_are_merged_into_its_joined_projections(
     assert not (tmp_path / "peft").exists()
 
 
-def train_adapters(folder: Path, data: DataSpec, run: Path) -> None:
+ADAPTERS = FineTuningSpec(task=Task.LORA, lora_rank=8, lora_alpha=16.0)
+
+
+def train_adapters(
+    folder: Path, data: DataSpec, run: Path, fine_tuning: FineTuningSpec = ADAPTERS
+) -> None:
     plan = make_plan(folder, data, "tp2,ep2,mbs2", 2, lr=1e-2)
-    fine_tuning = FineTuningSpec(task=Task.LORA, lora_rank=8, lora_alpha=16.0)
     workload = replace(plan.workload, fine_tuning=fine_tuning)
     assert train(replace(plan, workload=workload), run) is ExitCode.DONE
 
 
-def test_adapters_of_a_delta_net_go_to_peft_in_the_order_of_its_rows(
-    data: DataSpec, tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "fine_tuning"),
+    [
+        # Rows of its projections lie part by part there, and key head by key head here.
+        ("qwen3_5_moe_text", ADAPTERS),
+        # Its experts and routers are parameters there, which have no modules of their own.
+        ("deepseek_v4", replace(ADAPTERS, lora_rank=4, lora_experts=True, lora_router=True)),
+    ],
+)
+def test_adapters_are_those_of_peft(
+    family: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
-    """Rows of its projections lie part by part there, and key head by key head here."""
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     folder = tmp_path / "hf"
-    write_model("qwen3_5_moe_text", folder, vocab_size=tiny_jobs.VOCABULARY)
-    train_adapters(folder, data, tmp_path / "run")
+    write_model(family, folder, vocab_size=tiny_jobs.VOCABULARY)
+    train_adapters(folder, data, tmp_path / "run", fine_tuning)
     for name, more in (("merged", ()), ("adapter", ("--adapters",))):
         arguments = ("convert", "export", str(tmp_path / "run"), "--out", str(tmp_path / name))
         assert main((*arguments, *more)) == 0

@@ -152,8 +152,9 @@ def _adapters(
     rows = routed_rows(job.model, job.workload, job.layout, load)
     is_grouped = False
     names = dict(_INPUT_NAMES)
-    if (Module.ATTENTION, "mixer_out") in inputs:
-        names["attention.o"] = "mixer_out"
+    for name in ("mixer_out", "o_down"):  # where the last product takes another tensor
+        if (Module.ATTENTION, name) in inputs:
+            names["attention.o"] = name
     for linear in adapted_linears(job.model, job.workload.fine_tuning, layer):
         waiting = 0
         count, parts = (rows, 1) if linear.is_expert else (tokens, tp)

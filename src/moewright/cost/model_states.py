@@ -109,7 +109,7 @@ def frozen_rows(job: Job, rank: int) -> tuple[MemoryRow, ...]:
 def _frozen_nbytes(param: Param, job: Job) -> int:
     """Return the bytes of a rank's part of a frozen weight."""
     local_shape = shards.local_shape(param, job.layout)
-    if is_packed(param.module, param.shape, job.workload.fine_tuning):
+    if is_packed(param.name, param.module, param.shape, job.workload.fine_tuning):
         return packed_nbytes(param.shape, local_shape, job.workload.fine_tuning.quantize_base)
     return activation_nbytes(job.workload) * prod(local_shape)
 

@@ -33,7 +33,11 @@ _MODULE_PARTS: Mapping[Module, FrozenPart] = MappingProxyType(
         Module.SHARED_EXPERTS: FrozenPart.SHARED_EXPERTS,
     }
 )
-_TABLES = ("embedding.", "position.", "head.")
+# Before the head, residual streams become one.
+_TABLES = ("embedding.", "position.", "head.", "final_streams.")
+# What has no adapter in any model: the loss of its tokens has no gradient for what indexers choose,
+# and PEFT adapts no product by groups of columns (its adapters have the width of all groups).
+_WITHOUT_ADAPTER = (".indexer.", ".attention.o_down.")
 # How the names of a part's parameters begin within a layer.
 _NAME_PARTS = (
     ("attention.", FrozenPart.ATTENTION),
@@ -83,6 +87,11 @@ def frozen_part(name: str) -> FrozenPart | None:
     return next((part for start, part in _NAME_PARTS if in_layer.startswith(start)), None)
 
 
+def is_linear(name: str) -> bool:
+    """Return whether a parameter of more than one dim is a linear's weight: biases have two too."""
+    return name.endswith(".weight")
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a parameter is a part of an adapter, by its name."""
     return name.endswith(tuple(f".{part}.weight" for part in ADAPTER_PARTS))
@@ -91,11 +100,10 @@ def is_adapter(name: str) -> bool:
 def has_adapter(
     name: str, module: Module, shape: tuple[int, ...], fine_tuning: FineTuningSpec
 ) -> bool:
-    """Return whether a weight of a module has an adapter: a linear wider than the rank.
-
-    Indexers have none: the loss of a model's tokens has no gradient for what they choose.
-    """
-    if fine_tuning.task is not Task.LORA or ".indexer." in name:
+    """Return whether a weight of a module has an adapter: a linear wider than the rank."""
+    if fine_tuning.task is not Task.LORA or not is_linear(name):
+        return False
+    if any(part in name for part in _WITHOUT_ADAPTER):
         return False
     targets = _TARGETS
     if fine_tuning.lora_experts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.rules.activation_offload import activation_offloads
-from moewright.rules.adapters import is_frozen, trains_all
 from moewright.spec.errors import Reason
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.model import AttentionKind, ModelSpec
@@ -41,9 +40,3 @@ def _check_workload(workload: Workload) -> Iterator[Reason]:
         rule = "the engine multiplies in compressed attention in 16 bits or more"
         precision = str(workload.precision)
         yield Reason(field="train.precision", value=precision, rule=rule, nearest="bf16")
-    rule = "the engine trains all of a model with compressed attention"
-    if is_frozen(workload):
-        yield Reason(field="train.task", value="lora", rule=rule, nearest="pretrain")
-    elif not trains_all(workload.fine_tuning):
-        value = "+".join(workload.fine_tuning.freeze)
-        yield Reason(field="train.freeze", value=value, rule=rule, nearest="[]")

@@ -230,7 +230,7 @@ def _check_packed(layout: Layout, model: ModelSpec, workload: Workload) -> Itera
         rule = f"the engine has no replicas of weights in {value}"
         yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
     for param in parameters(model):
-        if not is_packed(param.module, param.shape, fine_tuning):
+        if not is_packed(param.name, param.module, param.shape, fine_tuning):
             continue
         if cuts_blocks(param, layout, fine_tuning.quantize_base):
             rule = f"cuts {param.name} {list(param.shape)} inside of the blocks of {value}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
+from moewright.rules.adapters import is_linear
 from moewright.rules.param import Param, ShardedDims
 from moewright.rules.parameters import parameters_by_layer
 from moewright.rules.shards import local_shape
@@ -30,12 +31,14 @@ _PACKED_MODULES = frozenset(
 _MIN_SIDE = 16  # of a linear; convolutions and gates of one column are narrower
 
 
-def is_packed(module: Module, shape: tuple[int, ...], fine_tuning: FineTuningSpec) -> bool:
+def is_packed(
+    name: str, module: Module, shape: tuple[int, ...], fine_tuning: FineTuningSpec
+) -> bool:
     """Return whether a weight of a module is held in fewer bits, by its global shape."""
     if fine_tuning.quantize_base is BaseQuantization.NONE or fine_tuning.task is not Task.LORA:
         return False
-    is_linear = len(shape) > 1 and min(shape[-2:]) >= _MIN_SIDE and not prod(shape[-2:]) % 2
-    return module in _PACKED_MODULES and is_linear
+    is_wide = len(shape) > 1 and min(shape[-2:]) >= _MIN_SIDE and not prod(shape[-2:]) % 2
+    return module in _PACKED_MODULES and is_linear(name) and is_wide
 
 
 def packed_nbytes(
@@ -72,7 +75,7 @@ def packed_elements(
     return tuple(
         (param.module, prod(local_shape(param, layout)))
         for param in parameters_by_layer(model).get(layer, ())
-        if is_packed(param.module, param.shape, workload.fine_tuning)
+        if is_packed(param.name, param.module, param.shape, workload.fine_tuning)
     )
 
 

@@ -27,6 +27,7 @@ _READERS: Mapping[tuple[Module, str], tuple[str, ...]] = MappingProxyType(
         (Module.ATTENTION, "q_latent"): ("attention.q_up",),
         (Module.ATTENTION, "kv_latent"): ("attention.kv_up",),
         (Module.ATTENTION, "gated_out"): ("attention.o",),
+        (Module.ATTENTION, "o_down"): ("attention.o",),
         (Module.ATTENTION, "mixer_out"): ("attention.o",),
         (Module.DENSE_MLP, "post_norm_out"): ("mlp.gate_up", "mlp.up"),
         (Module.DENSE_MLP, "activation"): ("mlp.down",),
@@ -38,7 +39,7 @@ _READERS: Mapping[tuple[Module, str], tuple[str, ...]] = MappingProxyType(
     }
 )
 # Those that do not take the input of attention, among its linears.
-_LATER_LINEARS = frozenset(("attention.o", "attention.q_up", "attention.kv_up"))
+_LATER_LINEARS = frozenset(("attention.o", "attention.o_down", "attention.q_up", "attention.kv_up"))
 _MOE_INPUT = (Module.ROUTER, "post_norm_out")
 _MLP_INPUT = (Module.DENSE_MLP, "post_norm_out")
 _OUTPUT = (Module.ATTENTION, "attention_out")
@@ -72,8 +73,11 @@ def drop_unread(
 ) -> list[SavedTensor]:
     """Return what a layer saves without the inputs that no product of it keeps."""
     readers = reading_linears(model, fine_tuning, layer)
-    # A gate keeps the output that it scales, whoever takes the product.
-    keeps_output = "attention.o" in readers or any(row.name == "output_gate" for row in rows)
+    names = {row.name for row in rows}
+    # What takes attention's output; a gate keeps the output that it scales, whoever takes the
+    # product.
+    output_reader = "attention.o_down" if "o_down" in names else "attention.o"
+    keeps_output = output_reader in readers or "output_gate" in names
     # The output stands twice where ranks exchange heads: for attention, and for its projection.
     outputs = sum((row.owner, row.name) == _OUTPUT for row in rows)
     kept = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from moewright.engine.checkpoint import (
 from moewright.engine.hf.candidates import HfTensor
 from moewright.engine.hf.export_weights import Companions, parse_stored_model, write_folder
 from moewright.engine.hf.folder import HfReader, fingerprint_hf_folder, is_hf_folder, open_hf_folder
+from moewright.engine.hf.name_patterns import MODULE_NAMES, MODULE_PARAMETERS
 from moewright.engine.hf.names import (
     NameTable,
     build_name_table,
@@ -89,7 +91,7 @@ def export_peft(adapters: StoredAdapters, out: Path, *, base: str) -> None:
     sources = []
     for param, part in _iterate_parts(adapters):
         for hf_tensor in table[_base_name(param)]:
-            module = _module_name(hf_tensor)
+            module = _module_name(adapters.model, hf_tensor)
             lead = len(hf_tensor.index)
             name = f"{_PEFT_PREFIX}{module}.{_PEFT_PARTS[part]}.weight"
             # The second matrix has a row for each row of the weight.
@@ -117,7 +119,7 @@ def export_peft(adapters: StoredAdapters, out: Path, *, base: str) -> None:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(modules),
+        **_list_targets(adapters, modules),
     }
     nbytes = sum(header.nbytes for header in headers)
     with write_folder(out, nbytes) as working, PayloadReader(adapters.checkpoint) as reader:
@@ -127,6 +129,37 @@ def export_peft(adapters: StoredAdapters, out: Path, *, base: str) -> None:
             working / _WEIGHTS_FILE, [headers[place] for place in order], read(reader), {}
         )
         write_text(working / _CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+
+
+def _list_targets(adapters: StoredAdapters, modules: Collection[str]) -> dict[str, object]:
+    """Return the fields of PEFT's configuration that name what has an adapter.
+
+    That is modules, and parameters where transformers has no module of a linear's own. Linears that
+    one parameter has side by side add up their ranks.
+    """
+    patterns = MODULE_PARAMETERS.get(adapters.model.family, {})
+    linears: dict[str, set[str]] = {}
+    plain = []
+    for module in sorted(modules):
+        matches = (
+            match.expand(parameter)
+            for pattern, parameter in patterns.items()
+            if (match := re.fullmatch(pattern, module))
+        )
+        parameter = next(matches, None)
+        if parameter is None:
+            plain.append(module)
+        else:
+            linears.setdefault(parameter, set()).add(module.rpartition(".")[2])
+    fields: dict[str, object] = {"target_modules": plain}
+    if linears:
+        fields["target_parameters"] = sorted(linears)
+    stacks = {name: len(parts) for name, parts in linears.items() if len(parts) > 1}
+    if stacks:
+        tuning = adapters.fine_tuning
+        fields["rank_pattern"] = {name: n * tuning.lora_rank for name, n in stacks.items()}
+        fields["alpha_pattern"] = {name: n * tuning.lora_alpha for name, n in stacks.items()}
+    return fields
 
 
 def _find_names(model: ModelSpec, base: Path) -> NameTable:
@@ -240,7 +273,7 @@ def _base_name(param: Param) -> str:
     return f"{stem}.weight"
 
 
-def _module_name(hf_tensor: HfTensor) -> str:
+def _module_name(model: ModelSpec, hf_tensor: HfTensor) -> str:
     module = hf_tensor.name.removesuffix(".weight")
     is_part = bool(hf_tensor.dim_order or hf_tensor.fused_shape)
     is_part |= bool(hf_tensor.whole_shape and not hf_tensor.rows)
@@ -253,6 +286,8 @@ def _module_name(hf_tensor: HfTensor) -> str:
     if module.endswith(_NO_MODULES):
         rule = "is multiplied inside of Mamba's kernels, so PEFT takes no adapter of it"
         raise BadInput(Reason(field=hf_tensor.name, rule=rule, nearest="the merged weights"))
+    for part, own in MODULE_NAMES.get(model.family, {}).items():
+        module = module.replace(part, own)
     return module
 
 

@@ -445,3 +445,31 @@ MTP_BLOCKS: Mapping[str, str] = MappingProxyType({"nemotron_h": "mtp.layers."})
 MTP_DUPLICATES: Mapping[str, str] = MappingProxyType(
     {"embed_tokens.weight": "embedding.weight", "shared_head.head.weight": "head.weight"}
 )
+# What transformers' modules are called where files of a family have other names: parts of names.
+MODULE_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "deepseek_v4": {
+            ".attn.": ".self_attn.",
+            ".ffn.": ".mlp.",
+            ".wq_a": ".q_a_proj",
+            ".wq_b": ".q_b_proj",
+            ".wkv": ".kv_proj",
+            ".wgate": ".gate_proj",
+            ".wo_b": ".o_b_proj",
+            ".shared_experts.w1": ".shared_experts.gate_proj",
+            ".shared_experts.w2": ".shared_experts.down_proj",
+            ".shared_experts.w3": ".shared_experts.up_proj",
+        }
+    }
+)
+# The parameters of transformers' modules, by patterns of linears in its files, that are of no
+# linear's module there; PEFT knows those of older families by itself.
+MODULE_PARAMETERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "deepseek_v4": {
+            r"(.*\.mlp\.gate)": r"\1.weight",
+            r"(.*\.experts)\.\d+\.w[13]": r"\1.gate_up_proj",
+            r"(.*\.experts)\.\d+\.w2": r"\1.down_proj",
+        }
+    }
+)

@@ -26,6 +26,7 @@ from moewright.engine.kernels.compressed_attention import (
 from moewright.engine.kernels.matmul import widen
 from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import Operands, WeightGradStore
+from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction, NormSettings, RmsNorm
 from moewright.engine.model.block_compressor import (
@@ -139,6 +140,7 @@ class CompressedAttention(nn.Module):
             runtime.weight_grads,
             self.q_up.weight,
         )
+        q = add_column_adapter(runtime, self.q_up, q, x_tQ)
         q_BShD = q.reshape(context.sequences, runtime.workload.seq_len, -1, self._spec.head_dim)
         q_BShD = RmsNorm.apply(q_BShD, None, self._query_norm)
         return turn_last(runtime, q_BShD, context.cos, context.sin)
@@ -167,13 +169,14 @@ class CompressedAttention(nn.Module):
             runtime.counters,
             runtime.weight_grads,
         )
-        return RowParallelLinear.apply(
+        out = RowParallelLinear.apply(
             low,
             self.o.weight,
             runtime.mesh.tensor_parallel,
             runtime.products,
             runtime.weight_grads,
         )
+        return add_row_adapter(runtime, self.o, out, low)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +244,10 @@ class _AttendBlocks(CountedFunction):
 
 
 class _GroupedProjection(CountedFunction):
-    """y [T,G N]: each of G groups of columns of x [T,G K] by its own rows of w [G N,K]; keeps x."""
+    """y [T,G N]: each of G groups of columns of x [T,G K] by its own rows of w [G N,K].
+
+    Keeps x where w trains.
+    """
 
     @staticmethod
     def forward(
@@ -255,7 +261,8 @@ class _GroupedProjection(CountedFunction):
         CountedFunction.save_scope(ctx, counters)
         ctx.weight_grads = weight_grads
         ctx.groups = groups
-        ctx.save_for_backward(x, w)
+        ctx.is_trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if ctx.is_trained else None, w)
         return _join_groups(_bmm(_split_groups(x, groups), w.unflatten(0, (groups, -1)).mT))
 
     @staticmethod
@@ -265,6 +272,8 @@ class _GroupedProjection(CountedFunction):
         with ctx.counters.scopes.enter(ctx.scope):
             weights = w.unflatten(0, (groups, -1))
             grad_x = _join_groups(_bmm(_split_groups(grad, groups), weights))
+        if not ctx.is_trained:
+            return grad_x, None, None, None, None
 
         def compute_weight_grad(operands: Operands) -> list[torch.Tensor]:
             x_groups, grad_groups = (_split_groups(operand, groups) for operand in operands)

@@ -22,7 +22,11 @@ from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model import vocab_parallel
 from moewright.engine.model.activations import build_activation
-from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
+from moewright.engine.model.adapters import (
+    add_column_adapter,
+    add_replicated_adapter,
+    add_row_adapter,
+)
 from moewright.engine.model.autograd import LayerNorm, NormSettings, RmsNorm
 from moewright.engine.model.biases import AddBias, AddBiasInPlace
 from moewright.engine.model.linear_loss import ChunkedLossSettings, LinearCrossEntropy
@@ -100,7 +104,8 @@ class Weight(nn.Module):
 def project_replicated(runtime: Runtime, x_tK: torch.Tensor, linear: Weight) -> torch.Tensor:
     """Project a rank's own tokens [t,K] by a weight that every TP rank has whole: [t,N]."""
     replicas = hidden_replica_group(runtime)
-    return ReplicatedLinear.apply(x_tK, linear.weight, runtime.counters, linear.products, replicas)
+    y_tN = ReplicatedLinear.apply(x_tK, linear.weight, runtime.counters, linear.products, replicas)
+    return add_replicated_adapter(runtime, linear, y_tN, x_tK)
 
 
 class Vector(Weight):

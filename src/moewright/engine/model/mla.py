@@ -16,7 +16,7 @@ from torch import nn
 
 from moewright.engine.comm.autograd_collectives import GatherSequence
 from moewright.engine.kernels.sparse_attention import SUM_SHARES
-from moewright.engine.model.adapters import add_column_adapter, add_replicated_adapter
+from moewright.engine.model.adapters import add_column_adapter
 from moewright.engine.model.attention import (
     AttentionContext,
     CoreAttention,
@@ -83,8 +83,8 @@ class LatentAttention(nn.Module):
         ):
             x_tQ = x_tH
             if self._spec.q_lora_rank:
-                x_tQ = self.q_down_norm(self._project_down(x_tH, self.q_down))
-            down_tCR = self._project_down(x_tH, self.kv_down)
+                x_tQ = self.q_down_norm(project_replicated(runtime, x_tH, self.q_down))
+            down_tCR = project_replicated(runtime, x_tH, self.kv_down)
             x_tC = self.kv_norm(down_tCR[:, : self._spec.kv_lora_rank])
 
             def expand_queries(x_tQ: torch.Tensor) -> torch.Tensor:
@@ -123,11 +123,6 @@ class LatentAttention(nn.Module):
     @property
     def _query_up(self) -> Weight:
         return self.q_up if self._spec.q_lora_rank else self.q
-
-    def _project_down(self, x_tH: torch.Tensor, down: Weight) -> torch.Tensor:
-        runtime = self._runtime
-        latent = project_replicated(runtime, x_tH, down)
-        return add_replicated_adapter(runtime, down, latent, x_tH)
 
     def _expand_queries(self, x_tQ: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Expand [t,Q] to [B,S,h,D].

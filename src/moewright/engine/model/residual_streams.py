@@ -119,25 +119,22 @@ class _ComputeWeights(CountedFunction):
             )
             bounded = _bound(projected, shifts[0], shifts[1], settings)
         (g_tM,) = torch.autograd.grad(bounded, projected, grad_tM, retain_graph=True)
+        normed = x_tK.float() * rstd
+        with ctx.counters.scopes.enter(ctx.scope):
+            grad_normed = matmul(g_tM, weight_MK.float())
+        mean = (grad_normed * normed).mean(-1, keepdim=True)
+        grad_x = (grad_normed - normed * mean).mul_(rstd).to(x_tK.dtype)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None, None
         # Of parameters, the gradient is that of this rank's rows.
         own_grad = torch.zeros_like(grad_tM)
         own_grad[rows] = grad_tM[rows]
         grad_bias, grad_scale = torch.autograd.grad(bounded, shifts, own_grad)
-        normed = x_tK.float() * rstd
+        own = torch.zeros_like(g_tM)
+        own[rows] = g_tM[rows]
         with ctx.counters.scopes.enter(ctx.scope):
-            grad_normed = matmul(g_tM, weight_MK.float())
-            own = torch.zeros_like(g_tM)
-            own[rows] = g_tM[rows]
             grad_weight = matmul(own.T, normed)
-        mean = (grad_normed * normed).mean(-1, keepdim=True)
-        grad_x = (grad_normed - normed * mean).mul_(rstd)
-        return (
-            grad_x.to(x_tK.dtype),
-            grad_weight.to(weight_MK.dtype),
-            grad_bias,
-            grad_scale,
-            None,
-        )
+        return grad_x, grad_weight.to(weight_MK.dtype), grad_bias, grad_scale, None
 
 
 def _bound(

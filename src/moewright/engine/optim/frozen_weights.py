@@ -136,4 +136,5 @@ def build_frozen_shards(
 
 
 def _is_packed(parameter: NamedParameter, fine_tuning: FineTuningSpec) -> bool:
-    return is_packed(parameter.module, parameter.placement.global_shape, fine_tuning)
+    shape = parameter.placement.global_shape
+    return is_packed(parameter.name, parameter.module, shape, fine_tuning)
