@@ -34,8 +34,15 @@ from moewright.cost.estimate import estimate
 from moewright.cost.ledger import predict_rank_ledger
 from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.fused.select import build_kernels
-from moewright.engine.kernels.low_precision import convert
-from moewright.engine.kernels.matmul import grouped_matmul
+from moewright.engine.kernels.low_precision import Groups, NarrowTensor, convert
+from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.engine.kernels.scaled_products import (
+    ScaledProduct,
+    find_product,
+    has_expert_product,
+    multiply,
+    multiply_groups,
+)
 from moewright.engine.run.step import train_step
 from moewright.intake import catalogue
 from moewright.rules.flops import model_flops_per_token
@@ -67,7 +74,7 @@ def run_tests(sizes: GpuSizes) -> str:
 
 
 def compare_kernels(sizes: GpuSizes) -> str:
-    """Compare bf16 kernels with fp32 references, and narrow casts with those of the CPU."""
+    """Compare kernels and narrow products with fp32 references, and casts with the CPU's."""
     width = sizes.models[0].model.hidden_size
     return "\n\n".join(
         (
@@ -76,6 +83,10 @@ def compare_kernels(sizes: GpuSizes) -> str:
                 _kernel_rows(sizes, width),
             ),
             _table(("cast", "bits that differ from the CPU's", "time"), _cast_rows(sizes, width)),
+            _table(
+                ("product", "by", "error over the exact norm", "time", "in bf16"),
+                _product_rows(sizes, width),
+            ),
         )
     )
 
@@ -135,6 +146,43 @@ def _cast_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
         )
         seconds = time_call(sizes, partial(convert, moved, recipe.inputs))
         yield name, str(differing), _microseconds(seconds)
+
+
+def _product_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
+    """Time products of operands that are converted already: dense, and of experts by rows."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(sizes.rows, width, generator=generator).bfloat16().to(sizes.device)
+    w = torch.randn(width, width, generator=generator).bfloat16().to(sizes.device)
+    experts = w.expand(_EXPERTS, width, width).contiguous()
+    ends = (torch.arange(1, _EXPERTS + 1, device=sizes.device) * (sizes.rows // _EXPERTS)).int()
+    weight_ends = torch.arange(1, _EXPERTS + 1, device=sizes.device) * width
+    dense_s = time_call(sizes, lambda: matmul(x, w.T))
+    grouped_s = time_call(sizes, lambda: grouped_matmul(x, experts.mT, ends))
+    for name, precision, scaling in _RECIPES:
+        workload = Workload(seq_len=1, global_batch=1, precision=precision, tensor_scaling=scaling)
+        recipe = find_recipe(workload)
+        assert recipe is not None
+        a, b = convert(x, recipe.inputs), convert(w, recipe.weights)
+        product = find_product(a, b, x.dtype)
+        run = partial(multiply, a, b, x.dtype)
+        yield name, product or "widened", _error(run(), a, b), *_times(sizes, run, dense_s)
+        if recipe.inputs.block:
+            continue
+        rows = convert(x, recipe.inputs, Groups(ends=ends))
+        stack = convert(experts.flatten(0, 1), recipe.weights, Groups(ends=weight_ends))
+        is_scaled = has_expert_product(rows, stack, experts.shape, x.dtype)
+        run = partial(multiply_groups, rows, stack, experts.shape, ends, x.dtype)
+        by = ScaledProduct.EXPERT_ROWS if is_scaled else "widened"
+        yield f"{name}, experts", by, _error(run(), rows, b), *_times(sizes, run, grouped_s)
+
+
+def _error(result: torch.Tensor, a: NarrowTensor, b: NarrowTensor) -> str:
+    exact = a.widen(torch.float32).double() @ b.widen(torch.float32).double().T
+    return f"{float((result.double() - exact).norm() / exact.norm()):.1e}"
+
+
+def _times(sizes: GpuSizes, run: Callable[[], object], bf16_s: float) -> tuple[str, str]:
+    return _microseconds(time_call(sizes, run)), _microseconds(bf16_s)
 
 
 def time_layers(sizes: GpuSizes) -> str:

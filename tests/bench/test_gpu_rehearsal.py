@@ -23,7 +23,8 @@ def test_parts_run_on_a_cpu(name: str) -> None:
     section = measure(rehearsal_sizes())
     if name == "kernels":
         assert "| fp8, blocks of 128 | 0 |" in section
-        assert section.count("\n| ") == 4 + 1 + 4
+        assert section.count("| widened |") == 5
+        assert section.count("\n| ") == 4 + 1 + 4 + 1 + 5
     elif name == "memory":
         states, counted = _memory_row(section)[1:3]
         assert states == counted

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from moewright.engine.kernels.low_precision import Groups, NarrowTensor, cast_groups
-from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.engine.kernels.matmul import grouped_matmul
+from moewright.engine.kernels.scaled_products import multiply, multiply_groups
 from moewright.rules.delayed_scaling import SCALES_OF_LINEAR, ScaledLinear
 from moewright.rules.low_precision import OperandKind, Recipe
 from moewright.spec.ledger import Component, MemoryRow
@@ -70,27 +71,33 @@ class DelayedProducts:
     def forward(
         self, x_RK: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        kind = OperandKind.INPUT
         is_new = self._is_first_forward()
-        x = self._cast(kind, x_RK, Groups(ends=ends), is_new=is_new).widen(x_RK.dtype)
+        x = self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=is_new)
         weights = self._cast_weights(w, is_new=is_new)
-        return matmul(x, weights.T) if ends is None else grouped_matmul(x, weights.mT, ends)
+        if ends is None:
+            return multiply(x, weights, x_RK.dtype)
+        return multiply_groups(x, weights, w.shape, ends, x_RK.dtype)
 
     def input_grad(
         self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        kind = OperandKind.GRADIENT
-        g = self._cast(kind, g_RN, Groups(ends=ends), is_new=True).widen(g_RN.dtype)
+        g = self._cast(OperandKind.GRADIENT, g_RN, Groups(ends=ends), is_new=True)
         weights = self._cast_weights(w, is_new=False)
-        return matmul(g, weights) if ends is None else grouped_matmul(g, weights, ends)
+        if ends is None:
+            return multiply(g, weights.transpose(), g_RN.dtype)
+        wide = weights.widen(g_RN.dtype).view_as(w)
+        return grouped_matmul(g.widen(g_RN.dtype), wide, ends)
 
     def weight_grad(
         self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         groups = Groups(ends=ends)
-        g = self._cast(OperandKind.GRADIENT, g_RN, groups, is_new=False).widen(g_RN.dtype)
-        x = self._cast(OperandKind.INPUT, x_RK, groups, is_new=False).widen(x_RK.dtype)
-        return matmul(g.T, x) if ends is None else grouped_matmul(g.T, x, ends)
+        dtype = x_RK.dtype
+        g = self._cast(OperandKind.GRADIENT, g_RN, groups, is_new=False)
+        x = self._cast(OperandKind.INPUT, x_RK, groups, is_new=False)
+        if ends is None:
+            return multiply(g.transpose(), x.transpose(), dtype)
+        return grouped_matmul(g.widen(dtype).T, x.widen(dtype), ends)
 
     def convert_input(self, x_RK: torch.Tensor, ends: torch.Tensor | None = None) -> NarrowTensor:
         return self._cast(OperandKind.INPUT, x_RK, Groups(ends=ends), is_new=False)
@@ -109,14 +116,13 @@ class DelayedProducts:
             scales.note_largest(kind, groups.largest(wide))
         return cast_groups(wide, self._recipe.operand(kind), groups, scales.scales_of(kind))
 
-    def _cast_weights(self, w: torch.Tensor, *, is_new: bool) -> torch.Tensor:
-        """Convert weights [N,K] or [E,N,K], each expert's by its own scale, and widen them."""
+    def _cast_weights(self, w: torch.Tensor, *, is_new: bool) -> NarrowTensor:
+        """Convert weights [N,K] or [E,N,K] as rows, each expert's by its own scale."""
         kind = OperandKind.WEIGHT
         if w.dim() == 2:
-            return self._cast(kind, w, Groups(), is_new=is_new).widen(w.dtype)
+            return self._cast(kind, w, Groups(), is_new=is_new)
         ends = torch.arange(1, len(w) + 1, device=w.device) * w.shape[1]
-        narrow = self._cast(kind, w.flatten(0, 1), Groups(ends=ends), is_new=is_new)
-        return narrow.widen(w.dtype).view_as(w)
+        return self._cast(kind, w.flatten(0, 1), Groups(ends=ends), is_new=is_new)
 
 
 class DelayedScaling:

@@ -8,7 +8,7 @@ Shapes: R rows, K columns, G groups of rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,6 +82,12 @@ class NarrowTensor:
         """What a forward keeps of it; the ends are kept anyway."""
         parts = (self.codes, self.scales, self.group_scales)
         return tuple(part for part in parts if part is not None)
+
+    def transpose(self) -> NarrowTensor:
+        """Return the transposed tensor, which has one scale."""
+        assert self.scales is None
+        assert self.groups.ends is None
+        return replace(self, codes=self.codes.T, columns=len(self.codes))
 
     def widen(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers times their scales, in `dtype`."""

@@ -2,8 +2,7 @@
 
 A linear layer y = x w^T makes a product in forward and two in backward: g w, the gradient of its
 input, and g^T x, the gradient of its weight. Low-precision products convert both operands along
-the contraction and multiply the converted numbers with fp32 sums. On a CPU the operands are widened
-again before they are multiplied, which is the same to the rounding of the sums.
+the contraction and multiply the converted numbers with fp32 sums (kernels.scaled_products).
 
 Shapes: R rows, K in, N out, E experts.
 """
@@ -23,6 +22,12 @@ from moewright.engine.kernels.low_precision import (
     rotate_rows,
 )
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.engine.kernels.scaled_products import (
+    find_product,
+    multiply,
+    multiply_groups,
+    multiply_scaled,
+)
 from moewright.rules.low_precision import NarrowFormat, Recipe
 
 
@@ -102,29 +107,31 @@ class NarrowProducts:
     def forward(
         self, x_RK: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = convert(x_RK, self._recipe.inputs, Groups(ends=ends)).widen(x_RK.dtype)
-        weights = self._convert_weights(w)
-        return matmul(x, weights.T) if ends is None else grouped_matmul(x, weights.mT, ends)
+        x = convert(x_RK, self._recipe.inputs, Groups(ends=ends))
+        return self._multiply_by_weights(x, w, ends, x_RK.dtype)
 
     def input_grad(
         self, g_RN: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         g = self._convert_gradient(g_RN, Groups(ends=ends))
-        weights = self._convert_weights(w.mT)
-        return matmul(g, weights.T) if ends is None else grouped_matmul(g, weights.mT, ends)
+        return self._multiply_by_weights(g, w.mT, ends, g_RN.dtype)
 
     def weight_grad(
         self, g_RN: torch.Tensor, x_RK: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         inputs = self._recipe.inputs
-        x = x_RK
+        dtype = x_RK.dtype
+        kept: NarrowTensor | None = None
         if inputs.number is not NarrowFormat.E2M1:
             # A kept input is converted already, which changes nothing; one that was made again is
             # not, and would give other gradients.
-            x = convert(x_RK, inputs, Groups(ends=ends)).widen(x_RK.dtype)
-        if not inputs.block:
-            g = self._convert_gradient(g_RN, Groups(ends=ends))
-            return matmul(g.T, x) if ends is None else grouped_matmul(g.T, x, ends)
+            kept = convert(x_RK, inputs, Groups(ends=ends))
+        if kept is not None and not inputs.block:
+            gradient = self._convert_gradient(g_RN, Groups(ends=ends))
+            if ends is None:
+                return multiply(gradient.transpose(), kept.transpose(), dtype)
+            return grouped_matmul(gradient.widen(dtype).T, kept.widen(dtype), ends)
+        x = x_RK if kept is None else kept.widen(dtype)
         multiple = max(inputs.block, self._recipe.hadamard_rows)
         groups = ONE_GROUP
         places: torch.Tensor | slice = slice(len(x))
@@ -136,13 +143,18 @@ class NarrowProducts:
         rotated_rows = self._recipe.hadamard_rows
         if rotated_rows:
             padded = [rotate_rows(t, rotated_rows) for t in padded]
-        x_RK, g_RN = padded
-        converted = [convert(x_RK.mT, inputs, groups).widen(x_RK.dtype).T]
-        converted.append(self._convert_gradient(g_RN.mT, groups).T)
+        narrow_x = convert(padded[0].mT, inputs, groups)
+        narrow_g = self._convert_gradient(padded[1].mT, groups)
+        has_padding = ends is not None or len(padded[0]) > len(x)
+        product = None if has_padding else find_product(narrow_g, narrow_x, dtype)
+        if product is not None:
+            return multiply_scaled(product, narrow_g, narrow_x, dtype)
+        wide_dtype = padded[0].dtype
+        converted = [narrow.widen(wide_dtype).T for narrow in (narrow_x, narrow_g)]
         if rotated_rows:
             # Back again, so that the rows that pad groups need not be multiplied.
             converted = [rotate_rows(t, rotated_rows, is_inverse=True) for t in converted]
-        x, g = (t[places].to(x.dtype) for t in converted)
+        x, g = (t[places].to(dtype) for t in converted)
         return matmul(g.T, x) if ends is None else grouped_matmul(g.T, x, ends)
 
     def convert_input(
@@ -150,19 +162,20 @@ class NarrowProducts:
     ) -> NarrowTensor | None:
         return convert(x_RK, self._recipe.inputs, Groups(ends=ends))
 
-    def _convert_gradient(self, g: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return convert(g, self._recipe.gradients, groups, self._generator).widen(g.dtype)
+    def _convert_gradient(self, g: torch.Tensor, groups: Groups) -> NarrowTensor:
+        return convert(g, self._recipe.gradients, groups, self._generator)
 
-    def _convert_weights(self, w: torch.Tensor) -> torch.Tensor:
-        """Convert weights [N,K] or [E,N,K] along K, each expert's apart, and widen them."""
+    def _multiply_by_weights(
+        self, a: NarrowTensor, w: torch.Tensor, ends: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a w^T, for weights [N,K] or [E,N,K], which are converted along K."""
         operand = self._recipe.weights
-        if w.dim() == 2:
-            return convert(w, operand).widen(w.dtype)
+        if ends is None:
+            return multiply(a, convert(w, operand), dtype)
         experts, rows, _ = w.shape
         # Tiles must not hold rows of two experts.
         missing = -rows % operand.block if operand.is_tiled else 0
-        padded = torch.nn.functional.pad(w, (0, 0, 0, missing))
-        flat = padded.flatten(0, 1)
-        ends = torch.arange(1, experts + 1, device=w.device) * (rows + missing)
-        converted = convert(flat, operand, Groups(ends=ends)).widen(w.dtype)
-        return converted.unflatten(0, (experts, rows + missing))[:, :rows]
+        flat = torch.nn.functional.pad(w, (0, 0, 0, missing)).flatten(0, 1)
+        weight_ends = torch.arange(1, experts + 1, device=w.device) * (rows + missing)
+        weights = convert(flat, operand, Groups(ends=weight_ends))
+        return multiply_groups(a, weights, w.shape, ends, dtype)

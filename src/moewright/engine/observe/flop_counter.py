@@ -54,6 +54,11 @@ def _mm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1])
 
 
+def _scaled_mm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    numbers = 2 if args[0].dtype is torch.float4_e2m1fn_x2 else 1  # of an element
+    return numbers * _mm_flops(args, kwargs)
+
+
 def _linear_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     x, weight = args[0], args[1]
     return 2 * int(x.shape[0]) * int(x.shape[1]) * int(weight.shape[0])
@@ -190,8 +195,10 @@ def _stated_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
 
 _FLOP_RULES: tuple[tuple[str, FlopOp, _FlopRule], ...] = (
     ("mm", FlopOp.GEMM, _mm_flops),
+    ("_scaled_mm_v2", FlopOp.GEMM, _scaled_mm_flops),
     ("bmm", FlopOp.GEMM, _bmm_flops),
     ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm_flops),
+    ("_scaled_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm_flops),
     ("_scaled_dot_product_flash_attention_for_cpu", FlopOp.ATTENTION, _attention_forward),
     (
         "_scaled_dot_product_flash_attention_for_cpu_backward",

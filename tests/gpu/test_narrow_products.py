@@ -1,0 +1,97 @@
+"""Scaled products of a GPU against the same converted numbers in fp64.
+
+The tests are skipped without a device, and each of them where the device lacks the product.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moewright.engine.kernels.low_precision import Groups, convert
+from moewright.engine.kernels.products import NarrowProducts
+from moewright.engine.kernels.scaled_products import (
+    ScaledProduct,
+    find_product,
+    has_expert_product,
+    multiply,
+    multiply_groups,
+)
+from moewright.rules.low_precision import Recipe, find_recipe
+from moewright.spec.workload import Dtype, TensorScaling, Workload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ROWS, COLUMNS, OUT = 512, 1024, 768
+# The result is rounded to bf16 once; tensor cores keep at least 13 bits of a sum of fp8 products.
+TOLERANCE = 2.0**-8
+
+RECIPES = {
+    "current": (Dtype.FP8, TensorScaling.CURRENT),
+    "blockwise": (Dtype.FP8, TensorScaling.BLOCKWISE),
+    "mxfp8": (Dtype.MXFP8, TensorScaling.CURRENT),
+    "nvfp4": (Dtype.NVFP4, TensorScaling.CURRENT),
+}
+
+
+def recipe_of(name: str) -> Recipe:
+    precision, scaling = RECIPES[name]
+    workload = Workload(seq_len=1, global_batch=1, precision=precision, tensor_scaling=scaling)
+    recipe = find_recipe(workload)
+    assert recipe is not None
+    return recipe
+
+
+def draw(rows: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator).bfloat16().cuda()
+
+
+def assert_close(result: torch.Tensor, exact: torch.Tensor) -> None:
+    error = (result.double() - exact).norm()
+    assert float(error) <= TOLERANCE * float(exact.norm())
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_dense_product_is_that_of_its_numbers(name: str) -> None:
+    recipe = recipe_of(name)
+    a = convert(draw(ROWS, COLUMNS, 1), recipe.inputs)
+    b = convert(draw(OUT, COLUMNS, 2), recipe.weights)
+    if find_product(a, b, torch.bfloat16) is None:
+        pytest.skip("the device has no such product")
+    exact = a.widen(torch.float32).double() @ b.widen(torch.float32).double().T
+    assert_close(multiply(a, b, torch.bfloat16), exact)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_the_products_of_a_linear_are_those_of_a_cpu(name: str) -> None:
+    """In fp32 a CPU multiplies the numbers themselves, which are the same."""
+    x, g, w = draw(ROWS, COLUMNS, 1), draw(ROWS, OUT, 2), draw(OUT, COLUMNS, 3)
+    results = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        products = NarrowProducts(recipe_of(name), torch.device(device), seed=1)
+        here = [tensor.to(device, dtype) for tensor in (x, g, w)]
+        out = [products.forward(here[0], here[2])]
+        if name != "nvfp4":  # whose gradients are rounded at random, by draws of a device's own
+            out += [products.input_grad(here[1], here[2]), products.weight_grad(here[1], here[0])]
+        results.append([tensor.double().cpu() for tensor in out])
+    for reference, result in zip(*results, strict=True):
+        assert_close(result, reference)
+
+
+def test_the_product_of_experts_is_that_of_its_numbers() -> None:
+    operand = recipe_of("current").inputs
+    shape = torch.Size((4, OUT, COLUMNS))
+    ends = torch.tensor([16, 16, 200, ROWS], dtype=torch.int32, device="cuda")
+    weight_ends = torch.arange(1, 5, device="cuda") * OUT
+    x = convert(draw(ROWS, COLUMNS, 1), operand, Groups(ends=ends))
+    w = convert(draw(4 * OUT, COLUMNS, 2), operand, Groups(ends=weight_ends))
+    if not has_expert_product(x, w, shape, torch.bfloat16):
+        pytest.skip(f"the device has no {ScaledProduct.EXPERT_ROWS}")
+    result = multiply_groups(x, w, shape, ends, torch.bfloat16)
+    wide = w.widen(torch.float32).double().view(shape)
+    rows = x.widen(torch.float32).double().split((16, 0, 184, 312))
+    assert_close(result, torch.cat([part @ e.T for part, e in zip(rows, wide, strict=True)]))
