@@ -287,3 +287,54 @@ def write_fp8(source: Path, folder: Path, block: tuple[int, int]) -> dict[str, t
     }
     (folder / "config.json").write_text(json.dumps(config))
     return wide
+
+
+def write_published_v4(source: Path, folder: Path, block: int) -> None:
+    """Write the DeepSeek-V4 of `source` as it is published, with tensors of its MTP depth beside.
+
+    Names have no prefix; projections of attention and shared experts are of e4m3 with a power of
+    two for blocks of `block` rows and columns, experts of two values of 4 bits a byte with one for
+    32 of a row. That is what deepseek-ai's inference/convert.py and vLLM's loader read.
+    """
+    folder.mkdir()
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        own = name.removeprefix("model.").replace("embed_tokens", "embed")
+        own = own.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
+        stem = own.removesuffix(".weight")
+        if ".ffn.experts." in own:
+            values, powers = _quantize_rows(tensor.float())
+            tensors |= {own: values, f"{stem}.scale": powers}
+        elif stem.endswith((".wq_a", ".wq_b", "attn.wkv", ".wo_a", ".wo_b", ".w1", ".w2", ".w3")):
+            blocks = tensor.float().unflatten(0, (-1, block)).unflatten(2, (-1, block))
+            powers = (blocks.abs().amax((1, 3)) / 448).log2().ceil().exp2()
+            values = (blocks / powers[:, None, :, None]).flatten(2).flatten(0, 1)
+            tensors[own] = values.to(torch.float8_e4m3fn)
+            tensors[f"{stem}.scale"] = powers.to(torch.float8_e8m0fnu)
+        else:
+            tensors[own] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config |= {
+        "expert_dtype": "fp4",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [block, block],
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _quantize_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes [N,K/2] of values of 4 bits, the first in the lower half, and powers."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    blocks = matrix.unflatten(1, (-1, 32))
+    powers = (blocks.abs().amax(2) / 6).log2().ceil().exp2()
+    scaled = blocks / powers[..., None]
+    codes = (scaled.abs()[..., None] - table).abs().argmin(-1) + 8 * (scaled < 0)
+    low, high = codes.flatten(1).unflatten(1, (-1, 2)).unbind(2)
+    packed = (low + 16 * high).to(torch.uint8).view(torch.int8)
+    return packed, powers.to(torch.float8_e8m0fnu)

@@ -3,8 +3,10 @@
 MXFP4 (OCP Microscaling Formats v1.0: blocks of 32 values of 4 bits and a power of two), as gpt-oss
 is published: "x" is "x_blocks" and "x_scales". FP8, as DeepSeek-V3 is published (its
 README_WEIGHTS.md): "x" of e4m3, and "x_scale_inv" with one factor for each block of
-`quantization_config.weight_block_size` rows and columns; the last blocks may be cut off. Both are
-read in fp32.
+`quantization_config.weight_block_size` rows and columns; the last blocks may be cut off.
+DeepSeek-V4's files (its inference/convert.py, and transformers' Fp8Dequantize) have FP8 too, and
+rows of FP4: "x.weight" of two values in a byte, and "x.scale" with a power of two for 32 values.
+All are read in fp32.
 """
 
 from __future__ import annotations
@@ -20,16 +22,22 @@ from moewright.spec.errors import BadInput, Reason
 
 MXFP4 = "MXFP4"
 FP8 = "F8_E4M3"
-PACKED_DTYPES = (MXFP4, FP8)
+FP4 = "F4_E2M1"
+PACKED_DTYPES = (MXFP4, FP8, FP4)
 
 _BLOCKS_SUFFIX = "_blocks"
 _SCALES_SUFFIX = "_scales"
 _FACTORS_SUFFIX = "_scale_inv"
+_WEIGHT = ".weight"
+_FACTORS = ".scale"  # in place of _WEIGHT
+_POWERS = "F8_E8M0"
+# The dtypes of values that factors of that name scale.
+_SCALED_DTYPES = (FP8, "I8")
 # The values of 4 bits; the same again below zero.
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 _BLOCK = 32
-_FACTOR_DTYPES = ("F32", "BF16")
+_FACTOR_DTYPES = ("F32", "BF16", _POWERS)
 
 Box = tuple[slice, ...]
 # Reads a box of a tensor as it is stored.
@@ -40,14 +48,15 @@ ReadStored = Callable[[str, Box], torch.Tensor]
 class StoredTensor:
     """A tensor and the file in which it lies.
 
-    `dtype` is the safetensors name, or MXFP4; `block` has the rows and columns that share a factor
-    of FP8.
+    `dtype` is the safetensors name, or that of packed values; `block` has the rows and columns that
+    share a factor, which is in the tensor `factors`.
     """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     block: tuple[int, int] = (1, 1)
+    factors: str = ""
 
 
 def resolve_packed(
@@ -66,8 +75,15 @@ def resolve_packed(
             scaled = name.removesuffix(_FACTORS_SUFFIX)
             if scaled not in tensors or tensors[scaled].dtype != FP8:
                 raise tensor_error(path, name, f"has no tensor {scaled} of {FP8} to scale")
+        elif name.endswith(_FACTORS) and stored.dtype in _FACTOR_DTYPES:
+            scaled = name.removesuffix(_FACTORS) + _WEIGHT
+            if scaled not in tensors or tensors[scaled].dtype not in _SCALED_DTYPES:
+                dtypes = " or ".join(_SCALED_DTYPES)
+                raise tensor_error(path, name, f"has no tensor {scaled} of {dtypes} to scale")
         elif stored.dtype == FP8:
             yield name, _resolve_fp8(path, name, tensors, block)
+        elif stored.dtype == "I8":
+            yield name, _resolve_fp4(path, name, tensors)
         elif not _is_mxfp4_scale(name, tensors):
             yield name, stored
 
@@ -91,11 +107,38 @@ def _resolve_mxfp4(path: Path, name: str, tensors: Mapping[str, StoredTensor]) -
     return StoredTensor(file=stored.file, dtype=MXFP4, shape=(experts, blocks * _BLOCK, rows))
 
 
+def _factors_name(name: str, tensors: Mapping[str, StoredTensor]) -> str:
+    """Return the name of the factors of a tensor, which DeepSeek-V4 gives in place of its own."""
+    other = name.removesuffix(_WEIGHT) + _FACTORS
+    return other if name.endswith(_WEIGHT) and other in tensors else name + _FACTORS_SUFFIX
+
+
+def _resolve_fp4(path: Path, name: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+    """Return [N,K], which bytes [N,K/2] and powers of two [N,K/32] stand for."""
+    stored = tensors[name]
+    factors_name = _factors_name(name, tensors)
+    factors = tensors.get(factors_name)
+    *lead, width = stored.shape
+    expected = (*lead, 2 * width // _BLOCK)
+    is_whole = len(lead) == 1 and not 2 * width % _BLOCK
+    has_powers = factors is not None and (factors.shape, factors.dtype) == (expected, _POWERS)
+    if not is_whole or not has_powers:
+        rule = f"has two values of 4 bits a byte, and needs a {_POWERS} for {_BLOCK} in a row"
+        raise tensor_error(path, name, f"{rule}, in {factors_name}")
+    return StoredTensor(
+        file=stored.file,
+        dtype=FP4,
+        shape=(*lead, 2 * width),
+        block=(1, _BLOCK),
+        factors=factors_name,
+    )
+
+
 def _resolve_fp8(
     path: Path, name: str, tensors: Mapping[str, StoredTensor], block: tuple[int, int]
 ) -> StoredTensor:
     stored = tensors[name]
-    factors_name = name + _FACTORS_SUFFIX
+    factors_name = _factors_name(name, tensors)
     factors = tensors.get(factors_name)
     if factors is None or len(stored.shape) < 2:
         rule = f"is of {FP8} and needs rows, columns, and factors {factors_name}"
@@ -109,7 +152,7 @@ def _resolve_fp8(
     if factors.dtype not in _FACTOR_DTYPES:
         rule = f"is of {factors.dtype}; known are {', '.join(_FACTOR_DTYPES)}"
         raise tensor_error(path, factors_name, rule)
-    return replace(stored, block=block)
+    return replace(stored, block=block, factors=factors_name)
 
 
 def _read_block_size(path: Path, tensors: Mapping[str, StoredTensor]) -> tuple[int, int]:
@@ -138,22 +181,38 @@ def unpack(name: str, stored: StoredTensor, box: Box, read_stored: ReadStored) -
     box = (*box, *(slice(None),) * missing_dims)
     if stored.dtype == MXFP4:
         return _unpack_mxfp4(name, box, read_stored)
-    return _unpack_fp8(name, stored, box, read_stored)
+    return _unpack_blocks(name, stored, box, read_stored)
 
 
 def _unpack_mxfp4(name: str, box: Box, read_stored: ReadStored) -> torch.Tensor:
-    """Unpack whole experts; of two values in a byte the first is in the lower half."""
-    packed = read_stored(name + _BLOCKS_SUFFIX, box[:1])
+    """Unpack whole experts."""
+    values = _decode_fp4(read_stored(name + _BLOCKS_SUFFIX, box[:1]))
     powers = read_stored(name + _SCALES_SUFFIX, box[:1])
-    value_of_code = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-    low = value_of_code[(packed & 15).int()]
-    high = value_of_code[(packed >> 4).int()]
-    values = torch.stack((low, high), -1).flatten(-2)
     scaled = torch.ldexp(values, powers.int()[..., None] - _SCALE_BIAS)
     return scaled.flatten(-2).transpose(1, 2)[(slice(None), *box[1:])]
 
 
-def _unpack_fp8(name: str, stored: StoredTensor, box: Box, read_stored: ReadStored) -> torch.Tensor:
+def _decode_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Return the values of bytes; of two in a byte the first is in the lower half."""
+    value_of_code = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return value_of_code[codes.int()]
+
+
+def _read_values(
+    name: str, stored: StoredTensor, box: Box, read_stored: ReadStored
+) -> torch.Tensor:
+    """Read a box of values that have no factors yet, in fp32."""
+    if stored.dtype != FP4:
+        return read_stored(name, box).float()
+    start, stop, _ = box[-1].indices(stored.shape[-1])
+    packed = read_stored(name, (*box[:-1], slice(start // 2, -(-stop // 2))))
+    return _decode_fp4(packed.view(torch.uint8))[..., start % 2 :][..., : stop - start]
+
+
+def _unpack_blocks(
+    name: str, stored: StoredTensor, box: Box, read_stored: ReadStored
+) -> torch.Tensor:
     """Multiply each value by the factor of its block, rounded once.
 
     The box may begin and end inside of blocks.
@@ -168,10 +227,12 @@ def _unpack_fp8(name: str, stored: StoredTensor, box: Box, read_stored: ReadStor
         slice(first_block_row, -(-rows.stop // block_rows)),
         slice(first_block_column, -(-columns.stop // block_columns)),
     )
-    factors = read_stored(name + _FACTORS_SUFFIX, factor_box).float()
+    factors = read_stored(stored.factors, factor_box).float()
     block_of_column = torch.arange(columns.start, columns.stop) // block_columns
     column_factors = factors[..., block_of_column - first_block_column]
-    values = read_stored(name, box).float()
+    values = _read_values(name, stored, box, read_stored)
+    if block_rows == 1:
+        return values.mul_(column_factors)
     for block_row, row_factors in enumerate(column_factors.unbind(-2), first_block_row):
         first = max(block_row * block_rows, rows.start)
         last = min((block_row + 1) * block_rows, rows.stop)
