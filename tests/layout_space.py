@@ -523,6 +523,27 @@ CORNERS = (
     ),
     _corner("blocks chosen on the ranks of their queries", "compressed", 4, "tp4,ep2,etp2,mbs2"),
     _corner("blocks chosen again, TP ranks", "compressed", 2, "tp2,ep2,mbs4,recompute=full"),
+    _corner(
+        "blocks of documents, TP ranks",
+        "compressed",
+        2,
+        "tp2,ep2,mbs4,recompute=core_attn",
+        DocumentMasking.RESTARTED,
+    ),
+    _corner(
+        "blocks of documents in stages, weight gradients later",
+        "compressed",
+        4,
+        "pp2,tp2,ep2,schedule=zb-h1,mbs2",
+        DocumentMasking.BOUNDED,
+    ),
+    _corner(
+        "blocks of documents by weights in shards",
+        "compressed",
+        2,
+        "ep2,zero3,mbs2,recompute=full",
+        DocumentMasking.RESTARTED,
+    ),
     _corner("streams between stages", "compressed", 2, "pp2,vpp2,mbs2,recompute=core_attn"),
     _corner(
         "streams between stages, weight gradients later",

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from layout_space import SHAPES
 from moewright.codec import from_data, parse_layout, to_data
 from moewright.cost.elementwise import elementwise_row
 from moewright.cost.estimate import count_rank_parameters, estimate
+from moewright.cost.mixers import mixer_core
 from moewright.cost.model_states import stage_bucket_sets
 from moewright.cost.op_time import DeviceRates
 from moewright.cost.symbols import build_symbols
@@ -16,6 +18,7 @@ from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Constant, DeviceKind, Hardware
+from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, StepPhase
 from moewright.spec.plan import Estimate, TimePart
 from moewright.spec.sourced import Sourced, SourceKind
@@ -259,6 +262,28 @@ def test_documents_that_bound_attention_take_their_share_of_it(text: str) -> Non
         fact.name == "documents" and fact.value.startswith("leave 0.25")
         for fact in packed.assumptions
     )
+
+
+def test_documents_leave_the_windows_of_compressed_attention() -> None:
+    model = replace(SHAPES["compressed"], vocab_size=512)
+    seq_len, amounts = 64, {}
+    for share in (1.0, 0.25):
+        documents = DataSpec(documents=DocumentMasking.BOUNDED, attended_share=share)
+        job = Job(
+            model=model,
+            workload=Workload(seq_len=seq_len, global_batch=2, data=documents),
+            layout=Layout(world_size=1),
+        )
+        for layer in range(4):
+            sym = build_symbols(job, device_kind=DeviceKind.CUDA, load=1.0, router_efficiency=1.0)
+            ((forward, _),) = mixer_core(sym, layer)
+            amounts[share, layer] = forward.amount
+    spec = model.attention
+    # Twice the pairs of a window of 6; two FLOPs in each dim of a score and of a value.
+    near = 2 * spec.heads * spec.head_dim * (6 * 6 + (seq_len - 6) * 11)
+    assert amounts[1.0, 0] == amounts[0.25, 0] == near
+    for layer in (1, 2, 3):
+        assert amounts[0.25, layer] - near == 0.25 * (amounts[1.0, layer] - near) > 0
 
 
 def test_four_bit_linears_keep_less_and_multiply_faster_where_the_part_can() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
 from moewright.engine.kernels import sparse_attention
+from moewright.engine.kernels.documents import bound_keys
 from moewright.rules import mixer_flops
 from moewright.spec.model import IndexerSpec
 from tiny_jobs import MODEL
@@ -39,10 +41,12 @@ def test_the_best_keys_up_to_a_query_are_chosen_on_any_part_of_the_tokens(
     q, k, heads = draw(total, 16, WIDTH), draw(total, WIDTH, seed=1), draw(total, 16, seed=2)
     scores = (torch.relu(torch.einsum("tiw,sw->tis", q, k)) * heads[:, :, None]).sum(1)
     scores = scores.masked_fill(~may_read(lengths), float("-inf"))
+    ends = torch.tensor([0, *accumulate(lengths or (TOKENS,) * SEQUENCES)])
+    bounds = bound_keys(ends, total=total, seq_len=TOKENS, rate=1)
     for first, count in ((0, total), (0, 16), (16, 16), (32, 16), (20, 9)):
         rows = slice(first, first + count)
         chosen = sparse_attention.CHOOSE_KEYS(
-            q[rows], k, heads[rows], (first, TOKENS, 1), TOP_K, lengths
+            q[rows], k, heads[rows], (first, TOKENS, 1), TOP_K, bounds
         )
         assert chosen.shape == (count, TOP_K)
         for row, keys in zip(range(first, first + count), chosen, strict=True):

@@ -58,17 +58,15 @@ def diverge(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return terms.sum(-1).mean()
 
 
-def compute_block_gradients(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradients of DeepSeek-V4's indexers, by the names in the folder."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
-    losses = []
+def add_block_objectives(model: nn.Module, losses: list[torch.Tensor]) -> None:
+    """Let a forward of DeepSeek-V4 add the mean over tokens of each indexer's divergence."""
     noted: list[torch.Tensor] = []
 
     def add_loss(module: nn.Module, args: Any, result: Any) -> None:
-        read = result[1].detach()[..., ids.shape[1] :].sum(1)  # of blocks, by all heads
         scores = noted.pop()
+        blocks = scores.shape[-1]
+        # Of blocks, by all heads.
+        read = result[1].detach()[..., result[1].shape[-1] - blocks :].sum(1)
         losses.append(diverge(read / read.sum(-1, keepdim=True).clamp(min=1e-30), scores))
 
     def note_scores(module: nn.Module, args: Any, result: Any) -> None:
@@ -78,6 +76,15 @@ def compute_block_gradients(folder: Path, ids: torch.Tensor) -> dict[str, torch.
         if hasattr(layer.self_attn.compressor, "indexer"):
             layer.self_attn.register_forward_hook(add_loss)
             layer.self_attn.compressor.indexer.scorer.register_forward_hook(note_scores)
+
+
+def compute_block_gradients(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients of DeepSeek-V4's indexers, by the names in the folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    losses: list[torch.Tensor] = []
+    add_block_objectives(model, losses)
     model(ids)
     (COEFFICIENT * sum(losses)).backward()
     gradients = save_gradients(model, folder.with_name("gradients"))

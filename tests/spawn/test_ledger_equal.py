@@ -600,19 +600,25 @@ def test_ledgers_of_layer_norms_a_biased_head_and_a_sparse_mixer_are_equal(
 
 @pytest.mark.turns
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [(1, "mbs4,recompute=core_attn"), (4, "tp2,cp2,ep2,cp_comm=a2a"), thorough(2, "mbs2")],
+    ("world_size", "layout", "shape"),
+    [
+        (1, "mbs4,recompute=core_attn", "qwen"),
+        (4, "tp2,cp2,ep2,cp_comm=a2a", "qwen"),
+        thorough(2, "mbs2", "qwen"),
+        (2, "tp2,ep2,mbs2", "compressed"),
+    ],
 )
 def test_ledgers_of_attention_bounded_by_documents_are_equal(
-    world_size: int, layout: str, tmp_path: Path
+    world_size: int, layout: str, shape: str, tmp_path: Path
 ) -> None:
     """The work of attention is predicted from the lengths that the step recorded."""
     short = tiny_jobs.write_corpus(tmp_path / "corpus", documents=300, words=6)
     workload = tiny_jobs.build_workload(
         replace(short, documents=DocumentMasking.BOUNDED), steps=2, precision=Dtype.BF16
     )
+    model = replace(SHAPES[shape], vocab_size=tiny_jobs.VOCABULARY)
     assert_ledgers_equal(
-        tiny_jobs.build_plan(workload, layout, world_size=world_size), tmp_path / "run"
+        tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model), tmp_path / "run"
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 
 import tiny_jobs
 from chat_folders import CHATML, write_chat_folder, write_preferences
-from hf_families import write_model
+from hf_families import save_gradients, write_model
 from moewright.api.exporting_weights import plan_export
 from moewright.engine.data.build_chats import build_chats
 from moewright.engine.data.chat_encoder import ChatOptions
@@ -100,17 +100,18 @@ def load_model(folder: Path) -> torch.nn.Module:
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", thorough("deepseek_v4")])
 def test_losses_and_gradients_are_those_of_transformers_logits(
-    pairs: DataSpec, tmp_path: Path
+    family: str, pairs: DataSpec, tmp_path: Path
 ) -> None:
     """A step on all pairs; the held-out ones are judged by the exported weights."""
     base = tmp_path / "base"
-    write_model("qwen3_moe", base, vocab_size=tiny_jobs.VOCABULARY)
+    write_model(family, base, vocab_size=tiny_jobs.VOCABULARY)
     plan = build_plan(pairs, "", 1, batch_samples=48, global_batch=2)
     workload = replace(
         plan.workload, weights=str(base), steps=1, router=RouterTraining(bias_update_rate=0.0)
     )
-    plan = replace(plan, model=read_config(base), workload=workload)
+    plan = replace(plan, model=replace(read_config(base), mtp_layers=0), workload=workload)
     assert train(plan, tmp_path / "run") is ExitCode.DONE
 
     model = load_model(base)
@@ -119,7 +120,9 @@ def test_losses_and_gradients_are_those_of_transformers_logits(
     losses.mean().backward()
     (step,) = read_steps(tmp_path / "run")
     assert step["loss"] == pytest.approx(float(losses.detach().mean()), rel=1e-6)
-    assert (step["rewards"]["pairs"], step["rewards"]["margin"]) == (48, 0.0)
+    # Windows round by where a pair lies in its sequence, which in the reference is elsewhere.
+    margin = 0.0 if family == "qwen3_moe" else pytest.approx(0.0, abs=1e-6)
+    assert (step["rewards"]["pairs"], step["rewards"]["margin"]) == (48, margin)
     table = family_name_table(plan.model)
     prefix = "optim/exp_avg/"
     moments = read_state(tmp_path / "run", 1)
@@ -129,12 +132,13 @@ def test_losses_and_gradients_are_those_of_transformers_logits(
         if name.startswith(prefix)
         for part in to_hf_tensors(tensor / 0.1, table[name.removeprefix(prefix)])
     )
-    checked = 0
-    for name, parameter in model.named_parameters():
-        if name in gradients:  # transformers stacks the experts of a layer
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=2e-3, atol=2e-6)
-            checked += 1
-    assert checked > 15
+    checked = []
+    for name, expected in save_gradients(model, tmp_path / "gradients").items():
+        # An indexer has an objective of its own; biases and tables have no gradient.
+        if name in gradients and ".indexer." not in name:
+            torch.testing.assert_close(gradients[name], expected, rtol=2e-3, atol=2e-6)
+            checked.append(name)
+    assert len(checked) > 15
 
     plan_export(tmp_path / "run").run(tmp_path / "trained", lambda _nbytes: None)
     with torch.no_grad():

@@ -101,8 +101,13 @@ def mixer_core(sym: Symbols, layer: int) -> tuple[_RowPair, ...]:
     core_flops = mixer_flops.attention_flops(sym.model, layer, sym.T, sym.seq_len) / sym.layout.tp
     if sym.workload.trainer.attention_backend.keeps_scores:
         return tuple(_whole_score_rows(sym, core_flops))
-    if not sym.model.layer_window(layer):
-        core_flops *= sym.attended_share
+    # Documents shorten what reaches to their beginning, and no window.
+    near = core_flops
+    if sym.model.attention.kind is AttentionKind.COMPRESSED:
+        near = mixer_flops.window_flops(sym.model, sym.T, sym.seq_len) / sym.layout.tp
+    elif not sym.model.layer_window(layer):
+        near = 0
+    core_flops = near + (core_flops - near) * sym.attended_share
     return (_attention_rows(sym, core_flops),)
 
 

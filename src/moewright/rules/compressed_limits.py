@@ -8,7 +8,7 @@ from moewright.rules.activation_offload import activation_offloads
 from moewright.spec.errors import Reason
 from moewright.spec.layout import Layout, Offload
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import DocumentMasking, Workload
+from moewright.spec.workload import Workload
 
 _EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 
@@ -32,10 +32,6 @@ def check_compressed(layout: Layout, model: ModelSpec, workload: Workload) -> It
 
 
 def _check_workload(workload: Workload) -> Iterator[Reason]:
-    documents = workload.data.documents
-    if documents is not DocumentMasking.JOINED:
-        rule = "the engine compresses blocks of tokens wherever documents end"
-        yield Reason(field="data.documents", value=documents, rule=rule, nearest="joined")
     if workload.precision.is_narrow:
         rule = "the engine multiplies in compressed attention in 16 bits or more"
         precision = str(workload.precision)

@@ -147,6 +147,13 @@ def attention_flops(model: ModelSpec, layer: int, tokens: int, seq_len: int) -> 
     return flops + scoring_flops(model, layer, tokens, seq_len)
 
 
+def window_flops(model: ModelSpec, tokens: int, seq_len: int) -> int:
+    """Return the part of `attention_flops` of the window that every layer of DeepSeek-V4 has."""
+    spec = model.attention
+    pairs = _twice_pairs(seq_len, spec.sliding_window)
+    return tokens * 2 * spec.heads * spec.head_dim * pairs // seq_len
+
+
 def attended_pairs(model: ModelSpec, layer: int, seq_len: int) -> int:
     """Return twice the (query, key) pairs of one sequence, so that arithmetic stays in integers."""
     window = model.layer_window(layer)

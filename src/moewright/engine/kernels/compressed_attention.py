@@ -10,7 +10,7 @@ chosen for each query.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,20 +28,22 @@ def _forward(
     blocks: torch.Tensor,
     chosen: torch.Tensor | None,
     sinks: torch.Tensor,
-    window: int,
-    rate: int,
+    bounds: torch.Tensor,
+    reach: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [B,S,H,D] of q for keys k [B,S,D] and blocks [B,M,D], and lse [B,H,S].
 
-    A query reads the last `window` tokens, its own included, and the blocks that `chosen` [B,S,K]
-    names (-1 names none), or where that is None all blocks that end before the next token. The
-    log-sum-exps hold the sinks [H].
+    A query reads a window of the last tokens of its document, its own included, and the blocks that
+    `chosen` [B,S,K] names (-1 names none), or where that is None all of its document that end
+    before the next token; `bounds` [B,S,3] say which these are (kernels.documents). `reach` are the
+    window and the tokens of a block. The log-sum-exps hold the sinks [H].
     """
+    window, rate = reach
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     for rows in _row_blocks(q, blocks, window):
         keys = _gather_keys(k, blocks, rows, window, rate)
-        scores = _attention_scores(q, keys, chosen, rows, window, rate)
+        scores = _attention_scores(q, keys, chosen, bounds, rows, window)
         lse[:, :, rows] = torch.logaddexp(scores.logsumexp(-1), sinks.float()[:, None])
         shares = torch.exp(scores - lse[:, :, rows, None])
         out[:, rows] = (shares @ keys[:, None]).transpose(1, 2).to(q.dtype)
@@ -57,14 +59,15 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k, blocks and sinks.
 
-    `rest` are chosen, sinks, lse, the dot products [B,H,S] of grad and out, window and rate.
+    `rest` are chosen, sinks, lse, the dot products [B,H,S] of grad and out, bounds and
+    reach.
     """
-    chosen, sinks, lse, dots, window, rate = rest
+    chosen, sinks, lse, dots, bounds, (window, rate) = rest
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dblocks = (torch.zeros_like(x, dtype=torch.float32) for x in (k, blocks))
     for rows in _row_blocks(q, blocks, window):
         keys = _gather_keys(k, blocks, rows, window, rate)
-        scores = _attention_scores(q, keys, chosen, rows, window, rate)
+        scores = _attention_scores(q, keys, chosen, bounds, rows, window)
         shares = torch.exp(scores - lse[:, :, rows, None])
         block_grad = grad[:, rows].transpose(1, 2).float()
         share_grads = block_grad @ keys[:, None].mT - dots[:, :, rows, None]
@@ -85,17 +88,18 @@ def _sum_block_shares(
     blocks: torch.Tensor,
     chosen: torch.Tensor,
     sinks: torch.Tensor,
-    window: int,
-    rate: int,
+    bounds: torch.Tensor,
+    reach: Sequence[int],
 ) -> torch.Tensor:
     """Return the shares of chosen blocks in attention, summed over heads: [B,S,K] fp32."""
+    window, rate = reach
     sums = q.new_zeros(chosen.shape, dtype=torch.float32)
     for rows in _row_blocks(q, blocks, window):
         visible = rows.stop // rate
         if not visible:
             continue
         keys = _gather_keys(k, blocks, rows, window, rate)
-        scores = _attention_scores(q, keys, chosen, rows, window, rate)
+        scores = _attention_scores(q, keys, chosen, bounds, rows, window)
         lse = torch.logaddexp(scores.logsumexp(-1), sinks.float()[:, None])
         shares = torch.exp(scores[..., -visible:] - lse[..., None]).sum(1)
         places = chosen[:, rows]
@@ -131,25 +135,28 @@ def _attention_scores(
     q: torch.Tensor,
     keys: torch.Tensor,
     chosen: torch.Tensor | None,
+    bounds: torch.Tensor,
     rows: slice,
     window: int,
-    rate: int,
 ) -> torch.Tensor:
     """Return the scaled scores [B,H,rows,keys] of some queries, -inf where they may not read."""
     scores = q[:, rows].transpose(1, 2).float() @ keys[:, None].mT * q.shape[3] ** -0.5
     tokens = _window_tokens(rows, window)
+    tokens = _window_tokens(rows, window)
+    visible = keys.shape[1] - (tokens.stop - tokens.start)
     places = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-    distances = places - torch.arange(tokens.start, tokens.stop, device=q.device)
-    hidden = (distances < 0) | (distances >= window)
-    visible = rows.stop // rate
+    start, first, stop = bounds[:, rows, :, None].unbind(2)
+    numbers = torch.arange(tokens.start, tokens.stop, device=q.device)
+    hidden = (numbers > places) | (numbers <= places - window) | (numbers < start)
     if chosen is None:
-        is_later = torch.arange(visible, device=q.device) >= (places + 1) // rate
-        return scores.masked_fill_(torch.cat((hidden, is_later), 1), float("-inf"))
-    # A column more than there are blocks takes what is no block.
-    columns = torch.where(chosen[:, rows] < 0, visible, chosen[:, rows]).long()
-    is_left_out = scores.new_ones((len(q), len(places), visible + 1), dtype=torch.bool)
-    is_left_out.scatter_(-1, columns, False)
-    hidden = torch.cat((hidden.expand(len(q), -1, -1), is_left_out[..., :-1]), -1)
+        columns = torch.arange(visible, device=q.device)
+        is_left_out = (columns < first) | (columns >= stop)
+    else:
+        # A column more than there are blocks takes what is no block.
+        picked = torch.where(chosen[:, rows] < 0, visible, chosen[:, rows]).long()
+        is_left_out = scores.new_ones((len(q), len(places), visible + 1), dtype=torch.bool)
+        is_left_out = is_left_out.scatter_(-1, picked, False)[..., :-1]
+    hidden = torch.cat((hidden, is_left_out), -1)
     return scores.masked_fill_(hidden[:, None], float("-inf"))
 
 
@@ -180,13 +187,13 @@ def _empty_outputs(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor
 
 COMPRESSED_ATTENTION = define_operation(
     "compressed_attention(Tensor q, Tensor k, Tensor blocks, Tensor? chosen, Tensor sinks, "
-    "int window, int rate) -> (Tensor, Tensor)",
+    "Tensor bounds, int[] reach) -> (Tensor, Tensor)",
     _forward,
     _empty_outputs,
 )
 COMPRESSED_ATTENTION_BACKWARD = define_operation(
     "compressed_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor blocks, "
-    "Tensor? chosen, Tensor sinks, Tensor lse, Tensor dots, int window, int rate) "
+    "Tensor? chosen, Tensor sinks, Tensor lse, Tensor dots, Tensor bounds, int[] reach) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     lambda grad, q, k, blocks, chosen, sinks, *_: tuple(
@@ -194,8 +201,8 @@ COMPRESSED_ATTENTION_BACKWARD = define_operation(
     ),
 )
 SUM_BLOCK_SHARES = define_operation(
-    "sum_block_shares(Tensor q, Tensor k, Tensor blocks, Tensor chosen, Tensor sinks, int window, "
-    "int rate) -> Tensor",
+    "sum_block_shares(Tensor q, Tensor k, Tensor blocks, Tensor chosen, Tensor sinks, "
+    "Tensor bounds, int[] reach) -> Tensor",
     _sum_block_shares,
     lambda q, k, blocks, chosen, *_: q.new_empty(chosen.shape, dtype=torch.float32),
 )

@@ -13,7 +13,6 @@ sequence (DeepSeek-V4): those that end before the next token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,25 +29,24 @@ def _choose_keys(
     heads_tI: torch.Tensor,
     place: Sequence[int],
     top_k: int,
-    lengths: Sequence[int],
+    bounds: torch.Tensor,
 ) -> torch.Tensor:
     """Return the keys with the highest scores of each query: [t,K] int32, places in its sequence.
 
     A query's keys are those of its document up to itself; where they are fewer than K, the rest
-    is -1. `place` is the token at which this rank's begin, S and the tokens of a key; `lengths` are
-    those of the documents of all T tokens, () where sequences are whole.
+    is -1. `place` is the token at which this rank's begin, S and the tokens of a key; `bounds`
+    [B,S,3] are those of all tokens (kernels.documents).
     """
     first, seq_len, rate = place
     width = min(top_k, seq_len // rate)
     chosen = q_tIW.new_full((len(q_tIW), width), -1, dtype=torch.int32)
-    starts = _document_starts(lengths, seq_len, q_tIW.device)
+    first_key, stop_key = (
+        bounds[..., 1:].flatten(0, 1)[first : first + len(q_tIW), :, None].unbind(1)
+    )
     for rows, keys in _blocks(place, *q_tIW.shape[:2]):
         scores = index_scores(q_tIW[rows], k_TW[keys], heads_tI[rows])
-        tokens = torch.arange(rows.start, rows.stop, device=scores.device) + first
         columns = torch.arange(scores.shape[1], device=scores.device)
-        hidden = columns >= (tokens % seq_len + 1)[:, None] // rate
-        if starts is not None:
-            hidden |= columns < starts[tokens][:, None]
+        hidden = (columns < first_key[rows]) | (columns >= stop_key[rows])
         scores.masked_fill_(hidden, float("-inf"))
         best = choose_best(scores, top_k)
         chosen[rows, : best.shape[1]] = best
@@ -65,17 +63,6 @@ def index_scores(q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch
     """Return the scores of q [n,I,W] for keys k [m,W], heads weighted [n,I]: [n,m] fp32."""
     products = torch.relu(q.float() @ k.float().T)
     return torch.einsum("ni,nim->nm", heads.float(), products)
-
-
-def _document_starts(
-    lengths: Sequence[int], seq_len: int, device: torch.device
-) -> torch.Tensor | None:
-    """Return where in its sequence each token's document starts, None for whole sequences."""
-    if not lengths:
-        return None
-    sizes = torch.tensor(lengths, device=device)
-    starts = torch.tensor([0, *accumulate(lengths)][:-1], device=device) % seq_len
-    return starts.repeat_interleave(sizes)
 
 
 def _blocks(place: Sequence[int], count: int, heads: int) -> Iterator[tuple[slice, slice]]:
@@ -258,9 +245,9 @@ def _empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 CHOOSE_KEYS = define_operation(
     "choose_keys(Tensor q, Tensor k, Tensor heads, int[] place, int top_k, "
-    "int[] lengths) -> Tensor",
+    "Tensor bounds) -> Tensor",
     _choose_keys,
-    lambda q, k, heads, place, top_k, lengths: q.new_empty(
+    lambda q, k, heads, place, top_k, bounds: q.new_empty(
         (len(q), min(top_k, place[1] // place[2])), dtype=torch.int32
     ),
 )

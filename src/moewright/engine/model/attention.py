@@ -29,6 +29,7 @@ from moewright.engine.model.context_parallel import (
     plan_attention_blocks,
     scatter_heads,
 )
+from moewright.engine.model.key_tables import KeyTables
 from moewright.engine.model.layers import (
     Norm,
     Vector,
@@ -71,6 +72,7 @@ class AttentionContext:
     sin: torch.Tensor
     first_sequence: int | None
     kernels: KernelSet
+    key_tables: KeyTables
     counted: CountedTokens | None = None
     temperatures: torch.Tensor | None = None
     segments: Segments | None = None
@@ -78,6 +80,10 @@ class AttentionContext:
     objective_weight: float = 0.0
     compressed_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     ids: torch.Tensor | None = None
+
+    def bound_keys(self, rate: int) -> torch.Tensor:
+        """Return the bounds [B,S,3] of keys of `rate` tokens (kernels.documents)."""
+        return self.key_tables.bounds(rate).expand(self.sequences, -1, -1)
 
     def for_compressed(self) -> AttentionContext:
         """Return the context of layers that attend to compressed blocks."""
@@ -124,13 +130,19 @@ class AttentionContextBuilder:
         seq_len = runtime.workload.seq_len
         positions = torch.arange(seq_len) if self._restarts else runtime.positions
         self.cos, self.sin = self._compute_rotation(spec.rope, positions)
+        self._block_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
         self._compressed_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
         if spec.kind is AttentionKind.COMPRESSED:
-            self._compressed_rotation = self._compute_rotation(spec.compressed_rope, positions)
+            cos, sin = self._compute_rotation(spec.compressed_rope, torch.arange(seq_len))
+            self._block_rotation = cos, sin
+            own = slice(None) if len(positions) == seq_len else positions
+            self._compressed_rotation = cos[own], sin[own]
         self._window = runtime.model.max_window if runtime.model.max_window < seq_len else 0
         self._chunk = self._window if spec.chunked else 0
         self._temperatures = self._compute_temperatures(positions)
         self._full_blocks = self._plan_blocks(None)
+        ends = torch.tensor((0, seq_len), device=runtime.device)
+        self._full_key_tables = self._build_key_tables(ends, seq_len)
 
     def build(
         self,
@@ -142,8 +154,11 @@ class AttentionContextBuilder:
         """Build the context of a micro-batch; `segments` None means one document per sequence."""
         blocks, window_blocks = self._full_blocks
         cos, sin = self.cos, self.sin
+        compressed_rotation = self._compressed_rotation
+        key_tables = self._full_key_tables
         temperatures = self._temperatures
         if segments is not None:
+            key_tables = self._build_key_tables(segments.cu_seqlens, sum(segments.lengths))
             blocks, window_blocks = self._plan_blocks(segments)
         if self._chunk:
             chunks = self._split_at_chunks(sequences, segments)
@@ -152,6 +167,9 @@ class AttentionContextBuilder:
             positions = torch.cat([torch.arange(length) for length in segments.lengths])
             positions = positions.view(sequences, -1)[:, self._runtime.positions].to(cos.device)
             cos, sin = cos[positions], sin[positions]
+            if compressed_rotation is not None:
+                compressed_cos, compressed_sin = compressed_rotation
+                compressed_rotation = compressed_cos[positions], compressed_sin[positions]
             if temperatures is not None:
                 temperatures = temperatures[positions]
         return AttentionContext(
@@ -162,10 +180,20 @@ class AttentionContextBuilder:
             sin=sin,
             first_sequence=first_sequence,
             kernels=self._runtime.kernels,
+            key_tables=key_tables,
             counted=counted,
             temperatures=temperatures,
             segments=segments,
-            compressed_rotation=self._compressed_rotation,
+            compressed_rotation=compressed_rotation,
+        )
+
+    def _build_key_tables(self, ends: torch.Tensor, total: int) -> KeyTables:
+        return KeyTables(
+            ends,
+            total=total,
+            seq_len=self._runtime.workload.seq_len,
+            rotation=self._block_rotation,
+            restarts=self._restarts,
         )
 
     def _compute_rotation(

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from moewright.engine.comm.collectives import TensorParallel
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import Rotary
+from moewright.engine.model.key_tables import Blocks
 from moewright.engine.model.layers import Norm, Vector, Weight, project_replicated
 from moewright.engine.model.sparse_attention import Indexer
 from moewright.engine.runtime import Runtime
@@ -59,22 +59,22 @@ def build_parts(runtime: Runtime, width: int, rate: int, *, overlaps: bool) -> C
 def compress(
     runtime: Runtime, parts: CompressorParts, x_tH: torch.Tensor, context: AttentionContext
 ) -> torch.Tensor:
-    """Return the keys of complete blocks [B,M,D], each rotated as the first of its tokens."""
+    """Return the keys of complete blocks of documents [B,M,D], rotated (key_tables.Blocks)."""
+    blocks = context.key_tables.blocks(parts.rate)
     compressed_BMD = _CompressBlocks.apply(
         project_replicated(runtime, x_tH, parts.kv),
         project_replicated(runtime, x_tH, parts.gate),
         parts.position.weight,
         _BlockShape(
             tp=runtime.mesh.tensor_parallel,
-            sequences=context.sequences,
             rate=parts.rate,
             overlaps=parts.overlaps,
+            sequences=context.sequences,
+            blocks=blocks,
         ),
     )
-    stop = compressed_BMD.shape[1] * parts.rate
-    firsts = slice(0, stop, parts.rate)
-    cos, sin = context.cos[..., firsts, :], context.sin[..., firsts, :]
-    return turn_last(runtime, parts.norm(compressed_BMD)[:, :, None], cos, sin)[:, :, 0]
+    keys_BM1D = parts.norm(compressed_BMD)[:, :, None]
+    return turn_last(runtime, keys_BM1D, blocks.cos, blocks.sin)[:, :, 0]
 
 
 def turn_last(
@@ -82,7 +82,7 @@ def turn_last(
 ) -> torch.Tensor:
     """Rotate the last columns of each head, whose interleaved pairs are first moved to halves.
 
-    Queries, keys and values alike, so that only `turn_back` need know.
+    Queries, keys and values alike, so that only what turns attention's output back need know.
     """
     width = 2 * cos.shape[-1]
     plain, rotary = x_BSHD.split((x_BSHD.shape[-1] - width, width), -1)
@@ -93,9 +93,17 @@ def turn_last(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BlockShape:
     tp: TensorParallel
-    sequences: int
     rate: int
     overlaps: bool
+    sequences: int
+    blocks: Blocks
+
+    def number_tokens(self, count: int) -> torch.Tensor:
+        """Return the tokens [B,M,rate] of each block among all `count` of the sequences."""
+        begins_BM = self.blocks.begins
+        firsts_B = torch.arange(0, count, count // self.sequences, device=begins_BM.device)
+        steps = torch.arange(self.rate, device=begins_BM.device)
+        return (begins_BM + firsts_B[:, None])[..., None] + steps
 
 
 class _CompressBlocks(torch.autograd.Function):
@@ -116,54 +124,51 @@ class _CompressBlocks(torch.autograd.Function):
         ctx.shape = shape
         ctx.save_for_backward(kv_t, gate_t, position)
         kv, gate = (_gather_blocks(x, shape) for x in (kv_t, gate_t))
-        return _sum_blocks(kv, gate, position, overlaps=shape.overlaps)
+        return _sum_blocks(kv, gate, position, shape)
 
     @staticmethod
     def backward(ctx: Any, grad_BMD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kv_t, gate_t, position = ctx.saved_tensors
         shape: _BlockShape = ctx.shape
-        gathered = [_gather_blocks(x, shape).detach() for x in (kv_t, gate_t)]
-        inputs = [x.requires_grad_() for x in (*gathered, position.detach().clone())]
+        kv, gate = (_gather_blocks(x, shape).requires_grad_() for x in (kv_t, gate_t))
+        position = position.detach().clone().requires_grad_()
         with torch.enable_grad():
-            sums = _sum_blocks(*inputs, overlaps=shape.overlaps)
-        *block_grads, grad_position = torch.autograd.grad(sums, inputs, grad_BMD)
-        length = _sequence_length(kv_t, shape)
+            sums = _sum_blocks(kv, gate, position, shape)
+        *block_grads, grad_position = torch.autograd.grad(sums, (kv, gate, position), grad_BMD)
+        ranks = shape.tp.group.size if shape.tp.sequence_parallel else 1
+        count = ranks * len(kv_t)
+        numbers = shape.number_tokens(count).flatten()
         grads = []
         for grad in block_grads:
-            tokens = grad.flatten(1, 2)
-            whole = F.pad(tokens, (0, 0, 0, length - tokens.shape[1]))
-            grads.append(shape.tp.reduce(whole.flatten(0, 1)))
+            # No token is in two blocks that a query reads.
+            whole = grad.new_zeros((count, grad.shape[-1]))
+            grads.append(shape.tp.reduce(whole.index_add_(0, numbers, grad.flatten(0, 2))))
         return *grads, grad_position, None
 
 
-def _sequence_length(x_t: torch.Tensor, shape: _BlockShape) -> int:
-    ranks = shape.tp.group.size if shape.tp.sequence_parallel else 1
-    return ranks * len(x_t) // shape.sequences
-
-
 def _gather_blocks(x_t: torch.Tensor, shape: _BlockShape) -> torch.Tensor:
-    """Return [B,M,rate,D'] of all tokens of the TP group that lie in complete blocks."""
-    whole = shape.tp.gather(x_t).unflatten(0, (shape.sequences, -1))
-    blocks = whole.shape[1] // shape.rate
-    return whole[:, : blocks * shape.rate].unflatten(1, (blocks, shape.rate))
+    """Return [B,M,rate,D'] of all tokens of the TP group that lie in blocks."""
+    whole = shape.tp.gather(x_t)
+    return whole[shape.number_tokens(len(whole))]
 
 
 def _sum_blocks(
-    kv: torch.Tensor, gate: torch.Tensor, position: torch.Tensor, *, overlaps: bool
+    kv: torch.Tensor, gate: torch.Tensor, position: torch.Tensor, shape: _BlockShape
 ) -> torch.Tensor:
     """Sum kv [B,M,rate,D'] over blocks, and over what each takes of the block before it."""
     gate = gate + position
-    if overlaps:
+    if shape.overlaps:
         before, own = kv.chunk(2, -1)
         gate_before, own_gate = gate.chunk(2, -1)
-        kv = torch.cat((_shift(before, 0.0), own), 2)
-        gate = torch.cat((_shift(gate_before, float("-inf")), own_gate), 2)
+        kv = torch.cat((_shift(before, shape, 0.0), own), 2)
+        gate = torch.cat((_shift(gate_before, shape, float("-inf")), own_gate), 2)
     return (kv * gate.float().softmax(2).to(kv.dtype)).sum(2)
 
 
-def _shift(x: torch.Tensor, fill: float) -> torch.Tensor:
-    """Move blocks [B,M,...] to the next place, with `fill` in the first."""
-    return torch.cat((torch.full_like(x[:, :1], fill), x[:, :-1]), 1)
+def _shift(x: torch.Tensor, shape: _BlockShape, fill: float) -> torch.Tensor:
+    """Move blocks [B,M,...] to the next place, with `fill` in the first of a document."""
+    moved = torch.cat((x[:, :1], x[:, :-1]), 1)
+    return moved.masked_fill(shape.blocks.is_first[:, :, None, None], fill)
 
 
 class BlockIndexer(Indexer):

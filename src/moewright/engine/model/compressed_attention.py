@@ -125,8 +125,8 @@ class CompressedAttention(nn.Module):
                 *read,
                 chosen_BSK,
                 self.sinks.weight,
-                self._spec.sliding_window,
-                self._rate,
+                context.bound_keys(self._rate),
+                (self._spec.sliding_window, self._rate),
             )
             return self.indexer.add_objective(out_tH, inputs, sum_shares, context)
 
@@ -188,6 +188,11 @@ class _CoreSettings:
     rate: int
     counters: Counters
 
+    @property
+    def reach(self) -> tuple[torch.Tensor, tuple[int, int]]:
+        """What says which tokens and blocks each query may read."""
+        return self.context.bound_keys(self.rate), (self.window, self.rate)
+
     def turn(self, x_BShD: torch.Tensor, *, is_back: bool) -> torch.Tensor:
         """Rotate the last columns of heads as `turn_last` does, or back and into its pairs."""
         context = self.context
@@ -220,7 +225,7 @@ class _AttendBlocks(CountedFunction):
         CountedFunction.save_scope(ctx, settings.counters)
         ctx.settings = settings
         read = q, k, blocks, chosen, sinks
-        turned, lse = COMPRESSED_ATTENTION(*read, settings.window, settings.rate)
+        turned, lse = COMPRESSED_ATTENTION(*read, *settings.reach)
         out = settings.turn(turned, is_back=True)
         ctx.save_for_backward(*read, out, lse)
         return out
@@ -237,8 +242,7 @@ class _AttendBlocks(CountedFunction):
                 *read,
                 lse,
                 dots,
-                settings.window,
-                settings.rate,
+                *settings.reach,
             )
         return dq, dk, dblocks, None, dsinks, None
 

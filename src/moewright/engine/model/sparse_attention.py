@@ -176,7 +176,7 @@ class Indexer(nn.Module):
         k_TW = join_sequences(runtime, self._make_keys(x_tH, context, own_context))
         scale = (spec.heads * spec.head_dim) ** -0.5
         heads_tI = project_replicated(runtime, x_tH, self.heads).float() * scale
-        lengths = () if context.segments is None else context.segments.lengths
+        bounds = context.bound_keys(self._rate)
         runs = _list_runs(runtime, own, context.sequences)
         with torch.no_grad():
             chosen_tK = _join(
@@ -187,7 +187,7 @@ class Indexer(nn.Module):
                         heads_tI[rows],
                         (start, seq_len, self._rate),
                         spec.top_k,
-                        lengths,
+                        bounds,
                     )
                     for rows, start in runs
                 ]

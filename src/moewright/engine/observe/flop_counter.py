@@ -182,11 +182,11 @@ def _sparse_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
 
 
 def _compressed_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
-    return compressed_attention_flops(args[0], args[2], args[3], args[5], args[6])
+    return compressed_attention_flops(args[0], args[2], args[3], *args[6])
 
 
 def _compressed_backward_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
-    return 2 * compressed_attention_flops(args[1], args[3], args[4], args[8], args[9])
+    return 2 * compressed_attention_flops(args[1], args[3], args[4], *args[9])
 
 
 def _stated_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
