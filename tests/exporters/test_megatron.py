@@ -25,6 +25,7 @@ from moewright.spec.workload import (
     MatrixUpdate,
     OptimizerSpec,
     Task,
+    TensorScaling,
     Workload,
 )
 from sample_run import plan, with_recompute
@@ -32,6 +33,22 @@ from sample_run import plan, with_recompute
 
 def message(options) -> dict[str, tuple[str, ...]]:
     return parse_flags(megatron_flags(options))
+
+
+def test_a_script_says_where_delayed_scales_move_on_more_often():
+    plan = on_gpus("tp2,ep8,mbs1", 16)  # 16 sequences over 8 data-parallel ranks
+    scaling = replace(
+        plan.workload, precision=Dtype.FP8, tensor_scaling=TensorScaling.DELAYED, global_batch=32
+    )
+    delayed = replace(plan, workload=scaling, hardware=catalogue.hardware("16xH100"))
+    lines = render_megatron_script(delayed).splitlines()
+    notes = [line for line in lines if "amaxes" in line]
+    assert all(line.startswith("# ") for line in notes)
+    assert "of 1024 amaxes there are 4 a step" in notes[1]
+    current = replace(delayed, workload=replace(scaling, tensor_scaling=TensorScaling.CURRENT))
+    assert "amaxes" not in render_megatron_script(current)
+    # A comment alone: the command is the same but for the scaling that it names.
+    assert message(delayed)["--fp8-amax-history-len"] == ("1024",)
 
 
 @pytest.mark.parametrize("text", ["tp2,ep8", "tp4", "tp2,ep4,etp2"])

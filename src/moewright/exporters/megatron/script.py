@@ -12,6 +12,7 @@ from moewright.codec import format_layout
 from moewright.exporters.megatron.layout import layout_flags, training_steps, workload_flags
 from moewright.exporters.megatron.model import Flag, model_flags
 from moewright.exporters.torchrun import torchrun_command
+from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput
@@ -49,6 +50,16 @@ def comment_lines(plan: Plan) -> Iterator[str]:
             "the plan by steps; they agree"
         )
         yield "# where warm-up and decay end."
+    if is_delayed(plan.workload):
+        count = plan_job(plan).micro_batches
+        yield (
+            "# Histories of FP8's amaxes move on with every micro-batch there, with every step in "
+            "Moewright:"
+        )
+        yield (
+            f"# of {plan.workload.delayed.amax_history_len} amaxes there are {count} a step, so "
+            "that scales and losses differ."
+        )
 
 
 def flag_lines(flags: tuple[Flag, ...]) -> tuple[str, ...]:
