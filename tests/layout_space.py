@@ -544,6 +544,20 @@ CORNERS = (
         "ep2,zero3,mbs2,recompute=full",
         DocumentMasking.RESTARTED,
     ),
+    _corner(
+        "blocks of all CP ranks, inside documents",
+        "compressed",
+        4,
+        "tp2,cp2,cp_comm=a2a,ep2,mbs2,recompute=core_attn",
+        DocumentMasking.RESTARTED,
+    ),
+    _corner("blocks that CP ranks cut", "compressed", 4, "cp4,cp_comm=a2a,ep2,mbs2,recompute=full"),
+    _corner(
+        "blocks of CP ranks in stages, weight gradients later",
+        "compressed",
+        4,
+        "pp2,cp2,cp_comm=a2a,ep2,schedule=zb-h1,mbs2",
+    ),
     _corner("streams between stages", "compressed", 2, "pp2,vpp2,mbs2,recompute=core_attn"),
     _corner(
         "streams between stages, weight gradients later",

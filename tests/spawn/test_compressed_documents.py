@@ -74,7 +74,8 @@ def read_each_alone(
     ("layout", "nproc"),
     [
         ("mbs4", 1),
-        ("tp2,ep2,mbs2", 2),
+        thorough("tp2,ep2,mbs2", 2),
+        ("cp2,cp_comm=a2a,ep2,mbs2", 2),
         thorough("pp2,mbs2,recompute=core_attn", 2),
         thorough("ep2,zero3,recompute=full", 2),
     ],

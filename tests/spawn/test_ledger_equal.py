@@ -505,6 +505,9 @@ def test_ledgers_of_hybrids_are_equal(
         thorough(2, "ep2,zero3,recompute=uniform2", 1.0, FineTuningSpec()),
         thorough(2, "pp2,schedule=zb-h1", 1.0, FineTuningSpec()),
         thorough(4, "pp2,tp2,ep2,overlap=tp,offload=expert_fc1+moe_act", 0.0, FineTuningSpec()),
+        thorough(2, "cp2,cp_comm=a2a,ep2,mbs2,recompute=core_attn", 1.0, FineTuningSpec()),
+        thorough(2, "cp2,cp_comm=a2a,mbs2", 0.0, FineTuningSpec()),
+        thorough(4, "tp2,cp2,cp_comm=a2a,ep2,recompute=full", 1.0, ADAPTERS_EVERYWHERE),
         (2, "tp2,ep2,mbs2,recompute=core_attn", 1.0, ADAPTERS_EVERYWHERE),
         thorough(2, "ep2,mbs2", 0.0, ADAPTERS),
         thorough(2, "pp2,schedule=zb-h1,recompute=moe", 1.0, ADAPTERS_EVERYWHERE),
@@ -605,7 +608,8 @@ def test_ledgers_of_layer_norms_a_biased_head_and_a_sparse_mixer_are_equal(
         (1, "mbs4,recompute=core_attn", "qwen"),
         (4, "tp2,cp2,ep2,cp_comm=a2a", "qwen"),
         thorough(2, "mbs2", "qwen"),
-        (2, "tp2,ep2,mbs2", "compressed"),
+        (2, "cp2,cp_comm=a2a,ep2,mbs2", "compressed"),
+        thorough(2, "tp2,ep2,mbs2", "compressed"),
     ],
 )
 def test_ledgers_of_attention_bounded_by_documents_are_equal(

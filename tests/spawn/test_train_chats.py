@@ -76,7 +76,7 @@ def build_plan(
         thorough(4, "cp2,ep2", ""),
         thorough(2, "pp2,layout='Et|ttL'", ""),
         thorough(4, "etp2,ep2,recompute=moe", ""),
-        (2, "tp2,ep2", "compressed"),
+        thorough(4, "tp2,cp2,cp_comm=a2a,ep2", "compressed"),
     ],
 )
 def test_packed_chats_train_as_one_process_does(

@@ -230,6 +230,7 @@ LAYOUTS = [
     thorough("deepseek_v32", 4, "pp2,ep2,zero0,recompute=core_attn"),
     ("deepseek_v4", 2, "tp2,ep2,mbs2"),
     thorough("deepseek_v4", 4, "pp2,ep2,zero0,recompute=core_attn"),
+    thorough("deepseek_v4", 4, "tp2,cp2,cp_comm=a2a,ep2,mbs2"),
     thorough("glm_moe_dsa", 2, "pp2,layout='Ett|tL'"),
     thorough("glm_moe_dsa", 4, "ep4,zero3,recompute=full"),
     thorough("qwen2_moe", 4, "tp2,cp2,ep4"),

@@ -160,7 +160,7 @@ def _block_indexer_calls(
     """Yield the gathers of both projections of a compressor of indexers, and of what they chose.
 
     To train, they gather the projections again for the gradients, sum these, and sum what heads
-    read of the chosen blocks.
+    read of the chosen blocks. CP ranks gather and sum the same.
     """
     layout, T = job.layout, job.tp_group_tokens
     layers = [layer for chunk in chunks for layer in chunk_layers(job.model, chunk)]
@@ -179,8 +179,10 @@ def _block_indexer_calls(
         gathered_bytes * T // layout.tp,
         2 * (repeated + trained) + repeated,
     )
+    yield Collective.ALL_GATHER, "cp", gathered_bytes * T, 2 * (repeated + trained) + repeated
     summed_bytes = trained * (2 * projected_bytes + choice_bytes)  # fp32 beside int32
     yield Collective.REDUCE_SCATTER, "tp", summed_bytes * T, 3 * trained
+    yield Collective.REDUCE_SCATTER, "cp", summed_bytes * T * layout.cp, 3 * trained
 
 
 def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
@@ -308,6 +310,9 @@ def context_parallel_calls(
     is_mla = spec.kind is AttentionKind.MLA
     mixers = [job.model.mixer(i) for chunk in chunks for i in chunk_layers(job.model, chunk)]
     yield from _recurrent_calls(job, micro_batches * mixers.count(MixerKind.RECURRENT))
+    if spec.kind is AttentionKind.COMPRESSED and layout.cp_comm is CpComm.A2A:
+        yield from _block_calls(job, mixers, micro_batches)
+        return
     others = (MixerKind.NONE, MixerKind.RECURRENT)
     passes = micro_batches * sum(mixer not in others for mixer in mixers)
     head_ranks, ring_ranks = cp_factors(layout)
@@ -331,6 +336,28 @@ def context_parallel_calls(
         gradient_sends = ring_ranks * passes
         yield Collective.P2P, "cp_kv", kv_sends * c * block, kv_sends
         yield Collective.P2P, "cp_kv", gradient_sends * FP32_BYTES * block, gradient_sends
+
+
+def _block_calls(job: Job, mixers: Sequence[MixerKind], micro_batches: int) -> Iterator[CallSum]:
+    """Yield the exchanges of heads for tokens around attention to blocks, and what it gathers.
+
+    Queries and the output are exchanged; keys and both projections of compressors are gathered,
+    the projections again in backward, and the gradients of either are summed and scattered.
+    """
+    spec, layout, T = job.model.attention, job.layout, job.tp_group_tokens
+    c = activation_nbytes(job.workload)
+    forwards = 1 + repeats_forward(layout)
+    passes = micro_batches * (1 + forwards) * len(mixers)
+    exchanged_bytes = passes * c * T * (spec.q_width + spec.out_width) // layout.tp
+    yield Collective.ALL_TO_ALL, "cp_a2a", exchanged_bytes, 2 * passes
+    blocks = [_OVERLAPS[mixer] * spec.head_dim for mixer in mixers if mixer in _OVERLAPS]
+    keys = len(mixers) * [spec.head_dim]
+    gathered = forwards * keys + 2 * (1 + forwards) * blocks
+    summed = keys + 2 * blocks
+    gathered_bytes = micro_batches * c * T * sum(gathered)
+    yield Collective.ALL_GATHER, "cp", gathered_bytes, micro_batches * len(gathered)
+    summed_bytes = micro_batches * c * T * layout.cp * sum(summed)
+    yield Collective.REDUCE_SCATTER, "cp", summed_bytes, micro_batches * len(summed)
 
 
 def _recurrent_calls(job: Job, passes: int) -> Iterator[CallSum]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moewright.rules.activation_offload import activation_offloads
 from moewright.spec.errors import Reason
-from moewright.spec.layout import Layout, Offload
+from moewright.spec.layout import CpComm, Layout, Offload
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
 
@@ -17,9 +17,9 @@ def check_compressed(layout: Layout, model: ModelSpec, workload: Workload) -> It
     """Yield what attention to compressed blocks of tokens does not go with."""
     if model.attention.kind is not AttentionKind.COMPRESSED:
         return
-    if layout.cp > 1:
-        rule = "the engine compresses blocks of whole sequences"
-        yield Reason(field="layout.cp", value=str(layout.cp), rule=rule, nearest="1")
+    if layout.cp > 1 and layout.cp_comm is not CpComm.A2A:
+        rule = "the engine attends to blocks of whole sequences, with some heads on each CP rank"
+        yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
     if layout.tp > 1 and not layout.sp:
         rule = "the engine has each TP rank choose blocks for tokens of its own"
         yield Reason(field="layout.sp", value="0", rule=rule, nearest="1")

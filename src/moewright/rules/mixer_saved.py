@@ -86,7 +86,9 @@ def compressed_saved(
     """Yield what DeepSeek-V4's attention saves behind its input norm.
 
     Queries are kept before their norm and after their rotation. A compressor keeps its projections
-    of the rank's own tokens, and its keys before their norm and after their rotation.
+    of the rank's own tokens, and its keys before their norm and after their rotation. CP ranks hold
+    the keys, the blocks and the choice of all tokens, and the output once more: attention's own is
+    of more tokens and fewer heads than the projection takes.
     """
     spec, c, T, t, tp = model.attention, symbols.c, symbols.T, symbols.t, symbols.tp
     yield _row("q_down", c * t * spec.q_lora_rank)
@@ -94,8 +96,11 @@ def compressed_saved(
     yield _row("latent_rstd", 2 * _FP32_BYTES * t)
     yield _row("kv_down", c * t * spec.head_dim)
     yield _row("qk_norm_rstd", _FP32_BYTES * T * spec.heads // tp)
-    yield _row("qkv", c * T * (2 * spec.q_width // tp + spec.head_dim))
-    yield _row("attention_out", c * T * spec.out_width // tp)
+    yield _row("qkv", c * T * (2 * spec.q_width // tp + symbols.cp * spec.head_dim))
+    out_bytes = c * T * spec.out_width // tp
+    yield _row("attention_out", out_bytes)
+    if symbols.cp > 1:
+        yield saved_tensor(Module.ATTENTION, "attention_out", out_bytes, Recompute.CORE_ATTN)
     yield _row("o_down", c * T * spec.output_groups * spec.output_lora_rank // tp)
     if mixer is MixerKind.HEAVILY_COMPRESSED:
         yield from _compressor_saved("", symbols, spec.head_dim, spec.heavy_rate, overlap=1)
@@ -107,7 +112,7 @@ def compressed_saved(
 def _compressor_saved(
     prefix: str, symbols: MixerSymbols, width: int, rate: int, *, overlap: int
 ) -> Iterator[SavedTensor]:
-    blocks = symbols.T // symbols.seq_len * (symbols.seq_len // rate)
+    blocks = symbols.T * symbols.cp // symbols.seq_len * (symbols.seq_len // rate)
     yield _row(f"{prefix}compressor", 2 * overlap * symbols.c * symbols.t * width)
     yield _row(f"{prefix}blocks", blocks * (2 * symbols.c * width + _FP32_BYTES))
 
@@ -119,14 +124,14 @@ def _block_indexer_saved(
     assert spec.indexer is not None  # what chooses the blocks of such a layer
     heads, width = spec.indexer.heads, spec.indexer.head_dim
     chosen_bytes = _INT32_BYTES * min(spec.indexer.top_k, symbols.seq_len // spec.sparse_rate)
-    yield _row("index_chosen", chosen_bytes * symbols.T)
+    yield _row("index_chosen", chosen_bytes * symbols.T * symbols.cp)
     if not is_trained:
         return
     yield from _compressor_saved("index_", symbols, width, spec.sparse_rate, overlap=2)
     yield _row("index_queries", symbols.c * symbols.t * heads * width)
     yield _row("index_heads", _FP32_BYTES * symbols.t * heads)
-    # The slope of the objective by the score of each chosen block.
-    yield _row("index_slopes", chosen_bytes * symbols.t)
+    # The slope of the objective by the score of each chosen block, and the choice as for tokens.
+    yield _row("index_slopes", chosen_bytes * symbols.t * (1 + (symbols.cp > 1)))
 
 
 def indexer_saved(

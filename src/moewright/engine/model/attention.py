@@ -48,6 +48,8 @@ from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, PositionKind, QkNorm, RopeSpec
 from moewright.spec.workload import DocumentMasking
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionContext:
@@ -61,8 +63,10 @@ class AttentionContext:
     `segments` are the documents that bound attention, None for whole sequences. `choices` are the
     keys that the indexers of layers have chosen, by the number of the layer; `objective_weight` is
     what the objectives of indexers, means over the micro-batch, are multiplied by, 0 for none.
-    `compressed_rotation` are the cos and sin of layers that attend to compressed blocks; `ids` [t]
-    are this rank's tokens between blocks, where some layers choose experts by them.
+    `ids` [t] are this rank's tokens between blocks, where some layers choose experts by them. In a
+    model with compressed blocks `whole_rotation` are cos and sin of all tokens of the sequences, on
+    all CP ranks, and `compressed_rotations` those of this rank's tokens and of all in the layers
+    that attend to blocks.
     """
 
     sequences: int
@@ -78,7 +82,8 @@ class AttentionContext:
     segments: Segments | None = None
     choices: dict[int, torch.Tensor] = field(default_factory=dict)
     objective_weight: float = 0.0
-    compressed_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    whole_rotation: Rotation | None = None
+    compressed_rotations: tuple[Rotation, Rotation] | None = None
     ids: torch.Tensor | None = None
 
     def bound_keys(self, rate: int) -> torch.Tensor:
@@ -87,9 +92,16 @@ class AttentionContext:
 
     def for_compressed(self) -> AttentionContext:
         """Return the context of layers that attend to compressed blocks."""
-        if self.compressed_rotation is None:
+        if self.compressed_rotations is None:
             raise ValueError("the model has no compressed attention")
-        cos, sin = self.compressed_rotation
+        (cos, sin), whole = self.compressed_rotations
+        return replace(self, cos=cos, sin=sin, whole_rotation=whole)
+
+    def for_sequences(self) -> AttentionContext:
+        """Return the context of all tokens of the sequences, for rotations."""
+        if self.whole_rotation is None:
+            raise ValueError("the model has no compressed attention")
+        cos, sin = self.whole_rotation
         return replace(self, cos=cos, sin=sin)
 
     def select_tokens(self, tokens: slice) -> AttentionContext:
@@ -117,10 +129,11 @@ class AttentionContext:
 
 
 class AttentionContextBuilder:
-    """A builder of attention contexts, with the rotary table that they share.
+    """A builder of attention contexts, with the rotary tables that they share.
 
-    The table, cos and sin [S, D/2] fp32, covers the positions that this rank holds of a sequence,
-    or all positions where they restart in every document.
+    A table, cos and sin [S, D/2] fp32, covers the positions that this rank holds of a sequence. It
+    covers all positions where they restart in every document, and in a model with compressed
+    blocks, which has a second one, of the layers that attend to these.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -129,14 +142,10 @@ class AttentionContextBuilder:
         self._restarts = runtime.workload.data.documents is DocumentMasking.RESTARTED
         seq_len = runtime.workload.seq_len
         positions = torch.arange(seq_len) if self._restarts else runtime.positions
-        self.cos, self.sin = self._compute_rotation(spec.rope, positions)
-        self._block_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._compressed_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-        if spec.kind is AttentionKind.COMPRESSED:
-            cos, sin = self._compute_rotation(spec.compressed_rope, torch.arange(seq_len))
-            self._block_rotation = cos, sin
-            own = slice(None) if len(positions) == seq_len else positions
-            self._compressed_rotation = cos[own], sin[own]
+        self._is_compressed = spec.kind is AttentionKind.COMPRESSED
+        ropes = (spec.rope, spec.compressed_rope) if self._is_compressed else (spec.rope,)
+        rotated = torch.arange(seq_len) if self._is_compressed else positions
+        self._rotations = tuple(self._compute_rotation(rope, rotated) for rope in ropes)
         self._window = runtime.model.max_window if runtime.model.max_window < seq_len else 0
         self._chunk = self._window if spec.chunked else 0
         self._temperatures = self._compute_temperatures(positions)
@@ -153,8 +162,7 @@ class AttentionContextBuilder:
     ) -> AttentionContext:
         """Build the context of a micro-batch; `segments` None means one document per sequence."""
         blocks, window_blocks = self._full_blocks
-        cos, sin = self.cos, self.sin
-        compressed_rotation = self._compressed_rotation
+        rotations = self._rotations
         key_tables = self._full_key_tables
         temperatures = self._temperatures
         if segments is not None:
@@ -165,13 +173,19 @@ class AttentionContextBuilder:
             window_blocks = plan_attention_blocks(self._runtime, chunks)
         if segments is not None and self._restarts:
             positions = torch.cat([torch.arange(length) for length in segments.lengths])
-            positions = positions.view(sequences, -1)[:, self._runtime.positions].to(cos.device)
-            cos, sin = cos[positions], sin[positions]
-            if compressed_rotation is not None:
-                compressed_cos, compressed_sin = compressed_rotation
-                compressed_rotation = compressed_cos[positions], compressed_sin[positions]
+            positions = positions.view(sequences, -1).to(self._runtime.device)
+            own = positions[:, self._runtime.positions]
+            rotated = positions if self._is_compressed else own
+            rotations = tuple((cos[rotated], sin[rotated]) for cos, sin in rotations)
             if temperatures is not None:
-                temperatures = temperatures[positions]
+                temperatures = temperatures[own]
+        whole: Rotation | None = None
+        compressed: tuple[Rotation, Rotation] | None = None
+        cos, sin = rotations[0]
+        if self._is_compressed:
+            whole = rotations[0]
+            cos, sin = self._take_own(whole)
+            compressed = self._take_own(rotations[1]), rotations[1]
         return AttentionContext(
             sequences=sequences,
             blocks=blocks,
@@ -184,21 +198,28 @@ class AttentionContextBuilder:
             counted=counted,
             temperatures=temperatures,
             segments=segments,
-            compressed_rotation=compressed_rotation,
+            whole_rotation=whole,
+            compressed_rotations=compressed,
         )
+
+    def _take_own(self, rotation: Rotation) -> Rotation:
+        """Return the rotation of this rank's tokens, of that of all tokens of sequences."""
+        positions = self._runtime.positions
+        cos, sin = rotation
+        if len(positions) == cos.shape[-2]:
+            return rotation
+        return cos[..., positions, :], sin[..., positions, :]
 
     def _build_key_tables(self, ends: torch.Tensor, total: int) -> KeyTables:
         return KeyTables(
             ends,
             total=total,
             seq_len=self._runtime.workload.seq_len,
-            rotation=self._block_rotation,
+            rotation=self._rotations[1] if self._is_compressed else None,
             restarts=self._restarts,
         )
 
-    def _compute_rotation(
-        self, rope: RopeSpec, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute_rotation(self, rope: RopeSpec, positions: torch.Tensor) -> Rotation:
         """Return cos and sin [positions, D/2] of a rope; a head may be rotated in part."""
         runtime = self._runtime
         spec = runtime.model.attention

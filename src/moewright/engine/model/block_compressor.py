@@ -1,7 +1,7 @@
 """Compressors over time: one key of every few tokens, and the indexer that chooses among them.
 
 DeepSeek-V4, section 2.3, as transformers' deepseek_v4 computes it. A compressor is whole on every
-TP rank: each projects its own tokens, and the projections are gathered.
+TP and CP rank: each projects its own tokens, and the projections are gathered.
 
 Shapes: t of the T tokens of the TP group are this rank's between blocks; B sequences of S tokens,
 M = S / rate blocks of `rate` tokens in each; H hidden, D the width of a key.
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from moewright.engine.comm.collectives import TensorParallel
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import Rotary
+from moewright.engine.model.context_parallel import join_sequences, sum_and_split_sequences
 from moewright.engine.model.key_tables import Blocks
 from moewright.engine.model.layers import Norm, Vector, Weight, project_replicated
 from moewright.engine.model.sparse_attention import Indexer
@@ -66,7 +66,7 @@ def compress(
         project_replicated(runtime, x_tH, parts.gate),
         parts.position.weight,
         _BlockShape(
-            tp=runtime.mesh.tensor_parallel,
+            runtime=runtime,
             rate=parts.rate,
             overlaps=parts.overlaps,
             sequences=context.sequences,
@@ -92,7 +92,7 @@ def turn_last(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BlockShape:
-    tp: TensorParallel
+    runtime: Runtime
     rate: int
     overlaps: bool
     sequences: int
@@ -135,20 +135,22 @@ class _CompressBlocks(torch.autograd.Function):
         with torch.enable_grad():
             sums = _sum_blocks(kv, gate, position, shape)
         *block_grads, grad_position = torch.autograd.grad(sums, (kv, gate, position), grad_BMD)
-        ranks = shape.tp.group.size if shape.tp.sequence_parallel else 1
-        count = ranks * len(kv_t)
+        tp = shape.runtime.mesh.tensor_parallel
+        count = shape.sequences * shape.runtime.workload.seq_len
         numbers = shape.number_tokens(count).flatten()
         grads = []
         for grad in block_grads:
             # No token is in two blocks that a query reads.
             whole = grad.new_zeros((count, grad.shape[-1]))
-            grads.append(shape.tp.reduce(whole.index_add_(0, numbers, grad.flatten(0, 2))))
+            whole.index_add_(0, numbers, grad.flatten(0, 2))
+            grads.append(tp.reduce(sum_and_split_sequences(shape.runtime, whole)))
         return *grads, grad_position, None
 
 
 def _gather_blocks(x_t: torch.Tensor, shape: _BlockShape) -> torch.Tensor:
-    """Return [B,M,rate,D'] of all tokens of the TP group that lie in blocks."""
-    whole = shape.tp.gather(x_t)
+    """Return [B,M,rate,D'] of all tokens of the TP and CP groups that lie in blocks."""
+    runtime = shape.runtime
+    whole = join_sequences(runtime, runtime.mesh.tensor_parallel.gather(x_t))
     return whole[shape.number_tokens(len(whole))]
 
 

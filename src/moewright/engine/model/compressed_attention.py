@@ -35,6 +35,7 @@ from moewright.engine.model.block_compressor import (
     compress,
     turn_last,
 )
+from moewright.engine.model.context_parallel import gather_heads, join_sequences, scatter_heads
 from moewright.engine.model.layers import Norm, Vector, Weight, project_replicated
 from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from moewright.engine.model.sparse_attention import IndexInputs
@@ -50,7 +51,8 @@ class CompressedAttention(nn.Module):
     """Attention of layer `layer_number` to its window, and to blocks of its kind: [t,H] -> [t,H].
 
     Every rank computes the latent and the key of its own tokens; keys are gathered, heads and
-    groups sharded over TP.
+    groups sharded over TP. CP ranks exchange heads for tokens around the core, which has the keys
+    and the blocks of whole sequences.
     """
 
     ledger_module = Module.ATTENTION
@@ -95,13 +97,13 @@ class CompressedAttention(nn.Module):
         is_local = self._mixer is MixerKind.LOCAL_ATTENTION
         with runtime.counters.scopes.enter(Module.ATTENTION):
             context = context if is_local else context.for_compressed()
+            whole = context.for_sequences()
             x_tQ = self.q_down_norm(project_replicated(runtime, x_tH, self.q_down))
-            q_BShD = self._expand_queries(x_tQ, context)
+            q_BShD = self._expand_queries(x_tQ, whole)
             k_tD = self.kv_norm(project_replicated(runtime, x_tH, self.kv))
-            k_BS1D = GatherSequence.apply(k_tD, tp).unflatten(0, (context.sequences, -1))[
-                :, :, None
-            ]
-            k_BSD = turn_last(runtime, k_BS1D, context.cos, context.sin)[:, :, 0]
+            k_TD = join_sequences(runtime, GatherSequence.apply(k_tD, tp))
+            k_BS1D = k_TD.unflatten(0, (context.sequences, -1))[:, :, None]
+            k_BSD = turn_last(runtime, k_BS1D, whole.cos, whole.sin)[:, :, 0]
             blocks_BMD = k_BSD.new_zeros(len(k_BSD), 0, k_BSD.shape[2])
             if not is_local:
                 blocks_BMD = compress(runtime, self._parts, x_tH, context)
@@ -112,26 +114,30 @@ class CompressedAttention(nn.Module):
                 if torch.is_grad_enabled():
                     runtime.saved_tensors.count_saved(chosen_BSK)
             read = q_BShD, k_BSD, blocks_BMD
-            core = partial(self._attend, context, chosen_BSK)
+            sinks = self._own_sinks()
+            core = partial(self._attend, whole, chosen_BSK, sinks)
             if runtime.recomputes(Recompute.CORE_ATTN):
                 (out_BShD,) = run_checkpointed(runtime.counters, core, *read)
             else:
                 (out_BShD,) = core(*read)
-            out_tH = self._project_out(out_BShD)
+            out_tH = self._project_out(gather_heads(runtime, out_BShD))
             if inputs is None:
                 return out_tH
             sum_shares = partial(
                 SUM_BLOCK_SHARES,
                 *read,
                 chosen_BSK,
-                self.sinks.weight,
+                sinks,
                 context.bound_keys(self._rate),
                 (self._spec.sliding_window, self._rate),
             )
             return self.indexer.add_objective(out_tH, inputs, sum_shares, context)
 
     def _expand_queries(self, x_tQ: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """Expand [t,Q] to [B,S,h,D]: each head normed without a weight, its last columns turned."""
+        """Expand [t,Q] to [B,S,h,D]: each head normed without a weight, its last columns turned.
+
+        S counts the tokens of all CP ranks, each of which has a part of the heads.
+        """
         runtime = self._runtime
         (q,) = ColumnParallelLinear.apply(
             x_tQ,
@@ -141,14 +147,16 @@ class CompressedAttention(nn.Module):
             self.q_up.weight,
         )
         q = add_column_adapter(runtime, self.q_up, q, x_tQ)
-        q_BShD = q.reshape(context.sequences, runtime.workload.seq_len, -1, self._spec.head_dim)
-        q_BShD = RmsNorm.apply(q_BShD, None, self._query_norm)
+        local_heads = self._spec.heads // runtime.mesh.group("tp").size
+        q_BShD = q.reshape(context.sequences, -1, local_heads, self._spec.head_dim)
+        q_BShD = RmsNorm.apply(scatter_heads(runtime, q_BShD), None, self._query_norm)
         return turn_last(runtime, q_BShD, context.cos, context.sin)
 
     def _attend(
         self,
         context: AttentionContext,
         chosen_BSK: torch.Tensor | None,
+        sinks: torch.Tensor,
         *read: torch.Tensor,
     ) -> tuple[torch.Tensor]:
         settings = _CoreSettings(
@@ -157,7 +165,12 @@ class CompressedAttention(nn.Module):
             rate=self._rate,
             counters=self._runtime.counters,
         )
-        return (_AttendBlocks.apply(*read, chosen_BSK, self.sinks.weight, settings),)
+        return (_AttendBlocks.apply(*read, chosen_BSK, sinks, settings),)
+
+    def _own_sinks(self) -> torch.Tensor:
+        """Return the sinks of the heads that this CP rank has of its TP group's."""
+        group = self._runtime.mesh.group("cp_a2a")
+        return self.sinks.weight.unflatten(0, (group.size, -1))[group.index]
 
     def _project_out(self, out_BShD: torch.Tensor) -> torch.Tensor:
         runtime = self._runtime

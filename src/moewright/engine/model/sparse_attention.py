@@ -173,7 +173,7 @@ class Indexer(nn.Module):
         seq_len = runtime.workload.seq_len
         q_tIW = project_replicated(runtime, x_tQ, self.q).unflatten(1, (spec.heads, spec.head_dim))
         q_tIW = self._rotate(q_tIW, own_context)
-        k_TW = join_sequences(runtime, self._make_keys(x_tH, context, own_context))
+        k_TW = self._make_keys(x_tH, context, own_context)
         scale = (spec.heads * spec.head_dim) ** -0.5
         heads_tI = project_replicated(runtime, x_tH, self.heads).float() * scale
         bounds = context.bound_keys(self._rate)
@@ -220,11 +220,13 @@ class Indexer(nn.Module):
     def _make_keys(
         self, x_tH: torch.Tensor, context: AttentionContext, own: AttentionContext
     ) -> torch.Tensor:
-        """Return the keys [T,W] of the TP group; `own` is the context of this rank's tokens."""
+        """Return the keys [T,W] of all tokens; `own` is the context of this rank's."""
         tp = self._runtime.mesh.tensor_parallel
-        k_tW = self.k_norm(project_replicated(self._runtime, x_tH, self.k))
-        k_tW = self._rotate(k_tW[:, None], own)[:, 0]
-        return AllGatherRows.apply(k_tW, tp.group) if tp.sequence_parallel else k_tW
+        k_TW = self.k_norm(project_replicated(self._runtime, x_tH, self.k))
+        k_TW = self._rotate(k_TW[:, None], own)[:, 0]
+        if tp.sequence_parallel:
+            k_TW = AllGatherRows.apply(k_TW, tp.group)
+        return join_sequences(self._runtime, k_TW)
 
     def _rotate(self, x_tIW: torch.Tensor, own: AttentionContext) -> torch.Tensor:
         """Rotate the first columns of each head by the positions of this rank's tokens."""
