@@ -567,6 +567,12 @@ CORNERS = (
     ),
     _corner("streams by weights in shards", "compressed", 2, "ep2,zero3,mbs2,recompute=moe"),
     _corner("streams of two passes", "compressed", 2, "ep2,mbs1,overlap=ep+wgrad"),
+    _corner(
+        "streams and blocks beside offloaded activations",
+        "compressed",
+        2,
+        "pp2,zero0,mbs2,offload=attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm",
+    ),
     _corner("streams beside offloaded experts", "compressed", 2, "ep2,offload=expert_fc1+moe_act"),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
     _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),

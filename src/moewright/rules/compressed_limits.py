@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moewright.rules.activation_offload import activation_offloads
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CpComm, Layout, Offload
+from moewright.spec.layout import CpComm, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Workload
-
-_EXPERT_OFFLOADS = (Offload.EXPERT_FC1, Offload.MOE_ACT)
 
 
 def check_compressed(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
@@ -23,11 +20,6 @@ def check_compressed(layout: Layout, model: ModelSpec, workload: Workload) -> It
     if layout.tp > 1 and not layout.sp:
         rule = "the engine has each TP rank choose blocks for tokens of its own"
         yield Reason(field="layout.sp", value="0", rule=rule, nearest="1")
-    offloads = set(activation_offloads(layout.offload)).difference(_EXPERT_OFFLOADS)
-    if offloads:
-        rule = "the engine keeps what compressed attention and residual streams save on the device"
-        value = "+".join(sorted(offloads))
-        yield Reason(field="layout.offload", value=value, rule=rule, nearest="none")
     yield from _check_workload(workload)
 
 

@@ -42,7 +42,7 @@ from moewright.engine.model.sparse_attention import IndexInputs
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.rules.param import TP_COLUMNS, TP_ROWS
-from moewright.spec.layout import Recompute
+from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import MixerKind
 
@@ -94,8 +94,12 @@ class CompressedAttention(nn.Module):
     def forward(self, x_tH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         runtime = self._runtime
         tp = runtime.mesh.tensor_parallel
+        manager = runtime.saved_tensors
         is_local = self._mixer is MixerKind.LOCAL_ATTENTION
-        with runtime.counters.scopes.enter(Module.ATTENTION):
+        with (
+            runtime.counters.scopes.enter(Module.ATTENTION),
+            manager.offload(x_tH, enabled=runtime.offloads(Offload.QKV_LINEAR)),
+        ):
             context = context if is_local else context.for_compressed()
             whole = context.for_sequences()
             x_tQ = self.q_down_norm(project_replicated(runtime, x_tH, self.q_down))
@@ -116,11 +120,19 @@ class CompressedAttention(nn.Module):
             read = q_BShD, k_BSD, blocks_BMD
             sinks = self._own_sinks()
             core = partial(self._attend, whole, chosen_BSK, sinks)
-            if runtime.recomputes(Recompute.CORE_ATTN):
-                (out_BShD,) = run_checkpointed(runtime.counters, core, *read)
-            else:
-                (out_BShD,) = core(*read)
-            out_tH = self._project_out(gather_heads(runtime, out_BShD))
+            offloads_output = runtime.offloads(Offload.ATTN_PROJ)
+            with (
+                manager.offload(q_BShD, k_BSD, enabled=runtime.offloads(Offload.CORE_ATTN)),
+                # Attention keeps its output too.
+                manager.offload_saved(dims=4, staying=(), enabled=offloads_output),
+            ):
+                if runtime.recomputes(Recompute.CORE_ATTN):
+                    (out_BShD,) = run_checkpointed(runtime.counters, core, *read)
+                else:
+                    (out_BShD,) = core(*read)
+                out_BShD = gather_heads(runtime, out_BShD)
+                with manager.offload(out_BShD, enabled=offloads_output):
+                    out_tH = self._project_out(out_BShD)
             if inputs is None:
                 return out_tH
             sum_shares = partial(
@@ -149,7 +161,10 @@ class CompressedAttention(nn.Module):
         q = add_column_adapter(runtime, self.q_up, q, x_tQ)
         local_heads = self._spec.heads // runtime.mesh.group("tp").size
         q_BShD = q.reshape(context.sequences, -1, local_heads, self._spec.head_dim)
-        q_BShD = RmsNorm.apply(scatter_heads(runtime, q_BShD), None, self._query_norm)
+        q_BShD = scatter_heads(runtime, q_BShD)
+        offloads_core = runtime.offloads(Offload.CORE_ATTN)
+        with runtime.saved_tensors.offload(q_BShD, enabled=offloads_core):
+            q_BShD = RmsNorm.apply(q_BShD, None, self._query_norm)
         return turn_last(runtime, q_BShD, context.cos, context.sin)
 
     def _attend(

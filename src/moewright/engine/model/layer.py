@@ -69,23 +69,23 @@ class TransformerLayer(nn.Module):
     def _mix(self, context: AttentionContext, residual: torch.Tensor) -> torch.Tensor:
         runtime = self._runtime
         manager = runtime.saved_tensors
-        x_tH, weights = _enter_block(self.attention_streams, residual)
-        with manager.offload(x_tH, enabled=runtime.offloads(Offload.ATTN_NORM)):
+        with manager.offload(residual, enabled=runtime.offloads(Offload.ATTN_NORM)):
+            x_tH, weights = _enter_block(self.attention_streams, residual)
             with runtime.counters.scopes.enter(Module.NORM):
                 normed = self.input_norm(x_tH)
             with manager.discard_and_recompute(
                 normed, self.input_norm, x_tH, enabled=self._recomputes_input_norm
             ):
                 attended = self.attention(normed, context)
-        return self._leave_block(self.attention_streams, residual, attended, weights)
+            return self._leave_block(self.attention_streams, residual, attended, weights)
 
     def _run_mlp(
         self, decisions: RoutingDecisions | None, context: AttentionContext, residual: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         runtime = self._runtime
         manager = runtime.saved_tensors
-        x_tH, weights = _enter_block(self.mlp_streams, residual)
-        with manager.offload(x_tH, enabled=runtime.offloads(Offload.MLP_NORM)):
+        with manager.offload(residual, enabled=runtime.offloads(Offload.MLP_NORM)):
+            x_tH, weights = _enter_block(self.mlp_streams, residual)
             with runtime.counters.scopes.enter(Module.NORM):
                 normed = self.post_norm(x_tH)
             with manager.discard_and_recompute(
