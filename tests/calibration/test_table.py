@@ -16,7 +16,7 @@ from moewright.rules import flops
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import CapacityFill, CudaGraphScope, Offload, Overlap, Recompute
 from moewright.spec.units import GIB
-from moewright.spec.workload import Dtype, Routing
+from moewright.spec.workload import Dtype, Fusion, Routing
 
 BASE = {
     "id": "a-1",
@@ -317,6 +317,48 @@ def test_what_software_is_known_to_do_fills_what_a_row_leaves_open(tmp_path: Pat
     (row,) = table(tmp_path, {**bridge, "force_balance": "false"}).rows
     assert row.workload.load_factor == pytest.approx(1.7)  # a bias balances the batch
     assert row.peak_workload.load_factor == 1.0
+
+
+def test_runs_over_a_capacity_take_what_the_official_script_passes(tmp_path: Path) -> None:
+    """Their table names no switch, and without recompute a hot rank would not fit."""
+    guide = "Megatron MoE benchmark and tuning guide (Pai-Megatron-Patch commit 2b201af)"
+    silent = {"source": guide, "recompute_granularity": "", "recompute_modules": ""}
+    capacity = {"id": "seed000-016", "force_balance": "", "capacity_factor": "5"}
+    dropping, balanced = table(
+        tmp_path, {**silent, **capacity}, {**silent, "id": "seed000-002"}
+    ).rows
+    assert dropping.layout.recompute == (Recompute.MOE,)
+    assert {Overlap.GRAD, Overlap.PARAM} < {*dropping.layout.overlap}
+    assert dropping.unstated == ("expert_load",)
+    assert balanced.layout.recompute == balanced.layout.overlap == ()
+
+
+def test_a_fact_sees_what_facts_before_it_state(tmp_path: Path) -> None:
+    """Graphs of whole iterations, stated elsewhere, came with a kernel for gpt-oss's activation."""
+    gpt_oss = {
+        "source": "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",
+        "model": "gpt-oss-120b",
+        "hardware": "GB300",
+        "num_gpus": "64",
+        "dp": "",
+        "pp": "1",
+        "vpp": "",
+        "tp": "1",
+        "sp": "",
+        "ep": "16",
+        "mbs": "4",
+        "gbs": "1280",
+        "precision": "mxfp8",
+        "recompute_granularity": "",
+        "recompute_modules": "",
+        "cuda_graph": "",
+    }
+    with_graphs, without = table(
+        tmp_path, {**gpt_oss, "date_release": "26.06.01"}, {**gpt_oss, "id": "a-2"}
+    ).rows
+    assert CudaGraphScope.FULL in with_graphs.layout.graphs
+    assert with_graphs.workload.trainer.unfused == ()
+    assert without.workload.trainer.unfused == (Fusion.ACTIVATION,)
 
 
 def test_a_cell_that_scripts_of_the_source_contradict_is_corrected(tmp_path: Path) -> None:

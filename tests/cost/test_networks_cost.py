@@ -154,6 +154,30 @@ def test_split_sizes_are_waited_for_in_forward_alone() -> None:
     assert library_s[0] == library_s[1] < forward_s
 
 
+def test_deepep_waits_for_the_counts_of_its_peers_in_forward() -> None:
+    """In older software longer; HybridEP, and rows of a fixed number, have no such wait."""
+    constants = {"sync_s_deepep": 1e-3, "host_per_year": 1.5, "stack_age_years": 1.0}
+    aged = tuple(
+        Constant(name=name, value=Sourced(value=value, kind=SourceKind.ASSUMED, source="test"))
+        for name, value in constants.items()
+    )
+    machines = catalogue.hardware("64xH100")
+    slower = replace(machines, constants=(*machines.constants, *aged))
+
+    def added_s(**changes: object) -> tuple[float, float]:
+        layout = replace(Layout(world_size=64, ep=8), **changes)
+        waits = [
+            CollectiveModel(hardware, DeviceRates(hardware).constants).dispatch_waits_s(layout)
+            for hardware in (machines, slower)
+        ]
+        return waits[1][0] - waits[0][0], waits[1][1] - waits[0][1]
+
+    deepep = DispatcherKind.DEEPEP
+    assert added_s(dispatcher=deepep) == pytest.approx((1.5e-3, 0.0))
+    assert added_s(dispatcher=deepep, rank_capacity=1.0) == pytest.approx((0.0, 0.0))
+    assert added_s(dispatcher=DispatcherKind.HYBRIDEP) == pytest.approx((0.0, 0.0))
+
+
 def test_a_recomputed_layer_waits_for_split_sizes_again() -> None:
     machines = catalogue.hardware("16xH100")
     longer = Constant(

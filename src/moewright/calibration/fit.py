@@ -146,6 +146,9 @@ FREE_CONSTANTS = (
     FreeConstant(name="tp_host", prior=1.2, spread=0.1, low=1.0, high=2.2),
     FreeConstant(name="dp_overlap_host", prior=1.05, spread=0.15, low=1.0, high=1.4),
     FreeConstant(name="sync_s_alltoall", prior=1e-3, spread=0.4),
+    # Counts that the host polls for, and a map of the choices made by operations whose sizes it
+    # waits for: from little to as much as the split sizes of a plain all-to-all.
+    FreeConstant(name="sync_s_deepep", prior=2e-4, spread=1.0),
     FreeConstant(name="alltoall_inside_time_scale", prior=1.0, spread=0.12),
     FreeConstant(name="alltoall_between_time_scale", prior=1.1, spread=0.25, site_spread=0.15),
     FreeConstant(name="dedup_inside_time_scale", prior=0.9, spread=0.25, site_spread=0.1),

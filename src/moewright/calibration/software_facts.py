@@ -157,9 +157,18 @@ def source_facts() -> SourceFacts:
 
 
 def facts_for(cells: Mapping[str, str], model: ModelSpec) -> tuple[SourceFact, ...]:
-    """Return the facts that hold for a row, in the order of the file."""
-    row = {**cells, "model": model.name, "attention": model.attention.kind.value}
-    return tuple(fact for fact in source_facts().fact if fact.holds_for(row))
+    """Return the facts that hold for a row, in the order of the file.
+
+    A fact sees the cells as the facts before it correct and state them.
+    """
+    own = {"model": model.name, "attention": model.attention.kind.value}
+    row = {**cells, **own}
+    facts: list[SourceFact] = []
+    for fact in source_facts().fact:
+        if fact.holds_for(row):
+            facts.append(fact)
+            row = {**_fill({**row, **fact.corrected}, [fact.stated]), **own}
+    return tuple(facts)
 
 
 def fill_stated(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:

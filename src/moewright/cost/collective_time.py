@@ -208,10 +208,11 @@ class CollectiveModel:
     def dispatch_waits_s(self, layout: Layout) -> tuple[float, float]:
         """Return how long the host waits in a dispatch and combine, forward and backward.
 
-        A plain all-to-all waits for the split sizes of a forward, which its backward knows. What
-        is lost is that the host has launched nothing ahead, so it takes as long as launches do,
-        longer in older software, and the kernels of another micro-batch beside it hide a share.
-        Counts that a CPU thread sends come later; where the number of rows is fixed there are none.
+        A plain all-to-all waits for the split sizes of a forward, which its backward knows, DeepEP
+        for the counts of its peers. What is lost is that the host has launched nothing ahead, so it
+        takes as long as launches do, longer in older software, and the kernels of another
+        micro-batch beside it hide a share. Counts that a CPU thread sends come later; where the
+        number of rows is fixed there are none.
         """
         c = self.constants
         if layout.ep == 1:
@@ -219,14 +220,22 @@ class CollectiveModel:
         if layout.dispatcher not in routing.LIBRARY_DISPATCHERS:
             if layout.has_fixed_rows:
                 return c["sync_s_fused"], c["sync_s_fused"]
-            wait_s = c["sync_s_alltoall"] * c["host_per_year"] ** c["stack_age_years"]
-            if Overlap.EP in layout.overlap:
-                wait_s *= 1 - c["ep_overlap_hidden"]
-            return wait_s, 0.0
+            return self._lost_launches_s(layout, c["sync_s_alltoall"]), 0.0
         span = self.span(layout, "ep")
         path = message_path(self._fabric, layout.dispatcher, domains=span.domains)
-        proxy_s = self._proxy_cost(span).wait_s if path is MessagePath.PROXY else 0.0
-        return c["sync_s_fused"] + proxy_s, c["sync_s_fused"] + proxy_s
+        own_s = c["sync_s_fused"]
+        if path is MessagePath.PROXY:
+            own_s += self._proxy_cost(span).wait_s
+        if layout.dispatcher is not DispatcherKind.DEEPEP or layout.has_fixed_rows:
+            return own_s, own_s
+        return own_s + self._lost_launches_s(layout, c["sync_s_deepep"]), own_s
+
+    def _lost_launches_s(self, layout: Layout, seconds: float) -> float:
+        """Return what a wait of the host costs that takes `seconds` in software of today."""
+        c = self.constants
+        hidden = c["ep_overlap_hidden"] if Overlap.EP in layout.overlap else 0.0
+        age = float(c["host_per_year"] ** c["stack_age_years"])
+        return seconds * age * (1 - hidden)
 
     def _proxy_cost(self, span: GroupSpan) -> _ProxyCost:
         """Return what a CPU thread that posts the messages of a library adds.

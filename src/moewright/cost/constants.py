@@ -47,6 +47,9 @@ _CUBLAS = "workspace of a handle in PyTorch: 8 MiB and 128 KiB, but 32 MiB on Ho
 _ALLOCATED_ERRORS = "covers 80 % of 114 published peaks of torch's allocator, none of them fitted"
 _HEAD_PLACEHOLDER = "Megatron-LM e7c55de99e (2025-08) caches the head's gradient placeholder"
 _GEMM_WORKSPACE = "Transformer Engine, a stream: 32 MiB from Hopper on; Megatron-LM golden values"
+_DEDUP_WAITS = (
+    "waits for counts are in the time scales of these exchanges, which were fitted without them"
+)
 _EFA_RUNS = (
     "Qwen3-30B-A3B on 64 H100 over EFA, awsome-distributed-ai 95b939cd: 6 pairs of dispatchers"
 )
@@ -178,6 +181,7 @@ _CUDA = (
     _fitted("dp_overlap_host", 1.19, _fit_source(0.10, "hooks of sums and gathers")),
     _fitted("ep_overlap_host", 1.29, _fit_source(0.10)),
     _fitted("sync_s_alltoall", 0.00055, _SPLIT_SIZES),
+    _assumed("sync_s_deepep", 0.0, _DEDUP_WAITS),
     _fitted("sync_s_fused", 3e-5, "DeepEP and HybridEP, beside their calls; " + TIME_FINDINGS),
     _fitted("device_spread", 0.016, _DEVICE_SPREAD),
     _assumed("step_jitter_s", 5e-3, "the loader and the host's other work between two steps"),
@@ -278,6 +282,7 @@ _CPU = (
     _assumed("atomic_sum_s", 0.0, _OWN_SUMS),
     _assumed("zero3_copies", 0.0, "in the time of its collectives"),
     _fitted("sync_s_alltoall", 4e-3, "ranks wait for each other: step less CPU time, 2 ranks"),
+    _assumed("sync_s_deepep", 0.0, "no such dispatcher on a CPU: as all-to-all"),
     _assumed("sync_s_fused", 2e-3, "no such dispatcher on a CPU: as all-to-all"),
     _assumed("host_s_full_graph", 0.0, _NO_GRAPHS),
     _assumed("overlapped_dp_share", 1.0, _SHARED_CORES),
