@@ -1,9 +1,11 @@
 """`export` and `--from-flags` from the command line: what is printed, and how mistakes end."""
 
 import json
+from functools import cache
 
 import pytest
 
+from moewright.api.launch_scripts import find_better_layouts
 from moewright.cli.main import main
 
 SCRIPT = """
@@ -17,6 +19,16 @@ torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --num-layers 48 --hidden-
   --use-distributed-optimizer --micro-batch-size 1 --global-batch-size ${GBS:-64} \\
   --train-iters 20 $MORE
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_search_of_a_plan():
+    """Search what is better than a plan once: most tests here read the same script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "moewright.api.launch_scripts.find_better_layouts", cache(find_better_layouts)
+        )
+        yield
 
 
 @pytest.fixture

@@ -262,11 +262,11 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     ("ending", "code", "message"),
     [
         ("plan Qwen3-30B-A3B --on 8xH100 --top 1 | true", 141, ""),
-        ("plan Qwen3-30B-A3B --on 8xH100 --top 1 >&-", 0, ""),
+        ("estimate Qwen3-30B-A3B --on 8xH100 --layout ep8,zero3,recompute=full >&-", 0, ""),
         ("plan Qwen3-30B-A3 --on 8xH100 2>&-", 2, ""),
         ("plan Qwen3-30B-A3 --on 8xH100 2>/dev/full", 2, ""),
         (
-            "plan Qwen3-30B-A3B --on 8xH100 --top 1 >/dev/full",
+            "estimate Qwen3-30B-A3B --on 8xH100 --layout ep8,zero3,recompute=full >/dev/full",
             1,
             "moewright: system: No space left on device\n",
         ),

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import grimp
+import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -34,6 +35,13 @@ def list_nodes() -> tuple[tuple[str, ast.AST], ...]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         nodes.extend((str(path.relative_to(SOURCE)), node) for node in ast.walk(tree))
     return tuple(nodes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_nodes() -> Iterator[None]:
+    """Let go of the nodes, 265 MB that every rank a later test forks would map too."""
+    yield
+    list_nodes.cache_clear()
 
 
 def list_names(node: ast.AST) -> Iterator[str]:

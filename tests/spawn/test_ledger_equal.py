@@ -640,7 +640,7 @@ def test_ledgers_of_attention_bounded_by_documents_are_equal(
     [
         thorough(1, "mbs2", False),
         (2, "pp2,mbs2", True),
-        thorough(2, "pp2,schedule=zb-h1,layout='Ett|tmtmL'", False),
+        thorough(2, "pp2,schedule=zb-h1,layout='Ett|ttmmL'", False),
         thorough(4, "tp2,ep2,mbs2", False),
         (4, "pp2,tp2,ep2,recompute=full", False),
         thorough(2, "ep2,recompute=select", True),

@@ -147,18 +147,29 @@ def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, .
     """Return the units of a rank; () unless zero is 2 or 3."""
     members: dict[tuple[str, int], list[tuple[Param, FsdpGroups]]] = {}
     pp_rank = grid.coordinate(layout, rank, "pp")
+    sharded = {name for name in shards.GRADIENT_GROUPS if is_fsdp_sharded(layout, name)}
     for param in shards.stage_parameters(model, layout, pp_rank):
         group = shards.gradient_group(param.sharded_dims, layout)
-        if is_fsdp_sharded(layout, group):
+        if group in sharded:
             groups = fsdp_groups(layout, group)
             unit = (groups.shard_group, _param_layer(model, param))
             members.setdefault(unit, []).append((param, groups))
+    ranks = {name: grid.group_ranks(layout, name, rank) for name, _ in members}
     return tuple(
         FsdpUnit(
             group=group,
-            ranks=grid.group_size(layout, group),
+            ranks=len(ranks[group]),
             shards=tuple(
-                _local_shard(param, model, layout, groups, rank) for param, groups in params
+                _local_shard(
+                    param,
+                    model,
+                    layout,
+                    groups,
+                    pp_rank,
+                    ranks[group].index(rank),
+                    len(ranks[group]),
+                )
+                for param, groups in params
             ),
             is_root=layer < 0,
         )
@@ -192,11 +203,18 @@ def count_gathers(layout: Layout, unit: FsdpUnit, table: Sequence[TimetableRow])
 
 
 def _local_shard(
-    param: Param, model: ModelSpec, layout: Layout, groups: FsdpGroups, rank: int
+    param: Param,
+    model: ModelSpec,
+    layout: Layout,
+    groups: FsdpGroups,
+    pp_rank: int,
+    place: int,
+    ranks: int,
 ) -> FsdpShard:
+    """Return the part of a parameter that the rank at `place` of the `ranks` that share it has."""
     rows, *rest = shards.local_shape(param, layout)
-    part = shards.shard_size(rows, grid.group_size(layout, groups.shard_group))
-    first = grid.group_ranks(layout, groups.shard_group, rank).index(rank) * part
+    part = shards.shard_size(rows, ranks)
+    first = place * part
     own = max(0, min(part, rows - first))
     return FsdpShard(
         param=param,
@@ -206,5 +224,5 @@ def _local_shard(
         whole_numel=rows * prod(rest),
         replica_group=groups.replica_group,
         holders=shards.holding_pp_ranks(param.name, model, layout),
-        chunks=shards.holding_chunks(param, model, layout, grid.coordinate(layout, rank, "pp")),
+        chunks=shards.holding_chunks(param, model, layout, pp_rank),
     )
