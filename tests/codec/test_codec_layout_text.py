@@ -194,5 +194,7 @@ def test_a_change_of_layout_is_told_by_keys() -> None:
     base = parse_layout("tp2,ep4,pp2,mbs1,recompute=moe_act,layout='Et|tL'", world_size=16)
     other = parse_layout("tp4,ep4,pp2,mbs1,zero3,layout='E|ttL'", world_size=16)
     changes = format_layout_changes(other, base)
-    assert changes == "tp4, zero3, layout='E|ttL', without recompute"
+    assert changes == "with tp4, zero3, layout='E|ttL', without recompute"
+    kept = parse_layout("tp2,ep4,pp2,mbs1,layout='Et|tL'", world_size=16)
+    assert format_layout_changes(kept, base) == "without recompute"
     assert format_layout_changes(base, base) == ""

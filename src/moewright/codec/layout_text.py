@@ -160,11 +160,15 @@ def format_layout(layout: Layout) -> str:
 
 
 def format_layout_changes(layout: Layout, base: Layout) -> str:
-    """Return the keys of a layout whose values another does not have, and those that it lacks."""
+    """Return what a layout has that another does not, and lacks that it has, as a phrase.
+
+    That is "with ep8, mbs2, without offload", or "" where they are the same.
+    """
     parts = {_parse_item(part).key: part for part in _split_parts(format_layout(layout))}
     base_parts = {_parse_item(part).key: part for part in _split_parts(format_layout(base))}
     changes = [part for key, part in parts.items() if part != base_parts.get(key)]
-    return ", ".join([*changes, *(f"without {key}" for key in base_parts if key not in parts)])
+    lacking = [f"without {key}" for key in base_parts if key not in parts]
+    return ", ".join([*([f"with {', '.join(changes)}"] if changes else []), *lacking])
 
 
 def _parse_fields(text: str) -> tuple[dict[str, Any], int | None]:

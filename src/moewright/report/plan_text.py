@@ -113,8 +113,7 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
         change = estimate.step_s / first.estimate.step_s - 1
         yield (
             f"Gamble: {format_seconds(estimate.step_s)} a step, {change:+.1%}, fits with "
-            f"{estimate.fit_probability:.0%}, with "
-            f"{format_layout_changes(plan.layout, first.layout)}."
+            f"{estimate.fit_probability:.0%}, {format_layout_changes(plan.layout, first.layout)}."
         )
     if own is not None and own.layout != first.layout:
         estimate = own.estimate

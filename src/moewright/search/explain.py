@@ -85,7 +85,7 @@ def _explain_gain(gain: WhatIf, plan: Plan) -> str:
         return f"{line}."
     if gain.layout == plan.layout:
         return f"{line}, the same layout."
-    return f"{line}, with {format_layout_changes(gain.layout, plan.layout)}."
+    return f"{line}, {format_layout_changes(gain.layout, plan.layout)}."
 
 
 def _relation(change: float) -> str:
