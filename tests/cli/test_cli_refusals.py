@@ -14,6 +14,7 @@ import pytest
 from moewright.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
+VERIFY = ("x", "--batch", "b", "--layout", "tp1", "--out", "o")
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -75,7 +76,39 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("data", "build", "--out", "x", "--tokenizer", "bep"), "bpe"),
         (("bench", "machine", "--out", "/proc/x.toml"), "/proc/x.toml: cannot be written"),
         (("bench", "machine", "--out", "m.json"), "--out=m.json: a hardware file is TOML"),
+        (("bench", "machine", "--out", ""), ".: is a folder, a file is wanted"),
         (("bench", "machine", "--nproc", "0"), "--nproc=0: must be in 1.."),
+        (("bench", "machine", "--nproc", "1.5"), "--nproc=1.5: must be a whole number"),
+        (("dryrun", "nowhere.toml", "--rank", "0.4"), "--rank=0.4: must be a whole number"),
+        (("train", "nowhere.toml", "--nproc", "3.5"), "--nproc=3.5: must be a whole number"),
+        (("verify", *VERIFY, "--nproc", "1.5"), "--nproc=1.5: must be a whole number"),
+        (("capture", "--seconds", "0.5", "true"), "--seconds=0.5: must be a whole number"),
+        (("studio", "--port", "80.5"), "--port=80.5: must be a whole number"),
+        (("upcycle", "x", "--out", "y", "--experts", "8.5"), "--experts=8.5: must be a whole"),
+        (
+            ("plan", "Qwen3-30B-A3B", "--on", "8xH100", "--top", "2.5"),
+            "--top=2.5: must be a whole number",
+        ),
+        (
+            ("plan", "Qwen3-30B-A3B", "--rampup-batch-size", "2.5", "2", "12"),
+            "--rampup-batch-size=2.5: must be a whole number",
+        ),
+        (
+            ("budget", "Qwen3-30B-A3B", "--tokens", "1T", "--devices", "8.5"),
+            "--devices=8.5: must be a whole number",
+        ),
+        (
+            ("fit", "nowhere.csv", "--on", "H800", "--out", "hw.json"),
+            "--out=hw.json: a hardware file is TOML, and is known by its name; "
+            "nearest legal value: hw.toml",
+        ),
+        (
+            (
+                *("estimate", "Qwen3-30B-A3B", "--on", "8xH100"),
+                *("--layout", "ep8,zero3,recompute=full", "--json", ""),
+            ),
+            ".: cannot be written: Is a directory",
+        ),
         (("report", "nowhere"), "no such run folder"),
         (("train", "nowhere.toml"), "no such file"),
         (

@@ -17,6 +17,14 @@ Tell = Callable[[str], None]  # takes one line about progress
 _GIGA = 10**9
 
 
+def check_hardware_path(path: Path) -> None:
+    """Raise BadInput where a hardware file of that name would not be read as one."""
+    if path.suffix != ".toml":
+        rule = "a hardware file is TOML, and is known by its name"
+        nearest = str(path.with_suffix(".toml")) if path.name else "hardware.toml"
+        raise BadInput(Reason(field="--out", value=str(path), rule=rule, nearest=nearest))
+
+
 def write_machine_file(path: Path, *, nproc: int, tell: Tell) -> None:
     """Measure this machine with `nproc` processes and write its hardware file.
 
@@ -25,10 +33,7 @@ def write_machine_file(path: Path, *, nproc: int, tell: Tell) -> None:
     """
     from moewright.bench.machine import measure_machine
 
-    if path.suffix != ".toml":
-        rule = "a hardware file is TOML, and is known by its name"
-        nearest = str(path.with_suffix(".toml"))
-        raise BadInput(Reason(field="--out", value=str(path), rule=rule, nearest=nearest))
+    check_hardware_path(path)
     if not path.exists():
         # Writes nothing of use, but fails where the file cannot be written.
         write_text(path, "")

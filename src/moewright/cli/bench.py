@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_now
-from moewright.cli.options import Flag
+from moewright.cli.options import Count, Flag
 
 GIGA = 10**9
 
 
 def bench_machine(
     *,
-    nproc: int = 2,
+    nproc: Count = 2,
     out: Path = Path("runs/machine.toml"),
     force: Flag = False,
 ) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moewright.cli.answers import open_console, write_answer
-from moewright.cli.options import BatchOptions, JsonOption
+from moewright.cli.options import BatchOptions, Count, JsonOption
 
 _NO_OPTIONS = BatchOptions()
 
@@ -19,7 +19,7 @@ def budget(
     on: str = "",
     tokens: str,
     workload: BatchOptions = _NO_OPTIONS,
-    devices: Annotated[tuple[int, ...], Parameter(negative="", consume_multiple=True)] = (),
+    devices: Annotated[tuple[Count, ...], Parameter(negative="", consume_multiple=True)] = (),
     price: float | None = None,
     json: JsonOption = None,
 ) -> int:

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from moewright.cli.answers import open_console, write_answer
 from moewright.cli.exit_codes import DOES_NOT_FIT
-from moewright.cli.options import Flag, JsonOption
+from moewright.cli.options import Count, Flag, JsonOption
 from moewright.spec.errors import BadInput, Reason
 
 _Words = Annotated[str, Parameter(allow_leading_hyphen=True, show_default=False)]
@@ -31,9 +31,9 @@ class CaptureSources:
         How long the command may take.
     """
 
-    pid: int = 0
+    pid: Count = 0
     log: Path | None = None
-    seconds: int = 60
+    seconds: Count = 60
 
 
 _NO_SOURCES = CaptureSources()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import open_console, reserve_stdout, write_answer, write_html
-from moewright.cli.options import AnswerOptions, JsonOption, SetOption
+from moewright.cli.options import AnswerOptions, Count, JsonOption, SetOption
 from moewright.cli.progress import show_share
 
 _SHORT = AnswerOptions()
@@ -15,7 +15,7 @@ def dryrun(
     job: Path,
     /,
     *,
-    rank: int,
+    rank: Count,
     set_: SetOption = None,
     answer: AnswerOptions = _SHORT,
     json: JsonOption = None,

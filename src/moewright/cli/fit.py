@@ -40,9 +40,11 @@ def fit(
         Write the fit (constants, errors, the hardware) to this file; "-": to standard output, and
         the text to standard error.
     """
+    from moewright.api.machines import check_hardware_path
     from moewright.api.measuring import fit as fit_hardware
     from moewright.codec import write_toml
 
+    check_hardware_path(out)
     result = fit_hardware(table, on=on)
     console = open_console(json)
     for row_id, reason in result.left_out:

@@ -35,7 +35,10 @@ def _read_json_path(_: type, tokens: Sequence[Token]) -> Path:
 
 
 def _read_count(_: type, tokens: Sequence[Token]) -> int:
-    """Return a count that may be written as 128k; a plain number may also be out of range."""
+    """Return a count that may be written as 128k; a plain number may also be out of range.
+
+    A fraction is refused, which cyclopts alone would round to a count that nobody asked for.
+    """
     from moewright.codec.numbers import parse_count
 
     (token,) = tokens
@@ -43,6 +46,11 @@ def _read_count(_: type, tokens: Sequence[Token]) -> int:
         return int(token.value)
     except ValueError:
         return parse_count(token.value, token.keyword or "")
+
+
+def _read_counts(_: type, tokens: Sequence[Token]) -> tuple[int, ...]:
+    """Return as many counts as there are tokens."""
+    return tuple(_read_count(int, (token,)) for token in tokens)
 
 
 # A lone "-" stands for standard output, which cyclopts would take for an option.
@@ -90,7 +98,9 @@ class BatchOptions:
     global_batch: OptionalCount = None
     precision: Dtype | None = None
     network: str = ""
-    rampup_batch_size: tuple[int, int, int] | None = None
+    rampup_batch_size: Annotated[tuple[int, int, int] | None, Parameter(converter=_read_counts)] = (
+        None
+    )
     task: Task | None = None
     lora: str = ""
     quantize_base: BaseQuantization | None = None
@@ -180,7 +190,7 @@ class FineTuningOptions:
         A file with the chat template, in place of the folder's own.
     """
 
-    nproc: int | None = None
+    nproc: OptionalCount = None
     epochs: float | None = None
     seq_len: OptionalCount = None
     global_batch: OptionalCount = None
@@ -217,7 +227,7 @@ class RankingOptions:
         A layout, such as "tp2,ep8,pp4": say what speaks against it.
     """
 
-    top: int = 5
+    top: Count = 5
     layout: str = ""
     fewest: Flag = False
     fit_probability: float = 0.9
@@ -298,7 +308,7 @@ class TrialOptions(PageOptions):
     megatron_args: ShellWords = ""
     setup: ShellWords = ""
     sbatch: ShellWords = ""
-    at_once: int = 1
+    at_once: Count = 1
 
     def to_place(self) -> TrialPlace:
         """Return the options as the face of the package takes them."""
@@ -420,11 +430,11 @@ class UpcyclingOptions:
         all.
     """
 
-    experts: int
-    top_k: Annotated[int, Parameter(name="--top-k")]
-    granularity: int = 1
-    dense_first: int = 0
-    every: int = 1
+    experts: Count
+    top_k: Annotated[int, Parameter(name="--top-k", converter=_read_count)]
+    granularity: Count = 1
+    dense_first: Count = 0
+    every: Count = 1
     scaling: Literal["exact", "published"] = "exact"
     router: Literal["post-softmax", "pre-softmax"] = "post-softmax"
 
@@ -478,7 +488,7 @@ class EnduranceOptions:
 
     fall_back: Flag = False
     supervise: Flag = False
-    min_ranks: int | None = None
+    min_ranks: OptionalCount = None
 
     def check(self) -> None:
         """Raise BadInput for options that do not go together."""

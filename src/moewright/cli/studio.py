@@ -6,12 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from moewright.cli.answers import print_now
+from moewright.cli.options import Count
 
 _DEFAULT_PORT = 8765
 _DEFAULT_FOLDER = Path("runs") / "studio"
 
 
-def studio(*, port: int = _DEFAULT_PORT, folder: Path = _DEFAULT_FOLDER) -> int:
+def studio(*, port: Count = _DEFAULT_PORT, folder: Path = _DEFAULT_FOLDER) -> int:
     """Open the planner's pages to a browser on this machine, until Ctrl-C.
 
     The server listens on 127.0.0.1 alone. What a page shows is in its address, so an address can be

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import print_nothing, print_now
-from moewright.cli.options import EnduranceOptions, Flag, SetOption
+from moewright.cli.options import EnduranceOptions, Flag, OptionalCount, SetOption
 from moewright.spec.errors import BadInput, Reason
 
 STOPPED = 143  # saved on SIGTERM or Ctrl-C
@@ -16,7 +16,7 @@ def train(
     job: Path,
     /,
     *,
-    nproc: int | None = None,
+    nproc: OptionalCount = None,
     out: Path | None = None,
     set_: SetOption = None,
     extend: Flag = False,

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moewright.cli.options import UpcyclingOptions
+from moewright.cli.options import Count, UpcyclingOptions
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moewright.engine.run.upcycle import ReadParameter
 
 
-def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: int = 1234) -> int:
+def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count = 1234) -> int:
     """Turn a dense checkpoint into one with experts that computes the same.
 
     Writes config.json and a checkpoint; a job starts from them with model.config = OUT and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moewright.cli.answers import open_console, write_answer, write_html
-from moewright.cli.options import AnswerOptions, JsonOption
+from moewright.cli.options import AnswerOptions, Count, JsonOption
 from moewright.cli.progress import show_elapsed
 
 _SHORT = AnswerOptions()
@@ -16,7 +16,7 @@ def validate(
     json: JsonOption = None,
     fit_on: Path | None = None,
     leave_out: str = "",
-    own_rows: int = 0,
+    own_rows: Count = 0,
     own_columns: str = "",
     answer: AnswerOptions = _SHORT,
 ) -> int:

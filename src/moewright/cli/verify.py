@@ -22,7 +22,7 @@ def verify(
     batch: Path,
     out: Path,
     layout: str = "",
-    nproc: int = 1,
+    nproc: Count = 1,
     steps: Count = 1,
     update: UpdateOptions = _DEFAULT_UPDATE,
 ) -> int:

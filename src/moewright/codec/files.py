@@ -146,6 +146,8 @@ def _open_temporary(path: Path) -> tuple[int, Path]:
 
     The kernel drops the lock of a process that ends, however it ends.
     """
+    if not path.name:  # "", "." and "/"
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     for number in range(_MAX_WRITERS):
         temporary = path.with_name(f".{path.name[:64]}.{number}.part")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
