@@ -82,6 +82,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("dryrun", "nowhere.toml", "--rank", "0.4"), "--rank=0.4: must be a whole number"),
         (("train", "nowhere.toml", "--nproc", "3.5"), "--nproc=3.5: must be a whole number"),
         (("verify", *VERIFY, "--nproc", "1.5"), "--nproc=1.5: must be a whole number"),
+        (
+            ("verify", *VERIFY, "--lr", "nan"),
+            "--lr=nan: must be a number from 0; nearest legal value: 0.01",
+        ),
+        (
+            ("verify", *VERIFY, "--clip", "-1"),
+            "--clip=-1: must be a number from 0; nearest legal value: 0",
+        ),
         (("capture", "--seconds", "0.5", "true"), "--seconds=0.5: must be a whole number"),
         (("studio", "--port", "80.5"), "--port=80.5: must be a whole number"),
         (("upcycle", "x", "--out", "y", "--experts", "8.5"), "--experts=8.5: must be a whole"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,10 +59,10 @@ def verify(
 
     _check_at_least_one("--nproc", nproc)
     _check_at_least_one("--steps", steps)
+    optimizer = _read_optimizer(update)
     hf_dir = locate_folder(hf_dir, "hf_dir")
     model = read_config(hf_dir)
     parsed_layout = parse_layout(layout, world_size=nproc)
-    optimizer = _read_optimizer(update)
     refuse_too_many_processes(nproc, field="--nproc")
     # Refused before torch is imported, which takes seconds; without MTP layers, which a checkpoint
     # may leave out.
@@ -98,6 +99,17 @@ def _read_optimizer(update: UpdateOptions) -> OptimizerSpec:
     from moewright.spec.workload import OptimizerSpec
 
     beta1, beta2 = _parse_betas(update.betas)
+    numbers = {
+        "--lr": (update.lr, _DEFAULT_UPDATE.lr),
+        "--eps": (update.eps, _DEFAULT_UPDATE.eps),
+        "--weight-decay": (update.weight_decay, _DEFAULT_UPDATE.weight_decay),
+        "--clip": (update.clip, _DEFAULT_UPDATE.clip),
+    }
+    for option, (value, default) in numbers.items():
+        if not 0 <= value < inf:
+            rule = "must be a number from 0"
+            nearest = "0" if value < 0 else f"{default:g}"
+            raise BadInput(Reason(field=option, value=f"{value:g}", rule=rule, nearest=nearest))
     return OptimizerSpec(
         lr=update.lr,
         beta1=beta1,
