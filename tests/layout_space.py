@@ -91,6 +91,51 @@ _GROUPED = RouterSpec(
 )
 _THREE_OF_FOUR_MOE = (True, False, True, True)
 
+# A window, chosen blocks and all blocks, experts by the token's number, parallel streams.
+_COMPRESSED = replace(
+    MODEL,
+    family="deepseek_v4",
+    layers=4,
+    moe_layers=(True,) * 4,
+    vocab_size=97,
+    mixers=(
+        MixerKind.LOCAL_ATTENTION,
+        MixerKind.COMPRESSED_SPARSE,
+        MixerKind.HEAVILY_COMPRESSED,
+        MixerKind.COMPRESSED_SPARSE,
+    ),
+    attention=AttentionSpec(
+        kind=AttentionKind.COMPRESSED,
+        heads=8,
+        kv_heads=1,
+        head_dim=16,
+        v_head_dim=16,
+        sinks=True,
+        sliding_window=6,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        indexer=IndexerSpec(heads=16, head_dim=12, top_k=2),
+        output_groups=4,
+        output_lora_rank=8,
+        sparse_rate=4,
+        heavy_rate=8,
+        rope=RopeSpec(interleaved=True),
+        compressed_rope=RopeSpec(theta=160000.0, interleaved=True),
+    ),
+    moe=replace(
+        _moe(8, 2, shared_ffn_size=24),
+        router=RouterSpec(
+            top_k=2,
+            score=ScoreFunction.SQRT_SOFTPLUS,
+            scaling_factor=1.5,
+            selection_bias=True,
+            hash_layers=1,
+        ),
+    ),
+    residual_streams=3,
+    stream_iterations=4,
+    activation_limit=0.5,
+)
 SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
     {
         "qwen": replace(MODEL, layers=4, moe_layers=_THREE_OF_FOUR_MOE),
@@ -185,51 +230,8 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
             mtp_layers=1,
             moe=replace(_moe(8, 2, shared_ffn_size=24), router=_GROUPED),
         ),
-        # A window, chosen blocks and all blocks, experts by the token's number, parallel streams.
-        "compressed": replace(
-            MODEL,
-            family="deepseek_v4",
-            layers=4,
-            moe_layers=(True,) * 4,
-            vocab_size=97,
-            mixers=(
-                MixerKind.LOCAL_ATTENTION,
-                MixerKind.COMPRESSED_SPARSE,
-                MixerKind.HEAVILY_COMPRESSED,
-                MixerKind.COMPRESSED_SPARSE,
-            ),
-            attention=AttentionSpec(
-                kind=AttentionKind.COMPRESSED,
-                heads=8,
-                kv_heads=1,
-                head_dim=16,
-                v_head_dim=16,
-                sinks=True,
-                sliding_window=6,
-                q_lora_rank=24,
-                qk_rope_head_dim=8,
-                indexer=IndexerSpec(heads=16, head_dim=12, top_k=2),
-                output_groups=4,
-                output_lora_rank=8,
-                sparse_rate=4,
-                heavy_rate=8,
-                rope=RopeSpec(interleaved=True),
-                compressed_rope=RopeSpec(theta=160000.0, interleaved=True),
-            ),
-            moe=replace(
-                _moe(8, 2, shared_ffn_size=24),
-                router=RouterSpec(
-                    top_k=2,
-                    score=ScoreFunction.SQRT_SOFTPLUS,
-                    scaling_factor=1.5,
-                    selection_bias=True,
-                    hash_layers=1,
-                ),
-            ),
-            residual_streams=3,
-            stream_iterations=4,
-            activation_limit=0.5,
-        ),
+        "compressed": _COMPRESSED,
+        "compressed_ahead": replace(_COMPRESSED, mtp_layers=1),
         # Gated delta nets around gated attention, and one more token predicted ahead. A larger
         # epsilon, for a first token reads what it wrote under a key nearly across its query.
         "delta": replace(
@@ -295,7 +297,8 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
 DRAWN_SHAPES = tuple(
     name
     for name in SHAPES
-    if name not in ("latent", "biased", "delta", "hybrid", "sparse", "compressed")
+    if name
+    not in ("latent", "biased", "delta", "hybrid", "sparse", "compressed", "compressed_ahead")
 )
 
 
@@ -521,8 +524,10 @@ CORNERS = (
         2,
         "pp2,zero0,mbs2,offload=attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm",
     ),
-    _corner("blocks chosen on the ranks of their queries", "compressed", 4, "tp4,ep2,etp2,mbs2"),
-    _corner("blocks chosen again, TP ranks", "compressed", 2, "tp2,ep2,mbs4,recompute=full"),
+    _corner(
+        "blocks chosen on the ranks of their queries", "compressed_ahead", 4, "tp4,ep2,etp2,mbs2"
+    ),
+    _corner("blocks chosen again, TP ranks", "compressed_ahead", 2, "tp2,ep2,mbs4,recompute=full"),
     _corner(
         "blocks of documents, TP ranks",
         "compressed",
@@ -551,29 +556,33 @@ CORNERS = (
         "tp2,cp2,cp_comm=a2a,ep2,mbs2,recompute=core_attn",
         DocumentMasking.RESTARTED,
     ),
-    _corner("blocks that CP ranks cut", "compressed", 4, "cp4,cp_comm=a2a,ep2,mbs2,recompute=full"),
+    _corner(
+        "blocks that CP ranks cut", "compressed_ahead", 4, "cp4,cp_comm=a2a,ep2,mbs2,recompute=full"
+    ),
     _corner(
         "blocks of CP ranks in stages, weight gradients later",
         "compressed",
         4,
         "pp2,cp2,cp_comm=a2a,ep2,schedule=zb-h1,mbs2",
     ),
-    _corner("streams between stages", "compressed", 2, "pp2,vpp2,mbs2,recompute=core_attn"),
+    _corner("streams between stages", "compressed_ahead", 2, "pp2,vpp2,mbs2,recompute=core_attn"),
     _corner(
         "streams between stages, weight gradients later",
-        "compressed",
+        "compressed_ahead",
         4,
         "pp2,tp2,ep2,schedule=zb-h1,mbs2,recompute=layernorm",
     ),
-    _corner("streams by weights in shards", "compressed", 2, "ep2,zero3,mbs2,recompute=moe"),
-    _corner("streams of two passes", "compressed", 2, "ep2,mbs1,overlap=ep+wgrad"),
+    _corner("streams by weights in shards", "compressed_ahead", 2, "ep2,zero3,mbs2,recompute=moe"),
+    _corner("streams of two passes", "compressed_ahead", 2, "ep2,mbs1,overlap=ep+wgrad"),
     _corner(
         "streams and blocks beside offloaded activations",
-        "compressed",
+        "compressed_ahead",
         2,
         "pp2,zero0,mbs2,offload=attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm",
     ),
-    _corner("streams beside offloaded experts", "compressed", 2, "ep2,offload=expert_fc1+moe_act"),
+    _corner(
+        "streams beside offloaded experts", "compressed_ahead", 2, "ep2,offload=expert_fc1+moe_act"
+    ),
     _corner("replicated key heads", "dense", 4, "tp4,mbs4"),
     _corner("q/k norm over all heads", "olmoe", 2, "tp2,ep2,mbs4"),
     _corner(

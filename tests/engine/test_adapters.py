@@ -37,7 +37,7 @@ SHARED = replace(
 )
 
 
-COMPRESSED = replace(SHAPES["compressed"], vocab_size=MODEL.vocab_size)
+COMPRESSED = replace(SHAPES["compressed_ahead"], vocab_size=MODEL.vocab_size)
 
 
 def draw_value(parameter: NamedParameter, runtime: Runtime) -> torch.Tensor:

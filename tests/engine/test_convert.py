@@ -261,19 +261,35 @@ def test_ling_goes_there_and_back(source: str, tmp_path: Path) -> None:
     assert new == old
 
 
-def test_published_names_of_deepseek_v4_come_back(tmp_path: Path) -> None:
-    """They have no prefix, and an MTP depth that transformers does not read lies beside them."""
+@pytest.mark.parametrize("is_known", [True, False])
+def test_published_names_of_deepseek_v4_come_back(is_known: bool, tmp_path: Path) -> None:
+    """They have no prefix. An MTP depth is read; one of another form lies beside."""
     write_model("deepseek_v4", tmp_path / "hf", dtype=torch.bfloat16)
     path = tmp_path / "hf" / "model.safetensors"
-    published = {"mtp.0.e_proj.weight": torch.ones(2, 3, dtype=torch.bfloat16)}
+    published = {}
     for name, tensor in load_file(path).items():
         own = name.removeprefix("model.").replace("embed_tokens", "embed")
         own = own.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
         published[own] = tensor
-    assert len(published) == 1 + len(load_file(path))
-    save_file(published, path, {"format": "pt"})
+        # The last layer without its compressor and indexer is a layer like that of a depth.
+        if own.startswith("layers.3.") and "compressor" not in own and "indexer" not in own:
+            published[own.replace("layers.3.", "mtp.0.")] = tensor.flip(0)
+        if own.startswith("hc_head_"):
+            published[f"mtp.0.{own}"] = tensor.flip(0)
+    hidden = published["norm.weight"]
+    for name in ("enorm", "hnorm", "norm"):
+        published[f"mtp.0.{name}.weight"] = torch.rand(len(hidden)).to(hidden.dtype)
+    for name in ("e_proj", "h_proj") if is_known else ("main_proj",):
+        matrix = torch.rand(len(hidden), len(hidden)).to(hidden.dtype)
+        published[f"mtp.0.{name}.weight"] = matrix
+    save_file(
+        {name: value.contiguous() for name, value in published.items()}, path, {"format": "pt"}
+    )
     back = round_trip(tmp_path / "hf", tmp_path)
     assert_same_bytes(back, tmp_path / "hf")
+    names = {tensor.name for tensor in read_index(tmp_path / "ours" / "step-00000000").tensors}
+    assert ("mtp.0.embed_proj.weight" in names) == is_known
+    assert ("beside.mtp.0.main_proj.weight" in names) != is_known
 
 
 def test_mtp_depths_with_their_copies(tmp_path: Path) -> None:

@@ -354,7 +354,6 @@ def refused_features(name: str) -> Iterator[str]:
         ("GraniteMoe", "multipliers.attention"),
         ("KimiLinear", "mixers"),
         ("Jamba", "mixers"),
-        ("DeepseekV4", "mtp_layers"),
         ("Olmo3", "norm_placement"),
     ],
 )

@@ -533,7 +533,7 @@ def test_ledgers_of_compressed_attention_and_parallel_streams_are_equal(
 ) -> None:
     if fine_tuning.lora_experts:  # grouped products need a rank of whole 16 bytes
         fine_tuning = replace(fine_tuning, lora_rank=8)
-    model = replace(SHAPES["compressed"], vocab_size=tiny_jobs.VOCABULARY)
+    model = replace(SHAPES["compressed_ahead"], vocab_size=tiny_jobs.VOCABULARY)
     workload = tiny_jobs.build_workload(
         data,
         steps=2,

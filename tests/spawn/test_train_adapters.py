@@ -119,7 +119,7 @@ def test_adapters_train_as_in_one_process(
 def test_compressed_attention_is_tuned_as_in_one_process(
     world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
-    model = replace(SHAPES["compressed"], vocab_size=tiny_jobs.VOCABULARY)
+    model = replace(SHAPES["compressed_ahead"], vocab_size=tiny_jobs.VOCABULARY)
     plans = (build_plan(data, *cut, fine_tuning, model) for cut in (("", 1), (layout, world_size)))
     expected, actual = train_whole_and_cut(*plans, tmp_path)
     trained = {name.removeprefix("optim/exp_avg/") for name in expected if "/exp_avg/" in name}

@@ -323,6 +323,7 @@ def outside_bytes(context: ActivationContext) -> Array:
     hidden = (
         recompute.activation_nbytes(context.job.workload) * tokens * context.job.model.hidden_size
     )
+    hidden *= context.job.model.residual_streams
     head = _head_bytes(context)
     if context.job.workload.loss.objective is Objective.DPO:
         head += _modules({Module.OTHER: FP32_BYTES * _tokens(context)})  # weights of the nll

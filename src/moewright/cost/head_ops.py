@@ -108,11 +108,15 @@ def add_eager_loss(constants: Constants, sym: Symbols, head: LayerOps) -> LayerO
 def mtp_ops(sym: Symbols) -> LayerOps:
     """Return the rows that an MTP depth has besides its layer and its pass through the head.
 
-    They are two norms and the projection [h, 2h].
+    They are two norms and the projection [h, 2h]; with residual streams one [h, h] of the embedding
+    and of each stream.
     """
-    h = sym.model.hidden_size
+    h, streams = sym.model.hidden_size, sym.model.residual_streams
     projection = gemm_row("mtp.projection", sym, sym.T, h / sym.layout.tp, 2 * h, TimePart.DENSE)
-    norms, norms_backward = kernel_rows(RMS_NORM, "mtp.norms", sym, 2 * sym.t * h)
+    if streams > 1:
+        rows = (1 + streams) * sym.t
+        projection = gemm_row("mtp.projection", sym, rows, h, h, TimePart.DENSE)
+    norms, norms_backward = kernel_rows(RMS_NORM, "mtp.norms", sym, (1 + streams) * sym.t * h)
     return LayerOps(
         forward=(projection, norms), backward=(backward_gemms(projection, sym), norms_backward)
     )

@@ -100,7 +100,7 @@ def tensor_parallel_calls(
         yield Collective.ALL_REDUCE, "tp", reduced_bytes, micro_batches * len(scattered)
         # All ranks need all columns of an MTP projection: they gather them, and each keeps its part
         # of their gradients.
-        mtp_depths = sum(chunk.mtp_layers for chunk in chunks)
+        mtp_depths = sum(chunk.mtp_layers for chunk in chunks) * (model.residual_streams == 1)
         gathered = mtp_depths * (1 + repeats) * [model.hidden_size]
         scattered = []
         mtp_exchanges = 0
@@ -197,7 +197,7 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
     scattered: list[int] = []
     input_gathers: list[int] = []
     output_scatters: list[int] = []
-    attention_layers = losses = mtp_depths = 0
+    attention_layers = losses = mtp_projections = 0
     fine_tuning = job.workload.fine_tuning
     trains_head = trains_module(fine_tuning, Module.HEAD) or Recompute.LOSS in layout.recompute
     for chunk in chunks:
@@ -227,9 +227,11 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
         gathered += (1 + trains_head) * heads * [h]
         gathered += trains_module(fine_tuning, Module.EMBEDDING) * embeddings * [h]
         scattered += (mlps + heads + embeddings) * [h]
-        # An MTP depth gathers both its inputs side by side, and again for the weight gradient.
-        input_gathers += (1 + repeats_layer) * chunk.mtp_layers * [2 * h]
-        gathered += trains_module(fine_tuning, Module.MTP) * chunk.mtp_layers * [2 * h]
+        # An MTP depth gathers both its inputs side by side, and again for the weight gradient. With
+        # residual streams it projects a rank's own tokens.
+        projections = chunk.mtp_layers * (model.residual_streams == 1)
+        input_gathers += (1 + repeats_layer) * projections * [2 * h]
+        gathered += trains_module(fine_tuning, Module.MTP) * projections * [2 * h]
         for linear in (i for n in layers for i in adapted_linears(model, fine_tuning, n)):
             columns = linear.stack * [fine_tuning.lora_rank]
             repeats = repeats_forward(layout, *_repeating_choices(linear))
@@ -240,10 +242,10 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
                 input_gathers += (1 + repeats) * columns
                 gathered += columns
                 scattered += columns
-        scattered += chunk.mtp_layers * [2 * h]
+        scattered += projections * [2 * h]
         attention_layers += sum(model.mixer(i) is not MixerKind.RECURRENT for i in mixers)
         losses += heads
-        mtp_depths += chunk.mtp_layers
+        mtp_projections += projections
     norm_sums = 0
     if model.attention.qk_norm is QkNorm.FULL:
         norm_sums = attention_layers * (4 + 2 * repeats_layer)
@@ -255,7 +257,7 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
         attention_layers=attention_layers,
         norm_sums=norm_sums,
         losses=losses,
-        mtp_exchanges=(2 + repeats_layer) * mtp_depths,
+        mtp_exchanges=(2 + repeats_layer) * mtp_projections,
     )
 
 

@@ -12,7 +12,7 @@ from moewright.spec.model import AttentionSpec, ModelSpec, MoeSpec, RopeSpec
 def build_v4_fields(model: ModelSpec) -> dict[str, Any]:
     """Build the fields of a config.json besides its class.
 
-    transformers has none of the MTP depths that a field counts.
+    transformers has none of the MTP depths that a field counts, and leaves out their tensors.
 
     Raises:
         BadInput: shared experts are wider than one.

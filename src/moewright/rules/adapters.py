@@ -33,8 +33,7 @@ _MODULE_PARTS: Mapping[Module, FrozenPart] = MappingProxyType(
         Module.SHARED_EXPERTS: FrozenPart.SHARED_EXPERTS,
     }
 )
-# Before the head, residual streams become one.
-_TABLES = ("embedding.", "position.", "head.", "final_streams.")
+_TABLES = ("embedding.", "position.", "head.")
 # What has no adapter in any model: the loss of its tokens has no gradient for what indexers choose,
 # and PEFT adapts no product by groups of columns (its adapters have the width of all groups).
 _WITHOUT_ADAPTER = (".indexer.", ".attention.o_down.")
@@ -46,6 +45,7 @@ _NAME_PARTS = (
     ("moe.experts.", FrozenPart.EXPERTS),
     ("moe.latent.", FrozenPart.EXPERTS),
     ("moe.shared.", FrozenPart.SHARED_EXPERTS),
+    ("final_streams", FrozenPart.EMBEDDINGS),  # of which a head takes the sum
 )
 ADAPTER_PARTS = ("lora_a", "lora_b")
 

@@ -67,9 +67,6 @@ def unsupported_features(model: ModelSpec) -> Iterator[Feature]:
     yield "residual_streams", model.residual_streams, has_streams and is_plain_stream, "1"
     factor = model.multipliers.residual
     yield "multipliers.residual", factor, has_streams and factor != 1, "1"
-    # A depth of such a model reads its streams in a way of its own, which transformers lacks too.
-    is_other_depth = has_streams or spec.kind is AttentionKind.COMPRESSED
-    yield "mtp_layers", model.mtp_layers, is_other_depth and model.mtp_layers > 0, "0"
     limit = model.activation_limit
     yield "activation_limit", limit, limit > 0 and not model.gated, "0"
     if model.moe is not None:

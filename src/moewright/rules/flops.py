@@ -184,6 +184,9 @@ def _base_flops(
         for part in _indexer_flops(model, layout, share, layer, seq_len=seq_len):
             yield replace(part, flops=count * part.flops)
     projection = 2 * share.tokens * 2 * h * h // tp
+    if model.residual_streams > 1:  # of the embedding and of every stream, on the rank's own tokens
+        local_tokens = share.tokens // tp if layout.sp else share.tokens
+        projection = 2 * local_tokens * (1 + model.residual_streams) * h * h
     for depth in range(share.mtp):
         yield ForwardFlops(op=FlopOp.GEMM, module=Module.MTP, flops=projection)
         layer = model.layers + 1 + depth
@@ -242,9 +245,9 @@ def head_flops(model: ModelSpec, layout: Layout, share: RankShare) -> ForwardFlo
     """Return the FLOPs of the logits, of the head and of each MTP depth."""
     passes = share.mtp + share.head
     flops = passes * 2 * share.tokens * model.hidden_size * shard_size(model.vocab_size, layout.tp)
-    if share.head and model.residual_streams > 1:  # what decides how the streams become one
+    if model.residual_streams > 1:  # what decides how the streams become one
         local_tokens = share.tokens // layout.tp if layout.sp else share.tokens
-        flops += 2 * local_tokens * model.residual_streams**2 * model.hidden_size
+        flops += passes * 2 * local_tokens * model.residual_streams**2 * model.hidden_size
     return ForwardFlops(op=FlopOp.GEMM, module=Module.HEAD, flops=flops)
 
 

@@ -106,29 +106,40 @@ def _all_parameters(model: ModelSpec) -> Iterator[Param]:
         yield tensor("head.weight", table, Module.HEAD, L, TP_ROWS)
     if model.head_bias:
         yield tensor("head.bias", (model.vocab_size,), Module.HEAD, L, TP_ROWS)
-    if model.residual_streams > 1:
-        streams = model.residual_streams
-        for param in _stream_mix(model, "final_", L, outputs=streams, scales=1):
-            yield replace(param, module=Module.HEAD)
+    yield from _final_streams(model, "final_", L, Module.HEAD)
     for depth in range(min(1, model.mtp_layers) if model.mtp_shared else model.mtp_layers):
         yield from _mtp(model, depth)
+
+
+def _final_streams(model: ModelSpec, prefix: str, layer: int, module: Module) -> Iterator[Param]:
+    """Yield what makes one of residual streams before a head."""
+    streams = model.residual_streams
+    if streams > 1:
+        for param in _stream_mix(model, prefix, layer, outputs=streams, scales=1):
+            yield replace(param, module=module)
 
 
 def _mtp(model: ModelSpec, depth: int) -> Iterator[Param]:
     """Yield the parameters of an MTP depth (docs/formulas.md 8).
 
     They are two norms, a projection of their concatenation, a layer like the last one, and a final
-    norm.
+    norm. With residual streams each norm has a projection, whole on every TP rank, and the streams
+    become one at the end.
     """
     h = model.hidden_size
     layer = model.layers + 1 + depth
     prefix = f"mtp.{depth}."
     yield from _norm(model, f"{prefix}embed_norm", layer, Module.MTP)
     yield from _norm(model, f"{prefix}hidden_norm", layer, Module.MTP)
-    yield tensor(f"{prefix}proj.weight", (h, 2 * h), Module.MTP, layer, TP_ROWS)
+    if model.residual_streams == 1:
+        yield tensor(f"{prefix}proj.weight", (h, 2 * h), Module.MTP, layer, TP_ROWS)
+    else:
+        for part in ("embed", "hidden"):
+            yield tensor(f"{prefix}{part}_proj.weight", (h, h), Module.MTP, layer)
     for param in _layer(model, f"{prefix}layer.", layer, is_moe=model.moe_layers[-1]):
         yield replace(param, module=Module.MTP)
     yield from _norm(model, f"{prefix}final_norm", layer, Module.MTP)
+    yield from _final_streams(model, f"{prefix}final_", layer, Module.MTP)
 
 
 def _layer(model: ModelSpec, prefix: str, layer: int, *, is_moe: bool) -> Iterator[Param]:

@@ -150,6 +150,9 @@ def _change_for_adapters(
 
 
 def _book_to_mtp(row: SavedTensor) -> SavedTensor:
+    """Book a tensor of a depth's layer, whose input is inside of the depth's checkpoint."""
+    if row.name in _LAYER_INPUTS:
+        row = replace(row, freed_by=(Recompute.FULL, *row.freed_by))
     return row if row.module is Module.ROUTER else replace(row, module=Module.MTP)
 
 
@@ -487,14 +490,15 @@ def _shared_experts(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedT
 
 
 def _mtp_inputs(model: ModelSpec, symbols: _TableSymbols) -> Iterator[SavedTensor]:
-    """Yield the embedding that its norm takes, and both norms' outputs joined for the projection.
+    """Yield the embedding that its norm takes, and both norms' outputs, which projections take.
 
     The hidden state is saved by the final norm before it, or by the stage if that is another's
     (cost.activations).
     """
-    yield saved_tensor(Module.MTP, "embedding", symbols.c * symbols.t * symbols.h)
-    yield saved_tensor(Module.MTP, "joined", 2 * symbols.c * symbols.t * symbols.h)
-    yield saved_tensor(Module.MTP, "joined_rstd", 2 * norm_statistics(model, symbols.t))
+    rows = (1 + model.residual_streams) * symbols.t
+    yield saved_tensor(Module.MTP, "embedding", symbols.c * symbols.t * symbols.h, full=False)
+    yield saved_tensor(Module.MTP, "joined", symbols.c * rows * symbols.h)
+    yield saved_tensor(Module.MTP, "joined_rstd", norm_statistics(model, rows))
 
 
 def _unweighted_width(model: ModelSpec, trainer: TrainerSpec) -> int:

@@ -35,7 +35,7 @@ _READERS: Mapping[tuple[Module, str], tuple[str, ...]] = MappingProxyType(
         (Module.EXPERTS, "activation"): ("moe.experts.down",),
         (Module.EXPERTS, "latent_out"): ("moe.latent.up",),
         (Module.SHARED_EXPERTS, "activation"): ("moe.shared.down",),
-        (Module.MTP, "joined"): ("proj",),
+        (Module.MTP, "joined"): ("proj", "embed_proj"),
     }
 )
 # Those that do not take the input of attention, among its linears.

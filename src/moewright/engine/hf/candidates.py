@@ -150,13 +150,14 @@ def candidate_names(model: ModelSpec, tensor: ModelTensor) -> tuple[tuple[HfTens
 def _layer_prefixes(model: ModelSpec, layer: int, suffix: str) -> list[str]:
     """Return what may stand before the name of a tensor of a layer; MTP depths follow the layers.
 
-    Where layers are of one block, an MTP depth is two: attention, and what follows it.
+    An MTP depth of two blocks has attention in the first, and what follows it in the second.
     """
     prefixes = LAYER_PREFIXES.get(model.family, ("model.layers.",))
     if layer >= model.layers and model.family in MTP_BLOCKS:
-        is_second = suffix.startswith(("post_norm.", "moe.", "mlp.", "final_norm."))
-        layer = 2 * (layer - model.layers) + is_second
-        prefixes = (MTP_BLOCKS[model.family],)
+        prefix, blocks = MTP_BLOCKS[model.family]
+        is_last = suffix.startswith(("post_norm.", "moe.", "mlp.", "final_norm."))
+        layer = blocks * (layer - model.layers) + (blocks - 1) * is_last
+        prefixes = (prefix,)
     return [f"{prefix}{layer}." for prefix in prefixes]
 
 

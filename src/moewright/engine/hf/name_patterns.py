@@ -432,15 +432,27 @@ MTP_NAMES: Mapping[str, str] = MappingProxyType(
         "embed_norm.weight": "enorm.weight",
         "hidden_norm.weight": "hnorm.weight",
         "proj.weight": "eh_proj.weight",
+        "embed_proj.weight": "e_proj.weight",
+        "hidden_proj.weight": "h_proj.weight",
+        **{
+            f"final_streams.{own}": f"hc_head_{part}"
+            for own, part in (("weight", "fn"), ("bias", "base"), ("scale", "scale"))
+        },
         "final_norm.weight": "shared_head.norm.weight",
     }
 )
 # What families call the last norm of a depth otherwise.
 MTP_FINAL_NORMS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys((*_BAILING, *_NEMOTRON_H), "final_layernorm.weight")
+    {
+        **dict.fromkeys((*_BAILING, *_NEMOTRON_H), "final_layernorm.weight"),
+        "deepseek_v4": "norm.weight",
+    }
 )
-# What stands before the blocks of MTP depths, where these are numbered by themselves.
-MTP_BLOCKS: Mapping[str, str] = MappingProxyType({"nemotron_h": "mtp.layers."})
+# What stands before the blocks of MTP depths, where these are numbered by themselves, and how many
+# blocks a depth is: attention and what follows it may be one of their own.
+MTP_BLOCKS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {"nemotron_h": ("mtp.layers.", 2), "deepseek_v4": ("mtp.", 1)}
+)
 # Names of tensors of an MTP depth that are copies of tensors of ours.
 MTP_DUPLICATES: Mapping[str, str] = MappingProxyType(
     {"embed_tokens.weight": "embedding.weight", "shared_head.head.weight": "head.weight"}

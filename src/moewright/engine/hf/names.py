@@ -56,7 +56,7 @@ def is_beside(model: ModelSpec, nesting: Nesting | None, name: str) -> bool:
     """Return whether a folder's tensor is no part of the language model.
 
     What sees or hears lies beside a nested model, and published folders of Qwen3-Next hold an MTP
-    depth that their config.json does not name, those of DeepSeek-V4 one of a form of its own:
+    depth that their config.json does not name, later ones of DeepSeek-V4 depths of another form:
     transformers reads none of them into the language model either
     (`_keys_to_ignore_on_load_unexpected` of its classes).
     """
@@ -90,7 +90,9 @@ def drop_absent_mtp(model: ModelSpec, names: Collection[str]) -> ModelSpec:
     transformers writes such checkpoints.
     """
     nesting = find_nesting(names)
-    prefix = MTP_BLOCKS.get(model.family, f"model.layers.{model.layers}.")
+    prefix, _ = MTP_BLOCKS.get(model.family, (f"model.layers.{model.layers}.", 1))
+    if model.attention.kind is AttentionKind.COMPRESSED:
+        prefix += "0.e_proj."  # later files have depths of another form under the same prefix
     if nesting is not None:
         prefix = nesting.rename(prefix)
     if not model.mtp_layers or any(name.startswith(prefix) for name in names):

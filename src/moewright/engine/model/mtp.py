@@ -19,8 +19,9 @@ from moewright.engine.comm.collectives import Group, all_gather_rows
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.layer import TransformerLayer
-from moewright.engine.model.layers import HiddenNorm, Weight
+from moewright.engine.model.layers import HiddenNorm, Weight, project_replicated
 from moewright.engine.model.parallel_linear import ColumnParallelLinear
+from moewright.engine.model.residual_streams import StreamMix
 from moewright.engine.runtime import Runtime
 from moewright.spec.ledger import Module
 
@@ -46,7 +47,8 @@ class MtpDepth(nn.Module):
     """One MTP depth: an embedding and a hidden state -> a hidden state, all [t,H].
 
     The embedding is that of the token ahead, the hidden state that of the depth before. After a MoE
-    layer it also returns the auxiliary losses and the expert counts.
+    layer it also returns the auxiliary losses and the expert counts. Hidden states may be of
+    parallel streams [t,NH], which `final_streams` makes one of.
     """
 
     ledger_module = Module.MTP
@@ -57,9 +59,15 @@ class MtpDepth(nn.Module):
         self._runtime = runtime
         self.embed_norm = HiddenNorm(runtime)
         self.hidden_norm = HiddenNorm(runtime)
-        self.proj = Weight(runtime, hidden, 2 * hidden, sharding=(("tp", 0),))
+        has_streams = runtime.model.residual_streams > 1
+        if has_streams:
+            self.embed_proj = Weight(runtime, hidden, hidden)
+            self.hidden_proj = Weight(runtime, hidden, hidden)
+        else:
+            self.proj = Weight(runtime, hidden, 2 * hidden, sharding=(("tp", 0),))
         self.layer = layer
         self.final_norm = HiddenNorm(runtime)
+        self.final_streams = StreamMix(runtime, collapses_only=True) if has_streams else None
 
     def forward(
         self,
@@ -86,9 +94,25 @@ class MtpDepth(nn.Module):
         embedded_tH: torch.Tensor,
         hidden_tH: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        joined = torch.cat((self.embed_norm(embedded_tH), self.hidden_norm(hidden_tH)), -1)
-        out: tuple[torch.Tensor, ...] = self.layer(decisions, context, self._project(joined))
+        if self.final_streams is None:
+            joined = torch.cat((self.embed_norm(embedded_tH), self.hidden_norm(hidden_tH)), -1)
+            x_tH = self._project(joined)
+        else:
+            x_tH = self._join_streams(embedded_tH, hidden_tH)
+        out: tuple[torch.Tensor, ...] = self.layer(decisions, context, x_tH)
         return out
+
+    def _join_streams(self, embedded_tH: torch.Tensor, hidden_tNH: torch.Tensor) -> torch.Tensor:
+        """Add the projected embedding to every projected stream [t,NH], each normed by itself.
+
+        DeepSeek-V4's inference/model.py (MTPBlock); its weights are whole on every TP rank, so that
+        ranks exchange no streams.
+        """
+        runtime = self._runtime
+        streams_rH = hidden_tNH.view(-1, embedded_tH.shape[1])
+        e_tH = project_replicated(runtime, self.embed_norm(embedded_tH), self.embed_proj)
+        h_rH = project_replicated(runtime, self.hidden_norm(streams_rH), self.hidden_proj)
+        return (h_rH.view(len(e_tH), -1, e_tH.shape[1]) + e_tH[:, None]).flatten(1)
 
     def _project(self, joined_tH2: torch.Tensor) -> torch.Tensor:
         """Project [t,2H] to [t,H].

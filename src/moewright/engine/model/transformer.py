@@ -165,11 +165,8 @@ class Transformer(nn.Module):
         logits = x_tH.new_zeros(0)
         if held_chunk.has_loss:
             assert self.final_norm is not None  # made with the chunk
-            last_tH = x_tH
-            if self.final_streams is not None:
-                last_tH, _ = self.final_streams.collapse(x_tH)
             nll, logits = self._compute_loss(
-                self.final_norm, last_tH, batch.targets, needs_logits=needs_logits
+                self.final_norm, self.final_streams, x_tH, batch.targets, needs_logits=needs_logits
             )
         mtp_nll = nll.new_zeros(())
         if held_chunk.mtp_layers:
@@ -236,7 +233,9 @@ class Transformer(nn.Module):
             recomputes = Recompute.FULL in layer_recompute(layout, layers_before + index)
             hidden_tH, *router_results = depth(embedded_tH, hidden_tH, context, recomputes)
             results.add(router_results)
-            nll, _ = self._compute_loss(depth.final_norm, hidden_tH, targets_BS, needs_logits=False)
+            nll, _ = self._compute_loss(
+                depth.final_norm, depth.final_streams, hidden_tH, targets_BS, needs_logits=False
+            )
             mtp_nll = mtp_nll + nll.sum()
         return mtp_nll
 
@@ -266,10 +265,18 @@ class Transformer(nn.Module):
             return out
 
     def _compute_loss(
-        self, norm: HiddenNorm, x_tH: torch.Tensor, targets_BS: torch.Tensor, *, needs_logits: bool
+        self,
+        norm: HiddenNorm,
+        streams: StreamMix | None,
+        x_tH: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        needs_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.head or self.embedding
         assert table is not None  # made with the chunk
+        if streams is not None:
+            x_tH, _ = streams.collapse(x_tH)
         with self._runtime.counters.scopes.enter(Module.NORM):
             x_tH = norm(x_tH)
             divisor = self._runtime.model.multipliers.logits
