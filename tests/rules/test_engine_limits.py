@@ -165,7 +165,7 @@ def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
         ("cp2", {}, "layout.cp_comm=p2p: the engine attends to blocks of whole sequences"),
         ("tp2,sp0", {}, "layout.sp=0: the engine has each TP rank choose blocks"),
         ("offload=attn_norm+core_attn+mlp_norm", {}, ""),
-        ("ep2", {"precision": Dtype.FP8}, "train.precision=fp8: the engine multiplies"),
+        ("ep2", {"precision": Dtype.FP8}, ""),
         ("ep2", {"data": DataSpec(documents=DocumentMasking.BOUNDED)}, ""),
         ("ep2", {"fine_tuning": FineTuningSpec(freeze=(FrozenPart.ROUTER,))}, ""),
         ("ep2", {"fine_tuning": FineTuningSpec(task=Task.LORA)}, ""),

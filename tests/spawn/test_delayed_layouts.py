@@ -54,6 +54,10 @@ def wide_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         thorough("ahead", 8, "tp2,ep2,etp2,pp2,mbs2"),
         thorough("latent", 4, "tp2,ep2,etp2,mbs2"),
         thorough("delta", 4, "tp2,ep2,etp2,mbs2"),
+        thorough("compressed_ahead", 4, "tp2,ep2,etp2,mbs2"),
+        thorough("compressed_ahead", 4, "pp2,ep2,schedule=zb-h1,mbs2,recompute=core_attn"),
+        thorough("compressed_ahead", 4, "cp2,cp_comm=a2a,ep2,mbs2"),
+        thorough("compressed_ahead", 2, "ep2,zero3,mbs2,recompute=full"),
     ],
 )
 def test_delayed_scales_compute_the_same_over_any_ranks(

@@ -547,6 +547,28 @@ def test_ledgers_of_compressed_attention_and_parallel_streams_are_equal(
 
 
 @pytest.mark.turns
+@pytest.mark.parametrize(
+    ("precision", "scaling", "layout"),
+    [
+        (Dtype.FP8, TensorScaling.DELAYED, "tp2,ep2,mbs2"),
+        thorough(Dtype.FP8, TensorScaling.BLOCKWISE, "ep2,recompute=full"),
+        thorough(Dtype.FP8, TensorScaling.CURRENT, "cp2,cp_comm=a2a,ep2,mbs2"),
+        thorough(Dtype.MXFP8, TensorScaling.CURRENT, "pp2,schedule=zb-h1"),
+        thorough(Dtype.NVFP4, TensorScaling.CURRENT, "ep2,zero3,mbs2"),
+    ],
+)
+def test_ledgers_of_narrow_compressed_attention_are_equal(
+    precision: Dtype, scaling: TensorScaling, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    model = replace(SHAPES["compressed_ahead"], vocab_size=tiny_jobs.VOCABULARY)
+    workload = tiny_jobs.build_workload(
+        data, steps=2, precision=precision, tensor_scaling=scaling, loss=LossSpec(aux_coeff=0.01)
+    )
+    plan = tiny_jobs.build_plan(workload, layout, world_size=2, model=model)
+    assert_ledgers_equal(plan, tmp_path)
+
+
+@pytest.mark.turns
 @pytest.mark.parametrize("norm", [QkNorm.NONE, QkNorm.PER_HEAD, QkNorm.FULL])
 @pytest.mark.parametrize("recompute", ["", thorough(",recompute=full")])
 def test_ledgers_of_more_ranks_than_key_heads_are_equal(

@@ -70,13 +70,18 @@ def _compressed_products(sym: Symbols, layer: int) -> Iterator[OpRow]:
     yield gemm_row("attention.q_down", sym, sym.t, rank + spec.head_dim, h, dense)
     yield gemm_row("attention.q_up", sym, sym.T, spec.q_width / tp, rank, dense)
     low = spec.output_lora_rank
-    yield gemm_row("attention.o_down", sym, sym.T, low, spec.out_width / tp, dense)
+    yield _widen(gemm_row("attention.o_down", sym, sym.T, low, spec.out_width / tp, dense), sym)
     groups = spec.output_groups * low / tp
     yield gemm_row("attention.o", sym, sym.T, h, groups, dense)
     _, replicated = mixer_flops.mixer_macs(sym.model, layer)
     compressor = replicated / h - rank - spec.head_dim
     if compressor:
-        yield gemm_row("attention.compressor", sym, sym.t, compressor, h, dense)
+        yield _widen(gemm_row("attention.compressor", sym, sym.t, compressor, h, dense), sym)
+
+
+def _widen(row: OpRow, sym: Symbols) -> OpRow:
+    """Return a product that is of 16 bits or more in every precision."""
+    return replace(row, dtype=sym.wide_dtype)
 
 
 def indexer_products(sym: Symbols, layer: int) -> Iterator[OpRow]:

@@ -66,7 +66,14 @@ def mixer_operands(sym: Symbols, mixer: MixerKind, out_width: float) -> Operands
     tp = sym.layout.tp
     hidden = sym.t * sym.model.hidden_size
     attended = sym.T * out_width / tp
-    if mixer is MixerKind.RECURRENT or spec.kind is AttentionKind.COMPRESSED:
+    if spec.kind is AttentionKind.COMPRESSED and mixer is not MixerKind.RECURRENT:
+        latents = sym.t * (spec.q_lora_rank + spec.head_dim)
+        low = sym.T * spec.output_groups * spec.output_lora_rank / tp
+        return Operands(
+            inputs=hidden + sym.t * spec.q_lora_rank + low,
+            gradients=latents + sym.T * spec.q_width / tp + hidden,
+        )
+    if mixer is MixerKind.RECURRENT:
         return Operands(inputs=hidden + attended, gradients=2 * attended + hidden)
     if spec.kind is AttentionKind.GQA:
         projected = sym.T * (spec.q_width + 2 * spec.kv_width) / tp

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from moewright.spec.errors import Reason
 from moewright.spec.layout import CpComm, Layout
 from moewright.spec.model import AttentionKind, ModelSpec
-from moewright.spec.workload import Workload
 
 
-def check_compressed(layout: Layout, model: ModelSpec, workload: Workload) -> Iterator[Reason]:
+def check_compressed(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     """Yield what attention to compressed blocks of tokens does not go with."""
     if model.attention.kind is not AttentionKind.COMPRESSED:
         return
@@ -20,11 +19,3 @@ def check_compressed(layout: Layout, model: ModelSpec, workload: Workload) -> It
     if layout.tp > 1 and not layout.sp:
         rule = "the engine has each TP rank choose blocks for tokens of its own"
         yield Reason(field="layout.sp", value="0", rule=rule, nearest="1")
-    yield from _check_workload(workload)
-
-
-def _check_workload(workload: Workload) -> Iterator[Reason]:
-    if workload.precision.is_narrow:
-        rule = "the engine multiplies in compressed attention in 16 bits or more"
-        precision = str(workload.precision)
-        yield Reason(field="train.precision", value=precision, rule=rule, nearest="bf16")

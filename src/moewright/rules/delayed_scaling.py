@@ -28,6 +28,7 @@ _LINEARS = frozenset(
         "attention.q",
         "attention.q_down",
         "attention.q_up",
+        "attention.kv",
         "attention.kv_down",
         "attention.kv_up",
         "attention.qkvz",
@@ -48,6 +49,8 @@ _LINEARS = frozenset(
         "moe.shared.up",
         "moe.shared.down",
         "proj",  # of an MTP depth
+        "embed_proj",
+        "hidden_proj",
     }
 )
 

@@ -91,7 +91,7 @@ def unsupported_layout(
         *_check_packed(layout, model, workload),
         *_check_recurrence(layout, model, workload),
         *_check_indexer(layout, model),
-        *check_compressed(layout, model, workload),
+        *check_compressed(layout, model),
         *_check_shared_depths(layout, model, workload),
         *check_graphs(Job(model=model, workload=workload, layout=layout)),
         *_check_shard_sizes(Job(model=model, workload=workload, layout=layout)),

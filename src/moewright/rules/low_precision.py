@@ -2,7 +2,8 @@
 
 A product multiplies operands that are converted first: numbers of few bits with a scale for each
 tensor or for each block of it, so that the largest number of what shares a scale nearly reaches the
-largest of the format. Router, head, norms, attention and communication stay in 16 bits.
+largest of the format. Router, head, norms, attention and communication stay in 16 bits, and so do
+DeepSeek-V4's compressors and its projection by groups of heads, as where they are published.
 
 - fp8, tensor_scaling=current: E4M3 (gradients E5M2), an fp32 scale a tensor, of experts a scale for
   each; Transformer Engine's Float8CurrentScaling.
@@ -28,7 +29,7 @@ from typing import Any
 from moewright.rules.saved_tensor import SavedTensor
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
-from moewright.spec.model import ModelSpec
+from moewright.spec.model import AttentionKind, ModelSpec
 from moewright.spec.workload import Dtype, TensorScaling, Workload
 
 
@@ -153,7 +154,8 @@ def kept_width(model: ModelSpec, layout: Layout, tensor: SavedTensor) -> int:
     """Return the width of a saved tensor that the engine keeps converted; 0 for all others.
 
     The router keeps its input in 16 bits, and attention its output: layers that read these too keep
-    no copy. Recomputation of a dense MLP starts from its input as it came.
+    no copy. A compressor takes the input of its attention in 16 bits. Recomputation of a dense MLP
+    starts from its input as it came.
     """
     if tensor.name == "post_norm_out" and Recompute.MLP in layout.recompute:
         return 0
@@ -165,6 +167,10 @@ def kept_width(model: ModelSpec, layout: Layout, tensor: SavedTensor) -> int:
         (Module.DENSE_MLP, "post_norm_out"): model.hidden_size,
         (Module.DENSE_MLP, "activation"): model.dense_ffn_size // layout.tp,
     }
+    if spec.kind is AttentionKind.COMPRESSED:
+        del widths[Module.ATTENTION, "input_norm_out"]
+        low = spec.output_groups * spec.output_lora_rank
+        widths[Module.ATTENTION, "o_down"] = low // layout.tp
     if model.recurrent is not None:
         widths[Module.ATTENTION, "mixer_out"] = model.recurrent.value_width // layout.tp
     if model.moe is not None:

@@ -62,8 +62,8 @@ def compress(
     """Return the keys of complete blocks of documents [B,M,D], rotated (key_tables.Blocks)."""
     blocks = context.key_tables.blocks(parts.rate)
     compressed_BMD = _CompressBlocks.apply(
-        project_replicated(runtime, x_tH, parts.kv),
-        project_replicated(runtime, x_tH, parts.gate),
+        project_replicated(runtime, x_tH, parts.kv, is_wide=True),
+        project_replicated(runtime, x_tH, parts.gate, is_wide=True),
         parts.position.weight,
         _BlockShape(
             runtime=runtime,

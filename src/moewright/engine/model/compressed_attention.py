@@ -103,7 +103,16 @@ class CompressedAttention(nn.Module):
             context = context if is_local else context.for_compressed()
             whole = context.for_sequences()
             x_tQ = self.q_down_norm(project_replicated(runtime, x_tH, self.q_down))
-            q_BShD = self._expand_queries(x_tQ, whole)
+            # A compressor takes x_tH in 16 bits, so no product keeps it in fewer.
+            keeping = manager.keep_converted(x_tQ, self.q_up.products.convert_input)
+            chosen_BSK: torch.Tensor | None = None
+            inputs: IndexInputs | None = None
+            with keeping:
+                q_BShD = self._expand_queries(x_tQ, whole)
+                if self._mixer is MixerKind.COMPRESSED_SPARSE:
+                    chosen_BSK, inputs = self.indexer(x_tQ, x_tH, context)
+                    if torch.is_grad_enabled():
+                        runtime.saved_tensors.count_saved(chosen_BSK)
             k_tD = self.kv_norm(project_replicated(runtime, x_tH, self.kv))
             k_TD = join_sequences(runtime, GatherSequence.apply(k_tD, tp))
             k_BS1D = k_TD.unflatten(0, (context.sequences, -1))[:, :, None]
@@ -111,12 +120,6 @@ class CompressedAttention(nn.Module):
             blocks_BMD = k_BSD.new_zeros(len(k_BSD), 0, k_BSD.shape[2])
             if not is_local:
                 blocks_BMD = compress(runtime, self._parts, x_tH, context)
-            chosen_BSK: torch.Tensor | None = None
-            inputs: IndexInputs | None = None
-            if self._mixer is MixerKind.COMPRESSED_SPARSE:
-                chosen_BSK, inputs = self.indexer(x_tQ, x_tH, context)
-                if torch.is_grad_enabled():
-                    runtime.saved_tensors.count_saved(chosen_BSK)
             read = q_BShD, k_BSD, blocks_BMD
             sinks = self._own_sinks()
             core = partial(self._attend, whole, chosen_BSK, sinks)
@@ -154,7 +157,7 @@ class CompressedAttention(nn.Module):
         (q,) = ColumnParallelLinear.apply(
             x_tQ,
             runtime.mesh.tensor_parallel,
-            runtime.products,
+            self.q_up.products,
             runtime.weight_grads,
             self.q_up.weight,
         )
@@ -197,14 +200,15 @@ class CompressedAttention(nn.Module):
             runtime.counters,
             runtime.weight_grads,
         )
-        out = RowParallelLinear.apply(
-            low,
-            self.o.weight,
-            runtime.mesh.tensor_parallel,
-            runtime.products,
-            runtime.weight_grads,
-        )
-        return add_row_adapter(runtime, self.o, out, low)
+        with runtime.saved_tensors.keep_converted(low, self.o.products.convert_input):
+            out = RowParallelLinear.apply(
+                low,
+                self.o.weight,
+                runtime.mesh.tensor_parallel,
+                self.o.products,
+                runtime.weight_grads,
+            )
+            return add_row_adapter(runtime, self.o, out, low)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,10 +101,16 @@ class Weight(nn.Module):
         return AddBias.apply(y, self.bias.weight.flatten(), replica_group)
 
 
-def project_replicated(runtime: Runtime, x_tK: torch.Tensor, linear: Weight) -> torch.Tensor:
-    """Project a rank's own tokens [t,K] by a weight that every TP rank has whole: [t,N]."""
+def project_replicated(
+    runtime: Runtime, x_tK: torch.Tensor, linear: Weight, *, is_wide: bool = False
+) -> torch.Tensor:
+    """Project a rank's own tokens [t,K] by a weight that every TP rank has whole: [t,N].
+
+    With `is_wide` the product has 16 bits or more in every precision.
+    """
     replicas = hidden_replica_group(runtime)
-    y_tN = ReplicatedLinear.apply(x_tK, linear.weight, runtime.counters, linear.products, replicas)
+    products = WIDE_PRODUCTS if is_wide else linear.products
+    y_tN = ReplicatedLinear.apply(x_tK, linear.weight, runtime.counters, products, replicas)
     return add_replicated_adapter(runtime, linear, y_tN, x_tK)
 
 
