@@ -1,7 +1,8 @@
 """Adapters near GPUs, in made-up trees of /sys.
 
-That of a DGX H100 has its published PCI addresses; what is chosen there is what operators of such
-machines write by hand into NCCL_IB_HCA.
+That of a DGX H100 has its adapters on the PCI buses of NVIDIA's user guide (table 6), each under a
+switch with its GPU; what is chosen there is what operators of such machines write by hand into
+NCCL_IB_HCA.
 """
 
 from __future__ import annotations
