@@ -84,7 +84,11 @@ _IN_EVERY_TEST = (
     ),
     (
         "replicas over TP and EDP",
-        make_plan("qwen", 4, "tp2,ep2,mbs2,expert_placement=balanced,spare1,overlap=grad"),
+        make_plan(
+            "qwen",
+            4,
+            "tp2,ep2,mbs2,offload=expert_fc1,expert_placement=balanced,spare1,overlap=grad",
+        ),
     ),
     (
         "shared experts beside dispatch, gated, TP",

@@ -87,13 +87,16 @@ class RoutedExperts(nn.Module):
         own_ends = ends_E[: self._own_experts]
         # Replicas have products of their own, so the host must know where their rows begin.
         own_rows = int(own_ends[-1])
-        own_out = self._run_experts(rows_RH[:own_rows], weights_R[:own_rows], own_ends, None)
-        replica_out = self._run_experts(
-            rows_RH[own_rows:],
-            weights_R[own_rows:],
-            ends_E[self._own_experts :] - own_rows,
-            self.replicas,
-        )
+        # Both keep a part of the same storage, which goes to the host once.
+        keeps_rows = self._runtime.offloads(Offload.EXPERT_FC1) and not self._scales_input
+        with self._runtime.saved_tensors.offload(rows_RH, enabled=keeps_rows):
+            own_out = self._run_experts(rows_RH[:own_rows], weights_R[:own_rows], own_ends, None)
+            replica_out = self._run_experts(
+                rows_RH[own_rows:],
+                weights_R[own_rows:],
+                ends_E[self._own_experts :] - own_rows,
+                self.replicas,
+            )
         return torch.cat((own_out, replica_out))
 
     @property
