@@ -194,10 +194,12 @@ def test_what_torch_would_refuse_does_not_fit(product: ScaledProduct) -> None:
     assert not fits(product, a, few_rows, torch.bfloat16)
     with pytest.raises((RuntimeError, ValueError)):
         multiply_scaled(product, a, few_rows, torch.bfloat16)
-    short = [convert(draw(rows, COLUMNS - 8, 1), recipe.inputs) for rows in (ROWS, OUT)]
-    assert not fits(product, *short, torch.bfloat16)
+    short_a, short_b = (
+        on_meta(convert(draw(rows, COLUMNS - 8, 1), recipe.inputs)) for rows in (ROWS, OUT)
+    )
+    assert not fits(product, short_a, short_b, torch.bfloat16)
     with pytest.raises((RuntimeError, ValueError)):
-        multiply_scaled(product, *map(on_meta, short), torch.bfloat16)
+        multiply_scaled(product, short_a, short_b, torch.bfloat16)
     twice = replace(a, operand=replace(a.operand, number=NarrowFormat.E5M2))
     assert not fits(product, twice, replace(b, operand=twice.operand), torch.bfloat16)
     assert not fits(product, replace(a, codes=a.codes[:0]), b, torch.bfloat16)

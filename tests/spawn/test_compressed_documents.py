@@ -16,7 +16,9 @@ from test_verify import distance, token_loss
 from hf_configs import VOCABULARY
 from hf_families import save_gradients, write_model
 from moewright.engine.kernels.attention import build_segments
+from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.run import batch_file, verify
+from moewright.engine.run.batch_file import read_batch_workload
 from moewright.spec.workload import DataSpec, DocumentMasking, LossSpec
 from selection import thorough
 
@@ -32,14 +34,13 @@ ROWS = 4
 @pytest.fixture(params=[DocumentMasking.BOUNDED, DocumentMasking.RESTARTED])
 def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `verify` read rows of documents of these lengths, and train indexers."""
-    read_workload, build = verify.read_batch_workload, verify.build_micro_batch
 
     def read_packed(*args: Any, **kwargs: Any) -> Any:
-        return replace(read_workload(*args, **kwargs), data=DataSpec(documents=request.param))
+        return replace(read_batch_workload(*args, **kwargs), data=DataSpec(documents=request.param))
 
     def build_packed(runtime: Any, inputs: torch.Tensor, targets: torch.Tensor, _: None) -> Any:
         segments = build_segments(LENGTHS * len(inputs), runtime.device)
-        return build(runtime, inputs, targets, segments)
+        return build_micro_batch(runtime, inputs, targets, segments)
 
     monkeypatch.setattr(verify, "read_batch_workload", read_packed)
     monkeypatch.setattr(verify, "build_micro_batch", build_packed)

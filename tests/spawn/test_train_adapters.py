@@ -120,8 +120,11 @@ def test_compressed_attention_is_tuned_as_in_one_process(
     world_size: int, layout: str, fine_tuning: FineTuningSpec, data: DataSpec, tmp_path: Path
 ) -> None:
     model = replace(SHAPES["compressed_ahead"], vocab_size=tiny_jobs.VOCABULARY)
-    plans = (build_plan(data, *cut, fine_tuning, model) for cut in (("", 1), (layout, world_size)))
-    expected, actual = train_whole_and_cut(*plans, tmp_path)
+    whole, cut = (
+        build_plan(data, *text_and_size, fine_tuning, model)
+        for text_and_size in (("", 1), (layout, world_size))
+    )
+    expected, actual = train_whole_and_cut(whole, cut, tmp_path)
     trained = {name.removeprefix("optim/exp_avg/") for name in expected if "/exp_avg/" in name}
     if fine_tuning.task is Task.LORA:
         assert trained == {param.name for param in adapter_parameters(model, fine_tuning)}
