@@ -167,7 +167,7 @@ def facts_for(cells: Mapping[str, str], model: ModelSpec) -> tuple[SourceFact, .
     for fact in source_facts().fact:
         if fact.holds_for(row):
             facts.append(fact)
-            row = {**_fill({**row, **fact.corrected}, [fact.stated]), **own}
+            row = {**_state(row, fact), **own}
     return tuple(facts)
 
 
@@ -176,11 +176,14 @@ def fill_stated(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[s
 
     A publisher that neither says is the part of the row's id before its number.
     """
-    corrected = dict(cells)
+    stated = dict(cells)
     for fact in facts:
-        corrected |= fact.corrected
-    by_id = {"publisher": cells["id"].rpartition("-")[0]}
-    return _fill(corrected, [*(fact.stated for fact in facts), by_id])
+        stated = _state(stated, fact)
+    return _fill(stated, [{"publisher": cells["id"].rpartition("-")[0]}])
+
+
+def _state(cells: Mapping[str, str], fact: SourceFact) -> dict[str, str]:
+    return _fill({**cells, **fact.corrected}, [fact.stated])
 
 
 def fill_implied(cells: Mapping[str, str], facts: Sequence[SourceFact]) -> dict[str, str]:

@@ -65,7 +65,7 @@ def layer_owed_bytes(
     elif job.model.has_mlp(layer):
         bookings += _mlp(job, inputs)
     if is_mtp:
-        if job.model.residual_streams == 1:
+        if job.model.joins_mtp_inputs:
             bookings += _mtp_projection(job)
         bookings = [(Module.MTP, nbytes) for _, nbytes in bookings]
         bookings += head_owed_bytes(job)

@@ -113,7 +113,7 @@ def mtp_ops(sym: Symbols) -> LayerOps:
     """
     h, streams = sym.model.hidden_size, sym.model.residual_streams
     projection = gemm_row("mtp.projection", sym, sym.T, h / sym.layout.tp, 2 * h, TimePart.DENSE)
-    if streams > 1:
+    if not sym.model.joins_mtp_inputs:
         rows = (1 + streams) * sym.t
         projection = gemm_row("mtp.projection", sym, rows, h, h, TimePart.DENSE)
     norms, norms_backward = kernel_rows(RMS_NORM, "mtp.norms", sym, (1 + streams) * sym.t * h)

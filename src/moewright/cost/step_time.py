@@ -153,7 +153,7 @@ def price_model_ops(
     embedding = outside_layers_time(collectives, sym, price_ops(rates, ops.embedding), gathers=2)
     head_priced = price_ops(rates, add_eager_loss(rates.constants, sym, ops.head))
     head = outside_layers_time(collectives, sym, head_priced, gathers=3, sums=_LOSS_SUMS)
-    gathers = 5 if sym.model.residual_streams == 1 else 0
+    gathers = 5 if sym.model.joins_mtp_inputs else 0
     projection = outside_layers_time(collectives, sym, price_ops(rates, ops.mtp), gathers=gathers)
     layers = {kind: price_ops(rates, layer) for kind, layer in ops.layers.items()}
     return PricedModelOps(

@@ -100,7 +100,7 @@ def tensor_parallel_calls(
         yield Collective.ALL_REDUCE, "tp", reduced_bytes, micro_batches * len(scattered)
         # All ranks need all columns of an MTP projection: they gather them, and each keeps its part
         # of their gradients.
-        mtp_depths = sum(chunk.mtp_layers for chunk in chunks) * (model.residual_streams == 1)
+        mtp_depths = sum(chunk.mtp_layers for chunk in chunks) * model.joins_mtp_inputs
         gathered = mtp_depths * (1 + repeats) * [model.hidden_size]
         scattered = []
         mtp_exchanges = 0
@@ -229,7 +229,7 @@ def _tensor_work(job: Job, chunks: Sequence[Chunk]) -> _TensorWork:
         scattered += (mlps + heads + embeddings) * [h]
         # An MTP depth gathers both its inputs side by side, and again for the weight gradient. With
         # residual streams it projects a rank's own tokens.
-        projections = chunk.mtp_layers * (model.residual_streams == 1)
+        projections = chunk.mtp_layers * model.joins_mtp_inputs
         input_gathers += (1 + repeats_layer) * projections * [2 * h]
         gathered += trains_module(fine_tuning, Module.MTP) * projections * [2 * h]
         for linear in (i for n in layers for i in adapted_linears(model, fine_tuning, n)):

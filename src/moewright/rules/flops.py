@@ -184,7 +184,7 @@ def _base_flops(
         for part in _indexer_flops(model, layout, share, layer, seq_len=seq_len):
             yield replace(part, flops=count * part.flops)
     projection = 2 * share.tokens * 2 * h * h // tp
-    if model.residual_streams > 1:  # of the embedding and of every stream, on the rank's own tokens
+    if not model.joins_mtp_inputs:  # of the embedding and of every stream, on the rank's own tokens
         local_tokens = share.tokens // tp if layout.sp else share.tokens
         projection = 2 * local_tokens * (1 + model.residual_streams) * h * h
     for depth in range(share.mtp):

@@ -160,15 +160,7 @@ def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, .
             group=group,
             ranks=len(ranks[group]),
             shards=tuple(
-                _local_shard(
-                    param,
-                    model,
-                    layout,
-                    groups,
-                    pp_rank,
-                    ranks[group].index(rank),
-                    len(ranks[group]),
-                )
+                _local_shard(param, model, layout, groups, rank, ranks[group])
                 for param, groups in params
             ),
             is_root=layer < 0,
@@ -207,14 +199,13 @@ def _local_shard(
     model: ModelSpec,
     layout: Layout,
     groups: FsdpGroups,
-    pp_rank: int,
-    place: int,
-    ranks: int,
+    rank: int,
+    sharing: Sequence[int],
 ) -> FsdpShard:
-    """Return the part of a parameter that the rank at `place` of the `ranks` that share it has."""
+    """Return the part of a parameter that a rank has of those that share it."""
     rows, *rest = shards.local_shape(param, layout)
-    part = shards.shard_size(rows, ranks)
-    first = place * part
+    part = shards.shard_size(rows, len(sharing))
+    first = sharing.index(rank) * part
     own = max(0, min(part, rows - first))
     return FsdpShard(
         param=param,
@@ -224,5 +215,5 @@ def _local_shard(
         whole_numel=rows * prod(rest),
         replica_group=groups.replica_group,
         holders=shards.holding_pp_ranks(param.name, model, layout),
-        chunks=shards.holding_chunks(param, model, layout, pp_rank),
+        chunks=shards.holding_chunks(param, model, layout, grid.coordinate(layout, rank, "pp")),
     )

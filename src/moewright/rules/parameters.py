@@ -131,7 +131,7 @@ def _mtp(model: ModelSpec, depth: int) -> Iterator[Param]:
     prefix = f"mtp.{depth}."
     yield from _norm(model, f"{prefix}embed_norm", layer, Module.MTP)
     yield from _norm(model, f"{prefix}hidden_norm", layer, Module.MTP)
-    if model.residual_streams == 1:
+    if model.joins_mtp_inputs:
         yield tensor(f"{prefix}proj.weight", (h, 2 * h), Module.MTP, layer, TP_ROWS)
     else:
         for part in ("embed", "hidden"):

@@ -356,6 +356,11 @@ class ModelSpec(Record):
         return self.moe.latent_size
 
     @property
+    def joins_mtp_inputs(self) -> bool:
+        """Whether an MTP depth projects its two inputs side by side, not each by itself."""
+        return self.residual_streams == 1
+
+    @property
     def routed_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts; MTP depths follow, from layers + 1 on."""
         layers = tuple(layer for layer, is_moe in enumerate(self.moe_layers) if is_moe)

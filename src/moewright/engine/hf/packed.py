@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from moewright.codec import FloatPolicy, read_json_data
+from moewright.engine.kernels.low_precision import decode_e2m1
 from moewright.spec.errors import BadInput, Reason
 
 MXFP4 = "MXFP4"
@@ -33,8 +34,6 @@ _FACTORS = ".scale"  # in place of _WEIGHT
 _POWERS = "F8_E8M0"
 # The dtypes of values that factors of that name scale.
 _SCALED_DTYPES = (FP8, "I8")
-# The values of 4 bits; the same again below zero.
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 _BLOCK = 32
 _FACTOR_DTYPES = ("F32", "BF16", _POWERS)
@@ -186,17 +185,10 @@ def unpack(name: str, stored: StoredTensor, box: Box, read_stored: ReadStored) -
 
 def _unpack_mxfp4(name: str, box: Box, read_stored: ReadStored) -> torch.Tensor:
     """Unpack whole experts."""
-    values = _decode_fp4(read_stored(name + _BLOCKS_SUFFIX, box[:1]))
+    values = decode_e2m1(read_stored(name + _BLOCKS_SUFFIX, box[:1]))
     powers = read_stored(name + _SCALES_SUFFIX, box[:1])
     scaled = torch.ldexp(values, powers.int()[..., None] - _SCALE_BIAS)
     return scaled.flatten(-2).transpose(1, 2)[(slice(None), *box[1:])]
-
-
-def _decode_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Return the values of bytes; of two in a byte the first is in the lower half."""
-    value_of_code = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return value_of_code[codes.int()]
 
 
 def _read_values(
@@ -207,7 +199,7 @@ def _read_values(
         return read_stored(name, box).float()
     start, stop, _ = box[-1].indices(stored.shape[-1])
     packed = read_stored(name, (*box[:-1], slice(start // 2, -(-stop // 2))))
-    return _decode_fp4(packed.view(torch.uint8))[..., start % 2 :][..., : stop - start]
+    return decode_e2m1(packed.view(torch.uint8))[..., start % 2 :][..., : stop - start]
 
 
 def _unpack_blocks(

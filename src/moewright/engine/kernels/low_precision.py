@@ -92,7 +92,7 @@ class NarrowTensor:
     def widen(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers times their scales, in `dtype`."""
         if self.operand.number is NarrowFormat.E2M1:
-            numbers = _unpack_e2m1(self.codes, self.columns)
+            numbers = decode_e2m1(self.codes)[:, : self.columns]
         else:
             numbers = self.codes.float()
         if self.scales is not None:
@@ -245,10 +245,11 @@ def _draw_e2m1(magnitude: torch.Tensor, generator: torch.Generator) -> torch.Ten
     return below + (draws < (magnitude - low) / (high - low))
 
 
-def _unpack_e2m1(codes: torch.Tensor, columns: int) -> torch.Tensor:
-    pairs = torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, :columns].long()
-    numbers = torch.tensor(_E2M1_NUMBERS, device=codes.device)[pairs & 7]
-    return torch.where(pairs >= 8, -numbers, numbers)
+def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of bytes, two of each along the last dim, the lower half's first: fp32."""
+    numbers = (*_E2M1_NUMBERS, *(-number for number in _E2M1_NUMBERS))
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return torch.tensor(numbers, device=packed.device)[codes.int()]
 
 
 def rotate_rows(x_RK: torch.Tensor, rows: int, *, is_inverse: bool = False) -> torch.Tensor:

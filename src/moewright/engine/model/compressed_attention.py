@@ -26,7 +26,7 @@ from moewright.engine.kernels.compressed_attention import (
 from moewright.engine.kernels.matmul import widen
 from moewright.engine.memory.saved_tensors import run_checkpointed
 from moewright.engine.memory.weight_gradients import Operands, WeightGradStore
-from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
+from moewright.engine.model.adapters import add_column_adapter
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction, NormSettings, RmsNorm
 from moewright.engine.model.block_compressor import (
@@ -36,8 +36,8 @@ from moewright.engine.model.block_compressor import (
     turn_last,
 )
 from moewright.engine.model.context_parallel import gather_heads, join_sequences, scatter_heads
-from moewright.engine.model.layers import Norm, Vector, Weight, project_replicated
-from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from moewright.engine.model.layers import Norm, Vector, Weight, project_out, project_replicated
+from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.model.sparse_attention import IndexInputs
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
@@ -200,15 +200,7 @@ class CompressedAttention(nn.Module):
             runtime.counters,
             runtime.weight_grads,
         )
-        with runtime.saved_tensors.keep_converted(low, self.o.products.convert_input):
-            out = RowParallelLinear.apply(
-                low,
-                self.o.weight,
-                runtime.mesh.tensor_parallel,
-                self.o.products,
-                runtime.weight_grads,
-            )
-            return add_row_adapter(runtime, self.o, out, low)
+        return project_out(runtime, low, self.o)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

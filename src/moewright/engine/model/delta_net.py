@@ -24,12 +24,11 @@ from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.autograd import CountedFunction
 from moewright.engine.model.context_parallel import gather_heads, scatter_heads
-from moewright.engine.model.layers import Vector, Weight
+from moewright.engine.model.layers import Vector, Weight, project_out
 from moewright.engine.model.recurrent_mixer import (
     ScanSettings,
     build_scan_settings,
     project_in,
-    project_out,
     take_own_heads,
 )
 from moewright.engine.runtime import Runtime

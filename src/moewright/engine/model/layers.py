@@ -114,6 +114,19 @@ def project_replicated(
     return add_replicated_adapter(runtime, linear, y_tN, x_tK)
 
 
+def project_out(runtime: Runtime, rows: torch.Tensor, linear: Weight) -> torch.Tensor:
+    """Project rows [T, columns of this rank] by `linear`, which TP cuts by columns: [t,H]."""
+    with runtime.saved_tensors.keep_converted(rows, linear.products.convert_input):
+        projected = RowParallelLinear.apply(
+            rows,
+            linear.weight,
+            runtime.mesh.tensor_parallel,
+            linear.products,
+            runtime.weight_grads,
+        )
+        return add_row_adapter(runtime, linear, projected, rows)
+
+
 class Vector(Weight):
     """A parameter that bears the name of its module: a bias, or sinks."""
 
@@ -241,15 +254,7 @@ class Mlp(nn.Module):
     def _run_second(self, x_tH: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Run the second linear on the activation; `x_tH`, the MLP's input, is for subclasses."""
         runtime = self._runtime
-        with runtime.saved_tensors.keep_converted(active, self.down.products.convert_input):
-            out = RowParallelLinear.apply(
-                active,
-                self.down.weight,
-                runtime.mesh.tensor_parallel,
-                self.down.products,
-                runtime.weight_grads,
-            )
-        out = add_row_adapter(runtime, self.down, out, active)
+        out = project_out(runtime, active, self.down)
         return self.down.add_bias(out, hidden_replica_group(runtime))
 
 

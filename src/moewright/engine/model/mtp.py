@@ -59,15 +59,15 @@ class MtpDepth(nn.Module):
         self._runtime = runtime
         self.embed_norm = HiddenNorm(runtime)
         self.hidden_norm = HiddenNorm(runtime)
-        has_streams = runtime.model.residual_streams > 1
-        if has_streams:
+        joins_inputs = runtime.model.joins_mtp_inputs
+        if joins_inputs:
+            self.proj = Weight(runtime, hidden, 2 * hidden, sharding=(("tp", 0),))
+        else:
             self.embed_proj = Weight(runtime, hidden, hidden)
             self.hidden_proj = Weight(runtime, hidden, hidden)
-        else:
-            self.proj = Weight(runtime, hidden, 2 * hidden, sharding=(("tp", 0),))
         self.layer = layer
         self.final_norm = HiddenNorm(runtime)
-        self.final_streams = StreamMix(runtime, collapses_only=True) if has_streams else None
+        self.final_streams = None if joins_inputs else StreamMix(runtime, collapses_only=True)
 
     def forward(
         self,

@@ -11,9 +11,9 @@ import torch
 
 from moewright.engine.kernels.attention import Segments
 from moewright.engine.kernels.fused.scans import ScanKernels
-from moewright.engine.model.adapters import add_column_adapter, add_row_adapter
+from moewright.engine.model.adapters import add_column_adapter
 from moewright.engine.model.layers import Weight
-from moewright.engine.model.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.spec.layout import Offload
@@ -69,16 +69,3 @@ def take_own_heads(runtime: Runtime, part: Weight) -> torch.Tensor:
     """
     group = runtime.mesh.group("cp")
     return part.weight.chunk(group.size)[group.index]
-
-
-def project_out(runtime: Runtime, rows: torch.Tensor, linear: Weight) -> torch.Tensor:
-    """Project rows [T, columns of this rank] by `linear`, which TP cuts by columns: [t,H]."""
-    with runtime.saved_tensors.keep_converted(rows, linear.products.convert_input):
-        projected = RowParallelLinear.apply(
-            rows,
-            linear.weight,
-            runtime.mesh.tensor_parallel,
-            linear.products,
-            runtime.weight_grads,
-        )
-        return add_row_adapter(runtime, linear, projected, rows)
