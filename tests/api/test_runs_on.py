@@ -55,3 +55,14 @@ def test_a_job_that_a_trainer_has_no_model_for_is_refused_at_once() -> None:
         mw.plan("Mixtral-8x7B-v0.1", on="8xH100", runs_on="torchtitan")
     with pytest.raises(BadInput, match="must be one of engine, megatron, torchtitan"):
         mw.plan(MODEL, on="8xH100", runs_on="nemo")
+
+
+@pytest.mark.parametrize("part", ["TPU-v5p", "Ascend-910B"])
+@pytest.mark.parametrize("trainer", TargetTrainer)
+def test_no_trainer_starts_on_a_part_that_torch_does_not_drive(part: str, trainer: str) -> None:
+    with pytest.raises(BadInput, match=r"hardware\.device\.kind"):
+        mw.plan(MODEL, on=f"16x{part}", runs_on=trainer)
+    own = mw.estimate(MODEL, "ep8,recompute=full", on=f"16x{part}")
+    assert list_trainers(own) == ()
+    with pytest.raises(BadInput, match="not on"):
+        mw.export(own, to="slurm", job="recipes/quickstart_2cpu_bf16.toml")

@@ -15,6 +15,7 @@ import moewright as mw
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.ledger import Component
 from moewright.spec.plan import Estimate, Verdict
 from moewright.spec.units import GIB
@@ -115,7 +116,7 @@ def test_load_and_dtypes_move_the_peak() -> None:
 
 def test_no_allowances_on_a_cpu() -> None:
     cpu = catalogue.hardware("2xH800")
-    cpu = replace(cpu, device=replace(cpu.device, kind="cpu"))
+    cpu = replace(cpu, device=replace(cpu.device, kind=DeviceKind.CPU))
     work = Workload(seq_len=512, global_batch=8)
     result = estimate(
         catalogue.model("Qwen3-30B-A3B"), work, cpu, parse_layout("ep2", world_size=2)

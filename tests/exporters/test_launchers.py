@@ -184,7 +184,7 @@ def test_what_cannot_be_started_is_refused():
     with pytest.raises(BadInput, match="--image: is needed for k8s"):
         render_train_job(planned(), job="", run_dir="", image="")
     with pytest.raises(
-        BadInput, match=r"hardware\.device\.kind=cpu: Megatron-LM trains on CUDA devices"
+        BadInput, match=r"hardware\.device\.kind=cpu: Megatron-LM trains on CUDA and ROCm devices"
     ):
         render_slurm_script(cpu_plan(), job="", run_dir="")
     with pytest.raises(BadInput, match="must fill whole nodes of 8 devices"):

@@ -252,8 +252,8 @@ REFUSED = [
     (plan(), "hardware.device.kind=cpu", "cuda"),
     (
         replace(on_gpus("ep2", 2), hardware=catalogue.hardware("2xTPU-v5p")),
-        "hardware.fabric.domain=ici",
-        "nvlink",
+        "hardware.device.kind=tpu",
+        "cuda",
     ),
     (changed(zero=0, offload=(Offload.OPTIMIZER,)), "layout.zero=0", "1"),
     (on_gpus("pp2,vpp3,schedule=gis", 4), "layout.schedule=gis", "interleaved"),

@@ -242,8 +242,8 @@ REFUSED = [
     (planned("zero3", optimizer=OptimizerSpec(clip_norm=0)), "workload.clip_norm", "1"),
     (
         replace(planned("zero3,ep8", name=QWEN), hardware=catalogue.hardware("8xAscend-910C")),
-        "hardware.fabric.domain",
-        "nvlink",
+        "hardware.device.kind",
+        "cuda",
     ),
     (
         replace(cpu_plan(), layout=parse_layout("zero0", world_size=2)),

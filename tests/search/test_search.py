@@ -127,6 +127,36 @@ def test_dense_models_and_cpus_have_no_dispatcher_choice(hardware: Hardware) -> 
     assert all(plan.layout.dispatcher == "alltoall" for plan in ranked.plans)
 
 
+@pytest.mark.parametrize("part", ["TPU-v5p", "Ascend-910B"])
+def test_parts_without_cuda_get_no_cuda_graphs_and_no_libraries_of_its_kernels(
+    model: ModelSpec, part: str
+) -> None:
+    hardware = catalogue.hardware(f"16x{part}")
+    ranked = search(model, WORK, hardware, top=3)
+    for plan in (*ranked.plans, *ranked.gambles):
+        assert plan.layout.graphs == ()
+        assert plan.layout.dispatcher == "alltoall"
+    for text, field in (("graphs=attn", "graphs"), ("ep8,dispatcher=deepep", "dispatcher")):
+        with pytest.raises(BadInput, match=rf"layout\.{field}"):
+            search(model, WORK, hardware, fixed=text, top=1)
+        with pytest.raises(BadInput, match=rf"layout\.{field}"):
+            estimate(model, WORK, hardware, parse_layout(text, world_size=16))
+
+
+def test_a_part_without_cuda_still_offloads_to_its_host(model: ModelSpec) -> None:
+    """What is CUDA's alone is left out, not what any accelerator can do."""
+    long = replace(WORK, seq_len=16384)
+    ranked = search(model, long, catalogue.hardware("16xTPU-v6e"), fixed="recompute=none", top=1)
+    assert any(plan.layout.offload for plan in (*ranked.plans, *ranked.gambles))
+
+
+def test_a_tpu_has_no_host_time_for_each_layer(model: ModelSpec) -> None:
+    """Its step is one program, so parts of a layer are not launched by the host."""
+    layout = parse_layout("tp2,ep8,mbs1,recompute=select", world_size=16)
+    tpu = estimate(model, WORK, catalogue.hardware("16xTPU-v5p"), layout)
+    assert next((share.seconds for share in tpu.shares if share.part == "host"), 0.0) < 0.02
+
+
 def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
     ranked = search(model, WORK, hardware, fixed="ep8", top=2)
 

@@ -13,10 +13,11 @@ from moewright.exporters.megatron.script import render_megatron_script
 from moewright.exporters.slurm import render_slurm_script
 from moewright.exporters.torchrun import render_engine_command
 from moewright.exporters.torchtitan import render_torchtitan_config
-from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.engine_limits import unsupported_device
 from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.rules.torchtitan_limits import torchtitan_refusals
+from moewright.rules.trainers import TargetTrainer, trainer_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
@@ -40,8 +41,7 @@ def list_trainers(plan: Plan) -> tuple[str, ...]:
 
 def engine_refusals(plan: Plan) -> tuple[Reason, ...]:
     """Return why this engine does not train a plan; () where it does."""
-    layout = unsupported_layout(plan.layout, model=plan.model, workload=plan.workload)
-    return (*unsupported_model(plan.model, plan.workload), *layout)
+    return trainer_refusals(TargetTrainer.ENGINE, plan_job(plan), plan.hardware)
 
 
 def export(plan: Plan, *, to: Target, job: str = "", image: str = "", run_dir: str = ".") -> str:
@@ -72,6 +72,8 @@ def export(plan: Plan, *, to: Target, job: str = "", image: str = "", run_dir: s
     if job and to in _TRAINERS:
         rule = f"says nothing to {to}"
         raise BadInput(Reason(field="--job", value=job, rule=rule, nearest="leave it out"))
+    if job and (reasons := unsupported_device(plan.hardware)):
+        raise BadInput(*reasons)
     if not job:  # our engine reads shards under their common name
         plan = name_shards(plan)
     match to:

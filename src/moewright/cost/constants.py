@@ -5,7 +5,7 @@ A hardware file's own constants win over the defaults for its kind of device.
 
 from __future__ import annotations
 
-from moewright.spec.hardware import Constant, DeviceKind, Hardware
+from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.sourced import Sourced, SourceKind
 from moewright.spec.units import GIB, MIB
 from moewright.spec.workload import Dtype
@@ -120,7 +120,7 @@ def _fit_source(sd: float, what: str = "") -> str:
     return f"{what}; {fit}" if what else fit
 
 
-_CUDA = (
+_ACCELERATOR = (
     _fitted("gemm_time_scale", 1.12, _fit_source(0.03)),
     _fitted("gemm_8bit_time_scale", 1.05, _fit_source(0.04)),
     _fitted("gemm_mx_time_scale", 1.12, _fit_source(0.03, "MXFP8 beside FP8")),
@@ -333,7 +333,7 @@ class Constants:
     __slots__ = ("_constants", "_values")
 
     def __init__(self, hardware: Hardware) -> None:
-        defaults = _CUDA if hardware.device.kind is DeviceKind.CUDA else _CPU
+        defaults = _ACCELERATOR if hardware.device.kind.is_accelerator else _CPU
         constants = (*defaults, *hardware.constants)
         self._constants = {constant.name: constant for constant in constants}
         self._values = {constant.name: constant.value.value for constant in constants}

@@ -15,7 +15,7 @@ from moewright.cost.stage_parts import Array, StageParts, count_parts, list_part
 from moewright.cost.symbols import Symbols, build_symbols
 from moewright.rules import capacity, routing, stages
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality, check_precision
+from moewright.rules.legality import check_device, check_legality, check_precision
 from moewright.rules.stages import Chunk
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
@@ -52,6 +52,7 @@ def refuse_illegal_job(job: Job, hardware: Hardware) -> None:
                 nearest=str(hardware.count),
             )
         )
+    reasons += check_device(job.layout, hardware)
     reasons += check_legality(job)
     if reasons:
         raise BadInput(*reasons)

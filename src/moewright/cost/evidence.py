@@ -19,7 +19,7 @@ import numpy as np
 from moewright.cost.stage_parts import Array
 from moewright.rules.job import Job
 from moewright.rules.parameters import count_parameters
-from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.hardware import Hardware
 from moewright.spec.layout import CpComm, ExpertPlacement, Layout, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Evidence, EvidenceGrade
@@ -109,7 +109,7 @@ def judge_evidence(job: Job, hardware: Hardware) -> Evidence:
 
     A CPU is priced by its own measured rates; no published run used one.
     """
-    if hardware.device.kind is not DeviceKind.CUDA:
+    if not hardware.device.kind.is_accelerator:
         kinds = {rate.curve.kind for rate in hardware.device.rates}
         if SourceKind.MEASURED in kinds:
             return Evidence(grade=EvidenceGrade.COMBINED, measured=(OWN_RATES,))

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from moewright.cost.constants import FITTED_DEVICES, Constants
 from moewright.rules.extremes import largest_of
-from moewright.spec.hardware import Curve, DeviceKind, Hardware, Op
+from moewright.spec.hardware import Curve, Hardware, Op
 from moewright.spec.layout import Recompute
 from moewright.spec.plan import Assumption, TimePart
 from moewright.spec.sourced import SourceKind
@@ -131,7 +131,7 @@ class DeviceRates:
         A table of a CPU is measured in the run's own conditions.
         """
         curve = self.rate_curve(op, dtype) if op in (Op.GEMM, Op.GROUPED_GEMM) else None
-        if curve is None or self._hardware.device.kind is not DeviceKind.CUDA:
+        if curve is None or not self._hardware.device.kind.is_accelerator:
             return 0.0
         fastest = max(rate for _, rate in curve.points)
         return fastest / (_MOST_OF_PEAK * self.peak_flops(dtype))

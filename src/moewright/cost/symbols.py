@@ -86,11 +86,11 @@ class Symbols:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a chain of elementwise operations is one kernel, as in the stacks on CUDA.
+        """Whether a chain of elementwise operations is one kernel, as on every accelerator.
 
         The engine on a CPU is eager: it makes one pass an operation.
         """
-        return self.device_kind is DeviceKind.CUDA
+        return self.device_kind.is_accelerator
 
 
 def build_symbols(

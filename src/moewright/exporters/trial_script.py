@@ -25,7 +25,6 @@ from moewright.exporters.torchrun import split_into_nodes
 from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 
 OUTPUT_FILE = "output.txt"
@@ -78,7 +77,7 @@ def render_trial_script(plan: Plan, folder: Path, start: TrialStart) -> str:
         exported=environment_variables(plan.layout) if start.trainer_script else (),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        uses_gpus=plan.hardware.device.kind is DeviceKind.CUDA,
+        uses_gpus=plan.hardware.device.kind.runs_cuda,
         runs_engine=False,
     )
     return "\n".join(_script_lines(plan, folder.resolve(), start, launch)) + "\n"

@@ -119,6 +119,7 @@ class DeviceEntry:
     constants: tuple[ConstantEntry, ...]
     domain: NetworkKind = NetworkKind.NVLINK
     network: NetworkKind = NetworkKind.IB
+    kind: DeviceKind = DeviceKind.CUDA
     words: tuple[str, ...] = ()  # words of its name that set it apart from others of its chip
 
     @property
@@ -221,7 +222,7 @@ def build_hardware(entry: DeviceEntry, *, count: int) -> Hardware:
     memory = shared.usable_share * entry.memory_gb * GIB
     device = Device(
         name=entry.name,
-        kind=DeviceKind.CUDA,
+        kind=entry.kind,
         memory_bytes=Sourced(value=memory, kind=SourceKind.ASSUMED, source=shared.usable_source),
         memory_Bps=_datasheet(entry, entry.memory_Bps),
         peaks=tuple(

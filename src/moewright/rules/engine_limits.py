@@ -23,6 +23,7 @@ from moewright.rules.recompute import activation_nbytes
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.shared_choices import parted_choices
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
     CapacityFill,
     CpComm,
@@ -315,6 +316,16 @@ def _check_shard_sizes(job: Job) -> Iterator[Reason]:
     if width % step:
         rule = f"leaves {width} of an expert's width; must be a multiple of {step}"
         yield Reason(field="layout.etp", value=etp, rule=rule, nearest="1")
+
+
+def unsupported_device(hardware: Hardware) -> tuple[Reason, ...]:
+    """Return why the engine does not run on a kind of device; () where it does."""
+    kind = hardware.device.kind
+    if kind.runs_cuda or not kind.is_accelerator:
+        return ()
+    rule = f"the engine trains on CPUs and on CUDA and ROCm devices, not on {hardware.device.name}"
+    nearest = DeviceKind.CUDA
+    return (Reason(field="hardware.device.kind", value=kind, rule=rule, nearest=nearest),)
 
 
 def unsupported_model(model: ModelSpec, workload: Workload) -> tuple[Reason, ...]:

@@ -17,7 +17,7 @@ from moewright.rules.expert_placement import check_placement
 from moewright.rules.grid import NODE_AWARE_DISPATCHERS, min_world_size
 from moewright.rules.job import Job
 from moewright.rules.micro_batches import check_batch
-from moewright.rules.routing import check_load_histogram
+from moewright.rules.routing import LIBRARY_DISPATCHERS, check_load_histogram
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import check_stages
 from moewright.spec.errors import Reason
@@ -82,6 +82,30 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
     best = next((narrow for narrow in (Dtype.MXFP8, Dtype.FP8) if narrow in listed), Dtype.BF16)
     rule = f"{device.name} has no rates for it"
     return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=best),)
+
+
+def check_device(layout: Layout, hardware: Hardware) -> tuple[Reason, ...]:
+    """Return what a layout asks for that the devices do not have; () where they have all of it.
+
+    CUDA graphs, and libraries of CUDA kernels that move tokens, exist on CUDA devices alone. On a
+    CPU the engine has stand-ins for both.
+    """
+    kind = hardware.device.kind
+    if kind.runs_cuda or not kind.is_accelerator:
+        return ()
+    name = hardware.device.name
+    reasons = []
+    if layout.graphs:
+        value = "+".join(layout.graphs)
+        rule = f"{name} has no CUDA graphs"
+        reasons.append(Reason(field="layout.graphs", value=value, rule=rule, nearest="none"))
+    if layout.dispatcher in LIBRARY_DISPATCHERS:
+        rule = f"its library has no kernels for {name}"
+        nearest = DispatcherKind.ALL_TO_ALL
+        reasons.append(
+            Reason(field="layout.dispatcher", value=layout.dispatcher, rule=rule, nearest=nearest)
+        )
+    return tuple(reasons)
 
 
 def _check_timetable(workload: Workload, layout: Layout) -> tuple[Reason, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from moewright.rules.engine_features import Feature, unsupported_features
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
-from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, Hardware, NetworkKind
+from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
     CapacityFill,
     CpComm,
@@ -397,13 +397,9 @@ def _check_local_layers(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
 def _check_libraries(job: Job, hardware: Hardware) -> Iterator[Reason]:
     """Yield what stops in Transformer Engine, or needs another device."""
     device = hardware.device
-    if device.kind is not DeviceKind.CUDA:
-        rule = "trains on CUDA devices"
-        yield _refusal("hardware.device.kind", device.kind, rule, DeviceKind.CUDA)
-    domain = hardware.fabric.domain
-    if domain in NETWORKS_WITHOUT_CUDA:
+    if not device.kind.runs_cuda:
         rule = "trains on CUDA and ROCm devices"
-        yield _refusal("hardware.fabric.domain", domain, rule, NetworkKind.NVLINK)
+        yield _refusal("hardware.device.kind", device.kind, rule, DeviceKind.CUDA)
     if job.workload.precision.is_narrow and not any(peak.dtype.is_narrow for peak in device.peaks):
         rule = f"needs 8-bit tensor cores, which {device.name} has not"
         yield _refusal("workload.precision", job.workload.precision, rule, Dtype.BF16)

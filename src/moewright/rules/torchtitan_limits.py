@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
-from moewright.spec.hardware import NETWORKS_WITHOUT_CUDA, DeviceKind, Hardware, NetworkKind
+from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import (
     CpComm,
     DispatcherKind,
@@ -77,13 +77,9 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
     """Yield why torchtitan does not train a legal job."""
     model, workload, layout = job.model, job.workload, job.layout
     device = hardware.device
-    if device.kind is not DeviceKind.CUDA:
-        rule = "is planned for CUDA devices"
-        yield _refusal("hardware.device.kind", device.kind, rule, DeviceKind.CUDA)
-    domain = hardware.fabric.domain
-    if domain in NETWORKS_WITHOUT_CUDA:
+    if not device.kind.runs_cuda:
         rule = "is planned for CUDA and ROCm devices"
-        yield _refusal("hardware.fabric.domain", domain, rule, NetworkKind.NVLINK)
+        yield _refusal("hardware.device.kind", device.kind, rule, DeviceKind.CUDA)
     if model.name not in FLAVOURS:
         yield _refusal(
             "model.name", model.name, "has no flavour of this model", "Qwen/Qwen3-30B-A3B"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.engine_limits import unsupported_device, unsupported_layout, unsupported_model
 from moewright.rules.job import Job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.rules.torchtitan_limits import torchtitan_refusals
@@ -32,6 +32,7 @@ def trainer_refusals(trainer: TargetTrainer, job: Job, hardware: Hardware) -> tu
     if trainer is TargetTrainer.TORCHTITAN:
         return tuple(torchtitan_refusals(job, hardware))
     return (
+        *unsupported_device(hardware),
         *unsupported_model(job.model, job.workload),
         *unsupported_layout(job.layout, model=job.model, workload=job.workload),
     )

@@ -43,7 +43,6 @@ from moewright.search.space import (
     state_policies,
     with_pipeline,
 )
-from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Overlap, Recompute
 from moewright.spec.plan import RankingRule
 
@@ -135,7 +134,7 @@ class Screener:
             dtype=bool,
         )
         self._searches_dp_overlap = (
-            space.hardware.device.kind is DeviceKind.CUDA
+            space.hardware.device.kind.is_accelerator
             and "overlap" not in space.fixed
             and space.permits(overlap=(Overlap.GRAD, Overlap.PARAM))
         )

@@ -37,7 +37,6 @@ from moewright.rules.param import Param
 from moewright.rules.recompute import activation_nbytes
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy
-from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import Dtype, MatrixUpdate
@@ -89,7 +88,7 @@ class ScreeningMemory:
         counts_linear = space.workload.precision.is_narrow or holds_packed(space.workload)
         self._follows_linear = counts_linear and any(policy.zero == 3 for policy in states)
         # On a CPU, device and host share a memory, so a checkpoint that is being saved counts.
-        self._checkpoints_on_device = space.hardware.device.kind is not DeviceKind.CUDA
+        self._checkpoints_on_device = not space.hardware.device.kind.is_accelerator
         self._dense_layers: dict[tuple[int, int, int, int], memory.LayerMemory] = {}
         self._buffers: dict[tuple[object, ...], Array] = {}
         self._communicators: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}

@@ -18,7 +18,6 @@ from moewright.cost.own_runs import choice_distance, own_run_factor
 from moewright.cost.stage_parts import Array
 from moewright.cost.uncertainty import step_bound, step_deviation
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy, with_pipeline
-from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Schedule
 
 Place = tuple[slice | None, ...]  # where the rows of a block stand among three axes
@@ -78,7 +77,7 @@ class ScreeningRisk:
         risk: float,
     ) -> None:
         self._space, self._constants, self._risk = space, constants, risk
-        self._counts_evidence = space.hardware.device.kind is DeviceKind.CUDA
+        self._counts_evidence = space.hardware.device.kind.is_accelerator
         self._own_runs = space.hardware.own_runs
         self._own_choices = [frozenset(run.choices) for run in self._own_runs]
         if not self._counts_evidence and not self._own_runs:

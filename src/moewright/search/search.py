@@ -11,7 +11,7 @@ import numpy as np
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.grid import with_fabric_nodes
-from moewright.rules.legality import check_legality, check_precision
+from moewright.rules.legality import check_device, check_legality, check_precision
 from moewright.search.candidates import (
     Candidate,
     CandidatePool,
@@ -96,12 +96,14 @@ def search(
 
     Raises:
         BadInput: `fixed` is no layout, or the devices have no matrix products in the job's
-            precision.
+            precision, or not what `fixed` asks for.
     """
     if reasons := check_precision(workload, hardware):
         raise BadInput(*reasons)
     rule = RankingRule() if rule is None else rule
     space = build_search_space(model, workload, hardware, fixed, allowed=allowed)
+    if reasons := check_device(space.base, hardware):
+        raise BadInput(*reasons)
     pool = _fill_pool(space, rule, keep=top + _SPARE, extra_bytes=_EXTRA_BYTES)
     rejected: Counter[str] = Counter(pool.refused)
     rejected[DOES_NOT_FIT] += pool.without_room

@@ -22,7 +22,7 @@ from moewright.rules.networks import runs_on
 from moewright.rules.schedule import check_schedule
 from moewright.rules.stages import EvenSplit, even_layout_string, parse_stages, vpp_choices
 from moewright.spec.errors import Reason
-from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
     CpComm,
     CudaGraphScope,
@@ -225,7 +225,7 @@ def _offload_choices(
         yield tuple(item for item in space.base.offload if item is not Offload.OPTIMIZER)
         return
     yield ()
-    if space.hardware.device.kind is not DeviceKind.CUDA:
+    if not space.hardware.device.kind.is_accelerator:
         return
     for offload in _OFFLOADED_ACTIVATIONS:
         layout = Layout(world_size=1, recompute=recompute, offload=offload)
@@ -247,7 +247,7 @@ def _widest_graphs(
     Graphs of a whole iteration need a fixed number of rows an expert, which changes what is
     trained, so they are taken only when asked for.
     """
-    if space.hardware.device.kind is not DeviceKind.CUDA:
+    if not space.hardware.device.kind.runs_cuda:
         return ()
     mixers = [CudaGraphScope.ATTN]
     if space.model.recurrent is not None:
@@ -275,7 +275,7 @@ def state_policies(space: SearchSpace) -> tuple[StatePolicy, ...]:
     base_offload = on_host if Offload.OPTIMIZER in space.base.offload else ()
     policies = [StatePolicy(zero=zero, offload=base_offload) for zero in levels]
     may_offload = "offload" not in space.fixed and space.permits(offload=on_host)
-    if may_offload and 1 in levels and space.hardware.device.kind is DeviceKind.CUDA:
+    if may_offload and 1 in levels and space.hardware.device.kind.is_accelerator:
         policies.append(StatePolicy(zero=1, offload=on_host))
     return tuple(policies)
 
@@ -289,7 +289,7 @@ def dispatcher_choices(space: SearchSpace, cut: Layout) -> tuple[DispatcherKind,
     """
     if "dispatcher" in space.fixed:
         return (space.base.dispatcher,)
-    if cut.ep == 1 or space.hardware.device.kind is not DeviceKind.CUDA:
+    if cut.ep == 1 or not space.hardware.device.kind.runs_cuda:
         return (DispatcherKind.ALL_TO_ALL,)
     fabric = space.hardware.fabric
     domains = group_span(cut, "ep", fabric.domain_size).domains

@@ -12,10 +12,22 @@ from moewright.spec.workload import Dtype
 
 
 class DeviceKind(StrEnum):
-    """The kinds of device that a hardware file describes."""
+    """The kinds of device that a hardware file describes, by the software that drives them."""
 
     CPU = "cpu"
-    CUDA = "cuda"
+    CUDA = "cuda"  # torch's CUDA devices: NVIDIA's, and AMD's under ROCm
+    TPU = "tpu"  # a compiler (XLA) makes one program of a step
+    NPU = "npu"  # Ascend
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it has a memory of its own, apart from the host's."""
+        return self is not DeviceKind.CPU
+
+    @property
+    def runs_cuda(self) -> bool:
+        """Whether CUDA graphs, and libraries of kernels such as DeepEP, exist for it."""
+        return self is DeviceKind.CUDA
 
 
 class Op(StrEnum):
@@ -120,10 +132,6 @@ class NetworkKind(StrEnum):
     ROCE = "roce"
     EFA = "efa"  # AWS, a CPU thread posts the messages
     TCP = "tcp"
-
-
-# Domains of parts that torch's CUDA device does not reach: trainers for it cannot run there.
-NETWORKS_WITHOUT_CUDA = frozenset({NetworkKind.HCCS, NetworkKind.ICI})
 
 
 class MessagePath(StrEnum):

@@ -22,7 +22,7 @@ from moewright.search.space import (
     build_search_space,
 )
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import DeviceKind, Hardware
+from moewright.spec.hardware import Hardware
 from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Layout, Overlap, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.tuning_axis import TUNABLE_TRAIN_KEYS, TuningAxis
@@ -233,9 +233,10 @@ def default_axes(
     if model.moe is not None:
         axes |= _expert_axes(hardware)
     overlaps = ["none", Overlap.GRAD, f"{Overlap.GRAD}+{Overlap.PARAM}"]
-    if hardware.device.kind is DeviceKind.CUDA:
-        overlaps.append(f"{Overlap.EP}+{Overlap.GRAD}+{Overlap.PARAM}")
+    if hardware.device.kind.runs_cuda:
         axes["graphs"] = ["none", f"{CudaGraphScope.ATTN}+{CudaGraphScope.MOE_ROUTER}"]
+    if hardware.device.kind.is_accelerator:
+        overlaps.append(f"{Overlap.EP}+{Overlap.GRAD}+{Overlap.PARAM}")
         axes["offload"] = ["none", "optimizer"]
     axes["overlap"] = overlaps
     return tuple(
