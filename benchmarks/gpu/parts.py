@@ -36,13 +36,14 @@ from moewright.engine.kernels.fused.reference import TorchKernels
 from moewright.engine.kernels.fused.select import build_kernels
 from moewright.engine.kernels.low_precision import Groups, NarrowTensor, convert
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
-from moewright.engine.kernels.scaled_products import (
-    ScaledProduct,
-    find_product,
-    has_expert_product,
-    multiply,
+from moewright.engine.kernels.scaled_groups import (
+    contract_groups,
+    find_gradient_product,
+    find_group_product,
     multiply_groups,
+    pad_to_tiles,
 )
+from moewright.engine.kernels.scaled_products import find_product, multiply
 from moewright.engine.run.step import train_step
 from moewright.intake import catalogue
 from moewright.rules.flops import model_flops_per_token
@@ -149,7 +150,7 @@ def _cast_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
 
 
 def _product_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
-    """Time products of operands that are converted already: dense, and of experts by rows."""
+    """Time products of operands that are converted already: dense, and of experts."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(sizes.rows, width, generator=generator).bfloat16().to(sizes.device)
     w = torch.randn(width, width, generator=generator).bfloat16().to(sizes.device)
@@ -166,18 +167,35 @@ def _product_rows(sizes: GpuSizes, width: int) -> Iterable[Sequence[str]]:
         product = find_product(a, b, x.dtype)
         run = partial(multiply, a, b, x.dtype)
         yield name, product or "widened", _error(run(), a, b), *_times(sizes, run, dense_s)
-        if recipe.inputs.block:
-            continue
         rows = convert(x, recipe.inputs, Groups(ends=ends))
         stack = convert(experts.flatten(0, 1), recipe.weights, Groups(ends=weight_ends))
-        is_scaled = has_expert_product(rows, stack, experts.shape, x.dtype)
+        product = find_group_product(rows, stack, experts.shape, x.dtype)
         run = partial(multiply_groups, rows, stack, experts.shape, ends, x.dtype)
-        by = ScaledProduct.EXPERT_ROWS if is_scaled else "widened"
-        yield f"{name}, experts", by, _error(run(), rows, b), *_times(sizes, run, grouped_s)
+        yield (
+            f"{name}, experts",
+            product or "widened",
+            _error(run(), rows, b),
+            *_times(sizes, run, grouped_s),
+        )
+        product = find_gradient_product(recipe.gradients, recipe.inputs, x, x)
+        if product is not None:
+            padding = pad_to_tiles(ends, len(x), recipe.inputs)
+            columns = Groups(ends=padding.ends, of_columns=True)
+            narrow = convert(padding.pad(x).mT, recipe.inputs, columns)
+            run = partial(contract_groups, product, narrow, narrow, len(x))
+            wide = narrow.widen(torch.float32)[:, padding.places].double()
+            exact = torch.stack([part @ part.T for part in wide.chunk(_EXPERTS, 1)])
+            error = _relative(run(), exact)
+            in_bf16_s = time_call(sizes, lambda: grouped_matmul(x.T, x, ends))
+            yield f"{name}, experts' gradient", product, error, *_times(sizes, run, in_bf16_s)
 
 
 def _error(result: torch.Tensor, a: NarrowTensor, b: NarrowTensor) -> str:
     exact = a.widen(torch.float32).double() @ b.widen(torch.float32).double().T
+    return _relative(result, exact)
+
+
+def _relative(result: torch.Tensor, exact: torch.Tensor) -> str:
     return f"{float((result.double() - exact).norm() / exact.norm()):.1e}"
 
 

@@ -7,7 +7,6 @@ functions check layouts here, and scales are read back by the definition of each
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,13 +15,14 @@ import torch.nn.functional as F
 
 from moewright.engine.kernels import scaled_products
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
-from moewright.engine.kernels.low_precision import Groups, NarrowTensor, convert
+from moewright.engine.kernels.low_precision import NarrowTensor, convert, decode_scales
 from moewright.engine.kernels.products import NarrowProducts
 from moewright.engine.kernels.scaled_products import (
     ScaledProduct,
+    block_scales,
+    find_product,
     fits,
     multiply,
-    multiply_groups,
     multiply_scaled,
     products_of_device,
     tile_scales,
@@ -205,41 +205,6 @@ def test_what_torch_would_refuse_does_not_fit(product: ScaledProduct) -> None:
     assert not fits(product, replace(a, codes=a.codes[:0]), b, torch.bfloat16)
 
 
-def test_experts_rows_are_one_product_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    has = frozenset({ScaledProduct.EXPERT_ROWS})
-    monkeypatch.setattr(scaled_products, "_products_of", lambda device: has)
-    experts = 4
-    shape = torch.Size((experts, OUT, COLUMNS))
-    operand = RECIPES[ScaledProduct.TENSOR].inputs
-    ends = torch.tensor([16, 16, 100, ROWS], dtype=torch.int32)
-    weight_ends = torch.arange(1, experts + 1) * OUT
-    x = convert(draw(ROWS, COLUMNS, 1), operand, Groups(ends=ends))
-    w = convert(draw(experts * OUT, COLUMNS, 2), operand, Groups(ends=weight_ends))
-    shapes = []
-    grouped = torch._scaled_grouped_mm
-
-    def multiply_by_rows(
-        rows: torch.Tensor,
-        w: torch.Tensor,
-        *scales: torch.Tensor,
-        offs: torch.Tensor,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        on_gpu = [arg.to("meta") for arg in (rows, w, *scales)]
-        shapes.append(grouped(*on_gpu, offs=offs.to("meta"), **kwargs).shape)
-        wide_rows, wide_w = rows.float() * scales[0][:, None], w.float() * scales[1][:, None]
-        ends = [0, *offs.tolist()]
-        parts = [wide_rows[i:j] @ m for (i, j), m in zip(pairwise(ends), wide_w, strict=True)]
-        return torch.cat(parts).to(torch.bfloat16)
-
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply_by_rows)
-    result = multiply_groups(x, w, shape, ends, torch.bfloat16)
-    assert shapes == [(ROWS, OUT)]
-    monkeypatch.undo()
-    expected = multiply_groups(x, w, shape, ends, torch.float32)
-    assert float((result.float() - expected).norm()) <= BF16_EPS * float(expected.norm())
-
-
 def test_tiles_of_scales_are_those_of_the_cublas_manual() -> None:
     rows, blocks = 300, 10
     scales = torch.randint(1, 200, (rows, blocks), dtype=torch.uint8).view(torch.float8_e8m0fnu)
@@ -267,29 +232,67 @@ def test_scales_of_blocks_decode_the_same_numbers() -> None:
     assert torch.equal(wide_b.view(OUT, COLUMNS), b.widen(torch.float32))
 
 
+def test_a_power_of_two_for_128_is_four_of_mxfp8s(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = RECIPES[ScaledProduct.BLOCKS_128]
+    # From the least scale on: 2^-127, which fp32 has without a hidden bit.
+    exponents = torch.linspace(-132, 100, ROWS)[:, None]
+    wide = draw(ROWS, COLUMNS, 1).sign() * torch.exp2(exponents)
+    for operand in (recipe.inputs, recipe.weights):
+        narrow = convert(wide, operand)
+        assert narrow.scales is not None
+        fours = decode_scales(block_scales(narrow), RECIPES[ScaledProduct.MXFP8].inputs.scale)
+        assert torch.equal(fours, narrow.scales.repeat_interleave(4, 1))
+    assert float(convert(wide, recipe.inputs).scales.amin()) == 2.0**-127  # type: ignore[union-attr]
+    a, b = convert_both(ScaledProduct.BLOCKS_128)
+    has = {ScaledProduct.MXFP8}
+    monkeypatch.setattr(scaled_products, "_products_of", lambda device: has)
+    assert find_product(a, b, torch.bfloat16) is ScaledProduct.MXFP8
+    result = multiply_scaled(ScaledProduct.MXFP8, on_meta(a), on_meta(b), torch.bfloat16)
+    assert result.shape == (ROWS, OUT)
+    has.add(ScaledProduct.BLOCKS_128)
+    assert find_product(a, b, torch.bfloat16) is ScaledProduct.BLOCKS_128
+
+
+WITH_MSLK = "CXX_FLAGS= -DUSE_KINETO -DUSE_MSLK -O2"
+
+
 @pytest.mark.parametrize(
-    ("capability", "cuda", "products"),
+    ("capability", "cuda", "build", "products"),
     [
-        ((8, 0), (12, 9), ""),
-        ((8, 9), (12, 9), "tensor"),
-        ((9, 0), (12, 8), "tensor expert_rows"),
-        ((9, 0), (12, 9), "tensor expert_rows blocks_128"),
-        ((10, 0), (13, 0), "tensor mxfp8 nvfp4"),
-        ((10, 0), (12, 6), "tensor"),
-        ((12, 0), (13, 0), "tensor"),
+        ((8, 0), (12, 9), WITH_MSLK, ""),
+        ((8, 9), (12, 9), WITH_MSLK, "tensor"),
+        ((9, 0), (12, 8), WITH_MSLK, "tensor expert_rows"),
+        ((9, 0), (12, 9), WITH_MSLK, "tensor expert_rows blocks_128"),
+        ((10, 0), (13, 0), WITH_MSLK, "tensor mxfp8 nvfp4 expert_mxfp8 expert_nvfp4"),
+        ((10, 0), (13, 0), "CXX_FLAGS= -O2", "tensor mxfp8 nvfp4"),
+        ((10, 3), (13, 0), WITH_MSLK, "tensor mxfp8 nvfp4"),
+        ((10, 0), (12, 6), WITH_MSLK, "tensor"),
+        ((12, 0), (13, 0), WITH_MSLK, "tensor"),
     ],
 )
-def test_devices_have_what_their_capability_and_cuda_give(
-    capability: tuple[int, int], cuda: tuple[int, int], products: str
+def test_devices_have_what_capability_cuda_and_build_give(
+    capability: tuple[int, int], cuda: tuple[int, int], build: str, products: str
 ) -> None:
-    assert products_of_device(capability, cuda) == set(products.split())
+    assert products_of_device(capability, cuda, build) == set(products.split())
+
+
+def test_a_device_is_asked_for_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda of: (9, 0) if of == device else (8, 0)
+    )
+    assert scaled_products.has_product(ScaledProduct.EXPERT_ROWS, device)
+    assert not scaled_products.has_product(ScaledProduct.EXPERT_MXFP8, device)
+    assert not scaled_products.has_product(ScaledProduct.TENSOR, torch.device("cpu"))
+    scaled_products._products_of.cache_clear()
 
 
 @pytest.mark.parametrize("product", DENSE)
 def test_their_flops_are_counted(product: ScaledProduct) -> None:
     counted: list[int] = []
     counter = FlopCounter(lambda op, flops: counted.append(flops))
-    codes = [scaled_products._codes_of(operand) for operand in convert_both(product)]
+    codes = [scaled_products.codes_of(operand) for operand in convert_both(product)]
     func = torch.ops.aten._scaled_mm_v2.default
     counter.count(func, (codes[0], codes[1].mT), {})
     assert counted == [2 * ROWS * COLUMNS * OUT]

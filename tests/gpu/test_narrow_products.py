@@ -5,18 +5,15 @@ The tests are skipped without a device, and each of them where the device lacks 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moewright.engine.kernels.low_precision import Groups, convert
 from moewright.engine.kernels.products import NarrowProducts
-from moewright.engine.kernels.scaled_products import (
-    ScaledProduct,
-    find_product,
-    has_expert_product,
-    multiply,
-    multiply_groups,
-)
+from moewright.engine.kernels.scaled_groups import find_gradient_product, find_group_product
+from moewright.engine.kernels.scaled_products import find_product, multiply
 from moewright.rules.low_precision import Recipe, find_recipe
 from moewright.spec.workload import Dtype, TensorScaling, Workload
 
@@ -82,16 +79,45 @@ def test_the_products_of_a_linear_are_those_of_a_cpu(name: str) -> None:
         assert_close(result, reference)
 
 
-def test_the_product_of_experts_is_that_of_its_numbers() -> None:
-    operand = recipe_of("current").inputs
-    shape = torch.Size((4, OUT, COLUMNS))
-    ends = torch.tensor([16, 16, 200, ROWS], dtype=torch.int32, device="cuda")
-    weight_ends = torch.arange(1, 5, device="cuda") * OUT
-    x = convert(draw(ROWS, COLUMNS, 1), operand, Groups(ends=ends))
-    w = convert(draw(4 * OUT, COLUMNS, 2), operand, Groups(ends=weight_ends))
-    if not has_expert_product(x, w, shape, torch.bfloat16):
-        pytest.skip(f"the device has no {ScaledProduct.EXPERT_ROWS}")
-    result = multiply_groups(x, w, shape, ends, torch.bfloat16)
-    wide = w.widen(torch.float32).double().view(shape)
-    rows = x.widen(torch.float32).double().split((16, 0, 184, 312))
-    assert_close(result, torch.cat([part @ e.T for part, e in zip(rows, wide, strict=True)]))
+# The second expert has no rows, and the first fewer than a tile of scales.
+SIZES = (16, 0, 184, 312)
+EXPERTS = len(SIZES)
+
+
+def products_of_experts(name: str, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the three products of a linear of experts, without numbers rounded at random."""
+    recipe = recipe_of(name)
+    recipe = replace(recipe, gradients=replace(recipe.gradients, rounds_at_random=False))
+    products = NarrowProducts(recipe, torch.device(device), seed=1)
+    ends = torch.tensor(SIZES, device=device).cumsum(0).int()
+    x, g = (draw(ROWS, width, seed).to(device, dtype) for seed, width in ((1, COLUMNS), (2, OUT)))
+    w = draw(EXPERTS * OUT, COLUMNS, 3).view(EXPERTS, OUT, COLUMNS).to(device, dtype)
+    return [
+        products.forward(x, w, ends),
+        products.input_grad(g, w, ends),
+        products.weight_grad(g, x, ends),
+    ]
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_the_products_of_experts_are_those_of_a_cpu(name: str) -> None:
+    references = products_of_experts(name, "cpu", torch.float32)
+    results = products_of_experts(name, "cuda", torch.bfloat16)
+    for result, reference in zip(results, references, strict=True):
+        assert_close(result.cpu(), reference.double())
+    assert not bool(results[2][SIZES.index(0)].any())
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_the_rows_of_experts_are_multiplied_by_torch(name: str) -> None:
+    """Where the device has a product, forward and the weight's gradient take it."""
+    recipe = recipe_of(name)
+    ends = torch.tensor(SIZES, device="cuda").cumsum(0).int()
+    x, g = draw(ROWS, COLUMNS, 1), draw(ROWS, OUT, 2)
+    a = convert(x, recipe.inputs, Groups(ends=ends))
+    b = convert(draw(EXPERTS * OUT, COLUMNS, 3), recipe.weights)
+    shape = torch.Size((EXPERTS, OUT, COLUMNS))
+    if find_group_product(a, b, shape, torch.bfloat16) is None:
+        pytest.skip("the device has no such product")
+    has_gradient = find_gradient_product(recipe.gradients, recipe.inputs, g, x) is not None
+    assert has_gradient == (recipe.inputs.block > 0)

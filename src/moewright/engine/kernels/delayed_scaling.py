@@ -17,7 +17,8 @@ import torch
 
 from moewright.engine.kernels.low_precision import Groups, NarrowTensor, cast_groups
 from moewright.engine.kernels.matmul import grouped_matmul
-from moewright.engine.kernels.scaled_products import multiply, multiply_groups
+from moewright.engine.kernels.scaled_groups import multiply_groups
+from moewright.engine.kernels.scaled_products import multiply
 from moewright.rules.delayed_scaling import SCALES_OF_LINEAR, ScaledLinear
 from moewright.rules.low_precision import OperandKind, Recipe
 from moewright.spec.ledger import Component, MemoryRow

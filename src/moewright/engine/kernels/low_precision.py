@@ -288,10 +288,13 @@ class GroupPadding:
         return x_RK.new_zeros(self.rows, x_RK.shape[1]).index_copy(0, self.places, x_RK)
 
 
-def pad_groups(ends: torch.Tensor, rows: int, multiple: int) -> GroupPadding:
-    """Plan the padding of groups of rows that end at `ends`."""
+def pad_groups(ends: torch.Tensor, rows: int, multiple: int, least: int = 0) -> GroupPadding:
+    """Plan the padding of groups of rows that end at `ends`.
+
+    No group has fewer rows than `least`, which is 0 or the multiple.
+    """
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    sizes = (ends - starts + multiple - 1) // multiple * multiple
+    sizes = ((ends - starts).clamp(min=least) + multiple - 1) // multiple * multiple
     new_ends = sizes.cumsum(0).to(ends.dtype)
     shift = (new_ends - sizes - starts)[group_numbers(ends, rows)]
     return GroupPadding(

@@ -2,7 +2,8 @@
 
 A linear layer y = x w^T makes a product in forward and two in backward: g w, the gradient of its
 input, and g^T x, the gradient of its weight. Low-precision products convert both operands along
-the contraction and multiply the converted numbers with fp32 sums (kernels.scaled_products).
+the contraction and multiply the converted numbers with fp32 sums (kernels.scaled_products, of
+experts kernels.scaled_groups).
 
 Shapes: R rows, K in, N out, E experts.
 """
@@ -22,10 +23,16 @@ from moewright.engine.kernels.low_precision import (
     rotate_rows,
 )
 from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.engine.kernels.scaled_groups import (
+    contract_groups,
+    find_gradient_product,
+    multiply_groups,
+    pad_to_tiles,
+)
 from moewright.engine.kernels.scaled_products import (
+    ScaledProduct,
     find_product,
     multiply,
-    multiply_groups,
     multiply_scaled,
 )
 from moewright.rules.low_precision import NarrowFormat, Recipe
@@ -135,9 +142,13 @@ class NarrowProducts:
         multiple = max(inputs.block, self._recipe.hadamard_rows)
         groups = ONE_GROUP
         places: torch.Tensor | slice = slice(len(x))
+        grouped: ScaledProduct | None = None
         padded = [torch.nn.functional.pad(t, (0, 0, 0, -len(t) % multiple)) for t in (x, g_RN)]
         if ends is not None:
             padding = pad_groups(ends, len(x), multiple)
+            grouped = find_gradient_product(self._recipe.gradients, inputs, g_RN, x)
+            if grouped is not None:
+                padding = pad_to_tiles(ends, len(x), inputs)
             groups, places = Groups(ends=padding.ends, of_columns=True), padding.places
             padded = [padding.pad(t) for t in (x, g_RN)]
         rotated_rows = self._recipe.hadamard_rows
@@ -145,6 +156,8 @@ class NarrowProducts:
             padded = [rotate_rows(t, rotated_rows) for t in padded]
         narrow_x = convert(padded[0].mT, inputs, groups)
         narrow_g = self._convert_gradient(padded[1].mT, groups)
+        if grouped is not None:
+            return contract_groups(grouped, narrow_g, narrow_x, len(x))
         has_padding = ends is not None or len(padded[0]) > len(x)
         product = None if has_padding else find_product(narrow_g, narrow_x, dtype)
         if product is not None:

@@ -28,6 +28,7 @@ from moewright.engine.kernels.delta_rule import (
 )
 from moewright.engine.kernels.exact_attention import EXACT_ATTENTION, EXACT_ATTENTION_BACKWARD
 from moewright.engine.kernels.matmul import CPU_GROUPED_MATMUL, ONEDNN_LINEAR
+from moewright.engine.kernels.scaled_groups import SCALED_WEIGHT_GRAD
 from moewright.engine.kernels.sparse_attention import (
     CHOOSE_KEYS,
     SCORE_GRADIENTS,
@@ -55,8 +56,11 @@ def _mm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
 
 
 def _scaled_mm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
-    numbers = 2 if args[0].dtype is torch.float4_e2m1fn_x2 else 1  # of an element
-    return numbers * _mm_flops(args, kwargs)
+    return _numbers_of_element(args) * _mm_flops(args, kwargs)
+
+
+def _numbers_of_element(args: OperationArgs) -> int:
+    return 2 if args[0].dtype is torch.float4_e2m1fn_x2 else 1
 
 
 def _linear_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
@@ -72,6 +76,15 @@ def _grouped_mm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
     """
     a, b = args[0], args[1]
     return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[-1])
+
+
+def _scaled_grouped_mm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    return _numbers_of_element(args) * _grouped_mm_flops(args, kwargs)
+
+
+def _scaled_weight_grad_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
+    """Count a contraction over the rows of experts, without those that fill tiles."""
+    return 2 * int(args[5]) * len(args[0]) * len(args[1])
 
 
 def _bmm_flops(args: OperationArgs, kwargs: OperationKwargs) -> int:
@@ -198,7 +211,7 @@ _FLOP_RULES: tuple[tuple[str, FlopOp, _FlopRule], ...] = (
     ("_scaled_mm_v2", FlopOp.GEMM, _scaled_mm_flops),
     ("bmm", FlopOp.GEMM, _bmm_flops),
     ("_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm_flops),
-    ("_scaled_grouped_mm", FlopOp.GROUPED_GEMM, _grouped_mm_flops),
+    ("_scaled_grouped_mm_v2", FlopOp.GROUPED_GEMM, _scaled_grouped_mm_flops),
     ("_scaled_dot_product_flash_attention_for_cpu", FlopOp.ATTENTION, _attention_forward),
     (
         "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -223,6 +236,7 @@ class FlopCounter:
             if hasattr(_aten, name)
         }
         self._rules[CPU_GROUPED_MATMUL] = (FlopOp.GROUPED_GEMM, _grouped_mm_flops)
+        self._rules[SCALED_WEIGHT_GRAD] = (FlopOp.GROUPED_GEMM, _scaled_weight_grad_flops)
         self._rules[EXACT_ATTENTION] = (FlopOp.ATTENTION, _attention_forward)
         self._rules[EXACT_ATTENTION_BACKWARD] = (FlopOp.ATTENTION, _attention_backward_on_cpu)
         self._rules[CHOOSE_KEYS] = (FlopOp.GEMM, _choice_flops)
