@@ -27,6 +27,7 @@ from moewright.diagnosis.traces.capture import KernelKind, collective_in_name, k
 from moewright.diagnosis.traces.comm_classes import CommClass, classify_channels
 from moewright.diagnosis.traces.gaps import IdleCause
 from moewright.diagnosis.traces.kineto import read_traces
+from moewright.diagnosis.traces.kineto_events import HostEvents
 from moewright.diagnosis.traces.nsight import read_nsight
 from moewright.diagnosis.traces.peak_rate import find_peak_rate
 from moewright.diagnosis.traces.rank_skew import measure_rank_skew
@@ -109,6 +110,22 @@ def test_collectives_are_known_by_their_names():
     assert collective_in_name("_allgather_base") is Collective.ALL_GATHER
     assert collective_in_name("all_to_allv") is Collective.ALL_TO_ALL
     assert collective_in_name("ncclDevKernel_SendRecv") is None
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("Float8_e4m3fn", 1), ("Float4_e2m1fn_x2", 2)])
+def test_scaled_products_have_the_flops_of_their_numbers(kind: str, numbers: int) -> None:
+    host = HostEvents()
+    for key, (name, right) in enumerate(
+        (("_scaled_mm_v2", [64, 128]), ("_scaled_grouped_mm_v2", [8, 64, 128]))
+    ):
+        args = {
+            "Input Dims": [[256, 64], right],
+            "Input type": [f"c10::{kind}"],
+            "External id": key,
+        }
+        host.add("cpu_op", f"aten::{name}", (0.0, 1e-6), args, "1")
+    assert list(host.matrix_flops.values()) == [2 * 256 * 64 * 128 * numbers] * 2
+    assert host.grouped_rows == [(256.0, 8)]
 
 
 def test_a_step_is_taken_apart_into_what_was_put_in(tmp_path):

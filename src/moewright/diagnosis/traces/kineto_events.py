@@ -64,8 +64,16 @@ MATRIX_OPS = {
     "aten::bmm": (0, 1),
     "aten::baddbmm": (1, 2),
     "aten::_scaled_mm": (0, 1),
+    "aten::_scaled_mm_v2": (0, 1),
 }
-GROUPED_OPS = ("aten::_grouped_mm", "aten::grouped_mm", "aten::_scaled_grouped_mm")
+GROUPED_OPS = (
+    "aten::_grouped_mm",
+    "aten::grouped_mm",
+    "aten::_scaled_grouped_mm",
+    "aten::_scaled_grouped_mm_v2",
+)
+# An element of this type is two numbers along the contraction.
+_PACKED_TYPE = "Float4_e2m1fn_x2"
 _PRODUCTS = frozenset((*MATRIX_OPS, *GROUPED_OPS))
 # Bytes of the types that have not four, by their names in c10: Float, BFloat16, Half, Byte.
 _NBYTES = {
@@ -170,15 +178,17 @@ class HostEvents:
         """Add the FLOPs of a matrix product by the sizes of its operands, where recorded."""
         sizes: Any = args.get("Input Dims") or args.get("Input dims")
         key = external_id(args)
+        # Of a product's numbers: a multiplication and an addition each.
+        flops = 4 if _PACKED_TYPE in str(args.get("Input type")) else 2
         try:
             if name not in GROUPED_OPS:
                 left, right = (sizes[position] for position in MATRIX_OPS[name])
-                self.matrix_flops[key] = float(2 * prod(left) * right[-1])
+                self.matrix_flops[key] = float(flops * prod(left) * right[-1])
                 return
             left, right = sizes[0], sizes[1]
             rows = prod(left[:-1])
             if len(right) == 3 and rows and right[0]:
-                self.matrix_flops[key] = float(2 * rows * left[-1] * right[-1])
+                self.matrix_flops[key] = float(flops * rows * left[-1] * right[-1])
                 self.grouped_rows.append((float(rows), int(right[0])))
         except (TypeError, ValueError, IndexError, KeyError, OverflowError):
             return
