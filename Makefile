@@ -15,7 +15,7 @@ SERIAL = $(shell grep -rl 'mark\.serial' tests --include='test_*.py')
 # pins them.
 BASE_TORCH := from importlib.metadata import version; v = version("torch").split("."); exit((int(v[0]), int(v[1])) < (2, 11))
 
-.PHONY: slurm pictures evidence gpu train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-tuning verify-layouts
+.PHONY: slurm pictures evidence gpu train test test-all mutants faults megatron docs accuracy check lint types report bench bench-engine bench-peers bench-rivals bench-tuning verify-layouts
 .DELETE_ON_ERROR:
 
 train: $(RUN)/plan.json
@@ -33,6 +33,12 @@ bench-engine: | $(VENV)/.ready
 # The engine in turns with other trainers, which are installed under runs/peers.
 bench-peers: | $(VENV)/.ready
 	$(BIN)/python -m benchmarks.peers
+
+# Other planners on the published runs (minutes), from checkouts of them and the JSON of `moewright validate` with
+# `--leave-out publisher`: docs/rivals.md.
+bench-rivals: | $(VENV)/.ready
+	$(BIN)/python -m benchmarks.rivals $(or $(REPORT),$(error REPORT=FILE, SIMUMAX=DIR, LLM_ANALYSIS=DIR)) \
+	    --simumax $(SIMUMAX) --llm-analysis $(LLM_ANALYSIS)
 
 # One GPU in nine minutes: tests/gpu, kernels, layers, steps, memory, a profile and rates, to docs/gpu/<card>.md.
 gpu: $(VENV)/.dev
