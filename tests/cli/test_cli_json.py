@@ -15,7 +15,7 @@ from test_cli_dryrun import TINY
 from test_cli_export import SCRIPT
 
 import sample_run
-from moewright.cli.exit_codes import DOES_NOT_FIT
+from moewright.cli.exit_codes import DOES_NOT_FIT, PIPE_CLOSED
 from moewright.cli.main import main
 from moewright.codec import format_record, write_json
 from moewright.spec.record import format_json
@@ -125,6 +125,36 @@ def test_a_file_holds_what_standard_output_has(
     assert main(("estimate", *JOB, *LAYOUT, "--json", "plan.json")) == 0
     assert capsys.readouterr().out.endswith("wrote plan.json\n")
     assert json.loads((folder / "plan.json").read_text()) == data
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("plan", *JOB, "--top", "1"), ("estimate", *JOB, *LAYOUT), ("validate", "runs.csv")],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_files_of_an_answer_are_written_although_its_reader_stops_early(
+    arguments: tuple[str, ...], folder: Path
+) -> None:
+    """As `head` does: it closes the pipe, and the program ends in silence."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = (
+        sys.executable,
+        "-m",
+        "moewright",
+        *arguments,
+        "--json",
+        "a.json",
+        "--html",
+        "a.html",
+    )
+    done = subprocess.run(
+        command, cwd=folder, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (PIPE_CLOSED, "")
+    assert json.loads((folder / "a.json").read_text())
+    assert "<html" in (folder / "a.html").read_text()
 
 
 def test_a_refusal_leaves_standard_output_empty(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,30 +30,50 @@ def open_console(json: Path | None) -> Console:
     return make_console(sys.stdout)
 
 
-def write_answer(console: Console, json: Path | None, record: object) -> None:
-    """Write a record as JSON where the user wants it; the console names a file that was written."""
+@contextmanager
+def write_answer(
+    record: object,
+    json: Path | None,
+    *,
+    html: Path | None = None,
+    views: Callable[[], Iterable[Record]] = tuple,
+    written: Sequence[Path | None] = (),
+    beside_stdout: bool = False,
+) -> Iterator[Console]:
+    """Write the files of an answer, then give the console for its tables, and name the files last.
+
+    So a reader of the tables that stops early, such as `head`, costs no file. `record` is the
+    answer as JSON, None where there is none; `views` makes the records of the page `html`;
+    `written` are files that are there already. `beside_stdout` gives a console on standard error.
+    """
+    if json is not None and record is not None:
+        _write_json(json, record)
+    if html is not None:
+        _write_page(html, views())
+    console = open_console(STANDARD_OUTPUT if beside_stdout else json)
+    yield console
+    json_file = None if json == STANDARD_OUTPUT or record is None else json
+    for path in (*written, json_file, html):
+        if path is not None:
+            console.print(f"wrote {path}", soft_wrap=True)
+
+
+def _write_json(json: Path, record: object) -> None:
     from moewright.codec import write_text
     from moewright.spec.record import format_json
 
-    if json is None:
-        return
     text = format_json(record)
     if json == STANDARD_OUTPUT:
         sys.stdout.write(text)
-        return
-    write_text(json, text)
-    console.print(f"wrote {json}", soft_wrap=True)
+    else:
+        write_text(json, text)
 
 
-def write_html(console: Console, html: Path | None, records: Iterable[Record]) -> None:
-    """Write records as one page where the user wants it; the console names the file."""
-    if html is None:
-        return
+def _write_page(html: Path, records: Iterable[Record]) -> None:
     from moewright.codec import write_text
     from moewright.view.page import render_page
 
     write_text(html, render_page(tuple(records), html.stem))
-    console.print(f"wrote {html}", soft_wrap=True)
 
 
 @contextmanager

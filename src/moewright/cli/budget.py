@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from moewright.cli.answers import open_console, write_answer
+from moewright.cli.answers import write_answer
 from moewright.cli.options import BatchOptions, Count, JsonOption
 
 _NO_OPTIONS = BatchOptions()
@@ -48,12 +48,11 @@ def budget(
 
     options = workload.to_workload_options()
     answer = compute_budget(model, on, options, tokens=tokens, price=price, counts=devices)
-    console = open_console(json)
-    print_defaults(console, answer.request.defaults)
-    notes = ["Days hold steps alone: restarts and evaluations are not counted."]
-    if answer.without_layout:
-        counts = ", ".join(map(str, answer.without_layout))
-        notes.append(f"No layout fits with the probability that a plan asks for: {counts}.")
-    print_rows(console, answer, notes)
-    write_answer(console, json, answer)
+    with write_answer(answer, json) as console:
+        print_defaults(console, answer.request.defaults)
+        notes = ["Days hold steps alone: restarts and evaluations are not counted."]
+        if answer.without_layout:
+            counts = ", ".join(map(str, answer.without_layout))
+            notes.append(f"No layout fits with the probability that a plan asks for: {counts}.")
+        print_rows(console, answer, notes)
     return 0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from moewright.cli.answers import open_console, write_answer
+from moewright.cli.answers import write_answer
 from moewright.cli.exit_codes import DOES_NOT_FIT
 from moewright.cli.options import Count, Flag, JsonOption
 from moewright.spec.errors import BadInput, Reason
@@ -86,7 +86,6 @@ def capture(
         reading = capture_command(
             command, on=on, model=model, network=network, seconds=source.seconds
         )
-    console = open_console(json)
-    print_script_plan(console, reading, is_verbose=verbose)
-    write_answer(console, json, reading.plan)
+    with write_answer(reading.plan, json) as console:
+        print_script_plan(console, reading, is_verbose=verbose)
     return DOES_NOT_FIT if reading.plan.estimate.verdict is Verdict.OOM else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moewright.cli.answers import open_console, write_answer
+from moewright.cli.answers import write_answer
 from moewright.cli.options import JsonOption
 
 if TYPE_CHECKING:
@@ -23,10 +23,9 @@ def models(*, json: JsonOption = None) -> int:
     from moewright.api.catalogues import models as list_models
 
     table = list_models()
-    console = open_console(json)
-    for line in _format_lines(table.to_rows()):
-        console.print(line, soft_wrap=True)
-    write_answer(console, json, table)
+    with write_answer(table, json) as console:
+        for line in _format_lines(table.to_rows()):
+            console.print(line, soft_wrap=True)
     return 0
 
 
@@ -45,13 +44,12 @@ def hardware(on: str = "", /, *, json: JsonOption = None) -> int:
     from moewright.api.catalogues import hardware as find_hardware
 
     answer = find_hardware(on)
-    console = open_console(json)
     rows = answer.to_rows()
     if not isinstance(answer, HardwareTable):
         rows = HardwareTable(devices=(answer,)).to_rows()
-    for line in _format_lines(rows):
-        console.print(line, soft_wrap=True)
-    write_answer(console, json, answer)
+    with write_answer(answer, json) as console:
+        for line in _format_lines(rows):
+            console.print(line, soft_wrap=True)
     return 0
 
 

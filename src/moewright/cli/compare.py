@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, write_answer, write_html
+from moewright.cli.answers import write_answer
 from moewright.cli.options import BatchOptions, ComparisonOutputs
 from moewright.cli.stated_job import read_stated_job
 
@@ -51,8 +51,11 @@ def compare(
     comparison = compare_run(
         run, plan=stated.plan, script=stated.script, on=on, model=model, network=workload.network
     )
-    console = open_console(outputs.json)
-    print_run_comparison(console, comparison, verbose=outputs.verbose)
-    write_answer(console, outputs.json, comparison)
-    write_html(console, outputs.html, [view_run_comparison(comparison)])
+    with write_answer(
+        comparison,
+        outputs.json,
+        html=outputs.html,
+        views=lambda: [view_run_comparison(comparison)],
+    ) as console:
+        print_run_comparison(console, comparison, verbose=outputs.verbose)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, write_answer, write_html
+from moewright.cli.answers import write_answer
 from moewright.cli.options import BatchOptions, DiagnosisOutputs
 from moewright.cli.stated_job import read_stated_job
 from moewright.spec.errors import BadInput, Reason
@@ -66,10 +66,9 @@ def diagnose(
         raise BadInput(Reason(field="diagnose", value=str(later[1]), rule=rule))
     if later:
         changes = compare_steps(run, later[0])
-        console = open_console(outputs.json)
-        console.print(changes.title(), soft_wrap=True)
-        print_changes(console, changes.changes)
-        write_answer(console, outputs.json, changes)
+        with write_answer(changes, outputs.json) as console:
+            console.print(changes.title(), soft_wrap=True)
+            print_changes(console, changes.changes)
         return 0
     stated = read_stated_job(run, script=script, model=model, on=on, layout=layout, batch=workload)
     diagnosis = diagnose_path(
@@ -81,32 +80,37 @@ def diagnose(
         network=workload.network,
         perfetto=outputs.perfetto,
     )
-    console = open_console(outputs.json)
-    for note in diagnosis.notes:
-        console.print(note, soft_wrap=True)
-    if diagnosis.source is DiagnosisSource.TRACE:
-        print_breakdown(console, diagnosis.breakdowns, verbose=outputs.verbose)
-        if outputs.verbose:
-            print_details(console, diagnosis.details)
-    if diagnosis.log is not None:
-        print_log(console, diagnosis.log, diagnosis.job)
-        if diagnosis.mfu:
-            text = f"MFU {diagnosis.mfu:.1%} of the bf16 peak, by the trainer's own count of FLOPs"
-            console.print(text, soft_wrap=True)
-    if diagnosis.headline:
-        console.print(diagnosis.headline, style="bold", soft_wrap=True)
-    print_findings(
-        console,
-        diagnosis.findings,
-        has_headline=bool(diagnosis.headline),
-        verbose=outputs.verbose,
-    )
-    if diagnosis.waterfall is not None:
-        print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
-    if diagnosis.hint:
-        console.print(diagnosis.hint, soft_wrap=True)
-    if outputs.perfetto is not None:
-        console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev", soft_wrap=True)
-    write_answer(console, outputs.json, diagnosis)
-    write_html(console, outputs.html, [view_diagnosis(diagnosis)])
+    with write_answer(
+        diagnosis,
+        outputs.json,
+        html=outputs.html,
+        views=lambda: [view_diagnosis(diagnosis)],
+    ) as console:
+        for note in diagnosis.notes:
+            console.print(note, soft_wrap=True)
+        if diagnosis.source is DiagnosisSource.TRACE:
+            print_breakdown(console, diagnosis.breakdowns, verbose=outputs.verbose)
+            if outputs.verbose:
+                print_details(console, diagnosis.details)
+        if diagnosis.log is not None:
+            print_log(console, diagnosis.log, diagnosis.job)
+            if diagnosis.mfu:
+                text = (
+                    f"MFU {diagnosis.mfu:.1%} of the bf16 peak, by the trainer's own count of FLOPs"
+                )
+                console.print(text, soft_wrap=True)
+        if diagnosis.headline:
+            console.print(diagnosis.headline, style="bold", soft_wrap=True)
+        print_findings(
+            console,
+            diagnosis.findings,
+            has_headline=bool(diagnosis.headline),
+            verbose=outputs.verbose,
+        )
+        if diagnosis.waterfall is not None:
+            print_waterfall(console, diagnosis.waterfall, diagnosis.model_flops_per_device)
+        if diagnosis.hint:
+            console.print(diagnosis.hint, soft_wrap=True)
+        if outputs.perfetto is not None:
+            console.print(f"wrote {outputs.perfetto}: open it in ui.perfetto.dev", soft_wrap=True)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, reserve_stdout, write_answer, write_html
+from moewright.cli.answers import reserve_stdout, write_answer
 from moewright.cli.options import AnswerOptions, Count, JsonOption, SetOption
 from moewright.cli.progress import show_share
 
@@ -49,25 +49,28 @@ def dryrun(
     counted = counts.counted
     comparison = counts.comparison
     ranks = f"rank {rank} of {counts.layout.world_size}"
-    console = open_console(json)
-    console.print(
-        f"{counts.model.name or 'model'}, {ranks} (pipeline rank {counted.ledger.pp_rank})",
-        soft_wrap=True,
-    )
-    console.print(f"layout    {format_layout(counts.layout)}", soft_wrap=True)
-    console.print(
-        f"{counts.run_micro_batches} of the step's {counts.step_micro_batches} micro-batches: the "
-        "peak does not grow after; the rest of the table is of these",
-        soft_wrap=True,
-    )
-    print_dry_run(
-        console,
-        comparison,
-        states_bytes=counted.states_bytes,
-        tensor_bytes=counted.peak_by_module,
-        planned=counts.planned,
-        verbose=answer.verbose,
-    )
-    write_answer(console, json, counted)
-    write_html(console, answer.html, [view_comparison_lines(comparison, f"{ranks} of {job.name}")])
+    with write_answer(
+        counted,
+        json,
+        html=answer.html,
+        views=lambda: [view_comparison_lines(comparison, f"{ranks} of {job.name}")],
+    ) as console:
+        console.print(
+            f"{counts.model.name or 'model'}, {ranks} (pipeline rank {counted.ledger.pp_rank})",
+            soft_wrap=True,
+        )
+        console.print(f"layout    {format_layout(counts.layout)}", soft_wrap=True)
+        console.print(
+            f"{counts.run_micro_batches} of the step's {counts.step_micro_batches} micro-batches "
+            "were run: the peak does not grow after them, and the other figures count them alone",
+            soft_wrap=True,
+        )
+        print_dry_run(
+            console,
+            comparison,
+            states_bytes=counted.states_bytes,
+            tensor_bytes=counted.peak_by_module,
+            planned=counts.planned,
+            verbose=answer.verbose,
+        )
     return 0 if comparison.is_exact and comparison.is_within_bound else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moewright.cli.answers import open_console, write_answer, write_html
+from moewright.cli.answers import write_answer
 from moewright.cli.exit_codes import DOES_NOT_FIT
 from moewright.cli.options import JsonOption, LaunchScriptOptions, PictureOptions, PlanningOptions
 from moewright.spec.errors import BadInput, Reason
@@ -58,7 +58,7 @@ def estimate(
     from moewright.report.trace import write_trace
     from moewright.spec.plan import Verdict
 
-    console = open_console(json)
+    reading = None
     if script.from_flags is not None:
         _refuse_options_of_script(layout, workload)
         reading = read_flags(
@@ -71,19 +71,24 @@ def estimate(
         )
         plan = reading.plan
         notes = reading.notes
-        print_script_plan(console, reading, is_verbose=script.verbose)
     else:
         options = workload.to_workload_options()
         plan, notes = estimate_request(model, layout, on=on, options=options)
-        print_defaults(console, notes)
-        print_estimate(console, plan, verbose=script.verbose)
-    print_measured_load(console, plan, estimate_even_routing(plan))
-    write_answer(console, json, plan)
     if pictures.trace is not None:
         write_trace(plan, pictures.trace)
-        console.print(f"wrote {pictures.trace}", soft_wrap=True)
-    if pictures.html is not None:
-        write_html(console, pictures.html, view_estimate(plan, notes))
+    with write_answer(
+        plan,
+        json,
+        html=pictures.html,
+        views=lambda: view_estimate(plan, notes),
+        written=(pictures.trace,),
+    ) as console:
+        if reading is not None:
+            print_script_plan(console, reading, is_verbose=script.verbose)
+        else:
+            print_defaults(console, notes)
+            print_estimate(console, plan, verbose=script.verbose)
+        print_measured_load(console, plan, estimate_even_routing(plan))
     return DOES_NOT_FIT if plan.estimate.verdict is Verdict.OOM else 0
 
 

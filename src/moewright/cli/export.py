@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moewright.cli.answers import STANDARD_OUTPUT, open_console, write_answer
+from moewright.cli.answers import STANDARD_OUTPUT, write_answer
 from moewright.cli.options import EngineJobOptions, ExportTarget, JsonOption, LaunchScriptOptions
 from moewright.spec.errors import BadInput, Reason
 
@@ -101,11 +101,10 @@ def _read_script(
         arguments=script.script_args,
         strict=script.strict,
     )
-    console = open_console(json if is_shown else STANDARD_OUTPUT)
-    if is_shown:
-        print_script_plan(console, reading, is_verbose=script.verbose)
-    else:
-        for line in reading.notes:
-            console.print(line, soft_wrap=True, markup=False)
-    write_answer(console, json, reading.plan)
+    with write_answer(reading.plan, json, beside_stdout=not is_shown) as console:
+        if is_shown:
+            print_script_plan(console, reading, is_verbose=script.verbose)
+        else:
+            for line in reading.notes:
+                console.print(line, soft_wrap=True, markup=False)
     return reading.plan

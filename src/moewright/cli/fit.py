@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from moewright.cli.answers import open_console, write_answer
+from moewright.cli.answers import write_answer
 from moewright.cli.options import JsonOption
 
 if TYPE_CHECKING:
@@ -46,26 +46,24 @@ def fit(
 
     check_hardware_path(out)
     result = fit_hardware(table, on=on)
-    console = open_console(json)
-    for row_id, reason in result.left_out:
-        console.print(f"{row_id}: left out, {reason}", soft_wrap=True, highlight=False)
-    _print_errors(console, "before", result.errors_before)
-    _print_errors(console, "after", result.errors_after)
-    _print_errors(console, "each run left out of its fit", result.errors_left_out)
-    for constant in result.constants:
-        values = f"{constant.prior:.4g} -> {constant.value:.4g}"
-        spread = f"+-{constant.sd:.0%}, was +-{constant.prior_sd:.0%}"
-        console.print(f"{constant.name}: {values} ({spread})", highlight=False)
-    console.print(
-        f"{result.kept_count} constants keep their value: these runs say too little of them",
-        highlight=False,
-    )
-    if result.next_run is not None:
-        line = _describe_next_run(result.next_run)
-        console.print(line, soft_wrap=True, highlight=False)
     write_toml(out, result.hardware)
-    console.print(f"wrote {out}", soft_wrap=True)
-    write_answer(console, json, result)
+    with write_answer(result, json, written=(out,)) as console:
+        for row_id, reason in result.left_out:
+            console.print(f"{row_id}: left out, {reason}", soft_wrap=True, highlight=False)
+        _print_errors(console, "before", result.errors_before)
+        _print_errors(console, "after", result.errors_after)
+        _print_errors(console, "each run left out of its fit", result.errors_left_out)
+        for constant in result.constants:
+            values = f"{constant.prior:.4g} -> {constant.value:.4g}"
+            spread = f"+-{constant.sd:.0%}, was +-{constant.prior_sd:.0%}"
+            console.print(f"{constant.name}: {values} ({spread})", highlight=False)
+        console.print(
+            f"{result.kept_count} constants keep their value: these runs say too little of them",
+            highlight=False,
+        )
+        if result.next_run is not None:
+            line = _describe_next_run(result.next_run)
+            console.print(line, soft_wrap=True, highlight=False)
     return 0
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moewright.cli.answers import open_console, write_answer, write_html
+from moewright.cli.answers import write_answer
 from moewright.cli.options import AnswerOptions, JsonOption, PlanningOptions, RankingOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moewright.api.planning import Plans
 
 _NO_OPTIONS = PlanningOptions()
 _DEFAULT_RANKING = RankingOptions()
@@ -41,11 +48,8 @@ def plan(
     from moewright.api.planning import SearchOptions, explain_empty_search, search_request
     from moewright.api.planning import why_not as find_objections
     from moewright.api.requests import read_plan_request, to_options, translate_fields
-    from moewright.api.running import list_trainers
     from moewright.api.views import view_plans
     from moewright.codec import parse_layout
-    from moewright.report.console import print_defaults, print_measured_load
-    from moewright.report.plan_text import print_plans
 
     request = read_plan_request(model, on, workload.to_workload_options())
     # A layout that cannot be read is refused before the search, which may take a while.
@@ -60,8 +64,27 @@ def plan(
         runs_on=ranking.runs_on,
     )
     plans = search_request(request, Path(model), options)
-    console = open_console(json)
-    print_defaults(console, request.defaults)
+    objections: tuple[str, ...] = ()
+    if ranking.why_not:
+        objections = tuple(find_objections(plans, ranking.why_not).lines)
+    with write_answer(
+        plans.best, json, html=answer.html if plans.best else None, views=lambda: view_plans(plans)
+    ) as console:
+        _print_answer(console, plans, objections, verbose=answer.verbose)
+    if plans.best is None:
+        raise explain_empty_search(request, plans.search, Path(model))
+    return 0
+
+
+def _print_answer(
+    console: Console, plans: Plans, objections: Iterable[str], *, verbose: bool
+) -> None:
+    """Print the ranking, what its first rests on, and who starts each plan."""
+    from moewright.api.running import list_trainers
+    from moewright.report.console import print_defaults, print_measured_load
+    from moewright.report.plan_text import print_plans
+
+    print_defaults(console, plans.request.defaults)
     print_plans(
         console,
         plans.plans,
@@ -69,7 +92,7 @@ def plan(
         gambles=plans.gambles,
         why=plans.why,
         rejected=plans.rejected,
-        verbose=answer.verbose,
+        verbose=verbose,
     )
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, shown in enumerate(plans.plans, 1):
@@ -80,12 +103,5 @@ def plan(
         console.print(f"{numbers}: starts in {names}", soft_wrap=True)
     if plans.best:
         print_measured_load(console, plans.best, plans.even_routing)
-    if ranking.why_not:
-        for line in find_objections(plans, ranking.why_not).lines:
-            console.print(line, soft_wrap=True)
-    if plans.best is None:
-        raise explain_empty_search(request, plans.search, Path(model))
-    write_answer(console, json, plans.best)
-    if answer.html is not None:
-        write_html(console, answer.html, view_plans(plans))
-    return 0
+    for line in objections:
+        console.print(line, soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, write_answer
+from moewright.cli.answers import write_answer
 from moewright.cli.options import JsonOption
 
 
@@ -30,7 +30,5 @@ def report(run: Path, /, *others: Path, out: Path | None = None, json: JsonOptio
 
     first, *rest = (build_report(path) for path in (run, *others))
     page = write_page(first, out or find_run_folder(run) / "report.html", rest)
-    console = open_console(json)
-    console.print(f"wrote {page}", soft_wrap=True)
-    write_answer(console, json, (first, *rest) if rest else first)
-    return 0
+    with write_answer((first, *rest) if rest else first, json, written=(page,)):
+        return 0

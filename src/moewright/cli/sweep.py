@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, print_now, reserve_stdout, write_answer, write_html
+from moewright.cli.answers import print_now, reserve_stdout, write_answer
 from moewright.cli.options import Flag, JsonOption, TrialOptions
 
 _HERE = TrialOptions()
@@ -52,12 +52,11 @@ def bench_sweep(
         print(f"stopped; the same command goes on with {folder}", flush=True)
         return STOPPED
     files = tables.render_files()
-    console = open_console(json)
-    console.print(files["table.md"], soft_wrap=True)
     for name, content in files.items():
         write_text(folder / name, content)
-    console.print(f"wrote {folder}/{', '.join(files)}", soft_wrap=True)
-    write_answer(console, json, tables)
     table = build_table(tables.title(), tables.to_rows())
-    write_html(console, trials.html, [TableView(heading=tables.title(), lines=(), tables=(table,))])
+    page = TableView(heading=tables.title(), lines=(), tables=(table,))
+    with write_answer(tables, json, html=trials.html, views=lambda: [page]) as console:
+        console.print(files["table.md"], soft_wrap=True)
+        console.print(f"wrote {folder}/{', '.join(files)}", soft_wrap=True)
     return 0

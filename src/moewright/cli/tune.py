@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, print_now, write_html
+from moewright.cli.answers import print_now, write_answer
 from moewright.cli.options import Flag, SetOption, TrialOptions
 from moewright.spec.errors import BadInput, Reason
 
@@ -83,7 +83,8 @@ def tune(
         records: list[Record] = [view_tuning(answer.result, request.contract.model)]
         if answer.plan is not None:
             records.append(build_plan_view(answer.plan))
-        write_html(open_console(None), trials.html, records)
+        with write_answer(None, None, html=trials.html, views=lambda: records):
+            pass
     report_path = folder / tuning.REPORT_FILE
     if answer.plan is None:
         print(f"no layout was found valid; {report_path} tells why")

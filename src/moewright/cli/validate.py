@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moewright.cli.answers import open_console, write_answer, write_html
+from moewright.cli.answers import write_answer
 from moewright.cli.options import AnswerOptions, Count, JsonOption
 from moewright.cli.progress import show_elapsed
 
@@ -56,11 +56,8 @@ def validate(
             own_rows=own_rows,
             own_columns=_split_columns(own_columns),
         )
-    console = open_console(json)
-    print_score(console, score, verbose=answer.verbose)
-    write_answer(console, json, score)
-    if answer.html is not None:
-        write_html(console, answer.html, [view_score(score)])
+    with write_answer(score, json, html=answer.html, views=lambda: [view_score(score)]) as console:
+        print_score(console, score, verbose=answer.verbose)
     return 0
 
 
