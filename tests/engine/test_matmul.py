@@ -14,7 +14,7 @@ from moewright.engine.dispatch.rows import Unpermute
 from moewright.engine.kernels import matmul as matmul_module
 from moewright.engine.kernels.attention import AttentionMask, attention, attention_backward
 from moewright.engine.kernels.fused.reference import TorchKernels
-from moewright.engine.kernels.matmul import grouped_matmul, matmul
+from moewright.engine.kernels.matmul import grouped_matmul, matmul, zero_empty_groups
 from moewright.engine.model.activations import SwiGlu
 from moewright.engine.observe.counters import Counters
 from moewright.spec.ledger import FlopOp
@@ -79,6 +79,32 @@ def test_large_groups_are_multiplied_by_their_own_matrices() -> None:
     expected_contracted = torch.stack([y.T @ x for x, y, _ in rows])
     assert (out - expected_out).norm() <= 1e-6 * expected_out.norm()
     assert (contracted - expected_contracted).norm() <= 1e-6 * expected_contracted.norm()
+
+
+def test_groups_without_rows_contract_to_zero_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in device of 10.x leaves there what an accumulator held."""
+    zeroed: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert matmul_module._misses_empty_groups(torch.device("cuda", 7))
+    monkeypatch.setattr(matmul_module, "_misses_empty_groups", lambda device: True)
+    monkeypatch.setattr(
+        matmul_module, "zero_empty_groups", lambda product, ends: zeroed.append(product)
+    )
+    x, g, w = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((32, 64), (32, 16), (3, 64, 16))
+    )
+    ends = torch.tensor([0, 8, 32], dtype=torch.int32)
+    grouped_matmul(x, w, ends.to("meta"))
+    product = grouped_matmul(g.T, x, ends.to("meta"))
+    assert [part is product for part in zeroed] == [True]
+    monkeypatch.undo()
+    written = torch.full((3, 4, 4), torch.nan)
+    written[1:] = 2.0
+    zero_empty_groups(written, ends)
+    assert written.flatten(1).unique(dim=1).flatten().tolist() == [0.0, 2.0, 2.0]
 
 
 def test_a_bf16_product_is_rounded_once() -> None:

@@ -91,7 +91,25 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torc
         return a.new_zeros(_grouped_shape(a, b, ends))
     if a.device.type == "cpu":
         return CPU_GROUPED_MATMUL(widen(a), widen(b), ends).to(a.dtype)
-    return F.grouped_mm(a, b, offs=ends)
+    product = F.grouped_mm(a, b, offs=ends)
+    if b.dim() == 2 and _misses_empty_groups(a.device):
+        zero_empty_groups(product, ends)
+    return product
+
+
+@cache
+def _misses_empty_groups(device: torch.device) -> bool:
+    """Tell whether a contraction over no rows yields what an accumulator held before.
+
+    CUTLASS does so on 10.x (NVIDIA/cutlass#2674, pytorch#172439).
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def zero_empty_groups(product_EMN: torch.Tensor, ends: torch.Tensor) -> None:
+    """Set the products of groups without rows to zero; the host does not learn which they are."""
+    is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    product_EMN.masked_fill_(is_empty[:, None, None], 0.0)
 
 
 def _grouped_shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tuple[int, ...]:
