@@ -8,7 +8,7 @@ import pytest
 
 import moewright as mw
 from moewright.api.planning import Plans
-from moewright.api.running import list_trainers
+from moewright.api.running import describe_trainers, list_trainers
 from moewright.rules.job import plan_job
 from moewright.rules.trainers import TargetTrainer, trainer_refusals
 from moewright.spec.errors import BadInput
@@ -66,3 +66,16 @@ def test_no_trainer_starts_on_a_part_that_torch_does_not_drive(part: str, traine
     assert list_trainers(own) == ()
     with pytest.raises(BadInput, match="not on"):
         mw.export(own, to="slurm", job="recipes/quickstart_2cpu_bf16.toml")
+
+
+def test_what_stops_a_plan_that_no_trainer_starts_is_told() -> None:
+    on_tpu = mw.estimate(MODEL, "ep8,recompute=full", on="16xTPU-v5p")
+    graphs = mw.estimate("Kimi-K2", "ep8,mbs1,graphs=attn", on="256xH100")
+    lines = list(describe_trainers((on_tpu, graphs)))
+    assert lines == [
+        "Plans 1, 2: no trainer known here can start it. Megatron-LM trains on CUDA and ROCm "
+        "devices (hardware.device.kind=tpu)."
+    ]
+    (line,) = describe_trainers((graphs,))
+    assert "yarn" in line
+    assert line.endswith("--runs-on engine plans what moewright itself trains.")

@@ -52,14 +52,14 @@ def test_an_unknown_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_measured_load_is_shown_beside_even_routing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts 0-15 get 1.5 x the even rows in every second layer: 1.25 x in the mean."""
+    """Experts 0-15 get 1.5 x their even share in every second layer: 1.25 x in the mean."""
     load = tmp_path / "load.csv"
     even = ",".join(["14"] * 128)
     hot = ",".join(["21"] * 16 + ["13"] * 112)
     load.write_text("\n".join([even, hot] * 47))
     assert main(["estimate", *JOB, "--load", str(load)]) == DOES_NOT_FIT
     output = capsys.readouterr().out
-    assert "the hottest of 8 expert ranks gets 1.25 x the even rows" in output
+    assert "the busiest of 8 expert ranks gets 1.25 x its even share of tokens" in output
     assert "most in layer 1, 1.5 x" in output
     load.write_text(even)
     assert main(["estimate", *JOB, "--load", str(load)]) == 2

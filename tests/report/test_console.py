@@ -5,9 +5,9 @@ import pytest
 
 from moewright.codec import parse_layout
 from moewright.report.console import format_flops, make_console, print_estimate
-from moewright.report.plan_text import print_plans
+from moewright.report.plan_text import describe_evidence, print_plans
 from moewright.spec.ledger import Component, MemoryRow, Module
-from moewright.spec.plan import Verdict
+from moewright.spec.plan import Evidence, EvidenceGrade, Verdict
 from moewright.spec.units import GIB
 from sample_run import estimate, ledger, plan, with_recompute
 
@@ -70,6 +70,26 @@ def test_long_layouts_have_lines_of_their_own_and_one_gamble_is_shown(out):
     assert lines[place + 1].split()[:2] == ["2", "1.25"]
     (gamble,) = (line for line in lines if line.startswith("Gamble: 1"))
     assert gamble.startswith("Gamble: 1 s a step, -20.0%")
+
+
+def test_an_order_that_is_not_that_of_the_steps_is_explained(out):
+    print_plans(make_console(out), [plan(1.3), plan(1.25)])
+    assert "Ranked by the time that a step exceeds with a probability of 10%" in out.getvalue()
+    out.truncate(0)
+    print_plans(make_console(out), [plan(1.25), plan(1.3)])
+    assert "Ranked by" not in out.getvalue()
+
+
+def test_choices_without_evidence_are_told_in_words():
+    evidence = Evidence(
+        grade=EvidenceGrade.STACKED,
+        measured=(),
+        formula=("parameters~1e11.5 with devices~4096", "part=H800 with overlap=ep", "cp"),
+    )
+    assert describe_evidence(evidence) == (
+        "published runs made each of its choices, but not every pair together: about 316B "
+        "parameters with about 4,096 devices, H800 with overlap=ep and 1 more"
+    )
 
 
 def test_constants_of_one_source_share_a_row(out):

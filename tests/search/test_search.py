@@ -157,6 +157,26 @@ def test_a_tpu_has_no_host_time_for_each_layer(model: ModelSpec) -> None:
     assert next((share.seconds for share in tpu.shares if share.part == "host"), 0.0) < 0.02
 
 
+def test_where_nothing_fits_no_layout_is_called_slower_than_those_shown() -> None:
+    ranked = search(catalogue.model("Qwen3-235B-A22B"), WORK, catalogue.hardware("8xH100"))
+    assert not ranked.plans
+    assert dict(ranked.rejected)[DOES_NOT_FIT] == ranked.scored
+    assert SLOWER not in dict(ranked.rejected)
+
+
+def test_expert_ranks_that_one_rack_holds_have_no_nodes() -> None:
+    """64 ranks of experts lie on 64 of the 72 devices that NVLink joins."""
+    wide = search(
+        catalogue.model("DeepSeek-V3"),
+        Workload(seq_len=4096, global_batch=4096),
+        catalogue.hardware("256xGB200"),
+        fixed="tp1,pp4,ep64,dispatcher=hybridep",
+        top=1,
+    )
+    assert wide.plans[0].layout.ep_node == 0
+    assert not any(candidate.layout.ep_node for _, pair in wide.with_memory for candidate in pair)
+
+
 def test_why_not(model: ModelSpec, hardware: Hardware) -> None:
     ranked = search(model, WORK, hardware, fixed="ep8", top=2)
 

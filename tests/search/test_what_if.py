@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moewright.intake import catalogue
 from moewright.search import explain
-from moewright.search.ranking import bound_s
+from moewright.search.ranking import bound_s, to_ranked_layout
 from moewright.search.search import search
 from moewright.search.what_if import NETWORK_SPEEDUP, find_gains, speed_up_network
 from moewright.spec.errors import Reason
@@ -132,7 +132,7 @@ def test_the_other_side_of_overlapped_expert_communication_is_told() -> None:
     assert other.step_s > plan.estimate.step_s
     lines = "\n".join(explain.explain_bound(plan))
     assert "slower" in lines
-    assert "Times are good to" in lines
+    assert "Expected error" in lines
 
 
 def test_memory_binds_where_more_of_it_helps() -> None:
@@ -141,7 +141,32 @@ def test_memory_binds_where_more_of_it_helps() -> None:
     tight = search(catalogue.model("Qwen3-30B-A3B"), WORK, hardware, top=1)
     assert tight.plans
     plan = replace(tight.plans[0], gains=find_gains(tight))
-    assert explain.explain_bound(plan)[0].startswith("Bound by memory")
+    assert explain.explain_bound(plan)[0].startswith("Limited by memory")
     roomy = search(catalogue.model("OLMoE-1B-7B-0924"), WORK, catalogue.hardware("8xB200"), top=1)
     plan = replace(roomy.plans[0], gains=find_gains(roomy))
     assert "more memory would change nothing" in explain.explain_bound(plan)[0]
+
+
+def test_more_memory_is_told_from_the_least_on_and_never_gains_less() -> None:
+    """The best layout under 1 GiB more is one under 8 GiB more, whatever bounds say."""
+    ranked = search(catalogue.model("Qwen3-30B-A3B"), WORK, catalogue.hardware("8xH100"), top=1)
+    first = ranked.plans[0].estimate
+    candidate = ranked.with_memory[0][1][0]
+    fast = replace(candidate, step_s=0.7 * first.step_s, bound_s=0.8 * first.step_s)
+    surer = replace(candidate, step_s=0.75 * first.step_s, bound_s=0.76 * first.step_s)
+    changed = replace(ranked, with_memory=((8 * GIB, (surer,)), (GIB, (fast,))))
+    gains = [gain for gain in find_gains(changed) if "memory" in gain.change]
+    assert [gain.change.split()[0] for gain in gains] == ["1", "8"]
+    assert [gain.step_s for gain in gains] == [fast.step_s, fast.step_s]
+
+
+def test_a_gamble_on_memory_is_not_told_to_need_none() -> None:
+    """A layout that is faster, but may not fit, would be taken with more memory."""
+    hardware = catalogue.hardware("8xB200")
+    roomy = search(catalogue.model("OLMoE-1B-7B-0924"), WORK, hardware, top=1)
+    plan = roomy.plans[0]
+    gamble = replace(
+        to_ranked_layout(plan, roomy.rule), step_s=0.99 * plan.estimate.step_s, fit_probability=0.3
+    )
+    assert "would change nothing" in explain.explain_bound(plan)[0]
+    assert "would change nothing" not in explain.explain_bound(replace(plan, gambles=(gamble,)))[0]

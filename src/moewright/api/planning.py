@@ -387,10 +387,10 @@ def _empty_search(request: PlanRequest, rejected: Sequence[tuple[str, int]]) -> 
             *sorted(reasons, key=lambda reason: reason.field.rpartition(".")[2] not in keys)
         )
     commonest = max(rejected, key=lambda pair: pair[1], default=("none is legal", 0))[0]
-    rule = f"no layout over {request.hardware.count} devices will do; most often: {commonest}"
+    rule = f"no layout of {request.hardware.count} devices can be used; most often: {commonest}"
     nearest = ""
     if commonest == DOES_NOT_FIT:
-        nearest = "more devices, or a shorter sequence"
+        nearest = "more devices (--fewest with a larger --on finds how many), or a shorter sequence"
     return BadInput(Reason(field="layout", value=pinned, rule=rule, nearest=nearest))
 
 

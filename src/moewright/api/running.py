@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -17,7 +18,7 @@ from moewright.rules.engine_limits import unsupported_device
 from moewright.rules.job import plan_job
 from moewright.rules.megatron_limits import megatron_refusals
 from moewright.rules.torchtitan_limits import torchtitan_refusals
-from moewright.rules.trainers import TargetTrainer, trainer_refusals
+from moewright.rules.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord
@@ -37,6 +38,32 @@ def list_trainers(plan: Plan) -> tuple[str, ...]:
         "moewright": not engine_refusals(plan),
     }
     return tuple(name for name, can_start in starts.items() if can_start)
+
+
+def describe_trainers(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield lines on the trainers that start plans, by their ranks; what is in the way of none."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, plan in enumerate(plans, 1):
+        ranks.setdefault(list_trainers(plan), []).append(rank)
+    for trainers, numbers in ranks.items():
+        noun = "Plan" if len(numbers) == 1 else "Plans"
+        subject = f"{noun} {', '.join(map(str, numbers))}"
+        if trainers:
+            yield f"{subject}: can be started in {', '.join(trainers)}."
+        else:
+            first = plans[numbers[0] - 1]
+            yield f"{subject}: no trainer known here can start it. {_explain_refusals(first)}"
+
+
+def _explain_refusals(plan: Plan) -> str:
+    """Say what stops Megatron-LM, and whether other layouts of the job start in this engine."""
+    reasons = megatron_refusals(plan_job(plan), plan.hardware)
+    reason = min(reasons, key=lambda reason: not reason.field.startswith("hardware"))
+    text = f"{reason.rule} ({reason.field}={reason.value})."
+    nouns = (plan.model, plan.workload, plan.hardware)
+    if job_refusals(TargetTrainer.ENGINE, *nouns):
+        return text
+    return f"{text} --runs-on engine plans what moewright itself trains."
 
 
 def engine_refusals(plan: Plan) -> tuple[Reason, ...]:

@@ -80,7 +80,7 @@ def _print_answer(
     console: Console, plans: Plans, objections: Iterable[str], *, verbose: bool
 ) -> None:
     """Print the ranking, what its first rests on, and who starts each plan."""
-    from moewright.api.running import list_trainers
+    from moewright.api.running import describe_trainers
     from moewright.report.console import print_defaults, print_measured_load
     from moewright.report.plan_text import print_plans
 
@@ -94,13 +94,8 @@ def _print_answer(
         rejected=plans.rejected,
         verbose=verbose,
     )
-    ranks: dict[tuple[str, ...], list[int]] = {}
-    for rank, shown in enumerate(plans.plans, 1):
-        ranks.setdefault(list_trainers(shown), []).append(rank)
-    for trainers, own_ranks in ranks.items():
-        numbers = ", ".join(map(str, own_ranks))
-        names = ", ".join(trainers) or "no trainer known here"
-        console.print(f"{numbers}: starts in {names}", soft_wrap=True)
+    for line in describe_trainers(plans.plans):
+        console.print(line, soft_wrap=True)
     if plans.best:
         print_measured_load(console, plans.best, plans.even_routing)
     for line in objections:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from moewright.codec.names import closest_match
@@ -63,6 +64,7 @@ _ZERO_ALLOWED = ("zero", "shard", "vpp_group", "ep_node", "spare")
 _EXCLUSIVE = (Recompute.FULL, CudaGraphScope.FULL)
 _COMBINABLE = frozenset({Recompute.LOSS})  # goes with FULL: it is no module of a layer
 _OFFLOAD_WORDS = ("optimizer", "layers", "chunks")  # which of them take a number
+_KEY_NOUNS = MappingProxyType({"layout": "a pipeline layout"})  # keys that are no noun alone
 _SELECT = (Recompute.LAYERNORM, Recompute.MOE_ACT)  # what recompute=select stands for
 
 
@@ -167,7 +169,7 @@ def format_layout_changes(layout: Layout, base: Layout) -> str:
     parts = {_parse_item(part).key: part for part in _split_parts(format_layout(layout))}
     base_parts = {_parse_item(part).key: part for part in _split_parts(format_layout(base))}
     changes = [part for key, part in parts.items() if part != base_parts.get(key)]
-    lacking = [f"without {key}" for key in base_parts if key not in parts]
+    lacking = [f"without {_KEY_NOUNS.get(key, key)}" for key in base_parts if key not in parts]
     return ", ".join([*([f"with {', '.join(changes)}"] if changes else []), *lacking])
 
 

@@ -26,7 +26,7 @@ from moewright.spec.plan import Evidence, EvidenceGrade
 from moewright.spec.sourced import SourceKind
 from moewright.spec.workload import ExpertKernels, Routing, Task, Workload
 
-_TOGETHER = " with "
+JOIN = " with "  # between the two choices of a pair
 OWN_RATES = "rates of this machine"
 # What stands before "=" or "~" in choices that all layouts of a job share.
 _SHARED_BY_LAYOUTS = frozenset(
@@ -59,7 +59,7 @@ class MeasuredChoices:
         measured = {name for made, _ in self.runs for name in made}
         missing = [name for name in names if name not in measured]
         pairs = [
-            f"{first}{_TOGETHER}{second}"
+            f"{first}{JOIN}{second}"
             for first, second in combinations(names, 2)
             if first in measured and second in measured and not self._has_pair(first, second)
         ]
@@ -120,7 +120,7 @@ def judge_evidence(job: Job, hardware: Hardware) -> Evidence:
 
 def count_missing(evidence: Evidence) -> tuple[int, int]:
     """Count the choices that no run made, and the pairs that no run made together."""
-    pairs = sum(_TOGETHER in name for name in evidence.formula)
+    pairs = sum(JOIN in name for name in evidence.formula)
     return len(evidence.formula) - pairs, pairs
 
 

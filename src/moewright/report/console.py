@@ -103,8 +103,8 @@ def print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> 
     worst = max(range(len(factors)), key=factors.__getitem__)
     layer = plan.model.routed_layers[worst]
     text = (
-        f"measured load: the hottest of {plan.layout.ep} expert ranks gets {fmean(factors):.3g} x "
-        f"the even rows, mean over {plural(len(factors), 'layer')} "
+        f"measured load: the busiest of {plan.layout.ep} expert ranks gets {fmean(factors):.3g} x "
+        f"its even share of tokens, mean over {plural(len(factors), 'layer')} "
         f"(most in layer {layer}, {factors[worst]:.3g} x). Beside even routing: peak "
         f"{format_bytes(estimate.peak_bytes)} instead of {format_bytes(even.peak_bytes)}, margin "
         f"{format_bytes(estimate.margin_bytes)} instead of {format_bytes(even.margin_bytes)}, step "
@@ -115,7 +115,10 @@ def print_measured_load(console: Console, plan: Plan, even: Estimate | None) -> 
 
 def describe_load_limit(estimate: Estimate) -> str:
     """Say how uneven routing may get before the device is full."""
-    return f"full when the hottest expert rank gets {estimate.load_limit:.2f} x the even rows"
+    return (
+        "memory is full when the busiest expert-parallel rank gets "
+        f"{estimate.load_limit:.2f} x its even share of tokens"
+    )
 
 
 def format_rate(value: float) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from moewright.codec import format_layout, format_layout_changes
-from moewright.cost.evidence import OWN_RATES
+from moewright.cost.evidence import JOIN, OWN_RATES
 from moewright.report.console import (
     STYLES,
     assumption_table,
@@ -22,7 +23,7 @@ from moewright.report.console import (
     summarise_sources,
 )
 from moewright.search.explain import DEPARTURE
-from moewright.spec.plan import Estimate, Evidence, EvidenceGrade, Plan
+from moewright.spec.plan import Estimate, Evidence, EvidenceGrade, Plan, RankingRule
 from moewright.spec.record import Record, format_cell, list_columns
 from moewright.spec.units import format_bytes, format_seconds
 
@@ -41,10 +42,10 @@ _NAMES_SHOWN = 2  # of choices without evidence
 _INDENT = "    "  # of a layout under its figures
 _WIDEST_LAYOUT = 40  # characters of a layout that a column of the table holds
 _GRADES = {
-    EvidenceGrade.MEASURED: "runs made all choices of the plan together",
-    EvidenceGrade.COMBINED: "runs made every pair of its choices, but none all together",
-    EvidenceGrade.STACKED: "runs made all of its choices, but not together",
-    EvidenceGrade.FORMULA: "no run made some of its choices",
+    EvidenceGrade.MEASURED: "published runs made all choices of this plan together",
+    EvidenceGrade.COMBINED: "published runs made each pair of its choices, none made all of them",
+    EvidenceGrade.STACKED: "published runs made each of its choices, but not every pair together",
+    EvidenceGrade.FORMULA: "no published run made some of its choices",
 }
 
 
@@ -80,6 +81,8 @@ def print_plans(
         step_s = plans[0].estimate.step_s
         gambles = [plan for plan in gambles if plan.estimate.step_s < step_s][:1]
     extra_lines = _extra_lines(plans, own, gambles)
+    if any(later.estimate.step_s < plan.estimate.step_s for plan, later in pairwise(plans)):
+        console.print(Text(_describe_order(plans[0].rule)))
     for line in (*why, *extra_lines):
         if verbose or not line.startswith(DEPARTURE):
             console.print(Text(line))
@@ -89,6 +92,14 @@ def print_plans(
         console.print(_rejection_table(rejected))
     else:
         console.print(Text(summarise_sources(plans[0].estimate.assumptions)))
+
+
+def _describe_order(rule: RankingRule) -> str:
+    """Say by what plans are ranked that are not in the order of their steps."""
+    return (
+        f"Ranked by the time that a step exceeds with a probability of {rule.risk:.0%} (--risk), "
+        "not by the predicted time."
+    )
 
 
 def print_ranking(console: Console, plans: Sequence[Plan], *, picked: Sequence[Plan]) -> None:
@@ -105,15 +116,16 @@ def _extra_lines(plans: Sequence[Plan], own: Plan | None, gambles: Sequence[Plan
     wanted = first.rule.fit_probability
     if first.estimate.fit_probability < wanted:
         yield (
-            f"Gamble: no layout fits with {wanted:.0%}; the likeliest does with "
-            f"{first.estimate.fit_probability:.0%}."
+            f"Gamble: no layout fits with a probability of {wanted:.0%}; this one, the likeliest, "
+            f"fits with {first.estimate.fit_probability:.0%}."
         )
     for plan in gambles:
         estimate = plan.estimate
         change = estimate.step_s / first.estimate.step_s - 1
         yield (
-            f"Gamble: {format_seconds(estimate.step_s)} a step, {change:+.1%}, fits with "
-            f"{estimate.fit_probability:.0%}, {format_layout_changes(plan.layout, first.layout)}."
+            f"Gamble: {format_seconds(estimate.step_s)} a step, {change:+.1%}, "
+            f"{format_layout_changes(plan.layout, first.layout)}; it fits with a probability of "
+            f"{estimate.fit_probability:.0%}."
         )
     if own is not None and own.layout != first.layout:
         estimate = own.estimate
@@ -133,12 +145,40 @@ def describe_evidence(evidence: Evidence) -> str:
         return OWN_RATES
     text = _GRADES[evidence.grade]
     if evidence.formula:
-        shown = ", ".join(evidence.formula[:_NAMES_SHOWN])
+        shown = ", ".join(map(_describe_choices, evidence.formula[:_NAMES_SHOWN]))
         more = len(evidence.formula) - _NAMES_SHOWN
         text += f": {shown}"
         if more > 0:
             text += f" and {more} more"
     return text
+
+
+def _describe_choices(name: str) -> str:
+    """Return one choice, or a pair of them, as a reader says it: "H800 with offload=moe_act"."""
+    return JOIN.join(_describe_choice(choice) for choice in name.split(JOIN))
+
+
+def _describe_choice(choice: str) -> str:
+    key, _, value = choice.replace("~", "=").partition("=")
+    match key:
+        case "part":
+            return value
+        case "parameters":
+            return f"about {_format_parameters(10 ** float(value[2:]))} parameters"
+        case "devices":
+            return f"about {int(value):,} devices"
+        case "network":
+            return f"network {value}"
+        case "ep-between":
+            return "EP between nodes"
+        case "tp" | "cp" | "pp" | "vpp" | "ep" | "etp":
+            return key.upper()
+        case _:
+            return choice
+
+
+def _format_parameters(count: float) -> str:
+    return f"{count / 1e9:,.0f}B" if count >= 1e9 else f"{count / 1e6:,.0f}M"
 
 
 def _ranking_table(console: Console, plans: Sequence[Plan], picked: Sequence[Plan]) -> Table:

@@ -178,12 +178,15 @@ def with_fabric_nodes(layout: Layout, domain_size: int) -> Layout:
     """Return the layout with `ep_node` set to the fast domains of the fabric.
 
     It is the number of ranks of ep that lie in one domain of `domain_size` ranks, where ep spans
-    several domains. A layout that sets `ep_node`, or whose dispatcher knows no nodes, is unchanged.
+    several domains. A layout that sets `ep_node`, or whose dispatcher knows no nodes, is unchanged,
+    and so is one whose expert ranks find room in one domain: 64 of them take 64 devices of an
+    NVL72's 72.
     """
     if (
         layout.dispatcher not in NODE_AWARE_DISPATCHERS
         or layout.ep_node
         or domain_size % layout.etp
+        or layout.ep * layout.etp <= domain_size
     ):
         return layout
     node_ranks = gcd(layout.ep, domain_size // layout.etp)

@@ -64,18 +64,21 @@ def explain_bound(plan: Plan) -> tuple[str, ...]:
     """Say what holds the plan back, what would change it, and how sure the numbers are.
 
     Memory holds it back where more memory would make it faster, else the largest part of its step.
+    A faster layout that fits less probably says that memory has a part in it.
     """
     estimate = plan.estimate
     largest = max(estimate.shares, key=lambda share: share.seconds)
-    bound = (
-        f"{_part(largest)}, {largest.seconds / estimate.step_s:.0%} of the step; "
-        "more memory would change nothing"
-    )
+    bound = f"{_part(largest)}, {largest.seconds / estimate.step_s:.0%} of the step"
     if any("memory" in gain.change and gain.step_s < estimate.step_s for gain in plan.gains):
-        bound = f"memory: {estimate.largest} is its largest part"
+        bound = f"memory; its largest part is {estimate.largest}"
+    elif not any(gamble.step_s < estimate.step_s for gamble in plan.gambles):
+        bound += "; more memory would change nothing"
     sd = format_bytes(estimate.peak_sd_bytes)
-    sure = f"Times are good to {estimate.step_sd:.0%}, the peak to {sd} (one deviation)."
-    return (f"Bound by {bound}.", *(_explain_gain(gain, plan) for gain in plan.gains), sure)
+    sure = (
+        "Expected error (one standard deviation): "
+        f"{estimate.step_sd:.0%} of the step time, {sd} of the peak memory."
+    )
+    return (f"Limited by {bound}.", *(_explain_gain(gain, plan) for gain in plan.gains), sure)
 
 
 def _explain_gain(gain: WhatIf, plan: Plan) -> str:
@@ -136,8 +139,8 @@ def _explain_doubt(other: Estimate, best: Estimate) -> str:
     longest, best_longest = other.step_interval_80[1], best.step_interval_80[1]
     if longest >= best_longest:
         limit = format_seconds(best_longest)
-        return f" but less sure: nine of ten take up to {format_seconds(longest)}, not {limit}"
-    return f" but fits with {other.fit_probability:.0%}"
+        return f" but less certain: it may take {format_seconds(longest)}, the best plan {limit}"
+    return f" but fits with a probability of {other.fit_probability:.0%}"
 
 
 def _compare(other: Estimate, best: Estimate) -> str:

@@ -127,7 +127,10 @@ def search(
     if not plans:
         plans, gambles = gambles[:1], gambles[1:]
     shown = len(plans) + len(gambles)
-    rejected[SLOWER] = max(0, pool.scored - sum(rejected.values()) - shown)
+    # Where nothing fits, what was not priced has no room either.
+    rejected[SLOWER if plans else DOES_NOT_FIT] += max(
+        0, pool.scored - sum(rejected.values()) - shown
+    )
     why = explain_first(tuple(plans))
     other_overlap = None
     if plans:

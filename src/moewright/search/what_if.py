@@ -52,11 +52,13 @@ def find_gains(
 
 
 def _memory(result: SearchResult) -> Iterator[WhatIf]:
+    """Yield the best layout with each amount of memory, least first, which no more makes worse."""
     plan = result.plans[0]
-    incumbent = _price(plan, plan.hardware, result.rule)
-    for extra_bytes, candidates in result.with_memory:
+    best = _price(plan, plan.hardware, result.rule)
+    for extra_bytes, candidates in sorted(result.with_memory, key=lambda pair: pair[0]):
+        best = _improve(best, candidates)
         change = f"{format_bytes(extra_bytes)} more memory a device"
-        yield _improve(change, incumbent, candidates)
+        yield WhatIf(change=change, layout=best.layout, step_s=best.step_s)
 
 
 def _network(result: SearchResult, fixed: str, allowed: Objections) -> Iterator[WhatIf]:
@@ -66,7 +68,8 @@ def _network(result: SearchResult, fixed: str, allowed: Objections) -> Iterator[
         return
     candidates = search_near(result, faster, fixed=fixed, allowed=allowed)
     change = f"a network {NETWORK_SPEEDUP:g} x as fast"
-    yield _improve(change, _price(plan, faster, result.rule), candidates)
+    best = _improve(_price(plan, faster, result.rule), candidates)
+    yield WhatIf(change=change, layout=best.layout, step_s=best.step_s)
 
 
 def speed_up_network(hardware: Hardware, factor: float) -> Hardware:
@@ -93,8 +96,8 @@ def _unpin(result: SearchResult, allowed: Objections) -> WhatIf:
     plan = result.plans[0]
     nouns = (plan.model, plan.workload, plan.hardware)
     free = search(*nouns, top=1, allowed=allowed, rule=result.rule)
-    incumbent = _price(plan, plan.hardware, result.rule)
-    return _improve("no pinned layout keys", incumbent, free.near_best)
+    best = _improve(_price(plan, plan.hardware, result.rule), free.near_best)
+    return WhatIf(change="no pinned layout keys", layout=best.layout, step_s=best.step_s)
 
 
 def _price(plan: Plan, hardware: Hardware, rule: RankingRule) -> _Incumbent:
@@ -109,7 +112,7 @@ def _price(plan: Plan, hardware: Hardware, rule: RankingRule) -> _Incumbent:
     )
 
 
-def _improve(change: str, incumbent: _Incumbent, candidates: Iterable[Candidate]) -> WhatIf:
+def _improve(incumbent: _Incumbent, candidates: Iterable[Candidate]) -> _Incumbent:
     """Return the best of the candidates that are no worse than the incumbent, else the incumbent.
 
     No worse means neither a longer bound nor a longer step.
@@ -121,5 +124,5 @@ def _improve(change: str, incumbent: _Incumbent, candidates: Iterable[Candidate]
     ]
     best = min(better, key=lambda candidate: candidate.bound_s, default=None)
     if best is None:
-        return WhatIf(change=change, layout=incumbent.layout, step_s=incumbent.step_s)
-    return WhatIf(change=change, layout=best.layout, step_s=best.step_s)
+        return incumbent
+    return _Incumbent(layout=best.layout, step_s=best.step_s, bound_s=best.bound_s)

@@ -10,7 +10,7 @@ mw.figures = plan => {
     mw.tile("Tokens/s a device", mw.digits(plan.tokens_per_s_per_device, 4), `${mw.digits(plan.tflops_per_device, 4)} TFLOP/s`, "tokens_per_s_per_device", plan.tokens_per_s_per_device),
     mw.tile("MFU", mw.percent(plan.mfu), `HFU ${mw.percent(plan.hfu)}`, "mfu", plan.mfu),
     mw.tile("Peak memory", mw.bytes(plan.peak_bytes), `of ${mw.bytes(plan.capacity_bytes)}, ± ${mw.bytes(plan.peak_sd_bytes)}`, "peak_bytes", plan.peak_bytes),
-    mw.tile("Margin", mw.bytes(plan.margin_bytes), `fits with ${mw.percent(plan.fit_probability, 0)}`, "margin_bytes", plan.margin_bytes),
+    mw.tile("Margin", mw.bytes(plan.margin_bytes), `fits with a probability of ${mw.percent(plan.fit_probability, 0)}`, "margin_bytes", plan.margin_bytes),
     mw.tile("Bubble", mw.percent(plan.bubble_fraction, 2), `${mw.count(plan.micro_batches)} micro-batches`, "bubble_fraction", plan.bubble_fraction));
 };
 
@@ -106,7 +106,7 @@ mw.stepChart = plan => {
 mw.evidencePanel = plan => mw.wide(mw.panel("How sure",
   mw.el("p", {}, mw.el("span", {class: "badge"}, mw.gradeWords[plan.grade] || plan.grade), ` ${plan.evidence}.`),
   mw.el("p", {class: "note"}, `Constants and rates: ${plan.sources.map(source => `${source.value} ${source.name}`).join(", ")}.`),
-  plan.load_limit > 1 ? mw.el("p", {class: "note"}, `Full when the hottest expert rank gets ${plan.load_limit.toFixed(2)} × the even rows.`) : "",
+  plan.load_limit > 1 ? mw.el("p", {class: "note"}, `Memory is full when the busiest expert-parallel rank gets ${plan.load_limit.toFixed(2)} × its even share of tokens.`) : "",
   mw.el("h3", {style: "margin-top:.7rem"}, "Nearest published measurements"),
   mw.table([{t: "run"}, {t: "differs in"}, {t: "measured", n: true}, {t: "predicted", n: true}, {t: "error", n: true}],
     plan.nearest_runs.map(run => [mw.el("div", {}, `${run.model.split("/").pop()}, ${run.devices} × ${run.device}`, mw.el("div", {class: "note mono"}, run.layout)), run.differs || "nothing that is compared", mw.count(run.measured), mw.count(run.predicted), mw.signed(run.error, mw.percent)]),

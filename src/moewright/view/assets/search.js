@@ -18,7 +18,7 @@ mw.searchChart = (view, pick) => {
       grid: {left: 8, right: 16, top: 40, bottom: 30, containLabel: true}, legend: {top: 0, textStyle: {color: mw.colour("ink")}, type: "scroll"}, series,
       xAxis: {type: "value", scale: true, name: "step, s", nameLocation: "middle", nameGap: 26, ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
       yAxis: {type: "value", scale: true, name: "peak, GiB", max: range => Math.ceil(Math.max(range.max, view.capacity_bytes / gib) * 1.03), ...mw.axis({axisLabel: {formatter: value => mw.digits(value)}})},
-      tooltip: mw.tooltip(item => item.data.item ? `<b>${mw.escape(item.data.item.layout)}</b><br>${mw.seconds(item.data.item.step_s)} a step, ${mw.bytes(item.data.item.peak_bytes)}, fits with ${mw.percent(item.data.item.fit_probability, 0)}` : "", "item"),
+      tooltip: mw.tooltip(item => item.data.item ? `<b>${mw.escape(item.data.item.layout)}</b><br>${mw.seconds(item.data.item.step_s)} a step, ${mw.bytes(item.data.item.peak_bytes)}, fits with a probability of ${mw.percent(item.data.item.fit_probability, 0)}` : "", "item"),
     };
   };
   const holder = mw.chart(`${view.ranked.length} layouts by time of a step and peak memory`, 340, option);
@@ -28,7 +28,7 @@ mw.searchChart = (view, pick) => {
 
 mw.searchTable = (view, pick) => {
   const state = mw.searchState;
-  const columns = [["layout", "layout"], ["step_s", "step", mw.seconds], ["tokens_per_s_per_device", "tok/s/dev", value => mw.digits(value, 4)], ["mfu", "MFU", mw.percent], ["peak_bytes", "peak", mw.bytes], ["margin_bytes", "margin", mw.bytes], ["fit_probability", "fits with", value => mw.percent(value, 0)], ["grade", "evidence"], ["trainers", "starts in"]];
+  const columns = [["layout", "layout"], ["step_s", "step", mw.seconds], ["tokens_per_s_per_device", "tok/s/dev", value => mw.digits(value, 4)], ["mfu", "MFU", mw.percent], ["peak_bytes", "peak", mw.bytes], ["margin_bytes", "margin", mw.bytes], ["fit_probability", "fits, probability", value => mw.percent(value, 0)], ["grade", "evidence"], ["trainers", "runs in"]];
   const full = view.ranked.filter(item => item.kind !== "candidate");
   const body = mw.el("tbody");
   const heads = columns.map(([key, title, show]) => mw.el("th", {scope: "col", class: show ? "n" : null}, mw.el("button", {type: "button", onclick: () => { state.down = state.key === key && !state.down; state.key = key; fill(); }}, title)));
