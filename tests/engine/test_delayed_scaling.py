@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,8 +17,12 @@ from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
-from moewright.engine.run.train_state import TrainState
-from moewright.rules.delayed_scaling import ScaledLinear
+from moewright.engine.run.train_state import TrainState, scale_shards
+from moewright.rules.delayed_scaling import (
+    ScaledLinear,
+    delayed_scaling_rows,
+    scaled_linears,
+)
 from moewright.rules.job import plan_job
 from moewright.rules.low_precision import find_recipe
 from moewright.spec.ledger import Module
@@ -41,7 +46,9 @@ def build_scaling(
     spec: DelayedScalingSpec, *experts: int, is_first_forward: bool = True
 ) -> DelayedScaling:
     linears = [
-        ScaledLinear(name=f"linear{place}", module=Module.EXPERTS, experts=count)
+        ScaledLinear(
+            name=f"linear{place}", module=Module.EXPERTS, experts=count, owned=tuple(range(count))
+        )
         for place, count in enumerate(experts)
     ]
     assert RECIPE is not None
@@ -80,7 +87,7 @@ def test_scales_are_those_of_transformer_engine(
         amax_history_len=length, amax_compute_algo=algorithm, fp8_margin=margin
     )
     scaling = build_scaling(spec, 1, 4)
-    states = dict(scaling.named_states())
+    states = {state.name: state.tensor for state in scaling.owned_states()}
     draws = torch.Generator().manual_seed(3)
     slots = [[0.0] * length for _ in range(15)]
     scales = [np.float32(1)] * 15
@@ -104,14 +111,14 @@ def test_scales_are_those_of_transformer_engine(
 def test_an_amax_that_is_not_finite_moves_nothing_on() -> None:
     scaling = build_scaling(DelayedScalingSpec(amax_history_len=2), 1)
     scaling.update(torch.tensor([[2.0, 4.0, 8.0]]))
-    kept = {name: state.clone() for name, state in scaling.named_states()}
+    kept = {state.name: state.tensor.clone() for state in scaling.owned_states()}
     products = scaling.products_of("linear0")
     scaling.begin_step()
     products.forward(torch.full((4, 4), torch.nan), torch.full((4, 4), torch.inf))
     scaling.update(scaling.step_amaxes())
     assert kept["optim/fp8_scale/linear0"].tolist() == [[224.0, 112.0, 7168.0]]
-    for name, state in scaling.named_states():
-        assert torch.equal(state, kept[name]), name
+    for state in scaling.owned_states():
+        assert torch.equal(state.tensor, kept[state.name]), state.name
 
 
 def test_a_step_has_the_largest_of_all_its_passes() -> None:
@@ -141,8 +148,12 @@ def test_a_recomputed_forward_notes_nothing() -> None:
 
 def test_casts_are_saturated_products_in_torchs_own_types() -> None:
     """Numbers above what the scale leaves room for become the format's largest."""
-    scaling = build_scaling(DelayedScalingSpec(), 3)
-    products = scaling.products_of("linear0", (2, 0))
+    linear = ScaledLinear(
+        name="linear0", module=Module.EXPERTS, experts=3, owned=(1,), replicated=(2, 0)
+    )
+    assert RECIPE is not None
+    scaling = DelayedScaling(DelayedScalingSpec(), RECIPE, [linear], CPU, lambda: True)
+    products = scaling.products_of_replicas("linear0")
     amaxes = torch.tensor([[1.0, 1.0, 1.0], [9.0, 9.0, 9.0], [0.25, 1.0, 1.0]])
     scaling.update(amaxes)
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -157,6 +168,55 @@ def test_casts_are_saturated_products_in_torchs_own_types() -> None:
     products.forward(x, torch.ones(2, 4, 5).bfloat16(), torch.tensor([2, 6]))
     seen = scaling.step_amaxes()[:, 0]
     assert seen.tolist() == [float(x[2:].abs().max()), 0.0, float(x[:2].abs().max())]
+    owned, *_ = scaling.products_of("linear0").convert_input(x, torch.tensor([6])).tensors
+    assert torch.equal(
+        owned.float(), (x.float() * 448.0 / 9.0).clamp(-448, 448).to(owned.dtype).float()
+    )
+
+
+def test_a_rank_holds_the_histories_of_its_slots() -> None:
+    """Its own experts, which it saves by their numbers, and replicas, which it loads."""
+    linear = ScaledLinear(name="w", module=Module.EXPERTS, experts=4, owned=(3, 1), replicated=(0,))
+    assert RECIPE is not None
+    spec = DelayedScalingSpec(amax_history_len=2)
+    scaling = DelayedScaling(spec, RECIPE, [linear], CPU, lambda: True)
+    scaling.update(torch.arange(1.0, 13.0).view(4, 3))
+    shards = [shard for shard in scale_shards(scaling.held_states()) if "history" in shard.name]
+    assert [(shard.offsets, shard.global_shape) for shard in shards] == [
+        ((number, 0, 0), (4, 3, 2)) for number in (3, 1, 0)
+    ]
+    newest = [shard.tensor[0, :, 0].tolist() for shard in shards]
+    assert newest == [[10.0, 11.0, 12.0], [4.0, 5.0, 6.0], [1.0, 2.0, 3.0]]
+    assert len(list(scale_shards(scaling.owned_states()))) == 4
+    in_order = replace(linear, owned=(2, 3), replicated=())
+    (history, _) = scale_shards(
+        DelayedScaling(spec, RECIPE, [in_order], CPU, lambda: True).owned_states()
+    )
+    assert (history.offsets, history.tensor.shape) == ((2, 0, 0), (2, 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "held"),
+    [
+        ("ep2,mbs2", 4),
+        ("ep4,mbs2,expert_placement=balanced,spare1", 3),
+        ("pp2,ep2,mbs2,layout='Et|ttL'", 4),
+    ],
+)
+def test_the_plan_counts_what_a_rank_holds(layout: str, held: int) -> None:
+    """A history of L and a scale for each expert held, an amax for each of all eight."""
+    loads = ((90, 10, 50, 20, 70, 30, 5, 60),) * 4
+    plan = tiny_jobs.build_plan(replace(DELAYED, load_histogram=loads), layout, world_size=4)
+    job = plan_job(plan)
+    assert RECIPE is not None
+    ranks = product(range(job.layout.pp), range(job.layout.ep))
+    for pp_rank, ep_rank in ranks:
+        linears = scaled_linears(job, pp_rank, ep_rank)
+        scaling = DelayedScaling(job.workload.delayed, RECIPE, linears, CPU, lambda: True)
+        rows = scaling.memory_rows()
+        assert list(delayed_scaling_rows(job, pp_rank)) == rows
+        of_experts = {row.bytes for row in rows if row.module is Module.EXPERTS}
+        assert of_experts == {4 * 3 * (held * (2 + 1) + 8)}
 
 
 def test_products_are_those_of_torchs_scaled_matmul() -> None:
@@ -207,25 +267,25 @@ def build_state(model: ModelSpec, layout: str = "mbs4") -> TrainState:
 )
 def test_every_linear_has_scales_and_all_scales_are_used(shape: str) -> None:
     """A weight that rules.delayed_scaling leaves out raises where it is multiplied."""
-    state = build_state(SHAPES[shape])
-    scaling = state.runtime.delayed_scaling
+    trained = build_state(SHAPES[shape])
+    scaling = trained.runtime.delayed_scaling
     assert scaling is not None
     for step in (1, 2):
-        train_step(state, step=step, lr=1e-3, stop_requested=False, count_ledger=False)
-    for name, history in scaling.named_states():
-        if "amax_history" in name:
-            assert (history.amax((0, 2)) > 0).all(), name
+        train_step(trained, step=step, lr=1e-3, stop_requested=False, count_ledger=False)
+    for state in scaling.owned_states():
+        if "amax_history" in state.name:
+            assert (state.tensor.amax((0, 2)) > 0).all(), state.name
 
 
 def test_a_skipped_step_moves_no_history_on() -> None:
-    state = build_state(SHAPES["qwen"])
-    scaling = state.runtime.delayed_scaling
+    trained = build_state(SHAPES["qwen"])
+    scaling = trained.runtime.delayed_scaling
     assert scaling is not None
-    train_step(state, step=1, lr=1e-3, stop_requested=False, count_ledger=False)
-    kept = {name: tensor.clone() for name, tensor in scaling.named_states()}
+    train_step(trained, step=1, lr=1e-3, stop_requested=False, count_ledger=False)
+    kept = {state.name: state.tensor.clone() for state in scaling.owned_states()}
     assert kept["optim/amax_history/layers.0.attention.q.weight"][:, :, 0].all()
     with torch.no_grad():
-        state.model.embedding.weight[:] = torch.nan
-    assert train_step(state, step=2, lr=1e-3, stop_requested=False, count_ledger=False).skipped
-    for name, tensor in scaling.named_states():
-        assert torch.equal(tensor, kept[name]), name
+        trained.model.embedding.weight[:] = torch.nan
+    assert train_step(trained, step=2, lr=1e-3, stop_requested=False, count_ledger=False).skipped
+    for state in scaling.owned_states():
+        assert torch.equal(state.tensor, kept[state.name]), state.name

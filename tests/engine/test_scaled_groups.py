@@ -61,7 +61,8 @@ def build_products(name: str) -> Products:
     recipe = recipe_of(name)
     if CASES[name][1] is not TensorScaling.DELAYED:
         return NarrowProducts(recipe, torch.device("cpu"), seed=1)
-    linear = ScaledLinear(name="w", module=Module.EXPERTS, experts=EXPERTS)
+    owned = tuple(range(EXPERTS))
+    linear = ScaledLinear(name="w", module=Module.EXPERTS, experts=EXPERTS, owned=owned)
     scaling = DelayedScaling(
         DelayedScalingSpec(), recipe, [linear], torch.device("cpu"), lambda: True
     )

@@ -112,7 +112,7 @@ def test_in_bf16_emulation_rounds_operands_and_torch_the_result_alone() -> None:
 def run_products(recipe: Recipe, *, is_delayed: bool) -> list[torch.Tensor]:
     x, g, w = draw(ROWS, COLUMNS, 1), draw(ROWS, OUT, 2), draw(OUT, COLUMNS, 3)
     if is_delayed:
-        linear = ScaledLinear(name="w", module=Module.DENSE_MLP, experts=1)
+        linear = ScaledLinear(name="w", module=Module.DENSE_MLP, experts=1, owned=(0,))
         spec = DelayedScalingSpec()
         scaling = DelayedScaling(spec, recipe, [linear], torch.device("cpu"), lambda: True)
         products = scaling.products_of("w")

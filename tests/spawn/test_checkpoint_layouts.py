@@ -72,7 +72,11 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "4x pp2,ep2,mbs2,layout='Et|tttmL'",
         ),
         "fp16": ("2x ep2,mbs2", "2x pp2,mbs2,layout='Ettt|tL'"),
-        "fp8": ("2x tp2,etp2,mbs2", "2x pp2,mbs2,layout='Ettt|tL'"),
+        "fp8": (
+            "2x tp2,etp2,mbs2",
+            "2x pp2,mbs2,layout='Ettt|tL'",
+            "4x ep4,mbs2,expert_placement=balanced,spare1",
+        ),
     }
 )
 # Targets in addition to the sources themselves.
@@ -167,6 +171,10 @@ def make_plan(data: DataSpec, group: str, layout: str) -> Plan:
         workload = replace(
             workload, precision=Dtype.FP8, tensor_scaling=TensorScaling.DELAYED, delayed=delayed
         )
+        loads = (90, 10, 50, 20, 70, 30, 5, 60) * 2  # experts of no layer lie in order
+        experts, layers = MODELS[group].expert_count, MODELS[group].moe_layer_count
+        histogram = tuple(loads[layer : layer + experts] for layer in range(layers))
+        workload = replace(workload, load_histogram=histogram)
     optimizer = replace(workload.optimizer, bucket_elements=4000)
     workload = replace(
         workload,

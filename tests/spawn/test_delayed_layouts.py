@@ -27,6 +27,8 @@ DELAYED = replace(
     tensor_scaling=TensorScaling.DELAYED,
     delayed=DelayedScalingSpec(amax_history_len=2),
 )
+# By it experts are placed where a case balances them, differently in each layer.
+_LOADS = (90, 10, 50, 20, 70, 30, 5, 60) * 3
 # Balance losses are over a micro-batch, the other losses over the batch.
 WITHOUT_BALANCE = replace(DELAYED, loss=LossSpec())
 
@@ -63,7 +65,10 @@ def wide_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_delayed_scales_compute_the_same_over_any_ranks(
     shape: str, world_size: int, layout: str, tmp_path: Path
 ) -> None:
-    plan = tiny_jobs.build_plan(DELAYED, layout, world_size=world_size, model=SHAPES[shape])
+    model = SHAPES[shape]
+    loads = tuple(_LOADS[layer : layer + model.expert_count] for layer in range(4))
+    workload = replace(DELAYED, load_histogram=loads[: model.moe_layer_count])
+    plan = tiny_jobs.build_plan(workload, layout, world_size=world_size, model=model)
     prove_computation(plan, tmp_path, plan.layout.mbs)
 
 

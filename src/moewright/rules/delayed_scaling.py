@@ -6,13 +6,17 @@ what goes into a recurrence) are one linear, as they are one tensor in Megatron-
 the first. Scales are those of Transformer Engine's DelayedScaling, but that the history moves on
 once a step, when all micro-batches and all ranks of the pipeline stage have contributed to its
 amaxes: a step's scales then depend on the batches before it alone, and not on the layout.
+
+A rank keeps histories and scales of the experts in its slots, its own and replicas, and the amaxes
+of all experts of its layers, as these are reduced over the stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moewright.rules.expert_placement import count_slots, rank_experts, slot_experts
 from moewright.rules.job import Job
 from moewright.rules.param import Param, name_in_layer
 from moewright.rules.shards import stage_parameters
@@ -21,8 +25,6 @@ from moewright.spec.workload import Dtype, TensorScaling, Workload
 
 SCALES_OF_LINEAR = 3  # of rules.low_precision.OperandKind, in its order
 _FP32_BYTES = 4
-# Beside the history: the scale, and the amax of the step that runs.
-_BESIDE_HISTORY = 2
 _LINEARS = frozenset(
     {
         "attention.q",
@@ -59,12 +61,20 @@ _LINEARS = frozenset(
 class ScaledLinear:
     """A linear layer with scales: the name of its first weight, and how many experts it has.
 
-    `experts` is 1 for a linear that is not of routed experts.
+    `owned` are the experts that a rank owns, `replicated` those of its replicas, both in the order
+    of its slots. A linear that is not of routed experts counts as one expert, number 0.
     """
 
     name: str
     module: Module
     experts: int
+    owned: tuple[int, ...]
+    replicated: tuple[int, ...] = ()
+
+    @property
+    def slot_experts(self) -> tuple[int, ...]:
+        """The experts in the rank's slots."""
+        return self.owned + self.replicated
 
 
 def is_delayed(workload: Workload) -> bool:
@@ -72,40 +82,59 @@ def is_delayed(workload: Workload) -> bool:
     return workload.precision is Dtype.FP8 and workload.tensor_scaling is TensorScaling.DELAYED
 
 
-def scaled_linears(params: Iterable[Param]) -> tuple[ScaledLinear, ...]:
-    """Return the linears with scales among parameters, in their order."""
-    return tuple(
-        ScaledLinear(
-            name=param.name,
-            module=param.module,
-            experts=param.shape[0] if param.is_expert else 1,
-        )
-        for param in params
-        if name_in_layer(param.name) in _LINEARS and not param.name.endswith(".bias")
+def scaled_linears(job: Job, pp_rank: int, ep_rank: int) -> tuple[ScaledLinear, ...]:
+    """Return the linears with scales of a pipeline stage, in the order of their parameters."""
+    return tuple(_build_linear(job, param, ep_rank) for param in _scaled_params(job, pp_rank))
+
+
+def _scaled_params(job: Job, pp_rank: int) -> Iterator[Param]:
+    """Yield the first weight of each linear with scales of a pipeline stage."""
+    for param in stage_parameters(job.model, job.layout, pp_rank):
+        if name_in_layer(param.name) in _LINEARS and not param.name.endswith(".bias"):
+            yield param
+
+
+def _build_linear(job: Job, param: Param, ep_rank: int) -> ScaledLinear:
+    if not param.is_expert:
+        return ScaledLinear(name=param.name, module=param.module, experts=1, owned=(0,))
+    slots = tuple(rank_experts(slot_experts(job, param.layer), job.layout.ep, ep_rank))
+    return ScaledLinear(
+        name=param.name,
+        module=param.module,
+        experts=_count_experts(param),
+        owned=slots[: job.local_experts],
+        replicated=slots[job.local_experts :],
     )
+
+
+def _count_experts(param: Param) -> int:
+    return param.shape[0] if param.is_expert else 1
 
 
 def amax_reduction_bytes(job: Job, pp_rank: int) -> int:
     """Return the bytes of the amaxes that the ranks of a stage reduce once a step; 0 for none."""
     if not is_delayed(job.workload):
         return 0
-    linears = scaled_linears(stage_parameters(job.model, job.layout, pp_rank))
-    return _FP32_BYTES * SCALES_OF_LINEAR * sum(linear.experts for linear in linears)
+    experts = sum(map(_count_experts, _scaled_params(job, pp_rank)))
+    return _FP32_BYTES * SCALES_OF_LINEAR * experts
 
 
 def delayed_scaling_rows(job: Job, pp_rank: int) -> tuple[MemoryRow, ...]:
-    """Return the bytes of histories, scales and amaxes on every rank of a pipeline stage.
-
-    Each rank keeps those of all experts of its layers: they are few, and any rank may hold any.
-    """
+    """Return the bytes of histories, scales and amaxes on every rank of a pipeline stage."""
     if not is_delayed(job.workload):
         return ()
-    numbers = job.workload.delayed.amax_history_len + _BESIDE_HISTORY
+    numbers = job.workload.delayed.amax_history_len + 1  # and the scale
     return tuple(
         MemoryRow(
             component=Component.BUFFERS,
-            module=linear.module,
-            bytes=_FP32_BYTES * SCALES_OF_LINEAR * linear.experts * numbers,
+            module=param.module,
+            bytes=_FP32_BYTES
+            * SCALES_OF_LINEAR
+            * (_count_slots(job, param) * numbers + _count_experts(param)),
         )
-        for linear in scaled_linears(stage_parameters(job.model, job.layout, pp_rank))
+        for param in _scaled_params(job, pp_rank)
     )
+
+
+def _count_slots(job: Job, param: Param) -> int:
+    return count_slots(job, param.layer) // job.layout.ep if param.is_expert else 1

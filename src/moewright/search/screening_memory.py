@@ -95,7 +95,7 @@ class ScreeningMemory:
         self._fills: dict[tuple[str, int, int, bool], BucketFill] = {}
         self._elements: dict[tuple[object, ...], RankElements] = {}
         self._resident: dict[tuple[object, ...], Array] = {}
-        self._scales: dict[PipelineShapes, Array] = {}
+        self._scales: dict[tuple[PipelineShapes, int, int], Array] = {}
         self._block_numel: dict[tuple[int, int, int], Array] = {}
 
     def model_memory(self, sym: Symbols) -> memory.ModelMemory:
@@ -465,8 +465,9 @@ class ScreeningMemory:
 
     def _scale_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return the bytes of delayed scales and their histories [ranks]."""
-        if batch.pipelines not in self._scales:
-            self._scales[batch.pipelines] = np.array(
+        key = batch.pipelines, sym.layout.ep, sym.layout.spare
+        if key not in self._scales:
+            self._scales[key] = np.array(
                 [
                     sum(
                         row.bytes
@@ -476,7 +477,7 @@ class ScreeningMemory:
                 ],
                 dtype=float,
             )
-        return self._scales[batch.pipelines]
+        return self._scales[key]
 
     def _replica_bytes(self, sym: Symbols, batch: PipelineBatch) -> Array:
         """Return the bytes of expert replicas [ranks]: weights, their 8-bit copies, gradients."""

@@ -30,9 +30,10 @@ _FP32_LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearScales:
-    """The scales [E,3] of a linear and the amaxes [E,3] of the step that runs, as views of all.
+    """The scales of a linear and the amaxes [E,3] of the step that runs, as views of all.
 
-    `experts` are the numbers of the experts whose rows and weights come; None for all in order.
+    `scales` [groups,3] are of the groups of rows and weights that come, and `experts` the numbers
+    of their experts; None for all E in order.
     """
 
     name: str
@@ -42,8 +43,7 @@ class LinearScales:
 
     def scales_of(self, kind: OperandKind) -> torch.Tensor:
         """Return the scale of each group of rows."""
-        scales = self.scales[:, _KINDS.index(kind)]
-        return scales if self.experts is None else scales[self.experts]
+        return self.scales[:, _KINDS.index(kind)]
 
     def note_largest(self, kind: OperandKind, largest: torch.Tensor) -> None:
         """Note the largest magnitude of each group of rows."""
@@ -126,11 +126,25 @@ class DelayedProducts:
         return self._cast(kind, w.flatten(0, 1), Groups(ends=ends), is_new=is_new)
 
 
-class DelayedScaling:
-    """Histories [E,3,L], newest first, scales and amaxes of the linears of a pipeline stage.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleState:
+    """A part of the scales or histories of a linear, of so many `experts`, by its name in files.
 
-    All its ranks have the same, but for the amaxes of the step that runs. `is_first_forward` tells
-    a forward from its recomputation.
+    `tensor` [slots,...] is of the experts `numbers`.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    numbers: tuple[int, ...]
+    experts: int
+
+
+class DelayedScaling:
+    """Histories [slots,3,L], newest first, scales [slots,3] and amaxes of a stage's linears.
+
+    A rank holds those of the experts in its slots, but the amaxes [E,3] of all, whose maximum over
+    the stage moves the histories on: all that hold an expert hold the same of it.
+    `is_first_forward` tells a forward from its recomputation.
     """
 
     def __init__(
@@ -145,30 +159,53 @@ class DelayedScaling:
         self._spec = spec
         self._recipe = recipe
         self._linears = tuple(linears)
-        count = sum(linear.experts for linear in linears)
-        self._scales = torch.ones(count, SCALES_OF_LINEAR, device=device)
-        self._amaxes = torch.zeros_like(self._scales)
-        self._history = torch.zeros(count, SCALES_OF_LINEAR, spec.amax_history_len, device=device)
+        slots = sum(len(linear.slot_experts) for linear in linears)
+        experts = sum(linear.experts for linear in linears)
+        self._scales = torch.ones(slots, SCALES_OF_LINEAR, device=device)
+        self._amaxes = torch.zeros(experts, SCALES_OF_LINEAR, device=device)
+        self._history = torch.zeros(slots, SCALES_OF_LINEAR, spec.amax_history_len, device=device)
         tops = [recipe.operand(kind).number.largest * 2.0**-spec.fp8_margin for kind in _KINDS]
         self._tops = torch.tensor(tops, device=device)
+        # Of each linear: its rows of what is held, and of the amaxes of all experts.
         self._places: dict[str, slice] = {}
+        self._amax_places: dict[str, slice] = {}
+        amax_rows: list[int] = []
         first = 0
         for linear in linears:
-            self._places[linear.name] = slice(first, first + linear.experts)
+            self._places[linear.name] = slice(
+                len(amax_rows), len(amax_rows) + len(linear.slot_experts)
+            )
+            self._amax_places[linear.name] = slice(first, first + linear.experts)
+            amax_rows += [first + number for number in linear.slot_experts]
             first += linear.experts
+        self._amax_rows = torch.tensor(amax_rows, dtype=torch.int64, device=device)
 
-    def products_of(self, name: str, experts: Sequence[int] = ()) -> DelayedProducts:
-        """Return the products of a linear by the name of its first weight, or of some experts.
+    def products_of(self, name: str) -> DelayedProducts:
+        """Return the products of a linear by the name of its first weight, of what a rank owns.
 
         Those of any other weight raise ValueError when they are used.
         """
+        linear = self._find_linear(name)
         place = self._places.get(name, slice(0, 0))
-        numbers = None
-        if experts:
-            numbers = torch.tensor(experts, dtype=torch.int64, device=self._scales.device)
-        scales = LinearScales(
-            name=name, scales=self._scales[place], amaxes=self._amaxes[place], experts=numbers
-        )
+        numbers = () if linear is None else linear.owned
+        return self._build_products(name, slice(place.start, place.start + len(numbers)), numbers)
+
+    def products_of_replicas(self, name: str) -> DelayedProducts:
+        """Return the products of a rank's replicas of experts by the name of their weight."""
+        linear = self._find_linear(name)
+        numbers = () if linear is None else linear.replicated
+        place = self._places.get(name, slice(0, 0))
+        return self._build_products(name, slice(place.stop - len(numbers), place.stop), numbers)
+
+    def _find_linear(self, name: str) -> ScaledLinear | None:
+        return next((linear for linear in self._linears if linear.name == name), None)
+
+    def _build_products(self, name: str, place: slice, numbers: tuple[int, ...]) -> DelayedProducts:
+        amaxes = self._amaxes[self._amax_places.get(name, slice(0, 0))]
+        experts: torch.Tensor | None = None
+        if numbers != tuple(range(len(amaxes))):
+            experts = torch.tensor(numbers, dtype=torch.int64, device=amaxes.device)
+        scales = LinearScales(name=name, scales=self._scales[place], amaxes=amaxes, experts=experts)
         return DelayedProducts(self._recipe, scales, self._is_first_forward)
 
     def begin_step(self) -> None:
@@ -182,7 +219,8 @@ class DelayedScaling:
 
     @torch.no_grad()
     def update(self, amaxes: torch.Tensor) -> None:
-        """Move the histories on by the amaxes of a step, and set the scales of the next."""
+        """Move the histories on by the amaxes [E,3] of a step, and set the scales of the next."""
+        amaxes = amaxes[self._amax_rows]
         is_seen = (amaxes > 0) & amaxes.isfinite()
         for place in self._places.values():  # not all at once, which would take as much again
             history = self._history[place]
@@ -193,11 +231,31 @@ class DelayedScaling:
         scales = (self._tops / amaxes).clamp(max=_FP32_LARGEST)
         self._scales.copy_(torch.where(is_seen, scales, self._scales))
 
-    def named_states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the histories and scales of each linear by the names that checkpoints have."""
-        for name, place in self._places.items():
-            yield f"optim/amax_history/{name}", self._history[place]
-            yield f"optim/fp8_scale/{name}", self._scales[place]
+    def owned_states(self) -> Iterator[ScaleState]:
+        """Yield the histories and scales of what the rank owns, which checkpoints hold."""
+        for linear in self._linears:
+            yield from self._states_of(linear, 0, linear.owned)
+
+    def held_states(self) -> Iterator[ScaleState]:
+        """Yield the histories and scales of what the rank owns, and of its replicas."""
+        yield from self.owned_states()
+        for linear in self._linears:
+            yield from self._states_of(linear, len(linear.owned), linear.replicated)
+
+    def _states_of(
+        self, linear: ScaledLinear, first: int, numbers: tuple[int, ...]
+    ) -> Iterator[ScaleState]:
+        """Yield the states of the experts `numbers`, whose slots begin at `first`."""
+        start = self._places[linear.name].start + first
+        place = slice(start, start + len(numbers))
+        kinds = (("amax_history", self._history), ("fp8_scale", self._scales))
+        for kind, tensor in kinds if numbers else ():
+            yield ScaleState(
+                name=f"optim/{kind}/{linear.name}",
+                tensor=tensor[place],
+                numbers=numbers,
+                experts=linear.experts,
+            )
 
     def memory_rows(self) -> list[MemoryRow]:
         """Return the bytes held, in a row for each linear."""
@@ -205,10 +263,9 @@ class DelayedScaling:
             MemoryRow(
                 component=Component.BUFFERS,
                 module=linear.module,
-                bytes=sum(
-                    tensor[self._places[linear.name]].nbytes
-                    for tensor in (self._history, self._scales, self._amaxes)
-                ),
+                bytes=self._history[self._places[linear.name]].nbytes
+                + self._scales[self._places[linear.name]].nbytes
+                + self._amaxes[self._amax_places[linear.name]].nbytes,
             )
             for linear in self._linears
         ]

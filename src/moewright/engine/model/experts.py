@@ -158,14 +158,11 @@ class RoutedExperts(nn.Module):
         bias = take_weight(self.down.bias)
         return AddExpertBias.apply(out, bias, weights_R, ends_E, first_column)
 
-    def assign_scales(self, scaling: DelayedScaling, names: Mapping[Weight, str]) -> None:
-        """Take the delayed scales of this rank's experts and of its replicas."""
-        for weight in (self._first, self.down):
-            weight.products = scaling.products_of(names[weight], self._experts)
+    def assign_replica_scales(self, scaling: DelayedScaling, names: Mapping[Weight, str]) -> None:
+        """Take the delayed scales of this rank's replicas, by the names of their weights."""
         if self.replicas is not None:
             self.replicas.products = [
-                scaling.products_of(names[part], self.replicas.experts)
-                for part in self.replicas.parts
+                scaling.products_of_replicas(names[part]) for part in self.replicas.parts
             ]
 
     def _activate_unweighted(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -193,7 +190,7 @@ def assign_scales(model: nn.Module, scaling: DelayedScaling) -> None:
         owner.products = scaling.products_of(parameter.name)
     for experts in model.modules():
         if isinstance(experts, RoutedExperts):
-            experts.assign_scales(scaling, names)
+            experts.assign_replica_scales(scaling, names)
 
 
 def _own_weight(part: Weight) -> torch.Tensor:

@@ -43,7 +43,7 @@ from moewright.rules.grid import axis_size
 from moewright.rules.job import Job
 from moewright.rules.low_precision import find_recipe
 from moewright.rules.routing import LIBRARY_DISPATCHERS
-from moewright.rules.shards import shared_table_ranks, stage_parameters
+from moewright.rules.shards import shared_table_ranks
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import CudaGraphScope
 
@@ -139,7 +139,7 @@ def build_train_state(
     delayed_scaling: DelayedScaling | None = None
     products: Products = WIDE_PRODUCTS
     if recipe is not None and is_delayed(workload):
-        linears = scaled_linears(stage_parameters(job.model, layout, mesh.coordinate("pp")))
+        linears = scaled_linears(job, mesh.coordinate("pp"), mesh.coordinate("ep"))
         delayed_scaling = DelayedScaling(
             workload.delayed, recipe, linears, device, saved_tensors.is_in_forward
         )

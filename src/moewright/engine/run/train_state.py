@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moewright.engine.checkpoint import LocalShard, whole_shard
+from moewright.engine.checkpoint import LocalShard
+from moewright.engine.kernels.delayed_scaling import ScaleState
 from moewright.engine.model.router import router_state_shards
 from moewright.engine.model.transformer import Transformer
 from moewright.engine.optim.distributed_optimizer import DistributedOptimizer
@@ -31,21 +32,22 @@ class TrainState:
 
         Frozen parts are among it; of a model whose adapters alone train, the adapters.
         """
-        return [*self.optimizer.local_shards(), *self._other_shards()]
+        scaling = self.runtime.delayed_scaling
+        scales = () if scaling is None else scaling.owned_states()
+        return [*self.optimizer.local_shards(), *self._other_shards(), *scale_shards(scales)]
 
     def load(self, load: Callable[[Sequence[LocalShard]], None]) -> None:
-        """Have `load` read everything that a checkpoint holds of this rank."""
-        self.optimizer.load(self._other_shards(), load)
+        """Have `load` read everything that a checkpoint holds of this rank.
+
+        Replicas of experts have delayed scales of their own, which their experts' owners saved.
+        """
+        scaling = self.runtime.delayed_scaling
+        scales = () if scaling is None else scaling.held_states()
+        self.optimizer.load([*self._other_shards(), *scale_shards(scales)], load)
 
     def _other_shards(self) -> list[LocalShard]:
         frozen = [] if is_frozen(self.runtime.workload) else self.optimizer.frozen.local_shards()
-        return [*frozen, *router_state_shards(self.model), *self._scale_shards()]
-
-    def _scale_shards(self) -> list[LocalShard]:
-        """Return delayed scales and their histories, which all ranks of a stage have alike."""
-        scaling = self.runtime.delayed_scaling
-        states = () if scaling is None else scaling.named_states()
-        return [whole_shard(name, state) for name, state in states]
+        return [*frozen, *router_state_shards(self.model)]
 
     def weight_shards(self) -> list[LocalShard]:
         """Return the shards that make the model: parameters, and the routers' selection biases.
@@ -57,3 +59,16 @@ class TrainState:
             return saved
         biases = [shard for shard in saved if not is_adapter(shard.name)]
         return [*self.optimizer.frozen.local_shards(), *biases]
+
+
+def scale_shards(states: Iterable[ScaleState]) -> Iterator[LocalShard]:
+    """Yield delayed scales and their histories, where experts follow each other in one shard."""
+    for state in states:
+        first = state.numbers[0]
+        shape = (state.experts, *state.tensor.shape[1:])
+        parts = {first: state.tensor}
+        if state.numbers != tuple(range(first, first + len(state.numbers))):
+            parts = dict(zip(state.numbers, state.tensor.split(1), strict=True))
+        for number, tensor in parts.items():
+            offsets = (number, *(0 for _ in shape[1:]))
+            yield LocalShard(name=state.name, global_shape=shape, offsets=offsets, tensor=tensor)
