@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ torchrun --nnodes 1 --nproc-per-node 8 pretrain_gpt.py --num-layers 48 --hidden-
   --use-distributed-optimizer --micro-batch-size 1 --global-batch-size ${GBS:-64} \\
   --train-iters 20 $MORE
 """
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "qwen3_30b_16h100.sh"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +79,17 @@ def test_a_better_layout_is_shown_as_options_to_write_and_to_leave_out(script, c
     shown = capsys.readouterr().out
     changes = next(line for line in shown.splitlines() if line.startswith("write: "))
     assert "--moe-token-dispatcher-type" in changes or "--micro-batch-size" in changes
+
+
+def test_options_to_write_can_be_pasted_into_a_shell(capsys):
+    """A pipeline layout has characters that a shell would read as pipes and patterns."""
+    assert main(["estimate", "--from-flags", str(EXAMPLE), "--on", "H100"]) == 0
+    (changes,) = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("write: ")
+    )
+    assert "|" in changes
+    assert all(part.count("'") % 2 == 0 for part in changes.split(" --"))
+    assert "--pipeline-model-parallel-layout 'E" in changes
 
 
 def test_options_of_forks_are_refused_on_demand(script, capsys, monkeypatch):

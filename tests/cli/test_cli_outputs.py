@@ -64,3 +64,10 @@ def test_a_measured_load_is_shown_beside_even_routing(
     load.write_text(even)
     assert main(["estimate", *JOB, "--load", str(load)]) == 2
     assert "each of the 94 layers with experts" in capsys.readouterr().err
+
+
+def test_keys_of_layout_that_no_layout_can_have_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(("plan", "Qwen3-30B-A3B", "--on", "16xH100", "--layout", "tp3")) == 2
+    assert "--layout tp=3: tp * cp = 3 must divide" in capsys.readouterr().err

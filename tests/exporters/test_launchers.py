@@ -172,6 +172,14 @@ def test_scripts_are_clean_by_shellcheck(tmp_path):
         assert done.returncode == 0, done.stdout
 
 
+def test_kubernetes_asks_for_amds_devices_by_their_own_name():
+    options = replace(planned(), hardware=catalogue.hardware("32xMI300X"))
+    rendered = render_train_job(options, job="", run_dir="", image="rocm/megatron-lm")
+    assert yaml.safe_load(rendered)["spec"]["trainer"]["resourcesPerNode"]["limits"] == {
+        "amd.com/gpu": 8
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "label"), [("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"), ("7 B!", "job-7-b"), ("", "job")]
 )

@@ -11,6 +11,7 @@ import pytest
 from moewright.intake import catalogue
 from moewright.rules.legality import check_precision
 from moewright.rules.networks import runs_on
+from moewright.spec.errors import BadInput
 from moewright.spec.hardware import NetworkKind, Op
 from moewright.spec.layout import DispatcherKind
 from moewright.spec.sourced import SourceKind
@@ -146,3 +147,9 @@ def test_a_v100_trains_in_fp16_without_libraries_that_move_tokens() -> None:
     for library in (DispatcherKind.DEEPEP, DispatcherKind.HYBRIDEP):
         assert not runs_on(hardware.fabric, library, domains=1)
         assert runs_on(catalogue.hardware("8xA100").fabric, library, domains=1)
+
+
+def test_a_count_alone_is_told_the_form_of_hardware() -> None:
+    with pytest.raises(BadInput, match=r"16: names no device, in the form count x device") as error:
+        catalogue.hardware("16")
+    assert error.value.reasons[0].nearest == "16xH100"

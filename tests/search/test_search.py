@@ -164,6 +164,15 @@ def test_where_nothing_fits_no_layout_is_called_slower_than_those_shown() -> Non
     assert SLOWER not in dict(ranked.rejected)
 
 
+@pytest.mark.filterwarnings("error")
+def test_devices_that_no_power_of_two_divides_are_searched_without_a_warning(
+    model: ModelSpec,
+) -> None:
+    """A rank may own no element of the optimizer's states then."""
+    work = Workload(seq_len=4096, global_batch=1600)
+    assert search(model, work, catalogue.hardware("100xH100"), top=1).plans
+
+
 def test_expert_ranks_that_one_rack_holds_have_no_nodes() -> None:
     """64 ranks of experts lie on 64 of the 72 devices that NVLink joins."""
     wide = search(

@@ -208,8 +208,8 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
 
 def _changed_options(plan: Plan, best: Plan) -> Iterator[str]:
     """Yield the options and variables to write, and those to leave out."""
-    before = {name: " ".join(values) for name, *values in all_flags(plan)}
-    after = {name: " ".join(values) for name, *values in all_flags(best)}
+    before = {name: shlex.join(values) for name, *values in all_flags(plan)}
+    after = {name: shlex.join(values) for name, *values in all_flags(best)}
     written = [
         f"{name} {value}".rstrip() for name, value in after.items() if before.get(name) != value
     ]

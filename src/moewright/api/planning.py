@@ -35,6 +35,7 @@ from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Estimate, Plan, RankingRule
 from moewright.spec.record import Record, Row
+from moewright.spec.units import plural
 from moewright.spec.workload import Dtype, Routing
 
 MAX_TOP = 100  # each is estimated in full
@@ -165,7 +166,9 @@ def plan(
     search_options = SearchOptions(top=top, **_check_choices(choices))
     result = search_request(request, Path(_file_name(model)), search_options)
     if result.best is None:
-        raise explain_empty_search(result.request, result.search, Path(_file_name(model)))
+        raise explain_empty_search(
+            result.request, result.search, Path(_file_name(model)), layout=search_options.layout
+        )
     return result
 
 
@@ -358,24 +361,28 @@ def estimate_even_routing(plan: Plan) -> Estimate | None:
     return build_plan(plan.model, workload, plan.hardware, plan.layout).estimate
 
 
-def explain_empty_search(request: PlanRequest, result: SearchResult, job: Path) -> BadInput:
+def explain_empty_search(
+    request: PlanRequest, result: SearchResult, job: Path, *, layout: str = ""
+) -> BadInput:
     """Return why a search came back empty.
 
     What is wrong with the pinned keys by themselves comes first, else the commonest rejection.
+    `layout` are those of --layout, which stand in place of the job's own.
     """
-    if request.purpose is Purpose.TRAIN:
+    if request.purpose is Purpose.TRAIN and not layout:
         spell = to_job_keys(job)
     else:
-        spell = to_options("layout")
+        spell = to_options("--layout" if layout else "layout")
     try:
         with translate_fields(spell):
-            raise _empty_search(request, result.rejected)
+            raise _empty_search(request, result.rejected, layout or request.layout_text)
     except BadInput as error:
         return error
 
 
-def _empty_search(request: PlanRequest, rejected: Sequence[tuple[str, int]]) -> BadInput:
-    pinned = request.layout_text
+def _empty_search(
+    request: PlanRequest, rejected: Sequence[tuple[str, int]], pinned: str
+) -> BadInput:
     layout = parse_layout(pinned, world_size=request.hardware.count)
     reasons = (
         *check_legality(Job(model=request.model, workload=request.workload, layout=layout)),
@@ -387,7 +394,8 @@ def _empty_search(request: PlanRequest, rejected: Sequence[tuple[str, int]]) -> 
             *sorted(reasons, key=lambda reason: reason.field.rpartition(".")[2] not in keys)
         )
     commonest = max(rejected, key=lambda pair: pair[1], default=("none is legal", 0))[0]
-    rule = f"no layout of {request.hardware.count} devices can be used; most often: {commonest}"
+    devices = plural(request.hardware.count, "device")
+    rule = f"no layout of {devices} can be used; most often: {commonest}"
     nearest = ""
     if commonest == DOES_NOT_FIT:
         nearest = "more devices (--fewest with a larger --on finds how many), or a shorter sequence"

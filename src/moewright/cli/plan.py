@@ -72,7 +72,7 @@ def plan(
     ) as console:
         _print_answer(console, plans, objections, verbose=answer.verbose)
     if plans.best is None:
-        raise explain_empty_search(request, plans.search, Path(model))
+        raise explain_empty_search(request, plans.search, Path(model), layout=ranking.layout)
     return 0
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from shlex import quote
+from types import MappingProxyType
 from typing import Any
 
 from moewright.exporters.launch import LaunchSpec, build_launch_spec
 from moewright.exporters.torchrun import JOB_RESTARTS
 from moewright.spec.errors import BadInput, Reason
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 
 RUNTIME = "torch-distributed"
+_RESOURCES = MappingProxyType({DeviceKind.CUDA: "nvidia.com/gpu", DeviceKind.ROCM: "amd.com/gpu"})
 _API_VERSION = "trainer.kubeflow.org/v1alpha1"
 
 
@@ -42,9 +45,10 @@ def render_train_job(plan: Plan, *, job: str, run_dir: str, image: str) -> str:
         "command": ["sh", "-c"],
         "args": [_shell_line(launch.lines)],
     }
-    if launch.uses_gpus:
+    if launch.device.runs_cuda:
         trainer["resourcesPerNode"] = {
-            kind: {"nvidia.com/gpu": launch.ranks_per_node} for kind in ("requests", "limits")
+            kind: {_RESOURCES[launch.device]: launch.ranks_per_node}
+            for kind in ("requests", "limits")
         }
     if launch.exported:
         trainer["env"] = [{"name": name, "value": value} for name, value in launch.exported]

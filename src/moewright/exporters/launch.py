@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moewright.exporters.megatron.script import TRAINER, environment_variables, megatron_flags
 from moewright.exporters.torchrun import engine_words, split_into_nodes
+from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan
 
 _LONGEST_NAME = 40  # Kubernetes appends suffixes of its own and stops at 63
@@ -25,7 +26,7 @@ class LaunchSpec:
     exported: tuple[tuple[str, str], ...]
     nodes: int
     ranks_per_node: int
-    uses_gpus: bool
+    device: DeviceKind
     runs_engine: bool
 
 
@@ -47,7 +48,7 @@ def build_launch_spec(plan: Plan, *, job: str, run_dir: str) -> LaunchSpec:
         exported=() if job else environment_variables(plan.layout),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        uses_gpus=plan.hardware.device.kind.runs_cuda,
+        device=plan.hardware.device.kind,
         runs_engine=bool(job),
     )
 

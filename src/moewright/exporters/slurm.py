@@ -43,7 +43,7 @@ def sbatch_lines(launch: LaunchSpec, *, output: str) -> Iterator[str]:
     yield f"#SBATCH --job-name={launch.name}"
     yield f"#SBATCH --nodes={launch.nodes}"
     yield "#SBATCH --ntasks-per-node=1"
-    if launch.uses_gpus:
+    if launch.device.runs_cuda:
         yield f"#SBATCH --gpus-per-node={launch.ranks_per_node}"
     yield "#SBATCH --exclusive"
     yield f"#SBATCH --output={output}"

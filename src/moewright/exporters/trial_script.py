@@ -77,7 +77,7 @@ def render_trial_script(plan: Plan, folder: Path, start: TrialStart) -> str:
         exported=environment_variables(plan.layout) if start.trainer_script else (),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        uses_gpus=plan.hardware.device.kind.runs_cuda,
+        device=plan.hardware.device.kind,
         runs_engine=False,
     )
     return "\n".join(_script_lines(plan, folder.resolve(), start, launch)) + "\n"

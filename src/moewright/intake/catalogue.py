@@ -153,12 +153,16 @@ def _read_hardware(text: str) -> Hardware:
     names = device_names()
     short_name = request.name[:60]
     nearest = closest_match(short_name.upper().removeprefix("NVIDIA "), names)
+    nearest = f"{request.count or 1}x{nearest}" if nearest else ""
+    rule = f"no device {short_name!r}"
+    if short_name.isdecimal():
+        rule, nearest = "names no device, in the form count x device", f"{short_name}xH100"
     raise BadInput(
         Reason(
             field="hardware",
             value=text[:80],
-            rule=f"no device {short_name!r}; known: {', '.join(names)}, or the path of a .toml",
-            nearest=f"{request.count or 1}x{nearest}" if nearest else "",
+            rule=f"{rule}; known: {', '.join(names)}, or the path of a .toml",
+            nearest=nearest,
         )
     )
 

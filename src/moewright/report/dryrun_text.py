@@ -60,7 +60,7 @@ def print_dry_run(
     if planned is not None:
         _print_planned(console, planned)
     if comparison.notes:
-        console.print(Text("\nWhat a CUDA device holds otherwise", style="bold"))
+        console.print(Text("\nWhat a CUDA device holds instead", style="bold"))
         for note in comparison.notes:
             console.print(Text(f"- {note}"))
 
@@ -120,8 +120,8 @@ def _print_planned(console: Console, planned: Ledger) -> None:
     tensor_bytes = sum(row.bytes for row in planned.memory) - device_bytes
     console.print(
         Text(
-            f"The planner expects {format_bytes(tensor_bytes)} of tensors then under the load "
-            f"factor of the job, and {format_bytes(device_bytes)} more for communicators, context "
-            "and fragmentation"
+            f"The planner expects {format_bytes(tensor_bytes)} of tensors at that moment, with the "
+            f"expert load of the job, and {format_bytes(device_bytes)} more for communicators, "
+            "context and fragmentation"
         )
     )

@@ -119,7 +119,7 @@ def explain_objections(
             lines.append(f"{name} is the best plan")
         else:
             comparison = _compare(layout_estimate, best.estimate)
-            lines.append(f"{name} against {format_layout(best.layout)}: {comparison}")
+            lines.append(f"{name} takes {comparison}")
     return tuple(lines) or (f"nothing: {name} fits and no plan was found that beats it",)
 
 
@@ -154,6 +154,6 @@ def _compare(other: Estimate, best: Estimate) -> str:
         for part, seconds in largest
         if abs(seconds) > _WORTH_SAYING * best.step_s
     ]
-    relation = _relation(other.step_s / best.step_s - 1)
+    relation = f"{_relation(other.step_s / best.step_s - 1)} than the first"
     text = f"{format_seconds(other.step_s)} a step, {relation}{_explain_doubt(other, best)}"
     return f"{text} ({', '.join(parts)})" if parts else text

@@ -356,7 +356,7 @@ class ScreeningMemory:
             matrices=matrices,
             hosted=hosted,
             # in proportion: what lies where in a shard is not counted here
-            hosted_matrices=np.rint(matrices * hosted / own),
+            hosted_matrices=np.rint(matrices * hosted / np.maximum(own, 1)),
         )
         scales = model_states.scale_bytes(workload, state_elements, trained=sym.trained_share)
         packed: Array | float = 0.0

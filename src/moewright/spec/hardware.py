@@ -15,7 +15,8 @@ class DeviceKind(StrEnum):
     """The kinds of device that a hardware file describes, by the software that drives them."""
 
     CPU = "cpu"
-    CUDA = "cuda"  # torch's CUDA devices: NVIDIA's, and AMD's under ROCm
+    CUDA = "cuda"
+    ROCM = "rocm"  # AMD's, which torch drives as CUDA devices
     TPU = "tpu"  # a compiler (XLA) makes one program of a step
     NPU = "npu"  # Ascend
 
@@ -26,8 +27,8 @@ class DeviceKind(StrEnum):
 
     @property
     def runs_cuda(self) -> bool:
-        """Whether CUDA graphs, and libraries of kernels such as DeepEP, exist for it."""
-        return self is DeviceKind.CUDA
+        """Whether torch drives it as a CUDA device: graphs and libraries such as DeepEP exist."""
+        return self in (DeviceKind.CUDA, DeviceKind.ROCM)
 
 
 class Op(StrEnum):

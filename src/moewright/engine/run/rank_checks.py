@@ -16,7 +16,7 @@ from moewright.version import __version__
 
 def missing_devices(plan: Plan) -> tuple[Reason, ...]:
     """Return a reason where fewer GPUs are here than ranks start here; else nothing."""
-    if plan.hardware.device.kind is not DeviceKind.CUDA:
+    if not plan.hardware.device.kind.runs_cuda:
         return ()
     needed = _count_local_ranks(plan)
     available = torch.cuda.device_count()
