@@ -142,7 +142,7 @@ def describe_evidence(evidence: Evidence) -> str:
         runs = "run" if evidence.runs == 1 else "runs"
         return f"{evidence.runs} published {runs} made all choices of the plan together"
     if evidence.measured == (OWN_RATES,):
-        return OWN_RATES
+        return "rates measured on this machine"
     text = _GRADES[evidence.grade]
     if evidence.formula:
         shown = ", ".join(map(_describe_choices, evidence.formula[:_NAMES_SHOWN]))
