@@ -47,6 +47,16 @@ DEEPSEEK = {
     "dp": "32",
     "time_per_iter_s": "",
 }
+DENSE = {
+    **DEEPSEEK,
+    "model": "Meta-Llama-3-8B",
+    "pp": "1",
+    "dp": "256",
+    "tp": "1",
+    "ep": "",
+    "recompute_granularity": "none",
+    "recompute_modules": "",
+}
 
 
 def table(folder: Path, *changes: dict[str, str]) -> MeasurementTable:
@@ -167,6 +177,24 @@ def test_features_in_the_words_of_the_sources(tmp_path: Path) -> None:
     assert row.workload.optimizer.moment_dtype is Dtype.BF16
     assert row.workload.grad_dtype is Dtype.BF16
     assert row.hardware.device.memory_bytes.value == pytest.approx(0.99 * 96 * GIB)
+
+
+def test_a_row_states_the_rate_of_its_nodes_and_the_ranks_that_hsdp_shards_over(
+    tmp_path: Path,
+) -> None:
+    dense = {**DENSE, "hardware": "A100 (4 x 100 Gb/s a node)", "fsdp": "hsdp 8"}
+    (row,) = table(tmp_path, {**dense, "tokens_per_s_per_gpu": "1000"}).rows
+    assert row.hardware.fabric.network_Bps.value == 4 * 100e9 / 8 / 8
+    assert row.hardware.fabric.network_Bps.source == dense["hardware"]
+    assert (row.layout.zero, row.layout.shard) == (3, 8)
+
+
+def test_a_graph_of_whole_layers_takes_the_attention_of_a_model_without_experts(
+    tmp_path: Path,
+) -> None:
+    dense = {**DENSE, "tokens_per_s_per_gpu": "1000", "cuda_graph": "local: whole layer"}
+    (row,) = table(tmp_path, dense).rows
+    assert row.layout.graphs == (CudaGraphScope.ATTN,)
 
 
 def test_a_row_tells_what_it_can_where_its_words_go_further_than_the_model(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from moewright.intake import catalogue
 from moewright.intake.networks import apply_network
 from moewright.rules import stages
 from moewright.spec.errors import BadInput, Reason
-from moewright.spec.hardware import Device, Hardware
+from moewright.spec.hardware import Device, Fabric, Hardware
 from moewright.spec.layout import (
     CapacityFill,
     CudaGraphScope,
@@ -36,6 +36,7 @@ VPP_ON = "on"  # virtual stages, of a number that the source does not state
 _USABLE_MEMORY = 0.99  # of the printed gigabytes read as GiB, which the runtime shows
 _UNITS = {"GB": GB, "GiB": GIB, "MiB": GIB}
 _MIB_PER_GIB = 1024
+_BITS_PER_BYTE = 8
 
 
 class PeakKind(StrEnum):
@@ -85,8 +86,9 @@ def parse_hardware(
 ) -> Hardware:
     """Return `count` devices of that name: the user's own, or the catalogue's.
 
-    "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's device with this memory. `network` names kinds
-    of network in place of the device's own.
+    "H100 (96 GB HBM2e, 2.4 TB/s)" is the catalogue's device with this memory, "A100 (4 x 100 Gb/s a
+    node)" with this bandwidth of a node to others. `network` names kinds of network in place of the
+    device's own.
     """
     for hardware in user_hardware:
         names = (hardware.name.casefold(), hardware.device.name.casefold())
@@ -99,7 +101,8 @@ def parse_hardware(
     if not inside:
         return hardware
     device = _with_memory(hardware.device, inside, source=text)
-    return replace(hardware, name=text, device=device)
+    fabric = _with_node_rate(hardware.fabric, inside, source=text)
+    return replace(hardware, name=text, device=device, fabric=fabric)
 
 
 def _with_memory(device: Device, text: str, *, source: str) -> Device:
@@ -112,6 +115,16 @@ def _with_memory(device: Device, text: str, *, source: str) -> Device:
     if rate:
         device = replace(device, memory_Bps=_printed(float(rate[1]) * TERA, source))
     return device
+
+
+def _with_node_rate(fabric: Fabric, text: str, *, source: str) -> Fabric:
+    """Return the fabric with the rate to other nodes that the text prints, of one direction."""
+    rate = re.search(r"(?:(\d+) x )?([\d.]+) Gb/s a node\b", text)
+    if not rate:
+        return fabric
+    node_Bps = int(rate[1] or 1) * float(rate[2]) * GB / _BITS_PER_BYTE
+    network_Bps = node_Bps / fabric.devices_per_node
+    return replace(fabric, network_Bps=_printed(network_Bps, source))
 
 
 def _printed(value: float, source: str) -> Sourced:
@@ -229,6 +242,12 @@ def parse_recompute_layers(granularity: str, modules: str, method: str) -> int |
     return int(match[1]) if match else None
 
 
+def parse_shard_ranks(text: str) -> int:
+    """Return over how many ranks "hsdp 8" shards, which other ranks replicate; 0 is all of them."""
+    match = re.search(r"\bhsdp (\d+)", text.casefold())
+    return int(match[1]) if match else 0
+
+
 def parse_offload_fraction(text: str) -> float:
     """Return the offloaded share of the optimizer: all of it unless the cell gives a percentage."""
     percent = re.search(r"optimizer[^;]*?([\d.]+) ?%", text)
@@ -242,20 +261,19 @@ def parse_dispatcher(text: str) -> DispatcherKind:
     return DispatcherKind(text) if text else DispatcherKind.ALL_TO_ALL
 
 
-def parse_graphs(text: str) -> tuple[CudaGraphScope, ...]:
+def parse_graphs(text: str, *, has_experts: bool) -> tuple[CudaGraphScope, ...]:
     """Parse the scope of CUDA graphs, which stands behind a colon.
 
-    A Transformer Engine graph of the whole layer captures what such graphs can.
+    A graph of the whole layer captures what such graphs can, of a layer without experts its
+    attention: the launches of its MLP stay priced.
     """
     _, _, scope = text.partition(":")
     if "iteration" in scope:
         return (CudaGraphScope.FULL,)
     if "whole layer" in scope:
-        whole_layer = {
-            CudaGraphScope.ATTN,
-            CudaGraphScope.MOE_ROUTER,
-            CudaGraphScope.MOE_PREPROCESS,
-        }
+        whole_layer = {CudaGraphScope.ATTN}
+        if has_experts:
+            whole_layer |= {CudaGraphScope.MOE_ROUTER, CudaGraphScope.MOE_PREPROCESS}
         return tuple(sorted(whole_layer))
     words = scope.split()
     return tuple(sorted(graph for graph in CudaGraphScope if graph.value in words))

@@ -285,6 +285,7 @@ def _parse_layout(cells: Mapping[str, str], model: ModelSpec, devices: int) -> L
         etp=etp if model.moe else 1,
         mbs=mbs,
         zero=_parse_zero_stage(cells, is_fsdp=is_fsdp and pp == 1),
+        shard=cell.parse_shard_ranks(cells["fsdp"]) if pp == 1 else 0,
         schedule=Schedule.INTERLEAVED if is_interleaved else Schedule.ONE_F_ONE_B,
         recompute=cell.parse_recompute(granularity, modules),
         recompute_block=cell.parse_recompute_layers(granularity, modules, "block") or 0,
@@ -295,7 +296,7 @@ def _parse_layout(cells: Mapping[str, str], model: ModelSpec, devices: int) -> L
         capacity=_parse_capacity(cells),
         capacity_fill=cell.parse_capacity_fill(cells["capacity_fill"], cells["notes"]),
         overlap=tuple(overlap for overlap in overlaps if overlap is not Overlap.TP or tp > 1),
-        graphs=cell.parse_graphs(cells["cuda_graph"]),
+        graphs=cell.parse_graphs(cells["cuda_graph"], has_experts=model.moe is not None),
         stages=stages,
     )
     if cells["dp"] and cell.parse_whole_number("dp", cells["dp"]) != layout.dp:
