@@ -182,6 +182,25 @@ def test_verdicts_and_skipped_rows_in_the_order_of_the_file(tmp_path: Path) -> N
     )
 
 
+def test_a_run_over_the_capacity_by_less_than_it_leaves_open_may_fit(tmp_path: Path) -> None:
+    """90 GB of 85: the same job is out of memory where it states all; 131 GB is past any spread."""
+    stated = {
+        "recompute_granularity": "none",
+        "seq_len": "6144",
+        "tokens_per_s_per_gpu": "1000",
+    }
+    part = {**stated, "force_balance": ""}
+    much_more = {**part, "mbs": "2"}
+    rows = score_table(table(tmp_path, stated, part, {**part, "oom": "true"}, much_more)).rows
+    assert [row.verdict for row in rows] == [
+        Verdict.OOM,
+        Verdict.UNCERTAIN,
+        Verdict.OOM,
+        Verdict.OOM,
+    ]
+    assert "less than what the row leaves open" in rows[1].calibration
+
+
 def test_a_peak_is_predicted_in_the_unit_and_sense_of_the_row(tmp_path: Path) -> None:
     kinds = ("GiB allocated", "GB as printed", "GiB reserved", "GB, whole device")
     changes = [{"peak_memory_gb": "40", "peak_memory_kind": kind} for kind in kinds]

@@ -247,6 +247,18 @@ def _peak_log_sd(row: MeasuredRow, prediction: Estimate) -> float:
     return hypot(*spreads)
 
 
+def _may_fit(row: MeasuredRow, prediction: Estimate) -> bool:
+    """Return whether a prediction over the capacity is within what the row leaves open.
+
+    That is one standard deviation, as in the verdict on a layout whose switches are all known. A
+    row out of memory is read at the least that it leaves open instead.
+    """
+    if row.kind is RowStatement.COMPLETE or row.oom:
+        return False
+    spread_bytes = _peak_log_sd(row, prediction) * prediction.peak_bytes
+    return -prediction.margin_bytes < spread_bytes
+
+
 def _score_row(
     row: MeasuredRow, calibration: Calibration, at_peak: Estimate, tokens_per_s: float
 ) -> ScoredRow:
@@ -261,6 +273,9 @@ def _score_row(
     if verdict is Verdict.OOM and may_recompute and not row.oom:
         verdict = Verdict.UNCERTAIN
         notes.append("does not fit without recompute, which may have been on")
+    elif verdict is Verdict.OOM and _may_fit(row, at_peak):
+        verdict = Verdict.UNCERTAIN
+        notes.append("over the capacity by less than what the row leaves open")
     if row.assumed_least:
         least = f"at the least that its source leaves open: {', '.join(row.assumed_least)}"
         if verdict is Verdict.FITS:
