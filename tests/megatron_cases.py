@@ -74,6 +74,7 @@ REFUSED_MODELS = {
     "inclusionAI/Ling-1T": "model.attention.rope.rotary_share",
     "inclusionAI/Ling-flash-2.0": "model.attention.rope.rotary_share",
     "inclusionAI/Ling-mini-2.0": "model.attention.rope.rotary_share",
+    "internlm/internlm-7b": "model.mlp_bias",
     "meta-llama/Llama-4-Maverick-17B-128E": "model.attention.chunked",
     "meta-llama/Llama-4-Scout": "model.attention.qk_norm",
     "microsoft/Phi-3.5-MoE": "model.moe.expert_bias",

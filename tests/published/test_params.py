@@ -35,6 +35,8 @@ ALSO_PUBLISHED = {
     "meta-llama/Llama-3.1-8B": (8.03, 8.03),
     "meta-llama/Llama-3.1-70B": (70.6, 70.6),
     "meta-llama/Llama-3.2-1B": (1.24, 1.24),
+    # its card says 7B: 32 x (4 x 4096^2 + 3 x 4096 x 11,008) + 2 x 103,168 x 4096
+    "internlm/internlm-7b": (7.32, 7.32),
 }
 
 WINDOWED = ("openai/gpt-oss-120b", "openai/gpt-oss-20b")
