@@ -14,6 +14,7 @@ from layout_proof import BATCH, LENGTH, draw_batches, draw_test_weight
 from moewright.codec import parse_layout
 from moewright.engine.comm import collectives
 from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.memory.graph_capture import WARMUP_STEPS, OperationList
 from moewright.engine.model.layers import NamedParameter
 from moewright.engine.model.micro_batch import MicroBatch, build_micro_batch
 from moewright.engine.observe.host_answers import HostAnswers
@@ -23,7 +24,6 @@ from moewright.engine.pipeline import run_batch
 from moewright.engine.run import micro_batch_passes
 from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import forward_backward, train_step
-from moewright.engine.run.step_graph import WARMUP_STEPS, OperationList
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
