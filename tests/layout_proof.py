@@ -306,7 +306,8 @@ def run_ranks(plan: Plan, folder: Path) -> list[RankObservation]:
 def _run_rank(plan: Plan, folder: Path, context: RankContext) -> RankOutcome:
     device = init_distributed(context)
     batches = build_batches(plan.workload, plan.model)
-    margins = _record_margins()
+    # The host reads them, which it cannot inside a graph; the one process that needs them has none.
+    margins = [] if plan.layout.graphs else _record_margins()
 
     def start(rule: UpdateRule, workload: Workload) -> TrainState:
         state = build_train_state(

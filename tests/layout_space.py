@@ -24,6 +24,7 @@ from moewright.rules.legality import check_legality
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.layout import (
     CpComm,
+    CudaGraphScope,
     DispatcherKind,
     Layout,
     Offload,
@@ -56,6 +57,13 @@ _DRAWS = 40_000
 _POOL_SIZE = 1000
 # GIS has corners of its own: one more choice would draw another sweep.
 _DRAWN_SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.GIS]
+# What the layouts of the sweep capture by turns: no choice that is drawn, which would change the
+# others.
+_PARTS = (
+    (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER),
+    (CudaGraphScope.ATTN,),
+    (CudaGraphScope.MOE_ROUTER,),
+)
 _MICRO_BATCHES = 4  # the most without a pipeline: more of them would show nothing new
 
 
@@ -679,6 +687,15 @@ CORNERS = (
     _corner(
         "two passes across stages", "deep", 4, "pp2,vpp2,ep2,mbs1,overlap=ep+p2p,dispatcher=dedup"
     ),
+    _corner("parts in graphs, in stages", "ahead", 4, "pp2,tp2,ep2,mbs1,graphs=attn+moe_router"),
+    _corner("recurrences in graphs", "hybrid", 2, "ep2,mbs2,graphs=attn+mamba+moe_router"),
+    _corner("parts in graphs round a ring", "qwen", 4, "cp4,ep2,mbs4,graphs=attn+moe_router"),
+    _corner(
+        "parts in graphs, two passes across stages",
+        "deep",
+        4,
+        "pp2,vpp2,ep2,mbs1,overlap=ep+wgrad+p2p,graphs=attn+moe_router",
+    ),
     _corner("full recompute across EP and TP", "deepseek", 4, "tp2,ep2,mbs2,recompute=full"),
     _corner(
         "logits in pieces of a tied and padded table", "olmoe", 2, "tp2,ep2,mbs2,recompute=loss"
@@ -723,7 +740,13 @@ def draw_sweep() -> tuple[Case, ...]:
         )
         chosen.append(pool.pop(best))
         seen |= masks.pop(best)
-    return tuple(chosen)
+    return tuple(_capture_parts(case, _PARTS[place % 3]) for place, case in enumerate(chosen))
+
+
+def _capture_parts(case: Case, parts: tuple[CudaGraphScope, ...]) -> Case:
+    """Return the case with graphs of these parts of its layers, where the engine captures them."""
+    captured = replace(case, layout=replace(case.layout, graphs=parts))
+    return case if captured.refusals else captured
 
 
 def plan_case(case: Case) -> Plan:

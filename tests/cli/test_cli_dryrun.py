@@ -80,8 +80,8 @@ def test_progress_goes_from_the_first_pass_to_the_last(job: str) -> None:
         (("--rank", "0", "--set", "layout.text=tp3"), "job.toml: layout.tp=3: "),
         (("--rank", "0", "--set", "train.global_batch=100"), "job.toml: train.global_batch=100: "),
         (
-            ("--rank", "0", "--set", "layout.text=graphs=attn"),
-            "job.toml: layout.graphs=attn: the engine captures whole steps",
+            ("--rank", "0", "--set", "layout.text=graphs=attn,zero2"),
+            "job.toml: layout.zero=2: the engine captures parts of layers whose work differs",
         ),
         ((), "--rank"),
     ],

@@ -14,6 +14,7 @@ from torch import nn
 from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.layers import list_parameters
@@ -44,6 +45,7 @@ def single_process_model(spec: ModelSpec, work: Workload) -> Transformer:
         kernels=TorchKernels(),
         device=torch.device("cpu"),
         turns=PassTurns(torch.device("cpu"), ()),
+        part_graphs=PartGraphs(torch.device("cpu"), WeightGradStore()),
     )
     model = Transformer(runtime, pipeline_chunks(spec, job.layout))
     for parameter in list_parameters(model):

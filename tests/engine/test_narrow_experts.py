@@ -13,6 +13,7 @@ import torch
 from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.kernels.fused.reference import TorchKernels
+from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.moe import MoeLayer
@@ -42,6 +43,7 @@ def build_layer() -> MoeLayer:
         saved_tensors=SavedTensorManager(counters, replaces_tensors=False),
         device=torch.device("cpu"),
         turns=PassTurns(torch.device("cpu"), ()),
+        part_graphs=PartGraphs(torch.device("cpu"), WeightGradStore()),
         kernels=TorchKernels(),
     )
     layer = MoeLayer(runtime, 2)

@@ -17,6 +17,7 @@ from moewright.engine.comm.mesh import build_mesh
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.dispatch.dedup import mask_repeats
 from moewright.engine.kernels.fused.reference import TorchKernels, choose_experts, compute_scores
+from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.layers import NamedParameter
@@ -74,6 +75,7 @@ def build_router(
         kernels=TorchKernels(),
         device=torch.device("cpu"),
         turns=PassTurns(torch.device("cpu"), ()),
+        part_graphs=PartGraphs(torch.device("cpu"), WeightGradStore()),
     )
     router = Router(runtime, moe.experts, 2)
     router.weight = torch.nn.Parameter(torch.randn(moe.experts, model.hidden_size))

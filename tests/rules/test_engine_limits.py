@@ -22,15 +22,14 @@ from moewright.spec.workload import (
     Dtype,
     FineTuningSpec,
     FrozenPart,
+    RouterTraining,
     Task,
 )
 from tiny_jobs import MODEL, build_workload
 
 
-def refusals(
-    layout: str, *, precision: Dtype = Dtype.FP32, seq_len: int = 32, model: ModelSpec = MODEL
-) -> list[str]:
-    work = build_workload(DataSpec(), precision=precision, seq_len=seq_len)
+def refusals(layout: str, *, model: ModelSpec = MODEL, **changes: object) -> list[str]:
+    work = replace(build_workload(DataSpec()), **changes)  # type: ignore[arg-type]
     chosen = parse_layout(layout, world_size=8)
     assert not check_legality(Job(model=model, workload=work, layout=chosen))
     return [str(reason) for reason in unsupported_layout(chosen, model=model, workload=work)]
@@ -56,6 +55,10 @@ def refusals(
         "ep4,overlap=ep",
         "ep4,overlap=ep+wgrad,recompute=full",
         "ep2,pp2,vpp2,layout='E|t|t|tL',overlap=ep+p2p",
+        "pp2,vpp2,ep2,layout='E|t|t|tL',overlap=ep+wgrad+grad+param,graphs=attn+moe_router",
+        "tp2,cp2,overlap=tp,graphs=attn",
+        "graphs=attn,recompute=core_attn+layernorm,offload=moe_act+expert_fc1",
+        "graphs=moe_router,recompute=moe_act,offload=qkv_linear+core_attn+attn_proj",
     ],
 )
 def test_what_the_engine_runs_is_not_refused(layout: str) -> None:
@@ -85,10 +88,56 @@ def test_context_parallelism_must_divide_the_key_heads_of_a_rank(shape: str) -> 
     assert reason.endswith("nearest legal value: 2")
 
 
-def test_what_is_not_built_is_refused() -> None:
-    assert refusals("graphs=attn")[0].startswith(
-        "layout.graphs=attn: the engine captures whole steps"
+def test_a_part_that_the_host_reads_inside_is_not_captured() -> None:
+    (reason,) = refusals("graphs=attn+moe_router+moe_preprocess")
+    assert reason.startswith(
+        "layout.graphs=attn+moe_preprocess+moe_router: the host reads how many"
     )
+    assert reason.endswith("nearest legal value: attn+moe_router")
+
+
+@pytest.mark.parametrize("shape", ["sparse", "compressed"])
+def test_parts_of_layers_that_hand_on_more_than_a_hidden_state_are_not_captured(shape: str) -> None:
+    (reason,) = refusals("ep2,graphs=attn", model=SHAPES[shape])
+    assert reason.startswith("layout.graphs=attn: the engine captures parts that take and give one")
+
+
+@pytest.mark.parametrize(
+    ("layout", "field", "nearest"),
+    [
+        ("pp2,schedule=zb-h1,graphs=attn,layout='Et|ttL'", "layout.schedule=zb-h1", "1f1b"),
+        ("pp2,schedule=zbv,graphs=attn,layout='E|t|t|tL'", "layout.schedule=zbv", "interleaved"),
+        ("ep2,zero3,graphs=moe_router", "layout.zero=3", "1"),
+        (
+            "graphs=attn,offload=core_attn+mlp_norm+moe_act+optimizer",
+            "layout.offload=core_attn+mlp_norm",
+            "moe_act+optimizer",
+        ),
+        ("graphs=moe_router,offload=mlp_norm", "layout.offload=mlp_norm", "none"),
+        (
+            "graphs=moe_router,recompute=core_attn+layernorm",
+            "layout.recompute=layernorm",
+            "core_attn",
+        ),
+    ],
+)
+def test_what_a_part_keeps_lies_in_its_graph(layout: str, field: str, nearest: str) -> None:
+    (reason,) = refusals(layout)
+    assert reason.startswith(f"{field}: the engine captures parts of layers whose work differs")
+    assert reason.endswith(f"nearest legal value: {nearest}")
+
+
+def test_a_part_asks_of_the_job_what_concerns_it() -> None:
+    jitter = RouterTraining(jitter_eps=0.1)
+    documents = DataSpec(documents=DocumentMasking.BOUNDED)
+    assert refusals("graphs=attn", router=jitter) == []
+    assert refusals("graphs=moe_router", data=documents) == []
+    (reason,) = refusals("graphs=moe_router", router=jitter)
+    assert reason.startswith("train.jitter_eps=0.1: ")
+    (reason,) = refusals("graphs=attn", data=documents)
+    assert reason.startswith("data.documents=bounded: ")
+    (reason,) = refusals("graphs=attn+moe_router", precision=Dtype.FP16)
+    assert reason.startswith("train.precision=fp16: ")
 
 
 def test_a_captured_step_differs_from_others_in_its_tokens_alone() -> None:

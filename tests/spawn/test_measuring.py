@@ -73,7 +73,7 @@ def test_a_sweep_runs_each_row_once_and_says_what_cannot_run(
     (tmp_path / "sweep.toml").write_text(
         'title = "rows"\n[job]\nfile = "job.toml"\n[[table]]\ntitle = "micro-batches"\n'
         '[[table.row]]\nname = "one"\nlayout = "mbs1"\n'
-        '[[table.row]]\nname = "graphs"\nlayout = "mbs2,graphs=attn"\n'
+        '[[table.row]]\nname = "graphs"\nlayout = "mbs2,zero2,graphs=attn"\n'
     )
     command = ["bench", "sweep", str(tmp_path / "sweep.toml"), "--out", str(tmp_path / "out")]
     assert main(command) == 0

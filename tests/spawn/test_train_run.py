@@ -425,8 +425,9 @@ def test_a_plan_for_gpus_is_refused_where_there_are_too_few(
 def test_what_the_engine_cannot_run_is_refused_before_anything_starts(
     data: DataSpec, tmp_path: Path
 ) -> None:
-    plan = tiny_jobs.build_plan(tiny_jobs.build_workload(data), "ep2,graphs=attn", world_size=2)
+    layout = "ep2,graphs=moe_router+moe_preprocess"
+    plan = tiny_jobs.build_plan(tiny_jobs.build_workload(data), layout, world_size=2)
     with pytest.raises(BadInput) as refused:
         train(plan, tmp_path / "run")
-    assert "layout.graphs=attn" in str(refused.value)
+    assert "layout.graphs=moe_preprocess+moe_router" in str(refused.value)
     assert not (tmp_path / "run").exists()

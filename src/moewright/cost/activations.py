@@ -249,6 +249,8 @@ def _tensor_masks(
 
 def _graph_bytes(context: ActivationContext, policies: ActivationPolicies) -> Array:
     """Return what the CUDA graphs of a layer pin [policies]."""
+    if not context.is_fused:  # what graphs of the engine share is a buffer of the rank
+        return np.zeros(len(policies.members))
     by_graphs = [graph_bytes(context.job, graphs) for graphs in policies.graphs]
     return np.array(by_graphs, dtype=float)[policies.graphs_of_policy]
 

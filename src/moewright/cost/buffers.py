@@ -12,6 +12,7 @@ from moewright.cost.stage_parts import Array
 from moewright.cost.symbols import Symbols
 from moewright.rules import fsdp, grid, micro_batches, recompute, shards
 from moewright.rules.adapters import is_frozen, trains_module
+from moewright.rules.graph_parts import shared_gradient_bytes
 from moewright.rules.job import Job
 from moewright.rules.packed_base import CHUNK_BYTES, CHUNK_NUMEL, packed_elements
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Layout
@@ -147,13 +148,25 @@ def rank_layer_numel(model: ModelSpec, layout: Layout, pp_rank: int) -> Array:
     )
 
 
+def engine_graph_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:
+    """Return the bytes that the graphs of the engine share on a rank with these kinds of layers.
+
+    What graphs of a CUDA stack pin is counted with activations (`graph_bytes`).
+    """
+    if sym.is_fused or not sym.layout.graphs:
+        return 0
+    moe_layers = sym.model.moe_layers
+    layers = [moe_layers.index(kind) for kind in set(has_experts) if kind in moe_layers]
+    return shared_gradient_bytes(sym.job, layers)
+
+
 def resident_bytes(
     constants: Constants, sym: Symbols, has_experts: Collection[bool], *, has_head: bool
 ) -> int:
     """Return the bytes that stay all step long on a rank besides model states and activations.
 
-    They are gradient placeholders, the workspaces of libraries, the buffer that gathers share, and
-    a packed weight that is widened.
+    They are gradient placeholders, the workspaces of libraries, the buffers that gathers and graphs
+    share, and a packed weight that is widened.
     `has_experts` tells which kinds of layer a rank holds: with experts, without, or both.
     """
     grouped = sym.workload.trainer.expert_kernels is ExpertKernels.GROUPED and True in has_experts
@@ -163,7 +176,8 @@ def resident_bytes(
     gather = gather_buffer_bytes(sym, has_experts, has_head=has_head)
     head = head_placeholder_bytes(constants, sym) if has_head else 0
     own = placeholder_bytes(sym, has_experts) + unpacked_bytes(sym, has_experts)
-    return own + head + round(workspaces) + gather
+    graphs = engine_graph_bytes(sym, has_experts)
+    return own + head + round(workspaces) + gather + graphs
 
 
 def unpacked_bytes(sym: Symbols, has_experts: Collection[bool]) -> int:

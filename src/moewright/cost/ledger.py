@@ -18,6 +18,7 @@ from moewright.rules.adapters import MLA_UP_LINEARS, adapted_linears, trains_ind
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.delayed_scaling import delayed_scaling_rows
+from moewright.rules.graph_parts import graph_rows
 from moewright.rules.job import Job
 from moewright.rules.paired_passes import can_pair
 from moewright.rules.stages import chunk_layers
@@ -80,6 +81,7 @@ def predict_rank_ledger(
         *unit_state_rows(job, rank),
         *replica_rows(job, pp_rank),
         *delayed_scaling_rows(job, pp_rank),
+        *graph_rows(job, pp_rank),
         *saved(context, rows, chunks=chunks, table=table),
         *hosted_rows(context, rows, chunks=chunks, table=table),
     )

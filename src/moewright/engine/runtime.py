@@ -16,6 +16,7 @@ from moewright.engine.dispatch.row_budget import RowBudget
 from moewright.engine.kernels.delayed_scaling import DelayedScaling
 from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.products import WIDE_PRODUCTS, Products
+from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.observe.counters import Counters
@@ -44,6 +45,7 @@ class Runtime:
     kernels: KernelSet
     device: torch.device
     turns: PassTurns
+    part_graphs: PartGraphs
     products: Products = WIDE_PRODUCTS
     delayed_scaling: DelayedScaling | None = None
     dispatch_library: DispatchLibrary | None = None

@@ -1,4 +1,4 @@
-"""Which steps the engine captures in a graph."""
+"""Which steps, and which parts of layers, the engine captures in graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
-from moewright.spec.layout import CpComm, CudaGraphScope, DispatcherKind, Offload, Overlap
+from moewright.spec.layout import (
+    CpComm,
+    CudaGraphScope,
+    DispatcherKind,
+    Layout,
+    Offload,
+    Overlap,
+    Recompute,
+    Schedule,
+)
 from moewright.spec.workload import (
     DocumentMasking,
     Dtype,
@@ -18,30 +27,108 @@ from moewright.spec.workload import (
 # A field, its value, whether the engine refuses it in a graph, and what it takes.
 _Choice = tuple[str, object, bool, str]
 
+_MIXERS = frozenset((CudaGraphScope.ATTN, CudaGraphScope.MAMBA))
+_MIXER_OFFLOADS = frozenset(
+    (Offload.ATTN_NORM, Offload.QKV_LINEAR, Offload.CORE_ATTN, Offload.ATTN_PROJ)
+)
+
 
 def check_graphs(job: Job) -> Iterator[Reason]:
     """Yield what keeps the engine from capturing the graphs that a layout asks for.
 
     A graph repeats the same operations on the same tensors: the host may read no size, and nothing
-    but the tokens may change from step to step.
+    but the tokens may change from step to step. A graph of a part of a layer asks that of the part
+    alone.
     """
     graphs = job.layout.graphs
     if not graphs:
-        return
-    if CudaGraphScope.FULL not in graphs:
-        rule = (
-            "the engine captures whole steps: what a part of a layer keeps for backward lies in "
-            "stores that a graph of the part would not fill"
-        )
-        yield Reason(field="layout.graphs", value="+".join(graphs), rule=rule, nearest="full")
         return
     rule = (
         "the engine captures steps of computation and collectives that differ in their tokens "
         "alone: not with graphs=full"
     )
-    for field, value, is_refused, nearest in (*_layout_choices(job), *_workload_choices(job)):
+    choices = (*_layout_choices(job), *_workload_choices(job))
+    if CudaGraphScope.FULL not in graphs:
+        yield from _check_scopes(job)
+        rule = (
+            "the engine captures parts of layers whose work differs in its tokens alone, forward "
+            f"and backward: not with graphs={'+'.join(graphs)}"
+        )
+        choices = (*_part_choices(job), *_mixer_choices(job), *_router_choices(job))
+    for field, value, is_refused, nearest in choices:
         if is_refused:
             yield Reason(field=field, value=str(value), rule=rule, nearest=nearest)
+
+
+def _check_scopes(job: Job) -> Iterator[Reason]:
+    """Yield the parts of layers that the engine does not capture at all, or not of this model."""
+    graphs = job.layout.graphs
+    model = job.model
+    value = "+".join(graphs)
+    if CudaGraphScope.MOE_PREPROCESS in graphs:
+        rule = "the host reads how many rows go where inside the engine's moe_preprocess"
+        nearest = "+".join(part for part in graphs if part is not CudaGraphScope.MOE_PREPROCESS)
+        yield Reason(field="layout.graphs", value=value, rule=rule, nearest=nearest or "none")
+    if model.residual_streams > 1 or model.attention.indexer is not None:
+        rule = (
+            "the engine captures parts that take and give one hidden state: not beside parallel "
+            "streams, nor where keys are chosen for other layers"
+        )
+        yield Reason(field="layout.graphs", value=value, rule=rule, nearest="none")
+
+
+def _part_choices(job: Job) -> Iterator[_Choice]:
+    """Yield what goes with no graph of a part of a layer."""
+    layout = job.layout
+    outside = [kept for kept in layout.offload if kept not in _captured_offloads(layout)]
+    captured = [kept for kept in layout.offload if kept not in outside]
+    precision = job.workload.precision
+    task = job.workload.fine_tuning.task
+    # Until weight gradients are computed, a slot would be held that is free without graphs.
+    whole = Schedule.INTERLEAVED if layout.vpp > 1 else Schedule.ONE_F_ONE_B
+    yield "layout.schedule", layout.schedule, layout.schedule.splits_backward, whole
+    # Gathered weights lie elsewhere each time, and gradients in shards.
+    yield "layout.zero", layout.zero, layout.zero >= 2, "1"
+    # A graph holds what it keeps and what it hands on, wherever copies of it lie.
+    yield "layout.offload", "+".join(captured), bool(captured), "+".join(outside) or "none"
+    # Scales of the steps before, and rounding that a step's number seeds.
+    is_wide = precision in (Dtype.BF16, Dtype.FP32)
+    yield "train.precision", precision, not is_wide, Dtype.BF16
+    # Chats fill micro-batches unevenly: which tokens count is a number of the host.
+    yield "train.task", task, task is not Task.PRETRAIN, Task.PRETRAIN
+
+
+def _mixer_choices(job: Job) -> Iterator[_Choice]:
+    """Yield what goes with no graph of attention or of a recurrence."""
+    if not _MIXERS & set(job.layout.graphs):
+        return
+    documents = job.workload.data.documents
+    # Documents are cut elsewhere in each micro-batch.
+    is_bounded = documents is not DocumentMasking.JOINED
+    yield "data.documents", documents, is_bounded, DocumentMasking.JOINED
+
+
+def _captured_offloads(layout: Layout) -> frozenset[Offload]:
+    """Return the activations that lie in graphs of a layout."""
+    captured = {Offload.MLP_NORM}  # the output of a mixer, the input of a router
+    if _MIXERS & set(layout.graphs):
+        captured |= _MIXER_OFFLOADS
+    return frozenset(captured)
+
+
+def _router_choices(job: Job) -> Iterator[_Choice]:
+    """Yield what goes with no graph of a router."""
+    layout = job.layout
+    if CudaGraphScope.MOE_ROUTER not in layout.graphs:
+        return
+    router = job.workload.router
+    recomputes = Recompute.LAYERNORM in layout.recompute
+    others = [part for part in layout.recompute if part is not Recompute.LAYERNORM]
+    # The norm's output leaves the graph, which holds it anyway.
+    yield "layout.recompute", Recompute.LAYERNORM, recomputes, "+".join(others) or "none"
+    yield from _routing_choices(job)
+    # Drawn on the host.
+    yield "train.force", router.force, router.force is RouterForce.SKEWED, RouterForce.NONE
 
 
 def _layout_choices(job: Job) -> Iterator[_Choice]:
@@ -70,15 +157,21 @@ def _workload_choices(job: Job) -> Iterator[_Choice]:
     precision = workload.precision
     is_wide = precision in (Dtype.BF16, Dtype.FP32)
     yield "train.precision", precision, not is_wide, Dtype.BF16
-    yield "train.jitter_eps", router.jitter_eps, router.jitter_eps > 0, "0"
     yield "train.force", router.force, router.force is RouterForce.SKEWED, RouterForce.NONE
-    is_sinkhorn = router.assignment is RouterAssignment.SINKHORN
-    yield "train.assignment", router.assignment, is_sinkhorn, RouterAssignment.TOP_K
+    yield from _routing_choices(job)
     yield "train.task", task, task is not Task.PRETRAIN, Task.PRETRAIN
     frozen = "+".join(workload.fine_tuning.freeze)
     yield "train.freeze", frozen, bool(frozen), "[]"
-    for key in ("record_routes", "replay_routes"):
-        folder = getattr(workload.routes, key)
-        yield f"train.{key}", folder, bool(folder), "no routes"
     is_bounded = documents is not DocumentMasking.JOINED
     yield "data.documents", documents, is_bounded, DocumentMasking.JOINED
+
+
+def _routing_choices(job: Job) -> Iterator[_Choice]:
+    """Yield the ways to choose experts for which the host reads or draws numbers."""
+    router = job.workload.router
+    yield "train.jitter_eps", router.jitter_eps, router.jitter_eps > 0, "0"
+    is_sinkhorn = router.assignment is RouterAssignment.SINKHORN
+    yield "train.assignment", router.assignment, is_sinkhorn, RouterAssignment.TOP_K
+    for key in ("record_routes", "replay_routes"):
+        folder = getattr(job.workload.routes, key)
+        yield f"train.{key}", folder, bool(folder), "no routes"

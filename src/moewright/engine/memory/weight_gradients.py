@@ -69,6 +69,15 @@ class WeightGradStore:
             self._collecting = None
             self._count = _count_nothing
 
+    @contextmanager
+    def compute_at_once(self) -> Iterator[None]:
+        """Defer nothing of the part of a backward that runs inside."""
+        collecting, self._collecting = self._collecting, None
+        try:
+            yield
+        finally:
+            self._collecting = collecting
+
     def compute_or_defer(
         self, edges: Sequence[GradientEdge], operands: Operands, compute: ComputeGrads
     ) -> Sequence[torch.Tensor | None]:

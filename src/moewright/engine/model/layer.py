@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -14,8 +16,9 @@ from moewright.engine.model.mamba import Mamba2
 from moewright.engine.model.mla import LatentAttention
 from moewright.engine.model.moe import MoeLayer
 from moewright.engine.model.residual_streams import StreamMix
+from moewright.engine.model.router import ExpertChoice
 from moewright.engine.runtime import Runtime
-from moewright.spec.layout import Offload, Recompute
+from moewright.spec.layout import CudaGraphScope, Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, MixerKind, RecurrentKind
 
@@ -42,6 +45,12 @@ class TransformerLayer(nn.Module):
             self.attention_streams = StreamMix(runtime) if has_streams else None
             self.input_norm = HiddenNorm(runtime, recompute=self._recomputes_input_norm)
             self.attention = _build_mixer(runtime, layer_number)
+            is_recurrent = model.mixer(layer_number) is MixerKind.RECURRENT
+            self._mixer_part = runtime.part_graphs.add_part(
+                CudaGraphScope.MAMBA if is_recurrent else CudaGraphScope.ATTN,
+                self.input_norm,
+                self.attention,
+            )
         self._has_mlp = model.has_mlp(layer_number)
         if not self._has_mlp:
             return
@@ -51,6 +60,9 @@ class TransformerLayer(nn.Module):
         self._is_moe = model.moe_layers[min(layer_number, model.layers - 1)]
         if self._is_moe:
             self.moe = MoeLayer(runtime, layer_number)
+            self._router_part = runtime.part_graphs.add_part(
+                CudaGraphScope.MOE_ROUTER, self.post_norm, self.moe.router
+            )
         else:
             self.mlp = Mlp(runtime, model.dense_ffn_size, Module.DENSE_MLP)
 
@@ -63,10 +75,14 @@ class TransformerLayer(nn.Module):
         """
         with self._runtime.counters.scopes.in_layer(self._number):
             if self._has_mixer:
-                x_tH = self._mix(context, x_tH)
-            return self._run_mlp(decisions, context, x_tH) if self._has_mlp else (x_tH,)
+                (x_tH,) = self._mixer_part.run(partial(self._mix, context), x_tH)
+            if not self._has_mlp:
+                return (x_tH,)
+            if self._is_moe and self._router_part.is_captured:
+                return self._run_captured_moe(context, x_tH)
+            return self._run_mlp(decisions, context, x_tH)
 
-    def _mix(self, context: AttentionContext, residual: torch.Tensor) -> torch.Tensor:
+    def _mix(self, context: AttentionContext, residual: torch.Tensor) -> tuple[torch.Tensor]:
         runtime = self._runtime
         manager = runtime.saved_tensors
         with manager.offload(residual, enabled=runtime.offloads(Offload.ATTN_NORM)):
@@ -77,7 +93,7 @@ class TransformerLayer(nn.Module):
                 normed, self.input_norm, x_tH, enabled=self._recomputes_input_norm
             ):
                 attended = self.attention(normed, context)
-            return self._leave_block(self.attention_streams, residual, attended, weights)
+            return (self._leave_block(self.attention_streams, residual, attended, weights),)
 
     def _run_mlp(
         self, decisions: RoutingDecisions | None, context: AttentionContext, residual: torch.Tensor
@@ -97,6 +113,25 @@ class TransformerLayer(nn.Module):
                 out, aux_losses, sent_counts = self.moe(normed, decisions, context)
                 after = self._leave_block(self.mlp_streams, residual, out, weights)
                 return after, aux_losses, sent_counts
+
+    def _run_captured_moe(
+        self, context: AttentionContext, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the MoE block of which norm and router are a part that is captured."""
+        normed, aux_losses, weights, experts, counts = self._router_part.run(
+            partial(self._norm_and_route, context), residual
+        )
+        choice = ExpertChoice(experts=experts, weights=weights, counts=counts)
+        out, sent_counts = self.moe.run_experts(normed, choice)
+        return self._leave_block(None, residual, out, None), aux_losses, sent_counts
+
+    def _norm_and_route(
+        self, context: AttentionContext, x_tH: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        with self._runtime.counters.scopes.enter(Module.NORM):
+            normed = self.post_norm(x_tH)
+        choice, aux_losses = self.moe.route(None, context, normed)
+        return normed, aux_losses, choice.weights, choice.experts, choice.counts
 
     def _leave_block(
         self,

@@ -32,7 +32,7 @@ from moewright.engine.model.attention import AttentionContext
 from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.layers import Mlp, Weight
 from moewright.engine.model.parallel_linear import ReplicatedLinear
-from moewright.engine.model.router import ExpertSelection, Router
+from moewright.engine.model.router import ExpertChoice, Router
 from moewright.engine.runtime import Runtime
 from moewright.rules.capacity import capacity_rows, rows_for_peer
 from moewright.rules.expert_placement import rank_slots, slot_experts
@@ -234,20 +234,36 @@ class MoeLayer(torch.nn.Module):
         context: AttentionContext | None,
         x_TH: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        counters = self._runtime.counters
-        with counters.scopes.enter(Module.ROUTER):
+        choice, aux_losses = self.route(decisions, context, x_TH)
+        out, sent_counts = self.run_experts(x_TH, choice)
+        return out, aux_losses, sent_counts
+
+    def route(
+        self,
+        decisions: RoutingDecisions | None,
+        context: AttentionContext | None,
+        x_TH: torch.Tensor,
+    ) -> tuple[ExpertChoice, torch.Tensor]:
+        """Choose the experts of every token; return the auxiliary losses too."""
+        with self._runtime.counters.scopes.enter(Module.ROUTER):
             first_sequence = context.first_sequence if context else None
             counted = context.counted if context else None
             ids = context.ids if context else None
             selection, aux_losses = self.router(x_TH, decisions, first_sequence, counted, ids)
+            return selection, aux_losses
+
+    def run_experts(
+        self, x_TH: torch.Tensor, choice: ExpertChoice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the experts of every token, and those that all pass; return the sent counts too."""
         split_shared = None
-        with counters.scopes.enter(Module.EXPERTS):
-            experts_Tk = self._drop_over_capacity(selection)
+        with self._runtime.counters.scopes.enter(Module.EXPERTS):
+            experts_Tk = self._drop_over_capacity(choice)
             if self._assigner is not None:
                 experts_Tk = self._assigner.assign(experts_Tk)
             if self.shared is not None and self._overlaps_shared:
                 split_shared = self.shared.split(x_TH)
-            weights_Tk = selection.weights.float()
+            weights_Tk = choice.weights.float()
             out, sent_counts = self._run_routed(x_TH, experts_Tk, weights_Tk, split_shared)
         if split_shared is not None:
             out = out + split_shared.output()
@@ -255,20 +271,20 @@ class MoeLayer(torch.nn.Module):
             out = out + self.shared(x_TH)
         if self._assigner is not None:
             sent_counts = self._assigner.sum_by_expert(sent_counts)
-        return out, aux_losses, sent_counts
+        return out, sent_counts
 
     @torch.no_grad()
-    def _drop_over_capacity(self, selection: ExpertSelection) -> torch.Tensor:
+    def _drop_over_capacity(self, choice: ExpertChoice) -> torch.Tensor:
         """Return the ids [T,k], with E where an expert's capacity leaves no room.
 
         The weights of a token's other experts are not scaled up for a dropped one.
         """
         layout = self._runtime.mesh.layout
         if not layout.capacity:
-            return selection.experts
-        tokens, top_k = selection.experts.shape
+            return choice.experts
+        tokens, top_k = choice.experts.shape
         rows = capacity_rows(tokens, top_k, self._spec.experts, layout.capacity)
-        return selection.drop_over_capacity(rows, self._runtime.workload.router.drop_policy)
+        return choice.drop_over_capacity(rows, self._runtime.workload.router.drop_policy)
 
     def _run_routed(
         self,

@@ -49,16 +49,15 @@ _TABLE_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertSelection:
+class ExpertChoice:
     """The experts of every token.
 
-    `experts` [T,k] int64 are their ids, `weights` [T,k] and `scores` [T,E] are in the logits'
-    dtype, and `counts` [E] int64 are the rows of each expert.
+    `experts` [T,k] int64 are their ids, `weights` [T,k] are in the logits' dtype, and `counts` [E]
+    int64 are the rows of each expert.
     """
 
     experts: torch.Tensor
     weights: torch.Tensor
-    scores: torch.Tensor
     counts: torch.Tensor
 
     def drop_over_capacity(self, rows: int, policy: DropPolicy) -> torch.Tensor:
@@ -80,6 +79,13 @@ class ExpertSelection:
         # A mask: the host need not know how many are dropped.
         is_dropped = torch.empty_like(is_over).scatter_(0, order, is_over)
         return flat.masked_fill(is_dropped, dropped_id).view_as(self.experts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSelection(ExpertChoice):
+    """A choice of experts with the scores [T,E] that led to it, in the logits' dtype."""
+
+    scores: torch.Tensor
 
 
 def select_experts(

@@ -150,6 +150,8 @@ class DistributedOptimizer:
     def _build_grad_hook(
         self, name: str, grad_view: torch.Tensor, reduces_early: bool
     ) -> Callable[[torch.Tensor], None]:
+        graphs = self._runtime.part_graphs
+
         def accumulate(weight: torch.Tensor) -> None:
             if weight.grad is None:
                 return
@@ -160,7 +162,8 @@ class DistributedOptimizer:
                 grad_view.add_(weight.grad)
             weight.grad = None
             if reduces_early:
-                self._grad_tracker.mark_ready(name)
+                # A graph adds gradients; the host reduces buckets.
+                graphs.call_outside(partial(self._grad_tracker.mark_ready, name))
 
         return accumulate
 
@@ -179,9 +182,14 @@ class DistributedOptimizer:
     def begin_step(self, micro_batches: int) -> None:
         """Forget the gradients of the last step.
 
-        The first gradient of each parameter overwrites instead of adding.
+        The first gradient of each parameter overwrites instead of adding; that of a captured part
+        is added to zeros, as all that its graph adds.
         """
         self._stale = {name for bucket in self.buckets for name in bucket.names}
+        if self._runtime.part_graphs.is_active:
+            self._stale.clear()
+            for bucket in self.buckets:
+                bucket.grads.zero_()
         self._reductions = {}
         self._grad_tracker.begin_step(micro_batches)
         for replicas in self._replicas:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from moewright.engine.kernels.fused.interface import KernelSet
 from moewright.engine.kernels.fused.select import build_kernels
 from moewright.engine.kernels.products import WIDE_PRODUCTS, NarrowProducts, Products
 from moewright.engine.memory.allocator import keep_freed_memory
+from moewright.engine.memory.part_graphs import PartGraphs
 from moewright.engine.memory.saved_tensors import SavedTensorManager
 from moewright.engine.memory.weight_gradients import WeightGradStore
 from moewright.engine.model.experts import assign_scales
@@ -39,13 +40,16 @@ from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime, torch_dtype
 from moewright.rules.activation_offload import offloading_layers
 from moewright.rules.delayed_scaling import is_delayed, scaled_linears
+from moewright.rules.graph_parts import shared_gradients
 from moewright.rules.grid import axis_size
 from moewright.rules.job import Job
 from moewright.rules.low_precision import find_recipe
 from moewright.rules.routing import LIBRARY_DISPATCHERS
 from moewright.rules.shards import shared_table_ranks
+from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import CudaGraphScope
+from moewright.spec.workload import Dtype, RouterDtype
 
 InitialValue = Callable[[NamedParameter, Runtime], torch.Tensor]
 
@@ -147,14 +151,16 @@ def build_train_state(
     elif recipe is not None:
         products = NarrowProducts(recipe, device, workload.seed * layout.world_size + rank)
     chunks = job.rank_chunks(mesh.coordinate("pp"))
+    weight_grads = WeightGradStore()
     runtime = Runtime(
         model=job.model,
         workload=workload,
         mesh=mesh,
         counters=counters,
-        weight_grads=WeightGradStore(),
+        weight_grads=weight_grads,
         saved_tensors=saved_tensors,
         turns=PassTurns(device, (counters.scopes, saved_tensors)),
+        part_graphs=_build_part_graphs(job, chunks, device, weight_grads),
         kernels=kernels or build_kernels(workload.fused_kernels, DeviceKind(device.type)),
         products=products,
         delayed_scaling=delayed_scaling,
@@ -172,6 +178,27 @@ def build_train_state(
     graph = StepGraph(device) if CudaGraphScope.FULL in layout.graphs else None
     return TrainState(
         runtime=runtime, model=model, optimizer=optimizer, train_data=train_data, graph=graph
+    )
+
+
+def _build_part_graphs(
+    job: Job, chunks: Sequence[Chunk], device: torch.device, weight_grads: WeightGradStore
+) -> PartGraphs:
+    """Build the graphs of the parts of a rank's layers, none of them captured yet."""
+    layers = [layer for chunk in chunks for layer in chunk_layers(job.model, chunk)]
+    shared = shared_gradients(job, layers)
+    is_fp64 = job.workload.router.router_dtype is RouterDtype.FP64
+    is_fp32 = job.workload.precision is Dtype.FP32
+    gradients = (
+        (shared.hidden, torch.float32 if is_fp32 else torch.bfloat16),
+        (shared.weights, torch.float64 if is_fp64 else torch.float32),
+        (shared.losses, torch.float32),
+    )
+    return PartGraphs(
+        device,
+        weight_grads,
+        job.layout.graphs,
+        [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in gradients if shape],
     )
 
 

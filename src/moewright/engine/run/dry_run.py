@@ -72,14 +72,14 @@ def dry_run(job: Job, *, rank: int, note: NoteActivity = ignore_activity) -> Dry
                 kernels=TorchKernels(),  # they save the same tensors, and run without data
             )
             # With zero=3 there is no gradient among them: gradients are made in the step.
-            states = state.optimizer.memory_rows()
+            states = state.memory_rows()
             counters = state.runtime.counters
             counters.note = note
             train_step(state, step=1, lr=0.0, stop_requested=False, count_ledger=True)
             ledger = counters.build_ledger(
                 rank=rank,
                 pp_rank=pp_rank,
-                state=state.optimizer.memory_rows(),
+                state=state.memory_rows(),
                 time=(),
                 notes=_describe_differences(job.workload),
             )

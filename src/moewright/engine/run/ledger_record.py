@@ -34,7 +34,7 @@ def record_ledger(
     ledger = runtime.counters.build_ledger(
         rank=context.rank,
         pp_rank=runtime.mesh.coordinate("pp"),
-        state=state.optimizer.memory_rows(),
+        state=state.memory_rows(),
         time=result.phases,
         notes=_describe_differences(runtime),
     )

@@ -115,6 +115,7 @@ class MicroBatchPasses:
         chunk = state.model.chunks[chunk_number]
         with (
             self.clock.phase(StepPhase.FORWARD),
+            runtime.part_graphs.track_forward(key),
             runtime.saved_tensors.track_forward(key, state.optimizer.is_weight),
         ):
             out: ModelOutput = state.model(
@@ -152,6 +153,7 @@ class MicroBatchPasses:
             else:
                 torch.autograd.backward(roots, grads)
         runtime.counters.release(key)
+        runtime.part_graphs.release(key)
 
     def note_turn(self, kind: RowKind | None) -> None:
         """Count the time from now on to the pass of a pair that goes on."""

@@ -232,6 +232,7 @@ def _run_passes(passes: MicroBatchPasses, stop_requested: bool) -> BackwardResul
     runtime.products.begin_step(passes.step)
     if runtime.delayed_scaling is not None:
         runtime.delayed_scaling.begin_step()
+    runtime.part_graphs.begin_step(is_counting=runtime.counters.is_counting)
     state.optimizer.begin_step(len(batches))
     for router in list_routers(state.model):
         router.begin_step()

@@ -14,6 +14,7 @@ from moewright.engine.run.corpus_loader import BatchSource, StepSizes, planned_s
 from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter, is_frozen
+from moewright.spec.ledger import MemoryRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,10 @@ class TrainState:
     train_data: BatchSource
     graph: StepGraph | None = None  # where the layout captures whole steps
     step_size: StepSizes = planned_step_size
+
+    def memory_rows(self) -> tuple[MemoryRow, ...]:
+        """Return the bytes held all the time, in rows of component and module."""
+        return *self.optimizer.memory_rows(), *self.runtime.part_graphs.memory_rows()
 
     def local_shards(self) -> list[LocalShard]:
         """Return everything that a checkpoint holds of this rank.
