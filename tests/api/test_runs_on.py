@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
 import moewright as mw
 from moewright.api.planning import Plans
 from moewright.api.running import describe_trainers, list_trainers
+from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import plan_job
 from moewright.rules.trainers import TargetTrainer, trainer_refusals
+from moewright.search.space import activation_policies, build_search_space
 from moewright.spec.errors import BadInput
+from moewright.spec.layout import CudaGraphScope
 from moewright.spec.plan import Plan
 
 MODEL = "Qwen3-30B-A3B"
@@ -50,6 +53,24 @@ def test_torchtitan_pipelines_shard_weights_too() -> None:
     assert pinned.best.layout.zero == 3
 
 
+def test_the_engine_captures_parts_of_layers_where_it_can() -> None:
+    """Where it cannot beside sharded weights, layouts without graphs are searched too."""
+    best = plans("engine").best
+    assert best is not None
+    parts = (CudaGraphScope.ATTN, CudaGraphScope.MOE_ROUTER)
+    assert best.layout.graphs == parts
+    allowed = partial(unsupported_layout, model=best.model, workload=best.workload)
+    expected = {"": [parts, ()], "zero1": [parts], "zero3": [()], "pp2,schedule=zb-h1": [()]}
+    for fixed, graphs in expected.items():
+        space = build_search_space(best.model, best.workload, best.hardware, fixed, allowed=allowed)
+        found = [
+            policy.graphs
+            for policy in activation_policies(space)
+            if not policy.recompute and not policy.offload
+        ]
+        assert found == graphs, fixed
+
+
 def test_a_job_that_a_trainer_has_no_model_for_is_refused_at_once() -> None:
     with pytest.raises(BadInput, match="torchtitan has no flavour of this model"):
         mw.plan("Mixtral-8x7B-v0.1", on="8xH100", runs_on="torchtitan")
@@ -70,7 +91,7 @@ def test_no_trainer_starts_on_a_part_that_torch_does_not_drive(part: str, traine
 
 def test_what_stops_a_plan_that_no_trainer_starts_is_told() -> None:
     on_tpu = mw.estimate(MODEL, "ep8,recompute=full", on="16xTPU-v5p")
-    graphs = mw.estimate("Kimi-K2", "ep8,mbs1,graphs=attn", on="256xH100")
+    graphs = mw.estimate("Kimi-K2", "ep8,mbs1,graphs=moe_router+moe_preprocess", on="256xH100")
     lines = list(describe_trainers((on_tpu, graphs)))
     assert lines == [
         "Plans 1, 2: no trainer known here can start it. Megatron-LM trains on CUDA and ROCm "

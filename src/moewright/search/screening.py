@@ -541,7 +541,12 @@ class Screener:
 
 
 def _does_less(light: ActivationPolicy, heavy: ActivationPolicy) -> bool:
-    """Return whether `heavy` recomputes and offloads all that `light` does, and more."""
+    """Return whether `heavy` recomputes and offloads all that `light` does, and more.
+
+    What takes the host more time, since its graphs capture less, is not light.
+    """
+    if not set(heavy.graphs) <= set(light.graphs):
+        return False
     less = _recomputed(light.recompute), _offloaded(light)
     more = _recomputed(heavy.recompute), _offloaded(heavy)
     return less != more and less[0] <= more[0] and less[1] <= more[1]

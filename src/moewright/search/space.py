@@ -191,8 +191,8 @@ def _degrees(space: SearchSpace) -> Iterator[Layout]:
 def activation_policies(space: SearchSpace) -> tuple[ActivationPolicy, ...]:
     """Return the choices of recompute and offload of activations; the first does neither.
 
-    Each policy takes the widest CUDA graphs that its recompute leaves legal. A field that the user
-    fixed keeps its value.
+    Each policy takes the widest CUDA graphs that are legal with it; where the trainer captures none
+    beside sharded weights, there is one more without. A field that the user fixed keeps its value.
     """
     base = space.base
     choices = [base.recompute]
@@ -204,13 +204,14 @@ def activation_policies(space: SearchSpace) -> tuple[ActivationPolicy, ...]:
         ]
     policies: list[ActivationPolicy] = []
     for recompute in choices:
-        graphs = base.graphs
-        if "graphs" not in space.fixed:
-            graphs = _widest_graphs(space, recompute)
-        policies += [
-            ActivationPolicy(recompute=recompute, offload=offload, graphs=graphs)
-            for offload in _offload_choices(space, recompute)
-        ]
+        for offload in _offload_choices(space, recompute):
+            graphs_choices: Iterable[tuple[CudaGraphScope, ...]] = (base.graphs,)
+            if "graphs" not in space.fixed:
+                graphs_choices = _graphs_choices(space, recompute, offload)
+            policies += [
+                ActivationPolicy(recompute=recompute, offload=offload, graphs=graphs)
+                for graphs in graphs_choices
+            ]
     return tuple(policies)
 
 
@@ -239,8 +240,19 @@ def _is_compatible(space: SearchSpace, layout: Layout, field: str) -> bool:
     return not any(reason.field == f"layout.{field}" for reason in reasons)
 
 
+def _graphs_choices(
+    space: SearchSpace, recompute: tuple[Recompute, ...], offload: tuple[Offload, ...]
+) -> Iterator[tuple[CudaGraphScope, ...]]:
+    """Yield the widest legal CUDA graphs, and none where sharded weights are left without."""
+    graphs = _widest_graphs(space, recompute, offload)
+    yield graphs
+    shards = "zero" not in space.fixed and space.permits(zero=3)
+    if graphs and shards and not space.permits(zero=3, graphs=graphs):
+        yield ()
+
+
 def _widest_graphs(
-    space: SearchSpace, recompute: tuple[Recompute, ...]
+    space: SearchSpace, recompute: tuple[Recompute, ...], offload: tuple[Offload, ...]
 ) -> tuple[CudaGraphScope, ...]:
     """Return the widest legal CUDA graphs: they save host time and cost nothing that is priced.
 
@@ -252,9 +264,14 @@ def _widest_graphs(
     mixers = [CudaGraphScope.ATTN]
     if space.model.recurrent is not None:
         mixers.append(CudaGraphScope.MAMBA)
+    choices: dict[str, Any] = {"recompute": recompute, "offload": offload}
+    for field in ("schedule", "zero", "overlap", "cp_comm"):
+        if field in space.fixed:
+            choices[field] = getattr(space.base, field)
     for graphs in ((*mixers, CudaGraphScope.MOE_ROUTER), tuple(mixers)):
         layout = Layout(world_size=1, recompute=recompute, graphs=graphs)
-        if space.permits(graphs=graphs) and _is_compatible(space, layout, "graphs"):
+        is_permitted = space.permits(**choices, graphs=graphs)
+        if is_permitted and _is_compatible(space, layout, "graphs"):
             return graphs
     return ()
 
