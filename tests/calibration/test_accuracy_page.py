@@ -59,6 +59,15 @@ def test_the_page_has_every_timed_run() -> None:
     assert "a-1" not in unexplained
 
 
+def test_the_page_has_the_runs_that_nothing_was_fitted_to() -> None:
+    blind = {"summary": {"splits": [OWN_SPLIT], "memory": MEMORY}}
+    page = render_page(REPORT, {}, blind_report=blind)
+    part = page[page.index("## Runs that nothing was fitted to") : page.index("## Peaks")]
+    assert "| moe | all | 3 | 5.0 % |" in part
+    assert "Of 3 runs that ran, 2 are said to fit" in part
+    assert "nothing was fitted" not in render_page(REPORT, {})
+
+
 def test_the_picture_has_a_point_a_run() -> None:
     picture = render_picture(REPORT)
     assert picture.count('r="3"') == 2
