@@ -21,13 +21,6 @@ QWEN = catalogue.model("Qwen3-235B-A22B")
 WORKLOAD = Workload(seq_len=4096, global_batch=2048)
 
 
-def test_experts_stand_in_contiguous_blocks() -> None:
-    layout = Layout(world_size=64, ep=8)
-    blocks = [routing.local_slots(QWEN, layout, rank) for rank in range(8)]
-    assert blocks[3] == range(48, 64)
-    assert [expert for block in blocks for expert in block] == list(range(128))
-
-
 def test_expected_load_is_what_the_workload_says() -> None:
     layout = Layout(world_size=8, ep=8)
 

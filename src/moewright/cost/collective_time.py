@@ -103,10 +103,6 @@ class CollectiveModel:
             self._spans[key] = group_span(layout, group, self._fabric.domain_size)
         return self._spans[key]
 
-    def measured_curve(self, op: Collective, size: int) -> Curve | None:
-        """Return the measured times of a collective over so many ranks, if there are any."""
-        return self._curves.get((op, size))
-
     def seconds(
         self, op: Collective, span: GroupSpan, payload_bytes: float, *, efficiency: float = 1.0
     ) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moewright.rules.engine_features import Feature, unsupported_features
+from moewright.rules.export_limits import unexported_training
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
@@ -45,9 +46,7 @@ from moewright.spec.workload import (
     ExpertKernels,
     Fusion,
     MatrixUpdate,
-    Objective,
     RouterAssignment,
-    Task,
     Workload,
 )
 
@@ -292,24 +291,8 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
             yield _refusal(field, RouterAssignment.SINKHORN, rule, RouterAssignment.TOP_K)
         if layout.capacity:
             yield _refusal("layout.capacity", layout.capacity, "drops no rows under sinkhorn", 0)
-    task = workload.fine_tuning.task
-    if task is not Task.PRETRAIN:
-        rule = "export writes pre-training alone"
-        yield _refusal("workload.task", task, rule, Task.PRETRAIN)
-    if workload.fine_tuning.freeze:
-        frozen = "+".join(workload.fine_tuning.freeze)
-        yield _refusal("workload.freeze", frozen, "export freezes nothing", "none")
-    if workload.loss.objective is not Objective.NEXT_TOKEN:
-        rule = "export writes pre-training alone"
-        objective = workload.loss.objective
-        yield _refusal("workload.objective", objective, rule, Objective.NEXT_TOKEN)
-    if workload.batch_samples:
-        rule = "export writes steps of a number of sequences"
-        yield _refusal("workload.batch_samples", workload.batch_samples, rule, 0)
-    for folder in (workload.routes.record_routes, workload.routes.replay_routes):
-        if folder:
-            rule = "export records and replays no routes"
-            yield _refusal("workload.routes", folder, rule, "none")
+    for field, value, rule, nearest in unexported_training(workload):
+        yield _refusal(f"workload.{field}", value, rule, nearest)
     if workload.weights:
         rule = "starts from checkpoints of its own; convert them first"
         yield _refusal("workload.weights", workload.weights, rule, "none")

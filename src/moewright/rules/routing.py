@@ -42,16 +42,6 @@ class LoadBalance:
     entropy: float
 
 
-def local_slots(model: ModelSpec, layout: Layout, ep_rank: int) -> range:
-    """Return the slots of experts on one EP rank, a contiguous block.
-
-    Without a placement (rules.expert_placement) the number of a slot is that of its expert. The
-    range is empty for a dense model.
-    """
-    local = model.expert_count // layout.ep
-    return range(ep_rank * local, (ep_rank + 1) * local)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchCounts:
     """The rows and copies of tokens that one dispatch of a layer and micro-batch moves for a rank.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moewright.rules.export_limits import unexported_training
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import DeviceKind, Hardware
@@ -27,10 +28,8 @@ from moewright.spec.workload import (
     DocumentMasking,
     Dtype,
     MatrixUpdate,
-    Objective,
     RouterAssignment,
     RouterForce,
-    Task,
     TrainerSpec,
     Workload,
 )
@@ -249,23 +248,8 @@ def _check_workload(workload: Workload) -> Iterator[Reason]:
         yield _refusal(
             "data.train", workload.data.train, "reads datasets, not token files", "no data"
         )
-    if workload.fine_tuning.task is not Task.PRETRAIN:
-        rule = "export writes pre-training alone"
-        yield _refusal("workload.task", workload.fine_tuning.task, rule, Task.PRETRAIN)
-    if workload.fine_tuning.freeze:
-        frozen = "+".join(workload.fine_tuning.freeze)
-        yield _refusal("workload.freeze", frozen, "export freezes nothing", "none")
-    if workload.loss.objective is not Objective.NEXT_TOKEN:
-        rule = "export writes pre-training alone"
-        objective = workload.loss.objective
-        yield _refusal("workload.objective", objective, rule, Objective.NEXT_TOKEN)
-    if workload.batch_samples:
-        rule = "export writes steps of a number of sequences"
-        yield _refusal("workload.batch_samples", workload.batch_samples, rule, 0)
-    for folder in (workload.routes.record_routes, workload.routes.replay_routes):
-        if folder:
-            rule = "export records and replays no routes"
-            yield _refusal("workload.routes", folder, rule, "none")
+    for field, value, rule, nearest in unexported_training(workload):
+        yield _refusal(f"workload.{field}", value, rule, nearest)
     if optimizer.matrix_update is not MatrixUpdate.ADAMW or workload.trainer != TrainerSpec():
         rule = "export writes AdamW and torchtitan's own kernels, without dropout"
         yield _refusal("workload.trainer", "", rule, "its defaults")
