@@ -92,6 +92,14 @@ def test_options_to_write_can_be_pasted_into_a_shell(capsys):
     assert "--pipeline-model-parallel-layout 'E" in changes
 
 
+def test_no_options_are_advised_for_a_device_that_megatron_does_not_run_on(capsys):
+    assert main(["estimate", "--from-flags", str(EXAMPLE), "--on", "TPU-v5p"]) == 0
+    shown = capsys.readouterr().out
+    assert "Megatron-LM does not run on TPU v5p: no options to write" in shown
+    assert "write: " not in shown
+    assert "export: " not in shown
+
+
 def test_options_of_forks_are_refused_on_demand(script, capsys, monkeypatch):
     monkeypatch.setenv("MORE", "--of-a-fork 3")
     arguments = ["estimate", "--from-flags", str(script), "--on", "H200"]

@@ -202,7 +202,11 @@ def find_better_layouts(plan: Plan) -> BetterLayouts:
     plans = best
     if own not in best:
         plans = (*best, own)
-    changes = tuple(_changed_options(plan, best[0]))
+    changes: tuple[str, ...] = ()
+    if plan.hardware.device.kind.runs_cuda:
+        changes = tuple(_changed_options(plan, best[0]))
+    else:
+        changes = (f"Megatron-LM does not run on {plan.hardware.device.name}: no options to write",)
     return BetterLayouts(own=own, plans=plans, advice=_advise(plan, best[0]), changes=changes)
 
 
