@@ -687,7 +687,12 @@ CORNERS = (
     _corner(
         "two passes across stages", "deep", 4, "pp2,vpp2,ep2,mbs1,overlap=ep+p2p,dispatcher=dedup"
     ),
-    _corner("parts in graphs, in stages", "ahead", 4, "pp2,tp2,ep2,mbs1,graphs=attn+moe_router"),
+    _corner(
+        "parts in graphs, in stages",
+        "ahead",
+        4,
+        "pp2,tp2,ep2,graphs=attn+moe_router+moe_preprocess",
+    ),
     _corner("recurrences in graphs", "hybrid", 2, "ep2,mbs2,graphs=attn+mamba+moe_router"),
     _corner("parts in graphs round a ring", "qwen", 4, "cp4,ep2,mbs4,graphs=attn+moe_router"),
     _corner(

@@ -91,7 +91,9 @@ def test_no_trainer_starts_on_a_part_that_torch_does_not_drive(part: str, traine
 
 def test_what_stops_a_plan_that_no_trainer_starts_is_told() -> None:
     on_tpu = mw.estimate(MODEL, "ep8,recompute=full", on="16xTPU-v5p")
-    graphs = mw.estimate("Kimi-K2", "ep8,mbs1,graphs=moe_router+moe_preprocess", on="256xH100")
+    graphs = mw.estimate(
+        "Kimi-K2", "ep8,mbs1,dispatcher=dedup,graphs=moe_router+moe_preprocess", on="256xH100"
+    )
     lines = list(describe_trainers((on_tpu, graphs)))
     assert lines == [
         "Plans 1, 2: no trainer known here can start it. Megatron-LM trains on CUDA and ROCm "

@@ -103,6 +103,12 @@ def run_steps(shape: str, layout: str, *, counted: int = 2) -> Trained:
     ("shape", "layout", "parts"),
     [
         ("qwen", "mbs4,overlap=grad+param,graphs=attn+moe_router", 7),
+        thorough("qwen", "mbs4,graphs=moe_router+moe_preprocess", 3),
+        thorough(
+            "deepseek",
+            "mbs4,capacity=1,capacity_fill=padded,graphs=attn+moe_router+moe_preprocess",
+            7,
+        ),
         thorough("hybrid", "mbs4,graphs=attn+mamba+moe_router", 5),
         thorough("delta", "mbs4,recompute=core_attn+layernorm,graphs=attn+mamba", 5),
         thorough("deepseek", "mbs4,recompute=mla_up_proj+moe_act,graphs=attn+moe_router", 7),
@@ -157,7 +163,7 @@ def list_operations(state: TrainState) -> dict[int, list[list[object]]]:
 @pytest.mark.parametrize(
     ("layout", "rank"),
     [
-        ("pp2,vpp2,ep2,mbs1,overlap=grad,graphs=attn+moe_router", 2),
+        ("pp2,vpp2,ep2,mbs1,overlap=grad,graphs=attn+moe_router+moe_preprocess", 2),
         thorough("pp2,ep2,mbs2,graphs=attn+moe_router", 0),
     ],
 )

@@ -57,6 +57,8 @@ def refusals(layout: str, *, model: ModelSpec = MODEL, **changes: object) -> lis
         "ep2,pp2,vpp2,layout='E|t|t|tL',overlap=ep+p2p",
         "pp2,vpp2,ep2,layout='E|t|t|tL',overlap=ep+wgrad+grad+param,graphs=attn+moe_router",
         "tp2,cp2,overlap=tp,graphs=attn",
+        "ep4,graphs=attn+moe_router+moe_preprocess",
+        "ep4,capacity=1,capacity_fill=padded,graphs=moe_router+moe_preprocess",
         "graphs=attn,recompute=core_attn+layernorm,offload=moe_act+expert_fc1",
         "graphs=moe_router,recompute=moe_act,offload=qkv_linear+core_attn+attn_proj",
     ],
@@ -88,11 +90,11 @@ def test_context_parallelism_must_divide_the_key_heads_of_a_rank(shape: str) -> 
     assert reason.endswith("nearest legal value: 2")
 
 
-def test_a_part_that_the_host_reads_inside_is_not_captured() -> None:
-    (reason,) = refusals("graphs=attn+moe_router+moe_preprocess")
-    assert reason.startswith(
-        "layout.graphs=attn+moe_preprocess+moe_router: the host reads how many"
-    )
+@pytest.mark.parametrize("other", ["capacity=1", "rank_capacity=2", "ep4,dispatcher=dedup"])
+def test_rows_that_are_mapped_by_numbers_of_the_host_are_not_captured(other: str) -> None:
+    (reason,) = refusals(f"graphs=attn+moe_router+moe_preprocess,{other}")
+    assert "moe_preprocess" in reason.partition(": ")[0]
+    assert "the engine captures how rows of a plain all-to-all are mapped" in reason
     assert reason.endswith("nearest legal value: attn+moe_router")
 
 

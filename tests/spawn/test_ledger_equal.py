@@ -58,7 +58,12 @@ EVERY_OFFLOAD = "attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm+expert_fc1+mo
         thorough(2, "ep2,mbs2", Dtype.BF16, LossSpec(aux_coeff=0.01)),
         (2, "mbs4,zero0", Dtype.BF16, LossSpec(aux_coeff=0.01, z_coeff=0.001)),
         thorough(4, "ep4,mbs2", Dtype.BF16, LossSpec()),
-        (2, "ep2,mbs2,graphs=attn+moe_router", Dtype.BF16, LossSpec(aux_coeff=0.01)),
+        (
+            2,
+            "ep2,mbs2,graphs=attn+moe_router+moe_preprocess",
+            Dtype.BF16,
+            LossSpec(aux_coeff=0.01),
+        ),
         thorough(4, "pp2,tp2,ep2,graphs=attn,layout='E|tttL'", Dtype.FP32, LossSpec()),
         thorough(
             4,

@@ -20,6 +20,7 @@ assert tiny_jobs.MODEL.moe is not None
 SHARED = replace(
     tiny_jobs.MODEL, mtp_layers=1, moe=replace(tiny_jobs.MODEL.moe, shared_ffn_size=24)
 )
+PARTS = "attn+moe_router+moe_preprocess"
 EVERY_LOSS = LossSpec(aux_coeff=0.02, z_coeff=0.001, global_aux_coeff=0.01, seq_aux_coeff=0.01)
 
 
@@ -29,6 +30,8 @@ EVERY_LOSS = LossSpec(aux_coeff=0.02, z_coeff=0.001, global_aux_coeff=0.01, seq_
     [
         (2, "pp2,layout='Et|ttmL'"),
         (2, "ep2,mbs2,overlap=grad+param"),
+        thorough(2, "etp2,mbs2"),
+        thorough(4, "pp2,ep2,capacity=1,capacity_fill=padded,layout='Et|ttmL'"),
         thorough(2, "tp2,ep2,mbs2,recompute=core_attn,overlap=tp"),
         thorough(4, "cp4,ep2,overlap=ep+wgrad"),
         thorough(4, "pp2,vpp2,tp2,ep2,overlap=p2p,layout='Et|t|t|mL'"),
@@ -40,7 +43,7 @@ def test_replayed_parts_have_the_bits_of_others(
     workload = tiny_jobs.build_workload(data, steps=7, loss=EVERY_LOSS)
     states = []
     curves = []
-    for name, text in (("plain", layout), ("captured", f"{layout},graphs=attn+moe_router")):
+    for name, text in (("plain", layout), ("captured", f"{layout},graphs={PARTS}")):
         plan = tiny_jobs.build_plan(workload, text, world_size=world_size, model=SHARED)
         assert train(plan, tmp_path / name) is ExitCode.DONE
         states.append(tiny_jobs.read_state(tmp_path / name, 7))

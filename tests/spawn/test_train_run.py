@@ -425,7 +425,7 @@ def test_a_plan_for_gpus_is_refused_where_there_are_too_few(
 def test_what_the_engine_cannot_run_is_refused_before_anything_starts(
     data: DataSpec, tmp_path: Path
 ) -> None:
-    layout = "ep2,graphs=moe_router+moe_preprocess"
+    layout = "ep2,rank_capacity=2,graphs=moe_router+moe_preprocess"
     plan = tiny_jobs.build_plan(tiny_jobs.build_workload(data), layout, world_size=2)
     with pytest.raises(BadInput) as refused:
         train(plan, tmp_path / "run")

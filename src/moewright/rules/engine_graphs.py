@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.layout import (
+    CapacityFill,
     CpComm,
     CudaGraphScope,
     DispatcherKind,
@@ -62,11 +63,17 @@ def check_graphs(job: Job) -> Iterator[Reason]:
 
 def _check_scopes(job: Job) -> Iterator[Reason]:
     """Yield the parts of layers that the engine does not capture at all, or not of this model."""
-    graphs = job.layout.graphs
+    layout = job.layout
+    graphs = layout.graphs
     model = job.model
     value = "+".join(graphs)
-    if CudaGraphScope.MOE_PREPROCESS in graphs:
-        rule = "the host reads how many rows go where inside the engine's moe_preprocess"
+    is_direct = layout.dispatcher is DispatcherKind.ALL_TO_ALL and not layout.rank_capacity
+    is_partial = layout.capacity > 0 and layout.capacity_fill is not CapacityFill.PADDED
+    if CudaGraphScope.MOE_PREPROCESS in graphs and (not is_direct or is_partial):
+        rule = (
+            "the engine captures how rows of a plain all-to-all are mapped, where all slots have "
+            "rows or capacities are padded"
+        )
         nearest = "+".join(part for part in graphs if part is not CudaGraphScope.MOE_PREPROCESS)
         yield Reason(field="layout.graphs", value=value, rule=rule, nearest=nearest or "none")
     if model.residual_streams > 1 or model.attention.indexer is not None:

@@ -6,6 +6,7 @@ Every (token, expert) pair is one row sent to the expert's rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -49,6 +50,21 @@ class AllToAllRoute:
     padded_length: int
 
 
+class MappedRows(NamedTuple):
+    """What a dispatcher knows of the rows to send before the host reads how many there are.
+
+    `counts` [E] are those of this rank, `received` [ep, E_local] those that it gets, `gathered`
+    [etp, ep, E_local] those of its ETP group; the others as in RowMap.
+    """
+
+    counts: torch.Tensor
+    received: torch.Tensor
+    gathered: torch.Tensor
+    token_of_row: torch.Tensor
+    row_of_slot: torch.Tensor
+    slot_of_row: torch.Tensor
+
+
 class AllToAllDispatcher:
     """A dropless dispatcher over an expert-parallel group, with uneven splits.
 
@@ -76,16 +92,54 @@ class AllToAllDispatcher:
         self._forced_counts = forced_counts
         self._may_drop = may_drop
 
-    def preprocess(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> tuple[RoutedRows, AllToAllRoute]:
-        """Sort (token, slot) pairs by expert; agree with the groups on how many rows go where."""
+    def map_rows(self, experts_Tk: torch.Tensor) -> MappedRows:
+        """Sort (token, slot) pairs by expert, none of which was dropped, and exchange counts.
+
+        The host reads nothing, so that a graph may do it.
+        """
+        row_map = build_row_map(experts_Tk, experts_Tk.numel(), self._kernels)
+        return MappedRows(
+            *self._exchange_counts(experts_Tk),
+            token_of_row=row_map.token_of_row,
+            row_of_slot=row_map.row_of_slot,
+            slot_of_row=row_map.slot_of_row,
+        )
+
+    def _exchange_counts(
+        self, experts_Tk: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return `counts`, `received` and `gathered` of MappedRows."""
         ep = self._ep_group.size
         local = self._local_experts
         counts = count_ids(experts_Tk, self._experts + 1)[:-1]
         splits = [local] * ep
         received = all_to_all(counts, self._ep_group, send=splits, receive=splits).view(ep, local)
         gathered = all_gather_rows(received, self._etp_group).view(-1, ep, local)
+        return counts, received, gathered
+
+    def _restore_map(self, mapped: MappedRows, *, is_complete: bool) -> RowMap:
+        return RowMap(
+            token_of_row=mapped.token_of_row,
+            row_of_slot=mapped.row_of_slot,
+            slot_of_row=mapped.slot_of_row,
+            is_complete=is_complete,
+            kernels=self._kernels,
+        )
+
+    def preprocess(
+        self,
+        x_TH: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        mapped: MappedRows | None = None,
+    ) -> tuple[RoutedRows, AllToAllRoute]:
+        """Sort (token, slot) pairs by expert; agree with the groups on how many rows go where.
+
+        `mapped` is what `map_rows` returned of the choice, where that has run already.
+        """
+        ep = self._ep_group.size
+        local = self._local_experts
+        counts, received, gathered = mapped[:3] if mapped else self._exchange_counts(experts_Tk)
         if self._forced_counts:
             sizes = self._forced_sizes(self._forced_counts(*experts_Tk.shape).rows)
         else:
@@ -93,7 +147,10 @@ class AllToAllDispatcher:
                 counts.view(ep, local).sum(1), received.sum(1), gathered.sum((1, 2))
             )
         send, receive, etp_rows = sizes
-        row_map = build_row_map(experts_Tk, sum(send), self._kernels)
+        if mapped is None:
+            row_map = build_row_map(experts_Tk, sum(send), self._kernels)
+        else:
+            row_map = self._restore_map(mapped, is_complete=True)
         padded_length = max(etp_rows)
         expert_order = source_order = unpadded_rows = None
         if self._etp_group.size > 1:

@@ -12,7 +12,7 @@ import torch
 
 from moewright.engine.comm.autograd_collectives import all_to_all
 from moewright.engine.comm.collectives import Group, all_gather_rows
-from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute
+from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute, MappedRows
 from moewright.engine.dispatch.interface import ForcedCounts, RoutedRows, build_padded_map
 from moewright.engine.dispatch.row_budget import RowBudget
 from moewright.engine.dispatch.rows import SelectRows, count_ids
@@ -40,11 +40,18 @@ class BudgetedAllToAllDispatcher(AllToAllDispatcher):
         self._budget = budget
 
     def preprocess(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+        self,
+        x_TH: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        mapped: MappedRows | None = None,
     ) -> tuple[RoutedRows, AllToAllRoute]:
-        """Lay slots out by rank, `peer_rows` rows each; note how many have no room."""
+        """Lay slots out by rank, `peer_rows` rows each; note how many have no room.
+
+        Nothing is `mapped` before: a step over its budget maps its rows in another way.
+        """
         if not self._budget.is_enforced:
-            return super().preprocess(x_TH, experts_Tk, weights_Tk)
+            return super().preprocess(x_TH, experts_Tk, weights_Tk, mapped)
         ep = self._ep_group.size
         local = self._local_experts
         budget_rows = self._peer_rows

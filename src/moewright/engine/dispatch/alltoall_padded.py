@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from moewright.engine.comm.collectives import Group
-from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute
+from moewright.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllRoute, MappedRows
 from moewright.engine.dispatch.interface import RoutedRows, build_padded_map
 from moewright.engine.dispatch.rows import SelectRows, count_ids
 from moewright.engine.kernels.fused.interface import KernelSet
@@ -30,22 +30,39 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
         super().__init__(ep_group, etp_group, experts, kernels, forced_counts=None, may_drop=True)
         self._capacity = capacity
 
-    def preprocess(
-        self, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
-    ) -> tuple[RoutedRows, AllToAllRoute]:
+    def map_rows(self, experts_Tk: torch.Tensor) -> MappedRows:
         """Lay slots out by expert, `capacity` rows each; no expert may have more slots."""
-        ep, etp = self._ep_group.size, self._etp_group.size
-        local = self._local_experts
-        capacity = self._capacity
-        device = experts_Tk.device
-        counts = count_ids(experts_Tk, self._experts + 1)
+        counts = count_ids(experts_Tk, self._experts + 1)[:-1]
         row_map = build_padded_map(
             experts_Tk,
             ranks=self._experts,
             ids_a_rank=1,
-            rows_a_rank=capacity,
+            rows_a_rank=self._capacity,
             kernels=self._kernels,
         )
+        return MappedRows(
+            counts=counts,
+            received=counts,
+            gathered=counts,
+            token_of_row=row_map.token_of_row,
+            row_of_slot=row_map.row_of_slot,
+            slot_of_row=row_map.slot_of_row,
+        )
+
+    def preprocess(
+        self,
+        x_TH: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        mapped: MappedRows | None = None,
+    ) -> tuple[RoutedRows, AllToAllRoute]:
+        """Make the rows that `map_rows` lays out; `mapped` where it has run already."""
+        ep, etp = self._ep_group.size, self._etp_group.size
+        local = self._local_experts
+        capacity = self._capacity
+        device = experts_Tk.device
+        mapped = mapped or self.map_rows(experts_Tk)
+        row_map = self._restore_map(mapped, is_complete=False)
         unpadded_rows = expert_order = source_order = None
         if etp > 1:
             unpadded_rows = _swap_outer_axes(etp * ep, local, capacity, device)
@@ -60,7 +77,7 @@ class PaddedAllToAllDispatcher(AllToAllDispatcher):
             expert_order=expert_order,
             source_order=source_order,
             expert_ends=(expert_numbers * (etp * ep * capacity)).to(torch.int32),
-            sent_counts=counts[:-1],
+            sent_counts=mapped.counts,
             unpadded_rows=unpadded_rows,
             padded_length=ep * local * capacity,
         )

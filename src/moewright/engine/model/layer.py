@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from moewright.engine.dispatch.alltoall import MappedRows
 from moewright.engine.memory.saved_tensors import RoutingDecisions
 from moewright.engine.model.attention import Attention, AttentionContext
 from moewright.engine.model.compressed_attention import CompressedAttention
@@ -118,11 +119,12 @@ class TransformerLayer(nn.Module):
         self, context: AttentionContext, residual: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Run the MoE block of which norm and router are a part that is captured."""
-        normed, aux_losses, weights, experts, counts = self._router_part.run(
+        normed, aux_losses, weights, experts, counts, *mapped = self._router_part.run(
             partial(self._norm_and_route, context), residual
         )
         choice = ExpertChoice(experts=experts, weights=weights, counts=counts)
-        out, sent_counts = self.moe.run_experts(normed, choice)
+        rows = MappedRows(*mapped) if mapped else None
+        out, sent_counts = self.moe.run_experts(normed, choice, rows)
         return self._leave_block(None, residual, out, None), aux_losses, sent_counts
 
     def _norm_and_route(
@@ -131,7 +133,10 @@ class TransformerLayer(nn.Module):
         with self._runtime.counters.scopes.enter(Module.NORM):
             normed = self.post_norm(x_tH)
         choice, aux_losses = self.moe.route(None, context, normed)
-        return normed, aux_losses, choice.weights, choice.experts, choice.counts
+        mapped: tuple[torch.Tensor, ...] = ()
+        if CudaGraphScope.MOE_PREPROCESS in self._runtime.mesh.layout.graphs:
+            mapped = self.moe.map_rows(choice)
+        return normed, aux_losses, choice.weights, choice.experts, choice.counts, *mapped
 
     def _leave_block(
         self,

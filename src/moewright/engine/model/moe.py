@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,12 +19,17 @@ from moewright.engine.comm.autograd_collectives import (
 )
 from moewright.engine.comm.collectives import Group
 from moewright.engine.dispatch.allgather import AllGatherDispatcher
-from moewright.engine.dispatch.alltoall import AllToAllDispatcher
+from moewright.engine.dispatch.alltoall import AllToAllDispatcher, MappedRows
 from moewright.engine.dispatch.alltoall_budget import BudgetedAllToAllDispatcher
 from moewright.engine.dispatch.alltoall_padded import PaddedAllToAllDispatcher
 from moewright.engine.dispatch.dedup import DedupDispatcher
 from moewright.engine.dispatch.deepep import DeepEpDispatcher
-from moewright.engine.dispatch.interface import ForcedCounts, RowExchange, TokenDispatcher
+from moewright.engine.dispatch.interface import (
+    ForcedCounts,
+    RoutedRows,
+    RowExchange,
+    TokenDispatcher,
+)
 from moewright.engine.dispatch.rows import count_ids
 from moewright.engine.kernels.products import WIDE_PRODUCTS
 from moewright.engine.memory.saved_tensors import RoutingDecisions, run_checkpointed
@@ -252,19 +258,32 @@ class MoeLayer(torch.nn.Module):
             selection, aux_losses = self.router(x_TH, decisions, first_sequence, counted, ids)
             return selection, aux_losses
 
+    def map_rows(self, choice: ExpertChoice) -> MappedRows:
+        """Return what is known of the rows to send before the host reads how many there are."""
+        assert isinstance(self._dispatcher, AllToAllDispatcher)  # rules.engine_graphs
+        with self._runtime.counters.scopes.enter(Module.EXPERTS):
+            return self._dispatcher.map_rows(self._choose_slots(choice))
+
+    def _choose_slots(self, choice: ExpertChoice) -> torch.Tensor:
+        """Return the slot of each chosen expert [T,k], one past the last where it is dropped."""
+        experts_Tk = self._drop_over_capacity(choice)
+        return experts_Tk if self._assigner is None else self._assigner.assign(experts_Tk)
+
     def run_experts(
-        self, x_TH: torch.Tensor, choice: ExpertChoice
+        self, x_TH: torch.Tensor, choice: ExpertChoice, mapped: MappedRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the experts of every token, and those that all pass; return the sent counts too."""
+        """Run the experts of every token, and those that all pass; return the sent counts too.
+
+        `mapped` is what `map_rows` returned of the choice, where that has run already.
+        """
         split_shared = None
         with self._runtime.counters.scopes.enter(Module.EXPERTS):
-            experts_Tk = self._drop_over_capacity(choice)
-            if self._assigner is not None:
-                experts_Tk = self._assigner.assign(experts_Tk)
+            slots_Tk = choice.experts if mapped else self._choose_slots(choice)
             if self.shared is not None and self._overlaps_shared:
                 split_shared = self.shared.split(x_TH)
             weights_Tk = choice.weights.float()
-            out, sent_counts = self._run_routed(x_TH, experts_Tk, weights_Tk, split_shared)
+            preprocess = partial(self._preprocess, mapped, x_TH, slots_Tk, weights_Tk)
+            out, sent_counts = self._run_routed(preprocess, split_shared)
         if split_shared is not None:
             out = out + split_shared.output()
         elif self.shared is not None:
@@ -286,11 +305,22 @@ class MoeLayer(torch.nn.Module):
         rows = capacity_rows(tokens, top_k, self._spec.experts, layout.capacity)
         return choice.drop_over_capacity(rows, self._runtime.workload.router.drop_policy)
 
+    def _preprocess(
+        self,
+        mapped: MappedRows | None,
+        x_TH: torch.Tensor,
+        slots_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+    ) -> tuple[RoutedRows, Any]:
+        rows = x_TH if self.latent is None else self.latent.project_down(x_TH)
+        if mapped is None:
+            return self._dispatcher.preprocess(rows, slots_Tk, weights_Tk)
+        assert isinstance(self._dispatcher, AllToAllDispatcher)  # which has mapped them
+        return self._dispatcher.preprocess(rows, slots_Tk, weights_Tk, mapped)
+
     def _run_routed(
         self,
-        x_TH: torch.Tensor,
-        experts_Tk: torch.Tensor,
-        weights_Tk: torch.Tensor,
+        preprocess: Callable[[], tuple[RoutedRows, Any]],
         shared: SplitSharedExperts | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the routed experts; `shared` runs while rows go to them, and while they return.
@@ -298,8 +328,7 @@ class MoeLayer(torch.nn.Module):
         With overlap=ep another micro-batch runs meanwhile.
         """
         dispatcher = self._dispatcher
-        rows = x_TH if self.latent is None else self.latent.project_down(x_TH)
-        routed, route = dispatcher.preprocess(rows, experts_Tk, weights_Tk)
+        routed, route = preprocess()
         routed = dispatcher.dispatch(
             routed, route, self._choose_exchange(shared.run_first if shared else None)
         )
