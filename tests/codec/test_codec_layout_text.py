@@ -156,7 +156,7 @@ def test_spellings(text: str, field: str, value: object) -> None:
         ("dp3,tp2", "nearest legal value: 32"),
         ("dp3,tp7", "= 7, which do not divide"),
         ("schedule=1f2b", "nearest legal value: 1f1b"),
-        ("recompute=full+moe", "full stands alone"),
+        ("recompute=full+moe", "full cannot be combined with others"),
         ("recompute=moe_axt", "nearest legal value: moe_act"),
         ("recompute=", "must be one of"),
         ("recompute", "needs a value"),

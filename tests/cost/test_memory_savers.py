@@ -59,7 +59,7 @@ def test_numbers_in_a_set_are_read_and_written(text: str) -> None:
         ("recompute=block0", "block=0: must be at least 1"),
         ("offload=optimizer1.5", "takes a fraction above 0, at most 1"),
         ("offload=block5", "offload=block5: must be one of"),
-        ("recompute=block5+moe", "full stands alone"),
+        ("recompute=block5+moe", "full cannot be combined with others"),
     ],
 )
 def test_numbers_that_say_nothing_are_refused(text: str, message: str) -> None:

@@ -228,7 +228,9 @@ def test_states_in_several_groups_say_how_many():
 
 
 def test_fine_tuning_is_refused():
-    with pytest.raises(BadInput, match=r"workload\.task=lora: Megatron-LM export writes pre-tr"):
+    with pytest.raises(
+        BadInput, match=r"workload\.task=lora: Megatron-LM export supports only pre-tr"
+    ):
         megatron_flags(trained(fine_tuning=FineTuningSpec(task=Task.LORA)))
 
 

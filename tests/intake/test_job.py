@@ -187,7 +187,7 @@ def test_inline_model(tmp_path: Path) -> None:
         ("lr = 2e-3", "lr = nan", "quickstart.toml: train.lr=nan: must be a finite number"),
         ('"bf16"', '"bf61"', "nearest legal value: bf16"),
         ("ep2,mbs2", "epp2", "quickstart.toml: layout.epp"),
-        ('"ep2,mbs2"', '"ep2"\npp = 2', "layout.pp: cannot stand beside layout.text"),
+        ('"ep2,mbs2"', '"ep2"\npp = 2', "layout.pp: cannot be given together with layout.text"),
         (
             "nproc = 2",
             "nproc = true",

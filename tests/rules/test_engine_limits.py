@@ -213,8 +213,8 @@ def test_a_library_that_is_not_there_is_named_and_what_it_does_not_do(
         ("tp2,pp2,ep2", {}, ""),
         ("ep2,offload=moe_act", {}, ""),
         ("tp2,cp2,ep2,cp_comm=a2a", {}, ""),
-        ("cp2", {}, "layout.cp_comm=p2p: the engine attends to blocks of whole sequences"),
-        ("tp2,sp0", {}, "layout.sp=0: the engine has each TP rank choose blocks"),
+        ("cp2", {}, "layout.cp_comm=p2p: the engine's compressed attention needs whole"),
+        ("tp2,sp0", {}, "layout.sp=0: the engine lets each TP rank choose blocks"),
         ("offload=attn_norm+core_attn+mlp_norm", {}, ""),
         ("ep2", {"precision": Dtype.FP8}, ""),
         ("ep2", {"data": DataSpec(documents=DocumentMasking.BOUNDED)}, ""),
@@ -240,7 +240,7 @@ def test_what_indexers_do_not_go_with() -> None:
     for layout, refusal in (
         ("tp2,pp2", ""),
         ("cp2,cp_comm=a2a", ""),
-        ("cp2", "layout.cp_comm=p2p: the engine attends to chosen keys in whole sequences"),
+        ("cp2", "layout.cp_comm=p2p: the engine's sparse attention needs whole"),
         ("pp4", "layout.pp=4: would part layer 1 from layer 0, whose choice of keys it takes"),
         ("pp2,layout='Ettt|tL'", "layout.pp=2: would part layer 3 from layer 2"),
     ):

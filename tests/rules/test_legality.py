@@ -227,7 +227,7 @@ def test_the_batch_divides() -> None:
 @pytest.mark.parametrize(
     ("change", "rule", "near"),
     [
-        ({"zero": 0, "shard": 4}, "zero=0 cuts no states: shard goes with zero=1, 2 and 3", "0"),
+        ({"zero": 0, "shard": 4}, "zero=0 shards no states: shard needs zero=1, 2 or 3", "0"),
         (
             {"zero": 3, "shard": 3},
             "must divide the 8 ranks of dp * cp, and be more than 1",
@@ -338,10 +338,14 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
 @pytest.mark.parametrize(
     ("change", "says", "near"),
     [
-        ({"recompute": (Recompute.FULL, Recompute.MOE_ACT)}, "full replays every module", "full"),
+        (
+            {"recompute": (Recompute.FULL, Recompute.MOE_ACT)},
+            "full recomputes every module",
+            "full",
+        ),
         (
             {"recompute": (Recompute.FULL, Recompute.LOSS, Recompute.MOE)},
-            "full replays every module",
+            "full recomputes every module",
             "full+loss",
         ),
         ({"recompute": (Recompute.MLP,)}, "mlp needs a layer with a dense MLP", "none"),
@@ -387,13 +391,13 @@ EP_OVERLAP = {"world_size": 4, "ep": 4, "overlap": (Overlap.EP,)}
         ({**EP_OVERLAP, "ep": 2, "pp": 2}, "needs vpp > 1", "none"),
         (
             {"graphs": (CudaGraphScope.FULL, CudaGraphScope.ATTN), "capacity": 1.0},
-            "stands alone",
+            "cannot be combined with others",
             "full",
         ),
         ({"graphs": (CudaGraphScope.MOE_PREPROCESS,)}, "needs moe_router", "none"),
         (
             {"graphs": (CudaGraphScope.ATTN,), "recompute": (Recompute.FULL,)},
-            "only with graphs=full",
+            "only be combined with graphs=full",
             "none",
         ),
         (

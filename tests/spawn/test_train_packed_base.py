@@ -151,5 +151,5 @@ def test_a_packed_base_is_of_adapters_alone(data: DataSpec, tmp_path: Path) -> N
     plan = build_plan(data, "", 1)
     whole = FineTuningSpec(task=Task.SFT, quantize_base=BaseQuantization.NF4)
     plan = replace(plan, workload=replace(plan.workload, fine_tuning=whole))
-    with pytest.raises(BadInput, match="is of the frozen weights under adapters: task=lora"):
+    with pytest.raises(BadInput, match="applies to the frozen weights under adapters: task=lora"):
         train(plan, tmp_path)

@@ -166,7 +166,7 @@ def change_training(workload: Workload, options: WorkloadOptions) -> Workload:
             raise BadInput(Reason(field="--lora", rule=rule, nearest="--task lora"))
         task = Task.LORA
     if options.quantize_base is not None and (task or workload.fine_tuning.task) is not Task.LORA:
-        rule = "is of the frozen weights under adapters"
+        rule = "applies to the frozen weights under adapters"
         raise BadInput(Reason(field="--quantize-base", rule=rule, nearest="--lora r=16"))
     if task is None and options.quantize_base is None:
         return workload

@@ -29,7 +29,7 @@ def read_resumed_job(path: Path) -> tuple[ModelSpec, ResumedJob]:
     job = read_job(path)
     with translate_fields(to_job_keys(path)):
         if job.workload.optimizer.matrix_update is MatrixUpdate.MUON:
-            rule = "of another trainer has no momentum of Muon that is read"
+            rule = "of another trainer has no momentum of Muon that can be read"
             raise BadInput(Reason(field="train.matrix_update", rule=rule, nearest="adamw"))
         if is_frozen(job.workload):
             rule = "goes on with a whole model, not with adapters"

@@ -62,7 +62,7 @@ class TrialPlace:
                 Reason(field="--at-once", value=str(self.at_once), rule=rule, nearest="1")
             )
         if self.sbatch and not is_scheduled:
-            rule = "needs --launcher slurm beside it"
+            rule = "needs --launcher slurm"
             raise BadInput(Reason(field="--sbatch", value=self.sbatch, rule=rule))
         return TrialStart(
             trainer_script=self._find_trainer(),
@@ -75,7 +75,7 @@ class TrialPlace:
     def _find_trainer(self) -> str:
         if self.trainer is TrialTrainer.OURS:
             if self.megatron or self.megatron_args:
-                rule = "needs --trainer megatron beside it"
+                rule = "needs --trainer megatron"
                 raise BadInput(Reason(field="--megatron", rule=rule))
             return ""
         rule = "is needed: pretrain_gpt.py, or the checkout of Megatron-LM that holds it"

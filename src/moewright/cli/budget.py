@@ -50,7 +50,7 @@ def budget(
     answer = compute_budget(model, on, options, tokens=tokens, price=price, counts=devices)
     with write_answer(answer, json) as console:
         print_defaults(console, answer.request.defaults)
-        notes = ["Days hold steps alone: restarts and evaluations are not counted."]
+        notes = ["Days count training steps only, without restarts and evaluations."]
         if answer.without_layout:
             counts = ", ".join(map(str, answer.without_layout))
             notes.append(f"No layout fits with the probability that a plan asks for: {counts}.")

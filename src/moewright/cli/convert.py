@@ -48,7 +48,7 @@ def convert_import(
 
     megatron = find_megatron_checkpoint(hf_dir)
     if config is not None and job is not None:
-        rule = "is of no use beside --job, which says the model"
+        rule = "is not needed with --job, which states the model"
         raise BadInput(Reason(field="--config", value=str(config), rule=rule))
     if megatron is not None:
         resumed = None

@@ -42,7 +42,7 @@ def read_stated_job(
         return StatedJob()
     if script is not None:
         if layout:
-            rule = "cannot stand beside --script, which states it"
+            rule = "cannot be given with --script, which states it"
             raise BadInput(Reason(field="--layout", value=layout, rule=rule))
         return StatedJob(script=script)
     if model:

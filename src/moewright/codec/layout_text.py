@@ -380,7 +380,7 @@ def _parse_set(item: _Item, choices: type[StrEnum]) -> tuple[StrEnum, ...]:
             members.add(_parse_choice(item.key, word, choices))
     exclusive = next(iter(members.intersection(_EXCLUSIVE)), None)
     if exclusive is not None and len(members - _COMBINABLE) > 1:
-        rule = f"{exclusive} stands alone"
+        rule = f"{exclusive} cannot be combined with others"
         raise BadInput(Reason(field=item.key, value=item.value, rule=rule, nearest=str(exclusive)))
     return tuple(sorted(members))
 

@@ -168,7 +168,7 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
                 text="more virtual stages: a smaller bubble, and messages under compute",
                 change=raise_vpp,
                 megatron=LAYOUT_OPTIONS["vpp"],
-                excludes="--num-layers-per-virtual-pipeline-stage beside it",
+                excludes="together with --num-layers-per-virtual-pipeline-stage",
             ),
             Remedy(
                 text="more micro-batches: a smaller micro-batch",

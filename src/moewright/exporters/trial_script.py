@@ -67,7 +67,7 @@ def render_trial_script(plan: Plan, folder: Path, start: TrialStart) -> str:
     """
     nodes, ranks_per_node = split_into_nodes(plan)
     if nodes > 1 and not start.is_scheduled:
-        rule = f"starts ranks on this machine alone; {nodes} nodes are needed"
+        rule = f"starts ranks only on this machine; {nodes} nodes are needed"
         raise BadInput(Reason(field="--launcher", rule=rule, nearest="slurm"))
     if start.trainer_script and (reasons := megatron_refusals(plan_job(plan), plan.hardware)):
         raise BadInput(*reasons)

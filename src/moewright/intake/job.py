@@ -160,7 +160,7 @@ def _read_model(table: dict[str, Any], weights: str, path: Path, where: str) -> 
     config = table.pop("config")
     if table:
         field = f"{where}: model.{min(table)}"
-        raise BadInput(Reason(field=field, rule="cannot stand beside model.config"))
+        raise BadInput(Reason(field=field, rule="cannot be given together with model.config"))
     if not isinstance(config, str) or "\0" in config or not config:
         rule = "must be a path or the name of a model"
         raise BadInput(Reason(field=f"{where}: model.config", rule=rule))
@@ -178,7 +178,7 @@ def _read_layout_text(table: dict[str, Any], where: str) -> str:
     text = table.pop("text", None)
     if text is not None and table:
         field = f"{where}: layout.{min(table)}"
-        raise BadInput(Reason(field=field, rule="cannot stand beside layout.text"))
+        raise BadInput(Reason(field=field, rule="cannot be given together with layout.text"))
     if text is not None and not isinstance(text, str):
         rule = "must be text in quotes"
         raise BadInput(Reason(field=f"{where}: layout.text", rule=rule, nearest='"ep2"'))

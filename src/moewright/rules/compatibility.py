@@ -66,7 +66,7 @@ def _check_recompute(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     chosen = layout.recompute
     modules = [item for item in chosen if item not in (Recompute.FULL, Recompute.LOSS)]
     if Recompute.FULL in chosen and modules:
-        rule = "full replays every module and stands alone"
+        rule = "full recomputes every module and cannot be combined with others"
         yield _without("recompute", chosen, modules, rule)
     if Recompute.FULL in chosen and layout.recompute_block and layout.recompute_span > 1:
         yield Reason(
@@ -154,7 +154,7 @@ def _check_overlap(layout: Layout) -> Iterator[Reason]:
         (
             Overlap.WGRAD,
             Overlap.EP not in chosen,
-            "wgrad needs ep, whose exchanges it makes room beside",
+            "wgrad needs ep: delayed weight gradients hide its exchanges",
         ),
         (
             Overlap.WGRAD,
@@ -202,11 +202,11 @@ def _check_shared_overlap(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
         ),
         (
             Overlap.EP in layout.overlap,
-            "shared cannot stand with ep, which runs another micro-batch there",
+            "shared cannot be combined with ep, which runs another micro-batch at that time",
         ),
         (
             Recompute.SHARED_EXPERTS in layout.recompute,
-            "shared cannot stand with recompute=shared_experts",
+            "shared cannot be combined with recompute=shared_experts",
         ),
     )
     for is_broken, rule in rules:
@@ -221,7 +221,7 @@ def _check_graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     is_full = CudaGraphScope.FULL in chosen
     router_parts = [part for part in chosen if part in _ROUTER_GRAPHS]
     if is_full and len(chosen) > 1:
-        rule = "full captures the whole iteration and stands alone"
+        rule = "full captures the whole iteration and cannot be combined with others"
         yield Reason(field="layout.graphs", value="+".join(chosen), rule=rule, nearest="full")
     if CudaGraphScope.MOE_PREPROCESS in chosen and CudaGraphScope.MOE_ROUTER not in chosen:
         rule = "moe_preprocess needs moe_router"
@@ -232,7 +232,9 @@ def _check_graphs(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     if router_parts and not has_experts(model):
         yield _without("graphs", chosen, router_parts, "the model has no experts")
     if not is_full and Recompute.FULL in layout.recompute:
-        yield _without("graphs", chosen, chosen, "full recompute goes only with graphs=full")
+        yield _without(
+            "graphs", chosen, chosen, "full recompute can only be combined with graphs=full"
+        )
     if router_parts and Recompute.MOE in layout.recompute:
         rule = "a recomputed moe cannot lie half inside a graph"
         yield _without("graphs", chosen, router_parts, rule)

@@ -14,8 +14,11 @@ def check_compressed(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     if model.attention.kind is not AttentionKind.COMPRESSED:
         return
     if layout.cp > 1 and layout.cp_comm is not CpComm.A2A:
-        rule = "the engine attends to blocks of whole sequences, with some heads on each CP rank"
+        rule = (
+            "the engine's compressed attention needs whole sequences, with some heads on each CP "
+            "rank"
+        )
         yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
     if layout.tp > 1 and not layout.sp:
-        rule = "the engine has each TP rank choose blocks for tokens of its own"
+        rule = "the engine lets each TP rank choose blocks for its own tokens"
         yield Reason(field="layout.sp", value="0", rule=rule, nearest="1")

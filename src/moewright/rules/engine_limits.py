@@ -140,7 +140,7 @@ def _check_library(layout: Layout, workload: Workload) -> Iterator[Reason]:
         yield Reason(field="layout.spare", value=str(layout.spare), rule=rule, nearest="0")
     overlap = "+".join(o for o in layout.overlap if o in (Overlap.SHARED, Overlap.EP))
     if overlap:
-        rule = f"the engine runs nothing beside a library's exchange, with dispatcher={kind}"
+        rule = f"the engine cannot overlap a library's exchange, with dispatcher={kind}"
         yield Reason(field="layout.overlap", value=overlap, rule=rule, nearest="none")
     if workload.precision is not Dtype.BF16:
         rule = f"moves bf16 rows with dispatcher={kind}"
@@ -224,7 +224,7 @@ def _check_packed(layout: Layout, model: ModelSpec, workload: Workload) -> Itera
         return
     value = str(fine_tuning.quantize_base)
     if not is_frozen(workload):
-        rule = "is of the frozen weights under adapters: task=lora"
+        rule = "applies to the frozen weights under adapters: task=lora"
         yield Reason(field="train.quantize_base", value=value, rule=rule, nearest="none")
         return
     if layout.spare:
@@ -264,7 +264,9 @@ def _check_indexer(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
     if model.attention.indexer is None or model.attention.kind is AttentionKind.COMPRESSED:
         return
     if layout.cp > 1 and layout.cp_comm is not CpComm.A2A:
-        rule = "the engine attends to chosen keys in whole sequences, of some heads on each CP rank"
+        rule = (
+            "the engine's sparse attention needs whole sequences, with some heads on each CP rank"
+        )
         yield Reason(field="layout.cp_comm", value=layout.cp_comm, rule=rule, nearest=CpComm.A2A)
     for layer, source in islice(parted_choices(model, layout), 1):
         rule = f"would part layer {layer} from layer {source}, whose choice of keys it takes"

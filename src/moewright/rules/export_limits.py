@@ -10,7 +10,7 @@ from moewright.spec.workload import Objective, Task, Workload
 def unexported_training(workload: Workload) -> Iterator[tuple[str, object, str, object]]:
     """Yield field, value, rule and nearest value of training that exports do not write."""
     fine_tuning, objective = workload.fine_tuning, workload.loss.objective
-    pretrains = "export writes pre-training alone"
+    pretrains = "export supports only pre-training"
     if fine_tuning.task is not Task.PRETRAIN:
         yield "task", fine_tuning.task, pretrains, Task.PRETRAIN
     if fine_tuning.freeze:

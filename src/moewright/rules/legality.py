@@ -75,7 +75,7 @@ def check_precision(workload: Workload, hardware: Hardware) -> tuple[Reason, ...
     device = hardware.device
     listed = {peak.dtype for peak in device.peaks} | {rate.dtype for rate in device.rates}
     if dtype is Dtype.BF16 and Dtype.FP16 in listed and dtype not in listed:
-        rule = f"{device.name} multiplies in fp16 alone"
+        rule = f"{device.name} supports fp16 but not bf16"
         return (Reason(field="workload.precision", value=dtype, rule=rule, nearest=Dtype.FP16),)
     if not dtype.is_narrow or dtype in listed or (dtype is Dtype.MXFP8 and Dtype.FP8 in listed):
         return ()
@@ -253,7 +253,7 @@ def _check_shard(layout: Layout) -> Iterator[Reason]:
     if not shard:
         return
     if layout.zero == 0:
-        rule = "zero=0 cuts no states: shard goes with zero=1, 2 and 3"
+        rule = "zero=0 shards no states: shard needs zero=1, 2 or 3"
         yield _reason("shard", shard, rule, "0")
         return
     dense_ranks = layout.dp * layout.cp

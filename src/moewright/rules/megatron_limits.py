@@ -93,15 +93,15 @@ def broken_rules(job: Job) -> Iterator[Reason]:
     moe = job.model.moe
     has_biases = job.model.attention.out_bias
     if moe and has_biases and job.layout.etp > 1:
-        yield _refusal("layout.etp", job.layout.etp, "cuts no experts that have biases", 1)
+        yield _refusal("layout.etp", job.layout.etp, "does not split experts that have biases", 1)
     if moe and has_biases and moe.shared_ffn_size:
-        rule = "has no biases beside shared experts"
+        rule = "does not combine biases with shared experts"
         yield _refusal("model.moe.shared_ffn_size", moe.shared_ffn_size, rule, 0)
     if moe and moe.router.selection_bias and moe.router.score is ScoreFunction.SOFTMAX:
         rule = "corrects the selection of sigmoid-like scores only"
         yield _refusal("model.moe.router.selection_bias", True, rule, False)
     if moe and moe.latent_size and Overlap.SHARED in job.layout.overlap:
-        rule = "trains experts in a latent space without shared experts beside their exchange"
+        rule = "does not overlap shared experts with experts in a latent space"
         yield _refusal("layout.overlap", Overlap.SHARED, rule, "none")
     if (
         job.model.mtp_layers
@@ -117,7 +117,7 @@ def broken_rules(job: Job) -> Iterator[Reason]:
         if is_precision_aware or job.layout.zero >= 2:
             yield _refusal("workload.matrix_update", MatrixUpdate.MUON, rule, MatrixUpdate.ADAMW)
     if not job.layout.zero and is_precision_aware:
-        rule = "moves and narrows moments in its distributed optimizer alone"
+        rule = "offloads and narrows moments only in its distributed optimizer"
         yield _refusal("layout.zero", 0, rule, 1)
     yield from paired_pass_limits(job)
     yield from _check_graphs(job.layout)
@@ -227,7 +227,7 @@ def _check_rope(attention: AttentionSpec) -> Iterator[Reason]:
         rule = "rotates neighbouring elements in latent attention"
         yield _refusal("model.attention.rope.interleaved", False, rule, True)
     if rope.theta != int(rope.theta):
-        rule = "takes a whole rotary base"
+        rule = "needs a rotary base that is a whole number"
         yield _refusal("model.attention.rope.theta", rope.theta, rule, round(rope.theta))
     field = "model.attention.rope.scaling"
     if rope.scaling == "yarn" and is_mla:
@@ -274,7 +274,7 @@ def _check_layout(layout: Layout) -> Iterator[Reason]:
         yield _refusal("layout.expert_placement", placement, rule, ExpertPlacement.CONTIGUOUS)
     if Recompute.LOSS in layout.recompute:
         others = "+".join(item for item in layout.recompute if item is not Recompute.LOSS)
-        rule = "export has no loss that makes its logits in pieces"
+        rule = "export has no loss that computes the logits in pieces"
         yield _refusal("layout.recompute", Recompute.LOSS, rule, others or "none")
 
 
@@ -294,7 +294,7 @@ def _check_training(workload: Workload, layout: Layout) -> Iterator[Reason]:
     for field, value, rule, nearest in unexported_training(workload):
         yield _refusal(f"workload.{field}", value, rule, nearest)
     if workload.weights:
-        rule = "starts from checkpoints of its own; convert them first"
+        rule = "starts from its own checkpoints; convert them first"
         yield _refusal("workload.weights", workload.weights, rule, "none")
     if workload.grad_dtype not in (Dtype.FP32, Dtype.BF16):
         rule = "reduces gradients in fp32 or bf16"
@@ -312,7 +312,7 @@ def _check_graphs(layout: Layout) -> Iterator[Reason]:
         and layout.capacity_fill is not CapacityFill.PADDED
     )
     if CudaGraphScope.MOE_PREPROCESS in layout.graphs and is_synchronous:
-        rule = "captures moe_preprocess with padded capacities alone"
+        rule = "captures moe_preprocess only with padded capacities"
         yield _refusal("layout.capacity_fill", layout.capacity_fill, rule, CapacityFill.PADDED)
 
 
@@ -322,7 +322,7 @@ def _check_rank_capacity(layout: Layout) -> Iterator[Reason]:
         rule = "frees the rows of NCCL-EP that expert_fc1 would offload, with overlap=ep"
         yield _refusal("layout.offload", "+".join(layout.offload), rule, "without expert_fc1")
     if layout.rank_capacity and layout.dispatcher is not DispatcherKind.HYBRIDEP:
-        rule = "has a budget of rows a rank with hybridep alone"
+        rule = "has a rank capacity only with hybridep"
         yield _refusal("layout.rank_capacity", layout.rank_capacity, rule, 0)
 
 
@@ -338,7 +338,7 @@ def _check_trainer(job: Job) -> Iterator[Reason]:
         trainer.expert_kernels is ExpertKernels.SEQUENTIAL
         and Recompute.MOE_ACT in job.layout.recompute
     ):
-        rule = "replays moe_act of grouped experts alone"
+        rule = "recomputes moe_act only of grouped experts"
         yield _refusal("layout.recompute", Recompute.MOE_ACT, rule, Recompute.MOE)
     delays_wgrad = Overlap.WGRAD in job.layout.overlap and Overlap.GRAD in job.layout.overlap
     if (
@@ -361,19 +361,19 @@ def _check_trainer(job: Job) -> Iterator[Reason]:
 def _check_local_layers(model: ModelSpec, layout: Layout) -> Iterator[Reason]:
     """Yield what Megatron-LM's own layers have not, without Transformer Engine."""
     if model.attention.kind is AttentionKind.MLA:
-        rule = "has latent attention in Transformer Engine's layers alone"
+        rule = "has latent attention only in Transformer Engine's layers"
         yield _refusal("workload.attention_backend", AttentionBackend.LOCAL, rule, "flash")
     if layout.cp > 1:
-        rule = "exchanges keys in Transformer Engine's layers alone"
+        rule = "has context parallelism only in Transformer Engine's layers"
         yield _refusal("layout.cp", layout.cp, rule, 1)
     if model.norm is NormKind.RMS:
-        rule = "has an RMS norm before the head in Transformer Engine's layers alone"
+        rule = "has an RMS norm before the head only in Transformer Engine's layers"
         yield _refusal("workload.attention_backend", AttentionBackend.LOCAL, rule, "flash")
     if Overlap.WGRAD in layout.overlap:
-        rule = "delays weight gradients in Transformer Engine's layers alone"
+        rule = "delays weight gradients only in Transformer Engine's layers"
         yield _refusal("layout.overlap", Overlap.WGRAD, rule, "none")
     if any(module is not Offload.OPTIMIZER for module in layout.offload):
-        rule = "offloads activations of Transformer Engine's layers alone"
+        rule = "offloads activations only of Transformer Engine's layers"
         yield _refusal("layout.offload", "+".join(layout.offload), rule, "none")
 
 
@@ -390,8 +390,8 @@ def _check_libraries(job: Job, hardware: Hardware) -> Iterator[Reason]:
     if job.layout.cp == 1:
         return
     if attention.sinks and job.layout.cp_comm is not CpComm.A2A:
-        rule = "exchanges heads alone where attention has sinks"
+        rule = "supports only a2a context parallelism where attention has sinks"
         yield _refusal("layout.cp_comm", job.layout.cp_comm, rule, CpComm.A2A)
     elif attention.sliding_window and job.layout.cp_comm not in (CpComm.A2A, CpComm.ALL_GATHER):
-        rule = "passes no sliding windows around a ring"
+        rule = "does not support sliding windows in ring attention"
         yield _refusal("layout.cp_comm", job.layout.cp_comm, rule, CpComm.A2A)

@@ -253,9 +253,9 @@ def _broken_rules(stages: _Stages, model: ModelSpec, layout: Layout) -> Iterator
     elif mtp_stages and layout.pp > 1 and len(stages) == layout.pp * layout.vpp:
         pp_rank, chunk = stage_position(layout, mtp_stages[0])
         if pp_rank == 0 and not layout.schedule.is_v_shaped:
-            yield "m cannot stand on pipeline rank 0"
+            yield "m cannot be on pipeline rank 0"
         elif chunk != layout.vpp - 1:
-            yield "m stands in the last chunk of its pipeline rank"
+            yield "m must be in the last chunk of its pipeline rank"
 
 
 def _check_even_split(model: ModelSpec, layout: Layout) -> tuple[Reason, ...]:

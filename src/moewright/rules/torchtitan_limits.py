@@ -90,7 +90,7 @@ def torchtitan_refusals(job: Job, hardware: Hardware) -> Iterator[Reason]:
             "model.moe_latent_size", model.moe.latent_size, "has no experts in a latent space", 0
         )
     if model.mtp_layers and (family != _MTP_FAMILY or layout.pp > 1):
-        rule = "predicts further tokens in deepseek_v3 alone, without a pipeline"
+        rule = "has MTP only in deepseek_v3, and without a pipeline"
         yield _refusal("model.mtp_layers", model.mtp_layers, rule, 0)
     yield from _check_sharding(layout, model)
     yield from _check_memory(layout)
@@ -106,7 +106,12 @@ def _check_sharding(layout: Layout, model: ModelSpec) -> Iterator[Reason]:
         rule = "puts pipeline stages farthest apart"
         yield _refusal("layout.order", layout.order, rule, RankOrder.PP_LAST)
     if layout.shard and layout.shard % layout.cp:
-        yield _refusal("layout.shard", layout.shard, "shards over whole context groups", layout.cp)
+        yield _refusal(
+            "layout.shard",
+            layout.shard,
+            "shards only over whole context-parallel groups",
+            layout.cp,
+        )
     if layout.tp > 1 and not layout.sp:
         yield _refusal(
             "layout.sp", "false", "runs tensor parallelism with sequence parallelism", "true"
@@ -149,7 +154,7 @@ def _check_experts(layout: Layout) -> Iterator[Reason]:
             )
         return
     if layout.etp != 1:
-        yield _refusal("layout.etp", layout.etp, "keeps experts whole where ep is above 1", 1)
+        yield _refusal("layout.etp", layout.etp, "does not split experts where ep is above 1", 1)
     borrowed = layout.cp * layout.tp
     if layout.ep % borrowed or (layout.dp * borrowed) % layout.ep:
         rule = (
@@ -162,14 +167,14 @@ def _check_experts(layout: Layout) -> Iterator[Reason]:
 def _check_memory(layout: Layout) -> Iterator[Reason]:
     layers = tuple(module for module in layout.recompute if module is not Recompute.LOSS)
     if layers != layout.recompute:
-        rule = "export has no loss that makes its logits in pieces"
+        rule = "export has no loss that computes the logits in pieces"
         yield _refusal("layout.recompute", Recompute.LOSS, rule, "+".join(layers) or "none")
     if layers not in ((), (Recompute.FULL,)) or layout.recompute_block or layout.recompute_span > 1:
         value = "+".join(layers)
         yield _refusal(
             "layout.recompute",
             value,
-            "replays each layer in full, operators of its own choice, or nothing",
+            "recomputes each layer in full, operators of its own choice, or nothing",
             "full",
         )
     if layout.offload:
@@ -241,7 +246,7 @@ def _check_workload(workload: Workload) -> Iterator[Reason]:
         yield _refusal(
             "data.documents",
             workload.data.documents,
-            "bounds documents by flavours of its own",
+            "masks documents only in its own flavours",
             DocumentMasking.JOINED,
         )
     if workload.data.train:

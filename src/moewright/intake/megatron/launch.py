@@ -115,7 +115,7 @@ def find_launch(reading: ShellReading, folder: Path | None = None) -> LaunchComm
     rule = "no command here starts pretrain_gpt.py: torchrun or python with Megatron-LM's options"
     missing = next(filter(None, map(_missing_script, reading.commands)), "")
     if missing:
-        rule += f"; {missing} is started, and is not beside the script"
+        rule += f"; {missing} is started, and is not in the folder of the script"
     other = next(filter(None, map(_find_other_task, reading.commands)), "")
     if other:
         rule += f"; {UNKNOWN_VALUE.sub('$', other)[-80:]} trains nothing"
