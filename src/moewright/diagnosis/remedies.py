@@ -292,7 +292,12 @@ REMEDIES: Mapping[Cause, tuple[Remedy, ...]] = MappingProxyType(
             PINNED_THREADS,
         ),
         Cause.COPIES: (
-            Remedy(text=("pinned host memory and non_blocking copies: faster, and beside kernels")),
+            Remedy(
+                text=(
+                    "pinned host memory and non_blocking copies: faster, and overlapped with "
+                    "kernels"
+                )
+            ),
             Remedy(text="offload less, or only what is copied while something else computes"),
             Remedy(text="keep on the device what is copied to the host and back each step"),
         ),

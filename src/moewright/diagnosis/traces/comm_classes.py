@@ -189,7 +189,7 @@ def _guess(capture: Capture, index: int) -> ChannelClass:
     channel = capture.channels[index]
     if channel.op is Collective.ALL_TO_ALL:
         if TrainerMark.MOE in capture.trainer_marks:
-            evidence = "all-to-all beside names of experts (guessed: no group description)"
+            evidence = "all-to-all next to names of experts (guessed: no group description)"
             return ChannelClass(comm=CommClass.EP, evidence=evidence)
         evidence = "all-to-all, without names of experts or a description of its group"
         return ChannelClass(comm=CommClass.EXCHANGE, evidence=evidence)
@@ -207,7 +207,7 @@ def _guess_sends(capture: Capture) -> ChannelClass:
     """Classify sends and receives by the calls, and the experts, that the capture names."""
     if TrainerMark.MOE in capture.trainer_marks:
         return ChannelClass(
-            comm=CommClass.EP, evidence="sends and receives beside names of experts (guessed)"
+            comm=CommClass.EP, evidence="sends and receives next to names of experts (guessed)"
         )
     marks = capture.trainer_marks
     if TrainerMark.EXCHANGES in marks and TrainerMark.SENDS not in marks:

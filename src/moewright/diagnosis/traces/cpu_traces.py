@@ -52,7 +52,7 @@ _ENTRANCES = ("aten::matmul", "aten::scaled_dot_product_attention")
 _ENGINE_GROUPED = "moewright::group_by_group"
 _NAMED_RANK = re.compile(r"rank (\d+)")  # as the engine's profiler names processes
 _NOTE = (
-    "computed on the CPU: what is between its operations is the interpreter's, a sleep or a wait "
+    "computed on the CPU: gaps between its operations are the interpreter's, a sleep or a wait "
     "for a core"
 )
 _C10_NAMES = {"long int": "long", "unsigned char": "byte", "signed char": "char"}

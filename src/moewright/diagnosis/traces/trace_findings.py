@@ -235,7 +235,7 @@ def _diagnose_copies(breakdowns: Sequence[Breakdown], step_s: float) -> Iterator
             continue
         share = exposed_s / step_s
         where = "between host and device" if wall is Wall.HOST else "within the device"
-        title = f"Copies {where} take {share:.0%} of the step, with nothing beside them"
+        title = f"Copies {where} take {share:.0%} of the step, overlapped with nothing"
         evidence = (
             f"{format_seconds(exposed_s)} a step in which nothing else runs (measured, unions)",
             *_describe_copies(group),
