@@ -19,6 +19,7 @@ from benchmarks import overhead
 from layout_proof import WORKLOAD, draw_batches
 from moewright.engine.comm import collectives
 from moewright.engine.kernels.attention import AttentionMask
+from moewright.engine.memory.graph_capture import WARMUP_STEPS
 from moewright.engine.model.autograd import CausalAttention
 from moewright.engine.model.transformer import draw_initial_value
 from moewright.engine.observe.counters import Counters
@@ -193,3 +194,32 @@ def test_one_gpu_computes_the_fp32_curve_of_the_cpu(tmp_path: Path) -> None:
     assert done is ExitCode.DONE
     loss, _ = pickle.loads((folder / "result").read_bytes())
     assert loss == pytest.approx(reference.observation.sgd.steps[0][0], rel=1e-3)
+
+
+def run_losses(layout: str) -> list[float]:
+    """Return the losses of steps of which the last two replay graphs, where there are any."""
+    plan = tiny_jobs.build_plan(WORKLOAD, layout, world_size=1)
+    state = build_train_state(
+        plan_job(plan),
+        draw_batches(plan.model),
+        rank=0,
+        device=torch.device("cuda", 0),
+        initial_value=draw_initial_value,
+    )
+    losses = [
+        train_step(state, step=step, lr=1e-3, stop_requested=False, count_ledger=False).loss
+        for step in range(1, WARMUP_STEPS + 4)
+    ]
+    full = 0 if state.graph is None else state.graph.replays
+    assert bool(full + state.runtime.part_graphs.replays) == bool(plan.layout.graphs)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "layout", ["mbs4,graphs=attn+moe_router+moe_preprocess", "mbs4,rank_capacity=1,graphs=full"]
+)
+def test_steps_that_replay_cuda_graphs_go_on_as_others_do(layout: str) -> None:
+    """In fp32; the sums of gradients in another order, as atomic additions have it, are allowed."""
+    captured = run_losses(layout)
+    plain = run_losses(layout.partition(",graphs")[0])
+    assert captured == pytest.approx(plain, rel=1e-4)

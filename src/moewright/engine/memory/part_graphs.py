@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ class _PartGraph:
         own = x.detach() if slot.owns(x) else x.detach().clone()
         self._input = own.requires_grad_(x.requires_grad)
         self._outputs: tuple[torch.Tensor, ...] = ()
-        self._roots: tuple[torch.Tensor, ...] = ()
+        self.has_gradient: tuple[bool, ...] = ()  # of each output
         self._calls: list[Callable[[], None]] = []
         self._forward = build_capture(graphs.device, slot.pool)
         self._backward = build_capture(graphs.device, slot.pool)
@@ -212,14 +213,15 @@ class _PartGraph:
 
     def run_backward(self, grads: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Run the backward of the last forward; return a copy of the input's gradient."""
-        pairs = zip(self._outputs, grads, strict=True)
-        for output, grad in ((out, grad) for out, grad in pairs if out.requires_grad):
+        for output, grad in compress(zip(self._outputs, grads, strict=True), self.has_gradient):
             self._graphs.find_gradient(output).copy_(grad)
         if not self._has_backward:
             self._calls = self._graphs.hold_calls(
                 lambda: self._backward.record(self._compute_gradients)
             )
             self._has_backward = True
+            # What autograd has built is in the graphs; it would keep nodes of parameters alive.
+            self._outputs = tuple(output.detach() for output in self._outputs)
         else:
             self._replay(self._backward)
         for call in self._calls:
@@ -233,9 +235,10 @@ class _PartGraph:
     def _compute(self) -> None:
         with torch.enable_grad():
             self._outputs = self._body(self._input)
+        self.has_gradient = tuple(output.requires_grad for output in self._outputs)
 
     def _compute_gradients(self) -> None:
-        roots = [output for output in self._outputs if output.requires_grad]
+        roots = list(compress(self._outputs, self.has_gradient))
         grads = [self._graphs.find_gradient(root) for root in roots]
         with self._graphs.weight_grads.compute_at_once():
             torch.autograd.backward(roots, grads)
@@ -250,11 +253,10 @@ class _RunPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _PartGraph, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.graph = graph
-        outputs = graph.run_forward(x)
-        detached = tuple(output.detach() for output in outputs)
-        pairs = zip(outputs, detached, strict=True)
-        ctx.mark_non_differentiable(*(own for out, own in pairs if not out.requires_grad))
-        return detached
+        outputs = tuple(output.detach() for output in graph.run_forward(x))
+        integers = (not has_gradient for has_gradient in graph.has_gradient)
+        ctx.mark_non_differentiable(*compress(outputs, integers))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
