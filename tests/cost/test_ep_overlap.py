@@ -105,7 +105,10 @@ def test_parts_gathered_over_expert_tensor_ranks_are_padded_to_the_widest() -> N
 
 
 def test_copies_of_a_shard_are_summed_in_the_open() -> None:
-    """Hide all of ZeRO-3's own collectives: a hybrid shard still shows the sum over its copies."""
+    """Hide all of ZeRO-3's own collectives: a hybrid shard still shows the sum over its copies.
+
+    What stays otherwise is that each micro-batch adds its shard, which is twice as large there.
+    """
     hardware = catalogue.hardware("16xH100")
     nothing = Sourced(value=0.0, kind=SourceKind.ASSUMED, source="all hides, nothing is copied")
     hiding = tuple(
@@ -122,5 +125,5 @@ def test_copies_of_a_shard_are_summed_in_the_open() -> None:
             parse_layout(text, world_size=16) for text in ("ep2,zero3", "ep2,zero3,shard=8")
         )
     ]
-    assert exposed[0] == 0
-    assert exposed[1] > 0
+    assert exposed[0] > 0
+    assert exposed[1] > 2.1 * exposed[0]

@@ -76,8 +76,9 @@ def step_tail(
     """Return gradient reduction, optimizer and weight gather of a rank with so many parameters.
 
     zero=2 and 3 reduce after every micro-batch, zero=3 gathers for each forward and backward, with
-    copies from and to the buffers of its collectives that nothing hides; under hybrid sharding the
-    ranks that hold replicas of a shard then sum its gradient, once a step.
+    copies from and to the buffers of its collectives that nothing hides; both add each reduced
+    shard to the gradients of the step. Under hybrid sharding the ranks that hold replicas of a
+    shard then sum its gradient, once a step.
     Replicas of experts send gradients to the experts' owners after backward, before the owners
     reduce, and receive weights at the end of the step: none of that, nor the owners' reduction and
     gather, is hidden.
@@ -112,7 +113,10 @@ def step_tail(
         hidden_gather_s = hidden_share * hideable_gather_s
     return StepTail(
         reduce_s=reduce_s - hidden_reduce_s + replica_sums_s,
-        gather_s=gather_s - hidden_gather_s + _flat_copies_s(rates, sym, parameters),
+        gather_s=gather_s
+        - hidden_gather_s
+        + _flat_copies_s(rates, sym, parameters)
+        + _shard_sums_s(rates, sym, parameters),
         optimizer_s=_optimizer_s(rates, sym, parameters),
         hidden_s=hidden_reduce_s + hidden_gather_s,
     )
@@ -136,6 +140,23 @@ def _flat_copies_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters)
     grad_bytes = (sym.c + sym.workload.grad_dtype.nbytes) * sym.trained_share * numel
     row = elementwise_row("flat_copies", sym, 2 * weight_bytes + grad_bytes)
     return rates.constants["zero3_copies"] * sym.m * rates.seconds(row)
+
+
+def _shard_sums_s(rates: DeviceRates, sym: Symbols, parameters: RankParameters) -> float:
+    """Return the seconds in which zero=2 and 3 add reduced shards to the gradients of a step.
+
+    Products write the gradients of a micro-batch into a buffer; once it is reduced, the rank's
+    shard is added (Megatron-FSDP, param_and_grad_buffer.py: local_grad += reduced_grad; PyTorch's
+    foreach_reduce likewise). One read and the write of experts' sums are priced beside their
+    products.
+    """
+    layout = sym.layout
+    if layout.zero < 2 or not sym.is_fused:
+        return 0.0
+    dense, expert = count_owned_parameters(layout, parameters)
+    grad_bytes = sym.workload.grad_dtype.nbytes * sym.trained_share
+    row = elementwise_row("shard_sums", sym, grad_bytes * (3 * dense + expert))
+    return sym.m * rates.seconds(row)
 
 
 def _momentum_exchange_s(
