@@ -532,3 +532,31 @@ def test_the_age_of_a_release_counts_from_the_reference() -> None:
     assert release_age_years("2025") == release_age_years("2025-07") == 1
     assert release_age_years("2019-01") == 2
     assert release_age_years("main branch") == 0
+
+
+PUBLISHED = Path(__file__).parents[1] / "published" / "data" / "measurements.csv"
+
+
+@pytest.mark.parametrize(
+    ("row_id", "layout"),
+    [
+        (
+            "bridge-259",
+            "tp1,pp8,vpp4,ep8,mbs1,overlap=ep+grad+wgrad",
+        ),
+        (
+            "bridge-012",
+            "tp1,pp1,ep8,mbs2,dispatcher=hybridep,overlap=grad+param,"
+            "graphs=attn+mamba+moe_preprocess+moe_router",
+        ),
+    ],
+)
+def test_a_row_has_the_layout_that_its_recipe_ran(row_id: str, layout: str, tmp_path: Path) -> None:
+    """Tables of Megatron-Bridge print cells of other releases, or leave some of a recipe out."""
+    header, *lines = PUBLISHED.read_text(encoding="utf-8").splitlines(keepends=True)
+    path = tmp_path / "rows.csv"
+    own = [line for line in lines if line.startswith(f"{row_id},")]
+    path.write_text("".join([header, *own]), encoding="utf-8")
+    (row,) = read_table(path).rows
+    assert format_layout(row.layout) == layout
+    assert not row.unstated
