@@ -142,6 +142,18 @@ def test_a_step_is_counted_as_it_is_when_graphs_are_there_already() -> None:
     assert run_steps("qwen", "mbs4,graphs=attn", counted=counted).replays == 2 * 4 * (2 * 2 - 1)
 
 
+def test_a_replayed_part_waits_for_weights_that_are_on_their_way() -> None:
+    """A replay reads no weight by itself: each of its two micro-batches waits once."""
+    state = build_state("qwen", "mbs4,overlap=param,graphs=attn")
+    steps: list[int] = []
+    waits: list[int] = []
+    state.model.layers["1"].attention.q.ensure_ready = lambda: waits.append(steps[-1])
+    for step in range(1, WARMUP_STEPS + 3):
+        steps.append(step)
+        train_step(state, step=step, lr=0.0, stop_requested=False, count_ledger=False)
+    assert waits.count(WARMUP_STEPS + 2) == 2
+
+
 def list_operations(state: TrainState) -> dict[int, list[list[object]]]:
     """List the operations of each slot's graphs with their shapes, by chunk."""
     lists: dict[int, list[list[object]]] = {}

@@ -139,6 +139,7 @@ class CapturablePart:
     ) -> None:
         self._graphs = graphs
         self._modules = tuple(modules)
+        self._awaits: list[Callable[[], object]] = []
         self.is_captured = is_captured
 
     def run(self, body: PartBody, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -146,20 +147,20 @@ class CapturablePart:
         slot = self._graphs.find_slot() if self.is_captured else None
         if slot is None:
             return body(x)
-        self._await_weights()
         graph = slot.graphs.get(self)
         if graph is None:
+            self._awaits = self._list_awaits()
             graph = slot.graphs[self] = _PartGraph(self._graphs, slot, body, x)
+        for await_weight in self._awaits:
+            await_weight()
         out: tuple[torch.Tensor, ...] = _RunPart.apply(graph, x)
         return out
 
-    def _await_weights(self) -> None:
-        """Wait for weights that are on their way, which no graph can (Weight.ensure_ready)."""
-        for module in self._modules:
-            for part in module.modules():
-                ensure_ready = getattr(part, "ensure_ready", None)
-                if ensure_ready is not None:
-                    ensure_ready()
+    def _list_awaits(self) -> list[Callable[[], object]]:
+        """List what waits for weights that are on their way, which no graph can do (Weight)."""
+        parts = (part for module in self._modules for part in module.modules())
+        awaits = (getattr(part, "ensure_ready", None) for part in parts)
+        return [await_weight for await_weight in awaits if await_weight is not None]
 
 
 class _Slot:
