@@ -23,8 +23,8 @@ def test_parts_run_on_a_cpu(name: str) -> None:
     section = measure(rehearsal_sizes())
     if name == "kernels":
         assert "| fp8, blocks of 128 | 0 |" in section
-        assert section.count("| widened |") == 5
-        assert section.count("\n| ") == 4 + 1 + 4 + 1 + 5
+        assert section.count("| widened |") == 8  # four recipes, dense and of experts
+        assert section.count("\n| ") == 4 + 1 + 4 + 1 + 8
     elif name == "memory":
         states, counted = _memory_row(section)[1:3]
         assert states == counted
