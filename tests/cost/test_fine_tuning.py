@@ -18,6 +18,7 @@ from moewright.rules.adapters import adapter_parameters, is_trained, trained_sha
 from moewright.rules.job import Job
 from moewright.rules.packed_base import is_packed
 from moewright.rules.parameters import count_parameters
+from moewright.rules.recompute import kept_tensors, saved_tensors
 from moewright.rules.shards import local_shape, stage_parameters
 from moewright.search.search import search
 from moewright.spec.errors import BadInput
@@ -151,6 +152,21 @@ def test_frozen_parts_take_their_weights_alone() -> None:
     experts = model.layers * model.moe.router.top_k * 3 * model.moe.ffn_size
     macs = model.hidden_size * (experts + model.vocab_size) * frozen.tokens_per_step
     assert before.model_flops_per_step - after.model_flops_per_step == 2 * macs
+
+
+@pytest.mark.parametrize(
+    ("text", "outputs"), [("cp2,cp_comm=a2a", 1), ("cp1", 1), ("cp1,recompute=core_attn", 0)]
+)
+def test_a_frozen_output_projection_keeps_no_output_of_attention(text: str, outputs: int) -> None:
+    """Attention itself keeps one of 2 bytes, 4,096 columns and a rank's tokens."""
+    fine_tuning = FineTuningSpec(task=Task.SFT, freeze=(FrozenPart.ATTENTION,))
+    layout = parse_layout(text, world_size=2)
+    job = Job(
+        model=MODEL, workload=replace(workload(Task.SFT), fine_tuning=fine_tuning), layout=layout
+    )
+    kept = kept_tensors(saved_tensors(job, 0, load=1.0), layout.recompute)
+    sizes = [row.bytes for row in kept if row.name == "attention_out"]
+    assert sizes == outputs * [2 * 4096 * 4096 // layout.cp]
 
 
 def test_frozen_weights_in_fp32_take_twice_the_bytes() -> None:

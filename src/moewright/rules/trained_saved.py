@@ -73,7 +73,7 @@ def drop_unread(
 ) -> list[SavedTensor]:
     """Return what a layer saves without the inputs that no product of it keeps."""
     readers = reading_linears(model, fine_tuning, layer)
-    names = {row.name for row in rows}
+    names = {row.name for row in rows if row.bytes}
     # What takes attention's output; a gate keeps the output that it scales, whoever takes the
     # product.
     output_reader = "attention.o_down" if "o_down" in names else "attention.o"
