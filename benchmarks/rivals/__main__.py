@@ -74,9 +74,13 @@ LLM_ANALYSIS = Rival(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RivalAnswers:
-    """What a rival says of the runs: seconds of a step by id, and how often it refuses, and why."""
+    """What a rival says of the runs: seconds of a step by id, and how often it refuses, and why.
+
+    `commit` is the checkout's, with its date.
+    """
 
     rival: Rival
+    commit: str
     step_s: Mapping[str, float]
     cpu_s: Sequence[float]
     refusals: Mapping[str, int]
@@ -124,10 +128,16 @@ def _ask_rival(rival: Rival, checkout: Path, rows: Sequence[MeasuredRow]) -> Riv
     answers: list[Mapping[str, Any]] = [json.loads(line) for line in run.stdout.splitlines()]
     return RivalAnswers(
         rival=rival,
+        commit=_read_commit(checkout),
         step_s={answer["id"]: answer["step_s"] for answer in answers if "step_s" in answer},
         cpu_s=[answer["cpu_s"] for answer in answers if "step_s" in answer],
         refusals=Counter(answer["refused"] for answer in answers if answer["refused"]),
     )
+
+
+def _read_commit(checkout: Path) -> str:
+    show = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %as"]
+    return subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _page_parts(
@@ -147,7 +157,8 @@ def _page_parts(
     yield "three layouts or more.\n"
     for rival_answers in answers:
         rival = rival_answers.rival
-        yield f"\n## What {rival.name} was asked\n\n{rival.assumptions}\n\n"
+        yield f"\n## What {rival.name} was asked\n\n"
+        yield f"Commit {rival_answers.commit}. {rival.assumptions}\n\n"
         yield "| it cannot express | runs |\n|---|---:|\n"
         for reason, count in sorted(rival_answers.refusals.items(), key=lambda item: -item[1]):
             yield f"| {reason} | {count} |\n"

@@ -47,7 +47,8 @@ their speed; of *switches unstated* the likely readings are priced and their med
 *natural routing* the router decided where tokens went. *In 80 %* and *in 95 %* are the shares of
 measurements inside their own intervals, whose widths come from residuals of other publishers.
 Rank correlation and regret are means over groups of one model on one device with three layouts or
-more. Nothing here was measured by us on a GPU.
+more. Nothing here was measured by us on a GPU. [Other planners](rivals.md) have a page of their
+own, on the runs that they can express.
 """
 
 _OWN_ROWS = 3

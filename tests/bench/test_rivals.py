@@ -75,7 +75,11 @@ def test_a_rival_and_ours_are_scored_on_the_same_runs(rows):
         for row in few
     }
     answers = RivalAnswers(
-        rival=replace(LLM_ANALYSIS, name="a rival"), step_s=step_s, cpu_s=[0.5], refusals={}
+        rival=replace(LLM_ANALYSIS, name="a rival"),
+        commit="abc of a day",
+        step_s=step_s,
+        cpu_s=[0.5],
+        refusals={},
     )
     own = {row.id: 1.1 * row.speed.tokens_per_s_per_device for row in measured.values()}
     page = "".join(_page_parts(list(measured.values()), own, [answers]))
