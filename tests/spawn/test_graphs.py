@@ -1,4 +1,7 @@
-"""Parts of layers that are replayed: the bits of parts that run as they are, in any timetable."""
+"""Steps, and parts of layers, replayed from lists of operations: the bits of others.
+
+Parts are replayed in any timetable.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,27 @@ assert tiny_jobs.MODEL.moe is not None
 SHARED = replace(
     tiny_jobs.MODEL, mtp_layers=1, moe=replace(tiny_jobs.MODEL.moe, shared_ffn_size=24)
 )
-PARTS = "attn+moe_router+moe_preprocess"
 EVERY_LOSS = LossSpec(aux_coeff=0.02, z_coeff=0.001, global_aux_coeff=0.01, seq_aux_coeff=0.01)
+
+
+PARTS = "attn+moe_router+moe_preprocess"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, "ep2,mbs2,rank_capacity=2"),
+        thorough(1, "mbs4,rank_capacity=1,recompute=full"),
+        thorough(4, "tp2,ep2,etp2,rank_capacity=2,mbs2"),
+        thorough(2, "cp2,cp_comm=allgather,ep2,capacity=1,capacity_fill=padded,recompute=moe_act"),
+        # Over the budget in every step: the graph is replayed, and its gradients thrown away.
+        thorough(2, "ep2,mbs2,rank_capacity=1,overlap=shared"),
+    ],
+)
+def test_replayed_steps_have_the_bits_of_others(
+    world_size: int, layout: str, data: DataSpec, tmp_path: Path
+) -> None:
+    assert_same_bits(world_size, layout, "full", data, tmp_path)
 
 
 @pytest.mark.turns
@@ -40,10 +62,17 @@ EVERY_LOSS = LossSpec(aux_coeff=0.02, z_coeff=0.001, global_aux_coeff=0.01, seq_
 def test_replayed_parts_have_the_bits_of_others(
     world_size: int, layout: str, data: DataSpec, tmp_path: Path
 ) -> None:
+    assert_same_bits(world_size, layout, PARTS, data, tmp_path)
+
+
+def assert_same_bits(
+    world_size: int, layout: str, graphs: str, data: DataSpec, tmp_path: Path
+) -> None:
+    """Train with `graphs` and without, and compare losses, weights and moments."""
     workload = tiny_jobs.build_workload(data, steps=7, loss=EVERY_LOSS)
     states = []
     curves = []
-    for name, text in (("plain", layout), ("captured", f"{layout},graphs={PARTS}")):
+    for name, text in (("plain", layout), ("captured", f"{layout},graphs={graphs}")):
         plan = tiny_jobs.build_plan(workload, text, world_size=world_size, model=SHARED)
         assert train(plan, tmp_path / name) is ExitCode.DONE
         states.append(tiny_jobs.read_state(tmp_path / name, 7))
