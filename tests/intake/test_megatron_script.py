@@ -312,6 +312,8 @@ RENAMED = [
     ("--moe-loss-coeff 0.01", "--moe-aux-loss-coeff"),
     ("--use-llama2-rotary-position-embeddings", "--use-rotary-position-embeddings"),
     ("--normalization rmsnorm", "is read as RMSNorm"),
+    ("--fp8-format e4m3", "e4m3 is taken for hybrid with --fp8-recipe delayed"),
+    ("--fp8-format hybrid --fp8-recipe mxfp8", "hybrid is taken for e4m3 with --fp8-recipe mxfp8"),
 ]
 
 

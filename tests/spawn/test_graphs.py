@@ -36,6 +36,8 @@ PARTS = "attn+moe_router+moe_preprocess"
         thorough(1, "mbs4,rank_capacity=1,recompute=full"),
         thorough(4, "tp2,ep2,etp2,rank_capacity=2,mbs2"),
         thorough(2, "cp2,cp_comm=allgather,ep2,capacity=1,capacity_fill=padded,recompute=moe_act"),
+        thorough(2, "cp2,cp_comm=p2p,rank_capacity=2,mbs2"),
+        thorough(4, "cp4,ep2,cp_comm=a2a+p2p,rank_capacity=2"),
         # Over the budget in every step: the graph is replayed, and its gradients thrown away.
         thorough(2, "ep2,mbs2,rank_capacity=1,overlap=shared"),
     ],

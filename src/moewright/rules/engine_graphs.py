@@ -8,7 +8,6 @@ from moewright.rules.job import Job
 from moewright.spec.errors import Reason
 from moewright.spec.layout import (
     CapacityFill,
-    CpComm,
     CudaGraphScope,
     DispatcherKind,
     Layout,
@@ -148,8 +147,6 @@ def _layout_choices(job: Job) -> Iterator[_Choice]:
     yield "layout.rank_capacity", 0, not is_fixed, "2"
     yield "layout.dispatcher", layout.dispatcher, not is_direct, DispatcherKind.ALL_TO_ALL
     yield "layout.pp", layout.pp, layout.pp > 1, "1"
-    sends = layout.cp > 1 and layout.cp_comm in (CpComm.P2P, CpComm.A2A_P2P)
-    yield "layout.cp_comm", layout.cp_comm, sends, CpComm.ALL_GATHER
     yield "layout.zero", layout.zero, layout.zero >= 2, "1"
     yield "layout.spare", layout.spare, layout.spare > 0, "0"
     yield "layout.overlap", overlaps, bool(overlaps), "none"

@@ -179,7 +179,6 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
     is_local = MixerKind.LOCAL_ATTENTION in model.mixers
     is_rotated_norm = attention.qk_norm in (QkNorm.PER_HEAD_ROTATED, QkNorm.UNWEIGHTED)
     scales_input = model.moe is not None and model.moe.router.scales_input
-    share = attention.rope.rotary_share
     is_latent = attention.kind is AttentionKind.MLA
     top_k = attention.indexer.top_k if attention.indexer and is_latent else 0
     is_squared = model.activation is Activation.RELU_SQUARED
@@ -189,11 +188,13 @@ def _check_features(model: ModelSpec) -> Iterator[Reason]:
     limit = model.activation_limit
     features: tuple[Feature, ...] = (
         ("activation", model.activation, is_squared, Activation.SILU),
-        ("attention.rope.rotary_share", share, share != 1, "1"),
         ("attention.qk_norm", attention.qk_norm, is_rotated_norm, QkNorm.PER_HEAD),
         ("attention.chunked", True, attention.chunked, "false"),
         ("attention.indexer.top_k", top_k, top_k > 0, "none"),
         ("mixers", MixerKind.LOCAL_ATTENTION, is_local, "attention"),
+        ("mixers", MixerKind.RECURRENT, model.recurrent is not None, "attention"),
+        ("attention.output_gate", True, attention.output_gate, "false"),
+        ("zero_centered_norms", True, model.zero_centered_norms, "false"),
         ("attention.kind", attention.kind, is_compressed, AttentionKind.GQA),
         ("residual_streams", streams, streams > 1, "1"),
         ("activation_limit", limit, limit > 0, "0"),
@@ -229,6 +230,9 @@ def _check_rope(attention: AttentionSpec) -> Iterator[Reason]:
     if rope.theta != int(rope.theta):
         rule = "needs a rotary base that is a whole number"
         yield _refusal("model.attention.rope.theta", rope.theta, rule, round(rope.theta))
+    if rope.rotary_share != 1 and (is_mla or rope.scaling == "yarn"):
+        rule = "rotates whole heads in latent attention and under yarn"
+        yield _refusal("model.attention.rope.rotary_share", rope.rotary_share, rule, 1)
     field = "model.attention.rope.scaling"
     if rope.scaling == "yarn" and is_mla:
         settings = (rope.original_max_position, rope.beta_fast, rope.beta_slow)

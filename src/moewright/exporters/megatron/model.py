@@ -164,6 +164,8 @@ def _window_flags(model: ModelSpec) -> Iterator[Flag]:
 def _rope_flags(attention: AttentionSpec, family: str) -> Iterator[Flag]:
     rope = attention.rope
     yield "--rotary-base", str(int(rope.theta))
+    if rope.rotary_share != 1:
+        yield "--rotary-percent", format_number(rope.rotary_share)
     if attention.kind is AttentionKind.MLA:
         yield "--rope-type", "yarn" if rope.scaling == "yarn" else "rope"
         if rope.scaling != "yarn":

@@ -349,6 +349,7 @@ def _read_rope(arguments: Arguments, position: str) -> RopeSpec:
     arguments.ignore("--no-yarn-correction-range-round-to-int")
     theta = arguments.number("--rotary-base", 10000.0)
     is_interleaved = arguments.has("--rotary-interleaved")
+    share = min(1.0, arguments.number("--rotary-percent", 1.0))  # Megatron's yarn rotates all
     if position == "yarn":
         return RopeSpec(
             theta=theta,
@@ -368,8 +369,9 @@ def _read_rope(arguments: Arguments, position: str) -> RopeSpec:
             factor=arguments.number("--rope-scaling-factor", 8.0),
             original_max_position=_LLAMA3_ORIGINAL_POSITIONS,
             interleaved=is_interleaved,
+            rotary_share=share,
         )
-    return RopeSpec(theta=theta, interleaved=is_interleaved)
+    return RopeSpec(theta=theta, interleaved=is_interleaved, rotary_share=share)
 
 
 def _read_moe_layers(arguments: Arguments, layers: int) -> tuple[bool, ...]:

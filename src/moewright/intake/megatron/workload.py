@@ -109,7 +109,12 @@ def read_workload(
             every_steps=save_interval, mode=SaveMode.ASYNC if is_async else SaveMode.SYNC
         ),
     )
-    return workload, (*data_notes, *muon_notes, *_note_decay_style(arguments))
+    return workload, (
+        *data_notes,
+        *muon_notes,
+        *_note_decay_style(arguments),
+        *_note_fp8_format(arguments),
+    )
 
 
 def _read_ramp(arguments: Arguments, seq_len: int) -> BatchRampSpec:
@@ -169,6 +174,19 @@ def _read_precision(arguments: Arguments) -> tuple[Dtype, Dtype]:
     if not fp8_format:
         return Dtype.BF16, grad_dtype
     return Dtype.MXFP8 if fp8_recipe == "mxfp8" else Dtype.FP8, grad_dtype
+
+
+def _note_fp8_format(arguments: Arguments) -> tuple[str, ...]:
+    """Note a format of gradients that is not the recipe's: one scale a tensor goes with E5M2."""
+    form = arguments.text("--fp8-format")
+    recipe = arguments.text("--fp8-recipe", "delayed")
+    expected = "hybrid" if recipe in ("delayed", "tensorwise") else "e4m3"
+    if form in ("", expected):
+        return ()
+    return (
+        f"--fp8-format {form} is taken for {expected} with --fp8-recipe {recipe}: no prediction "
+        "depends on it, training here would round gradients otherwise",
+    )
 
 
 def _read_tensor_scaling(arguments: Arguments, precision: Dtype) -> TensorScaling:
