@@ -65,7 +65,7 @@ def test_an_illegal_step_says_why_and_a_click_mends_it(studio, open_page):
     rule = page.locator("[data-key='vpp'] .rule")
     rule.locator("button").wait_for()
     assert "divides neither the 94 layers" in rule.inner_text()
-    assert "This cannot be estimated" in page.locator("#verdict").inner_text()
+    assert "This cannot be done" in page.locator("#verdict").inner_text()
     rule.locator("button").click()
     page.wait_for_selector("#layout-text")
     assert re.search(r"vpp[46]", page.locator("#layout-text").inner_text())

@@ -323,9 +323,12 @@ def _forget() -> None:
     """Forget all global state of a start."""
     import torch
     from megatron.core import parallel_state
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.models import backends
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training import global_vars
 
+    backends.LNImpl = FusedLayerNorm  # a local model with RMSNorm changes it for all after it
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -130,7 +130,7 @@ mw.nearest = reason => {
 };
 mw.render.RefusalView = (refusal, root, act) => {
   root.append(mw.el("section", {class: "panel verdict refused", id: "verdict", "aria-live": "polite"},
-    mw.el("h1", {}, "This cannot be estimated"),
+    mw.el("h1", {}, "This cannot be done"),
     mw.el("ul", {class: "plain"}, refusal.reasons.map(reason => mw.el("li", {}, mw.el("b", {}, reason.value ? `${reason.field} = ${reason.value}` : reason.field), `: ${reason.rule} `,
       ...mw.nearest(reason).map(value => act ? act(reason, value) : value))))));
 };
