@@ -72,7 +72,7 @@ faults: $(VENV)/.dev
 # Trials on a real Slurm of two nodes on this machine: a job cancelled, a node lost, the tuning killed (minutes; root,
 # and Debian's slurm-wlm and munge, which are installed where they are not there).
 slurm: $(VENV)/.dev
-	command -v slurmctld munged || apt-get install -y -qq slurm-wlm munge
+	{ command -v slurmctld && command -v munged; } || apt-get install -y -qq slurm-wlm munge
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/slurm/run.py
 
 # Every layout of the sweep, and a run that moves between every pair of some (minutes each); `make test` takes parts
