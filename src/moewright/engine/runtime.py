@@ -23,7 +23,7 @@ from moewright.engine.observe.counters import Counters
 from moewright.rules.context_parallel import rank_positions
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.model import ModelSpec
-from moewright.spec.workload import Dtype, Workload
+from moewright.spec.workload import Dtype, RouterDtype, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +54,8 @@ class Runtime:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which weights and activations are stored; bf16 for narrower products."""
-        precision = self.workload.precision
-        return torch.bfloat16 if precision.is_narrow else torch_dtype(precision)
+        """The dtype in which weights and activations are stored."""
+        return stored_dtype(self.workload.precision)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -77,6 +76,16 @@ class Runtime:
         """Tell whether the layer that runs offloads this tensor to host memory until backward."""
         is_chosen = choice in self.mesh.layout.offload
         return is_chosen and self.counters.scopes.current.layer in self.offloading_layers
+
+
+def stored_dtype(precision: Dtype) -> torch.dtype:
+    """Return the dtype of weights and activations; bf16 for narrower products."""
+    return torch.bfloat16 if precision.is_narrow else torch_dtype(precision)
+
+
+def router_dtype(dtype: RouterDtype) -> torch.dtype:
+    """Return torch's name of the dtype of a router's logits and weights."""
+    return torch.float64 if dtype is RouterDtype.FP64 else torch.float32
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -28,7 +28,7 @@ from moewright.engine.model.parallel_linear import RouterLinear
 from moewright.engine.model.router_jitter import uniform_noise
 from moewright.engine.model.router_losses import count_counted, loss_terms
 from moewright.engine.model.routes import LayerRoutes
-from moewright.engine.runtime import Runtime
+from moewright.engine.runtime import Runtime, router_dtype
 from moewright.rules.parameters import expert_table_name, selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec, RouterSpec
@@ -36,7 +36,6 @@ from moewright.spec.workload import (
     DropPolicy,
     FrozenPart,
     RouterAssignment,
-    RouterDtype,
     RouterForce,
 )
 
@@ -147,8 +146,7 @@ class Router(Weight):
         self._training = runtime.workload.router
         self.layer_number = layer_number
         self.bias = Vector(runtime, experts) if self._spec.logit_bias else None
-        is_fp64 = self._training.router_dtype is RouterDtype.FP64
-        self._dtype = torch.float64 if is_fp64 else torch.float32
+        self._dtype = router_dtype(self._training.router_dtype)
         # The rows to each expert so far in this step, on all ranks.
         self._step_counts = torch.zeros(experts, dtype=torch.int64, device=device)
         # The rows of this rank's tokens that count, where not all do, in this step.

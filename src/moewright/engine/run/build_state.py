@@ -37,7 +37,7 @@ from moewright.engine.run.env import read_torchrun_env
 from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
-from moewright.engine.runtime import Runtime, torch_dtype
+from moewright.engine.runtime import Runtime, router_dtype, stored_dtype, torch_dtype
 from moewright.rules.activation_offload import offloading_layers
 from moewright.rules.delayed_scaling import is_delayed, scaled_linears
 from moewright.rules.graph_parts import shared_gradients
@@ -49,7 +49,6 @@ from moewright.rules.shards import shared_table_ranks
 from moewright.rules.stages import Chunk, chunk_layers
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import CudaGraphScope
-from moewright.spec.workload import Dtype, RouterDtype
 
 InitialValue = Callable[[NamedParameter, Runtime], torch.Tensor]
 
@@ -187,11 +186,9 @@ def _build_part_graphs(
     """Build the graphs of the parts of a rank's layers, none of them captured yet."""
     layers = [layer for chunk in chunks for layer in chunk_layers(job.model, chunk)]
     shared = shared_gradients(job, layers)
-    is_fp64 = job.workload.router.router_dtype is RouterDtype.FP64
-    is_fp32 = job.workload.precision is Dtype.FP32
     gradients = (
-        (shared.hidden, torch.float32 if is_fp32 else torch.bfloat16),
-        (shared.weights, torch.float64 if is_fp64 else torch.float32),
+        (shared.hidden, stored_dtype(job.workload.precision)),
+        (shared.weights, router_dtype(job.workload.router.router_dtype)),
         (shared.losses, torch.float32),
     )
     return PartGraphs(
