@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moewright.codec import parse_layout
 from moewright.intake import catalogue
 from moewright.rules.job import plan_job
-from moewright.rules.megatron_limits import megatron_refusals
+from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.spec.plan import Estimate, Plan, Verdict
 from moewright.spec.workload import (
     BatchRampSpec,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moewright.rules.schedule import check_schedule
+from moewright.rules.timetable.schedule import check_schedule
 from moewright.spec.layout import Layout, Overlap, Schedule
 
 _STAGES_PER_RANK = {

@@ -46,8 +46,8 @@ from moewright.engine.kernels.scaled_groups import (
 from moewright.engine.kernels.scaled_products import find_product, multiply
 from moewright.engine.run.step import train_step
 from moewright.intake import catalogue
-from moewright.rules.flops import model_flops_per_token
 from moewright.rules.low_precision import find_recipe
+from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.ledger import Component
 from moewright.spec.model import ModelSpec

@@ -12,7 +12,7 @@ from enum import StrEnum
 import torch
 
 from benchmarks.workloads import CONTEST_MODEL, CONTEST_WORKLOAD
-from moewright.rules.flops import model_flops_per_token
+from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.spec.workload import Dtype
 
 # Distinct batches, which the steps take in a circle.

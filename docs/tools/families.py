@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moewright.intake import catalogue, hf
 from moewright.intake.hf_write import build_config
-from moewright.rules.engine_features import unsupported_features
+from moewright.rules.limits.engine_features import unsupported_features
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 

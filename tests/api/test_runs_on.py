@@ -9,9 +9,9 @@ import pytest
 import moewright as mw
 from moewright.api.planning import Plans
 from moewright.api.running import describe_trainers, list_trainers
-from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import plan_job
-from moewright.rules.trainers import TargetTrainer, trainer_refusals
+from moewright.rules.limits.engine_limits import unsupported_layout
+from moewright.rules.limits.trainers import TargetTrainer, trainer_refusals
 from moewright.search.space import activation_policies, build_search_space
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import CudaGraphScope

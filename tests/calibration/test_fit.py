@@ -23,7 +23,7 @@ from moewright.cli.main import main
 from moewright.codec import parse_layout, write_json, write_toml
 from moewright.codec.run_files import format_record
 from moewright.cost.constants import Constants
-from moewright.cost.repricing import RepriceableStep
+from moewright.cost.time.repricing import RepriceableStep
 from moewright.intake import catalogue
 from moewright.search.search import build_plan
 from moewright.spec.hardware import Constant

@@ -20,7 +20,7 @@ from moewright.cost.evidence import (
     list_choices,
 )
 from moewright.cost.own_runs import job_factor
-from moewright.cost.repricing import RepriceableStep
+from moewright.cost.time.repricing import RepriceableStep
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.hardware import Hardware

@@ -12,7 +12,7 @@ from moewright.calibration.columns import COLUMNS
 from moewright.calibration.software_facts import release_age_years, source_facts
 from moewright.calibration.table import MeasurementTable, read_table
 from moewright.codec import format_layout
-from moewright.rules import flops
+from moewright.rules.shapes import flops
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import CapacityFill, CudaGraphScope, Offload, Overlap, Recompute
 from moewright.spec.units import GIB

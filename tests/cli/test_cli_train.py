@@ -23,7 +23,7 @@ from moewright.codec import (
     write_json,
     write_toml,
 )
-from moewright.rules.engine_limits import unsupported_layout
+from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.search import search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost import memory
-from moewright.cost.buffers import (
+from moewright.cost.constants import Constants
+from moewright.cost.estimate import estimate
+from moewright.cost.memory import peak as peak_terms
+from moewright.cost.memory.buffers import (
     dispatcher_bytes,
     fsdp_buffer_bytes,
     fsdp_layer_bytes,
@@ -16,9 +18,7 @@ from moewright.cost.buffers import (
     graph_bytes,
     rank_layer_numel,
 )
-from moewright.cost.constants import Constants
-from moewright.cost.estimate import estimate
-from moewright.cost.estimate_memory import expected_symbols
+from moewright.cost.memory.estimate_memory import expected_symbols
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.ledger import Component, Module
@@ -157,7 +157,7 @@ def test_gradients_of_attention_are_gone_while_the_logits_are_there(
 
     def peak(layer_bytes: int | None = None) -> int:
         if layer_bytes is not None:
-            monkeypatch.setattr(memory, "fsdp_layer_bytes", lambda sym: layer_bytes)
+            monkeypatch.setattr(peak_terms, "fsdp_layer_bytes", lambda sym: layer_bytes)
         work = replace(WORK, seq_len=65536, global_batch=16)
         layout = "zero3,recompute=full"
         return estimate_layout(layout, "Qwen3-4B-Instruct-2507", "8xB200", work).peak_bytes

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.ep_overlap import OverlapWindows
 from moewright.cost.estimate import estimate
+from moewright.cost.time.ep_overlap import OverlapWindows
 from moewright.intake import catalogue
 from moewright.rules.routing import etp_gathered_rows
 from moewright.spec.errors import BadInput

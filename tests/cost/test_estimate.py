@@ -8,12 +8,12 @@ import pytest
 
 from layout_space import SHAPES
 from moewright.codec import from_data, parse_layout, to_data
-from moewright.cost.elementwise import elementwise_row
 from moewright.cost.estimate import count_rank_parameters, estimate
-from moewright.cost.mixers import mixer_core
-from moewright.cost.model_states import stage_bucket_sets
-from moewright.cost.op_time import DeviceRates
+from moewright.cost.memory.model_states import stage_bucket_sets
 from moewright.cost.symbols import build_symbols
+from moewright.cost.time.elementwise import elementwise_row
+from moewright.cost.time.mixers import mixer_core
+from moewright.cost.time.op_time import DeviceRates
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.errors import BadInput

@@ -9,17 +9,18 @@ import pytest
 
 from moewright.calibration.cells import parse_task
 from moewright.codec import parse_layout
-from moewright.cost.elementwise import adapter_rows
 from moewright.cost.estimate import estimate
 from moewright.cost.symbols import build_symbols
+from moewright.cost.time.elementwise import adapter_rows
 from moewright.intake import catalogue
-from moewright.rules import engine_limits, flops
 from moewright.rules.adapters import adapter_parameters, is_trained, trained_share
 from moewright.rules.job import Job
+from moewright.rules.limits import engine_limits
 from moewright.rules.packed_base import is_packed
-from moewright.rules.parameters import count_parameters
-from moewright.rules.recompute import kept_tensors, saved_tensors
-from moewright.rules.shards import local_shape, stage_parameters
+from moewright.rules.saved.recompute import kept_tensors, saved_tensors
+from moewright.rules.shapes import flops
+from moewright.rules.shapes.parameters import count_parameters
+from moewright.rules.shapes.shards import local_shape, stage_parameters
 from moewright.search.search import search
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Constant, DeviceKind

@@ -10,13 +10,13 @@ from moewright.codec import format_layout, parse_layout
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.ledger import predict_rank_ledger
-from moewright.cost.memory import HeadBytes, head_bytes
-from moewright.cost.model_states import bucket_sets, checkpoint_copy_bytes
+from moewright.cost.memory.model_states import bucket_sets, checkpoint_copy_bytes
+from moewright.cost.memory.peak import HeadBytes, head_bytes
 from moewright.cost.symbols import build_symbols
 from moewright.intake import catalogue
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
-from moewright.rules.parameters import count_parameters
+from moewright.rules.limits.legality import check_legality
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout, Offload, Recompute

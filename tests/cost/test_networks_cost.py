@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.collective_time import CollectiveModel, GroupSpan
 from moewright.cost.estimate import estimate
-from moewright.cost.op_time import DeviceRates
+from moewright.cost.time.collective_time import CollectiveModel, GroupSpan
+from moewright.cost.time.op_time import DeviceRates
 from moewright.intake import catalogue
 from moewright.spec.hardware import Collective, Constant, Hardware
 from moewright.spec.layout import DispatcherKind, Layout, Overlap

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.model_states import LINEAR_MODULES, stage_bucket_sets, state_rows
-from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
+from moewright.cost.memory.model_states import LINEAR_MODULES, stage_bucket_sets, state_rows
+from moewright.cost.memory.parameter_tree import BucketFill, ParameterTree, local_params
 from moewright.intake import catalogue
-from moewright.rules import fsdp, grid, shards
+from moewright.rules import grid
 from moewright.rules.job import Job
+from moewright.rules.shapes import fsdp, shards
 from moewright.spec.ledger import Component
 from moewright.spec.workload import Workload
 

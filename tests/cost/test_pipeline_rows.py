@@ -5,8 +5,8 @@ import pytest
 
 import moewright as mw
 from moewright.cost.pipeline_rows import simulate_plan
-from moewright.rules.schedule import timetable
-from moewright.rules.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable.schedule import timetable
+from moewright.rules.timetable.simulate import StageSeconds, row_end_times
 from moewright.spec.plan import TimePart
 
 LAYOUTS = (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.pipeline_time import (
+from moewright.cost.time.pipeline_time import (
     TimetableRows,
     build_pipeline,
     closed_form_s,
@@ -17,8 +17,8 @@ from moewright.cost.pipeline_time import (
     simulate_pipeline_s,
 )
 from moewright.intake import catalogue
-from moewright.rules.simulate import StageSeconds
-from moewright.rules.stages import even_layout_string, parse_stages
+from moewright.rules.timetable.simulate import StageSeconds
+from moewright.rules.timetable.stages import even_layout_string, parse_stages
 from moewright.spec.plan import Estimate, TimePart
 from moewright.spec.workload import Workload
 

@@ -8,10 +8,10 @@ import pytest
 
 from moewright.codec import parse_layout
 from moewright.cost.constants import Constants
-from moewright.cost.host_time import layer_host_s
-from moewright.cost.quantise import mixer_operands, mlp_operands, quantise_bytes
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols, build_symbols
+from moewright.cost.time.host_time import layer_host_s
+from moewright.cost.time.quantise import mixer_operands, mlp_operands, quantise_bytes
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, DeviceKind

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from moewright.codec import parse_layout
-from moewright.cost.collective_time import CollectiveModel, GroupSpan, group_span
 from moewright.cost.estimate import estimate
-from moewright.cost.layer_collectives import tp_exchange_s, tp_heads_s
-from moewright.cost.op_time import DeviceRates, OpRow, find_uncovered_rates, interpolate
-from moewright.cost.ops import expert_ops
 from moewright.cost.symbols import build_symbols
+from moewright.cost.time.collective_time import CollectiveModel, GroupSpan, group_span
+from moewright.cost.time.layer_collectives import tp_exchange_s, tp_heads_s
+from moewright.cost.time.op_time import DeviceRates, OpRow, find_uncovered_rates, interpolate
+from moewright.cost.time.ops import expert_ops
 from moewright.intake import catalogue
 from moewright.intake.devices import read_devices
 from moewright.rules import grid

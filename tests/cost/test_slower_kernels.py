@@ -8,13 +8,13 @@ import pytest
 
 from moewright.codec import parse_layout
 from moewright.cost.constants import Constants
-from moewright.cost.elementwise import elementwise_row
 from moewright.cost.estimate import estimate
-from moewright.cost.host_time import layer_host_s
-from moewright.cost.mixers import mixer_core
-from moewright.cost.op_time import DeviceRates
 from moewright.cost.stage_parts import LayerKind
 from moewright.cost.symbols import Symbols, build_symbols
+from moewright.cost.time.elementwise import elementwise_row
+from moewright.cost.time.host_time import layer_host_s
+from moewright.cost.time.mixers import mixer_core
+from moewright.cost.time.op_time import DeviceRates
 from moewright.intake import catalogue
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, Hardware, Op

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moewright.cost.snapshots import RankTable, rank_table, table_from_rows, take_snapshots
-from moewright.rules import schedule, timetable_row
-from moewright.rules.paired_passes import can_pair
+from moewright.cost.memory.snapshots import RankTable, rank_table, table_from_rows, take_snapshots
+from moewright.rules.timetable import schedule, timetable_row
+from moewright.rules.timetable.paired_passes import can_pair
 from moewright.spec.layout import Layout, Overlap, Schedule
 
 

@@ -17,7 +17,7 @@ from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import ADAPTER_PARTS, adapter_parameters, is_adapter
 from moewright.rules.job import Job
-from moewright.rules.parameters import parameters
+from moewright.rules.shapes.parameters import parameters
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Component, Module
 from moewright.spec.model import AttentionKind, AttentionSpec, MoeSpec, RopeSpec, RouterSpec

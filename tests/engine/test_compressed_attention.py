@@ -12,7 +12,7 @@ from layout_space import SHAPES
 from moewright.engine.kernels import compressed_attention
 from moewright.engine.kernels.documents import bound_keys, find_keys
 from moewright.engine.model.router import draw_expert_table
-from moewright.rules import mixer_flops
+from moewright.rules.shapes import mixer_flops
 
 SEQUENCES, TOKENS, HEADS, WIDTH = 2, 24, 3, 8
 WINDOW, RATE, TOP_K = 6, 4, 2

@@ -138,7 +138,7 @@ def test_as_exact_as_one_process_and_one_rounding(
             else:  # each rank has the part of the sinks' gradient that comes of its queries
                 whole += torch.from_numpy(part)
         process.join()
-    # Sinks do not go with a bias (rules.engine_features).
+    # Sinks do not go with a bias (rules.limits.engine_features).
     compared = slice(4 if is_biased else 5)
     for result, reference, expected in zip(
         gathered[compared], alone[compared], exact[compared], strict=True

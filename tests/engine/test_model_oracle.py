@@ -22,8 +22,8 @@ from moewright.engine.model.micro_batch import build_micro_batch
 from moewright.engine.model.transformer import Transformer, draw_initial_value
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
-from moewright.rules.parameters import parameters
-from moewright.rules.stages import pipeline_chunks
+from moewright.rules.shapes.parameters import parameters
+from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, LossSpec, Workload
 from tiny_jobs import MODEL, build_plan, build_workload

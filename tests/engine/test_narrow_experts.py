@@ -20,8 +20,8 @@ from moewright.engine.model.moe import MoeLayer
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
 from moewright.intake import hf, hf_write
-from moewright.rules.flops import model_flops_per_token
-from moewright.rules.parameters import count_parameters
+from moewright.rules.shapes.flops import model_flops_per_token
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout
 from moewright.spec.workload import DataSpec

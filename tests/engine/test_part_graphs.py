@@ -24,8 +24,8 @@ from moewright.engine.run.step import BackwardResult, train_step
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.runtime import Runtime
 from moewright.rules.job import Job
-from moewright.rules.schedule import timetable
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.schedule import timetable
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.workload import RouterForce
 from selection import thorough
 

@@ -21,7 +21,7 @@ from moewright.engine.data.packing import open_chats, pack_chats, read_packed
 from moewright.engine.data.sampler import SampleOrder
 from moewright.engine.data.tokenizer import load_tokenizer
 from moewright.engine.model.preferences import weigh_pairs
-from moewright.rules.engine_limits import unsupported_model
+from moewright.rules.limits.engine_limits import unsupported_model
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import DataSpec, DocumentMasking, LossSpec, Objective
 

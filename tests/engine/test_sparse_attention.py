@@ -10,7 +10,7 @@ import torch
 
 from moewright.engine.kernels import sparse_attention
 from moewright.engine.kernels.documents import bound_keys
-from moewright.rules import mixer_flops
+from moewright.rules.shapes import mixer_flops
 from moewright.spec.model import IndexerSpec
 from tiny_jobs import MODEL
 

@@ -17,7 +17,7 @@ from moewright.engine.data.corpus_rows import CorpusBlend, open_corpora
 from moewright.engine.data.sampler import SampleOrder
 from moewright.rules.batch_rampup import check_batch_samples
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.rules.packing import round_up_step
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import BatchRampSpec, DataSpec, DocumentMasking, RoutesSpec, Workload

@@ -13,7 +13,7 @@ import pytest
 
 import tiny_jobs
 from moewright.engine.observe.trackers import open_trackers
-from moewright.rules.engine_limits import unsupported_model
+from moewright.rules.limits.engine_limits import unsupported_model
 from moewright.spec.run import EvalRecord, StepRecord
 from moewright.spec.workload import DataSpec, Tracker
 
@@ -169,7 +169,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_ends_no_run(
 def test_a_tracker_that_is_not_installed_is_refused_before_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moewright.rules.engine_limits.find_spec", lambda _name: None)
+    monkeypatch.setattr("moewright.rules.limits.engine_limits.find_spec", lambda _name: None)
     workload = replace(tiny_jobs.build_workload(DataSpec()), trackers=(Tracker.WANDB,))
     (reason,) = unsupported_model(tiny_jobs.MODEL, workload)
     assert (reason.field, reason.value) == ("train.trackers", "wandb")

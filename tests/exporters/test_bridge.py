@@ -16,7 +16,7 @@ from moewright.codec import parse_layout
 from moewright.exporters.bridge import bridge_refusals, render_bridge_recipe
 from moewright.intake import catalogue
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.workload import (
     AttentionBackend,

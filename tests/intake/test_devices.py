@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moewright.intake import catalogue
-from moewright.rules.legality import check_precision
+from moewright.rules.limits.legality import check_precision
 from moewright.rules.networks import runs_on
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import NetworkKind, Op

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moewright.cli.main import main
 from moewright.intake import catalogue, hf
 from moewright.intake.hf_write import build_config
-from moewright.rules import parameters
+from moewright.rules.shapes import parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.model import AttentionKind, QkNorm, ScoreFunction
 

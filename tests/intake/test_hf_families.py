@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from moewright.intake import hf
-from moewright.rules import engine_features, parameters
+from moewright.rules.limits import engine_features
+from moewright.rules.shapes import parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.model import MixerKind
 

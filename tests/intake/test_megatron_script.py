@@ -14,7 +14,7 @@ from moewright.exporters.megatron.script import render_megatron_script
 from moewright.intake import catalogue
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import (
     CudaGraphScope,

@@ -13,7 +13,7 @@ from moewright.intake import catalogue
 from moewright.intake.megatron.bash import read_commands
 from moewright.intake.megatron.launch import find_launch
 from moewright.intake.megatron.read import ScriptJob, interpret_launch
-from moewright.rules.engine_limits import unsupported_model
+from moewright.rules.limits.engine_limits import unsupported_model
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component, Module
 from moewright.spec.model import Activation, MixerKind

@@ -19,10 +19,10 @@ from megatron_plans import PLANS
 from moewright.codec import format_layout, parse_layout
 from moewright.exporters.megatron.script import all_flags, environment_variables
 from moewright.intake import catalogue
-from moewright.rules.divisibility import divisors
 from moewright.rules.job import plan_job
-from moewright.rules.legality import check_legality
-from moewright.rules.megatron_limits import broken_rules, missing_options
+from moewright.rules.limits.divisibility import divisors
+from moewright.rules.limits.legality import check_legality
+from moewright.rules.limits.megatron_limits import broken_rules, missing_options
 from moewright.spec.workload import (
     AttentionBackend,
     BatchRampSpec,

@@ -11,9 +11,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from model_shapes import moe_model
-from moewright.rules.buckets import plan_buckets, shard_range
-from moewright.rules.divisibility import divisors
-from moewright.rules.fsdp import fsdp_groups
 from moewright.rules.grid import (
     GROUPS,
     all_groups,
@@ -24,25 +21,28 @@ from moewright.rules.grid import (
     min_world_size,
 )
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.divisibility import divisors
+from moewright.rules.limits.legality import check_legality
 from moewright.rules.micro_batches import micro_batches
-from moewright.rules.schedule import (
+from moewright.rules.shapes.buckets import plan_buckets, shard_range
+from moewright.rules.shapes.fsdp import fsdp_groups
+from moewright.rules.shapes.shards import GRADIENT_GROUPS
+from moewright.rules.timetable.schedule import (
     bubble_fraction,
     check_schedule,
     max_in_flight,
     peak_live_chunks,
     timetable,
 )
-from moewright.rules.shards import GRADIENT_GROUPS
-from moewright.rules.simulate import StageSeconds, row_end_times
-from moewright.rules.stages import (
+from moewright.rules.timetable.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable.stages import (
     EvenSplit,
     check_stages,
     even_layout_string,
     pipeline_chunks,
     vpp_choices,
 )
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.layout import CpComm, Layout, Overlap, Schedule
 from moewright.spec.workload import Workload
 

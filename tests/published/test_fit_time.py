@@ -17,7 +17,7 @@ from moewright.calibration.splits import MIN_LAYOUTS, rank_correlation
 from moewright.calibration.table import read_table
 from moewright.codec import parse_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.repricing import RepriceableStep
+from moewright.cost.time.repricing import RepriceableStep
 from moewright.intake import catalogue
 from moewright.spec.layout import Layout
 from moewright.spec.model import AttentionKind, AttentionSpec, ModelSpec, NormKind, PositionKind

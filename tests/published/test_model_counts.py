@@ -9,7 +9,7 @@ import pytest
 
 from moewright.calibration.speed import megatron_flops_per_token
 from moewright.intake import catalogue
-from moewright.rules import flops, parameters
+from moewright.rules.shapes import flops, parameters
 from moewright.spec.errors import BadInput
 
 ROWS = tuple(

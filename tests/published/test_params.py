@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moewright.intake import catalogue
-from moewright.rules import flops, parameters
+from moewright.rules.shapes import flops, parameters
 
 DATA = Path(__file__).parent / "data"
 ROWS = tuple(csv.DictReader((DATA / "model_params.csv").open(encoding="utf-8")))

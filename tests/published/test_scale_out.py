@@ -15,7 +15,7 @@ import pytest
 from moewright.calibration.fit_inputs import measured_step_s
 from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.table import read_table
-from moewright.cost.repricing import RepriceableStep
+from moewright.cost.time.repricing import RepriceableStep
 from moewright.spec.hardware import Constant
 from moewright.spec.sourced import Sourced, SourceKind
 

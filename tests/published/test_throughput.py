@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moewright.intake import catalogue
-from moewright.rules import flops
+from moewright.rules.shapes import flops
 from moewright.spec.workload import Dtype
 
 ROWS = tuple(

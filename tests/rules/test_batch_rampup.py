@@ -9,7 +9,7 @@ import pytest
 from model_shapes import moe_model
 from moewright.rules.batch_rampup import count_steps, step_samples, workload_at_step
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.layout import Layout, Schedule
 from moewright.spec.workload import BatchRampSpec, Workload
 

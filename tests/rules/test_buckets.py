@@ -1,7 +1,13 @@
 import numpy as np
 import pytest
 
-from moewright.rules.buckets import Bucket, BucketEntry, offloaded_numel, plan_buckets, shard_range
+from moewright.rules.shapes.buckets import (
+    Bucket,
+    BucketEntry,
+    offloaded_numel,
+    plan_buckets,
+    shard_range,
+)
 from moewright.spec.errors import BadInput
 
 

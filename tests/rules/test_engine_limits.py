@@ -12,9 +12,9 @@ import stand_in_deep_ep
 import stand_in_nccl_ep
 from layout_space import SHAPES
 from moewright.codec import parse_layout
-from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.engine_limits import unsupported_layout
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.model import MixerKind, ModelSpec
 from moewright.spec.workload import (
     DataSpec,

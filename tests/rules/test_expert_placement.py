@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moewright.codec import parse_layout
 from moewright.rules import expert_placement, routing
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.workload import Routing, Workload
 from tiny_jobs import MODEL
 

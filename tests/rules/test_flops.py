@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moewright.intake import catalogue
-from moewright.rules import flops, mixer_flops
+from moewright.rules.shapes import flops, mixer_flops
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import FlopOp, Module
 from moewright.spec.model import ModelSpec

@@ -13,10 +13,15 @@ from dataclasses import replace
 import pytest
 
 from moewright.intake import catalogue
-from moewright.rules.activation_offload import offloading_layers
-from moewright.rules.schedule import check_schedule, max_in_flight, peak_live_chunks, timetable
-from moewright.rules.simulate import StageSeconds, row_end_times
-from moewright.rules.stages import pipeline_chunks
+from moewright.rules.saved.activation_offload import offloading_layers
+from moewright.rules.timetable.schedule import (
+    check_schedule,
+    max_in_flight,
+    peak_live_chunks,
+    timetable,
+)
+from moewright.rules.timetable.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.layout import Layout, Offload, Schedule
 
 

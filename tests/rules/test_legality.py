@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from model_shapes import dense_model, moe_model, qwen3_235b
-from moewright.rules.divisibility import divisors, nearest_legal
 from moewright.rules.grid import min_world_size
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.divisibility import divisors, nearest_legal
+from moewright.rules.limits.legality import check_legality
 from moewright.rules.micro_batches import micro_batches
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import (

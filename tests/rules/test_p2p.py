@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.rules.p2p import PipelineAction, output_stage, pipeline_actions
-from moewright.rules.schedule import max_in_flight, timetable
-from moewright.rules.stages import stage_position
-from moewright.rules.timetable_row import RowKey, RowKind
+from moewright.rules.timetable.p2p import PipelineAction, output_stage, pipeline_actions
+from moewright.rules.timetable.schedule import max_in_flight, timetable
+from moewright.rules.timetable.stages import stage_position
+from moewright.rules.timetable.timetable_row import RowKey, RowKind
 from moewright.spec.layout import Layout
 from pipeline_tables import legal_layouts
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from moewright.rules.job import Job
-from moewright.rules.megatron_limits import paired_pass_limits
-from moewright.rules.paired_passes import (
+from moewright.rules.limits.megatron_limits import paired_pass_limits
+from moewright.rules.timetable.paired_passes import (
     PassWork,
     backward_segments,
     can_pair,
@@ -17,10 +17,10 @@ from moewright.rules.paired_passes import (
     pair_passes,
     paired_rows,
 )
-from moewright.rules.schedule import check_schedule, timetable
-from moewright.rules.simulate import StageSeconds, row_end_times
-from moewright.rules.stages import virtual_stage
-from moewright.rules.timetable_row import RowKey, RowKind
+from moewright.rules.timetable.schedule import check_schedule, timetable
+from moewright.rules.timetable.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable.stages import virtual_stage
+from moewright.rules.timetable.timetable_row import RowKey, RowKind
 from moewright.spec.layout import Layout, Overlap, Recompute, Schedule
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import DataSpec, Dtype

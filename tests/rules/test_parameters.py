@@ -9,7 +9,7 @@ import pytest
 
 from moewright.codec import parse_layout
 from moewright.intake import catalogue
-from moewright.rules import parameters, shards
+from moewright.rules.shapes import parameters, shards
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import (

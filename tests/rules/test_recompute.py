@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moewright.intake import catalogue
-from moewright.rules import recompute
 from moewright.rules.job import Job
-from moewright.rules.saved_tensor import SavedTensor
+from moewright.rules.saved import recompute
+from moewright.rules.saved.saved_tensor import SavedTensor
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.units import GIB, MIB

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from moewright.rules.schedule import (
+from moewright.rules.timetable.schedule import (
     bubble_fraction,
     check_schedule,
     max_in_flight,
     timetable,
 )
-from moewright.rules.simulate import StageSeconds, row_end_times
-from moewright.rules.timetable_row import RowKind, TimetableRow
+from moewright.rules.timetable.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable.timetable_row import RowKind, TimetableRow
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Overlap, Schedule
 

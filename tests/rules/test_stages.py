@@ -1,7 +1,7 @@
 import pytest
 
 from model_shapes import moe_model, qwen3_235b
-from moewright.rules.stages import (
+from moewright.rules.timetable.stages import (
     EvenSplit,
     check_stages,
     even_layout_string,

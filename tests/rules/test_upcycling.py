@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import tiny_jobs
-from moewright.rules.parameters import parameters
+from moewright.rules.shapes.parameters import parameters
 from moewright.rules.upcycling import (
     RouterWeighting,
     UpcyclingScaling,

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from moewright.rules.schedule import max_in_flight, timetable
-from moewright.rules.simulate import StageSeconds, row_end_times
-from moewright.rules.stages import stage_position, virtual_stage
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.schedule import max_in_flight, timetable
+from moewright.rules.timetable.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable.stages import stage_position, virtual_stage
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.layout import Layout, Schedule
 
 SPLIT = [Schedule.ZB_H1, Schedule.ZBV, Schedule.V_HALF, Schedule.V_MIN, Schedule.DUALPIPEV]

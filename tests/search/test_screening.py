@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from moewright.codec import format_layout
 from moewright.cost.estimate import estimate
-from moewright.cost.pipeline_time import closed_form_s
+from moewright.cost.time.pipeline_time import closed_form_s
 from moewright.intake import catalogue
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.search import ranking
 from moewright.search.screening import GroupScores, Screener
 from moewright.search.screening_risk import PolicyFactors, ScreeningRisk

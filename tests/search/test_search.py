@@ -11,7 +11,7 @@ from moewright.codec import format_layout, parse_layout
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.search import explain
 from moewright.search.ranking import bound_s
 from moewright.search.search import DOES_NOT_FIT, SLOWER, search

@@ -22,8 +22,8 @@ from moewright.engine.run.launch import launch
 from moewright.engine.run.step import train_step
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
 from moewright.rules.job import plan_job
-from moewright.rules.schedule import timetable
-from moewright.rules.timetable_row import RowKind, TimetableRow
+from moewright.rules.timetable.schedule import timetable
+from moewright.rules.timetable.timetable_row import RowKind, TimetableRow
 from moewright.spec.plan import Plan
 
 pytestmark = pytest.mark.spawn

@@ -17,7 +17,7 @@ from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import compare_ledgers
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
-from moewright.rules.engine_limits import unsupported_layout
+from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan

@@ -14,10 +14,10 @@ from moewright.cost.ledger import predict_ledger
 from moewright.diagnosis.compare_ledgers import LineStatus, Section, compare_ledgers
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
-from moewright.rules.activation_offload import activation_offloads
 from moewright.rules.low_precision import find_recipe
-from moewright.rules.parameters import count_parameters
-from moewright.rules.recompute import activation_nbytes
+from moewright.rules.saved.activation_offload import activation_offloads
+from moewright.rules.saved.recompute import activation_nbytes
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.layout import Layout, Overlap, Schedule
 from moewright.spec.ledger import Component, Ledger, Module, Selection
 from moewright.spec.model import (

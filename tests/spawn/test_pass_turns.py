@@ -16,8 +16,8 @@ import tiny_jobs
 from layout_proof import assert_equal_lines
 from moewright.codec import read_json
 from moewright.codec.run_files import TRACE_FOLDER
-from moewright.cost.ep_overlap import OverlapWindows
 from moewright.cost.ledger import predict_ledger
+from moewright.cost.time.ep_overlap import OverlapWindows
 from moewright.engine.comm import autograd_collectives, collectives
 from moewright.engine.comm.pass_turns import PassTurns
 from moewright.engine.model.attention import Attention
@@ -26,7 +26,7 @@ from moewright.engine.model.experts import RoutedExperts
 from moewright.engine.model.parallel_linear import GroupedLinear
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.ledger import Component, Ledger, Selection
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan

@@ -22,10 +22,10 @@ from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.run.build_state import init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
-from moewright.rules.p2p import pipeline_actions
-from moewright.rules.schedule import timetable
-from moewright.rules.stages import virtual_stage
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.p2p import pipeline_actions
+from moewright.rules.timetable.schedule import timetable
+from moewright.rules.timetable.stages import virtual_stage
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.layout import Layout, Schedule
 
 pytestmark = pytest.mark.spawn

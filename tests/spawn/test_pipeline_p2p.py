@@ -16,9 +16,9 @@ from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.run.build_state import init_distributed
 from moewright.engine.run.launch import launch
 from moewright.engine.run.worker import ExitCode, RankContext, RankOutcome
-from moewright.rules.p2p import pipeline_actions
-from moewright.rules.schedule import timetable
-from moewright.rules.stages import virtual_stage
+from moewright.rules.timetable.p2p import pipeline_actions
+from moewright.rules.timetable.schedule import timetable
+from moewright.rules.timetable.stages import virtual_stage
 from moewright.spec.layout import Layout
 from pipeline_tables import legal_layouts
 

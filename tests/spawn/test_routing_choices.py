@@ -14,7 +14,7 @@ from moewright.codec import parse_layout, read_run
 from moewright.cost.ledger import predict_ledger
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
-from moewright.rules.parameters import selection_bias_name
+from moewright.rules.shapes.parameters import selection_bias_name
 from moewright.spec.hardware import Collective
 from moewright.spec.ledger import Ledger
 from moewright.spec.model import MoeSpec, RouterSpec, ScoreFunction

@@ -23,8 +23,8 @@ from moewright.engine.run.train import train
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import ExitCode
 from moewright.engine.runtime import Runtime
-from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import plan_job
+from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.spec.model import ModelSpec, RouterSpec, ScoreFunction
 from moewright.spec.plan import Plan
 from moewright.spec.workload import DataSpec, Dtype

@@ -15,7 +15,7 @@ from moewright.cost.ledger import predict_ledger
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.rules.adapters import adapter_parameters, frozen_part, is_trained
-from moewright.rules.parameters import parameters
+from moewright.rules.shapes.parameters import parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.model import ModelSpec

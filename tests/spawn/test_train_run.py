@@ -33,7 +33,7 @@ from moewright.engine.run import corpus_loader
 from moewright.engine.run.train import train
 from moewright.engine.run.worker import ExitCode
 from moewright.engine.runtime import Runtime
-from moewright.rules.parameters import count_parameters
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.plan import Plan

@@ -6,7 +6,7 @@ import moewright as mw
 from docs.tools import published_runs
 from moewright.codec import parse_layout
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.ledger import Component, Module, StepPhase
 from moewright.spec.plan import TimePart
 from moewright.view import palette

@@ -9,7 +9,7 @@ from moewright.api.requests import read_hardware
 from moewright.intake import catalogue, hub
 from moewright.intake.catalogue import ModelEntry
 from moewright.intake.devices import device_names
-from moewright.rules.parameters import count_parameters
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.hardware import Hardware
 from moewright.spec.model import ModelSpec
 from moewright.spec.record import Record, Row

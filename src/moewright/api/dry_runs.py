@@ -11,12 +11,12 @@ from moewright.api.machines import is_unmeasured, read_job_hardware
 from moewright.api.requests import to_job_keys, translate_fields
 from moewright.codec import parse_layout
 from moewright.cost.ledger import predict_rank_ledger
-from moewright.cost.memory import steady_micro_batches
+from moewright.cost.memory.peak import steady_micro_batches
 from moewright.diagnosis.compare_ledgers import LedgerComparison, compare_ledgers
 from moewright.intake.job import read_job
-from moewright.rules.engine_limits import require_runnable
 from moewright.rules.grid import coordinate, with_fabric_nodes
 from moewright.rules.job import Job
+from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.micro_batches import micro_batches
 from moewright.rules.routing import round_robin_selection
 from moewright.search.search import build_plan

@@ -16,7 +16,7 @@ from moewright.api.machines import Tell
 from moewright.api.training import TrainingRequest, is_first_rank, prepare_training, run_training
 from moewright.codec import STEPS_FILE, write_text
 from moewright.intake import hf
-from moewright.rules.parameters import count_parameters
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.model import ModelSpec
 

@@ -15,7 +15,7 @@ from moewright.api.machines import Tell
 from moewright.intake import hf
 from moewright.intake.hardware_text import parse_hardware_text
 from moewright.intake.job import DEFAULT_HARDWARE, read_job
-from moewright.rules.engine_limits import unsupported_model
+from moewright.rules.limits.engine_limits import unsupported_model
 from moewright.rules.packing import filled_share
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.workload import BaseQuantization, Objective

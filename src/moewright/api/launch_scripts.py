@@ -20,7 +20,7 @@ from moewright.intake.megatron.launch import LaunchCommand, find_launch
 from moewright.intake.megatron.logged_arguments import rebuild_command
 from moewright.intake.megatron.read import interpret_launch, read_launch
 from moewright.rules.job import Job
-from moewright.rules.megatron_limits import megatron_refusals
+from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.search.search import build_plan, search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware

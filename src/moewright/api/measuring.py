@@ -29,7 +29,7 @@ from moewright.calibration.measured_row import MeasuredRow
 from moewright.calibration.own_runs import carry_over, predict_own_runs, weigh_own_runs
 from moewright.calibration.score import Score, score_table
 from moewright.calibration.table import read_table
-from moewright.rules.engine_limits import unsupported_layout
+from moewright.rules.limits.engine_limits import unsupported_layout
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import DeviceKind, Hardware
 from moewright.spec.layout import Layout

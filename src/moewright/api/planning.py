@@ -20,10 +20,10 @@ from moewright.api.requests import (
     translate_fields,
 )
 from moewright.codec import explicit_fields, parse_layout, read_bytes, read_json
-from moewright.rules.engine_limits import unsupported_layout
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
-from moewright.rules.trainers import TargetTrainer, job_refusals, trainer_refusals
+from moewright.rules.limits.engine_limits import unsupported_layout
+from moewright.rules.limits.legality import check_legality
+from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.search import explain, what_if
 from moewright.search.fewest import find_fewest
 from moewright.search.ranking import bound_s, is_safe, to_ranked_layout

@@ -18,9 +18,9 @@ from moewright.intake.networks import apply_network
 from moewright.intake.sample_lengths import Int64s, read_sample_lengths
 from moewright.rules.batch_rampup import check_ramp
 from moewright.rules.job import Job
+from moewright.rules.limits.trainers import TargetTrainer
 from moewright.rules.packing import filled_share, pack_lengths, packed_share
 from moewright.rules.routing import check_load_histogram
-from moewright.rules.trainers import TargetTrainer
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout

@@ -14,11 +14,11 @@ from moewright.exporters.megatron.script import render_megatron_script
 from moewright.exporters.slurm import render_slurm_script
 from moewright.exporters.torchrun import render_engine_command
 from moewright.exporters.torchtitan import render_torchtitan_config
-from moewright.rules.engine_limits import unsupported_device
 from moewright.rules.job import plan_job
-from moewright.rules.megatron_limits import megatron_refusals
-from moewright.rules.torchtitan_limits import torchtitan_refusals
-from moewright.rules.trainers import TargetTrainer, job_refusals, trainer_refusals
+from moewright.rules.limits.engine_limits import unsupported_device
+from moewright.rules.limits.megatron_limits import megatron_refusals
+from moewright.rules.limits.torchtitan_limits import torchtitan_refusals
+from moewright.rules.limits.trainers import TargetTrainer, job_refusals, trainer_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 from moewright.spec.run import RunRecord

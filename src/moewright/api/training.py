@@ -29,7 +29,7 @@ from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake import catalogue
 from moewright.intake.devices import MAX_DEVICES
 from moewright.intake.job import JobFile, read_job
-from moewright.rules.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.limits.engine_limits import unsupported_layout, unsupported_model
 from moewright.search.search import DOES_NOT_FIT, search
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Hardware

@@ -40,9 +40,9 @@ from moewright.engine.run.env import read_torchrun_env
 from moewright.engine.run.process_limit import refuse_too_many_processes
 from moewright.intake.job import JobFile, read_job
 from moewright.report.tuning_markdown import format_decision, render_tuning
-from moewright.rules.engine_limits import unsupported_layout, unsupported_model
 from moewright.rules.job import Job
-from moewright.rules.megatron_limits import megatron_refusals
+from moewright.rules.limits.engine_limits import unsupported_layout, unsupported_model
+from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.search.search import build_plan
 from moewright.search.space import Objections, no_objections
 from moewright.spec.errors import BadInput, Reason

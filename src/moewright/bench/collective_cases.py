@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moewright.bench.case import BenchContext, Call, Case, Probe
-from moewright.rules.divisibility import divisors
+from moewright.rules.limits.divisibility import divisors
 from moewright.spec.hardware import Collective
 from moewright.spec.units import KIB, MIB
 from moewright.spec.workload import Dtype

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from moewright.cost import elementwise
-from moewright.cost.op_time import OpRow
 from moewright.cost.symbols import Symbols, build_symbols
+from moewright.cost.time import elementwise
+from moewright.cost.time.op_time import OpRow
 from moewright.engine.dispatch.rows import Permute, Unpermute
 from moewright.engine.kernels.fused.select import build_kernels
 from moewright.engine.model.activations import SwiGlu

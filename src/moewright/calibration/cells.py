@@ -15,7 +15,7 @@ from moewright.calibration.columns import OVERLAP_COLUMNS
 from moewright.calibration.software_facts import find_device_name
 from moewright.intake import catalogue
 from moewright.intake.networks import apply_network
-from moewright.rules import stages
+from moewright.rules.timetable import stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Device, Fabric, Hardware
 from moewright.spec.layout import (

@@ -24,9 +24,9 @@ from moewright.codec import format_layout
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
 from moewright.cost.evidence import list_choices
-from moewright.cost.repricing import RepriceableStep
+from moewright.cost.time.repricing import RepriceableStep
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.layout import (

@@ -28,8 +28,8 @@ from moewright.calibration.unstated import enumerate_readings, find_unstated_col
 from moewright.cost.estimate import estimate
 from moewright.intake import catalogue
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
-from moewright.rules.stages import parse_stages
+from moewright.rules.limits.legality import check_legality
+from moewright.rules.timetable.stages import parse_stages
 from moewright.spec.errors import BadInput
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout, Overlap, Schedule

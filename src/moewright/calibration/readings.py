@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moewright.cost.estimate_memory import estimate_fullest_rank
+from moewright.cost.memory.estimate_memory import estimate_fullest_rank
 from moewright.rules.job import Job
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.layout import Layout

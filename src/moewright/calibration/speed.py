@@ -1,8 +1,9 @@
 """Tokens per second of a published row, from its step time, tokens/s, TFLOP/s or MFU.
 
-TFLOP/s are converted with rules.flops under the convention of their source: Megatron counts the
-causal half of attention, MTP layers where it trains them and logits, and counts neither embedding
-nor router nor recomputation. The column `flops_convention` names a source that counts otherwise.
+TFLOP/s are converted with rules.shapes.flops under the convention of their source: Megatron counts
+the causal half of attention, MTP layers where it trains them and logits, and counts neither
+embedding nor router nor recomputation. The column `flops_convention` names a source that counts
+otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moewright.calibration.cells import cell_error, parse_number
-from moewright.rules import flops, mixer_flops
+from moewright.rules.shapes import flops, mixer_flops
 from moewright.spec.model import MixerKind, ModelSpec, RecurrentKind
 from moewright.spec.units import TERA
 

@@ -34,7 +34,7 @@ def upcycle(dense: Path, /, *, out: Path, options: UpcyclingOptions, seed: Count
     from moewright.api.requests import translate_fields
     from moewright.codec import write_text
     from moewright.intake.hub import locate_folder
-    from moewright.rules.parameters import count_parameters
+    from moewright.rules.shapes.parameters import count_parameters
     from moewright.rules.upcycling import (
         RouterWeighting,
         UpcyclingScaling,

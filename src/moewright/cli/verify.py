@@ -54,8 +54,8 @@ def verify(
     from moewright.engine.run.process_limit import refuse_too_many_processes
     from moewright.intake.hf import read_config
     from moewright.intake.hub import locate_folder
-    from moewright.rules.engine_limits import require_runnable
     from moewright.rules.job import Job
+    from moewright.rules.limits.engine_limits import require_runnable
 
     _check_at_least_one("--nproc", nproc)
     _check_at_least_one("--steps", steps)

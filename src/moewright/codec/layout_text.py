@@ -79,7 +79,7 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
 
     Defaults that depend on other keys: sp is on when tp > 1, the schedule is interleaved when
     vpp > 1, and vpp is 2 on a V (zbv, v-half, v-min, dualpipev). dp is derived; where it is given
-    it must agree. Whether the degrees suit a model is rules.legality's question.
+    it must agree. Whether the degrees suit a model is rules.limits.legality's question.
 
     Raises:
         BadInput: The text is at fault; each fault is a Reason.

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from moewright.cost import memory
-from moewright.cost.collective_bytes import comm_rows
-from moewright.cost.collective_time import CollectiveModel
 from moewright.cost.constants import (
     EAGER_CONSTANTS,
     EFA_CONSTANTS,
@@ -15,20 +12,17 @@ from moewright.cost.constants import (
     NVFP4_CONSTANTS,
     OFFLOAD_CONSTANTS,
 )
-from moewright.cost.estimate_memory import (
+from moewright.cost.evidence import count_missing, judge_evidence
+from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_logit_rows
+from moewright.cost.memory.estimate_memory import (
     expected_symbols,
     peak_growth,
     rank_peaks,
     refuse_illegal_job,
     split_by_rank,
 )
-from moewright.cost.evidence import count_missing, judge_evidence
-from moewright.cost.head_ops import optimizer_ops
-from moewright.cost.layer_time import MicroBatchTime
-from moewright.cost.ledger import flop_rows, recomputed_flop_rows, recomputed_logit_rows
-from moewright.cost.model_states import BucketSet, stage_bucket_sets
-from moewright.cost.muon import muon_ops
-from moewright.cost.op_time import DeviceRates, find_uncovered_rates
+from moewright.cost.memory.model_states import BucketSet, stage_bucket_sets
+from moewright.cost.memory.peak import RankMemory, memory_verdict
 from moewright.cost.own_runs import job_factor
 from moewright.cost.routed_rows import (
     count_expert_rows,
@@ -36,8 +30,19 @@ from moewright.cost.routed_rows import (
     recomputed_layers,
 )
 from moewright.cost.stage_parts import count_parts, list_parts
-from moewright.cost.step_tail import RankParameters, StepTail, count_owned_parameters, step_tail
-from moewright.cost.step_time import (
+from moewright.cost.symbols import Symbols
+from moewright.cost.time.collective_time import CollectiveModel
+from moewright.cost.time.head_ops import optimizer_ops
+from moewright.cost.time.layer_time import MicroBatchTime
+from moewright.cost.time.muon import muon_ops
+from moewright.cost.time.op_time import DeviceRates, find_uncovered_rates
+from moewright.cost.time.step_tail import (
+    RankParameters,
+    StepTail,
+    count_owned_parameters,
+    step_tail,
+)
+from moewright.cost.time.step_time import (
     Pricer,
     StepTime,
     list_op_rows,
@@ -46,16 +51,18 @@ from moewright.cost.step_time import (
     stage_time,
     step_time,
 )
-from moewright.cost.symbols import Symbols
 from moewright.cost.uncertainty import (
     fit_probability,
     peak_interval,
     step_deviation,
     step_interval,
 )
-from moewright.rules import flops, grid, routing, stages
+from moewright.cost.volumes.collective_bytes import comm_rows
+from moewright.rules import grid, routing
 from moewright.rules.expert_placement import describe_placements
 from moewright.rules.job import Job
+from moewright.rules.shapes import flops
+from moewright.rules.timetable import stages
 from moewright.spec.hardware import Hardware, NetworkKind
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, Ledger, MemoryRow, StepPhase, TimeRow
@@ -218,7 +225,7 @@ def _join(
     rates: DeviceRates,
     sym: Symbols,
     ledgers: tuple[Ledger, ...],
-    peaks: Sequence[memory.RankMemory],
+    peaks: Sequence[RankMemory],
     step: StepTime,
     assumptions: tuple[Assumption, ...],
 ) -> Estimate:
@@ -246,7 +253,7 @@ def _join(
         peak_rank=peak_rank,
         peak_bytes=peak.peak_bytes,
         capacity_bytes=capacity,
-        verdict=memory.memory_verdict(margin_bytes, peak.sd_bytes),
+        verdict=memory_verdict(margin_bytes, peak.sd_bytes),
         margin_bytes=margin_bytes,
         peak_sd_bytes=round(peak.sd_bytes),
         largest=f"{largest.component} of {largest.module}",

@@ -18,7 +18,7 @@ import numpy as np
 
 from moewright.cost.stage_parts import Array
 from moewright.rules.job import Job
-from moewright.rules.parameters import count_parameters
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import CpComm, ExpertPlacement, Layout, Schedule
 from moewright.spec.model import ModelSpec

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moewright.cost.activations import ActivationContext, ledger_saved_rows
-from moewright.cost.collective_bytes import comm_rows
-from moewright.cost.fsdp_states import flat_bucket_sets, unit_state_rows
-from moewright.cost.hosted_activations import hosted_rows
-from moewright.cost.memory import sum_memory
-from moewright.cost.model_states import frozen_rows
-from moewright.cost.paired_memory import paired_saved_rows
-from moewright.cost.replicas import replica_rows
+from moewright.cost.memory.activations import ActivationContext, ledger_saved_rows
+from moewright.cost.memory.fsdp_states import flat_bucket_sets, unit_state_rows
+from moewright.cost.memory.hosted_activations import hosted_rows
+from moewright.cost.memory.model_states import frozen_rows
+from moewright.cost.memory.paired_memory import paired_saved_rows
+from moewright.cost.memory.peak import sum_memory
+from moewright.cost.memory.replicas import replica_rows
 from moewright.cost.routed_rows import ExpertRows, count_expert_rows, rank_chunks, recomputed_layers
-from moewright.rules import flops, fsdp, grid, schedule
+from moewright.cost.volumes.collective_bytes import comm_rows
+from moewright.rules import grid
 from moewright.rules.adapters import MLA_UP_LINEARS, adapted_linears, trains_indexer
 from moewright.rules.batch_rampup import workload_at_step
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.delayed_scaling import delayed_scaling_rows
 from moewright.rules.graph_parts import graph_rows
 from moewright.rules.job import Job
-from moewright.rules.paired_passes import can_pair
-from moewright.rules.stages import chunk_layers
+from moewright.rules.shapes import flops, fsdp
+from moewright.rules.timetable import schedule
+from moewright.rules.timetable.paired_passes import can_pair
+from moewright.rules.timetable.stages import chunk_layers
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import FlopOp, FlopRow, Ledger, Module, Selection
 from moewright.spec.model import AttentionKind, ModelSpec

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moewright.cost import memory
-from moewright.cost.activations import policy_of
-from moewright.cost.collective_time import CollectiveModel
-from moewright.cost.estimate_memory import expected_symbols
-from moewright.cost.op_time import DeviceRates
-from moewright.cost.pipeline_time import TimetableRows
+from moewright.cost.memory import peak
+from moewright.cost.memory.activations import policy_of
+from moewright.cost.memory.estimate_memory import expected_symbols
 from moewright.cost.stage_parts import Array, count_parts, list_parts
-from moewright.cost.step_time import Pricer, model_ops, price_model_ops
-from moewright.rules import stages
+from moewright.cost.time.collective_time import CollectiveModel
+from moewright.cost.time.op_time import DeviceRates
+from moewright.cost.time.pipeline_time import TimetableRows
+from moewright.cost.time.step_time import Pricer, model_ops, price_model_ops
 from moewright.rules.job import Job
-from moewright.rules.schedule import forward_order, split_backwards, timetable
-from moewright.rules.simulate import StageSeconds, row_end_times
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable import stages
+from moewright.rules.timetable.schedule import forward_order, split_backwards, timetable
+from moewright.rules.timetable.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.plan import Plan
@@ -92,7 +92,7 @@ def price_stages(job: Job, hardware: Hardware) -> StagePrices:
     counts = count_parts(model, layout, parts, stages.pipeline_chunks(model, layout))
     priced = price_model_ops(rates, collectives, sym, model_ops(sym))
     times = Pricer(collectives, sym, priced).part_times(layout, parts)
-    memories = memory.model_memory(rates.constants, sym, parts, policy_of(layout))
+    memories = peak.model_memory(rates.constants, sym, parts, policy_of(layout))
     return StagePrices(
         forward_s=counts @ times.forward_s,
         backward_s=counts @ times.backward_s,

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
-from moewright.rules import expert_placement, grid, recompute, routing, stages
+from moewright.rules import expert_placement, grid, routing
 from moewright.rules.context_parallel import rank_positions, twice_attended_pairs
 from moewright.rules.job import Job
+from moewright.rules.saved import recompute
+from moewright.rules.timetable import stages
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Selection

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moewright.cost.routed_rows import is_moe_layer
-from moewright.rules import flops
-from moewright.rules.activation_offload import has_staying_layers, offloads_at
-from moewright.rules.stages import Chunk, chunk_layers
+from moewright.rules.saved.activation_offload import has_staying_layers, offloads_at
+from moewright.rules.shapes import flops
+from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import Layout
 from moewright.spec.model import MixerKind, ModelSpec
 

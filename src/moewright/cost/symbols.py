@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moewright.rules.adapters import is_frozen, trained_share
 from moewright.rules.job import Job
-from moewright.rules.recompute import activation_nbytes
+from moewright.rules.saved.recompute import activation_nbytes
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from moewright.cost.op_time import interpolate
+from moewright.cost.time.op_time import interpolate
 from moewright.diagnosis.thresholds import CAUSE_OF_PART, MEMORY_SHARE, order_findings
 from moewright.diagnosis.traces.comm_classes import CAUSE_OF_CLASS, CLASS_OF_ENGINE_GROUP
 from moewright.diagnosis.waterfall import (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moewright.rules.divisibility import divisors
+from moewright.rules.limits.divisibility import divisors
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
     CpComm,

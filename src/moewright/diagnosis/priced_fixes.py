@@ -18,7 +18,7 @@ from moewright.diagnosis.remedies import REMEDIES
 from moewright.diagnosis.remedy import Remedy
 from moewright.diagnosis.traces.capture import TrainerMark
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Finding, Fix, PredictedChange, Wall
 from moewright.spec.plan import Plan, Verdict

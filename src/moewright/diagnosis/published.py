@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import log2
 from pathlib import Path
 
-from moewright.rules.flops import model_flops_per_token
+from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.spec.plan import Plan
 from moewright.spec.units import plural
 

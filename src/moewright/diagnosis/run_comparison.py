@@ -23,7 +23,7 @@ from moewright.diagnosis.waterfall import (
     peak_flops,
 )
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.errors import BadInput
 from moewright.spec.finding import Basis, Cause, Finding, Fix, Waterfall
 from moewright.spec.layout import Layout

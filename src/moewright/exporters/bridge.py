@@ -17,7 +17,7 @@ from moewright.exporters.torchrun import torchrun_command
 from moewright.intake import catalogue
 from moewright.intake.megatron.options import MegatronOption, option_table
 from moewright.rules.job import plan_job
-from moewright.rules.megatron_limits import megatron_refusals
+from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import CudaGraphScope, DispatcherKind, Overlap
 from moewright.spec.model import AttentionKind

@@ -23,7 +23,7 @@ from moewright.exporters.megatron.script import (
 from moewright.exporters.slurm import rendezvous_lines, sbatch_lines, torchrun_words
 from moewright.exporters.torchrun import split_into_nodes
 from moewright.rules.job import plan_job
-from moewright.rules.megatron_limits import megatron_refusals
+from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.plan import Plan
 

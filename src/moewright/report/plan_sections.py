@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moewright.codec import format_layout
 from moewright.report.console import describe_load_limit, format_flops, format_rate
-from moewright.rules.parameters import count_parameters
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Assumption, Estimate, Plan
 from moewright.spec.sourced import SourceKind

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from moewright.codec import format_layout, write_text
-from moewright.rules.schedule import split_backwards, timetable
-from moewright.rules.simulate import StageSeconds, row_end_times
-from moewright.rules.stages import virtual_stage
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.schedule import split_backwards, timetable
+from moewright.rules.timetable.simulate import StageSeconds, row_end_times
+from moewright.rules.timetable.stages import virtual_stage
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.plan import Estimate, Plan, TimePart
 
 # Parts of a step that follow the last backward.

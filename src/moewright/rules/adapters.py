@@ -12,8 +12,8 @@ from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 
-from moewright.rules.param import Param, ShardedDims, name_in_layer
-from moewright.rules.parameters import parameters, parameters_by_layer
+from moewright.rules.shapes.param import Param, ShardedDims, name_in_layer
+from moewright.rules.shapes.parameters import parameters, parameters_by_layer
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import FineTuningSpec, FrozenPart, Task, Workload

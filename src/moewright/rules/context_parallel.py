@@ -34,7 +34,7 @@ def cp_factors(layout: Layout) -> tuple[int, int]:
     The first are neighbours that exchange heads all-to-all; between the second, keys and values
     travel. In the hierarchical variant the first is the largest divisor that is neither above the
     square root of cp nor above 8, because heads must divide by it and an all-to-all belongs inside
-    a node. It is 1 where cp has no such divisor, which rules.compatibility refuses.
+    a node. It is 1 where cp has no such divisor, which rules.limits.compatibility refuses.
     """
     cp = layout.cp
     if layout.cp_comm is CpComm.A2A:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from moewright.rules.expert_placement import count_slots, rank_experts, slot_experts
 from moewright.rules.job import Job
-from moewright.rules.param import Param, name_in_layer
-from moewright.rules.shards import stage_parameters
+from moewright.rules.shapes.param import Param, name_in_layer
+from moewright.rules.shapes.shards import stage_parameters
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import Dtype, TensorScaling, Workload
 

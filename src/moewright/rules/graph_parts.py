@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from moewright.rules.job import Job
-from moewright.rules.recompute import activation_nbytes
-from moewright.rules.stages import chunk_layers
+from moewright.rules.saved.recompute import activation_nbytes
+from moewright.rules.timetable.stages import chunk_layers
 from moewright.spec.layout import CudaGraphScope
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.model import MixerKind, ModelSpec

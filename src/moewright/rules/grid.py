@@ -7,7 +7,7 @@ stage is the same ranks in both again.
 
 A rank is the sum of coordinate * stride over the axes of a grid. Strides are the prefix products of
 the axis sizes, the fastest axis first. All functions expect a world that divides by both grids,
-which rules.legality checks, and take constant time apart from the ranks that they list.
+which rules.limits.legality checks, and take constant time apart from the ranks that they list.
 """
 
 from __future__ import annotations

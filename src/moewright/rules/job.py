@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from moewright.rules import capacity, micro_batches, stages
-from moewright.rules.stages import Chunk
+from moewright.rules import capacity, micro_batches
+from moewright.rules.timetable import stages
+from moewright.rules.timetable.stages import Chunk
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 from moewright.spec.plan import Plan
@@ -22,9 +23,9 @@ class Job:
     """A model, a workload and a layout that belong together.
 
     Derived quantities are computed once, when they are first read. The record itself is not
-    checked: rules.legality says whether the layout is legal, and a quantity that an illegal layout
-    does not have raises BadInput. `dataclasses.replace(job, layout=...)` gives the job in another
-    layout.
+    checked: rules.limits.legality says whether the layout is legal, and a quantity that an illegal
+    layout does not have raises BadInput. `dataclasses.replace(job, layout=...)` gives the job in
+    another layout.
     """
 
     model: ModelSpec

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from moewright.rules.saved_tensor import SavedTensor
+from moewright.rules.saved.saved_tensor import SavedTensor
 from moewright.spec.layout import Layout, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, ModelSpec

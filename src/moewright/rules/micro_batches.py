@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moewright.rules.divisibility import divisors, nearest_legal, nearest_multiples
 from moewright.rules.grid import min_world_size
+from moewright.rules.limits.divisibility import divisors, nearest_legal, nearest_multiples
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout
 from moewright.spec.workload import Workload

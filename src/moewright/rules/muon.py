@@ -15,7 +15,7 @@ from heapq import heapify, heapreplace
 from math import prod, sqrt
 from types import MappingProxyType
 
-from moewright.rules.param import ShardedDims, has_weight_decay
+from moewright.rules.shapes.param import ShardedDims, has_weight_decay
 from moewright.spec.ledger import Module
 from moewright.spec.workload import MuonCoefficients, MuonScale
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from math import ceil, prod
 
 from moewright.rules.adapters import is_linear
-from moewright.rules.param import Param, ShardedDims
-from moewright.rules.parameters import parameters_by_layer
-from moewright.rules.shards import local_shape
+from moewright.rules.shapes.param import Param, ShardedDims
+from moewright.rules.shapes.parameters import parameters_by_layer
+from moewright.rules.shapes.shards import local_shape
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec

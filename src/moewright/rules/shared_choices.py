@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moewright.rules.stages import pipeline_chunks
+from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.layout import Layout
 from moewright.spec.model import MixerKind, ModelSpec
 

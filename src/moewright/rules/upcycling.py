@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from moewright.rules.divisibility import divisors, nearest_legal
+from moewright.rules.limits.divisibility import divisors, nearest_legal
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec, MoeSpec, RouterSpec
 

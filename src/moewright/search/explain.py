@@ -8,7 +8,7 @@ from typing import Protocol
 from moewright.codec import format_layout, format_layout_changes, parse_layout
 from moewright.cost.estimate import estimate
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moewright.rules.divisibility import divisors
-from moewright.rules.parameters import count_parameters
+from moewright.rules.limits.divisibility import divisors
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.search.ranking import is_safe
 from moewright.search.search import search
 from moewright.search.space import Objections, no_objections

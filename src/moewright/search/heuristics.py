@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moewright.cost.activations import ActivationPolicy
+from moewright.cost.memory.activations import ActivationPolicy
 from moewright.cost.stage_parts import Array
 from moewright.search.space import PipelineShape, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout, Offload, Recompute

@@ -13,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from moewright.cost.memory import MomentCounts, count_moments
-from moewright.cost.parameter_tree import ParameterTree, RankSequences
-from moewright.cost.snapshots import rank_table
+from moewright.cost.memory.parameter_tree import ParameterTree, RankSequences
+from moewright.cost.memory.peak import MomentCounts, count_moments
+from moewright.cost.memory.snapshots import rank_table
 from moewright.cost.stage_parts import Array, StageParts, count_parts
-from moewright.rules import stages
+from moewright.rules.timetable import stages
 from moewright.search.space import PipelineShapes
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moewright.cost.memory import MomentCounts, steady_micro_batches
-from moewright.cost.parameter_tree import ParameterTree
+from moewright.cost.memory.parameter_tree import ParameterTree
+from moewright.cost.memory.peak import MomentCounts, steady_micro_batches
 from moewright.cost.stage_parts import Array, list_parts
 from moewright.search.pipeline_arrays import (
     DistinctRanks,

@@ -13,21 +13,21 @@ from itertools import chain
 
 import numpy as np
 
-from moewright.cost.activations import (
+from moewright.cost.memory.activations import (
     ActivationPolicies,
     ActivationPolicy,
     OffloadedActivations,
 )
-from moewright.cost.buffers import dispatcher_bytes
-from moewright.cost.layer_time import stage_transfer_s
-from moewright.cost.memory import ModelMemory
+from moewright.cost.memory.buffers import dispatcher_bytes
+from moewright.cost.memory.peak import ModelMemory
 from moewright.cost.own_runs import job_factor
-from moewright.cost.pipeline_time import build_pipeline, closed_form_s
 from moewright.cost.stage_parts import Array, LayerKind, count_parts, list_parts
+from moewright.cost.time.layer_time import stage_transfer_s
+from moewright.cost.time.pipeline_time import build_pipeline, closed_form_s
 from moewright.cost.uncertainty import needed_margin
-from moewright.rules import stages
-from moewright.rules.compatibility import check_compatibility
-from moewright.rules.megatron_limits import paired_pass_limits
+from moewright.rules.limits.compatibility import check_compatibility
+from moewright.rules.limits.megatron_limits import paired_pass_limits
+from moewright.rules.timetable import stages
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.pipelines import PipelineCache
 from moewright.search.screening_memory import ScreeningMemory

@@ -12,29 +12,30 @@ from functools import partial
 
 import numpy as np
 
-from moewright.cost import memory, model_states
-from moewright.cost.activations import ActivationPolicies, activation_context
-from moewright.cost.buffers import (
+from moewright.cost.constants import Constants
+from moewright.cost.memory import model_states, peak
+from moewright.cost.memory.activations import ActivationPolicies, activation_context
+from moewright.cost.memory.buffers import (
     dispatcher_bytes,
     fsdp_buffer_bytes,
     fsdp_layer_bytes,
     gathered_bytes,
     resident_bytes,
 )
-from moewright.cost.constants import Constants
-from moewright.cost.fsdp_states import unit_state_rows
-from moewright.cost.model_states import StateElements
-from moewright.cost.parameter_tree import BucketFill, ParameterTree, local_params
-from moewright.cost.replicas import replica_rows
+from moewright.cost.memory.fsdp_states import unit_state_rows
+from moewright.cost.memory.model_states import StateElements
+from moewright.cost.memory.parameter_tree import BucketFill, ParameterTree, local_params
+from moewright.cost.memory.replicas import replica_rows
 from moewright.cost.stage_parts import Array, StageParts
 from moewright.cost.symbols import Symbols
-from moewright.rules import fsdp, grid, shards
+from moewright.rules import grid
 from moewright.rules.adapters import is_trained
 from moewright.rules.delayed_scaling import delayed_scaling_rows, is_delayed
 from moewright.rules.moments import shard_multiple
 from moewright.rules.packed_base import holds_packed
-from moewright.rules.param import Param
-from moewright.rules.recompute import activation_nbytes
+from moewright.rules.saved.recompute import activation_nbytes
+from moewright.rules.shapes import fsdp, shards
+from moewright.rules.shapes.param import Param
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.space import PipelineShapes, SearchSpace, StatePolicy
 from moewright.spec.layout import Layout
@@ -89,7 +90,7 @@ class ScreeningMemory:
         self._follows_linear = counts_linear and any(policy.zero == 3 for policy in states)
         # On a CPU, device and host share a memory, so a checkpoint that is being saved counts.
         self._checkpoints_on_device = not space.hardware.device.kind.is_accelerator
-        self._dense_layers: dict[tuple[int, int, int, int], memory.LayerMemory] = {}
+        self._dense_layers: dict[tuple[int, int, int, int], peak.LayerMemory] = {}
         self._buffers: dict[tuple[object, ...], Array] = {}
         self._communicators: dict[tuple[int, int, bool, tuple[int, ...]], Array] = {}
         self._fills: dict[tuple[str, int, int, bool], BucketFill] = {}
@@ -98,7 +99,7 @@ class ScreeningMemory:
         self._scales: dict[tuple[PipelineShapes, int, int], Array] = {}
         self._block_numel: dict[tuple[int, int, int], Array] = {}
 
-    def model_memory(self, sym: Symbols) -> memory.ModelMemory:
+    def model_memory(self, sym: Symbols) -> peak.ModelMemory:
         """Return the memory of the model's parts under the degrees of `sym`, for any pipeline."""
         context = activation_context(self._constants, sym)
         cut = sym.layout
@@ -107,22 +108,22 @@ class ScreeningMemory:
             key = column, cut.tp, cut.cp, cut.mbs
             layer = self._dense_layers.get(key)
             if layer is None:
-                layer = memory.layer_memory(context, sym, self._policies, part)
+                layer = peak.layer_memory(context, sym, self._policies, part)
                 if not part.kind.is_moe:  # EP and ETP change nothing in it
                     self._dense_layers[key] = layer
             layers.append(layer)
-        return memory.join_memory(self._constants, sym, self._parts, layers)
+        return peak.join_memory(self._constants, sym, self._parts, layers)
 
-    def delay_weight_gradients(self, parts_memory: memory.ModelMemory) -> memory.ModelMemory:
+    def delay_weight_gradients(self, parts_memory: peak.ModelMemory) -> peak.ModelMemory:
         """Return the memory with the output gradients that delayed weight gradients hold longer."""
-        waiting = memory.delayed_gradient_bytes(parts_memory.sym)
+        waiting = peak.delayed_gradient_bytes(parts_memory.sym)
         layers = [
             replace(layer, transient=layer.transient + waiting) for layer in parts_memory.layers
         ]
         return replace(parts_memory, layers=tuple(layers))
 
     def device_bytes(
-        self, parts_memory: memory.ModelMemory, batch: PipelineBatch, is_searched: Array
+        self, parts_memory: peak.ModelMemory, batch: PipelineBatch, is_searched: Array
     ) -> tuple[Array, Array]:
         """Return the bytes of the fullest rank and their standard deviation.
 
@@ -146,7 +147,7 @@ class ScreeningMemory:
                 short_lived = np.maximum(activations, at_step[:, column, None])
             allocated[some, column] = batch.fullest_ranks(short_lived, resident[:, column], some)
         allocated = allocated.transpose(0, 2, 1)  # activation policies stay neighbours in memory
-        device = memory.runtime_overhead(
+        device = peak.runtime_overhead(
             self._constants,
             allocated,
             groups=self._count_communicators(parts_memory.sym.layout, batch)[:, None, None],
@@ -169,7 +170,7 @@ class ScreeningMemory:
         key = cut.tp, cut.cp, cut.ep > 1, batch.degrees
         if key not in self._communicators:
             self._communicators[key] = np.array(
-                [memory.count_communicators(replace(cut, pp=pp)) for pp in batch.degrees]
+                [peak.count_communicators(replace(cut, pp=pp)) for pp in batch.degrees]
             )
         return np.asarray(self._communicators[key][batch.degree])
 
@@ -507,7 +508,7 @@ def _is_linear(param: Param) -> bool:
 
 
 def _fullest_moments(
-    parts_memory: memory.ModelMemory, batch: PipelineBatch, live: Array, *, beside_layer: int
+    parts_memory: peak.ModelMemory, batch: PipelineBatch, live: Array, *, beside_layer: int
 ) -> Array:
     """Return the bytes at the fullest moment of every rank [ranks, activation policies].
 

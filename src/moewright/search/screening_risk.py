@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moewright.cost.activations import ActivationPolicy
 from moewright.cost.constants import Constants
 from moewright.cost.evidence import job_choices, layout_choices, read_measured_choices
+from moewright.cost.memory.activations import ActivationPolicy
 from moewright.cost.own_runs import choice_distance, own_run_factor
 from moewright.cost.stage_parts import Array
 from moewright.cost.uncertainty import step_bound, step_deviation

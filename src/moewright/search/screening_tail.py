@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from moewright.cost.stage_parts import Array
-from moewright.cost.step_tail import RankParameters, StepTail, step_tail
 from moewright.cost.symbols import Symbols
-from moewright.rules import shards
+from moewright.cost.time.step_tail import RankParameters, StepTail, step_tail
+from moewright.rules.shapes import shards
 from moewright.search.pipeline_arrays import PipelineBatch
 from moewright.search.screening_memory import ScreeningMemory
 from moewright.search.screening_time import ScreeningTimes

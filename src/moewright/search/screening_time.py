@@ -8,20 +8,20 @@ from functools import cached_property
 
 import numpy as np
 
-from moewright.cost.activations import (
+from moewright.cost.memory.activations import (
     NOTHING_OFFLOADED,
     ActivationPolicies,
     OffloadedActivations,
 )
-from moewright.cost.collective_time import CollectiveModel
-from moewright.cost.elementwise import DEDUP_DISPATCHERS
-from moewright.cost.estimate_memory import expected_symbols
-from moewright.cost.layer_time import price_collectives
-from moewright.cost.memory import ModelMemory
-from moewright.cost.op_time import DeviceRates
+from moewright.cost.memory.estimate_memory import expected_symbols
+from moewright.cost.memory.peak import ModelMemory
 from moewright.cost.stage_parts import Array, LayerKind, StageParts
-from moewright.cost.step_time import Pricer, model_ops, price_model_ops
 from moewright.cost.symbols import Symbols
+from moewright.cost.time.collective_time import CollectiveModel
+from moewright.cost.time.elementwise import DEDUP_DISPATCHERS
+from moewright.cost.time.layer_time import price_collectives
+from moewright.cost.time.op_time import DeviceRates
+from moewright.cost.time.step_time import Pricer, model_ops, price_model_ops
 from moewright.search.space import SearchSpace, cp_comm_choices, dispatcher_choices
 from moewright.spec.layout import CpComm, DispatcherKind, Layout, Overlap
 

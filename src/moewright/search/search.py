@@ -11,7 +11,7 @@ import numpy as np
 from moewright.codec import fingerprint
 from moewright.cost.estimate import estimate
 from moewright.rules.grid import with_fabric_nodes
-from moewright.rules.legality import check_device, check_legality, check_precision
+from moewright.rules.limits.legality import check_device, check_legality, check_precision
 from moewright.search.candidates import (
     Candidate,
     CandidatePool,

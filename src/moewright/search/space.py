@@ -11,16 +11,21 @@ from itertools import product
 from typing import Any
 
 from moewright.codec import explicit_fields, parse_layout
-from moewright.cost.activations import ActivationPolicy
-from moewright.cost.collective_time import group_span
+from moewright.cost.memory.activations import ActivationPolicy
+from moewright.cost.time.collective_time import group_span
 from moewright.rules.batch_rampup import deciding_batches
-from moewright.rules.compatibility import check_compatibility
-from moewright.rules.divisibility import divisors
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.compatibility import check_compatibility
+from moewright.rules.limits.divisibility import divisors
+from moewright.rules.limits.legality import check_legality
 from moewright.rules.networks import runs_on
-from moewright.rules.schedule import check_schedule
-from moewright.rules.stages import EvenSplit, even_layout_string, parse_stages, vpp_choices
+from moewright.rules.timetable.schedule import check_schedule
+from moewright.rules.timetable.stages import (
+    EvenSplit,
+    even_layout_string,
+    parse_stages,
+    vpp_choices,
+)
 from moewright.spec.errors import Reason
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
@@ -158,7 +163,7 @@ def degree_groups(space: SearchSpace) -> Iterator[DegreeGroup]:
     """Yield every group that has a pipeline.
 
     Ranks divide over the degrees of a group, and its batch over micro-batches; whether a layout of
-    it is legal in full is for rules.legality to say.
+    it is legal in full is for rules.limits.legality to say.
     """
     world = space.hardware.count
     shapes = tuple(_pipeline_shapes(space))

@@ -198,7 +198,7 @@ class Layout:
     def dp(self) -> int:
         """Dense data-parallel degree, rounded down where the world does not divide.
 
-        rules.legality reports such a world.
+        rules.limits.legality reports such a world.
         """
         return self.world_size // (self.tp * self.cp * self.pp)
 

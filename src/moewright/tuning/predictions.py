@@ -17,7 +17,7 @@ from moewright.calibration.fit import (
 from moewright.calibration.fit_inputs import apply_fit
 from moewright.cost.constants import Constants
 from moewright.cost.estimate import estimate
-from moewright.cost.repricing import RepriceableStep
+from moewright.cost.time.repricing import RepriceableStep
 from moewright.search.search import build_plan
 from moewright.spec.hardware import Constant, Hardware
 from moewright.spec.plan import Estimate, Plan

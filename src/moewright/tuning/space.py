@@ -9,10 +9,10 @@ from math import prod
 from typing import Any
 
 from moewright.codec import explicit_fields, format_layout, parse_layout
-from moewright.rules.divisibility import divisors
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
-from moewright.rules.parameters import count_parameters
+from moewright.rules.limits.divisibility import divisors
+from moewright.rules.limits.legality import check_legality
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.search.search import search
 from moewright.search.space import (
     MICRO_BATCH_SIZES,

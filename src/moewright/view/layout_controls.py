@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from moewright.codec import format_layout
-from moewright.rules.divisibility import divisors
 from moewright.rules.job import Job
-from moewright.rules.legality import check_legality
+from moewright.rules.limits.divisibility import divisors
+from moewright.rules.limits.legality import check_legality
 from moewright.spec.layout import (
     CpComm,
     DispatcherKind,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moewright.codec import format_layout
 from moewright.diagnosis.published import PublishedRun, find_nearest_runs
 from moewright.report.plan_text import describe_evidence
-from moewright.rules.stages import pipeline_chunks
+from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.errors import Reason
 from moewright.spec.ledger import Component, Ledger
 from moewright.spec.model import ModelSpec

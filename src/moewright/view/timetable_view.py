@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moewright.cost.pipeline_rows import simulate_plan
-from moewright.rules.stages import virtual_stage
+from moewright.rules.timetable.stages import virtual_stage
 from moewright.spec.plan import Plan
 from moewright.spec.record import Record, Row
 from moewright.view.plan_view import JobView, build_job_view

@@ -60,7 +60,7 @@ def build_mesh(
 ) -> Mesh:
     """Create every group of more than one rank; names over the same ranks share a process group.
 
-    `tables`: pipeline ranks that hold some table in common (rules.shards).
+    `tables`: pipeline ranks that hold some table in common (rules.shapes.shards).
     """
     handles: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 

@@ -1,9 +1,9 @@
 """The turns of a forward and a backward that run beside each other on a rank.
 
 Each runs on a thread of its own, one at a time, and hands over when the exchange that ends its
-segment has started (rules.paired_passes). A backward goes through the graph in one call, which
-cannot stop in the middle, so it needs a stack of its own. What a pass has built is the same as
-where it runs alone: the order of its operations does not change, and so no bit of a result does.
+segment has started (rules.timetable.paired_passes). A backward goes through the graph in one call,
+which cannot stop in the middle, so it needs a stack of its own. What a pass has built is the same
+as where it runs alone: the order of its operations does not change, and so no bit of a result does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.timetable_row import RowKind
 
 
 class PassState(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from moewright.engine.comm.mesh import Mesh
 from moewright.rules.grid import axis_size
-from moewright.rules.shards import shard_size
+from moewright.rules.shapes.shards import shard_size
 
 # (mesh axis, tensor dim) pairs; over an axis that is not named every rank has a full copy.
 Sharding = tuple[tuple[str, int], ...]

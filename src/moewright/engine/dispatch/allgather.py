@@ -82,7 +82,7 @@ class AllGatherDispatcher:
     def dispatch(
         self, routed: RoutedRows, route: AllGatherRoute, exchange: RowExchange
     ) -> RoutedRows:
-        """Gather all ranks' tokens and weights. Nothing overlaps a gather (rules.compatibility)."""
+        """Gather all ranks' tokens and weights, which no overlap covers (compatibility.py)."""
         return RoutedRows(
             rows=AllGatherRows.apply(routed.rows, self._group),
             weights=AllGatherRows.apply(routed.weights, self._group),

@@ -130,7 +130,7 @@ class DeepEpDispatcher:
     def dispatch(self, routed: RoutedRows, route: DeepEpRoute, exchange: RowExchange) -> RoutedRows:
         """Send copies and weights to the ranks of their experts.
 
-        Nothing overlaps it (rules.engine_limits).
+        Nothing overlaps it (rules.limits.engine_limits).
         """
         rows, weights, ids, route.handle = _Dispatch.apply(
             routed.rows, routed.weights, route.experts, self._library

@@ -17,7 +17,7 @@ from moewright.engine.hf.name_patterns import (
     TOP_LEVEL_NAMES,
     NamePattern,
 )
-from moewright.rules.parameters import expert_table_name, parameters, selection_bias_name
+from moewright.rules.shapes.parameters import expert_table_name, parameters, selection_bias_name
 from moewright.spec.model import MixerKind, ModelSpec, MoeSpec
 
 # The safetensors name of the dtype of tables of experts.

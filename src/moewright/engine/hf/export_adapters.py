@@ -35,7 +35,7 @@ from moewright.engine.hf.names import (
 )
 from moewright.engine.hf.packed import PACKED_DTYPES
 from moewright.rules.adapters import ADAPTER_PARTS, adapter_parameters
-from moewright.rules.param import Param
+from moewright.rules.shapes.param import Param
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec
 from moewright.spec.workload import FineTuningSpec, Task

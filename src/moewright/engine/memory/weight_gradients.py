@@ -1,9 +1,9 @@
 """Weight gradients that are computed later than the input gradients of the same operation.
 
-Schedules that split the backward (rules.zero_bubble) send a stage's input gradients on before they
-compute its weight gradients. While a backward is inside `WeightGradStore.defer_for`, the matrix
-products of the model leave in the store the computation of their weight gradients, with its
-operands; `WeightGradStore.run_deferred` runs it and passes the gradients on to the parameters.
+Schedules that split the backward (rules.timetable.zero_bubble) send a stage's input gradients on
+before they compute its weight gradients. While a backward is inside `WeightGradStore.defer_for`,
+the matrix products of the model leave in the store the computation of their weight gradients, with
+its operands; `WeightGradStore.run_deferred` runs it and passes the gradients on to the parameters.
 
 Column-parallel, row-parallel and grouped products do so, which have nearly all of a stage's weight
 gradients. The gradients of norms, the embedding, the router and gates are computed with the input

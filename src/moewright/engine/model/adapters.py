@@ -2,8 +2,8 @@
 
 The product of a weight w gets f (x a^T) b^T added, with a factor f, a [r,K] and b [N,r]. TP and EP
 shard a as they shard the columns of w, b as its rows; what they do not shard is whole on every
-rank, and its gradient is summed like that of any such parameter (rules.shards). A stack of weights
-(gate and up) has a stack of adapters.
+rank, and its gradient is summed like that of any such parameter (rules.shapes.shards). A stack of
+weights (gate and up) has a stack of adapters.
 
 Shapes: t, T tokens, R rows as in parallel_linear; K in, N out, r rank, E experts.
 """

@@ -42,7 +42,7 @@ from moewright.engine.model.rope import rope_frequencies
 from moewright.engine.runtime import Runtime
 from moewright.rules.alibi import alibi_slopes
 from moewright.rules.context_parallel import split_at_chunks
-from moewright.rules.param import TP_COLUMNS, TP_ROWS
+from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import AttentionKind, PositionKind, QkNorm, RopeSpec

@@ -41,7 +41,7 @@ from moewright.engine.model.parallel_linear import ColumnParallelLinear
 from moewright.engine.model.sparse_attention import IndexInputs
 from moewright.engine.observe.counters import Counters
 from moewright.engine.runtime import Runtime
-from moewright.rules.param import TP_COLUMNS, TP_ROWS
+from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.layout import Offload, Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import MixerKind

@@ -32,7 +32,7 @@ from moewright.engine.model.recurrent_mixer import (
     take_own_heads,
 )
 from moewright.engine.runtime import Runtime
-from moewright.rules.param import TP_COLUMNS, TP_ROWS
+from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS
 from moewright.spec.ledger import Module
 
 

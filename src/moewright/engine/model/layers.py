@@ -1,7 +1,7 @@
 """The parts of a transformer layer, and the embedding and head around them.
 
-Parameter names follow rules.parameters, so that a state means the same in any layout. Each class
-that owns parameters says which module of the ledger they belong to.
+Parameter names follow rules.shapes.parameters, so that a state means the same in any layout. Each
+class that owns parameters says which module of the ledger they belong to.
 
 Shapes: T = B*S tokens, t = T / tp those of this rank between blocks, H hidden, D head dim.
 """
@@ -36,8 +36,8 @@ from moewright.engine.model.parallel_linear import (
     RowParallelLinear,
 )
 from moewright.engine.runtime import Runtime
-from moewright.rules.param import TP_COLUMNS, TP_ROWS, has_weight_decay
-from moewright.rules.recompute import loss_chunk_columns
+from moewright.rules.saved.recompute import loss_chunk_columns
+from moewright.rules.shapes.param import TP_COLUMNS, TP_ROWS, has_weight_decay
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import NormKind

@@ -260,7 +260,7 @@ class MoeLayer(torch.nn.Module):
 
     def map_rows(self, choice: ExpertChoice) -> MappedRows:
         """Return what is known of the rows to send before the host reads how many there are."""
-        assert isinstance(self._dispatcher, AllToAllDispatcher)  # rules.engine_graphs
+        assert isinstance(self._dispatcher, AllToAllDispatcher)  # rules.limits.engine_graphs
         with self._runtime.counters.scopes.enter(Module.EXPERTS):
             return self._dispatcher.map_rows(self._choose_slots(choice))
 

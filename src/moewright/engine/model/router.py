@@ -29,7 +29,7 @@ from moewright.engine.model.router_jitter import uniform_noise
 from moewright.engine.model.router_losses import count_counted, loss_terms
 from moewright.engine.model.routes import LayerRoutes
 from moewright.engine.runtime import Runtime, router_dtype
-from moewright.rules.parameters import expert_table_name, selection_bias_name
+from moewright.rules.shapes.parameters import expert_table_name, selection_bias_name
 from moewright.spec.ledger import Module
 from moewright.spec.model import ModelSpec, RouterSpec
 from moewright.spec.workload import (

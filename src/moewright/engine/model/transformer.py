@@ -31,8 +31,8 @@ from moewright.engine.model.residual_streams import StreamMix
 from moewright.engine.model.router_losses import aux_loss_coefficients
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_adapter
-from moewright.rules.recompute import layer_recompute
-from moewright.rules.stages import Chunk, chunk_layers
+from moewright.rules.saved.recompute import layer_recompute
+from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.layout import Recompute
 from moewright.spec.ledger import Module
 from moewright.spec.model import RecurrentKind

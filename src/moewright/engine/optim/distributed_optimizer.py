@@ -27,10 +27,10 @@ from moewright.engine.optim.optimizer_states import (
 )
 from moewright.engine.optim.update_rules import UpdateRule, adamw_update
 from moewright.engine.runtime import Runtime
-from moewright.rules.fsdp import (
+from moewright.rules.shapes.fsdp import (
     is_fsdp_sharded,
 )
-from moewright.rules.shards import gradient_group
+from moewright.rules.shapes.shards import gradient_group
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import Component, MemoryRow, Module
 from moewright.spec.workload import MatrixUpdate

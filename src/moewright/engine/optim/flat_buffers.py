@@ -30,10 +30,15 @@ from moewright.engine.optim.optimizer_states import (
     store_states,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.rules.buckets import Bucket, offloaded_numel, plan_buckets, shard_range
-from moewright.rules.fsdp import flat_buffer_layout, fsdp_groups, is_fsdp_sharded, state_group
 from moewright.rules.moments import shard_multiple
-from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, holding_pp_ranks
+from moewright.rules.shapes.buckets import Bucket, offloaded_numel, plan_buckets, shard_range
+from moewright.rules.shapes.fsdp import (
+    flat_buffer_layout,
+    fsdp_groups,
+    is_fsdp_sharded,
+    state_group,
+)
+from moewright.rules.shapes.shards import GRADIENT_GROUPS, gradient_group, holding_pp_ranks
 from moewright.spec.layout import Offload
 from moewright.spec.ledger import Component, MemoryRow
 
@@ -53,8 +58,8 @@ class FlatBucket:
 
     `group` shares the gradients, and the state too where `sharded` is set. `replica_group` are the
     ranks that hold the same shard of an optimizer of several instances. `holder_group` are the
-    pipeline ranks that hold the bucket, where there are several (rules.shards). `segments` are the
-    optimizer state of the shard, cut where part of it is offloaded.
+    pipeline ranks that hold the bucket, where there are several (rules.shapes.shards). `segments`
+    are the optimizer state of the shard, cut where part of it is offloaded.
     """
 
     group: Group

@@ -51,8 +51,8 @@ from moewright.engine.optim.optimizer_states import (
     uses_muon,
 )
 from moewright.engine.runtime import Runtime, torch_dtype
-from moewright.rules.fsdp import FsdpGroups, fsdp_groups, fsdp_units, offloaded_names
-from moewright.rules.shards import gradient_group, holding_pp_ranks
+from moewright.rules.shapes.fsdp import FsdpGroups, fsdp_groups, fsdp_units, offloaded_names
+from moewright.rules.shapes.shards import gradient_group, holding_pp_ranks
 from moewright.spec.layout import Layout
 from moewright.spec.ledger import Component, MemoryRow
 
@@ -265,7 +265,7 @@ def apply_fsdp(
     parameters: Sequence[NamedParameter],
     initial_value: Callable[[NamedParameter], torch.Tensor],
 ) -> FsdpParams:
-    """Shard `parameters` (rules.fsdp); all others of the model are left alone."""
+    """Shard `parameters` (rules.shapes.fsdp); all others of the model are left alone."""
     layout = runtime.mesh.layout
     device = runtime.device
     stays_gathered = layout.zero == 2

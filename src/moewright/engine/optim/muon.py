@@ -28,7 +28,6 @@ from moewright.engine.optim.optimizer_states import (
     uses_muon,
 )
 from moewright.engine.runtime import Runtime
-from moewright.rules.fsdp import momentum_group
 from moewright.rules.grid import axis_size
 from moewright.rules.muon import (
     COEFFICIENTS,
@@ -37,7 +36,8 @@ from moewright.rules.muon import (
     list_matrices,
     scale_update,
 )
-from moewright.rules.shards import GRADIENT_GROUPS, gradient_group, shard_size
+from moewright.rules.shapes.fsdp import momentum_group
+from moewright.rules.shapes.shards import GRADIENT_GROUPS, gradient_group, shard_size
 from moewright.spec.workload import Dtype
 
 # Matrices of one shape are made orthogonal together, up to so many elements.

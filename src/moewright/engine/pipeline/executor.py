@@ -9,9 +9,9 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moewright.engine.pipeline.p2p import P2PChannel
-from moewright.rules.p2p import PipelineAction
-from moewright.rules.schedule import split_backwards
-from moewright.rules.timetable_row import RowKind, TimetableRow
+from moewright.rules.timetable.p2p import PipelineAction
+from moewright.rules.timetable.schedule import split_backwards
+from moewright.rules.timetable.timetable_row import RowKind, TimetableRow
 
 Key = tuple[int, int]  # micro-batch, chunk
 

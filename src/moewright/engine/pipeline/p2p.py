@@ -1,4 +1,4 @@
-"""The messages between pipeline ranks, sent and received as a rank's actions say (rules.p2p)."""
+"""The messages between pipeline ranks, as a rank's actions say (rules.timetable.p2p)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moewright.engine.comm.collectives import Group, TimedWork, receive, send
-from moewright.rules.p2p import PipelineAction, output_stage
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.p2p import PipelineAction, output_stage
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.layout import Layout
 
 # Makes an empty tensor of the shape of a micro-batch's messages.

@@ -25,19 +25,19 @@ from moewright.engine.pipeline.executor import (
 )
 from moewright.engine.pipeline.p2p import P2PChannel
 from moewright.engine.runtime import Runtime
-from moewright.rules.activation_offload import chunk_to_fetch, fetches_chunks
 from moewright.rules.job import Job
-from moewright.rules.p2p import PipelineAction, pipeline_actions
-from moewright.rules.paired_passes import (
+from moewright.rules.saved.activation_offload import chunk_to_fetch, fetches_chunks
+from moewright.rules.timetable.p2p import PipelineAction, pipeline_actions
+from moewright.rules.timetable.paired_passes import (
     backward_segments,
     can_pair,
     forward_segments,
     pair_passes,
     paired_rows,
 )
-from moewright.rules.schedule import timetable
-from moewright.rules.stages import Chunk
-from moewright.rules.timetable_row import RowKind, TimetableRow
+from moewright.rules.timetable.schedule import timetable
+from moewright.rules.timetable.stages import Chunk
+from moewright.rules.timetable.timetable_row import RowKind, TimetableRow
 from moewright.spec.layout import Layout
 from moewright.spec.model import ModelSpec
 

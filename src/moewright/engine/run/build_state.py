@@ -38,15 +38,15 @@ from moewright.engine.run.step_graph import StepGraph
 from moewright.engine.run.train_state import TrainState
 from moewright.engine.run.worker import RankContext
 from moewright.engine.runtime import Runtime, router_dtype, stored_dtype, torch_dtype
-from moewright.rules.activation_offload import offloading_layers
 from moewright.rules.delayed_scaling import is_delayed, scaled_linears
 from moewright.rules.graph_parts import shared_gradients
 from moewright.rules.grid import axis_size
 from moewright.rules.job import Job
 from moewright.rules.low_precision import find_recipe
 from moewright.rules.routing import LIBRARY_DISPATCHERS
-from moewright.rules.shards import shared_table_ranks
-from moewright.rules.stages import Chunk, chunk_layers
+from moewright.rules.saved.activation_offload import offloading_layers
+from moewright.rules.shapes.shards import shared_table_ranks
+from moewright.rules.timetable.stages import Chunk, chunk_layers
 from moewright.spec.hardware import DeviceKind
 from moewright.spec.layout import CudaGraphScope
 
@@ -205,7 +205,7 @@ def _open_library(job: Job, mesh: Mesh, device: torch.device) -> DispatchLibrary
     Raises:
         BadInput: when the library is not fit for use here.
     """
-    assert job.model.moe is not None  # rules.compatibility
+    assert job.model.moe is not None  # rules.limits.compatibility
     dispatcher = job.layout.dispatcher
     experts = job.model.moe.experts
     hidden = job.model.expert_width

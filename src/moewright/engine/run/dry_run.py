@@ -26,8 +26,8 @@ from moewright.engine.run.build_state import build_train_state
 from moewright.engine.run.step import train_step
 from moewright.engine.runtime import Runtime
 from moewright.rules import grid
-from moewright.rules.engine_limits import require_runnable
 from moewright.rules.job import Job
+from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.routing import LIBRARY_DISPATCHERS, drops_by_probability
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import DispatcherKind, ExpertPlacement

@@ -29,8 +29,8 @@ from moewright.rules.context_parallel import (
 )
 from moewright.rules.packing import StepSize
 from moewright.rules.routing import counts_copies, dispatch_nodes
-from moewright.rules.stages import Chunk, chunk_layers
-from moewright.rules.timetable_row import RowKind
+from moewright.rules.timetable.stages import Chunk, chunk_layers
+from moewright.rules.timetable.timetable_row import RowKind
 from moewright.spec.layout import Overlap
 from moewright.spec.ledger import StepPhase
 from moewright.spec.workload import DocumentMasking, Objective

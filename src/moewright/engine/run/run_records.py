@@ -19,8 +19,8 @@ from moewright.engine.observe.record import (
 from moewright.engine.observe.trackers import open_trackers
 from moewright.engine.run.step import StepResult
 from moewright.rules.expert_placement import slot_experts
-from moewright.rules.flops import model_flops_per_token
 from moewright.rules.job import plan_job
+from moewright.rules.shapes.flops import model_flops_per_token
 from moewright.spec.plan import Plan
 from moewright.spec.run import LayerLoad, Session, StepRecord
 from moewright.spec.units import TERA

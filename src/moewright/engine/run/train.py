@@ -87,10 +87,10 @@ from moewright.engine.run.worker import (
 )
 from moewright.engine.runtime import Runtime
 from moewright.rules.adapters import is_frozen
-from moewright.rules.engine_limits import require_runnable
 from moewright.rules.job import plan_job
+from moewright.rules.limits.engine_limits import require_runnable
 from moewright.rules.moments import stored_nbytes
-from moewright.rules.parameters import count_parameters
+from moewright.rules.shapes.parameters import count_parameters
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Overlap
 from moewright.spec.plan import Plan

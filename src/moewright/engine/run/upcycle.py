@@ -35,8 +35,8 @@ from moewright.engine.hf import names
 from moewright.engine.hf.folder import HfReader, open_hf_folder
 from moewright.engine.hf.read_parts import read_parameter_box
 from moewright.engine.model.transformer import draw_normal
-from moewright.rules.param import Param
-from moewright.rules.parameters import parameters
+from moewright.rules.shapes.param import Param
+from moewright.rules.shapes.parameters import parameters
 from moewright.rules.upcycling import UpcyclingSpec
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.model import ModelSpec

@@ -15,7 +15,7 @@ from moewright.exporters.megatron.model import Flag, format_number
 from moewright.rules.batch_rampup import batch_sizes, step_samples, wsd_decay_steps
 from moewright.rules.context_parallel import cp_factors
 from moewright.rules.job import Job
-from moewright.rules.stages import pipeline_chunks
+from moewright.rules.timetable.stages import pipeline_chunks
 from moewright.spec.hardware import Hardware
 from moewright.spec.layout import (
     CapacityFill,

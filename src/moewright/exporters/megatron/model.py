@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from moewright.rules.megatron_limits import is_yarn
+from moewright.rules.limits.megatron_limits import is_yarn
 from moewright.spec.model import (
     AttentionKind,
     AttentionSpec,

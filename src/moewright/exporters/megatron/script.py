@@ -14,7 +14,7 @@ from moewright.exporters.megatron.model import Flag, model_flags
 from moewright.exporters.torchrun import torchrun_command
 from moewright.rules.delayed_scaling import is_delayed
 from moewright.rules.job import plan_job
-from moewright.rules.megatron_limits import megatron_refusals
+from moewright.rules.limits.megatron_limits import megatron_refusals
 from moewright.spec.errors import BadInput
 from moewright.spec.layout import Layout, Offload, Overlap
 from moewright.spec.plan import Plan

@@ -40,7 +40,7 @@ def read_layout(
     """Return the layout over `world_size` ranks, and notes on defaults that surprise.
 
     `zero` is the ZeRO stage of a DeepSpeed config, None where there is none. Whether the layout is
-    legal for the model is for rules.legality to say.
+    legal for the model is for rules.limits.legality to say.
 
     Raises:
         BadInput: an option is not planned here, or Megatron-LM itself refuses a combination.

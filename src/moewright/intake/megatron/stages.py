@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moewright.codec.megatron_options import LAYOUT_OPTIONS
 from moewright.intake.megatron.arguments import Arguments
-from moewright.rules.stages import check_stages, parse_stages, pipeline_chunks
+from moewright.rules.timetable.stages import check_stages, parse_stages, pipeline_chunks
 from moewright.spec.errors import BadInput, Reason
 from moewright.spec.layout import Layout, Schedule
 from moewright.spec.model import ModelSpec

@@ -118,7 +118,7 @@ class KernelSet(Protocol):
 
         Returns experts [T,k] int64, their weights [T,k] and all scores [T,E], the last two
         differentiable. Kept for backward are scores and experts, two numbers a weight and sum where
-        weights are renormalised, and the logits of a score that needs them (rules.recompute).
+        weights are renormalised, and the logits of a score that needs them (rules.saved.recompute).
         """
 
     def router_losses(
@@ -126,6 +126,6 @@ class KernelSet(Protocol):
     ) -> torch.Tensor:
         """Return this rank's parts of a router's four losses, fp32 [4], differentiable.
 
-        Kept for backward are what rules.recompute says: scores, shares, sums of scores where they
-        are divided by them, and for the z loss logits with their log-sum-exp.
+        Kept for backward are what rules.saved.recompute says: scores, shares, sums of scores where
+        they are divided by them, and for the z loss logits with their log-sum-exp.
         """

@@ -1,0 +1,1 @@
+"""The memory of pipeline ranks: model states, activations, buffers, and their peak."""

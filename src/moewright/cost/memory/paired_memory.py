@@ -1,0 +1,240 @@
+"""What a rank keeps while a forward runs beside a backward, segment by segment.
+
+The planner's estimate counts one more layer for such a pair (cost.memory.snapshots), which is what
+it can be at most. A ledger is compared with what lived, so here the pair is walked as the executor
+runs it: after each segment (rules.timetable.paired_passes) the forward has kept, and the backward
+has freed, what belongs to the layers' parts in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moewright.cost.memory.activations import (
+    ActivationContext,
+    outside_bytes,
+    saved_rows,
+    sum_by_module,
+)
+from moewright.cost.routed_rows import ExpertRows, is_moe_layer
+from moewright.cost.stage_parts import Array
+from moewright.rules.saved import recompute
+from moewright.rules.saved.activation_offload import is_offloaded, offloads_at
+from moewright.rules.saved.saved_tensor import SavedTensor
+from moewright.rules.timetable.paired_passes import (
+    PassSegment,
+    PassWork,
+    WorkStep,
+    backward_segments,
+    forward_segments,
+    pair_passes,
+    paired_rows,
+)
+from moewright.rules.timetable.stages import Chunk, chunk_layers
+from moewright.rules.timetable.timetable_row import RowKind, TimetableRow
+from moewright.spec.layout import Recompute
+from moewright.spec.ledger import MemoryRow, Module
+
+Key = tuple[int, int]  # micro-batch, chunk
+# What is kept of experts before their rows leave, or after they have come back.
+_SENT = ("sent_indices",)
+_RETURNED = ("returned_indices", "latent_out", "mlp_out")
+# What a router decided, which the replay of a checkpoint reuses.
+_DECISIONS = ("chosen", "load_share")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptTensor:
+    """A tensor of a layer with the parts of passes in which it is kept and freed.
+
+    Where `is_lasting`, it is freed with the whole chunk, when its backward ends.
+    """
+
+    tensor: SavedTensor
+    kept_in: PassWork
+    freed_in: PassWork
+    is_lasting: bool = False
+
+
+def place_tensors(
+    tensors: Sequence[SavedTensor], recomputed: Collection[Recompute], *, is_moe: bool
+) -> Iterator[KeptTensor]:
+    """Yield when passes keep and free the tensors that a layer keeps under a recompute choice.
+
+    Autograd keeps the input of a checkpoint when its forward has ended, and frees it when its
+    backward has; decisions belong to the checkpoint.
+    """
+    for tensor in tensors:
+        work = _find_work(tensor) if is_moe else PassWork.WHOLE
+        last = PassWork.AFTER if is_moe else PassWork.WHOLE
+        in_router = tensor.owner is Module.ROUTER
+        in_checkpoint = Recompute.FULL in recomputed or (Recompute.MOE in recomputed and in_router)
+        if in_checkpoint and in_router and tensor.name in _DECISIONS:
+            yield KeptTensor(tensor=tensor, kept_in=work, freed_in=work, is_lasting=True)
+        elif in_checkpoint:
+            yield KeptTensor(tensor=tensor, kept_in=last, freed_in=work)
+        else:
+            yield KeptTensor(tensor=tensor, kept_in=work, freed_in=work)
+
+
+def _find_work(tensor: SavedTensor) -> PassWork:
+    if tensor.owner is Module.MTP:
+        return PassWork.EMBEDDING
+    if tensor.owner is Module.SHARED_EXPERTS or tensor.name in _RETURNED:
+        return PassWork.AFTER
+    if tensor.owner is Module.EXPERTS and tensor.name not in _SENT:
+        return PassWork.EXPERTS
+    return PassWork.BEFORE
+
+
+def paired_saved_rows(
+    context: ActivationContext,
+    rows: ExpertRows,
+    *,
+    chunks: Sequence[Chunk],
+    table: Sequence[TimetableRow],
+) -> tuple[MemoryRow, ...]:
+    """Count what a rank keeps at its peak, where its timetable has pairs.
+
+    `rows` may differ between micro-batches and layers, as those of a recorded step do.
+    """
+    passes: dict[tuple[RowKind, int], tuple[PassSegment, ...]] = {}
+    for number, chunk in enumerate(chunks):
+        passes[RowKind.F, number] = forward_segments(context.job.model, chunk)
+        passes[RowKind.B, number] = backward_segments(context.job.model, context.job.layout, chunk)
+    live = walk_pairs(table, passes, _StepPrices(context, rows, chunks))
+    return saved_rows(live[int(live.sum(axis=1).argmax())], logits=0, transient=0)
+
+
+class _StepPrices:
+    """The bytes that each step of a pass keeps or frees, under the rows of its micro-batch."""
+
+    def __init__(
+        self, context: ActivationContext, rows: ExpertRows, chunks: Sequence[Chunk]
+    ) -> None:
+        self._context = context
+        self._rows = rows
+        self._chunks = chunks
+        self._outside = outside_bytes(context)
+        self._by_layer: dict[tuple[object, ...], tuple[KeptTensor, ...]] = {}
+
+    def price_kept(self, key: Key, step: WorkStep) -> Array:
+        """Return what a step of a forward keeps [modules]."""
+        tensors = self._layer_tensors(key, step)
+        return self._outside_layers(key, step) + sum_by_module(
+            [(t.tensor.module, t.tensor.bytes) for t in tensors if t.kept_in is step.work]
+        )
+
+    def price_freed(self, key: Key, step: WorkStep) -> Array:
+        """Return what a step of a backward has done with [modules], lasting ones included."""
+        tensors = self._layer_tensors(key, step)
+        return self._outside_layers(key, step) + sum_by_module(
+            [(t.tensor.module, t.tensor.bytes) for t in tensors if t.freed_in is step.work]
+        )
+
+    def price_lasting(self, key: Key, step: WorkStep) -> Array:
+        """Return the part of `price_freed` that lives until the backward of the chunk ends.
+
+        Its shape is [modules]. Beside decisions these are tokens and targets, which belong to the
+        micro-batch.
+        """
+        tensors = self._layer_tensors(key, step)
+        lasting_bytes = sum_by_module(
+            [
+                (t.tensor.module, t.tensor.bytes)
+                for t in tensors
+                if t.is_lasting and t.freed_in is step.work
+            ]
+        )
+        tokens = self._outside[0]
+        if step.work is PassWork.HEAD:
+            return lasting_bytes + sum_by_module([(Module.HEAD, int(tokens.sum()))])
+        return np.asarray(lasting_bytes + tokens * (step.work is PassWork.EMBEDDING))
+
+    def _outside_layers(self, key: Key, step: WorkStep) -> Array:
+        embedding, head, mtp_input = self._outside
+        if step.work is PassWork.HEAD:
+            return np.asarray(head)
+        if step.work is not PassWork.EMBEDDING:
+            return np.zeros(len(head))
+        # Where no final norm on the same stage keeps what the first depth takes, the depth does.
+        has_loss = self._chunks[key[1]].has_loss
+        is_first_depth = step.layer == self._context.job.model.layers + 1 and not has_loss
+        return np.asarray(embedding + mtp_input * is_first_depth)
+
+    def _layer_tensors(self, key: Key, step: WorkStep) -> tuple[KeptTensor, ...]:
+        if step.layer < 0:
+            return ()
+        micro_batch, number = key
+        context = self._context
+        layout = context.job.layout
+        layer = step.layer
+        layers = chunk_layers(context.job.model, self._chunks[number])
+        place = layers.index(layer)
+        is_away = offloads_at(layout, number, place, len(layers))
+        load = self._rows.load_factor(micro_batch, layer)
+        dispatch = self._rows.dispatch_counts(micro_batch, layer)
+        layer_key = layer, place, load, dispatch
+        if layer_key not in self._by_layer:
+            tensors = recompute.saved_tensors(context.job, layer, load=load, dispatch=dispatch)
+            offload = layout.offload if is_away else ()
+            kept = [
+                tensor
+                for tensor in recompute.layer_kept_tensors(tensors, layout, place)
+                if not is_offloaded(tensor, offload)
+            ]
+            recomputed = recompute.layer_recompute(layout, place)
+            is_moe = is_moe_layer(context.job.model, layer)
+            self._by_layer[layer_key] = tuple(place_tensors(kept, recomputed, is_moe=is_moe))
+        return self._by_layer[layer_key]
+
+
+def walk_pairs(
+    rows: Sequence[TimetableRow],
+    passes: Mapping[tuple[RowKind, int], Sequence[PassSegment]],
+    prices: _StepPrices,
+) -> Array:
+    """Return what is kept at every moment of a rank that runs pairs [moments, modules].
+
+    `passes` are the segments of the forward and backward of each chunk. Moments are the ends of
+    segments and of rows.
+    """
+    paired = paired_rows(rows)
+    moments: list[Array] = []
+    live: Array | float = 0.0
+    lasting_bytes: Array | float = 0.0
+
+    def run_segment(row: TimetableRow, segment: PassSegment) -> None:
+        nonlocal live, lasting_bytes
+        key = row.micro_batch, row.chunk
+        for step in segment.steps:
+            if step.is_replay:
+                continue
+            if segment.kind is RowKind.F:
+                live = live + prices.price_kept(key, step)
+            else:
+                live = live - prices.price_freed(key, step)
+                lasting_bytes = lasting_bytes + prices.price_lasting(key, step)
+        is_last = segment is passes[segment.kind, row.chunk][-1]
+        if is_last and segment.kind is RowKind.B:
+            lasting_bytes = 0.0
+        moments.append(np.array(live + lasting_bytes))
+
+    index = 0
+    while index < len(rows):
+        row = rows[index]
+        if index in paired:
+            after = rows[index + 1]
+            by_kind = {RowKind.F: row, RowKind.B: after}
+            merged = pair_passes(passes[RowKind.F, row.chunk], passes[RowKind.B, after.chunk])
+            for segment in merged:
+                run_segment(by_kind[segment.kind], segment)
+            index += 2
+            continue
+        for segment in passes.get((row.kind, row.chunk), ()):
+            run_segment(row, segment)
+        index += 1
+    return np.array(moments)

@@ -1,0 +1,1 @@
+"""Which jobs are legal, and which of them the engine and other trainers run."""

@@ -1,0 +1,220 @@
+"""How torch's fully_shard shards the parameters of a rank, and when it moves them (ZeRO-2 and -3).
+
+A unit is gathered and reduced at once: the experts of a layer over EDP, the rest of a layer over DP
+x CP, and what belongs to no layer. A parameter is sharded along its first dim into parts of
+ceil(rows / ranks), of which the last are shorter or empty but padded to the size of the others.
+Ranks that hold the same part sum its gradient once a step: those of a TP group for what TP does not
+shard, and with shard=N (hybrid sharding: sharded inside blocks of tp * N ranks, replicated across)
+those of the other blocks. What would be sharded over one rank lies in flat buffers instead, as
+under ZeRO-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+
+from moewright.rules import grid
+from moewright.rules.shapes import shards
+from moewright.rules.shapes.param import Param
+from moewright.rules.timetable.timetable_row import RowKind, TimetableRow
+from moewright.spec.layout import Layout, Offload
+from moewright.spec.ledger import Module
+from moewright.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpGroups:
+    """The groups over which a parameter is sharded, and over which its shards are replicated."""
+
+    shard_group: str
+    replica_group: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpShard:
+    """The elements of a parameter that a rank owns, and the padded size of its part."""
+
+    param: Param
+    module: Module
+    own_numel: int
+    padded_numel: int
+    whole_numel: int  # before it is sharded
+    replica_group: str
+    holders: tuple[int, ...]  # pipeline ranks that hold the parameter, where there are several
+    chunks: tuple[int, ...]  # the rank's model chunks that use it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpUnit:
+    """Parameters that are gathered and reduced at once.
+
+    The root belongs to no layer. Under zero=3 it is gathered for every pass of the rank, whatever
+    chunk it is of, and freed after a backward; any other unit is gathered for each pass through it.
+    """
+
+    group: str
+    ranks: int
+    shards: tuple[FsdpShard, ...]
+    is_root: bool
+
+    @property
+    def padded_numel(self) -> int:
+        return sum(shard.padded_numel for shard in self.shards)
+
+    @property
+    def replicated_numel(self) -> dict[str, int]:
+        """Elements of this rank's parts by the group that replicates them."""
+        sums: dict[str, int] = {}
+        for shard in self.shards:
+            sums[shard.replica_group] = sums.get(shard.replica_group, 0) + shard.own_numel
+        return sums
+
+
+_GROUPS: Mapping[str, FsdpGroups] = MappingProxyType(
+    {
+        "dp_cp": FsdpGroups(shard_group="dp_cp", replica_group="copies"),
+        "tp_cp_dp": FsdpGroups(shard_group="dp_cp", replica_group="tp"),
+        "edp": FsdpGroups(shard_group="edp", replica_group="edp_copies"),
+    }
+)
+_HYBRID_GROUPS: Mapping[str, FsdpGroups] = MappingProxyType(
+    {
+        "dp_cp": FsdpGroups(shard_group="shard", replica_group="copies"),
+        "tp_cp_dp": FsdpGroups(shard_group="shard", replica_group="tp_copies"),
+        "edp": FsdpGroups(shard_group="edp_shard", replica_group="edp_copies"),
+    }
+)
+
+
+def fsdp_groups(layout: Layout, group: str) -> FsdpGroups:
+    """Return the groups of a parameter whose gradients `group` sums (rules.shapes.shards)."""
+    groups = _HYBRID_GROUPS if layout.shard else _GROUPS
+    return groups[group]
+
+
+def is_fsdp_sharded(layout: Layout, group: str) -> bool:
+    """Return whether parameters whose gradients `group` sums are sharded at all."""
+    group_size = grid.group_size(layout, fsdp_groups(layout, group).shard_group)
+    return layout.zero >= 2 and group_size > 1
+
+
+def state_group(layout: Layout, group: str) -> str:
+    """Return the group that shares the states of parameters whose gradients `group` sums.
+
+    It is the same whether fully_shard or flat buffers hold them.
+    """
+    return fsdp_groups(layout, group).shard_group if layout.shard else group
+
+
+def momentum_group(layout: Layout, group: str) -> str | None:
+    """Return the group that shards the optimizer state of matrices whose gradients `group` sums.
+
+    None where every rank has all of it.
+    """
+    if layout.zero == 0:
+        return None
+    is_sharded = is_fsdp_sharded(layout, group)
+    return fsdp_groups(layout, group).shard_group if is_sharded else state_group(layout, group)
+
+
+def flat_buffer_layout(layout: Layout) -> Layout:
+    """Return the layout of flat buffers: what fully_shard leaves stays at zero=1."""
+    return replace(layout, zero=1, shard=0) if layout.zero >= 2 else layout
+
+
+def offloaded_names(layout: Layout, units: Sequence[FsdpUnit]) -> frozenset[str]:
+    """Return the parameters whose sharded weights, gradients and moments lie in host memory.
+
+    With a part of the optimizer offloaded they are those of the first units that make it up: a unit
+    is moved whole.
+    """
+    if Offload.OPTIMIZER not in layout.offload:
+        return frozenset()
+    wanted = layout.offload_fraction * sum(unit.padded_numel for unit in units)
+    names: set[str] = set()
+    moved = 0
+    for unit in units:
+        if moved >= wanted:
+            break
+        moved += unit.padded_numel
+        names |= {shard.param.name for shard in unit.shards}
+    return frozenset(names)
+
+
+def fsdp_units(model: ModelSpec, layout: Layout, rank: int) -> tuple[FsdpUnit, ...]:
+    """Return the units of a rank; () unless zero is 2 or 3."""
+    members: dict[tuple[str, int], list[tuple[Param, FsdpGroups]]] = {}
+    pp_rank = grid.coordinate(layout, rank, "pp")
+    sharded = {name for name in shards.GRADIENT_GROUPS if is_fsdp_sharded(layout, name)}
+    for param in shards.stage_parameters(model, layout, pp_rank):
+        group = shards.gradient_group(param.sharded_dims, layout)
+        if group in sharded:
+            groups = fsdp_groups(layout, group)
+            unit = (groups.shard_group, _param_layer(model, param))
+            members.setdefault(unit, []).append((param, groups))
+    ranks = {name: grid.group_ranks(layout, name, rank) for name, _ in members}
+    return tuple(
+        FsdpUnit(
+            group=group,
+            ranks=len(ranks[group]),
+            shards=tuple(
+                _local_shard(param, model, layout, groups, rank, ranks[group])
+                for param, groups in params
+            ),
+            is_root=layer < 0,
+        )
+        for (group, layer), params in members.items()
+    )
+
+
+def _param_layer(model: ModelSpec, param: Param) -> int:
+    """Return the layer that a parameter is a part of; -1 for none.
+
+    An MTP depth has a layer beside its norms and projection.
+    """
+    is_in_depth_layer = param.layer > model.layers and ".layer." in param.name
+    is_in_layer = 0 <= param.layer < model.layers or is_in_depth_layer
+    return param.layer if is_in_layer else -1
+
+
+def count_gathers(layout: Layout, unit: FsdpUnit, table: Sequence[TimetableRow]) -> int:
+    """Return how often a unit is gathered in a step, in which its rank runs `table`."""
+    if layout.zero == 2:
+        return 1  # after the update
+    if not unit.is_root:
+        chunks = {chunk for shard in unit.shards for chunk in shard.chunks}
+        return sum(row.chunk in chunks for row in table)
+    gathers = 0
+    is_gathered = False
+    for row in table:
+        gathers += not is_gathered
+        is_gathered = row.kind is RowKind.F
+    return gathers
+
+
+def _local_shard(
+    param: Param,
+    model: ModelSpec,
+    layout: Layout,
+    groups: FsdpGroups,
+    rank: int,
+    sharing: Sequence[int],
+) -> FsdpShard:
+    """Return the part of a parameter that a rank has of those that share it."""
+    rows, *rest = shards.local_shape(param, layout)
+    part = shards.shard_size(rows, len(sharing))
+    first = sharing.index(rank) * part
+    own = max(0, min(part, rows - first))
+    return FsdpShard(
+        param=param,
+        module=param.module,
+        own_numel=own * prod(rest),
+        padded_numel=part * prod(rest),
+        whole_numel=rows * prod(rest),
+        replica_group=groups.replica_group,
+        holders=shards.holding_pp_ranks(param.name, model, layout),
+        chunks=shards.holding_chunks(param, model, layout, grid.coordinate(layout, rank, "pp")),
+    )
